@@ -1,0 +1,59 @@
+"""The errors a user meets: each says what, where, what was got and expected, and how to fix it."""
+
+from __future__ import annotations
+
+
+class UnidecError(Exception):
+    """Base of every error meant for a user; the command line prints it without a traceback.
+
+    Args:
+        what: one sentence that says what is wrong.
+        where: `file:line`, a key path or a folder.
+        got: what was found.
+        expected: what would have been right.
+        fix: what to do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        got: object = None,
+        expected: object = None,
+        fix: str | None = None,
+    ) -> None:
+        lines = [f"{where}: {what}" if where else what]
+        if got is not None:
+            lines.append(f"  got: {got}")
+        if expected is not None:
+            lines.append(f"  expected: {expected}")
+        if fix:
+            lines.append(f"  fix: {fix}")
+        super().__init__("\n".join(lines))
+
+
+class ConfigError(UnidecError):
+    """Parameters that are unknown, of the wrong type, out of range or in conflict."""
+
+    exit_code = 2
+
+
+class DataError(UnidecError):
+    """Data that cannot be read, or is not fit to train on."""
+
+    exit_code = 3
+
+
+class ArtifactError(UnidecError):
+    """A stored artifact (data set, cache, checkpoint, model, bundle) that is missing, damaged or of another version."""
+
+    exit_code = 4
+
+
+class TrainingError(UnidecError):
+    """Training that cannot go on: a loss or gradient that is not finite, not enough memory."""
+
+    exit_code = 5
