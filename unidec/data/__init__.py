@@ -1,0 +1,1 @@
+"""Data: formats, the stored data set, tokens, propensities, the label graph."""

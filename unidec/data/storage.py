@@ -1,0 +1,366 @@
+"""Folders and files on disk that are either whole or absent.
+
+Everything the pipeline keeps is a folder with a `manifest.json` (kind, version, meta, size and sha256 of every file). It is
+written beside its final place, flushed, and renamed; it is checked before anything in it is parsed. Nothing in a manifest
+changes from run to run, so a rebuilt folder is byte-identical.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from unidec import __version__
+from unidec.errors import ArtifactError
+
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 64 << 20
+_REBUILD = "delete the folder and run the stage that writes it again"
+
+
+@dataclass
+class Folder:
+    """A folder being written: put files into `path`, add to `meta`; both become visible when the context ends."""
+
+    path: Path
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def write_folder(
+    path: str | os.PathLike[str], kind: str, version: int, meta: Mapping[str, Any] | None = None, *, num_bytes: int = 0
+) -> Iterator[Folder]:
+    """Write a folder as a whole: `with write_folder(...) as out: np.save(out.path / "x.npy", x); out.meta["rows"] = 3`.
+
+    Args:
+        path: where the folder shall be; one that is there already is replaced, and only when all is written.
+        kind, version: what the folder holds and the version of its layout; checked by `read_manifest`.
+        meta: JSON-able facts, the same in every run (no times, no absolute paths).
+        num_bytes: size to be written if it is known: checked against the free space before the first byte.
+
+    Raises:
+        ArtifactError: no space, or no permission; what was at `path` before is still there, the temporary folder is gone.
+    """
+    final = Path(os.path.abspath(path))
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(final)
+        free = shutil.disk_usage(final.parent).free
+        if num_bytes > free:
+            raise OSError(errno.ENOSPC, f"{num_bytes:,} bytes needed")
+        temporary = _temporary(final)
+        temporary.mkdir()
+    except OSError as error:
+        raise _storage_error(final, error, num_bytes) from error
+    out = Folder(temporary, dict(meta or {}))
+    try:
+        yield out
+        _seal(out, kind, version)
+        _replace(temporary, final)
+        _fsync(final.parent)
+    except OSError as error:
+        needed = max(num_bytes, _size(temporary))
+        raise _storage_error(final, error, needed) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_manifest(path: str | os.PathLike[str], kind: str, version: int, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Write `manifest.json` over every file in the folder, flushed to the disk, and return it."""
+    root = Path(path)
+    files = {}
+    for name in _files(root):
+        if name != MANIFEST:
+            files[name] = {"size": (root / name).stat().st_size, "sha256": file_sha256(root / name)}
+    manifest = {"kind": kind, "version": version, "unidec": __version__, "meta": dict(meta), "files": files}
+    write_json(root / MANIFEST, manifest)
+    return manifest
+
+
+def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, verify: bool = True) -> dict[str, Any]:
+    """Check a folder against its manifest and return the manifest.
+
+    Names, kinds of file and sizes are always checked; with `verify` every file's sha256 too. Nothing but the manifest is parsed.
+
+    Raises:
+        ArtifactError: the folder or a file is missing, added, damaged, a link or outside the folder, of another kind, or of a
+            newer version than this code reads.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise ArtifactError(f"no {kind} here", where=str(root), fix="run the pipeline stage that writes it")
+    manifest = _parse_manifest(root)
+    if manifest["kind"] != kind:
+        raise ArtifactError(
+            "a folder of another kind", where=str(root / MANIFEST), got=str(manifest["kind"])[:80], expected=kind
+        )
+    if not 1 <= manifest["version"] <= max_version:
+        raise ArtifactError(
+            f"version {manifest['version']} of {kind} cannot be read by unidec {__version__}",
+            where=str(root / MANIFEST),
+            got=f"version {manifest['version']}, written by unidec {manifest['unidec']}",
+            expected=f"a version from 1 to {max_version}",
+            fix=f"install unidec {manifest['unidec']} or newer, or {_REBUILD}",
+        )
+    found = set(_files(root)) - {MANIFEST}
+    for name, entry in manifest["files"].items():
+        _check_name(root, name)
+        if name not in found:
+            raise ArtifactError("a file is missing", where=str(root / name), fix=_REBUILD)
+        size = (root / name).stat().st_size
+        if size != entry["size"]:
+            raise ArtifactError(
+                "a file is damaged",
+                where=str(root / name),
+                got=f"{size} bytes",
+                expected=f"{entry['size']} bytes",
+                fix=_REBUILD,
+            )
+    extra = sorted(found - set(manifest["files"]))
+    if extra:
+        raise ArtifactError("a file that the manifest does not list", where=str(root / extra[0]), fix="remove it")
+    if verify:
+        for name, entry in manifest["files"].items():
+            digest = file_sha256(root / name)
+            if digest != entry["sha256"]:
+                raise ArtifactError(
+                    "a file is damaged",
+                    where=str(root / name),
+                    got=f"sha256 {digest}",
+                    expected=entry["sha256"],
+                    fix=_REBUILD,
+                )
+    return manifest
+
+
+def write_json(path: str | os.PathLike[str], obj: Any) -> None:
+    """Write JSON in one piece (UTF-8, one space of indentation, keys as given); numbers that are not finite become null."""
+    text = json.dumps(_plain(obj), ensure_ascii=False, allow_nan=False, indent=1)
+    write_bytes_atomic(path, text.encode() + b"\n")
+
+
+def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file in one piece: beside, flushed, renamed."""
+    final = Path(os.path.abspath(path))
+    temporary = _temporary(final)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, final)
+        _fsync(final.parent)
+    except OSError as error:
+        raise _storage_error(final, error, len(data)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_array(path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1, mmap: bool = True) -> np.ndarray:
+    """Load one `.npy` without pickle, memory-mapped, with the dtype and number of dimensions it must have.
+
+    Raises:
+        ArtifactError: not such a file, or of another dtype or shape.
+    """
+    try:
+        array = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ArtifactError("not a readable array", where=str(path), got=str(error)[:200], fix=_REBUILD) from error
+    wanted = array.dtype if dtype is None else np.dtype(dtype)
+    if not isinstance(array, np.ndarray) or array.dtype != wanted or array.ndim != ndim:
+        raise ArtifactError(
+            "an array of another type",
+            where=str(path),
+            got=f"{getattr(array, 'dtype', type(array))} {getattr(array, 'shape', '')}",
+            expected=f"{wanted} with {ndim} dimension(s)",
+            fix=_REBUILD,
+        )
+    return array
+
+
+def file_sha256(path: str | os.PathLike[str]) -> str:
+    """sha256 of a file, in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_sha256(hashes: Mapping[str, str]) -> str:
+    """One sha256 for a set of files given as {relative path: sha256}, whatever their order."""
+    digest = hashlib.sha256()
+    for name in sorted(hashes):
+        digest.update(f"{name}\0{hashes[name]}\n".encode())
+    return digest.hexdigest()
+
+
+def folder_sha256(path: str | os.PathLike[str]) -> str:
+    """One sha256 for a folder: over the manifest's file hashes if it has a manifest of ours, else over all files that are not hidden."""
+    root = Path(path)
+    if not root.is_dir():
+        raise ArtifactError("no such folder", where=str(root))
+    if (root / MANIFEST).is_file():
+        with contextlib.suppress(ArtifactError):
+            return files_sha256({name: entry["sha256"] for name, entry in _parse_manifest(root)["files"].items()})
+    names = [name for name in _files(root) if not any(part.startswith(".") for part in PurePosixPath(name).parts)]
+    return files_sha256({name: file_sha256(root / name) for name in names})
+
+
+def _parse_manifest(root: Path) -> dict[str, Any]:
+    where = root / MANIFEST
+    if where.is_symlink() or not where.is_file():
+        raise ArtifactError(
+            "no manifest: the folder is not one of ours, or was cut off", where=str(where), fix=_REBUILD
+        )
+    if where.stat().st_size > MAX_MANIFEST_BYTES:
+        raise ArtifactError("a manifest of impossible size", where=str(where), got=f"{where.stat().st_size} bytes")
+    try:
+        manifest = json.loads(where.read_bytes())
+        well_formed = (
+            isinstance(manifest["kind"], str)
+            and type(manifest["version"]) is int
+            and isinstance(manifest["unidec"], str)
+            and isinstance(manifest["meta"], dict)
+            and all(type(e["size"]) is int and isinstance(e["sha256"], str) for e in manifest["files"].values())
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ArtifactError("a damaged manifest", where=str(where), got=repr(error)[:200], fix=_REBUILD) from error
+    if not well_formed:
+        raise ArtifactError("a damaged manifest", where=str(where), got="fields of a wrong type", fix=_REBUILD)
+    return manifest
+
+
+def _check_name(root: Path, name: str) -> None:
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name or ":" in name:
+        raise ArtifactError(
+            "a manifest names a file outside its folder", where=str(root / MANIFEST), got=repr(name)[:200]
+        )
+
+
+def _files(root: Path) -> list[str]:
+    """Sorted relative paths of all regular files; links and anything else that is not a plain file are refused."""
+    names = []
+    for folder, subfolders, files in os.walk(root):
+        for entry in subfolders + files:
+            mode = os.lstat(os.path.join(folder, entry)).st_mode
+            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+                raise ArtifactError(
+                    "a link or special file",
+                    where=os.path.join(folder, entry),
+                    fix="keep plain files only (DVC: cache.type copy)",
+                )
+        names += [Path(folder, file).relative_to(root).as_posix() for file in files]
+    return sorted(names)
+
+
+def _seal(out: Folder, kind: str, version: int) -> None:
+    for name in _files(out.path):
+        _fsync(out.path / name)
+    write_manifest(out.path, kind, version, out.meta)
+    for folder, _, _ in os.walk(out.path):
+        _fsync(Path(folder))
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    """Move `temporary` to `final`; what was there ends up at `temporary`, if it can be done in one step, or is removed."""
+    if not os.path.lexists(final):
+        os.rename(temporary, final)
+    elif not _exchange(temporary, final):
+        old = _temporary(final)
+        os.rename(final, old)
+        os.rename(temporary, final)
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.unlink()
+    elif not temporary.is_dir() or temporary.is_symlink():
+        temporary.unlink()
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step (Linux, renameat2 with RENAME_EXCHANGE), so that there is no moment without the folder."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):
+        return False
+    at_cwd, exchange = -100, 2
+    return renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0
+
+
+def _temporary(final: Path) -> Path:
+    return final.parent / f".{final.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+
+
+def _remove_stale(final: Path) -> None:
+    """Remove what processes of this machine that are gone (killed) left behind for the same folder."""
+    for left in final.parent.glob(f".{final.name}.{socket.gethostname()}.*.tmp"):
+        pid = left.name.split(".")[-3]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _fsync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():  # Windows cannot open folders
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _size(root: Path) -> int:
+    return sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(root) for f in files)
+
+
+def _storage_error(path: Path, error: OSError, num_bytes: int) -> ArtifactError:
+    free = None
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(path.parent if path.parent.is_dir() else "/").free
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return ArtifactError(
+        "no space left to write it" if full else "it cannot be written",
+        where=str(path),
+        got=f"{error.strerror or error}" + (f", {free:,} bytes free" if free is not None else ""),
+        expected=f"at least {num_bytes:,} bytes" if num_bytes else None,
+        fix="free some space, or choose another folder" if full else "check the folder's permissions",
+    )
+
+
+def _plain(obj: Any) -> Any:
+    if isinstance(obj, Mapping):
+        return {str(key): _plain(value) for key, value in obj.items()}
+    if isinstance(obj, list | tuple):
+        return [_plain(value) for value in obj]
+    if isinstance(obj, np.ndarray):
+        return _plain(obj.tolist())
+    if isinstance(obj, np.generic):
+        return _plain(obj.item())
+    if isinstance(obj, float):
+        return obj if math.isfinite(obj) else None
+    return obj.as_posix() if isinstance(obj, PurePosixPath | Path) else obj
