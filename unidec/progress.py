@@ -119,9 +119,11 @@ class Progress(Generic[T]):
             for item in self._iterable:
                 yield item
                 self.update(1)
-        except BaseException as error:
-            # a consumer that stops early closes the generator: not a failure
-            self.close(failed=not isinstance(error, GeneratorExit))
+        except GeneratorExit:  # the consumer stopped early: not a failure
+            self.close()
+            raise
+        except BaseException:
+            self.close(failed=True)
             raise
         self.close()
 
