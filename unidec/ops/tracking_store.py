@@ -1,0 +1,118 @@
+"""Where MLflow keeps what it is told: its address, a safe first start, and a client that gives up soon.
+
+Default store: SQLite in `<root>/mlflow/mlflow.db`, artifacts in `<root>/mlflow/artifacts`; `MLFLOW_TRACKING_URI` names
+any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from unidec.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_SQLITE = "sqlite:///"
+
+# MLflow's own defaults would hold training for minutes when its server is down; 'true' because it accepts nothing else.
+_QUIET = {
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
+
+
+def quiet_mlflow() -> None:
+    """Turns telemetry, long retries and migration logs off; call it before the first `import mlflow`."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    for name in ("alembic", "mlflow.store.db.utils", "mlflow.system_metrics"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def tracking_uri(root: Path | str = ".") -> str:
+    """The tracking store's address: `MLFLOW_TRACKING_URI`, else SQLite in `<root>/mlflow/`; SQLite paths absolute."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow/mlflow.db"
+    path = sqlite_path(uri, root)
+    return uri if path is None else f"{_SQLITE}{path}"
+
+
+def sqlite_path(uri: str, root: Path | str = ".") -> Path | None:
+    """The database file of a `sqlite:///` address, made absolute from `root`; None for any other address."""
+    if not uri.startswith(_SQLITE) or ":memory:" in uri:
+        return None
+    return (Path(root) / uri.removeprefix(_SQLITE)).resolve()
+
+
+def artifact_location(uri: str) -> str | None:
+    """Where a new experiment's artifacts go: beside an SQLite file; None leaves it to the server."""
+    path = sqlite_path(uri)
+    return None if path is None else (path.parent / "artifacts").as_uri()
+
+
+def ui_url(uri: str, experiment_id: str, run_id: str) -> str:
+    """Address of a run's page; for an SQLite store that of the UI which `make ui` starts (`UNIDEC_MLFLOW_UI`)."""
+    base = uri if uri.startswith("http") else os.environ.get("UNIDEC_MLFLOW_UI", "http://127.0.0.1:5000")
+    return f"{base.rstrip('/')}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
+
+
+def prepare_store(uri: str | None = None, root: Path | str = ".") -> str:
+    """Creates an SQLite store once, whoever comes first; returns the absolute address.
+
+    MLflow's first start is a race (several processes migrate the same empty file, and a kill half way leaves one that
+    no later start can use), so it happens under a file lock, on a temporary file that is renamed when it is whole.
+
+    Raises:
+        ArtifactError: the database belongs to another version of MLflow.
+    """
+    uri = uri or tracking_uri(root)
+    path = sqlite_path(uri, root)
+    if path is None or (path.is_file() and path.stat().st_size > 0):
+        return uri
+    from filelock import FileLock
+
+    quiet_mlflow()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):  # released by the system when its holder dies: nothing to remove by hand
+        if not (path.is_file() and path.stat().st_size > 0):
+            _create_sqlite(path)
+    return f"{_SQLITE}{path}"
+
+
+def _create_sqlite(path: Path) -> None:
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    store = SqlAlchemyStore(f"{_SQLITE}{temporary}", (path.parent / "artifacts").as_uri())
+    store.engine.dispose()
+    os.replace(temporary, path)
+
+
+def open_client(uri: str) -> MlflowClient:
+    """A client of the store at `uri`, which is created first where that is ours to do.
+
+    Raises:
+        ArtifactError: the database belongs to another version of MLflow.
+    """
+    quiet_mlflow()
+    prepare_store(uri)
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return MlflowClient(tracking_uri=uri, registry_uri=uri)
+    except MlflowException as error:
+        if "out-of-date database schema" not in str(error):
+            raise
+        raise ArtifactError(
+            "the tracking database was written by another version of MLflow",
+            where=str(sqlite_path(uri) or uri),
+            fix=f"copy it, then run: mlflow db upgrade {uri}",
+        ) from error
