@@ -1,0 +1,314 @@
+"""Metrics against hand-computed cases and a slow dense float64 reference written from the definitions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+
+from unidec.errors import DataError
+from unidec.evaluation.metrics import (
+    GROUPS,
+    Evaluator,
+    evaluate,
+    paired_bootstrap,
+    per_query,
+    remove_filtered,
+)
+
+KS = (1, 3, 5, 10, 100)
+
+
+def dense_reference(predicted, truth, weight, group, ks, propensity_ks):
+    """Every metric by loops over queries and ranks; truth is a dense 0/1 matrix."""
+    num_queries, num_labels = truth.shape
+
+    def ideal(n):
+        return sum(1 / math.log2(j + 1) for j in range(1, n + 1))
+
+    def one_scope(mask, mean_all):
+        out = {}
+        positives = [
+            [label for label in range(num_labels) if truth[i, label] and mask[label]] for i in range(num_queries)
+        ]
+        ranks = [
+            [(j, label) for j, label in enumerate(predicted[i], 1) if label >= 0 and truth[i, label] and mask[label]]
+            for i in range(num_queries)
+        ]
+        counted = num_queries if mean_all else sum(bool(p) for p in positives)
+        relevant = {label for p in positives for label in p}
+        for k in ks:
+            p = r = n = 0.0
+            found = set()
+            for i in range(num_queries):
+                within = [(j, label) for j, label in ranks[i] if j <= k]
+                p += len(within) / k
+                found |= {label for _, label in within}
+                if positives[i]:
+                    r += len(within) / len(positives[i])
+                    n += sum(1 / math.log2(j + 1) for j, _ in within) / ideal(min(k, len(positives[i])))
+            out[f"P@{k}"] = p / num_queries if num_queries else 0.0
+            out[f"R@{k}"] = r / counted if counted else 0.0
+            out[f"nDCG@{k}"] = n / counted if counted else 0.0
+            out[f"coverage@{k}"] = len(found) / len(relevant) if relevant else 0.0
+        for k in propensity_ks:
+            top = top_best = gain = gain_best = 0.0
+            for i in range(num_queries):
+                if not positives[i]:
+                    continue
+                norm = ideal(min(k, len(positives[i])))
+                best = sorted((weight[label] for label in positives[i]), reverse=True)[:k]
+                within = [(j, label) for j, label in ranks[i] if j <= k]
+                top += sum(weight[label] for _, label in within)
+                top_best += sum(best)
+                gain += sum(weight[label] / math.log2(j + 1) for j, label in within) / norm
+                gain_best += sum(w / math.log2(j + 1) for j, w in enumerate(best, 1)) / norm
+            out[f"PSP@{k}"] = top / top_best if top_best else 0.0
+            out[f"PSnDCG@{k}"] = gain / gain_best if gain_best else 0.0
+        first = sum(1 / r[0][0] for r in ranks if r and r[0][0] <= max(ks))
+        out["MRR"] = first / counted if counted else 0.0
+        return {key: 100 * value for key, value in out.items()}, float(sum(bool(p) for p in positives))
+
+    out, _ = one_scope(np.ones(num_labels, bool), True)
+    out["num_queries"] = float(num_queries)
+    for g, name in enumerate(GROUPS):
+        part, counted = one_scope(group == g, False)
+        out |= {f"{name}/{key}": value for key, value in part.items()}
+        out[f"{name}/num_queries"] = counted
+    return out
+
+
+def random_case(seed, num_queries, num_labels, width, density):
+    """Predictions without doubles and with -1 at random ranks; graded truth with stored zeros and empty rows."""
+    rng = np.random.default_rng(seed)
+    truth = (rng.random((num_queries, num_labels)) < density) * rng.choice([0.5, 1.0, 3.0], (num_queries, num_labels))
+    truth[rng.random(num_queries) < 0.15] = 0
+    relevance = csr_matrix(truth)
+    if relevance.nnz:
+        relevance.data[rng.random(relevance.nnz) < 0.1] = 0  # stored, but not relevant
+    truth = relevance.toarray() > 0
+    columns = min(width, num_labels)
+    predicted = np.argsort(rng.random((num_queries, num_labels)) - 0.5 * truth, axis=1)[:, :columns]
+    predicted = np.pad(predicted, ((0, 0), (0, width - columns)), constant_values=-1)
+    predicted[rng.random(predicted.shape) < 0.1] = -1
+    return predicted, relevance, truth, 1 + 9 * rng.random(num_labels), rng.integers(0, 3, num_labels)
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    assert all(math.isfinite(value) for value in got.values())
+    np.testing.assert_allclose([got[k] for k in want], list(want.values()), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_queries", "num_labels", "width", "density"),
+    [(0, 60, 40, 12, 0.1), (1, 40, 150, 120, 0.05), (2, 50, 8, 100, 0.4), (3, 30, 1, 3, 0.5), (4, 25, 30, 2, 0.9)],
+)
+def test_equals_dense_reference_whole_and_streamed(seed, num_queries, num_labels, width, density):
+    predicted, relevance, truth, weight, group = random_case(seed, num_queries, num_labels, width, density)
+    want = dense_reference(predicted, truth, weight, group, KS, (1, 3, 5))
+    assert_same(evaluate(predicted, relevance, weight, group), want)
+    streamed = Evaluator(weight, group)
+    for rows in np.split(np.arange(num_queries), [1, 1, 7, num_queries // 2]):  # one of the updates is empty
+        streamed.update(predicted[rows], relevance[rows])
+    assert_same(streamed.compute(), want)
+    for k in KS:
+        parts = sum(want[f"{name}/P@{k}"] for name in GROUPS)
+        assert parts == pytest.approx(want[f"P@{k}"])
+
+
+def test_evaluate_crosses_its_block_boundary(monkeypatch):
+    monkeypatch.setattr("unidec.evaluation.metrics._BLOCK", 7)
+    predicted, relevance, truth, weight, group = random_case(9, 30, 20, 6, 0.2)
+    assert_same(
+        evaluate(predicted, relevance, weight, group, (2, 4), (2,)),
+        dense_reference(predicted, truth, weight, group, (2, 4), (2,)),
+    )
+
+
+def test_hand_computed():
+    """Two queries, four labels: 0 and 1 tail, 2 torso, 3 head; weights 4, 3, 2, 1.
+
+    Query 0: relevant {0, 3}, predicted 3, 2, 0. Query 1: relevant {1}, predicted 0, 1 (then nothing).
+    """
+    relevance = csr_matrix(np.array([[1, 0, 0, 1], [0, 1, 0, 0]], dtype=np.float32))
+    predicted = np.array([[3, 2, 0], [0, 1, -1]])
+    got = evaluate(predicted, relevance, [4.0, 3.0, 2.0, 1.0], [0, 0, 1, 2], ks=(1, 3), propensity_ks=(1, 3))
+    d2, d3 = 1 / math.log2(3), 1 / 2
+    want = {
+        "P@1": 1 / 2,
+        "P@3": (2 / 3 + 1 / 3) / 2,
+        "R@1": (1 / 2 + 0) / 2,
+        "R@3": 1.0,
+        "nDCG@1": 1 / 2,
+        "nDCG@3": ((1 + d3) / (1 + d2) + d2) / 2,
+        "MRR": (1 + 1 / 2) / 2,
+        "coverage@1": 1 / 3,
+        "coverage@3": 1.0,
+        "PSP@1": 1 / (4 + 3),
+        "PSP@3": 1.0,
+        "PSnDCG@1": 1 / 7,
+        "PSnDCG@3": ((1 + 4 * d3) / (1 + d2) + 3 * d2) / ((4 + d2) / (1 + d2) + 3),
+        "tail/P@3": (1 / 3 + 1 / 3) / 2,
+        "tail/R@3": 1.0,
+        "tail/R@1": 0.0,
+        "tail/MRR": (1 / 3 + 1 / 2) / 2,
+        "tail/nDCG@3": (d3 + d2) / 2,
+        "tail/PSP@3": 1.0,
+        "torso/R@3": 0.0,
+        "torso/coverage@3": 0.0,
+        "head/P@1": 1 / 2,
+        "head/R@1": 1.0,
+        "head/MRR": 1.0,
+    }
+    for key, value in want.items():
+        assert got[key] == pytest.approx(100 * value), key
+    assert (got["num_queries"], got["tail/num_queries"], got["torso/num_queries"], got["head/num_queries"]) == (
+        2,
+        2,
+        0,
+        1,
+    )
+
+
+def test_perfect_and_useless_predictions():
+    relevance = csr_matrix(np.array([[1, 1, 0], [0, 0, 1]]))
+    perfect = evaluate(np.array([[1, 0], [2, -1]]), relevance, [1.0, 5.0, 2.0], [0, 1, 2], (1, 2), (1, 2))
+    for key in ("P@1", "R@2", "nDCG@1", "nDCG@2", "PSP@1", "PSP@2", "PSnDCG@1", "PSnDCG@2", "MRR", "coverage@2"):
+        assert perfect[key] == pytest.approx(100), key
+    useless = evaluate(np.array([[2], [0]]), relevance, [1.0, 5.0, 2.0], [0, 1, 2])
+    assert all(value == 0 for key, value in useless.items() if not key.endswith("num_queries"))
+
+
+def test_degenerate_inputs_are_defined():
+    nothing = Evaluator(np.ones(4), np.zeros(4, int)).compute()
+    assert set(nothing.values()) == {0.0}
+    no_positives = evaluate(np.zeros((3, 1), int), csr_matrix((3, 4)), np.ones(4), np.zeros(4, int))
+    assert no_positives.pop("num_queries") == 3
+    assert set(no_positives.values()) == {0.0}
+    no_columns = evaluate(np.zeros((2, 0), int), csr_matrix(np.eye(2)), np.ones(2), np.zeros(2, int))
+    assert no_columns["P@1"] == no_columns["MRR"] == 0
+    assert no_columns["tail/num_queries"] == 2
+    zero_weight = evaluate(np.array([[0]]), csr_matrix([[1.0]]), [0.0], [0])
+    assert zero_weight["PSP@1"] == 0
+    assert zero_weight["P@1"] == 100
+
+
+def test_unsorted_and_repeated_truth_entries_count_once():
+    messy = csr_matrix((np.ones(4), np.array([2, 0, 0, 1]), np.array([0, 3, 4])), shape=(2, 3))
+    clean = csr_matrix(np.array([[1, 0, 1], [0, 1, 0]]))
+    predicted = np.array([[0, 2, 1], [2, 1, 0]])
+    assert evaluate(predicted, messy, np.ones(3), [0, 1, 2]) == evaluate(predicted, clean, np.ones(3), [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("predicted", "message"),
+    [
+        ([[0, 1, 0], [1, 2, -1]], "predicted twice"),
+        ([[0, 1, 3], [1, 2, -1]], "does not exist"),
+        ([[0, 1, -2], [1, 2, -1]], "does not exist"),
+        ([[0, 1, 2]], "do not fit together"),
+        ([[0.0, 1.0], [1.0, 2.0]], "matrix of label ids"),
+        ([0, 1], "matrix of label ids"),
+    ],
+)
+def test_faulty_predictions_are_refused(predicted, message):
+    relevance = csr_matrix((2, 3))
+    with pytest.raises(DataError, match=message):
+        Evaluator(np.ones(3), np.zeros(3, int)).update(np.array(predicted), relevance)
+    with pytest.raises(DataError, match=message):
+        evaluate(np.array(predicted), relevance, np.ones(3), np.zeros(3, int))
+    with pytest.raises(DataError, match=message):
+        per_query(np.array(predicted), relevance)
+
+
+def test_the_refusal_names_the_row():
+    with pytest.raises(DataError, match="predictions row 1"):
+        per_query(np.array([[0, 1], [2, 2]]), csr_matrix((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("weight", "group", "ks"),
+    [
+        ([1.0, np.nan], [0, 0], (1,)),
+        ([1.0, -1.0], [0, 0], (1,)),
+        ([1.0], [0, 0], (1,)),
+        ([1.0, 1.0], [0, 3], (1,)),
+        ([1.0, 1.0], [0, 0], (0,)),
+        ([1.0, 1.0], [0, 0], ()),
+    ],
+)
+def test_faulty_settings_are_refused(weight, group, ks):
+    with pytest.raises(DataError):
+        Evaluator(weight, group, ks)
+
+
+@pytest.mark.parametrize("width", [3, 8, 110])
+def test_per_query_means_are_the_overall_figures(width):
+    predicted, relevance, _, weight, group = random_case(11, 50, 130, width, 0.05)
+    overall = evaluate(predicted, relevance, weight, group)
+    for name, value_N in per_query(predicted, relevance).items():
+        assert value_N.shape == (50,)
+        assert value_N.mean() == pytest.approx(overall[name])
+
+
+def test_paired_bootstrap_equals_a_slow_loop_and_behaves(monkeypatch):
+    rng = np.random.default_rng(5)
+    a_N, b_N = rng.normal(0.2, 1, 80), rng.normal(0, 1, 80)
+    got = paired_bootstrap(a_N, b_N, 300, seed=3)
+    resample = np.random.default_rng(3).integers(80, size=(300, 80))
+    means = [np.mean([a_N[i] - b_N[i] for i in row]) for row in resample]
+    assert got["difference"] == pytest.approx(np.mean(a_N) - np.mean(b_N))
+    assert got["low"] == pytest.approx(np.percentile(means, 2.5))
+    assert got["high"] == pytest.approx(np.percentile(means, 97.5))
+    lesser = min(sum(m <= 0 for m in means), sum(m >= 0 for m in means))
+    assert got["p_value"] == pytest.approx(min(1, 2 * (lesser + 1) / 301))
+    assert paired_bootstrap(a_N, b_N, 300, seed=3) == got
+    assert paired_bootstrap(a_N, a_N)["p_value"] == 1.0
+    clear = paired_bootstrap(a_N + 5, b_N)
+    assert clear["p_value"] < 0.01
+    assert clear["low"] > 4
+    large = paired_bootstrap(rng.random(2**20), rng.random(2**20), 5, seed=0)  # several blocks
+    assert large["low"] <= large["difference"] + 0.01
+
+
+@pytest.mark.parametrize(("a", "b", "samples"), [([], [], 10), ([1.0], [1.0, 2.0], 10), ([1.0], [1.0], 0)])
+def test_paired_bootstrap_refuses(a, b, samples):
+    with pytest.raises(DataError):
+        paired_bootstrap(a, b, samples)
+
+
+@pytest.mark.parametrize(("k", "density"), [(1, 0.2), (6, 0.3), (12, 0.2), (20, 0.5), (0, 0.1), (4, 0.0), (4, 1.0)])
+def test_remove_filtered_equals_a_slow_loop(k, density):
+    rng = np.random.default_rng(int(100 * density) + k)
+    predicted, _, _, _, _ = random_case(k, 40, 25, 12, 0.1)
+    scores = rng.random(predicted.shape).astype(np.float32)
+    filtered = rng.random((40, 25)) < density
+    got_labels, got_scores = remove_filtered(predicted, scores, csr_matrix(filtered), k)
+    assert got_labels.shape == got_scores.shape == (40, k)
+    assert (got_labels.dtype, got_scores.dtype) == (np.int64, np.float32)
+    for i in range(40):
+        left = [(p, s) for p, s in zip(predicted[i], scores[i], strict=True) if p >= 0 and not filtered[i, p]][:k]
+        left += [(-1, -np.inf)] * (k - len(left))
+        assert got_labels[i].tolist() == [p for p, _ in left]
+        assert got_scores[i].tolist() == [s for _, s in left]
+
+
+def test_remove_filtered_refuses_scores_of_another_shape():
+    with pytest.raises(DataError, match="differ in shape"):
+        remove_filtered(np.array([[0, 1]]), np.array([[0.5]]), csr_matrix((1, 2)), 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equals_scikit_learn_ndcg(seed):
+    """An independent implementation, where its definition agrees: binary truth, at least one positive a query."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(seed)
+    truth = rng.random((40, 30)) < 0.2
+    truth[:, 0] = True
+    scores = rng.random(truth.shape)
+    got = evaluate(np.argsort(-scores, axis=1), csr_matrix(truth), np.ones(30), np.zeros(30, int))
+    for k in (1, 3, 5, 10):
+        assert got[f"nDCG@{k}"] == pytest.approx(100 * metrics.ndcg_score(truth, scores, k=k))
