@@ -1,0 +1,1 @@
+"""Training: batches and pools, clustering, mining, optimisers, checkpoints and the trainer."""
