@@ -23,6 +23,7 @@ _SQLITE = "sqlite:///"
 _QUIET = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
@@ -32,7 +33,7 @@ def quiet_mlflow() -> None:
     """Turns telemetry, long retries and migration logs off; call it before the first `import mlflow`."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    for name in ("alembic", "mlflow.store.db.utils", "mlflow.system_metrics"):
+    for name in ("alembic", "mlflow.store.db.utils", "mlflow.system_metrics", "mlflow.pyfunc"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

@@ -1,0 +1,250 @@
+"""Bundle -> registered MLflow model: one version a bundle hash, and an alias that moves only to what was verified."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unidec import __version__
+from unidec.data.storage import MANIFEST, folder_sha256, read_manifest
+from unidec.errors import ArtifactError
+from unidec.ops.tracking_store import open_client, quiet_mlflow, tracking_uri
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+    from mlflow.models import ModelSignature
+
+HASH_TAG = "bundle.sha256"
+_SERVING = (  # what a loaded bundle needs of our dependencies; versions come from the distribution's own metadata
+    "torch", "transformers", "safetensors", "numpy", "scipy", "pandas", "pyarrow", "pydantic", "pyyaml", "tqdm",
+    "mlflow", "faiss-cpu",
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+def register(
+    bundle_path: Path | str,
+    run_id: str | None,
+    model_name: str,
+    alias: str | None = "challenger",
+    card: Mapping[str, Any] | str | None = None,
+    tags: Mapping[str, str] | None = None,
+    *,
+    uri: str | None = None,
+    root: Path | str = ".",
+) -> int:
+    """Logs a bundle as a pyfunc model, registers it and moves the alias to it; the same bundle again changes nothing.
+
+    A kill at any point leaves the alias where it was, and the next call makes or finds the one version.
+
+    Args:
+        bundle_path: folder with a manifest.
+        run_id: the MLflow run that trained it; None: a run of its own.
+        model_name: name of the registered model.
+        alias: moved when the stored bundle's hash was checked; None: left alone.
+        card: description: markdown, or {"metrics": {split: {name: value}}, and any facts}.
+        tags: further tags of the version (data set hash, git commit).
+        uri, root: tracking store; default: see `tracking_store.tracking_uri`.
+
+    Returns:
+        the version's number.
+
+    Raises:
+        ArtifactError: the bundle is damaged, or what the registry holds under its hash is not it.
+    """
+    from filelock import FileLock
+
+    bundle_path, uri = Path(bundle_path).absolute(), uri or tracking_uri(root)
+    sha256 = checked_sha256(bundle_path)
+    client = open_client(uri)
+    with FileLock(bundle_path.parent / f".{bundle_path.name}.register.lock"), _tracking_to(uri):
+        _ensure_model(client, model_name)
+        version = find_version(client, model_name, sha256)
+        if version is None:
+            all_tags = {HASH_TAG: sha256, "unidec.version": __version__, **(tags or {})}
+            model_id, run_id = _log_model(client, bundle_path, run_id, all_tags)
+            version = client.create_model_version(
+                model_name,
+                source=f"models:/{model_id}",
+                run_id=run_id,
+                tags={key: str(value) for key, value in (all_tags | {"run_id": run_id}).items()},
+                description=model_card(card, sha256),
+                model_id=model_id,
+            )
+        _verify(model_name, version, sha256)
+        if alias and _aliased(client, model_name, alias) != str(version.version):
+            client.set_registered_model_alias(model_name, alias, str(version.version))
+    return int(version.version)
+
+
+def find_version(client: MlflowClient, model_name: str, sha256: str) -> ModelVersion | None:
+    """The version that holds the bundle with this hash, or None."""
+    found = client.search_model_versions(f"name = '{model_name}' and tags.`{HASH_TAG}` = '{sha256}'")
+    return min(found, key=lambda version: int(version.version), default=None)
+
+
+def is_registered(bundle_path: Path | str, model_name: str, *, uri: str | None = None, root: Path | str = ".") -> bool:
+    """Whether the registry holds this very bundle."""
+    client = open_client(uri or tracking_uri(root))
+    return find_version(client, model_name, folder_sha256(bundle_path)) is not None
+
+
+def checked_sha256(bundle_path: Path) -> str:
+    """The bundle's hash, after every file was checked against its manifest.
+
+    Raises:
+        ArtifactError: it is missing or damaged.
+    """
+    try:
+        about = json.loads((bundle_path / MANIFEST).read_text(encoding="utf-8"))
+        kind, version = str(about["kind"]), int(about["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError("no bundle here", where=str(bundle_path), fix="run the stage that writes it") from error
+    read_manifest(bundle_path, kind, version)
+    return folder_sha256(bundle_path)
+
+
+def model_card(card: Mapping[str, Any] | str | None, sha256: str) -> str:
+    """Markdown: facts, a table of metrics, the bundle's hash, how to load it."""
+    if isinstance(card, str):
+        return card
+    facts = dict(card or {})
+    metrics = facts.pop("metrics", {})
+    lines = ["# UniDEC bundle", ""]
+    lines += [f"- {key}: {value}" for key, value in facts.items() if not isinstance(value, (Mapping, list))]
+    lines += [f"- sha256: `{sha256}`"]
+    nested = metrics if any(isinstance(value, Mapping) for value in metrics.values()) else {"value": metrics}
+    nested = {split: values for split, values in nested.items() if isinstance(values, Mapping) and values}
+    names = sorted({name for values in nested.values() for name in values if "/" not in name})
+    if names:
+        lines += ["", "| metric | " + " | ".join(nested) + " |", "|---" * (len(nested) + 1) + "|"]
+        for name in names:
+            shown = [_shown(values.get(name)) for values in nested.values()]
+            lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    lines += ["", '`mlflow.pyfunc.load_model(...).predict(DataFrame({"query": [...]}), params={"k": 5})`']
+    return "\n".join(lines)
+
+
+def signature() -> ModelSignature:
+    """Input `query`, parameter `k`, output rows."""
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
+
+    columns = [("string", "query"), ("long", "rank"), ("string", "label"), ("string", "title"), ("double", "score")]
+    return ModelSignature(
+        inputs=Schema([ColSpec("string", "query")]),
+        outputs=Schema([ColSpec(kind, name) for kind, name in columns]),
+        params=ParamSchema([ParamSpec("k", "long", 5)]),
+    )
+
+
+def serving_requirements() -> list[str]:
+    """Requirements of a served bundle, as our distribution declares them; never our own name (code is copied along)."""
+    from packaging.requirements import Requirement
+
+    declared = [Requirement(line) for line in importlib.metadata.requires("unidec-xmc") or []]
+    kept = {need.name.lower(): f"{need.name}{need.specifier}" for need in declared if need.name.lower() in _SERVING}
+    return [kept[name] for name in _SERVING if name in kept]
+
+
+def _log_model(client: MlflowClient, bundle_path: Path, run_id: str | None, tags: Mapping[str, str]) -> tuple[str, str]:
+    """Logs the model under its run, whose status stays what it was. Returns model id and run id."""
+    import mlflow
+    import pandas as pd
+
+    import unidec
+
+    package = Path(unidec.__file__).parent
+    before = client.get_run(run_id).info.status if run_id else "FINISHED"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # MLflow's use of pandas, and its advice to write type hints
+        mlflow.start_run(run_id=run_id, run_name=None if run_id else "register")
+        stack.callback(mlflow.end_run, "FINISHED" if before == "RUNNING" else before)
+        active = mlflow.active_run().info.run_id
+        info = mlflow.pyfunc.log_model(
+            name="bundle",
+            python_model=str(package / "ops" / "pyfunc.py"),
+            artifacts={"bundle": str(bundle_path)},
+            code_paths=[str(package)],
+            signature=signature(),
+            input_example=(pd.DataFrame({"query": ["an editor for plain text"]}), {"k": 5}),
+            pip_requirements=serving_requirements(),
+            metadata={HASH_TAG: tags[HASH_TAG]},
+            tags=dict(tags),
+        )
+    if before == "RUNNING":
+        client.update_run(active, status="RUNNING")
+    return info.model_id, active
+
+
+def _verify(model_name: str, version: ModelVersion, sha256: str) -> None:
+    """Reads the stored model back and compares its bundle's hash."""
+    import mlflow
+
+    with tempfile.TemporaryDirectory() as scratch:
+        path = mlflow.artifacts.download_artifacts(f"models:/{model_name}/{version.version}", dst_path=scratch)
+        stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
+        if len(stored) != 1:
+            raise ArtifactError(
+                f"version {version.version} of {model_name} holds no bundle",
+                where=str(version.source),
+                fix=f"delete that version in the MLflow UI and register again; alias unchanged (bundle {sha256})",
+            )
+        got = checked_sha256(stored[0].parent)
+    if got != sha256:
+        raise ArtifactError(
+            f"version {version.version} of {model_name} holds another bundle",
+            where=str(version.source),
+            got=got,
+            expected=sha256,
+            fix="delete that version in the MLflow UI and register again; the alias has not moved",
+        )
+
+
+def _ensure_model(client: MlflowClient, model_name: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(
+            model_name, description="UniDEC bundles: encoder, heads, classifier, label index"
+        )
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _aliased(client: MlflowClient, model_name: str, alias: str) -> str | None:
+    return client.get_registered_model(model_name).aliases.get(alias)
+
+
+@contextlib.contextmanager
+def _tracking_to(uri: str) -> Iterator[Any]:
+    """MLflow with its process-wide store set to `uri` (its fluent calls know no other), and set back afterwards."""
+    quiet_mlflow()
+    with warnings.catch_warnings():  # about MLflow's own modules: nobody here can act on them
+        warnings.simplefilter("ignore")
+        import mlflow.pyfunc
+
+    environment = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(uri)
+    try:
+        yield mlflow
+    finally:
+        mlflow.set_tracking_uri(None)  # removes the variable too, which it had written
+        if environment is not None:
+            os.environ["MLFLOW_TRACKING_URI"] = environment
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value if value is not None else "")
