@@ -1,0 +1,185 @@
+"""Balanced clusters of similar queries, each one batch: recursive 2-means, all clusters of a level split at once.
+
+Legend: N points, D dimensions, C clusters of a level, M slots of a cluster (its size, or one more), 2 the halves of a
+split.
+
+Source: NGAME's batches as UniDEC uses them (spec, detail 7): points are ordered by the difference of their
+similarities to two centres and cut in half, centres follow, until the gain in mean cosine falls under a tolerance.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unidec.errors import ConfigError, DataError
+
+
+@dataclass
+class ClusterReport:
+    """What a clustering did: `objective` is the mean cosine of the points to their cluster's centre, level by level."""
+
+    num_clusters: int = 1
+    smallest: int = 0
+    largest: int = 0
+    objective: float = 1.0
+    objective_by_level: list[float] = field(default_factory=list)
+    iterations_by_level: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Clusters(NamedTuple):
+    """`order_N[offsets[c] : offsets[c + 1]]` are the members of cluster c, as positions in what was clustered."""
+
+    order_N: np.ndarray
+    offsets: np.ndarray
+    report: ClusterReport
+
+
+def balanced_clusters(
+    vectors_ND: np.ndarray | Tensor,
+    max_size: int,
+    seed: int,
+    tolerance: float = 1e-4,
+    max_iterations: int = 100,
+    device: str | torch.device | None = None,
+) -> Clusters:
+    """Splits points into 2^depth clusters of at most `max_size` points whose sizes differ by at most one.
+
+    depth is the smallest with ceil(N / 2^depth) <= max_size. When max_size is 1 and N no power of two, some are empty.
+
+    Args:
+        vectors_ND: float [N, D], finite; brought to unit length where they are not.
+        max_size: largest number of points in a cluster, at least 1.
+        seed: seed of the two points each split starts from.
+        tolerance: a split stops when an iteration adds less than this to its mean cosine.
+        max_iterations: bound on the iterations of a split.
+        device: where to compute; None: where the vectors are. It holds the vectors two to three times.
+
+    Returns:
+        (order_N int64 [N], offsets int64 [C + 1], report).
+
+    Raises:
+        DataError: not a matrix, or values that are not finite.
+        ConfigError: max_size below 1.
+    """
+    begin = time.perf_counter()
+    if max_size < 1:
+        raise ConfigError("a cluster needs room for a point", where="pool.batch_size", got=max_size, expected=">= 1")
+    unit_ND = _unit_vectors(vectors_ND, device)
+    num_points = unit_ND.shape[0]
+    report = ClusterReport()
+    slot_CM = torch.arange(num_points, device=unit_ND.device).reshape(1, -1)
+    size_C = torch.tensor([num_points], device=unit_ND.device)
+    while -(-num_points // len(slot_CM)) > max_size:
+        level = len(report.iterations_by_level)
+        draw_C2 = np.random.default_rng([seed % 2**63, level]).random((len(slot_CM), 2))
+        point_CMD = _members(unit_ND, slot_CM, size_C)
+        start = torch.from_numpy(draw_C2).to(unit_ND.device)
+        order_CM, objective_C, iterations = _split_level(point_CMD, size_C, start, tolerance, max_iterations)
+        report.iterations_by_level.append(iterations)
+        report.objective_by_level.append(float((objective_C * size_C).sum() / num_points))
+        slot_CM, size_C = _halves(slot_CM.gather(1, order_CM), size_C)
+    filled_CM = torch.arange(slot_CM.shape[1], device=slot_CM.device) < size_C.unsqueeze(1)
+    order_N = slot_CM[filled_CM].cpu().numpy()
+    sizes = size_C.cpu().numpy()
+    report.num_clusters, report.smallest, report.largest = len(sizes), int(sizes.min()), int(sizes.max())
+    if report.objective_by_level:
+        report.objective = report.objective_by_level[-1]
+    elif num_points:
+        report.objective = float(unit_ND.mean(0).norm())
+    report.seconds = time.perf_counter() - begin
+    return Clusters(order_N, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), report)
+
+
+def _unit_vectors(vectors_ND: np.ndarray | Tensor, device: str | torch.device | None) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(vectors_ND)) if isinstance(vectors_ND, np.ndarray) else vectors_ND
+    if tensor.ndim != 2:
+        raise DataError("vectors to cluster must be a matrix", got=tuple(tensor.shape), expected="[N, D]")
+    tensor = tensor.detach().to(device=device, dtype=torch.float32)
+    norm_N = tensor.norm(dim=1)
+    if not bool(torch.isfinite(norm_N).all()):
+        bad = torch.nonzero(~torch.isfinite(norm_N)).flatten()[:5].tolist()
+        raise DataError("vectors to cluster are not finite", got=f"rows {bad}", fix="look at the last training steps")
+    if bool(((norm_N - 1).abs() > 1e-3).any()):
+        tensor = F.normalize(tensor, dim=1)
+    return tensor
+
+
+def _members(unit_ND: Tensor, slot_CM: Tensor, size_C: Tensor) -> Tensor:
+    """Vectors by cluster and slot, [C, M, D]; sizes differ by at most one, so only a last slot can be empty: zeros."""
+    point_CMD = unit_ND[slot_CM]
+    if slot_CM.shape[1]:
+        point_CMD[:, -1] *= (size_C == slot_CM.shape[1]).to(point_CMD.dtype).unsqueeze(1)
+    return point_CMD
+
+
+def _halves(slot_CM: Tensor, size_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Cuts each cluster, its members in order of preference, into a first half (the larger if odd) and a second."""
+    first_C = (size_C + 1) // 2
+    second_C = size_C - first_C
+    width = int(first_C.max())
+    column_M = torch.arange(width, device=slot_CM.device)
+    last = slot_CM.shape[1] - 1
+    # A place past the end repeats some member; size_C says that the slot is empty.
+    second_CM = slot_CM.gather(1, (first_C.unsqueeze(1) + column_M).clamp_max(last))
+    slot_C2M = torch.stack([slot_CM[:, :width], second_CM], dim=1)
+    return slot_C2M.reshape(-1, width), torch.stack([first_C, second_C], dim=1).reshape(-1)
+
+
+def _start_centres(point_CMD: Tensor, size_C: Tensor, draw_C2: Tensor) -> Tensor:
+    """Difference of two distinct random members of each cluster (of the only one and itself, if it has one): [C, D]."""
+    first_C = (draw_C2[:, 0] * size_C).long()
+    shift_C = 1 + (draw_C2[:, 1] * (size_C - 1).clamp_min(0)).long()
+    second_C = (first_C + shift_C) % size_C.clamp_min(1)
+    cluster_C = torch.arange(len(size_C), device=point_CMD.device)
+    return point_CMD[cluster_C, first_C] - point_CMD[cluster_C, second_C]
+
+
+def _split_level(
+    point_CMD: Tensor, size_C: Tensor, draw_C2: Tensor, tolerance: float, max_iterations: int
+) -> tuple[Tensor, Tensor, int]:
+    """Balanced 2-means in every cluster at once; a cluster that has converged keeps its split while others go on.
+
+    Returns:
+        order_CM: int64, slots of each cluster by falling preference for the first centre, empty slots last.
+        objective_C: float32, mean cosine to the centre of the own half.
+        iterations: of the cluster that took longest.
+    """
+    num_clusters, num_slots, _ = point_CMD.shape
+    device = point_CMD.device
+    order_CM = torch.arange(num_slots, device=device).repeat(num_clusters, 1)
+    objective_C = torch.full((num_clusters,), -torch.inf, device=device)
+    active_C = torch.arange(num_clusters, device=device)  # clusters still moving; arrays below have a row for each
+    size_A, point_AMD, total_AD = size_C, point_CMD, point_CMD.sum(1)
+    difference_AD = _start_centres(point_CMD, size_C, draw_C2)
+    column_M = torch.arange(num_slots, device=device)
+    iterations = 0
+    while len(active_C) and iterations < max_iterations:
+        iterations += 1
+        score_AM = torch.bmm(point_AMD, difference_AD.unsqueeze(2)).squeeze(2)
+        score_AM = score_AM.masked_fill(column_M >= size_A.unsqueeze(1), -torch.inf)
+        best_AM = score_AM.argsort(dim=1, descending=True, stable=True)
+        in_first_AM = (column_M < ((size_A + 1) // 2).unsqueeze(1)).to(point_AMD.dtype).expand_as(best_AM)
+        half_AM = torch.zeros_like(score_AM).scatter_(1, best_AM, in_first_AM)
+        first_AD = torch.bmm(half_AM.unsqueeze(1), point_AMD).squeeze(1)
+        second_AD = total_AD - first_AD
+        # Points have unit length: the sum of cosines to the centre of a half is the length of the half's sum.
+        now_A = (first_AD.norm(dim=1) + second_AD.norm(dim=1)) / size_A.clamp_min(1)
+        gain_A = now_A - objective_C[active_C]
+        better_A = gain_A > 0
+        order_CM[active_C[better_A]] = best_AM[better_A]
+        objective_C[active_C] = torch.maximum(now_A, objective_C[active_C])
+        moving_A = gain_A >= tolerance
+        difference_AD = F.normalize(first_AD, dim=1) - F.normalize(second_AD, dim=1)
+        if bool(moving_A.all()):
+            continue
+        active_C, size_A, total_AD = active_C[moving_A], size_A[moving_A], total_AD[moving_A]
+        difference_AD, point_AMD = difference_AD[moving_A], point_AMD[moving_A]
+    return order_CM, objective_C, iterations
