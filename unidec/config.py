@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
+from unidec.conflicts import find_conflicts
 from unidec.errors import ConfigError
+from unidec.problems import ParamsError, nearest, problem, short, valid_values
+from unidec.strict_yaml import KeyPath, parse_scalar, read_yaml
 
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -25,7 +29,8 @@ Count = Annotated[int, Field(ge=1)]
 class Section(BaseModel):
     """A frozen group of parameters that refuses keys it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    # strict: "3" is no number and true is no count; a mistyped value must not pass as another
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class Data(Section):
@@ -39,7 +44,7 @@ class Data(Section):
     test_share: Annotated[float, Field(ge=0, lt=0.9)] = Field(
         0.2, description="share of the queries cut off for testing when the data names no test split"
     )
-    split_seed: int = Field(0, description="seed of both splits")
+    split_seed: Seed = Field(0, description="seed of both splits")
     propensity_a: Positive = Field(0.55, description="A of the inverse propensities: a property of the data set")
     propensity_b: Annotated[float, Field(ge=0)] = Field(1.5, description="B of the inverse propensities")
 
@@ -127,7 +132,7 @@ class Index(Section):
     hnsw_links: Count = Field(32, description="M of HNSW")
     hnsw_build: Count = Field(200, description="efConstruction of HNSW")
     hnsw_search: Count = Field(200, description="efSearch of HNSW")
-    clf_weight: float | Literal["auto"] = Field(
+    clf_weight: Positive | Literal["auto"] = Field(
         1.0, description="weight of the classifier's score beside the dual encoder's; auto: tuned on validation"
     )
     clf_normalize: bool = Field(True, description="cosine of the classifier (the paper), or its raw score")
@@ -144,7 +149,7 @@ class Params(Section):
     """All of params.yaml."""
 
     preset: str | None = Field(None, description="a shipped set of values that the file's own keys override")
-    seed: int = Field(0, description="seed of everything random in training")
+    seed: Seed = Field(0, description="seed of everything random in training")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
     data: Data = Data()
     tokens: Tokens = Tokens()
@@ -156,3 +161,213 @@ class Params(Section):
     optim: Optim = Optim()
     index: Index = Index()
     tracking: Tracking = Tracking()
+
+    @model_validator(mode="after")
+    def _no_conflicts(self) -> Self:
+        found = find_conflicts(self)
+        if found:
+            raise PydanticCustomError("conflict", "{text}", {"text": "; ".join(conflict.what for conflict in found)})
+        return self
+
+
+def leaves(params: Section) -> Iterator[tuple[str, Any]]:
+    """Each parameter as (`section.key`, value), in the order of the file."""
+    for name in type(params).model_fields:
+        value = getattr(params, name)
+        if isinstance(value, Section):
+            yield from ((f"{name}.{key}", leaf) for key, leaf in leaves(value))
+        else:
+            yield name, value
+
+
+def known_keys() -> list[str]:
+    """Every key path that a parameter file may hold."""
+    return [key for key, _ in leaves(Params())]
+
+
+def preset_names() -> list[str]:
+    """Names of the shipped presets."""
+    folder = resources.files("unidec") / "presets"
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def load_params(path: str | Path = "params.yaml", overrides: Mapping[str, Any] | None = None) -> Params:
+    """Read a parameter file: its preset's values, then its own, then `overrides`.
+
+    Args:
+        path: YAML file with the sections of `Params`; a missing key has its preset's value, else the default.
+        overrides: `{"pool.beta": 2}`: values by key path.
+
+    Raises:
+        ConfigError: everything that is wrong, at once, with key path, value, what was expected and the nearest name.
+    """
+    path = Path(path)
+    raw, lines = read_yaml(path)
+    origin = {".".join(key): f"line {line}" for key, line in lines.items()}
+    values = _no_empty_sections(raw)
+    for key, value in (overrides or {}).items():
+        _put(values, tuple(key.split(".")), value)
+        origin[key] = "--set"
+    preset = values.get("preset")
+    problems: list[str] = []
+    if isinstance(preset, str):
+        if preset in preset_names():
+            values = _merge(_read_preset(preset), values)
+        else:
+            names = preset_names()
+            expected, near = f"one of {', '.join(names)}", nearest(preset, names)
+            problems.append(problem("preset", "no such preset", short(preset), expected, origin, near))
+    params, found = _validate(values, origin)
+    if found or problems or params is None:
+        raise ParamsError(problems + found, str(path))
+    return params
+
+
+def parse_overrides(assignments: list[str]) -> dict[str, Any]:
+    """`["pool.beta=2"]` -> `{"pool.beta": 2}`; values are read as YAML would read them.
+
+    Raises:
+        ConfigError: an assignment without `=`, or a key given twice.
+    """
+    overrides: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError("not an assignment", where="--set", got=assignment, expected="section.key=value")
+        if key.strip() in overrides:
+            raise ConfigError(f"{key.strip()} is set twice", where="--set", got=assignment, fix="keep one of the two")
+        overrides[key.strip()] = parse_scalar(text)
+    return overrides
+
+
+def flatten(params: Params) -> dict[str, str | int | float]:
+    """Every parameter by its key path, as a tracking server takes it: true/false in words, none as an empty word."""
+    words = {True: "true", False: "false", None: ""}
+    return {key: words[value] if value is None or isinstance(value, bool) else value for key, value in leaves(params)}
+
+
+def fingerprint(params: Params, *sections: str) -> str:
+    """sha256 (hex) over the canonical JSON of the named sections or key paths; when none is named, of all.
+
+    The preset's name is never part of all: the values that it stands for are.
+    """
+    wanted = {
+        key: value
+        for key, value in leaves(params)
+        if (not sections and key != "preset") or any(key == name or key.startswith(f"{name}.") for name in sections)
+    }
+    missing = [name for name in sections if not any(key == name or key.startswith(f"{name}.") for key in wanted)]
+    if missing:
+        raise KeyError(f"no such parameters: {', '.join(missing)}")
+    text = json.dumps(wanted, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_preset(name: str) -> dict[str, Any]:
+    """A shipped preset's values. It says how to train, not on what or where: it has no data, seed or device."""
+    with resources.as_file(resources.files("unidec") / "presets" / f"{name}.yaml") as path:
+        values = _no_empty_sections(read_yaml(path)[0])
+    unfit = sorted({"preset", "data", "seed", "device", "tracking"} & values.keys())
+    if unfit:
+        raise ConfigError(f"a preset cannot set {', '.join(unfit)}", where=f"preset {name}")
+    return values
+
+
+def _no_empty_sections(raw: dict[str, Any]) -> dict[str, Any]:
+    """A section whose keys are all commented out reads as null: that is an empty section."""
+    sections = {key for key, field in Params.model_fields.items() if isinstance(field.default, Section)}
+    return {key: {} if value is None and key in sections else value for key, value in raw.items()}
+
+
+def _put(values: dict[str, Any], key: KeyPath, value: Any) -> None:
+    for name in key[:-1]:
+        if not isinstance(values.get(name), dict):
+            values[name] = {}
+        values = values[name]
+    values[key[-1]] = value
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _validate(values: dict[str, Any], origin: dict[str, str]) -> tuple[Params | None, list[str]]:
+    """Validated parameters, or every problem: the wrong keys, and the conflicts among those that are right."""
+    try:
+        return Params.model_validate(values), []
+    except ValidationError as error:
+        details = [detail for detail in error.errors(include_url=False) if detail["type"] != "conflict"]
+    by_key: dict[KeyPath, list[ErrorDetails]] = {}
+    for detail in details:
+        by_key.setdefault(_key_path(detail), []).append(detail)
+    problems = [_field_problem(key, group, origin) for key, group in by_key.items()]
+    # with the wrong keys at their defaults the rest can be checked for conflicts
+    rest = Params.model_construct(**_sections_without(values, set(by_key)))
+    for conflict in find_conflicts(rest):
+        paths = [tuple(key.split(".")) for key in conflict.keys]
+        if not any(bad == path[: len(bad)] for bad in by_key for path in paths):
+            got = ", ".join(f"{key} = {_value(rest, key)!r}" for key in conflict.keys)
+            problems.append(problem(conflict.keys[0], conflict.what, got, None, origin, None, conflict.fix))
+    return None, problems
+
+
+def _sections_without(values: dict[str, Any], bad: set[KeyPath]) -> dict[str, Any]:
+    """The sections and plain keys of `values`, validated, those in `bad` at their defaults."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        field = Params.model_fields.get(name)
+        if field is None or (name,) in bad:
+            continue
+        if isinstance(field.default, Section):
+            value = type(field.default)(**{key: leaf for key, leaf in value.items() if (name, key) not in bad})
+        kept[name] = value
+    return kept
+
+
+def _value(params: Params, key: str) -> Any:
+    return dict(leaves(params))[key]
+
+
+def _key_path(detail: ErrorDetails) -> KeyPath:
+    """The key path of an error, without what pydantic adds behind it (the member of a union)."""
+    names = tuple(str(part) for part in detail["loc"])
+    field = Params.model_fields.get(names[0]) if names else None
+    depth = 2 if field is not None and isinstance(field.default, Section) else 1
+    return names[:depth]
+
+
+def _field_problem(key: KeyPath, group: list[ErrorDetails], origin: dict[str, str]) -> str:
+    """One problem from all that pydantic says about one key."""
+    name, got = ".".join(key), short(group[0]["input"])
+    kinds = {detail["type"] for detail in group}
+    if "extra_forbidden" in kinds:
+        section = Params.model_fields[key[0]].default if len(key) > 1 else Params()
+        known = f"one of {', '.join(type(section).model_fields)}"
+        return problem(name, "unknown key", got, known, origin, _nearest_key(key))
+    if kinds & {"model_type", "model_attributes_type"}:
+        section = Params.model_fields[key[0]].default
+        return problem(name, "not a section", got, f"keys under it: {', '.join(type(section).model_fields)}", origin)
+    expected = " or ".join(dict.fromkeys(valid_values(detail) for detail in group))
+    near = None
+    options = [str(option) for detail in group for option in detail.get("ctx", {}).get("expected", "").split("'")[1::2]]
+    if isinstance(group[0]["input"], str):
+        near = nearest(group[0]["input"], options)
+    return problem(name, "wrong value", got, expected, origin, near)
+
+
+def _nearest_key(key: KeyPath) -> str | None:
+    """The valid key that was probably meant: of the same name, else like it in the same section, else like it."""
+    by_name = {name.rpartition(".")[2]: name for name in known_keys()}
+    if key[-1] in by_name:
+        return by_name[key[-1]]
+    if len(key) > 1:
+        siblings = list(type(Params.model_fields[key[0]].default).model_fields)
+        near = nearest(key[-1], siblings)
+        if near:
+            return f"{key[0]}.{near}"
+    near = nearest(key[-1], [*Params.model_fields, *by_name])
+    return by_name.get(near, near) if near else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, Self, TextIO, TypeVar
 
@@ -15,7 +15,7 @@ QUIET_SECONDS = 1.0  # work shorter than this leaves no line in a log
 
 def _duration(seconds: float) -> str:
     """12 -> '12s', 75 -> '1:15', 3700 -> '1:01:40'."""
-    whole = int(round(seconds))
+    whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
     minutes, rest = divmod(whole, 60)
@@ -163,7 +163,8 @@ def progress(
         ...     bar.update(len(batch))
     """
     out = sys.stderr if stream is None else stream
-    if total is None and isinstance(iterable, Sized):
-        total = len(iterable)
+    size = getattr(iterable, "__len__", None)
+    if total is None and size is not None:
+        total = size()
     display = _Bar(total, desc, unit, out) if out.isatty() else _Lines(total, desc, unit, every, out, clock)
     return Progress(iterable, display)

@@ -1,0 +1,268 @@
+"""params.yaml: presets, overrides, errors with key paths, flattening, fingerprint."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from unidec import config
+from unidec.conflicts import CONFLICTS
+from unidec.errors import ConfigError
+from unidec.problems import ParamsError
+from unidec.strict_yaml import parse_scalar, read_yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load(tmp_path: Path, text: str, **overrides: object) -> config.Params:
+    path = tmp_path / "params.yaml"
+    path.write_text(text, encoding="utf-8")
+    return config.load_params(path, {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def problems(tmp_path: Path, text: str, **overrides: object) -> list[str]:
+    with pytest.raises(ParamsError) as caught:
+        load(tmp_path, text, **overrides)
+    return caught.value.problems
+
+
+def test_every_shipped_preset_loads_with_the_shipped_file() -> None:
+    assert {"unidec", "depsl", "unidec-gpu", "unidec-gpu-long"} <= set(config.preset_names())
+    for name in config.preset_names():
+        params = config.load_params(ROOT / "params.yaml", {"preset": name})
+        assert params.preset == name
+        assert params.data.path == "data/raw/lf-debian"
+    assert config.load_params(ROOT / "params.yaml", {"preset": "depsl"}).model.heads == "de"
+    assert config.load_params(ROOT / "params.yaml", {"preset": "unidec-gpu"}).encoder.trainable_layers == -1
+    assert config.load_params(ROOT / "params.yaml", {"preset": "unidec-gpu-long"}).tokens.text == "title+content"
+
+
+def test_an_override_beats_the_file_and_the_file_beats_the_preset(tmp_path: Path) -> None:
+    preset = load(tmp_path, "preset: unidec-gpu")
+    params = load(tmp_path, "preset: unidec-gpu\npool: {beta: 7, eta: 1}\n", pool__eta=9)
+    assert (params.pool.beta, params.pool.eta) == (7, 9)
+    assert params.pool.batch_size == preset.pool.batch_size != config.Pool().batch_size
+    assert params.encoder == preset.encoder
+
+
+def test_defaults_where_nothing_is_said(tmp_path: Path) -> None:
+    assert load(tmp_path, "") == config.Params()
+    assert load(tmp_path, "pool:\nloss:\n  # balance: 0.3\n") == config.Params()
+
+
+def test_parameters_are_frozen() -> None:
+    with pytest.raises(Exception, match="frozen"):
+        config.Params().pool.beta = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("2.5", 2.5),
+        ("010", 10),
+        ("no", "no"),
+        ("true", True),
+        ("~", None),
+        ("auto", "auto"),
+        ("1:30", "1:30"),
+    ],
+)
+def test_scalars_read_as_dvc_reads_them(text: str, value: object) -> None:
+    from ruamel.yaml import YAML
+
+    assert parse_scalar(text) == value
+    assert type(parse_scalar(text)) is type(value)
+    by_dvc = YAML(typ="safe").load(f"key: {text}")["key"]
+    assert by_dvc == value
+
+
+def test_lines_of_keys(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("a: 1\n\npool:\n  beta: 2\n  eta: 3\n")
+    values, lines = read_yaml(path)
+    assert values == {"a": 1, "pool": {"beta": 2, "eta": 3}}
+    assert lines == {("a",): 1, ("pool",): 3, ("pool", "beta"): 4, ("pool", "eta"): 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "word"),
+    [
+        (b"a: 1\nb: [1, 2\nc: 3\n", 3, "not YAML"),
+        (b"a: 1\n  b: 2\n", 2, "not YAML"),
+        (b"a: 1\npool:\n  beta: 1\n  eta: 2\n  beta: 3\n", 5, "twice"),
+        (b"a: 1\nb: \xff\xfe\n", 2, "UTF-8"),
+        (b"a: !!python/object/apply:os.system [ls]\n", 1, "tags"),
+        (b"a: !thing 3\n", 1, "tags"),
+        (b"a: &x [*x]\n", 1, "nested"),
+    ],
+)
+def test_a_file_that_cannot_be_read_names_its_line(tmp_path: Path, text: bytes, line: int, word: str) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=word) as caught:
+        config.load_params(path)
+    assert f"{path}:{line}" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["- 1\n- 2\n", "just words\n", "3\n"])
+def test_no_mapping_at_the_top(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="no mapping"):
+        load(tmp_path, text)
+
+
+def test_no_such_file_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--params"):
+        config.load_params(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError):
+        config.load_params(tmp_path)
+
+
+def test_strict_types(tmp_path: Path) -> None:
+    wrong = {
+        "seed": [-1, 2**32, 1.5, True, "0", None],
+        "pool.beta": [0, "3", True, 1.0, None, [3]],
+        "loss.balance": [-0.1, 1.1, "half", True, float("nan")],
+        "model.temperature": [0, float("inf"), "x"],
+        "model.clf_bias": [1, "true", None],
+        "index.clf_weight": [0, -1, "Auto", None, True],
+        "data.path": [3, None],
+    }
+    for key, values in wrong.items():
+        for value in values:
+            found = problems(tmp_path, "preset: unidec", **{key.replace(".", "__"): value})
+            assert len(found) == 1, (key, value, found)
+            assert key in found[0]
+            assert "expected:" in found[0]
+    assert load(tmp_path, "index: {clf_weight: 2}").index.clf_weight == 2
+
+
+CONFLICTING = [
+    ("index.space", {"model.heads": "de", "index.space": "clf"}),
+    ("index.space", {"model.heads": "de"}),
+    ("index.space", {"model.heads": "clf", "index.space": "de"}),
+    ("encoder.trainable_layers", {"encoder.kind": "bag", "encoder.trainable_layers": 2}),
+    ("encoder.pooling", {"encoder.kind": "bag", "encoder.pooling": "cls"}),
+    ("encoder.bag_dropout", {"encoder.kind": "transformer", "encoder.bag_dropout": 0.1}),
+    ("pool.size", {"pool.size": 100, "pool.batch_size": 101}),
+    ("loss.reduction", {"loss.de": "infonce"}),
+    ("loss.clf_bce", {"loss.clf": "bce", "loss.clf_bce": 0.5}),
+    ("loss.balance", {"loss.balance": 1.0}),
+    ("loss.balance", {"loss.balance": 0.0, "index.space": "de"}),
+    ("optim.warmup_epochs", {"optim.epochs": 2, "optim.warmup_epochs": 2.5}),
+    ("index.clf_weight", {"index.space": "de", "index.clf_weight": 0.5}),
+    ("index.clf_weight", {"index.clf_weight": "auto", "data.validation_share": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("key", "values"), CONFLICTING)
+def test_conflicts(tmp_path: Path, key: str, values: dict[str, object]) -> None:
+    found = problems(tmp_path, "", **{name.replace(".", "__"): value for name, value in values.items()})
+    assert len(found) == 1, found
+    assert found[0].startswith(f"- {key}")
+    assert "fix:" in found[0]
+
+
+def test_every_conflict_is_tested_and_names_real_keys() -> None:
+    assert {conflict.keys[0] for conflict in CONFLICTS} == {key for key, _ in CONFLICTING}
+    known = set(config.known_keys())
+    for conflict in CONFLICTS:
+        assert set(conflict.keys) <= known
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model.heads": "de", "index.space": "de", "loss.clf": "bce"},  # the classifier's options do not matter
+        {"encoder.kind": "bag"},
+        {"pool.size": 0},
+        {"loss.de": "infonce", "loss.clf": "infonce", "loss.reduction": "pol", "pool.eta": 0, "pool.batches": "random"},
+        {"loss.clf": "bce", "loss.clf_bce": 0.0},
+        {"loss.balance": 1.0, "index.space": "de"},
+        {"optim.epochs": 1},
+    ],
+)
+def test_sensible_combinations_pass(tmp_path: Path, values: dict[str, object]) -> None:
+    load(tmp_path, "", **{name.replace(".", "__"): value for name, value in values.items()})
+
+
+def test_a_conflict_in_code_is_refused_too() -> None:
+    with pytest.raises(ValueError, match="head that the model does not have"):
+        config.Params(model=config.Model(heads="de"))
+
+
+def test_a_wrong_key_hides_no_conflict_elsewhere_but_its_own(tmp_path: Path) -> None:
+    text = "model: {heads: de}\nindex: {space: clf}\npool: {size: 10, batch_size: many}\nnonsense: 1\n"
+    found = problems(tmp_path, text)
+    assert [line.split()[1] for line in found] == ["pool.batch_size", "nonsense", "index.space"]
+
+
+def test_nearest_names(tmp_path: Path) -> None:
+    for text, near in [
+        ("pool: {betta: 1}", "pool.beta"),
+        ("pool: {batchsize: 1}", "pool.batch_size"),
+        ("beta: 1", "pool.beta"),
+        ("optimiser: {epochs: 3}", "optim"),
+        ("model: {lr_heads: 0.1}", "optim.lr_heads"),
+        ("sead: 1", "seed"),
+    ]:
+        found = problems(tmp_path, text)
+        assert f"nearest: {near}\n" in found[0] + "\n", found
+
+
+def test_parse_overrides() -> None:
+    parsed = config.parse_overrides(["pool.beta=2", "optim.lr_clf=1e-3", "data.path=a=b", "loss.de=ds", "preset="])
+    assert parsed == {"pool.beta": 2, "optim.lr_clf": 1e-3, "data.path": "a=b", "loss.de": "ds", "preset": None}
+    for wrong in (["beta"], ["=3"], ["a=1", "a=2"], ["a=[1"]):
+        with pytest.raises(ConfigError):
+            config.parse_overrides(wrong)
+
+
+def test_an_override_under_a_plain_value_is_reported(tmp_path: Path) -> None:
+    assert "seed" in problems(tmp_path, "seed: 3", seed__deep=1)[0]
+
+
+def test_flatten_has_every_key_once_as_text_or_number() -> None:
+    flat = config.flatten(config.Params())
+    assert list(flat) == config.known_keys()
+    assert all(type(value) in (str, int, float) for value in flat.values())
+    assert flat["model.clf_bias"] == "false"
+    assert flat["preset"] == ""
+    assert flat["pool.beta"] == 3
+
+
+def test_fingerprint_changes_with_every_parameter_and_with_nothing_else() -> None:
+    base = config.Params()
+    other = {str: lambda v: v + "x", bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v * 0.5 + 0.01}
+    everything = config.fingerprint(base)
+    for key, value in config.leaves(base):
+        if key == "preset":
+            continue
+        section, _, name = key.rpartition(".")
+        change = {name or key: other[type(value)](value)}
+        if section:
+            group = getattr(base, section)
+            changed = base.model_copy(update={section: group.model_copy(update=change)})
+        else:
+            changed = base.model_copy(update=change)
+        assert config.fingerprint(changed) != everything, key
+        top = section or key
+        assert config.fingerprint(changed, top) != config.fingerprint(base, top)
+        rest = [name for name in config.Params.model_fields if name not in (top, "preset")]
+        assert config.fingerprint(changed, *random.sample(rest, len(rest))) == config.fingerprint(base, *rest)
+    assert config.fingerprint(base.model_copy(update={"preset": "unidec"})) == everything
+    assert config.fingerprint(base, "pool.beta") != config.fingerprint(base, "pool.eta")
+    with pytest.raises(KeyError):
+        config.fingerprint(base, "pol")
+
+
+def test_every_parameter_is_described() -> None:
+    for name, field in config.Params.model_fields.items():
+        section = field.default
+        if isinstance(section, config.Section):
+            for key, inner in type(section).model_fields.items():
+                assert inner.description, f"{name}.{key}"
+        else:
+            assert field.description, name

@@ -1,0 +1,104 @@
+"""Conflicts: parameters that are right one by one and wrong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from unidec.config import Params
+
+
+class Conflict(NamedTuple):
+    """Values that are right one by one and wrong together."""
+
+    keys: tuple[str, ...]  # the first is the one to blame
+    holds: Callable[[Params], bool]
+    what: str
+    fix: str
+
+
+def _untrained_head(p: Params) -> bool:
+    """Both heads, all of the loss on one of them, and a search that needs the other."""
+    idle = {0.0: "de", 1.0: "clf"}.get(p.loss.balance)
+    return p.model.heads == "both" and idle is not None and p.index.space in ("both", idle)
+
+
+def _uses(p: Params, loss: str) -> bool:
+    """Whether a head that is trained has this loss."""
+    return (p.model.heads != "clf" and p.loss.de == loss) or (p.model.heads != "de" and p.loss.clf == loss)
+
+
+CONFLICTS = (
+    Conflict(
+        ("index.space", "model.heads"),
+        lambda p: p.model.heads != "both" and p.index.space != p.model.heads,
+        "the index searches a head that the model does not have",
+        "set index.space to the same value as model.heads",
+    ),
+    Conflict(
+        ("encoder.trainable_layers", "encoder.kind"),
+        lambda p: p.encoder.kind == "bag" and p.encoder.trainable_layers != 0,
+        "a bag of tokens has no transformer layers to train",
+        "encoder.trainable_layers: 0, or encoder.kind: transformer or both",
+    ),
+    Conflict(
+        ("encoder.pooling", "encoder.kind"),
+        lambda p: p.encoder.kind == "bag" and p.encoder.pooling == "cls",
+        "a bag of tokens is always a mean",
+        "encoder.pooling: mean, or encoder.kind: transformer or both",
+    ),
+    Conflict(
+        ("encoder.bag_dropout", "encoder.kind"),
+        lambda p: p.encoder.kind == "transformer" and p.encoder.bag_dropout > 0,
+        "there is no bag of tokens to drop tokens from",
+        "encoder.bag_dropout: 0, or encoder.kind: bag or both",
+    ),
+    Conflict(
+        ("pool.size", "pool.batch_size"),
+        lambda p: 0 < p.pool.size < p.pool.batch_size,
+        "the pool is smaller than the batch: queries would be left without a positive and drop out of the loss",
+        "pool.size at least pool.batch_size (the papers: 2 to 5 times), or 0 for no limit",
+    ),
+    Conflict(
+        ("loss.reduction", "loss.de", "loss.clf", "model.heads"),
+        lambda p: _uses(p, "infonce") and p.loss.reduction != "pol",
+        "InfoNCE is defined for one positive a query",
+        "loss.reduction: pol, or supcon as the loss",
+    ),
+    Conflict(
+        ("loss.clf_bce", "loss.clf", "model.heads"),
+        lambda p: p.model.heads != "de" and p.loss.clf == "bce" and p.loss.clf_bce > 0,
+        "the classifier's loss is BCE already: the auxiliary BCE would count it twice",
+        "loss.clf_bce: 0",
+    ),
+    Conflict(
+        ("loss.balance", "model.heads", "index.space"),
+        _untrained_head,
+        "one head gets no loss but is searched",
+        "loss.balance strictly between 0 and 1, or model.heads and index.space: de (for 1) or clf (for 0)",
+    ),
+    Conflict(
+        ("optim.warmup_epochs", "optim.epochs"),
+        lambda p: p.optim.warmup_epochs > p.optim.epochs,
+        "the warm-up is longer than the training",
+        "optim.warmup_epochs well below optim.epochs",
+    ),
+    Conflict(
+        ("index.clf_weight", "index.space"),
+        lambda p: p.index.space != "both" and p.index.clf_weight != 1.0,
+        "the classifier's weight counts only where both heads are searched",
+        "index.space: both, or index.clf_weight: 1",
+    ),
+    Conflict(
+        ("index.clf_weight", "data.validation_share"),
+        lambda p: p.index.clf_weight == "auto" and p.data.validation_share == 0,
+        "there is no validation split to tune the classifier's weight on",
+        "data.validation_share above 0, or a number as index.clf_weight",
+    ),
+)
+
+
+def find_conflicts(params: Params) -> list[Conflict]:
+    """Every conflict between values that are valid one by one."""
+    return [conflict for conflict in CONFLICTS if conflict.holds(params)]

@@ -1,0 +1,68 @@
+"""What is wrong with the parameters, in words."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from unidec.errors import ConfigError
+
+
+class ParamsError(ConfigError):
+    """All that is wrong with the parameters, found in one go; `problems` holds one text for each."""
+
+    def __init__(self, problems: list[str], where: str) -> None:
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n".join([f"{count} in the parameters", *problems]), where=where)
+
+
+def valid_values(detail: ErrorDetails) -> str:
+    """What a valid value looks like, in words."""
+    ctx = detail.get("ctx", {})
+    bounds = {"greater_than": ("above", "gt"), "greater_than_equal": ("at least", "ge")}
+    bounds |= {"less_than": ("below", "lt"), "less_than_equal": ("at most", "le")}
+    if detail["type"] in bounds:
+        words, limit = bounds[detail["type"]]
+        return f"{words} {ctx[limit]}"
+    names = {
+        "int_type": "a whole number",
+        "float_type": "a number",
+        "bool_type": "true or false",
+        "string_type": "a text",
+        "finite_number": "a finite number",
+        "literal_error": str(ctx.get("expected", "")),
+    }
+    return names.get(detail["type"], detail["msg"])
+
+
+def problem(
+    key: str,
+    what: str,
+    got: str,
+    expected: str | None,
+    origin: dict[str, str],
+    near: str | None = None,
+    fix: str | None = None,
+) -> str:
+    """One problem as text: where, what, got, expected, the nearest name, the fix."""
+    where = f" ({origin[key]})" if key in origin else ""
+    lines = [f"- {key}{where}: {what}", f"    got: {got}"]
+    lines += [f"    expected: {expected}"] if expected else []
+    lines += [f"    nearest: {near}"] if near else []
+    lines += [f"    fix: {fix}"] if fix else []
+    return "\n".join(lines)
+
+
+def short(value: Any) -> str:
+    """A value as Python writes it, cut to 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def nearest(name: str, names: list[str]) -> str | None:
+    """The one of `names` most like `name`, if any is."""
+    found = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    return found[0] if found else None
