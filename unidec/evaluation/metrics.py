@@ -265,7 +265,7 @@ class Evaluator:
 
     def _coverage(self, relevant_L: NDArray[np.bool_]) -> dict[str, float]:
         rank = self._rank_L[relevant_L]
-        return {f"coverage@{k}": _percent(np.count_nonzero(rank < k), rank.size) for k in self._ks}
+        return {f"coverage@{k}": _percent(float(np.count_nonzero(rank < k)), rank.size) for k in self._ks}
 
 
 def evaluate(

@@ -1,0 +1,308 @@
+"""Texts as token ids: a ragged cache on disk, and the same in memory for serving.
+
+All ids lie in one flat array, text i from `offsets[i]` to `offsets[i + 1]`, special tokens included; nothing is padded
+until a batch is asked for.
+
+Shape legend: N texts, B rows of one batch, T tokens of the batch's longest text, F tokens of the batch in all.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unidec.data.storage import file_sha256, load_array, read_manifest, write_folder
+from unidec.errors import ArtifactError, DataError
+from unidec.progress import progress
+
+KIND = "tokens"
+VERSION = 1
+
+_ENCODE_AT_ONCE = 4096  # texts: bounds the memory of `encode_texts`, and of its Python lists, for any input
+_CHECK_AT_ONCE = 1 << 24  # ids
+
+
+class Tokens:
+    """Token ids of N texts; `batch` and `ragged` take any rows in any order.
+
+    Attributes:
+        ids: uint16 or uint32 [all tokens], flat.
+        offsets: int64 [N + 1].
+        lengths_N: int32 [N], tokens of each text.
+        vocab_size: every id is below it.
+        pad_id: id in the padding of `batch`, under a False mask.
+        max_length: no text has more tokens than this.
+    """
+
+    def __init__(self, ids: NDArray[Any], offsets: NDArray[np.int64], vocab_size: int, pad_id: int, max_length: int):
+        self.ids, self.offsets = np.asarray(ids), np.asarray(offsets)  # asarray: indexing plain arrays is faster
+        self.lengths_N: NDArray[np.int32] = np.diff(self.offsets).astype(np.int32)
+        self.vocab_size, self.pad_id, self.max_length = vocab_size, pad_id, max_length
+
+    @property
+    def num_texts(self) -> int:
+        return len(self.lengths_N)
+
+    def __len__(self) -> int:
+        return self.num_texts
+
+    def ragged(self, rows: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Flat ids int64 [F] and offsets int64 [B + 1] of some texts, as `torch.nn.EmbeddingBag` takes them.
+
+        Raises:
+            IndexError: a row that is negative or beyond the last text.
+        """
+        rows_B = np.asarray(rows, dtype=np.int64)
+        if rows_B.size and (rows_B.min() < 0 or rows_B.max() >= self.num_texts):
+            raise IndexError(f"rows from {rows_B.min()} to {rows_B.max()} of {self.num_texts} texts")
+        offsets = np.zeros(len(rows_B) + 1, dtype=np.int64)
+        np.cumsum(self.lengths_N[rows_B], out=offsets[1:])
+        shift_B = self.offsets[rows_B] - offsets[:-1]
+        place_F = np.arange(offsets[-1]) + np.repeat(shift_B, np.diff(offsets))
+        return self.ids[place_F].astype(np.int64), offsets
+
+    def batch(self, rows: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Ids int64 [B, T], padded on the right to the longest of these texts, and the mask bool [B, T] of real tokens.
+
+        Raises:
+            IndexError: as in `ragged`.
+        """
+        flat_F, offsets = self.ragged(rows)
+        length_B = np.diff(offsets)
+        mask_BT = np.arange(length_B.max(initial=0)) < length_B[:, None]
+        ids_BT = np.full(mask_BT.shape, self.pad_id, dtype=np.int64)
+        ids_BT[mask_BT] = flat_F
+        return ids_BT, mask_BT
+
+
+class TokenCache(Tokens):
+    """`Tokens` memory-mapped from a folder of `build_token_cache`.
+
+    Attributes:
+        path: the folder.
+        meta: vocab_size, pad_id, max_length, tokenizer_sha256, num_texts, num_tokens, and what the builder was given.
+    """
+
+    path: Path
+    meta: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], verify: bool = True) -> TokenCache:
+        """Opens a cache; with `verify` hashes and the range of all ids are checked too.
+
+        Raises:
+            ArtifactError: missing, damaged, of another kind or a newer version, or arrays that do not fit together.
+        """
+        root = Path(path)
+        meta = read_manifest(root, KIND, VERSION, verify)["meta"]
+        numbers = [meta.get(key) for key in ("vocab_size", "pad_id", "max_length", "num_texts")]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ArtifactError("a manifest without the facts of a token cache", where=str(root), got=str(meta)[:200])
+        offsets = load_array(root / "offsets.npy", np.int64)
+        ids = load_array(root / "ids.npy", _id_dtype(meta["vocab_size"]))
+        lengths = np.diff(offsets)
+        if (
+            len(offsets) != meta["num_texts"] + 1
+            or offsets[0] != 0
+            or offsets[-1] != len(ids)
+            or (lengths < 0).any()
+            or lengths.max(initial=0) > meta["max_length"]
+        ):
+            raise ArtifactError(
+                "offsets and ids do not fit together",
+                where=str(root),
+                got=f"{len(offsets)} offsets, {len(ids)} ids",
+                expected=f"{meta['num_texts']} texts of at most {meta['max_length']} tokens, one after the other",
+                fix="delete the folder and run the stage that writes it again",
+            )
+        starts = range(0, len(ids) if verify else 0, _CHECK_AT_ONCE)
+        if any(int(ids[start : start + _CHECK_AT_ONCE].max()) >= meta["vocab_size"] for start in starts):
+            raise ArtifactError("a token id beyond the vocabulary", where=str(root), expected=f"< {meta['vocab_size']}")
+        cache = cls(ids, offsets, meta["vocab_size"], meta["pad_id"], meta["max_length"])
+        cache.path, cache.meta = root, meta
+        return cache
+
+
+class TextTokenizer:
+    """`tokenizer.json`, its own truncation and padding replaced: cut on the right, specials kept, no padding.
+
+    Args:
+        folder: holds `tokenizer.json`; `tokenizer_config.json` beside it may name the padding token.
+        max_length: tokens a text at most, special tokens included.
+
+    Raises:
+        ArtifactError: no tokenizer there, one that cannot be read, or special tokens alone exceed max_length.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], max_length: int):
+        from tokenizers import Tokenizer
+
+        self.file = Path(folder) / "tokenizer.json"
+        if not self.file.is_file():
+            raise ArtifactError(
+                "no tokenizer here",
+                where=str(self.file),
+                fix="save the tokenizer in its fast form: AutoTokenizer.from_pretrained(...).save_pretrained(folder)",
+            )
+        try:
+            self._tokenizer = Tokenizer.from_file(str(self.file))
+        except Exception as error:  # the Rust side raises Exception itself
+            raise ArtifactError("not a readable tokenizer", where=str(self.file), got=str(error)[:200]) from error
+        specials = self._tokenizer.num_special_tokens_to_add(False)
+        if max_length <= specials:
+            raise ArtifactError(
+                "no room for text", where=str(self.file), got=f"max_length {max_length}", expected=f"> {specials}"
+            )
+        self.max_length = max_length
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        self.pad_id = self._find_pad_id()
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(max_length, stride=0, strategy="longest_first", direction="right")
+
+    def _find_pad_id(self) -> int:
+        """The padding token's id; 0 where the tokenizer knows none: it is only ever seen under a False mask."""
+        if self._tokenizer.padding:
+            return int(self._tokenizer.padding["pad_id"])
+        names: list[Any] = ["[PAD]", "<pad>"]
+        config = self.file.with_name("tokenizer_config.json")
+        if config.is_file():
+            named = json.loads(config.read_text(encoding="utf-8")).get("pad_token")
+            names.insert(0, named.get("content") if isinstance(named, dict) else named)
+        found = (self._tokenizer.token_to_id(name) for name in names if isinstance(name, str))
+        return next((i for i in found if i is not None), 0)
+
+    def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Flat ids, uint16 or uint32, and the number of tokens of each text, int64. An empty text is its specials only.
+
+        Raises:
+            DataError: an item that is not a string, or a string that is not valid Unicode (a lone surrogate).
+        """
+        try:
+            encoded = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                "a text that cannot be tokenised",
+                where=f"text {_first_faulty(texts)} of {len(texts)}",
+                got=str(error)[:200],
+                expected="valid Unicode strings",
+            ) from error
+        length = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
+        flat = np.fromiter(chain.from_iterable(encoded), dtype=_id_dtype(self.vocab_size), count=int(length.sum()))
+        return flat, length
+
+
+def _first_faulty(texts: Sequence[Any]) -> int:
+    """Position of the first item that is not a string of valid Unicode; only asked after a failure."""
+    return next(
+        (i for i, t in enumerate(texts) if not isinstance(t, str) or any(0xD800 <= ord(c) < 0xE000 for c in t)), -1
+    )
+
+
+def _id_dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype("<u2" if vocab_size < 65536 else "<u4")
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_tokenizer(folder: str, max_length: int, _changed: tuple[int, int]) -> TextTokenizer:
+    return TextTokenizer(folder, max_length)
+
+
+def load_tokenizer(folder: str | os.PathLike[str], max_length: int) -> TextTokenizer:
+    """`TextTokenizer`, kept in memory while its file stays the same: reading one takes longer than a small batch."""
+    file = Path(os.path.abspath(folder)) / "tokenizer.json"
+    changed = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else (0, 0)
+    return _cached_tokenizer(str(file.parent), max_length, changed)
+
+
+def encode_texts(texts: Sequence[str], tokenizer_folder: str | os.PathLike[str], max_length: int) -> Tokens:
+    """Texts to `Tokens` in memory, for serving.
+
+    Raises:
+        DataError: an item that is not a string of valid Unicode.
+        ArtifactError: as in `TextTokenizer`.
+    """
+    tokenizer = load_tokenizer(tokenizer_folder, max_length)
+    if isinstance(texts, str):
+        raise DataError("a list of texts is needed", got="one string", fix="pass [text]")
+    starts = range(0, len(texts), _ENCODE_AT_ONCE)
+    parts = [tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE]) for start in starts]
+    flat = np.concatenate([part[0] for part in parts]) if parts else np.zeros(0, _id_dtype(tokenizer.vocab_size))
+    offsets = _offsets(part[1] for part in parts)
+    return Tokens(flat, offsets, tokenizer.vocab_size, tokenizer.pad_id, max_length)
+
+
+def _offsets(lengths: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.concatenate([*lengths, np.zeros(0, np.int64)]))])
+
+
+def build_token_cache(
+    texts: Iterator[list[str]] | Iterable[list[str]],
+    tokenizer_folder: str | os.PathLike[str],
+    max_length: int,
+    out: str | os.PathLike[str],
+    num_texts: int,
+    meta: Mapping[str, Any] | None = None,
+) -> Path:
+    """Tokenises batches of texts into a folder; memory is bounded by a batch and 8 bytes a text.
+
+    Args:
+        texts: batches, in the order of rows (`XMCDataset.text_batches`).
+        tokenizer_folder: see `TextTokenizer`.
+        max_length: tokens a text at most, special tokens included.
+        out: the folder: ids.npy (uint16 where the vocabulary is below 65,536, else uint32), offsets.npy (int64, N + 1).
+        num_texts: how many texts there will be; the cache is refused if it is another number.
+        meta: more facts for the manifest, such as {"text": "title"}.
+
+    Returns:
+        The folder's path.
+
+    Raises:
+        DataError: another number of texts, or a text that cannot be tokenised.
+        ArtifactError: no tokenizer, or the folder cannot be written.
+    """
+    tokenizer = TextTokenizer(tokenizer_folder, max_length)
+    dtype = _id_dtype(tokenizer.vocab_size)
+    lengths: list[NDArray[Any]] = []
+    with write_folder(out, KIND, VERSION, meta or {}) as folder:
+        with (
+            open(folder.path / "ids.npy", "wb") as file,
+            progress(total=num_texts, desc="tokenise", unit="text") as bar,
+        ):
+            header = _write_header(file, dtype, 0)
+            for batch in texts:
+                flat, length = tokenizer.encode(batch)
+                file.write(flat.tobytes())
+                lengths.append(length.astype(np.int32))
+                bar.update(len(batch))
+            offsets = _offsets(lengths)
+            file.seek(0)
+            if _write_header(file, dtype, int(offsets[-1])) != header:
+                raise AssertionError("numpy pads headers so that the first axis can grow in place")
+        if len(offsets) - 1 != num_texts:
+            raise DataError("another number of texts than announced", got=len(offsets) - 1, expected=num_texts)
+        np.save(folder.path / "offsets.npy", offsets)
+        folder.meta |= {
+            "vocab_size": tokenizer.vocab_size,
+            "pad_id": tokenizer.pad_id,
+            "max_length": max_length,
+            "tokenizer_sha256": file_sha256(tokenizer.file),
+            "num_texts": num_texts,
+            "num_tokens": int(offsets[-1]),
+        }
+    return Path(out)
+
+
+def _write_header(file: BinaryIO, dtype: np.dtype[Any], num_ids: int) -> int:
+    """Writes the .npy header of a flat array and returns where the data starts."""
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (num_ids,)}
+    )
+    return file.tell()
