@@ -99,7 +99,11 @@ def balanced_clusters(
 
 
 def _unit_vectors(vectors_ND: np.ndarray | Tensor, device: str | torch.device | None) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(vectors_ND)) if isinstance(vectors_ND, np.ndarray) else vectors_ND
+    if isinstance(vectors_ND, np.ndarray):
+        # torch shares memory with writable arrays only; a read-only memory map is copied.
+        tensor = torch.from_numpy(np.require(vectors_ND, requirements=["C", "W"]))
+    else:
+        tensor = vectors_ND
     if tensor.ndim != 2:
         raise DataError("vectors to cluster must be a matrix", got=tuple(tensor.shape), expected="[N, D]")
     tensor = tensor.detach().to(device=device, dtype=torch.float32)

@@ -1,0 +1,210 @@
+"""Hard negatives: for each query the best-scored labels that are neither its positives nor its filter pairs.
+
+Legend: N mined queries, B queries in a block, L labels, D dimensions, K candidates of a query, H shortlist places, Q
+pairs.
+
+Source: UniDEC, H_i = top-k of an approximate search without P_i, refreshed every T epochs, |H_i| = eta x T. Filter
+pairs (the query is the label itself) must leave it too: such a label scores best and is no negative (spec, detail 6).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from torch import Tensor
+
+from unidec.errors import ConfigError, DataError
+from unidec.model.search import score_blocks
+from unidec.progress import Progress, progress
+
+
+class Shortlist(NamedTuple):
+    """Mined labels by data set row, best first, int32 [rows of the data set, H], -1 where there is none; and a report.
+
+    Report: `kind` ("exact" or "hnsw"), `queries`, `short_rows` (queries with fewer than H negatives),
+    `negative_score` (mean over all negatives), `positive_first` (share of the queries with a positive whose best label,
+    filter pairs aside, is one), `positive_rank` (mean rank of their first positive, 1 is best; one that was not among
+    the candidates counts as the place behind them), `positive_found` (share found among the candidates), `seconds`.
+    """
+
+    shortlist: np.ndarray
+    report: dict[str, Any]
+
+
+def mine_hard_negatives(
+    query_ND: np.ndarray,
+    query_rows_N: np.ndarray,
+    label_LD: np.ndarray,
+    relevance: sp.csr_matrix,
+    filter_pairs: sp.csr_matrix,
+    num_negatives: int,
+    num_total_rows: int,
+    block: int = 512,
+    device: str | torch.device | None = None,
+    ann_threshold: int | None = None,
+) -> Shortlist:
+    """Mines `num_negatives` (eta x T) labels for each query.
+
+    Each block is searched for `num_negatives` + the most excluded pairs of a query in it, then those are dropped.
+
+    Args:
+        query_ND: float32 [N, D] query vectors.
+        query_rows_N: int64 [N], their data set rows, each once.
+        label_LD: float32 [L, D] label vectors.
+        relevance: csr [data set rows, L].
+        filter_pairs: csr [data set rows, L].
+        num_negatives: H, places of a shortlist.
+        num_total_rows: rows of the data set.
+        block: queries at a time.
+        device: of the exact search; None: where the vectors are.
+        ann_threshold: with more labels than this the search is approximate (faiss HNSW on the CPU, several threads: not the
+            same list bit for bit each time); None: always exact.
+
+    Returns:
+        The shortlist and its report.
+
+    Raises:
+        DataError: shapes that do not fit, a row out of range, vectors that are not finite.
+        ConfigError: num_negatives below 1.
+    """
+    begin_time = time.perf_counter()
+    query_rows_N = np.asarray(query_rows_N, dtype=np.int64)
+    _check(query_ND, query_rows_N, label_LD, relevance, filter_pairs, num_negatives, num_total_rows)
+    approximate = ann_threshold is not None and label_LD.shape[0] > ann_threshold
+    shortlist = np.full((num_total_rows, num_negatives), -1, dtype=np.int32)
+    totals = _Totals()
+    search = _hnsw_blocks if approximate else _exact_blocks
+    width_N = np.diff(relevance.indptr)[query_rows_N] + np.diff(filter_pairs.indptr)[query_rows_N] + num_negatives
+    bar: Progress[int] = progress(total=len(query_rows_N), desc="mine hard negatives", unit="query")
+    with bar:
+        for begin, end, score_BK, label_BK in search(query_ND, label_LD, width_N, block, device):
+            rows_B = query_rows_N[begin:end]
+            positive_BK = _is_pair(relevance, rows_B, label_BK)
+            filtered_BK = _is_pair(filter_pairs, rows_B, label_BK) & ~positive_BK
+            kept_BK = (label_BK >= 0) & ~positive_BK & ~filtered_BK
+            # A stable sort of the flags brings what is kept to the front, in the order of the scores.
+            front_BH = np.argsort(~kept_BK, axis=1, kind="stable")[:, :num_negatives]
+            kept_BH = np.take_along_axis(kept_BK, front_BH, axis=1)
+            found_BH = np.where(kept_BH, np.take_along_axis(label_BK, front_BH, axis=1), -1)
+            shortlist[rows_B, : found_BH.shape[1]] = found_BH
+            score_BH = np.take_along_axis(score_BK, front_BH, axis=1)
+            has_positive_B = relevance.indptr[rows_B + 1] > relevance.indptr[rows_B]
+            totals.add(positive_BK, filtered_BK | (label_BK < 0), has_positive_B, kept_BH, score_BH, num_negatives)
+            bar.update(end - begin)
+    report = {
+        "kind": "hnsw" if approximate else "exact",
+        **totals.report(),
+        "seconds": time.perf_counter() - begin_time,
+    }
+    return Shortlist(shortlist, report)
+
+
+def _check(
+    query_ND: np.ndarray,
+    query_rows_N: np.ndarray,
+    label_LD: np.ndarray,
+    relevance: sp.csr_matrix,
+    filter_pairs: sp.csr_matrix,
+    num_negatives: int,
+    num_total_rows: int,
+) -> None:
+    if num_negatives < 1:
+        raise ConfigError("mining needs at least one negative", where="pool.eta", got=num_negatives, expected=">= 1")
+    shape = (num_total_rows, label_LD.shape[0])
+    for name, matrix in (("relevance", relevance), ("filter pairs", filter_pairs)):
+        if matrix.shape != shape:
+            raise DataError(f"{name} and the vectors differ in size", got=matrix.shape, expected=shape)
+    if len(query_rows_N) != query_ND.shape[0]:
+        raise DataError("query rows and query vectors differ in number", got=len(query_rows_N), expected=len(query_ND))
+    if len(query_rows_N) and not (query_rows_N.min() >= 0 and query_rows_N.max() < num_total_rows):
+        raise DataError("a query row is outside the data set", got=int(query_rows_N.max()), expected=num_total_rows - 1)
+
+
+def _exact_blocks(
+    query_ND: np.ndarray, label_LD: np.ndarray, width_N: np.ndarray, block: int, device: str | torch.device | None
+) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+    for begin, end, score_BL in score_blocks(query_ND, label_LD, block, device):
+        width = min(int(width_N[begin:end].max()), score_BL.shape[1])
+        score_BK, label_BK = score_BL.topk(width, dim=1)
+        yield begin, end, _numpy(score_BK), _numpy(label_BK)
+
+
+def _numpy(tensor: Tensor) -> np.ndarray:
+    return tensor.cpu().numpy()
+
+
+def _hnsw_blocks(
+    query_ND: np.ndarray, label_LD: np.ndarray, width_N: np.ndarray, block: int, device: str | torch.device | None
+) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+    import faiss  # only large label sets need it
+
+    index = faiss.IndexHNSWFlat(label_LD.shape[1], 32, faiss.METRIC_INNER_PRODUCT)
+    index.hnsw.efConstruction = 200
+    index.add(np.ascontiguousarray(label_LD, dtype=np.float32))
+    for begin in range(0, len(query_ND), block):
+        end = min(begin + block, len(query_ND))
+        width = min(int(width_N[begin:end].max()), len(label_LD))
+        index.hnsw.efSearch = max(2 * width, 64)
+        queries = np.ascontiguousarray(query_ND[begin:end], dtype=np.float32)
+        score_BK, label_BK = index.search(queries, width)
+        yield begin, end, score_BK, label_BK
+
+
+def _is_pair(matrix: sp.csr_matrix, rows_B: np.ndarray, label_BK: np.ndarray) -> np.ndarray:
+    """Whether (row, label) is stored in the matrix, bool [B, K]."""
+    start_B = matrix.indptr[rows_B].astype(np.int64)
+    count_B = matrix.indptr[rows_B + 1] - start_B
+    row_Q = np.repeat(np.arange(len(rows_B)), count_B)
+    place_Q = (start_B - np.cumsum(count_B) + count_B)[row_Q] + np.arange(len(row_Q))
+    if not len(place_Q):
+        return np.zeros(label_BK.shape, dtype=bool)
+    width = matrix.shape[1]
+    key_Q = np.sort(row_Q * width + matrix.indices[place_Q])
+    key_BK = np.arange(len(rows_B))[:, None] * width + label_BK
+    place_BK = np.minimum(np.searchsorted(key_Q, key_BK), len(key_Q) - 1)
+    return (key_Q[place_BK] == key_BK) & (label_BK >= 0)
+
+
+class _Totals:
+    """Sums over blocks behind the report."""
+
+    def __init__(self) -> None:
+        self.queries = self.short_rows = self.negatives = self.with_positive = self.found = self.first = 0
+        self.negative_score = self.rank = 0.0
+
+    def add(
+        self,
+        positive_BK: np.ndarray,
+        aside_BK: np.ndarray,
+        has_positive_B: np.ndarray,
+        kept_BH: np.ndarray,
+        score_BH: np.ndarray,
+        num_negatives: int,
+    ) -> None:
+        self.queries += len(kept_BH)
+        self.short_rows += int((kept_BH.sum(1) < num_negatives).sum())
+        self.negatives += int(kept_BH.sum())
+        self.negative_score += float(score_BH[kept_BH].sum(dtype=np.float64))
+        rank_BK = np.cumsum(~aside_BK, axis=1)  # filter pairs take no rank, as in evaluation
+        found_B = positive_BK.any(axis=1)
+        rank_B = np.where(found_B, rank_BK[np.arange(len(rank_BK)), positive_BK.argmax(axis=1)], rank_BK[:, -1] + 1)
+        self.with_positive += int(has_positive_B.sum())
+        self.found += int(found_B.sum())
+        self.first += int((found_B & (rank_B == 1)).sum())
+        self.rank += float(rank_B[has_positive_B].sum())
+
+    def report(self) -> dict[str, Any]:
+        with_positive, negatives = max(self.with_positive, 1), max(self.negatives, 1)
+        return {
+            "queries": self.queries,
+            "short_rows": self.short_rows,
+            "negative_score": self.negative_score / negatives,
+            "positive_first": self.first / with_positive,
+            "positive_rank": self.rank / with_positive,
+            "positive_found": self.found / with_positive,
+        }
