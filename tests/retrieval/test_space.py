@@ -1,0 +1,91 @@
+"""The searched space: its inner product is the blend of both heads' scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from unidec.retrieval.space import SPACES, head_scores, label_vectors, query_vectors, unit_rows, width
+
+
+def _vectors(rng: np.random.Generator, num_queries: int = 7, num_labels: int = 11, dim: int = 5):
+    de_BD = unit_rows(rng.normal(size=(num_queries, dim)).astype(np.float32))
+    de_LD = unit_rows(rng.normal(size=(num_labels, dim)).astype(np.float32))
+    clf_BD = rng.normal(size=(num_queries, dim)).astype(np.float32) * 3
+    clf_LD = rng.normal(size=(num_labels, dim)).astype(np.float32) * rng.uniform(0.1, 9, (num_labels, 1)).astype("f4")
+    return de_BD, de_LD, clf_BD, clf_LD, rng.normal(size=num_labels).astype(np.float32)
+
+
+def _brute(de_b, de_l, clf_b, clf_l, bias, weight, normalize) -> tuple[float, float]:
+    de = sum(float(x) * float(y) for x, y in zip(de_b, de_l, strict=True))
+    clf = sum(float(x) * float(y) for x, y in zip(clf_b, clf_l, strict=True))
+    if normalize:
+        clf /= float(np.sqrt((clf_b.astype(float) ** 2).sum()) * np.sqrt((clf_l.astype(float) ** 2).sum()))
+    elif bias is not None:
+        clf += float(bias)
+    return de, weight * clf
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("space", SPACES)
+def test_inner_product_is_the_blend(rng, space, with_bias, normalize):
+    de_BD, de_LD, clf_BD, clf_LD, bias_L = _vectors(rng)
+    bias = bias_L if with_bias else None
+    weight = 0.37
+    labels = label_vectors(de_LD, clf_LD, bias, space, normalize)
+    queries = query_vectors(de_BD, clf_BD, space, weight, normalize, with_bias)
+    assert labels.dtype == queries.dtype == np.float32
+    assert labels.shape[1] == queries.shape[1] == width(5, space, normalize, with_bias)
+    scores = queries @ labels.T
+    for b in range(len(queries)):
+        for j in range(len(labels)):
+            bias_j = None if bias is None else bias[j]
+            used = weight if space == "both" else 1.0
+            de, clf = _brute(de_BD[b], de_LD[j], clf_BD[b], clf_LD[j], bias_j, used, normalize)
+            expected = {"both": de + clf, "de": de, "clf": clf}[space]
+            assert scores[b, j] == pytest.approx(expected, rel=2e-5, abs=2e-5)
+
+
+def test_only_the_heads_that_are_needed(rng):
+    de_BD, de_LD, clf_BD, clf_LD, _ = _vectors(rng)
+    assert np.array_equal(label_vectors(de_LD, None, None, "de", True), de_LD)
+    assert np.array_equal(query_vectors(None, clf_BD, "clf", 9.0, False, False), clf_BD)
+    for wrong in (
+        lambda: label_vectors(de_LD, None, None, "both", True),
+        lambda: label_vectors(None, clf_LD, None, "de", True),
+        lambda: query_vectors(de_BD, None, "clf", 1.0, True, False),
+    ):
+        with pytest.raises(ValueError, match="got None"):
+            wrong()
+    with pytest.raises(ValueError, match="unknown space"):
+        label_vectors(de_LD, clf_LD, None, "sum", True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="differ"):
+        label_vectors(de_LD, clf_LD[:-1], None, "both", True)
+    with pytest.raises(ValueError, match="two dimensions"):
+        label_vectors(de_LD[0], None, None, "de", True)
+
+
+def test_rows_of_zeros_stay_zeros():
+    rows = np.array([[0, 0], [3, 4]], dtype=np.float32)
+    assert np.array_equal(unit_rows(rows), np.array([[0, 0], [0.6, 0.8]], dtype=np.float32))
+    assert np.array_equal(
+        head_scores(rows[1:], rows, np.array([[0, 1]]), normalize=True), np.array([[0, 1]], dtype=np.float32)
+    )
+
+
+@pytest.mark.parametrize("block", [1, 40, 1 << 24])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_head_scores_are_those_of_the_found_labels(rng, normalize, block):
+    _, _, clf_BD, clf_LD, bias_L = _vectors(rng)
+    labels_BK = rng.integers(-1, 11, size=(7, 4))
+    got = head_scores(clf_BD, clf_LD, labels_BK, bias_L=bias_L, normalize=normalize, block=block)
+    assert got.dtype == np.float32
+    for b in range(7):
+        for k, label in enumerate(labels_BK[b]):
+            if label < 0:
+                assert np.isnan(got[b, k])
+            else:
+                zero = np.zeros(5)
+                _, expected = _brute(zero, zero, clf_BD[b], clf_LD[label], bias_L[label], 1.0, normalize)
+                assert got[b, k] == pytest.approx(expected, rel=2e-5, abs=2e-5)
