@@ -1,0 +1,22 @@
+"""Orchestration: when the library's stages run, what a person sees of it, retries and cancellation; never a tensor.
+
+Prefect reads its settings when it is imported, so those that this project needs are set here, before that.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+# the same as prefect.toml says, for runs that start in another folder
+_DEFAULTS = {
+    "PREFECT_HOME": str(_ROOT / ".prefect"),
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "unidec",
+    "DO_NOT_TRACK": "true",
+}
+for _name, _value in _DEFAULTS.items():
+    os.environ.setdefault(_name, _value)

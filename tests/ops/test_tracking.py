@@ -168,7 +168,7 @@ def test_several_first_starts_at_once(tmp_path):
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert [results.get(timeout=5) for _ in processes] == [1, 1, 1]
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["mlflow.db", "mlflow.db.lock"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["mlflow.db", "mlflow.db-lock"]
 
 
 def test_addresses(tmp_path, monkeypatch):

@@ -136,6 +136,11 @@ class Tracker:
         return self._state.get("run_id")
 
     @property
+    def status(self) -> str | None:
+        """How the run ended, None while it goes on."""
+        return self._state.get("status")
+
+    @property
     def url(self) -> str | None:
         """Address of the run's page."""
         return ui_url(self.uri, self._state["experiment_id"], self.run_id) if self.run_id else None

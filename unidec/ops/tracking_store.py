@@ -80,7 +80,7 @@ def prepare_store(uri: str | None = None, root: Path | str = ".") -> str:
 
     quiet_mlflow()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):  # released by the system when its holder dies: nothing to remove by hand
+    with FileLock(f"{path}-lock"):  # released by the system when its holder dies: nothing to remove by hand
         if not (path.is_file() and path.stat().st_size > 0):
             _create_sqlite(path)
     return f"{_SQLITE}{path}"
@@ -89,7 +89,7 @@ def prepare_store(uri: str | None = None, root: Path | str = ".") -> str:
 def _create_sqlite(path: Path) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    temporary = path.with_name(f".{path.name}.new")
+    temporary = path.with_name(f"{path.name}-new")
     temporary.unlink(missing_ok=True)
     store = SqlAlchemyStore(f"{_SQLITE}{temporary}", (path.parent / "artifacts").as_uri())
     store.engine.dispose()

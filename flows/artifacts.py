@@ -1,0 +1,95 @@
+"""What a person sees of a run in Prefect: progress, figures, links. Showing it never stops a run."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.context import FlowRunContext
+
+log = logging.getLogger("unidec.flows")
+
+
+def _harmless(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Does nothing outside a flow run; a failure is a warning."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        if FlowRunContext.get() is None:
+            return None
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            log.warning("the run's page in Prefect lacks something: %s", error)
+            return None
+
+    return wrapper
+
+
+@_harmless
+def begin_progress(epoch: int, epochs: int) -> UUID:
+    """A bar of the epochs done."""
+    return create_progress_artifact(100 * epoch / epochs, key="epochs", description=f"{epoch} of {epochs} epochs")
+
+
+@_harmless
+def show_progress(artifact: UUID | None, epoch: int, epochs: int) -> None:
+    """Moves the bar."""
+    if artifact is not None:
+        update_progress_artifact(artifact, 100 * epoch / epochs, description=f"{epoch} of {epochs} epochs")
+
+
+@_harmless
+def show_round(number: int, figures: Mapping[str, Any]) -> None:
+    """One round's figures on the validation split."""
+    rows = _rows(figures)
+    if rows:
+        create_table_artifact(rows, key="validation", description=f"validation split after round {number}")
+
+
+@_harmless
+def show_metrics(figures: Mapping[str, Any]) -> None:
+    """The test split's figures."""
+    rows = _rows(figures)
+    if rows:
+        create_table_artifact(rows, key="metrics", description="held-out queries, percent")
+
+
+@_harmless
+def show_links(run_url: str | None, version: Any = None, model_name: str | None = None) -> None:
+    """Where everything of this run lies."""
+    lines = ["| what | where |", "|---|---|"]
+    if run_url:
+        lines.append(f"| MLflow run | [{run_url}]({run_url}) |")
+    if version is not None:
+        lines.append(f"| registered model | `models:/{model_name}/{version}` |")
+    for name, path in (
+        ("report", "outputs/report.html"),
+        ("metrics", "outputs/metrics.json"),
+        ("bundle", "outputs/bundle"),
+        ("Data Docs", "data/validation/docs/index.html"),
+    ):
+        if Path(path).exists():
+            lines.append(f"| {name} | `{Path(path).resolve()}` |")
+    create_markdown_artifact("\n".join(lines), key="links", description="results of this run")
+
+
+def _rows(figures: Mapping[str, Any], prefix: str = "") -> list[dict[str, Any]]:
+    """Nested figures as rows of one table."""
+    rows: list[dict[str, Any]] = []
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            rows += _rows(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            rows.append({"metric": f"{prefix}{name}", "value": round(value, 3)})
+    return rows

@@ -1,0 +1,181 @@
+"""What the flow asks of DVC, as its command line: reproduce a stage, say what is stale, record what was made."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError
+
+MODEL_STAGES = ("train", "index", "evaluate")
+_BY_EXIT_CODE = {error.exit_code: error for error in (ConfigError, DataError, ArtifactError, TrainingError)}
+_KILL_AFTER = 10.0  # seconds between SIGTERM and SIGKILL for a command that is cancelled
+
+
+class CommandError(RuntimeError):
+    """A command that failed in a way that trying again may mend (a lock held by another process, a full table)."""
+
+
+def reproduce(stage: str, say: Callable[[str], None] = print) -> None:
+    """`dvc repro <stage>`; a stage that says why it failed has that raised here as the error it was.
+
+    Raises:
+        UnidecError: of the kind that the stage's exit code names, with the stage's own words.
+        CommandError: DVC itself failed.
+    """
+    code, output = run(["repro", stage], say)
+    if code == 0:
+        return
+    found = re.search(r"exited with (\d+)", output)
+    kind = _BY_EXIT_CODE.get(int(found.group(1))) if found else None
+    words = _stage_words(output)
+    if kind is not None:
+        raise kind(words)
+    if found:
+        raise UnidecError(f"stage {stage} failed\n{words}")
+    raise CommandError(f"dvc repro {stage} ended with {code}: {words}")
+
+
+def stale(stages: tuple[str, ...] = MODEL_STAGES) -> list[str]:
+    """Of stages that follow one another, those that must run: the first that changed and all after it.
+
+    Outputs that are only missing are taken from DVC's cache first, when it has them.
+    """
+    status = _status(stages)
+    if status and all(_only_missing(changes) for changes in status.values()):
+        run(["checkout", *stages])
+        status = _status(stages)
+    first = next((number for number, stage in enumerate(stages) if stage in status), len(stages))
+    return list(stages[first:])
+
+
+def commit(stages: list[str]) -> None:
+    """Records what the stages' outputs are now in dvc.lock and the cache, so that `dvc status` agrees.
+
+    Raises:
+        CommandError: DVC failed.
+    """
+    code, output = run(["commit", "--force", *stages])
+    if code:
+        raise CommandError(f"dvc commit ended with {code}: {output[-2000:]}")
+
+
+def inputs_digest(stages: tuple[str, ...] = MODEL_STAGES) -> str:
+    """One hash over everything that dvc.yaml says these stages read, params.yaml included; not what they write.
+
+    Taken before and after a training: when it differs, somebody edited the inputs meanwhile, and a lock file written
+    now would claim that the new inputs made the model.
+    """
+    described = yaml.safe_load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    paths, written = {"params.yaml", "dvc.yaml"}, set()
+    for stage in stages:
+        paths |= {_path_of(entry) for entry in described[stage].get("deps", [])}
+        written |= {_path_of(entry) for key in ("outs", "metrics", "plots") for entry in described[stage].get(key, [])}
+    digest = hashlib.sha256()
+    for path in sorted(paths - written):
+        for file in _files(Path(path)):
+            digest.update(f"{file}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path = Path("runs")) -> Iterator[None]:
+    """Holds the project's training lock; the system lets go of it when its holder dies, so there is nothing to remove.
+
+    Raises:
+        TrainingError: another training holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".train.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise TrainingError(
+            "another training is under way in this folder", where=str(folder), fix="wait for it, or cancel it"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def run(words: list[str], say: Callable[[str], None] | None = None) -> tuple[int, str]:
+    """`dvc <words>` in a process group of its own, which ends with us. Returns exit code and output."""
+    # our flow run's own identity is not the child's
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT__")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dvc", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,
+    )
+    lines = []
+    try:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                lines.append(line)
+                if say and line.strip():
+                    say(line.rstrip())
+        return process.wait(), "".join(lines)
+    except BaseException:  # cancelled: no child may outlive us
+        _end(process)
+        raise
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_AFTER)
+            return
+
+
+def _status(stages: tuple[str, ...]) -> dict[str, Any]:
+    code, output = run(["status", "--json", *stages])
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if code or not lines:
+        raise CommandError(f"dvc status ended with {code}: {output[-2000:]}")
+    return json.loads(lines[-1])
+
+
+def _only_missing(changes: list[Any]) -> bool:
+    """Whether nothing is changed but files that are gone."""
+    if not all(isinstance(change, dict) for change in changes):
+        return False  # "always changed", a changed command
+    kinds = [kind for change in changes for part in change.values() for kind in part.values()]
+    return set(kinds) == {"deleted"}
+
+
+def _stage_words(output: str) -> str:
+    """The last lines of a stage, without DVC's own around them."""
+    noise = ("Running stage", "> ", "ERROR: failed to reproduce", "Stage '", "Updating lock", "To track", "Use `dvc")
+    lines = [line.rstrip() for line in output.splitlines() if line.strip() and not line.startswith(noise)]
+    return "\n".join(line for line in lines if not line.lstrip().startswith(("git add", "dvc config")))[-4000:]
+
+
+def _path_of(entry: Any) -> str:
+    return next(iter(entry)) if isinstance(entry, dict) else str(entry)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        found = (file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+        return sorted(found)
+    return [path] if path.is_file() else []

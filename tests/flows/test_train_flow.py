@@ -1,0 +1,350 @@
+"""The flow's logic, with stages and DVC replaced; the last tests run it through Prefect itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from unidec.config import Params, load_params
+from unidec.errors import ConfigError, DataError, TrainingError
+
+EPOCHS, A_ROUND = 5, 2
+TASKS = (
+    "prepare",
+    "data_step",
+    "start_run",
+    "refresh",
+    "train_round",
+    "export",
+    "index",
+    "evaluate",
+    "record",
+    "register",
+)
+ROUNDS = ["start_run", "refresh", "train_round", "refresh", "train_round", "refresh", "train_round", "export"]
+FINISH = ["index", "evaluate"]
+
+
+@pytest.fixture(scope="module")
+def flow_module():
+    from flows import train as module
+
+    return module
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """An empty project folder to stand in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    Path("params.yaml").write_text(f"optim: {{epochs: {EPOCHS}}}\npool: {{refresh: {A_ROUND}}}\n")
+    Path("dvc.yaml").write_text("stages:\n  train: {cmd: x, deps: [data]}\n  index: {cmd: x}\n  evaluate: {cmd: x}\n")
+    return tmp_path
+
+
+class Stages(types.SimpleNamespace):
+    """Every stage notes its name; training counts epochs, and remembers them in the run's folder as checkpoints do."""
+
+    def __init__(self) -> None:
+        super().__init__(calls=[], fail={})
+        for name in ("ingest", "validate", "tokens", "propensity", "label_graph", "export", "index"):
+            setattr(self, name, lambda *_args, name=name: self._call(name))
+
+    def _call(self, name: str) -> dict:
+        self.calls.append(name)
+        if name in self.fail:
+            raise self.fail[name]
+        return {}
+
+    def start_run(self, params: Params) -> dict:
+        self._call("start_run")
+        run_dir = Path("runs/abc").resolve()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        epoch = int((run_dir / "epoch").read_text()) if (run_dir / "epoch").exists() else 0
+        return {"run_dir": str(run_dir), "epoch": epoch, "finished": epoch >= params.optim.epochs}
+
+    def refresh(self, _params: Params, _run_dir: str) -> dict:
+        return self._call("refresh")
+
+    def train_round(self, params: Params, run_dir: str) -> dict:
+        done = Path(run_dir) / "epoch"
+        epoch = min((int(done.read_text()) if done.exists() else 0) + params.pool.refresh, params.optim.epochs)
+        self._call("train_round")
+        done.write_text(str(epoch))
+        return {"epoch": epoch, "finished": epoch >= params.optim.epochs, "validation": {"P@1": 1.0}}
+
+    def evaluate(self, _params: Params) -> dict:
+        self._call("evaluate")
+        return {"metrics": {"test": {"P@1": 45.0}}}
+
+    def register(self, _params: Params) -> dict:
+        self._call("register")
+        return {"version": 3}
+
+
+@pytest.fixture
+def stages(place, flow_module, monkeypatch) -> Stages:
+    stand_in = Stages()
+    monkeypatch.setattr(flow_module, "stages", stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def run(flow_module, stages, monkeypatch):
+    """The flow's body without Prefect; DVC's calls are noted among the stages', `run.stale` is what DVC reports."""
+    for name in TASKS:
+        monkeypatch.setattr(flow_module, name, getattr(flow_module, name).fn)
+
+    def start(**arguments):
+        return flow_module.train.fn(**arguments)
+
+    start.stale = ["train", "index", "evaluate"]
+    dvc = flow_module.reproduce
+    monkeypatch.setattr(dvc, "reproduce", lambda stage, _say: stages._call(f"dvc {stage}"))
+    monkeypatch.setattr(dvc, "stale", lambda: start.stale)
+    monkeypatch.setattr(dvc, "commit", lambda made: stages._call("commit " + " ".join(made)))
+    return start
+
+
+PREPARED = ["dvc ingest", "dvc validate", "dvc tokens", "dvc propensity", "dvc label_graph"]
+
+
+def test_everything_in_order(run, stages):
+    done = run()
+    assert stages.calls == [*PREPARED, *ROUNDS, *FINISH, "commit train index evaluate", "register"]
+    assert (done["epoch"], done["version"], done["metrics"]) == (EPOCHS, 3, {"test": {"P@1": 45.0}})
+
+
+def test_nothing_changed(run, stages):
+    run.stale = []
+    assert "nothing that the model depends on changed" in run()["skipped"]
+    assert stages.calls == [*PREPARED, "register"]
+    stages.calls.clear()
+    assert "skipped" not in run(force=True)
+    assert "train_round" in stages.calls and "commit train index evaluate" in stages.calls
+
+
+def test_only_what_changed(run, stages):
+    run.stale = ["evaluate"]
+    run()
+    assert stages.calls == [*PREPARED, "evaluate", "commit evaluate", "register"]
+
+
+def test_the_gate_stops_everything(run, stages):
+    stages.fail["dvc validate"] = DataError("three labels without text", where="data/dataset")
+    with pytest.raises(DataError, match="three labels"):
+        run()
+    assert stages.calls == ["dvc ingest", "dvc validate"]
+
+
+@pytest.mark.parametrize("epoch", [2, EPOCHS])
+def test_resumes_after_the_last_checkpoint(run, stages, place, epoch):
+    (place / "runs/abc").mkdir(parents=True)
+    (place / "runs/abc/epoch").write_text(str(epoch))
+    run(steps="train")
+    rounds = -(-(EPOCHS - epoch) // A_ROUND)
+    assert stages.calls == ["start_run", *["refresh", "train_round"] * rounds, "export"]
+
+
+def test_steps_make_no_call_of_dvc(run, stages):
+    run(steps="evaluate, index")
+    assert stages.calls == FINISH
+    stages.calls.clear()
+    run(steps=["validate"])
+    assert stages.calls == ["validate"]
+    stages.calls.clear()
+    run(use_dvc=False)
+    assert stages.calls == ["ingest", "validate", "tokens", "propensity", "label_graph", *ROUNDS, *FINISH, "register"]
+    with pytest.raises(ConfigError, match="no such step"):
+        run(steps="train,trian")
+
+
+def test_other_parameters_have_a_folder_of_their_own(run, stages, place, flow_module, monkeypatch):
+    seen = {}
+
+    def ingest(params):
+        seen.update(here=Path.cwd(), data=params.data.path, epochs=params.optim.epochs)
+        seen["uri"] = flow_module.tracking_uri(".")
+        return stages._call("ingest")
+
+    stages.ingest = ingest
+    run(overrides={"optim.epochs": 2})
+    assert stages.calls[0] == "ingest" and not [call for call in stages.calls if call.startswith(("dvc", "commit"))]
+    assert stages.calls.count("train_round") == 1
+    assert seen["here"].parent == place / "runs" / "own" and seen["epochs"] == 2
+    assert seen["data"] == str(place / "data/raw/lf-debian")
+    assert seen["uri"] == f"sqlite:///{place}/mlflow/mlflow.db"
+    assert Path.cwd() == place and not (place / "outputs").exists()
+    first = seen["here"]
+    run(overrides={"optim.epochs": 3}, steps="ingest")
+    assert seen["here"] != first
+
+
+def test_inputs_edited_meanwhile_are_not_recorded(run, stages, place):
+    (place / "data").mkdir()
+    (place / "data/part").write_text("1")
+
+    def index(_params):
+        (place / "data/part").write_text("2")
+        return stages._call("index")
+
+    stages.index = index
+    with pytest.raises(ConfigError, match="edited while the model was trained"):
+        run()
+    assert not [call for call in stages.calls if call.startswith("commit")] and "register" not in stages.calls
+
+
+def test_two_at_once(run, flow_module, place):
+    with flow_module.reproduce.one_at_a_time(), pytest.raises(TrainingError, match="another training is under way"):
+        run()
+    run()  # free again
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(TrainingError("loss is nan"), "FAILED"), (KeyboardInterrupt(), "KILLED")]
+)
+def test_the_mlflow_run_ends_as_training_did(run, stages, flow_module, monkeypatch, error, status):
+    ended = []
+    monkeypatch.setattr(flow_module, "close_tracking", lambda run_dir, how: ended.append((Path(run_dir).name, how)))
+    stages.fail["train_round"] = error
+    with pytest.raises(type(error)):
+        run(steps="train")
+    assert ended == [("abc", status)]
+    stages.fail.clear()
+    run(steps="train")
+    assert ended[1:] == [("abc", "FINISHED")]
+
+
+def test_hooks_end_the_run_that_the_flow_run_was_at(place, flow_module, monkeypatch):
+    ended = []
+    monkeypatch.setattr(flow_module, "close_tracking", lambda run_dir, how: ended.append((run_dir, how)))
+    monkeypatch.setattr(flow_module, "_NOTES", place)
+    (place / "some-id.json").write_text(json.dumps({"run_dir": "runs/abc"}))
+    hook = flow_module.train.on_cancellation_hooks[0]
+    hook(None, types.SimpleNamespace(id="some-id"), None)
+    hook(None, types.SimpleNamespace(id="some-id"), None)  # told once
+    assert ended == [("runs/abc", "KILLED")]
+
+
+def test_command_line(place, stages, flow_module, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(flow_module, "train", lambda *arguments: calls.append(arguments) or {"version": 1})
+    assert flow_module.main(["--set", "pool.beta=2", "--steps", "train", "--force"]) == 0
+    assert calls == [("params.yaml", {"pool.beta": 2}, "train", True, True)]
+    assert json.loads(capsys.readouterr().out) == {"version": 1}
+    assert flow_module.main(["--set", "pool.bta=2"]) == 2
+    assert "pool.beta" in capsys.readouterr().err and len(calls) == 1
+
+    def damaged(*_arguments):
+        raise DataError("no such file", where="data/raw", fix="put it there")
+
+    monkeypatch.setattr(flow_module, "train", damaged)
+    assert flow_module.main([]) == 3
+    assert capsys.readouterr().err == "data/raw: no such file\n  fix: put it there\n"
+    with pytest.raises(SystemExit):
+        flow_module.main(["--help"])
+    assert "examples:" in capsys.readouterr().out
+
+
+# -- DVC's command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dvc_project(place, monkeypatch):
+    """A project of three stages that copy one file, with DVC for real."""
+    from flows import reproduce
+
+    def copy(source, target):
+        return f"{sys.executable} -c \"import shutil; shutil.copy('{source}', '{target}')\""
+
+    links = {"train": ("params.yaml", "model"), "index": ("model", "bundle"), "evaluate": ("bundle", "metrics")}
+    stages = {name: {"cmd": copy(*link), "deps": [link[0]], "outs": [link[1]]} for name, link in links.items()}
+    stages["validate"] = {"cmd": f"{sys.executable} -c \"import sys; print('bad row 7'); sys.exit(3)\""}
+    Path("dvc.yaml").write_text(json.dumps({"stages": stages}))
+    assert reproduce.run(["init", "--no-scm", "-q"])[0] == 0
+    return reproduce
+
+
+def test_dvc_says_what_is_stale_and_records_what_was_made(dvc_project, place):
+    assert dvc_project.stale() == ["train", "index", "evaluate"]
+    for name in ("model", "bundle", "metrics"):
+        (place / name).write_text((place / "params.yaml").read_text())
+    digest = dvc_project.inputs_digest()
+    dvc_project.commit(["train", "index", "evaluate"])
+    assert dvc_project.stale() == [] and dvc_project.inputs_digest() == digest
+    (place / "bundle").unlink()
+    assert dvc_project.stale() == [] and (place / "bundle").exists()  # from the cache
+    (place / "bundle").write_text("other")
+    assert dvc_project.stale() == ["index", "evaluate"]
+    (place / "params.yaml").write_text("seed: 1\n")
+    assert dvc_project.stale()[0] == "train" and dvc_project.inputs_digest() != digest
+
+
+def test_a_stage_that_fails_in_dvc_is_the_error_it_was(dvc_project):
+    said = []
+    with pytest.raises(DataError, match="bad row 7"):
+        dvc_project.reproduce("validate", said.append)
+    assert any("bad row 7" in line for line in said)
+    with pytest.raises(dvc_project.CommandError):
+        dvc_project.reproduce("no-such-stage", said.append)
+
+
+# -- through Prefect ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prefect_server(flow_module):
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+def test_a_run_shows_tasks_and_results(prefect_server, stages, flow_module, place):
+    from prefect.client.orchestration import get_client
+
+    state = flow_module.train(use_dvc=False, return_state=True)
+    assert state.is_completed()
+    wanted, names = {"validate", "refresh 1 of 3", "train round 3 of 3", "register"}, set()
+    with get_client(sync_client=True) as client:
+        for _ in range(100):  # the server learns of task runs a little later
+            names = {run.name for run in client.read_task_runs()}
+            if wanted <= names:
+                break
+            time.sleep(0.2)
+        keys = {artifact.key for artifact in client.read_artifacts()}
+    assert wanted <= names
+    assert {"epochs", "validation", "metrics", "links"} <= keys
+
+
+def test_what_is_retried(prefect_server, stages, flow_module, place, monkeypatch, caplog):
+    params = load_params("params.yaml")
+    monkeypatch.setattr(flow_module, "register", flow_module.register.with_options(retry_delay_seconds=0))
+    attempts = []
+
+    def register(_params):
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise ConnectionError("the registry is away")
+        return {"version": 1}
+
+    stages.register = register
+    assert flow_module.train(steps="register")["version"] == 1 and len(attempts) == 3
+    attempts.clear()
+    stages.fail["index"] = DataError("three labels without text", where="data/dataset")
+
+    def never(_params):
+        attempts.append(1)
+        raise DataError("three labels without text", where="data/dataset")
+
+    stages.register = never
+    with caplog.at_level(logging.ERROR), pytest.raises(DataError, match="three labels"):
+        flow_module.train(steps="register")
+    assert len(attempts) == 1 and params.pool.refresh == A_ROUND
+    assert "Traceback" not in caplog.text
