@@ -30,6 +30,7 @@ from unidec.errors import ArtifactError
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 _REBUILD = "delete the folder and run the stage that writes it again"
 
 
@@ -56,26 +57,35 @@ def write_folder(
     Raises:
         ArtifactError: no space, or no permission; what was at `path` before is still there, the temporary folder is gone.
     """
+    with swap_folder(path, num_bytes=num_bytes) as temporary:
+        out = Folder(temporary, dict(meta or {}))
+        yield out
+        _fsync_tree(temporary)
+        write_manifest(temporary, kind, version, out.meta)
+
+
+@contextlib.contextmanager
+def swap_folder(path: str | os.PathLike[str], *, num_bytes: int = 0) -> Iterator[Path]:
+    """`write_folder` without a manifest, for folders that others read: yields the temporary folder."""
     final = Path(os.path.abspath(path))
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(final)
-        free = shutil.disk_usage(final.parent).free
-        if num_bytes > free:
-            raise OSError(errno.ENOSPC, f"{num_bytes:,} bytes needed")
+        if num_bytes > shutil.disk_usage(final.parent).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         temporary = _temporary(final)
         temporary.mkdir()
     except OSError as error:
         raise _storage_error(final, error, num_bytes) from error
-    out = Folder(temporary, dict(meta or {}))
     try:
-        yield out
-        _seal(out, kind, version)
+        yield temporary
+        _fsync_tree(temporary)
         _replace(temporary, final)
         _fsync(final.parent)
     except OSError as error:
-        needed = max(num_bytes, _size(temporary))
-        raise _storage_error(final, error, needed) from error
+        if error.errno not in _DISK_ERRORS:
+            raise
+        raise _storage_error(final, error, max(num_bytes, _size(temporary))) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -268,11 +278,10 @@ def _files(root: Path) -> list[str]:
     return sorted(names)
 
 
-def _seal(out: Folder, kind: str, version: int) -> None:
-    for name in _files(out.path):
-        _fsync(out.path / name)
-    write_manifest(out.path, kind, version, out.meta)
-    for folder, _, _ in os.walk(out.path):
+def _fsync_tree(root: Path) -> None:
+    for name in _files(root):
+        _fsync(root / name)
+    for folder, _, _ in os.walk(root):
         _fsync(Path(folder))
 
 

@@ -1,0 +1,220 @@
+"""The stored data set: texts in Arrow, relevance and filter pairs in CSR, memory-mapped, with a manifest.
+
+Shape suffixes: N queries of all splits, L labels.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from scipy.sparse import csr_matrix
+
+from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, hold_out, stack
+from unidec.data.storage import files_sha256, load_array, read_manifest, write_folder
+from unidec.errors import ArtifactError
+
+KIND = "dataset"
+VERSION = 1
+BATCH_ROWS = 65_536
+Split = Literal["train", "validation", "test"]
+Text = Literal["title", "title+content"]
+Rows = Sequence[int] | np.ndarray | None
+
+
+class XMCDataset:
+    """A data set opened from its folder; texts and pairs stay on disk until they are asked for.
+
+    Queries of all splits are one table: training and validation queries in raw order, then test queries.
+
+    Attributes:
+        path: the folder. manifest: its manifest; meta holds name, format, sizes and the hash of the raw files.
+        name, num_queries (N), num_labels (L).
+        split_N: uint8 [N], 0 train, 1 validation, 2 test.
+        relevance: float32 CSR [N, L], positive, sorted indices; the arrays are memory-mapped and read-only.
+        filter_pairs: bool CSR [N, L]: pairs that are neither positives nor negatives.
+        sha256: of the contents (over the manifest's file hashes).
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any], check: bool) -> None:
+        self.path = path
+        self.manifest = manifest
+        meta = manifest["meta"]
+        self.name = str(meta.get("name"))
+        self.sha256 = files_sha256({name: entry["sha256"] for name, entry in manifest["files"].items()})
+        self.queries = _open_texts(path / "queries.arrow")
+        self.labels = _open_texts(path / "labels.arrow")
+        self.num_queries = self.queries.num_rows
+        self.num_labels = self.labels.num_rows
+        self.split_N = load_array(path / "split.npy", np.uint8)
+        if self.split_N.shape[0] != self.num_queries:
+            raise ArtifactError(
+                "row counts that differ",
+                where=str(path / "split.npy"),
+                got=self.split_N.shape[0],
+                expected=self.num_queries,
+            )
+        data = load_array(path / "relevance_data.npy", np.float32)
+        self.relevance = self._csr("relevance", data, check)
+        self.filter_pairs = self._csr("filter", None, check)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], verify: bool = True) -> XMCDataset:
+        """Open a folder written by `write_dataset`.
+
+        Args:
+            verify: also check every file's sha256 and every index.
+
+        Raises:
+            ArtifactError: missing, damaged, or of a newer version.
+        """
+        root = Path(path)
+        return cls(root, read_manifest(root, KIND, VERSION, verify=verify), check=verify)
+
+    def rows(self, split: Split) -> np.ndarray:
+        """Rows of a split, ascending: int64 [n]."""
+        return np.flatnonzero(self.split_N == SPLITS.index(split))
+
+    def query_texts(self, rows: Rows = None, text: Text = "title") -> list[str]:
+        """Texts of queries, all or at these rows; "title+content" joins both with a space, empty parts dropped."""
+        return _texts(_take(self.queries, rows), text).to_pylist()
+
+    def label_texts(self, rows: Rows = None, text: Text = "title") -> list[str]:
+        """Texts of labels, as `query_texts`."""
+        return _texts(_take(self.labels, rows), text).to_pylist()
+
+    def query_uids(self, rows: Rows = None) -> list[str]:
+        """uids of queries, all or at these rows."""
+        return _take(self.queries, rows)["uid"].to_pylist()
+
+    def label_uids(self, rows: Rows = None) -> list[str]:
+        """uids of labels, all or at these rows."""
+        return _take(self.labels, rows)["uid"].to_pylist()
+
+    def text_batches(
+        self, which: Literal["queries", "labels"], text: Text = "title", batch_size: int = 8192
+    ) -> Iterator[list[str]]:
+        """All texts of queries or labels in order, a batch at a time."""
+        table = {"queries": self.queries, "labels": self.labels}[which]
+        for start in range(0, table.num_rows, batch_size):
+            yield _texts(table.slice(start, batch_size), text).to_pylist()
+
+    def to_raw(self, keep_validation: bool = True) -> RawData:
+        """Back to raw data, for writers; without `keep_validation`, train has the validation queries in their raw order."""
+        rows = {split: self.rows(split) for split in SPLITS}  # type: ignore[arg-type]
+        if not keep_validation:
+            rows["train"] = np.flatnonzero(self.split_N < SPLITS.index("test"))
+        if not keep_validation or not rows["validation"].size:
+            del rows["validation"]
+        return RawData(
+            name=self.name,
+            queries={split: self.queries.take(own) for split, own in rows.items()},
+            labels=self.labels,
+            relevance={split: self.relevance[own] for split, own in rows.items()},
+            filter_pairs={split: self.filter_pairs[own] for split, own in rows.items()},
+        )
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{self.rows(split).size:,} {split}" for split in SPLITS)  # type: ignore[arg-type]
+        return f"XMCDataset({self.name!r}: {sizes}; {self.num_labels:,} labels; {self.relevance.nnz:,} pairs)"
+
+    def _csr(self, name: str, data: np.ndarray | None, check: bool) -> csr_matrix:
+        indptr = load_array(self.path / f"{name}_indptr.npy", np.int64)
+        indices = load_array(self.path / f"{name}_indices.npy", np.int32)
+        if data is None:
+            data = np.ones(indices.shape[0], dtype=bool)
+        sound = (
+            indptr.shape[0] == self.num_queries + 1
+            and indptr[0] == 0
+            and indptr[-1] == indices.shape[0] == data.shape[0]
+        )
+        if sound and check and indices.shape[0]:
+            sound = bool((np.diff(indptr) >= 0).all() and indices.min() >= 0 and indices.max() < self.num_labels)
+        if not sound:
+            raise ArtifactError(f"{name} pairs that do not fit the texts", where=str(self.path), fix="run ingest again")
+        matrix = csr_matrix((data, indices, indptr), shape=(self.num_queries, self.num_labels), copy=False)
+        matrix.has_sorted_indices = True
+        matrix.has_canonical_format = True
+        return matrix
+
+
+def write_dataset(
+    path: str | os.PathLike[str], raw: RawData, *, validation_share: float = 0.05, split_seed: int = 0
+) -> XMCDataset:
+    """Store raw data as an `XMCDataset`, byte-identically for the same data and arguments.
+
+    Args:
+        path: folder to write; replaced when all is written.
+        validation_share: share of the training queries to hold out for selecting models (see `hold_out`): seeded by query,
+            families that share a filtered label stay together. Not used where the raw data names a validation split.
+        split_seed: seed of that choice.
+    """
+    order = [split for split in SPLITS if split in raw.queries]
+    queries = pa.concat_tables([raw.queries[split] for split in order])
+    relevance = stack([raw.relevance[split] for split in order])
+    filter_pairs = stack([raw.filter_pairs[split] for split in order])
+    split_N = np.concatenate([np.full(raw.queries[s].num_rows, SPLITS.index(s), dtype=np.uint8) for s in order])
+    if "validation" not in raw.queries:
+        held = hold_out(
+            raw.queries["train"]["uid"].to_pylist(), raw.filter_pairs["train"], validation_share, split_seed
+        )
+        split_N[: held.size][held] = SPLITS.index("validation")
+    meta = {
+        "name": raw.name,
+        "format": raw.format,
+        "num_queries": queries.num_rows,
+        "num_labels": raw.num_labels,
+        "num_pairs": int(relevance.nnz),
+        "num_filter_pairs": int(filter_pairs.nnz),
+        "splits": {split: int(np.sum(split_N == number)) for number, split in enumerate(SPLITS)},
+        "raw_sha256": files_sha256(raw.files),
+        "raw_files": raw.files,
+    }
+    num_bytes = queries.nbytes + raw.labels.nbytes + 8 * relevance.nnz + 4 * filter_pairs.nnz + 17 * queries.num_rows
+    with write_folder(path, KIND, VERSION, meta, num_bytes=num_bytes) as out:
+        _write_texts(out.path / "queries.arrow", queries)
+        _write_texts(out.path / "labels.arrow", raw.labels)
+        np.save(out.path / "split.npy", split_N, allow_pickle=False)
+        for name, matrix in (("relevance", relevance), ("filter", filter_pairs)):
+            np.save(out.path / f"{name}_indptr.npy", matrix.indptr.astype(np.int64), allow_pickle=False)
+            np.save(out.path / f"{name}_indices.npy", matrix.indices.astype(np.int32), allow_pickle=False)
+        np.save(out.path / "relevance_data.npy", relevance.data.astype(np.float32), allow_pickle=False)
+    return XMCDataset.open(path, verify=False)
+
+
+def _write_texts(path: Path, table: pa.Table) -> None:
+    """Arrow IPC, uncompressed, in batches of a fixed size whatever the table's own chunks: the bytes depend on the texts only."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, TEXT_SCHEMA) as writer:
+        for start in range(0, table.num_rows, BATCH_ROWS):
+            writer.write_table(table.slice(start, BATCH_ROWS).combine_chunks())
+
+
+def _open_texts(path: Path) -> pa.Table:
+    try:
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ArtifactError(
+            "not a readable Arrow file", where=str(path), got=str(error)[:200], fix="run ingest again"
+        ) from error
+    if table.schema.remove_metadata() != TEXT_SCHEMA:
+        raise ArtifactError("columns that differ", where=str(path), got=table.schema.names, expected=TEXT_SCHEMA.names)
+    return table
+
+
+def _take(table: pa.Table, rows: Rows) -> pa.Table:
+    return table if rows is None else table.take(pa.array(np.asarray(rows, dtype=np.int64)))
+
+
+def _texts(table: pa.Table, text: Text) -> pa.ChunkedArray:
+    title, content = table["title"], table["content"]
+    if text == "title":
+        return title
+    if text != "title+content":
+        raise ValueError(f"text is 'title' or 'title+content', not {text!r}")
+    both = pc.binary_join_element_wise(title, content, pa.scalar(" ", pa.large_string()))
+    return pc.if_else(pc.equal(content, ""), title, pc.if_else(pc.equal(title, ""), content, both))

@@ -1,0 +1,110 @@
+"""Raw data in, raw data out: one reader and one writer for every layout (docs/data.md shows each)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from unidec.data.formats import xmc_json
+from unidec.data.formats.files import Source
+from unidec.data.raw import RawData, cut_test, make_slice
+from unidec.data.storage import file_sha256, swap_folder
+from unidec.errors import DataError
+
+if TYPE_CHECKING:
+    from unidec.data.dataset import XMCDataset
+
+__all__ = ["LAYOUTS", "RawData", "make_slice", "read_raw", "write_raw"]
+
+LAYOUTS: dict[str, ModuleType] = {
+    "xmc-json": xmc_json,
+}
+"""Layout -> module with EXPECTED, fits(source), read(source), write(raw, out)."""
+
+
+def read_raw(
+    path: str | os.PathLike[str], format: str = "auto", *, test_share: float = 0.2, split_seed: int = 0
+) -> RawData:
+    """Read a folder of raw files.
+
+    Args:
+        path: the folder.
+        format: a name in LAYOUTS, or "auto" to tell by the files that are there.
+        test_share, split_seed: where the data names no test split, this share of its queries becomes one (`cut_test`).
+
+    Raises:
+        DataError: the layout is not known or not told apart; files are missing or damaged; or pairs, uids and texts with faults
+            (see docs/data.md), all kinds at once with at most 20 samples as `file:line`.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise DataError("no such folder", where=str(root), fix="set data.path to the folder with the raw files")
+    layout = _detect(root) if format == "auto" else format
+    if layout not in LAYOUTS:
+        raise DataError("an unknown layout", where=str(root), got=layout, expected=", ".join(["auto", *LAYOUTS]))
+    source = Source(root)
+    raw: RawData = LAYOUTS[layout].read(source)
+    _check(source, raw)
+    source.problems.stop()
+    if "test" not in raw.queries:
+        raw = cut_test(raw, test_share, split_seed)
+    files = {name: file_sha256(file) for name, file in sorted(source.read.items())}
+    return RawData(
+        root.resolve().name, raw.queries, raw.labels, raw.relevance, raw.filter_pairs, format=layout, files=files
+    )
+
+
+def write_raw(data: RawData | XMCDataset, path: str | os.PathLike[str], format: str) -> None:
+    """Write raw files of a layout into a new folder.
+
+    What a layout cannot hold is left out: uids, contents and the line breaks in texts by xmc-text and pecos; the validation
+    split by all but beir and tables, which takes its queries back into train.
+
+    Raises:
+        DataError: an unknown layout, or a folder that is not empty.
+    """
+    if format not in LAYOUTS:
+        raise DataError("an unknown layout", where=str(path), got=format, expected=", ".join(LAYOUTS))
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DataError("there is something already", where=str(target), fix="choose a new folder")
+    keep = getattr(LAYOUTS[format], "KEEPS_VALIDATION", False)
+    raw = data if isinstance(data, RawData) else data.to_raw(keep_validation=keep)
+    with swap_folder(target) as out:
+        LAYOUTS[format].write(raw if keep else raw.merged(), out)
+
+
+def _detect(root: Path) -> str:
+    fitting = [name for name, layout in LAYOUTS.items() if layout.fits(Source(root))]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise DataError("files of more than one layout", where=str(root), got=", ".join(fitting), fix="set data.format")
+    looked_for = "".join(f"\n    {name}: {layout.EXPECTED}" for name, layout in LAYOUTS.items())
+    raise DataError(
+        "no layout fits the files of this folder",
+        where=str(root),
+        got=", ".join(sorted(p.name for p in root.iterdir())[:12]) or "an empty folder",
+        expected=f"the files (as they are or with .gz) of one of:{looked_for}",
+        fix="see docs/data.md for an example of each layout",
+    )
+
+
+def _check(source: Source, raw: RawData) -> None:
+    """What every layout must give: labels, training queries, and no uid on both sides of a split."""
+    if not raw.num_labels:
+        source.problems.add("no labels at all", "labels", 0)
+    if not raw.queries["train"].num_rows:
+        source.problems.add("no training queries at all", "train", 0)
+    seen: dict[str, str] = {}
+    for split, table in raw.queries.items():
+        uids = table["uid"].to_pylist()
+        if seen and not seen.keys().isdisjoint(uids):
+            for row, uid in enumerate(uids):
+                if uid in seen:
+                    source.problems.add(
+                        f"query of {seen[uid]} also in {split} (leak)", f"{split} query", row + 1, f"uid {uid}"
+                    )
+        seen.update(dict.fromkeys(uids, split))

@@ -1,0 +1,210 @@
+"""Raw files: found by name with or without .gz, read as UTF-8 lines; numbers are parsed without a loop over rows."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import re
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from unidec.data.formats.problems import Lines, Problems
+from unidec.errors import DataError
+
+_BOM = b"\xef\xbb\xbf"
+_PAIR = re.compile(rb"([+-]?\d{1,18}):(\S+)")
+
+
+class Source:
+    """A folder of raw files and the faults found in it; remembers which files were read."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.problems = Problems(root)
+        self.read: dict[str, Path] = {}
+
+    def find(self, *names: str) -> Path | None:
+        """The first of the names that is there, as it is or with .gz."""
+        for name in names:
+            for path in (self.root / name, self.root / f"{name}.gz"):
+                if path.is_file():
+                    return path
+        return None
+
+    def need(self, *names: str) -> Path:
+        """`find`, or a DataError that lists what was looked for."""
+        path = self.find(*names)
+        if path is None:
+            expected = " or ".join(f"{name}[.gz]" for name in names)
+            raise DataError("a file is missing", where=str(self.root), expected=expected, fix="add it")
+        return path
+
+    def name(self, path: Path) -> str:
+        """Path relative to the folder, as errors show it; remembers that the file was read."""
+        relative = path.relative_to(self.root).as_posix()
+        self.read[relative] = path
+        return relative
+
+    @contextlib.contextmanager
+    def open(self, path: Path) -> Iterator[IO[bytes]]:
+        """The file, unpacked; damage of a gzip file is a DataError."""
+        self.name(path)
+        try:
+            with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+                yield file  # type: ignore[misc]
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError("a damaged gzip file", where=str(path), got=str(error), fix="fetch it again") from error
+
+    def bytes(self, path: Path) -> bytes:
+        """The whole file, unpacked, without a byte order mark."""
+        with self.open(path) as file:
+            return file.read().removeprefix(_BOM)
+
+    def lines(self, path: Path) -> Iterator[tuple[int, bytes]]:
+        """Number (1-based) and bytes of each line, unpacked, without line end and byte order mark."""
+        with self.open(path) as file:
+            for number, line in enumerate(file, 1):
+                yield number, (line.removeprefix(_BOM) if number == 1 else line).rstrip(b"\r\n")
+
+    def texts(self, path: Path) -> list[str]:
+        """A UTF-8 text a line; a line that is not UTF-8 is noted as a fault and stands as an empty text."""
+        data = self.bytes(path)
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError:
+            return [self.decode(line, path, number) or "" for number, line in self.lines(path)]
+        lines = text.split("\n")
+        if not lines[-1]:
+            lines.pop()
+        return [line.removesuffix("\r") for line in lines]
+
+    def decode(self, line: bytes, path: Path, number: int) -> str | None:
+        """UTF-8 to text; a fault is noted and None returned."""
+        try:
+            return line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            detail = f"byte {error.start + 1} is {line[error.start]:#04x}"
+            self.problems.add("text that is not UTF-8", self.name(path), number, detail)
+            return None
+
+
+def read_sparse_text(
+    source: Source, path: Path, num_queries: int, num_labels: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, Lines]:
+    """XMC sparse text: a header `N L`, then `label:relevance ...` a row.
+
+    Returns:
+        query_P int64, label_P int64, relevance_P float64, and the line of each pair.
+
+    Raises:
+        DataError: a header that does not match the texts, before anything of its size is allocated.
+    """
+    data = source.bytes(path)
+    head, _, body = data.partition(b"\n")
+    name = source.name(path)
+    found = head.split()
+    if len(found) != 2 or not all(n.isdigit() and len(n) <= 18 for n in found):
+        raise DataError(
+            "not a header `N L`", where=f"{path}:1", got=repr(head[:60]), fix="put both counts on the first line"
+        )
+    counts = tuple(int(n) for n in found)
+    if counts != (num_queries, num_labels):
+        raise DataError(
+            "row counts that differ: the header does not match the texts",
+            where=f"{path}:1",
+            got=f"{counts[0]:,} queries and {counts[1]:,} labels",
+            expected=f"{num_queries:,} queries and {num_labels:,} labels, as the text files have",
+        )
+    num_lines = body.count(b"\n") + (not body.endswith(b"\n") and body != b"")
+    if num_lines != num_queries:
+        raise DataError(
+            "row counts that differ",
+            where=str(path),
+            got=f"{num_lines:,} rows",
+            expected=f"{num_queries:,}, as the header says",
+        )
+    parsed = _parse(body, per_token=2)
+    if parsed is None:
+        parsed = _parse_slowly(source, name, body)
+    values, row_T = parsed
+    query_P = row_T
+    return query_P, values[:, 0].astype(np.int64), values[:, 1], lambda pairs: query_P[pairs] + 2
+
+
+def read_filter_text(source: Source, path: Path) -> tuple[np.ndarray, np.ndarray, Lines]:
+    """Filter file: `query_row label_row` a line, 0-based, no header. Returns query_P, label_P (int64) and the lines."""
+    data = source.bytes(path)
+    parsed = _parse(data, per_token=1)
+    if parsed is not None:
+        values, line_T = parsed
+        well_formed = line_T.size % 2 == 0 and np.all(line_T[::2] == line_T[1::2]) and np.all(np.diff(line_T[::2]) > 0)
+        if well_formed and np.all(np.floor(values) == values):
+            pairs = values.reshape(-1, 2).astype(np.int64)
+            return pairs[:, 0], pairs[:, 1], lambda rows: line_T[::2][rows] + 1
+    good: list[tuple[int, int, int]] = []
+    for number, line in source.lines(path):
+        tokens = line.split()
+        if len(tokens) == 2 and all(re.fullmatch(rb"-?\d{1,18}", token) for token in tokens):
+            good.append((int(tokens[0]), int(tokens[1]), number))
+        elif tokens:
+            source.problems.add("not `query_row label_row`", source.name(path), number, _shown(line))
+    table = np.asarray(good, dtype=np.int64).reshape(-1, 3)
+    return table[:, 0], table[:, 1], lambda rows: table[rows, 2]
+
+
+def _parse(body: bytes, per_token: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Numbers [T, per_token] float64 and the line (0-based) of each of T tokens; None where anything is not as it should be.
+
+    A token is what stands between white space: `label:relevance` (per_token 2) or one number (1).
+    """
+    raw = np.frombuffer(body, dtype=np.uint8)
+    space = (raw == 32) | (raw == 9) | (raw == 10) | (raw == 13)
+    starts = np.flatnonzero(~space & np.concatenate(([True], space[:-1]))) if raw.size else np.zeros(0, dtype=np.int64)
+    colons = np.flatnonzero(raw == ord(":"))
+    if colons.size != (per_token - 1) * starts.size:
+        return None
+    if per_token == 2 and not np.all(np.searchsorted(colons, starts) == np.arange(starts.size)):
+        return None
+    line_T = np.searchsorted(np.flatnonzero(raw == 10), starts)
+    del space, raw
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # numpy warns, and returns the numbers before it, where one cannot be parsed
+            values = np.fromstring(body.replace(b":", b" "), sep=" ", dtype=np.float64)
+    except (DeprecationWarning, ValueError):
+        return None
+    if values.size != per_token * starts.size:
+        return None
+    values = values.reshape(-1, per_token)
+    whole = values[:, 0]
+    if not np.all(np.isfinite(whole) & (np.abs(whole) < 2.0**53) & (np.floor(whole) == whole)):
+        return None
+    return values, line_T
+
+
+def _parse_slowly(source: Source, name: str, body: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """`_parse` for sparse text with faults: notes each malformed token, returns the others."""
+    values: list[tuple[int, float]] = []
+    rows: list[int] = []
+    for row, line in enumerate(body.split(b"\n")):
+        for token in line.split():
+            match = _PAIR.fullmatch(token)
+            try:
+                pair = (int(match[1]), float(match[2])) if match else None
+            except ValueError:
+                pair = None
+            if pair is None:
+                source.problems.add("not `label:relevance`", name, row + 2, _shown(token))
+            else:
+                values.append(pair)
+                rows.append(row)
+    return np.asarray(values, dtype=np.float64).reshape(-1, 2), np.asarray(rows, dtype=np.int64)
+
+
+def _shown(line: bytes) -> str:
+    return repr(line[:60].decode("utf-8", "backslashreplace"))

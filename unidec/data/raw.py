@@ -1,0 +1,155 @@
+"""Raw data in memory, whatever layout it came from, and the two ways of dividing it: splits and slices."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pyarrow as pa
+from scipy.sparse import csr_matrix, vstack
+from scipy.sparse.csgraph import connected_components
+
+SPLITS = ("train", "validation", "test")
+TEXT_SCHEMA = pa.schema([("uid", pa.large_string()), ("title", pa.large_string()), ("content", pa.large_string())])
+
+
+@dataclass(frozen=True)
+class RawData:
+    """Texts and pairs of one data set.
+
+    Attributes:
+        name: of the data set; the raw folder's name.
+        queries: texts by split ("train", "test", and "validation" where the data names one); columns uid, title, content.
+        labels: texts of the L labels, the same columns. A layout with one text has it as title, and an empty content.
+        relevance: by split, float32 [queries of the split, L], positive, sorted, each pair once.
+        filter_pairs: by split, bool [queries of the split, L]: pairs that are neither positives nor negatives.
+        format: the layout the data came in.
+        files: sha256 by relative path of the files read.
+    """
+
+    name: str
+    queries: dict[str, pa.Table]
+    labels: pa.Table
+    relevance: dict[str, csr_matrix]
+    filter_pairs: dict[str, csr_matrix]
+    format: str = "memory"
+    files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_labels(self) -> int:
+        return self.labels.num_rows
+
+    def merged(self) -> RawData:
+        """The same with validation queries put behind the training queries, for layouts that know train and test only."""
+        if "validation" not in self.queries:
+            return self
+        both = ("train", "validation")
+
+        def rest(parts: dict) -> dict:
+            return {split: part for split, part in parts.items() if split not in both}
+
+        return replace(
+            self,
+            queries={"train": pa.concat_tables([self.queries[s] for s in both]), **rest(self.queries)},
+            relevance={"train": stack([self.relevance[s] for s in both]), **rest(self.relevance)},
+            filter_pairs={"train": stack([self.filter_pairs[s] for s in both]), **rest(self.filter_pairs)},
+        )
+
+
+def text_table(
+    uids: Sequence[str] | pa.Array, titles: Sequence[str] | pa.Array, contents: Sequence[str] | pa.Array | None = None
+) -> pa.Table:
+    """Columns to a table uid, title, content; without contents they are empty strings."""
+    if contents is None:
+        contents = pa.repeat(pa.scalar("", pa.large_string()), len(uids))
+    columns = [
+        c.cast(pa.large_string()) if isinstance(c, pa.Array | pa.ChunkedArray) else pa.array(c, pa.large_string())
+        for c in (uids, titles, contents)
+    ]
+    return pa.table(dict(zip(TEXT_SCHEMA.names, columns, strict=True)), schema=TEXT_SCHEMA)
+
+
+def stack(parts: Sequence[csr_matrix]) -> csr_matrix:
+    """Rows of several matrices below each other, with sorted indices."""
+    matrix = csr_matrix(vstack(parts, format="csr"))
+    matrix.sort_indices()
+    return matrix
+
+
+def hold_out(uids: Sequence[str], filter_pairs: csr_matrix, share: float, seed: int) -> np.ndarray:
+    """Choose about `share` of n queries, seeded by query: bool [n], true for the queries held out.
+
+    Queries that share a filtered label, directly or through others, are a family (versions of one product, parts of one
+    package) and stay together, so that what is held out is as new to the model as a test query is. Families are taken in the
+    order of a hash of seed and uid, so appending queries moves few of the old ones; a family that would exceed the share is
+    passed over. At least one family is held out where two exist and share > 0.
+    """
+    num_queries = len(uids)
+    held = np.zeros(num_queries, dtype=bool)
+    if share <= 0 or num_queries < 2:
+        return held
+    family_N = _families(filter_pairs)
+    num_families = int(family_N.max()) + 1
+    size_F = np.bincount(family_N, minlength=num_families)
+    prefix = f"{seed}|".encode()
+    hash_N = np.fromiter(
+        (int.from_bytes(hashlib.blake2b(prefix + uid.encode(), digest_size=8).digest(), "big") for uid in uids),
+        np.uint64,
+        num_queries,
+    )
+    hash_F = np.full(num_families, np.iinfo(np.uint64).max, dtype=np.uint64)
+    np.minimum.at(hash_F, family_N, hash_N)
+    target = max(1, round(share * num_queries))
+    chosen_F = np.zeros(num_families, dtype=bool)
+    total = 0
+    for family in np.argsort(hash_F, kind="stable"):
+        if total + size_F[family] <= target:
+            chosen_F[family] = True
+            total += int(size_F[family])
+            if total == target:
+                break
+    if total == 0 and num_families > 1:
+        chosen_F[np.argmin(size_F)] = True
+    return chosen_F[family_N]
+
+
+def cut_test(raw: RawData, share: float, seed: int) -> RawData:
+    """Cut a test split from the training queries (see `hold_out`); order within each split is kept."""
+    held = hold_out(raw.queries["train"]["uid"].to_pylist(), raw.filter_pairs["train"], share, seed)
+    rows = {"train": np.flatnonzero(~held), "test": np.flatnonzero(held)}
+    return replace(
+        raw,
+        queries={**raw.queries, **{split: raw.queries["train"].take(r) for split, r in rows.items()}},
+        relevance={**raw.relevance, **{split: raw.relevance["train"][r] for split, r in rows.items()}},
+        filter_pairs={**raw.filter_pairs, **{split: raw.filter_pairs["train"][r] for split, r in rows.items()}},
+    )
+
+
+def make_slice(raw: RawData, num_train: int, num_test: int) -> RawData:
+    """The first `num_train` training and `num_test` test queries, with the labels that occur among their positives."""
+    sizes = {"train": num_train, "test": num_test, "validation": num_test}
+    rows = {split: min(sizes[split], table.num_rows) for split, table in raw.queries.items()}
+    used = np.zeros(raw.num_labels, dtype=bool)
+    for split, count in rows.items():
+        used[raw.relevance[split][:count].indices] = True
+    kept = np.flatnonzero(used)
+    return replace(
+        raw,
+        name=f"{raw.name}-slice",
+        queries={split: raw.queries[split].slice(0, count) for split, count in rows.items()},
+        labels=raw.labels.take(kept),
+        relevance={split: csr_matrix(raw.relevance[split][:count][:, kept]) for split, count in rows.items()},
+        filter_pairs={split: csr_matrix(raw.filter_pairs[split][:count][:, kept]) for split, count in rows.items()},
+    )
+
+
+def _families(filter_pairs: csr_matrix) -> np.ndarray:
+    """Connected components of the graph query - filtered label, of any degree: int32 [n], a family number for each query."""
+    num_queries, num_labels = filter_pairs.shape
+    pairs = filter_pairs.tocoo()
+    edges = (np.ones(pairs.nnz, dtype=np.int8), (pairs.row, pairs.col.astype(np.int64) + num_queries))
+    graph = csr_matrix(edges, shape=(num_queries + num_labels,) * 2)
+    family = connected_components(graph, directed=False)[1][:num_queries]
+    return np.unique(family, return_inverse=True)[1]
