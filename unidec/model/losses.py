@@ -386,9 +386,10 @@ def symmetric_loss(
         reduction: a key of `REDUCTIONS`.
         forward: weight of query -> label, 0 to 1.
         generator: passed to the reduction ("pol").
-        options: passed to the loss (`margin`, `negatives`, `normalise`).
+        options: passed to the loss: `margin`, `negatives` of triplet, `normalise` of bce.
 
     Raises:
+        TypeError: an option that the loss does not have.
         ConfigError: an unknown loss, reduction or option value.
     """
     if kind not in LOSSES:
@@ -414,6 +415,8 @@ def symmetric_loss(
         parts.append((1 - forward, t.col_P, weights(t.col_P, num_labels, in_batch_S)))
 
     if LOSSES[kind] in (decoupled_softmax, supcon):
+        if options:
+            raise TypeError(f"the loss {kind} has no option {', '.join(options)}")
         softmax = "ds" if kind == "ds" else "supcon"
         row_M, col_M = _masked_pairs(softmax, t.row_P, t.col_P, t.ignored_row_F, t.ignored_col_F)
         s_P, lse_B, lse_S = _PoolTerms.apply(logit_BS, t.row_P, t.col_P, row_M, col_M, forward > 0, forward < 1)

@@ -62,8 +62,8 @@ def mine_hard_negatives(
         num_total_rows: rows of the data set.
         block: queries at a time.
         device: of the exact search; None: where the vectors are.
-        ann_threshold: with more labels than this the search is approximate (faiss HNSW on the CPU, several threads: not the
-            same list bit for bit each time); None: always exact.
+        ann_threshold: with more labels than this the search is approximate (faiss HNSW on the CPU; built by several
+            threads, so not the same bit for bit each time); None: always exact.
 
     Returns:
         The shortlist and its report.

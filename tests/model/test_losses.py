@@ -1,0 +1,407 @@
+"""Losses against double loops over (query, positive) in float64, values and gradients, and their degenerate cases."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from unidec.errors import ConfigError
+from unidec.model.losses import LOSSES, PoolTargets, bce, decoupled_softmax, supcon, symmetric_loss, triplet
+from unidec.model.reductions import REDUCTIONS
+
+# name of the case -> (loss, options)
+VARIANTS = {
+    "ds": ("ds", {}),
+    "supcon": ("supcon", {}),
+    "infonce": ("infonce", {}),
+    "triplet-all": ("triplet", {"margin": 0.7}),
+    "triplet-hardest": ("triplet", {"margin": 0.7, "negatives": "hardest"}),
+    "bce-rows": ("bce", {}),
+    "bce-entries": ("bce", {"normalise": "entries"}),
+}
+
+
+@pytest.fixture
+def rng():
+    seed = int(os.environ.get("UNIDEC_TEST_SEED", random.randrange(2**31)))
+    print(f"UNIDEC_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+class Case:
+    """A dense problem (float64 logits, bool positives and ignored pairs, weights) and its sparse form."""
+
+    def __init__(self, logit, positive, ignored, weight, rng):
+        self.logit = torch.as_tensor(logit, dtype=torch.float64)
+        self.positive, self.ignored, self.weight = positive, ignored & ~positive, weight * positive
+        row, col = np.nonzero(self.positive)
+        order = rng.permutation(len(row))  # the losses take pairs in any order
+        self.row, self.col = torch.from_numpy(row[order]), torch.from_numpy(col[order])
+        self.weight_P = torch.from_numpy(self.weight[row[order], col[order]])
+        self.ignored_row, self.ignored_col = map(torch.from_numpy, np.nonzero(self.ignored))
+
+    def pairs(self):
+        return self.row, self.col, self.weight_P, self.ignored_row, self.ignored_col
+
+    def targets(self, rng, soft=False, extra=0):
+        sampled = torch.from_numpy(rng.random(len(self.row)) < 0.6)
+        counts = torch.from_numpy(self.positive.sum(1)) + extra
+        relevance = self.weight_P if soft else None
+        return PoolTargets(self.row, self.col, sampled, relevance, counts, self.ignored_row, self.ignored_col)
+
+
+def random_case(rng, num_rows=6, num_cols=11, scale=4.0):
+    positive = rng.random((num_rows, num_cols)) < 0.3
+    ignored = rng.random((num_rows, num_cols)) < 0.15
+    weight = rng.random((num_rows, num_cols))
+    return Case(rng.normal(size=(num_rows, num_cols)) * scale, positive, ignored, weight, rng)
+
+
+def degenerate_cases(rng):
+    def case(logit, positive, ignored=None):
+        positive = np.asarray(positive, dtype=bool)
+        ignored = np.zeros_like(positive) if ignored is None else np.asarray(ignored, dtype=bool)
+        return Case(logit, positive, ignored, rng.random(positive.shape) + 0.1, rng)
+
+    some = rng.random((4, 7)) < 0.4
+    no_row, all_row = some.copy(), some.copy()
+    no_row[2], all_row[1] = False, True
+    return {
+        "a row without positives": case(rng.normal(size=(4, 7)), no_row),
+        "a row of positives only": case(rng.normal(size=(4, 7)), all_row),
+        "all positive": case(rng.normal(size=(3, 5)), np.ones((3, 5))),
+        "no positives": case(rng.normal(size=(3, 5)), np.zeros((3, 5))),
+        "one label, positive": case(rng.normal(size=(3, 1)), [[1], [0], [1]]),
+        "one query": case(rng.normal(size=(1, 6)), [[0, 1, 0, 0, 1, 0]]),
+        "one entry": case([[2.0]], [[1]]),
+        "positives and ignored only": case(rng.normal(size=(2, 4)), [[1, 0, 1, 0], [0, 1, 0, 0]], [[0, 1, 0, 1]] * 2),
+        "all ignored but positives": case(rng.normal(size=(2, 3)), np.eye(2, 3), np.ones((2, 3))),
+        "duplicated logits": case(np.full((3, 6), 1.5), np.eye(3, 6)),
+        "huge logits": case(rng.choice([-1e4, 1e4, 0.0, 9999.0], size=(5, 8)), rng.random((5, 8)) < 0.4),
+        "row weight zero": case(rng.normal(size=(3, 4)), np.eye(3, 4)),
+    }
+
+
+DEGENERATE = list(degenerate_cases(np.random.default_rng(0)))
+
+
+def loop_pair_loss(name, options, x_i, p, negatives, everything):
+    s_p = x_i[p]
+    if name == "ds":
+        return torch.logsumexp(torch.stack([s_p] + [x_i[n] for n in negatives]), 0) - s_p
+    if name in ("supcon", "infonce"):
+        return torch.logsumexp(torch.stack([x_i[n] for n in everything]), 0) - s_p
+    hinges = [torch.clamp(x_i[n] - s_p + options["margin"], min=0) for n in negatives]
+    if not hinges:
+        return x_i.sum() * 0
+    if options.get("negatives", "all") == "hardest":
+        return max(hinges, key=lambda h: h.item())
+    return sum(hinges)
+
+
+def loop_loss(name, options, logit, positive, ignored, weight):
+    """The formulas of the docstrings, one pair at a time."""
+    num_rows, num_cols = logit.shape
+    total, active, entries = logit.sum() * 0, 0, 0
+    for i in range(num_rows):
+        if weight[i].sum() <= 0:
+            continue
+        active += 1
+        everything = [n for n in range(num_cols) if not ignored[i, n]]
+        negatives = [n for n in everything if not positive[i, n]]
+        entries += len(everything)
+        if name == "bce":
+            for n in everything:
+                target = min(weight[i, n], 1.0)
+                total = total - target * F.logsigmoid(logit[i, n]) - (1 - target) * F.logsigmoid(-logit[i, n])
+        else:
+            for p in np.flatnonzero(positive[i]):
+                total = total + weight[i, p] * loop_pair_loss(name, options, logit[i], p, negatives, everything)
+    return total / max(entries if options.get("normalise") == "entries" else active, 1)
+
+
+def value_and_gradient(function, logit):
+    leaf = logit.clone().requires_grad_()
+    value = function(leaf)
+    (gradient,) = torch.autograd.grad(value, leaf)
+    return value.detach(), gradient
+
+
+def assert_equals_loop(name, options, case, tolerance=1e-9):
+    def fast(x):
+        return LOSSES[name](x, *case.pairs(), **options)
+
+    def slow(x):
+        return loop_loss(name, options, x, case.positive, case.ignored, case.weight)
+
+    value, gradient = value_and_gradient(fast, case.logit)
+    expected, expected_gradient = value_and_gradient(slow, case.logit)
+    assert torch.isfinite(value) and torch.isfinite(gradient).all()
+    torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_a_double_loop(variant, rng):
+    for shape in ((6, 11), (1, 9), (9, 3), (5, 5)):
+        assert_equals_loop(*VARIANTS[variant], random_case(rng, *shape))
+
+
+@pytest.mark.parametrize("degenerate", DEGENERATE)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_degenerate_cases_equal_a_double_loop(variant, degenerate, rng):
+    name, options = VARIANTS[variant]
+    case = degenerate_cases(rng)[degenerate]
+    if degenerate == "row weight zero":
+        case.weight[1], case.weight_P[case.row == 1] = 0, 0
+    if name == "triplet" and degenerate in ("duplicated logits", "huge logits"):
+        # A hinge between equal scores has no unique gradient when it is the hardest of several: values only.
+        value = LOSSES[name](case.logit, *case.pairs(), **options)
+        torch.testing.assert_close(
+            value, loop_loss(name, options, case.logit, case.positive, case.ignored, case.weight)
+        )
+        return
+    assert_equals_loop(name, options, case)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradcheck(variant, rng):
+    name, options = VARIANTS[variant]
+    case = random_case(rng, scale=2.0)
+    assert torch.autograd.gradcheck(
+        lambda x: LOSSES[name](x, *case.pairs(), **options), (case.logit.clone().requires_grad_(),)
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_to_learn_from_is_exactly_zero_with_a_graph(variant):
+    name, options = VARIANTS[variant]
+    none = torch.empty(0, dtype=torch.int64)
+    for shape in ((3, 4), (3, 0), (0, 4)):
+        logit = torch.randn(shape, requires_grad=True)
+        loss = LOSSES[name](logit, none, none, torch.empty(0), none, none, **options)
+        assert loss.item() == 0 and loss.requires_grad
+        loss.backward()
+        assert logit.grad is not None and (logit.grad == 0).all()
+
+
+def test_all_positive_pool_costs_nothing_under_decoupled_softmax():
+    row, col = torch.ones(3, 5).nonzero(as_tuple=True)
+    none = torch.empty(0, dtype=torch.int64)
+    for scale in (1.0, 1e4):
+        logit = (torch.randn(3, 5) * scale).requires_grad_()
+        loss = decoupled_softmax(logit, row, col, torch.ones(15), none, none)
+        loss.backward()
+        assert loss.item() == 0 and (logit.grad == 0).all()
+
+
+def test_hand_computed_values():
+    logit = torch.tensor([[2.0, 1.0, 0.0]])
+    row, col, weight = torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([0.5, 0.5])
+    none = torch.empty(0, dtype=torch.int64)
+    e = np.exp
+    decoupled = (np.log((e(2) + 1) / e(2)) + np.log((e(1) + 1) / e(1))) / 2
+    assert decoupled_softmax(logit, row, col, weight, none, none).item() == pytest.approx(decoupled, rel=1e-6)
+    coupled = np.log(e(2) + e(1) + 1) - 1.5
+    assert supcon(logit, row, col, weight, none, none).item() == pytest.approx(coupled, rel=1e-6)
+    assert triplet(logit, row, col, weight, none, none, margin=1.5).item() == pytest.approx(0.25, rel=1e-6)
+    binary = np.log(1 + e(-2)) + np.log(1 + e(-1)) + np.log(2)
+    ones = torch.ones(2)
+    assert bce(logit, row, col, ones, none, none).item() == pytest.approx(binary, rel=1e-6)
+    assert bce(logit, row, col, ones, none, none, normalise="entries").item() == pytest.approx(binary / 3, rel=1e-6)
+    # The last label as a filter pair: no negative is left.
+    ignored = torch.tensor([0]), torch.tensor([2])
+    assert decoupled_softmax(logit, row, col, weight, *ignored).item() == 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ignored_pairs_get_no_gradient_and_change_nothing(variant, rng):
+    name, options = VARIANTS[variant]
+    case = random_case(rng)
+    assert case.ignored.any()
+    mask = torch.from_numpy(case.ignored)
+    value, gradient = value_and_gradient(lambda x: LOSSES[name](x, *case.pairs(), **options), case.logit)
+    moved, _ = value_and_gradient(
+        lambda x: LOSSES[name](x, *case.pairs(), **options), case.logit.masked_fill(mask, 50.0)
+    )
+    assert (gradient[mask] == 0).all()
+    torch.testing.assert_close(moved, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lower_precision_is_computed_in_float32(variant, dtype, rng):
+    name, options = VARIANTS[variant]
+    case = random_case(rng, 8, 40)
+    logit = case.logit.to(dtype)  # the same numbers for both
+    value, gradient = value_and_gradient(lambda x: LOSSES[name](x, *case.pairs(), **options), logit)
+    expected, expected_gradient = value_and_gradient(
+        lambda x: LOSSES[name](x, *case.pairs(), **options), logit.double()
+    )
+    assert value.dtype == torch.float32 and gradient.dtype == dtype
+    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
+    loose = 2e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=loose * 10, atol=loose)
+
+
+@pytest.mark.parametrize("kind", list(LOSSES))
+def test_under_bf16_autocast(kind, rng):
+    case = random_case(rng, 8, 30)
+    query, label = torch.randn(8, 16, requires_grad=True), torch.randn(30, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logit = F.normalize(query) @ F.normalize(label).T * 18
+        assert logit.dtype == torch.bfloat16
+        loss = symmetric_loss(kind, logit, case.targets(rng), reduction="psl", forward=0.5)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert torch.isfinite(query.grad).all() and (query.grad != 0).any()
+
+
+def loop_symmetric(kind, options, case, targets, reduction, forward, logit):
+    """Both directions with weights from loops."""
+    if kind == "bce":
+        weight = case.weight if targets.relevance_P is not None else case.positive.astype(float)
+        return loop_loss(kind, options, logit, case.positive, case.ignored, weight)
+    relevance = case.weight if targets.relevance_P is not None else case.positive.astype(float)
+    pairs = list(zip(targets.row_P.tolist(), targets.col_P.tolist(), targets.sampled_P.tolist(), strict=True))
+
+    def weights(axis):
+        weight = np.zeros_like(relevance)
+        taken = set()
+        for i, p, sampled in pairs:
+            here = relevance[i].sum() if axis == 0 else relevance[:, p].sum()
+            all_positives = targets.num_positives_B[i].item() if axis == 0 else relevance[:, p].sum()
+            if reduction == "psl":
+                weight[i, p] = relevance[i, p] / here
+            elif reduction == "psl-sum":
+                weight[i, p] = relevance[i, p]
+            elif reduction == "pal-n":
+                weight[i, p] = relevance[i, p] / all_positives
+            elif sampled and (i, p)[axis] not in taken:
+                taken.add((i, p)[axis])
+                weight[i, p] = 1
+        return weight
+
+    there = loop_loss(kind, options, logit, case.positive, case.ignored, weights(0))
+    back = loop_loss(kind, options, logit.T, case.positive.T, case.ignored.T, weights(1).T)
+    return forward * there + (1 - forward) * back
+
+
+@pytest.mark.parametrize("forward", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("reduction", list(REDUCTIONS))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_symmetric_equals_both_directions_looped(variant, reduction, forward, rng):
+    name, options = VARIANTS[variant]
+    for soft in (False, True):
+        case = random_case(rng)
+        targets = case.targets(rng, soft=soft, extra=2)
+
+        def fast(x, targets=targets):
+            return symmetric_loss(name, x, targets, reduction=reduction, forward=forward, **options)
+
+        def slow(x, case=case, targets=targets):
+            return loop_symmetric(name, options, case, targets, reduction, forward, x)
+
+        value, gradient = value_and_gradient(fast, case.logit)
+        expected, expected_gradient = value_and_gradient(slow, case.logit)
+        # Unit weights are made in float32.
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", list(LOSSES))
+def test_symmetric_on_degenerate_cases_is_finite(kind, rng):
+    for name, case in degenerate_cases(rng).items():
+        for forward in (0.0, 0.5, 1.0):
+            logit = case.logit.float().requires_grad_()
+            loss = symmetric_loss(kind, logit, case.targets(rng), reduction="psl", forward=forward)
+            loss.backward()
+            assert torch.isfinite(loss) and torch.isfinite(logit.grad).all(), name
+            assert loss >= 0, name
+
+
+@pytest.mark.parametrize("kind", list(LOSSES))
+@pytest.mark.parametrize("reduction", list(REDUCTIONS))
+def test_nothing_depends_on_values_on_the_host(kind, reduction, rng):
+    """On the meta device there are no values: `.item()`, `nonzero` and boolean indexing raise."""
+    case = random_case(rng)
+    given = case.targets(rng, soft=True)
+    targets = PoolTargets(**{name: tensor.to("meta") for name, tensor in vars(given).items()})
+    logit = torch.empty(6, 11, device="meta", requires_grad=True)
+    loss = symmetric_loss(kind, logit, targets, reduction=reduction, forward=0.5)
+    loss.backward()
+    assert loss.shape == () and logit.grad.shape == (6, 11)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("reduction", list(REDUCTIONS))
+def test_gpu_equals_cpu_and_never_waits(variant, reduction, rng):
+    name, options = VARIANTS[variant]
+    case = random_case(rng, 16, 60)
+    given = case.targets(rng)
+    on_gpu = {field: None if tensor is None else tensor.cuda() for field, tensor in vars(given).items()}
+    targets, logit = PoolTargets(**on_gpu), case.logit.float().cuda().requires_grad_()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = symmetric_loss(name, logit, targets, reduction=reduction, forward=0.5, **options)
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    value, gradient = value_and_gradient(
+        lambda x: symmetric_loss(name, x, given, reduction=reduction, forward=0.5, **options), case.logit.float()
+    )
+    torch.testing.assert_close(loss.detach().cpu(), value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logit.grad.cpu(), gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_pol_needs_one_positive_and_supcon_with_it_is_infonce(rng):
+    """InfoNCE is cross entropy with the sampled positive as the class."""
+    logit = torch.from_numpy(rng.normal(size=(5, 8)))
+    own = torch.from_numpy(rng.permutation(8)[:5])
+    targets = PoolTargets(
+        torch.arange(5),
+        own,
+        torch.ones(5, dtype=torch.bool),
+        None,
+        torch.ones(5, dtype=torch.int64),
+        torch.empty(0, dtype=torch.int64),
+        torch.empty(0, dtype=torch.int64),
+    )
+    loss = symmetric_loss("infonce", logit, targets, reduction="pol", forward=1.0)
+    torch.testing.assert_close(loss, F.cross_entropy(logit, own))
+
+
+def test_triplet_in_several_blocks(rng, monkeypatch):
+    from unidec.model import losses
+
+    case = random_case(rng)
+    whole = value_and_gradient(lambda x: triplet(x, *case.pairs()), case.logit)
+    monkeypatch.setattr(losses._TripletAll, "BLOCK", 23)  # two pairs a block
+    blocks = value_and_gradient(lambda x: triplet(x, *case.pairs()), case.logit)
+    torch.testing.assert_close(blocks, whole)
+
+
+def test_a_logit_that_is_not_finite_shows_in_the_loss(rng):
+    case = random_case(rng)
+    case.logit[case.row[0], case.col[0]] = float("nan")
+    for name in LOSSES:
+        assert not torch.isfinite(LOSSES[name](case.logit, *case.pairs()))
+
+
+def test_unknown_names_are_refused(rng):
+    case = random_case(rng)
+    targets = case.targets(rng)
+    with pytest.raises(ConfigError, match="softmax"):
+        symmetric_loss("softmax", case.logit, targets, reduction="psl", forward=0.5)
+    with pytest.raises(ConfigError, match="mean"):
+        symmetric_loss("ds", case.logit, targets, reduction="mean", forward=0.5)
+    with pytest.raises(ConfigError, match="semi"):
+        triplet(case.logit, *case.pairs(), negatives="semi")
+    with pytest.raises(ConfigError, match="labels"):
+        bce(case.logit, *case.pairs(), normalise="labels")
+    with pytest.raises(TypeError, match="margin"):
+        symmetric_loss("ds", case.logit, targets, reduction="psl", forward=0.5, margin=0.3)

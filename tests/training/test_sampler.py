@@ -1,0 +1,350 @@
+"""The pool of a batch against sets built by loops; batches of queries."""
+
+import os
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unidec.errors import ConfigError, DataError
+from unidec.training.sampler import PoolSampler, clustered_batches, random_batches
+
+
+@pytest.fixture
+def rng():
+    seed = int(os.environ.get("UNIDEC_TEST_SEED", random.randrange(2**31)))
+    print(f"UNIDEC_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+class World:
+    """A small random data set; some filter pairs are positives, and the shortlist breaks every rule."""
+
+    def __init__(self, rng, num_queries=40, num_labels=30, density=0.12, shortlist=8):
+        positive = rng.random((num_queries, num_labels)) < density
+        positive[rng.integers(num_queries)] = False
+        filtered = rng.random((num_queries, num_labels)) < 0.1
+        self.positive, self.filtered = positive, filtered
+        self.relevance = sp.csr_matrix(positive * (rng.random(positive.shape) + 0.1).astype(np.float32))
+        self.filter_pairs = sp.csr_matrix(filtered)
+        columns = rng.permuted(np.tile(np.arange(num_labels), (num_queries, 1)), axis=1)[:, :shortlist]
+        self.shortlist = np.where(rng.random(columns.shape) < 0.2, -1, columns).astype(np.int32)
+
+    def sampler(self, **options):
+        given = {"beta": 2, "eta": 3, "size": 0, "seed": 7} | options
+        return PoolSampler(self.relevance, self.filter_pairs, **given)
+
+    def allowed(self, row):
+        """Labels of a row's shortlist that may be its negatives."""
+        return {
+            label for label in self.shortlist[row].tolist()
+            if label >= 0 and not self.positive[row, label] and not self.filtered[row, label]
+        }  # fmt: skip
+
+
+def check_pairs(world, batch):
+    """Everything in a batch that follows from its rows and its pool alone."""
+    pool = batch.pool_S.tolist()
+    assert pool == sorted(set(pool))
+    assert all(array.dtype == np.int64 for array in (batch.rows_B, batch.pool_S, batch.num_positives_B))
+    pairs = list(zip(batch.positive_row_P.tolist(), batch.positive_col_P.tolist(), strict=True))
+    expected = [
+        (i, s) for i, row in enumerate(batch.rows_B) for s, label in enumerate(pool) if world.positive[row, label]
+    ]
+    assert pairs == expected
+    ignored = list(zip(batch.ignored_row_F.tolist(), batch.ignored_col_F.tolist(), strict=True))
+    assert sorted(ignored) == [
+        (i, s) for i, row in enumerate(batch.rows_B) for s, label in enumerate(pool)
+        if world.filtered[row, label] and not world.positive[row, label]
+    ]  # fmt: skip
+    assert batch.num_positives_B.tolist() == [int(world.positive[row].sum()) for row in batch.rows_B]
+    dense = world.relevance.toarray()
+    assert batch.relevance_P.dtype == np.float32 and batch.sampled_P.dtype == bool
+    assert batch.relevance_P.tolist() == [dense[batch.rows_B[i], pool[s]] for i, s in pairs]
+
+
+def sampled_labels(batch):
+    """Sampled positives by batch position."""
+    sampled = {i: set() for i in range(len(batch.rows_B))}
+    for i, s, chosen in zip(batch.positive_row_P, batch.positive_col_P, batch.sampled_P, strict=True):
+        if chosen:
+            sampled[int(i)].add(int(batch.pool_S[s]))
+    return sampled
+
+
+def test_pairs_of_the_pool_equal_set_intersections(rng):
+    world = World(rng)
+    samplers = [
+        world.sampler(),
+        world.sampler(size=9),
+        world.sampler(size=3),
+        world.sampler(eta=0),
+        world.sampler(fill=True),
+        world.sampler(size=20, fill=True),
+        world.sampler(full=True),
+    ]
+    for step in range(6):  # one sampler, many batches: its lookup table must come back clean
+        rows = rng.choice(40, size=rng.integers(1, 15), replace=False)
+        for sampler in samplers:
+            check_pairs(world, sampler.batch(rows, epoch=0, step=step, shortlist_NH=world.shortlist))
+
+
+def test_without_a_limit_the_pool_is_sampled_positives_and_hard_negatives(rng):
+    world = World(rng)
+    rows = rng.choice(40, size=12, replace=False)
+    batch = world.sampler().batch(rows, epoch=1, step=2, shortlist_NH=world.shortlist)
+    sampled = sampled_labels(batch)
+    for i, row in enumerate(rows):
+        positives = set(np.flatnonzero(world.positive[row]).tolist())
+        assert sampled[i] <= positives and len(sampled[i]) == min(2, len(positives))
+    from_positives = set().union(*sampled.values())
+    hard = set(batch.pool_S.tolist()) - from_positives
+    assert hard <= set().union(*(world.allowed(row) for row in rows))
+    assert len(batch.pool_S) <= sum(len(s) for s in sampled.values()) + sum(min(3, len(world.allowed(r))) for r in rows)
+
+
+def test_hard_negatives_of_one_query(rng):
+    """With one query in the batch the pool shows which negatives it drew."""
+    world = World(rng)
+    for row in range(40):
+        for eta in (1, 3, 8, 50):
+            sampler = world.sampler(eta=eta)
+            batch = sampler.batch(np.array([row]), epoch=0, step=0, shortlist_NH=world.shortlist)
+            hard = set(batch.pool_S.tolist()) - sampled_labels(batch)[0]
+            assert hard <= world.allowed(row)
+            assert len(hard) == min(eta, len(world.allowed(row)))
+
+
+def test_no_shortlist_and_an_empty_one(rng):
+    world = World(rng)
+    rows = np.arange(10)
+    nothing = np.full((40, 4), -1, dtype=np.int32)
+    without = world.sampler().batch(rows, epoch=0, step=0, shortlist_NH=None)
+    assert set(without.pool_S.tolist()) == set().union(*sampled_labels(without).values())
+    for empty in (nothing, nothing[:, :0]):
+        batch = world.sampler().batch(rows, epoch=0, step=0, shortlist_NH=empty)
+        assert batch.pool_S.tolist() == without.pool_S.tolist()
+
+
+def frequency_cut(counts, room):
+    """Labels certain to be in, and those that may be, when the `room` most frequent are taken."""
+    if len(counts) <= room:
+        return set(counts), set(counts)
+    if room <= 0:
+        return set(), set()
+    border = sorted(counts.values(), reverse=True)[room - 1]
+    return {k for k, n in counts.items() if n > border}, {k for k, n in counts.items() if n >= border}
+
+
+@pytest.mark.parametrize("fill", [False, True])
+@pytest.mark.parametrize("size", [1, 4, 8, 12, 16, 20, 24, 28, 100])
+def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, fill, rng):
+    world = World(rng)
+    rows = rng.choice(40, size=10, replace=False)
+    # eta beyond the shortlist: every allowed entry is drawn, so frequencies are known.
+    unlimited = world.sampler(eta=8).batch(rows, epoch=3, step=4, shortlist_NH=world.shortlist)
+    sampled = sampled_labels(unlimited)
+    groups = [Counter(label for labels in sampled.values() for label in labels)]
+    groups.append(Counter(label for row in rows for label in world.allowed(row)))
+    if fill:
+        groups.append(
+            Counter(
+                label
+                for i, row in enumerate(rows)
+                for label in np.flatnonzero(world.positive[row]).tolist()
+                if label not in sampled[i]
+            )
+        )
+    limited = world.sampler(eta=8, size=size, fill=fill).batch(rows, epoch=3, step=4, shortlist_NH=world.shortlist)
+    check_pairs(world, limited)
+    pool = set(limited.pool_S.tolist())
+    earlier, room = set(), size
+    for group in groups:
+        new = {label: n for label, n in group.items() if label not in earlier}
+        certain, possible = frequency_cut(new, room)
+        taken = pool & set(new)
+        assert certain <= taken <= possible
+        assert len(taken) == min(room, len(new))
+        earlier |= set(new)
+        room -= len(taken)
+    assert pool <= earlier and len(pool) <= size
+    for i, labels in sampled_labels(limited).items():  # the draws are those of the unlimited batch, as far as they fit
+        assert labels == sampled[i] & pool
+
+
+def test_fill_without_a_limit_brings_every_positive(rng):
+    world = World(rng)
+    rows = np.arange(12)
+    batch = world.sampler(fill=True, beta=1, eta=0).batch(rows, epoch=0, step=0, shortlist_NH=None)
+    assert set(batch.pool_S.tolist()) == set(np.flatnonzero(world.positive[rows].any(0)).tolist())
+    assert np.bincount(batch.positive_row_P, minlength=12).tolist() == batch.num_positives_B.tolist()
+    assert batch.sampled_P.sum() == (batch.num_positives_B > 0).sum()
+
+
+def test_full_pool_is_all_labels_and_still_marks_sampled_positives(rng):
+    world = World(rng)
+    batch = world.sampler(full=True, beta=1).batch(np.arange(12), epoch=0, step=0, shortlist_NH=world.shortlist)
+    assert batch.pool_S.tolist() == list(range(30))
+    assert np.bincount(batch.positive_row_P, minlength=12).tolist() == batch.num_positives_B.tolist()
+    assert all(len(labels) == min(1, n) for labels, n in zip(sampled_labels(batch).values(), batch.num_positives_B))
+
+
+def as_bytes(batch):
+    return [array.tobytes() for array in vars(batch).values()]
+
+
+def test_a_batch_depends_on_seed_epoch_and_step_only(rng):
+    world = World(rng)
+    rows = np.arange(25)
+
+    def draw(sampler, epoch, step):
+        return as_bytes(sampler.batch(rows, epoch=epoch, step=step, shortlist_NH=world.shortlist))
+
+    limits = {"size": 12, "fill": True}
+    one, other = world.sampler(**limits), world.sampler(**limits)
+    first = draw(one, 2, 5)
+    for epoch, step in ((0, 0), (2, 6), (3, 5)):
+        draw(other, epoch, step)
+    assert draw(other, 2, 5) == first
+    different = [draw(one, 2, 6), draw(one, 3, 5), draw(one, 5, 2), draw(world.sampler(**limits, seed=8), 2, 5)]
+    assert all(another != first for another in different)
+    assert draw(world.sampler(seed=-1), 0, 0) == draw(world.sampler(seed=-1), 0, 0)
+
+
+def test_sampling_is_uniform():
+    """Each of 5 positives is sampled in 2 of 5 draws, each of 4 allowed shortlist entries in 3 of 4."""
+    relevance = sp.csr_matrix(np.array([[1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0]], dtype=np.float32))
+    filter_pairs = sp.csr_matrix(np.eye(1, 12, 9, dtype=bool))
+    shortlist = np.array([[5, 6, 7, 8, 9, 0, -1]], dtype=np.int32)  # 9 is filtered, 0 positive
+    sampler = PoolSampler(relevance, filter_pairs, beta=2, eta=3, size=0, seed=3)
+    draws, seen = 4000, Counter()
+    for step in range(draws):
+        seen.update(sampler.batch(np.array([0]), epoch=0, step=step, shortlist_NH=shortlist).pool_S.tolist())
+    for labels, share in ((range(5), 2 / 5), (range(5, 9), 3 / 4)):
+        for label in labels:
+            assert abs(seen[label] / draws - share) < 5 * np.sqrt(share * (1 - share) / draws)
+    assert set(seen) == set(range(9))
+
+
+def test_ties_at_the_limit_are_broken_at_random():
+    """Ten labels, each drawn by one query: with room for three, none of them is always in or always out."""
+    relevance = sp.csr_matrix(np.eye(10, dtype=np.float32))
+    sampler = PoolSampler(relevance, sp.csr_matrix((10, 10), dtype=bool), beta=1, eta=0, size=3, seed=0)
+    seen = Counter()
+    for step in range(200):
+        pool = sampler.batch(np.arange(10), epoch=0, step=step, shortlist_NH=None).pool_S
+        assert len(pool) == 3
+        seen.update(pool.tolist())
+    assert len(seen) == 10 and max(seen.values()) < 200
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(data=st.data())
+def test_a_filtered_pair_is_never_a_negative(data):
+    """Property: in no pool is a filter pair of a row drawn as its negative, or left among its negatives."""
+    num_queries, num_labels = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 8))
+    cells = st.lists(st.tuples(st.integers(0, num_queries - 1), st.integers(0, num_labels - 1)), max_size=20)
+    positive, filtered = np.zeros((2, num_queries, num_labels), dtype=bool)
+    for cell in data.draw(cells):
+        positive[cell] = True
+    for cell in data.draw(cells):
+        filtered[cell] = True
+    width = data.draw(st.integers(0, 5))
+    entries = data.draw(
+        st.lists(st.integers(-1, num_labels - 1), min_size=num_queries * width, max_size=num_queries * width)
+    )
+    shortlist = np.array(entries, dtype=np.int32).reshape(num_queries, width)
+    sampler = PoolSampler(
+        sp.csr_matrix(positive.astype(np.float32)),
+        sp.csr_matrix(filtered),
+        beta=data.draw(st.integers(1, 3)),
+        eta=data.draw(st.integers(0, 4)),
+        size=data.draw(st.integers(0, 6)),
+        seed=data.draw(st.integers(0, 5)),
+        fill=data.draw(st.booleans()),
+        full=data.draw(st.booleans()),
+    )
+    rows = np.array(data.draw(st.lists(st.integers(0, num_queries - 1), min_size=1, max_size=6)))
+    batch = sampler.batch(rows, epoch=0, step=0, shortlist_NH=shortlist)
+    negative = np.ones((len(rows), len(batch.pool_S)), dtype=bool)
+    negative[batch.positive_row_P, batch.positive_col_P] = False
+    negative[batch.ignored_row_F, batch.ignored_col_F] = False
+    pool = batch.pool_S
+    assert not (negative & filtered[rows][:, pool]).any()
+    assert (negative == ~(filtered | positive)[rows][:, pool]).all()
+    if len(rows) == 1 and not sampler.full:  # whatever a lone query brought in is its positive or a true negative
+        assert not (filtered & ~positive)[rows[0], pool].any()
+    assert sampler.size == 0 or sampler.full or len(pool) <= sampler.size
+
+
+def test_memory_maps_unsorted_rows_and_repeated_pairs(tmp_path):
+    data, indices, indptr = np.array([1, 2, 4], np.float32), np.array([2, 0, 2], np.int32), np.array([0, 3, 3])
+    for name, array in (("data", data), ("indices", indices), ("indptr", indptr)):
+        np.save(tmp_path / f"{name}.npy", array)
+    parts = tuple(np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("data", "indices", "indptr"))
+    relevance = sp.csr_matrix(parts, shape=(2, 3), copy=False)
+    sampler = PoolSampler(relevance, sp.csr_matrix((2, 3), dtype=bool), beta=3, eta=0, size=0, seed=0)
+    batch = sampler.batch(np.array([1, 0]), epoch=0, step=0, shortlist_NH=None)
+    assert batch.pool_S.tolist() == [0, 2] and batch.positive_row_P.tolist() == [1, 1]
+    assert batch.relevance_P.tolist() == [2, 5] and batch.num_positives_B.tolist() == [0, 2]
+
+
+def test_a_batch_with_nothing_to_learn():
+    empty = sp.csr_matrix((3, 4), dtype=np.float32)
+    batch = PoolSampler(empty, empty, beta=1, eta=2, size=0, seed=0).batch(
+        np.arange(3), epoch=0, step=0, shortlist_NH=None
+    )
+    assert len(batch.pool_S) == 0 and len(batch.positive_row_P) == 0 and batch.num_positives_B.tolist() == [0, 0, 0]
+
+
+def test_bad_arguments_are_refused(rng):
+    world = World(rng)
+    with pytest.raises(DataError, match="shape"):
+        PoolSampler(world.relevance, world.filter_pairs[:, :5], beta=1, eta=0, size=0, seed=0)
+    for options in ({"beta": 0}, {"eta": -1}, {"size": -1}):
+        with pytest.raises(ConfigError, match="out of range"):
+            world.sampler(**options)
+    for bad in (-1.0, np.nan, np.inf, 0.0):
+        broken = world.relevance.copy()
+        broken.data[3] = bad
+        with pytest.raises(DataError, match="positive"):
+            PoolSampler(broken, world.filter_pairs, beta=1, eta=0, size=0, seed=0)
+    with pytest.raises(DataError, match="number of rows"):
+        world.sampler().batch(np.arange(3), epoch=0, step=0, shortlist_NH=world.shortlist[:5])
+    with pytest.raises(ConfigError, match="at least one"):
+        random_batches(np.arange(3), 0, 0, 0)
+
+
+@pytest.mark.parametrize(("n", "size"), [(0, 4), (1, 4), (4, 4), (5, 4), (103, 10), (100, 10), (7, 1), (3, 1000)])
+def test_random_batches_cover_rows_once_in_even_sizes(n, size):
+    rows = np.arange(n) * 3 + 5
+    batches = random_batches(rows, size, seed=0, epoch=1)
+    sizes = [len(batch) for batch in batches]
+    assert sorted(np.concatenate([*batches, []]).tolist()) == rows.tolist()
+    assert len(batches) == -(-n // size)
+    assert not sizes or (max(sizes) - min(sizes) <= 1 and max(sizes) <= size and min(sizes) > 0)
+
+
+def test_random_batches_change_by_epoch_and_repeat_for_the_same():
+    def flat(epoch, seed=0):
+        return np.concatenate(random_batches(np.arange(50), 8, seed=seed, epoch=epoch)).tolist()
+
+    assert flat(1) == flat(1)
+    assert flat(1) != flat(2) != list(range(50)) and flat(1) != flat(1, seed=1)
+
+
+def test_clustered_batches_are_the_clusters_in_another_order_each_epoch():
+    order, offsets = np.array([5, 3, 9, 1, 7, 2, 8]), np.array([0, 2, 2, 5, 6, 7])  # the second is empty
+    expected = [[5, 3], [9, 1, 7], [2], [8]]
+    orders = set()
+    for epoch in range(30):
+        batches = [batch.tolist() for batch in clustered_batches(order, offsets, seed=0, epoch=epoch)]
+        assert sorted(batches) == sorted(expected)
+        again = clustered_batches(order, offsets, seed=0, epoch=epoch)
+        assert [batch.tolist() for batch in again] == batches and again[0].dtype == np.int64
+        orders.add(str(batches))
+    assert len(orders) > 10  # of 24
