@@ -13,6 +13,7 @@ from unidec.evaluation.metrics import (
     GROUPS,
     Evaluator,
     evaluate,
+    filtered_truth,
     paired_bootstrap,
     per_query,
     remove_filtered,
@@ -312,3 +313,13 @@ def test_equals_scikit_learn_ndcg(seed):
     got = evaluate(np.argsort(-scores, axis=1), csr_matrix(truth), np.ones(30), np.zeros(30, int))
     for k in (1, 3, 5, 10):
         assert got[f"nDCG@{k}"] == pytest.approx(100 * metrics.ndcg_score(truth, scores, k=k))
+
+
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+def test_filtered_truth_equals_dense(density):
+    _, relevance, truth, _, _ = random_case(4, 30, 12, 3, 0.4)
+    filtered = np.random.default_rng(2).random(truth.shape) < density
+    got = filtered_truth(relevance, csr_matrix(filtered))
+    np.testing.assert_array_equal(got.toarray(), truth & ~filtered)
+    with pytest.raises(DataError, match="differ in shape"):
+        filtered_truth(relevance, csr_matrix((30, 11)))

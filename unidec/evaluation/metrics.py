@@ -25,8 +25,7 @@ that group's contribution, over all queries, so the three groups add up to the w
 over the queries that have a relevant label in the group (their number is `<group>/num_queries`). PSP@k, PSnDCG@k and
 coverage@k use the restricted truth above and below the line. A group without relevant labels gives 0.
 
-Truth is given after filters: `remove_filtered` takes filtered pairs out of the predictions, and the caller out of the
-truth.
+Truth is given after filters: `remove_filtered` takes filtered pairs out of predictions, `filtered_truth` out of truth.
 """
 
 from __future__ import annotations
@@ -378,3 +377,20 @@ def remove_filtered(
     label_out[row, place] = label_NK[row, column]
     score_out[row, place] = scores_NK[row, column]
     return label_out, score_out
+
+
+def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matrix:
+    """The relevant pairs that are not filtered: bool CSR [N, L], sorted.
+
+    Args:
+        relevance: CSR [N, L], relevant where > 0.
+        filter_pairs: CSR [N, L], every stored pair is filtered.
+
+    Raises:
+        DataError: shapes that differ.
+    """
+    if _shape(relevance) != _shape(filter_pairs):
+        raise DataError("relevance and filter differ in shape", got=f"{relevance.shape} and {filter_pairs.shape}")
+    key_E = np.setdiff1d(_pair_keys(relevance, True), _pair_keys(filter_pairs, False), assume_unique=True)
+    row_E, label_E = np.divmod(key_E, max(_shape(relevance)[1], 1))
+    return csr_matrix((np.ones(len(key_E), dtype=bool), (row_E, label_E)), shape=_shape(relevance))
