@@ -105,7 +105,7 @@ class XMCDataset:
             yield _texts(table.slice(start, batch_size), text).to_pylist()
 
     def to_raw(self, keep_validation: bool = True) -> RawData:
-        """Back to raw data, for writers; without `keep_validation`, train has the validation queries in their raw order."""
+        """Back to raw data; without `keep_validation`, train has the validation queries, in their raw order."""
         rows = {split: self.rows(split) for split in SPLITS}  # type: ignore[arg-type]
         if not keep_validation:
             rows["train"] = np.flatnonzero(self.split_N < SPLITS.index("test"))
@@ -150,8 +150,9 @@ def write_dataset(
 
     Args:
         path: folder to write; replaced when all is written.
-        validation_share: share of the training queries to hold out for selecting models (see `hold_out`): seeded by query,
-            families that share a filtered label stay together. Not used where the raw data names a validation split.
+        validation_share: share of the training queries to hold out for selecting models (see `hold_out`): seeded by
+            query, families that share a filtered label stay together. Not used where the raw data names a validation
+            split.
         split_seed: seed of that choice.
     """
     order = [split for split in SPLITS if split in raw.queries]
@@ -188,7 +189,7 @@ def write_dataset(
 
 
 def _write_texts(path: Path, table: pa.Table) -> None:
-    """Arrow IPC, uncompressed, in batches of a fixed size whatever the table's own chunks: the bytes depend on the texts only."""
+    """Arrow IPC, uncompressed, in batches of a fixed size: the bytes depend on the texts only."""
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, TEXT_SCHEMA) as writer:
         for start in range(0, table.num_rows, BATCH_ROWS):
             writer.write_table(table.slice(start, BATCH_ROWS).combine_chunks())

@@ -21,7 +21,7 @@ class RawData:
 
     Attributes:
         name: of the data set; the raw folder's name.
-        queries: texts by split ("train", "test", and "validation" where the data names one); columns uid, title, content.
+        queries: texts by split ("train", "test", "validation" where the data names one); columns uid, title, content.
         labels: texts of the L labels, the same columns. A layout with one text has it as title, and an empty content.
         relevance: by split, float32 [queries of the split, L], positive, sorted, each pair once.
         filter_pairs: by split, bool [queries of the split, L]: pairs that are neither positives nor negatives.
@@ -42,7 +42,7 @@ class RawData:
         return self.labels.num_rows
 
     def merged(self) -> RawData:
-        """The same with validation queries put behind the training queries, for layouts that know train and test only."""
+        """The same with validation queries behind the training queries, for layouts of train and test."""
         if "validation" not in self.queries:
             return self
         both = ("train", "validation")
@@ -82,9 +82,9 @@ def hold_out(uids: Sequence[str], filter_pairs: csr_matrix, share: float, seed: 
     """Choose about `share` of n queries, seeded by query: bool [n], true for the queries held out.
 
     Queries that share a filtered label, directly or through others, are a family (versions of one product, parts of one
-    package) and stay together, so that what is held out is as new to the model as a test query is. Families are taken in the
-    order of a hash of seed and uid, so appending queries moves few of the old ones; a family that would exceed the share is
-    passed over. At least one family is held out where two exist and share > 0.
+    package) and stay together, so that what is held out is as new to the model as a test query is. Families are taken
+    in the order of a hash of seed and uid, so appending queries moves few of the old ones; a family that would exceed
+    the share is passed over. At least one family is held out where two exist and share > 0.
     """
     num_queries = len(uids)
     held = np.zeros(num_queries, dtype=bool)
@@ -146,7 +146,7 @@ def make_slice(raw: RawData, num_train: int, num_test: int) -> RawData:
 
 
 def _families(filter_pairs: csr_matrix) -> np.ndarray:
-    """Connected components of the graph query - filtered label, of any degree: int32 [n], a family number for each query."""
+    """Connected components of the graph query - filtered label: int64 [n], the family of each query."""
     num_queries, num_labels = filter_pairs.shape
     pairs = filter_pairs.tocoo()
     edges = (np.ones(pairs.nnz, dtype=np.int8), (pairs.row, pairs.col.astype(np.int64) + num_queries))

@@ -1,8 +1,8 @@
 """Folders and files on disk that are either whole or absent.
 
-Everything the pipeline keeps is a folder with a `manifest.json` (kind, version, meta, size and sha256 of every file). It is
-written beside its final place, flushed, and renamed; it is checked before anything in it is parsed. Nothing in a manifest
-changes from run to run, so a rebuilt folder is byte-identical.
+Everything the pipeline keeps is a folder with a `manifest.json` (kind, version, meta, size and sha256 of every file).
+It is written beside its final place, flushed, and renamed; it is checked before anything in it is parsed. Nothing in
+a manifest changes from run to run, so a rebuilt folder is byte-identical.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def write_folder(
         num_bytes: size to be written if it is known: checked against the free space before the first byte.
 
     Raises:
-        ArtifactError: no space, or no permission; what was at `path` before is still there, the temporary folder is gone.
+        ArtifactError: no space, or no permission; what was at `path` before is still there, the temporary folder is
+            gone.
     """
     with swap_folder(path, num_bytes=num_bytes) as temporary:
         out = Folder(temporary, dict(meta or {}))
@@ -105,11 +106,12 @@ def write_manifest(path: str | os.PathLike[str], kind: str, version: int, meta: 
 def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, verify: bool = True) -> dict[str, Any]:
     """Check a folder against its manifest and return the manifest.
 
-    Names, kinds of file and sizes are always checked; with `verify` every file's sha256 too. Nothing but the manifest is parsed.
+    Names, kinds of file and sizes are always checked; with `verify` every file's sha256 too. Nothing but the manifest
+    is parsed.
 
     Raises:
-        ArtifactError: the folder or a file is missing, added, damaged, a link or outside the folder, of another kind, or of a
-            newer version than this code reads.
+        ArtifactError: the folder or a file is missing, added, damaged, a link or outside the folder, of another kind,
+            or of a newer version than this code reads.
     """
     root = Path(path)
     if not root.is_dir():
@@ -159,7 +161,7 @@ def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, ver
 
 
 def write_json(path: str | os.PathLike[str], obj: Any) -> None:
-    """Write JSON in one piece (UTF-8, one space of indentation, keys as given); numbers that are not finite become null."""
+    """Write JSON in one piece (UTF-8, keys as given); numbers that are not finite become null."""
     text = json.dumps(_plain(obj), ensure_ascii=False, allow_nan=False, indent=1)
     write_bytes_atomic(path, text.encode() + b"\n")
 
@@ -219,7 +221,7 @@ def files_sha256(hashes: Mapping[str, str]) -> str:
 
 
 def folder_sha256(path: str | os.PathLike[str]) -> str:
-    """One sha256 for a folder: over the manifest's file hashes if it has a manifest of ours, else over all files that are not hidden."""
+    """One sha256 for a folder: over its manifest's file hashes, else over all files that are not hidden."""
     root = Path(path)
     if not root.is_dir():
         raise ArtifactError("no such folder", where=str(root))
@@ -286,7 +288,7 @@ def _fsync_tree(root: Path) -> None:
 
 
 def _replace(temporary: Path, final: Path) -> None:
-    """Move `temporary` to `final`; what was there ends up at `temporary`, if it can be done in one step, or is removed."""
+    """Move `temporary` to `final`; what was there ends up at `temporary` or is removed."""
     if not os.path.lexists(final):
         os.rename(temporary, final)
     elif not _exchange(temporary, final):
@@ -302,7 +304,7 @@ def _replace(temporary: Path, final: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step (Linux, renameat2 with RENAME_EXCHANGE), so that there is no moment without the folder."""
+    """Swap two names in one step (Linux renameat2): there is no moment without the folder."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError, TypeError):

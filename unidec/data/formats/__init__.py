@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from unidec.data.formats import xmc_json
+import numpy as np
+
+from unidec.data.formats import beir, tables, xmc_json, xmc_text
 from unidec.data.formats.files import Source
 from unidec.data.raw import RawData, cut_test, make_slice
 from unidec.data.storage import file_sha256, swap_folder
@@ -18,10 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = ["LAYOUTS", "RawData", "make_slice", "read_raw", "write_raw"]
 
-LAYOUTS: dict[str, ModuleType] = {
+LAYOUTS: dict[str, Any] = {
     "xmc-json": xmc_json,
+    "xmc-text": xmc_text,
+    "pecos": xmc_text.Pecos,
+    "beir": beir,
+    "tables": tables,
 }
-"""Layout -> module with EXPECTED, fits(source), read(source), write(raw, out)."""
+"""Layout -> module or class with EXPECTED, fits(source), read(source), write(raw, out)."""
 
 
 def read_raw(
@@ -35,8 +40,8 @@ def read_raw(
         test_share, split_seed: where the data names no test split, this share of its queries becomes one (`cut_test`).
 
     Raises:
-        DataError: the layout is not known or not told apart; files are missing or damaged; or pairs, uids and texts with faults
-            (see docs/data.md), all kinds at once with at most 20 samples as `file:line`.
+        DataError: the layout is not known or not told apart; files are missing or damaged; or pairs, uids and texts
+            with faults (see docs/data.md), all kinds at once with at most 20 samples as `file:line`.
     """
     root = Path(path)
     if not root.is_dir():
@@ -56,11 +61,11 @@ def read_raw(
     )
 
 
-def write_raw(data: RawData | XMCDataset, path: str | os.PathLike[str], format: str) -> None:
-    """Write raw files of a layout into a new folder.
+def write_raw(data: RawData | XMCDataset, path: str | os.PathLike[str], format: str, **options: str) -> None:
+    """Write raw files of a layout into a new folder; "tables" takes the option kind: csv, tsv, parquet or jsonl.
 
-    What a layout cannot hold is left out: uids, contents and the line breaks in texts by xmc-text and pecos; the validation
-    split by all but beir and tables, which takes its queries back into train.
+    What a layout cannot hold is left out: uids, contents and the line breaks in texts by xmc-text and pecos; the
+    validation split by all but beir and tables, which takes its queries back into train.
 
     Raises:
         DataError: an unknown layout, or a folder that is not empty.
@@ -73,7 +78,7 @@ def write_raw(data: RawData | XMCDataset, path: str | os.PathLike[str], format: 
     keep = getattr(LAYOUTS[format], "KEEPS_VALIDATION", False)
     raw = data if isinstance(data, RawData) else data.to_raw(keep_validation=keep)
     with swap_folder(target) as out:
-        LAYOUTS[format].write(raw if keep else raw.merged(), out)
+        LAYOUTS[format].write(raw if keep else raw.merged(), out, **options)
 
 
 def _detect(root: Path) -> str:
@@ -101,10 +106,9 @@ def _check(source: Source, raw: RawData) -> None:
     seen: dict[str, str] = {}
     for split, table in raw.queries.items():
         uids = table["uid"].to_pylist()
-        if seen and not seen.keys().isdisjoint(uids):
-            for row, uid in enumerate(uids):
-                if uid in seen:
-                    source.problems.add(
-                        f"query of {seen[uid]} also in {split} (leak)", f"{split} query", row + 1, f"uid {uid}"
-                    )
+        if not seen.keys().isdisjoint(uids):
+            both = np.flatnonzero([uid in seen for uid in uids])
+            file, lines = source.queries_at[split]
+            kind = f"query of another split again in {split} (leak)"
+            source.problems.add_rows(kind, file, both, lines, lambda row, u=uids: f"uid {u[row]} is in {seen[u[row]]}")
         seen.update(dict.fromkeys(uids, split))

@@ -21,12 +21,13 @@ _PAIR = re.compile(rb"([+-]?\d{1,18}):(\S+)")
 
 
 class Source:
-    """A folder of raw files and the faults found in it; remembers which files were read."""
+    """A folder of raw files, the faults found in it, the files read and where queries came from."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.problems = Problems(root)
         self.read: dict[str, Path] = {}
+        self.queries_at: dict[str, tuple[str, Lines]] = {}  # split -> file of its queries, row -> line in it
 
     def find(self, *names: str) -> Path | None:
         """The first of the names that is there, as it is or with .gz."""
@@ -158,7 +159,8 @@ def read_filter_text(source: Source, path: Path) -> tuple[np.ndarray, np.ndarray
 
 
 def _parse(body: bytes, per_token: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Numbers [T, per_token] float64 and the line (0-based) of each of T tokens; None where anything is not as it should be.
+    """Numbers [T, per_token] float64 and the line (0-based) of each of T tokens; None where anything is not as it
+    should be.
 
     A token is what stands between white space: `label:relevance` (per_token 2) or one number (1).
     """

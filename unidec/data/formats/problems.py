@@ -1,4 +1,4 @@
-"""Faults in raw files, collected over all files and reported together; and the checks of pairs that every layout shares."""
+"""Faults in raw files, collected over all files and reported together; the checks of pairs that layouts share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def next_line(rows: np.ndarray) -> np.ndarray:
 
 
 class Problems:
-    """Kinds of fault, each with a count and a few samples as `file:line`; `stop` raises one DataError for all of them."""
+    """Kinds of fault, each with a count and samples as `file:line`; `stop` raises one DataError for all."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -89,7 +89,8 @@ def pair_matrix(
         lines: pair number -> line.
 
     Returns:
-        The matrix of the pairs that have no fault (used for further checks only: `Problems.stop` raises before it is kept).
+        The matrix of the pairs that have no fault (used for further checks only: `Problems.stop` raises before it is
+        kept).
     """
     num_queries, num_labels = shape
     with np.errstate(over="ignore", under="ignore"):

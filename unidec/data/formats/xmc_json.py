@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from scipy.sparse import csr_matrix
 
 from unidec.data.formats.files import Source, read_filter_text
 from unidec.data.formats.problems import check_uids, filter_matrix, pair_matrix, sorted_csr
@@ -41,13 +42,14 @@ def read(source: Source) -> RawData:
         objects = _Objects(source, path, targets=True, offset=offset)
         shape = (objects.table.num_rows, labels.num_rows)
         queries[split] = objects.table
+        source.queries_at[split] = (objects.name, objects.lines)
         relevance[split] = objects.relevance(shape)
         filters[split] = read_filters(source, split, shape)
         offset += shape[0]
     return RawData(source.root.name, queries, labels, relevance, filters)
 
 
-def read_filters(source: Source, split: str, shape: tuple[int, int]):  # noqa: ANN201
+def read_filters(source: Source, split: str, shape: tuple[int, int]) -> csr_matrix:
     """The split's filter file as bool CSR [queries, labels]; no file, no pairs."""
     path = source.find(*FILTERS[split]) if split in FILTERS else None
     if path is None:
@@ -81,9 +83,13 @@ class _Objects:
         self.table = pa.concat_tables(self.chunks) if self.chunks else TEXT_SCHEMA.empty_table()
         self.line_N = np.asarray(self.line_of_row, dtype=np.int64)
         what = "query" if targets else "label"
-        check_uids(self.table["uid"].to_pylist(), source.problems, self.name, lambda rows: self.line_N[rows], what)
+        check_uids(self.table["uid"].to_pylist(), source.problems, self.name, self.lines, what)
 
-    def relevance(self, shape: tuple[int, int]):  # noqa: ANN201
+    def lines(self, rows: np.ndarray) -> np.ndarray:
+        return self.line_N[rows]
+
+    def relevance(self, shape: tuple[int, int]) -> csr_matrix:
+        """The targets as float32 CSR."""
         query_P = np.repeat(np.arange(shape[0]), self.per_row)
         label_P = np.concatenate(self.labels) if self.labels else np.zeros(0, dtype=np.int64)
         value_P = np.concatenate(self.values) if self.values else np.zeros(0)
