@@ -1,0 +1,98 @@
+"""Exact search against a full sort in float64."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from unidec.errors import DataError
+from unidec.model import search
+from unidec.model.search import exact_search, score_blocks
+
+
+@pytest.fixture
+def rng():
+    seed = int(os.environ.get("UNIDEC_TEST_SEED", random.randrange(2**31)))
+    print(f"UNIDEC_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+def vectors(rng, rows, dim=6):
+    return rng.normal(size=(rows, dim)).astype(np.float32)
+
+
+def loop_search(query, label, k, exclude):
+    scores, labels = np.full((len(query), k), -np.inf), np.full((len(query), k), -1)
+    for i, q in enumerate(query.astype(np.float64)):
+        ranked = sorted((-float(q @ z), j) for j, z in enumerate(label.astype(np.float64)) if not exclude[i, j])
+        for place, (score, j) in enumerate(ranked[:k]):
+            scores[i, place], labels[i, place] = -score, j
+    return scores, labels
+
+
+@pytest.mark.parametrize("block", [1, 4, 512])
+@pytest.mark.parametrize("k", [1, 5, 12, 20])  # 12 labels: all of them, and more
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+def test_equals_a_full_sort(density, k, block, rng):
+    query, label = vectors(rng, 9), vectors(rng, 12)
+    excluded = rng.random((9, 12)) < density
+    score, found = exact_search(query, label, k, exclude=sp.csr_matrix(excluded), block=block)
+    expected_score, expected = loop_search(query, label, k, excluded)
+    assert score.dtype == np.float32 and found.dtype == np.int64
+    assert np.array_equal(found, expected)
+    np.testing.assert_allclose(score, expected_score, rtol=1e-5, atol=1e-6)
+
+
+def test_without_exclusions_and_from_tensors(rng):
+    query, label = vectors(rng, 7), vectors(rng, 10)
+    _, expected = loop_search(query, label, 3, np.zeros((7, 10), dtype=bool))
+    assert np.array_equal(exact_search(query, label, 3)[1], expected)
+    assert np.array_equal(exact_search(torch.from_numpy(query), torch.from_numpy(label), 3)[1], expected)
+
+
+def test_a_stored_zero_excludes_and_the_matrix_may_be_a_memory_map(tmp_path, rng):
+    query, label = vectors(rng, 3), vectors(rng, 5)
+    exclude = sp.csr_matrix((np.zeros(2), np.array([4, 1]), np.array([0, 1, 1, 2])), shape=(3, 5))
+    dense = np.zeros((3, 5), dtype=bool)
+    dense[0, 4] = dense[2, 1] = True
+    np.save(tmp_path / "q.npy", query)
+    mapped = np.load(tmp_path / "q.npy", mmap_mode="r")
+    assert np.array_equal(exact_search(mapped, label, 5, exclude=exclude)[1], loop_search(query, label, 5, dense)[1])
+
+
+def test_equal_scores_return_each_label_once(rng):
+    _, found = exact_search(np.ones((4, 3), np.float32), np.ones((6, 3), np.float32), 6)
+    assert np.array_equal(np.sort(found, axis=1), np.tile(np.arange(6), (4, 1)))
+
+
+def test_blocks_cover_the_queries_and_shrink_with_many_labels(rng, monkeypatch):
+    query, label = vectors(rng, 10), vectors(rng, 8)
+    assert [(a, b) for a, b, _ in score_blocks(query, label, block=4)] == [(0, 4), (4, 8), (8, 10)]
+    monkeypatch.setattr(search, "MAX_BLOCK_SCORES", 24)
+    assert [(a, b) for a, b, _ in score_blocks(query, label, block=4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    monkeypatch.setattr(search, "MAX_BLOCK_SCORES", 1)  # never less than one query
+    assert [b - a for a, b, _ in score_blocks(query, label, block=4)] == [1] * 10
+    whole = np.concatenate([score.numpy() for _, _, score in score_blocks(query, label)])
+    np.testing.assert_allclose(whole, query @ label.T, rtol=1e-5, atol=1e-6)
+
+
+def test_no_queries():
+    score, found = exact_search(np.zeros((0, 3), np.float32), np.ones((4, 3), np.float32), 2)
+    assert score.shape == found.shape == (0, 2)
+
+
+def test_bad_input_is_refused(rng):
+    query, label = vectors(rng, 4), vectors(rng, 5)
+    with pytest.raises(DataError, match="width"):
+        exact_search(query, label[:, :3], 2)
+    with pytest.raises(DataError, match="matrix"):
+        list(score_blocks(query[0], label))
+    with pytest.raises(DataError, match="shape"):
+        exact_search(query, label, 2, exclude=sp.csr_matrix((5, 4)))
+    for bad in (np.nan, np.inf):
+        label[3, 1] = bad
+        with pytest.raises(DataError, match=r"label vectors are not finite[\s\S]*rows \[3\]"):
+            exact_search(query, label, 2)

@@ -1,0 +1,134 @@
+"""Hard-negative mining against a loop over queries."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+from unidec.errors import ConfigError, DataError
+from unidec.training.mining import mine_hard_negatives
+
+
+@pytest.fixture
+def rng():
+    seed = int(os.environ.get("UNIDEC_TEST_SEED", random.randrange(2**31)))
+    print(f"UNIDEC_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+class World:
+    """A data set of 30 rows and 20 labels, of which some rows are mined."""
+
+    def __init__(self, rng, mined=22):
+        self.rows = rng.choice(30, size=mined, replace=False)
+        self.query = rng.normal(size=(mined, 5)).astype(np.float32)
+        self.label = rng.normal(size=(20, 5)).astype(np.float32)
+        self.positive, self.filtered = rng.random((30, 20)) < 0.15, rng.random((30, 20)) < 0.15
+        self.positive[self.rows[0]] = False
+        self.positive[self.rows[1]] = True  # nothing left to mine
+        self.positive[self.rows[2], 3:], self.filtered[self.rows[2], 3:] = True, False  # three at most are left
+
+    def mine(self, num_negatives, **options):
+        return mine_hard_negatives(
+            self.query,
+            self.rows,
+            self.label,
+            sp.csr_matrix(self.positive.astype(np.float32)),
+            sp.csr_matrix(self.filtered),
+            num_negatives,
+            30,
+            **options,
+        )
+
+    def ranked(self, n):
+        """Labels of mined query n, best first."""
+        return sorted(range(20), key=lambda j: -float(self.query[n].astype(np.float64) @ self.label[j]))
+
+
+@pytest.mark.parametrize("block", [1, 5, 512])
+@pytest.mark.parametrize("num_negatives", [1, 4, 20, 33])
+def test_equals_a_loop(num_negatives, block, rng):
+    world = World(rng)
+    shortlist, report = world.mine(num_negatives, block=block)
+    assert shortlist.dtype == np.int32 and shortlist.shape == (30, num_negatives)
+    expected = np.full((30, num_negatives), -1)
+    scores, short = [], 0
+    for n, row in enumerate(world.rows):
+        best = [j for j in world.ranked(n) if not world.positive[row, j] and not world.filtered[row, j]][:num_negatives]
+        expected[row, : len(best)] = best
+        scores += [float(world.query[n] @ world.label[j]) for j in best]
+        short += len(best) < num_negatives
+    assert np.array_equal(shortlist, expected)
+    assert report["kind"] == "exact" and report["queries"] == 22 and report["short_rows"] == short
+    assert report["negative_score"] == pytest.approx(np.mean(scores), rel=1e-5)
+    assert report["seconds"] > 0
+
+
+def test_report_of_the_positives_ranks(rng):
+    """With room for all labels every positive is found, so ranks are exact; filter pairs take no rank."""
+    world = World(rng)
+    _, report = world.mine(20)
+    ranks = []
+    for n, row in enumerate(world.rows):
+        seen = [j for j in world.ranked(n) if world.positive[row, j] or not world.filtered[row, j]]
+        here = [place + 1 for place, j in enumerate(seen) if world.positive[row, j]]
+        ranks += here[:1]
+    assert report["positive_found"] == 1
+    assert report["positive_rank"] == pytest.approx(np.mean(ranks))
+    assert report["positive_first"] == pytest.approx(np.mean(np.array(ranks) == 1))
+
+
+def test_a_positive_beyond_the_candidates_counts_as_the_next_place():
+    label = np.array([[4.0], [3.0], [2.0], [1.0]], np.float32)
+    relevance = sp.csr_matrix(np.array([[0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=np.float32))
+    filter_pairs = sp.csr_matrix(np.array([[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], dtype=bool))
+    query = np.ones((3, 1), np.float32)
+    shortlist, report = mine_hard_negatives(query, np.arange(3), label, relevance, filter_pairs, 1, 3, block=1)
+    assert shortlist.tolist() == [[1], [1], [0]]
+    # Row 0 sees labels 0 (filtered), 1 and 2: its positive counts as third. Row 2 has none to rank.
+    assert (report["positive_rank"], report["positive_first"], report["positive_found"]) == (2.0, 0.5, 0.5)
+
+
+def test_approximate_search_obeys_the_same_rules(rng):
+    pytest.importorskip("faiss")
+    world = World(rng)
+    exact, _ = world.mine(4, ann_threshold=20)
+    shortlist, report = world.mine(4, ann_threshold=19)
+    assert report["kind"] == "hnsw"
+    for n, row in enumerate(world.rows):
+        found = [j for j in shortlist[row].tolist() if j >= 0]
+        assert not world.positive[row, found].any() and not world.filtered[row, found].any()
+        scores = (world.label[found] @ world.query[n]).tolist()
+        assert scores == sorted(scores, reverse=True) and len(set(found)) == len(found)
+    assert (shortlist == exact).mean() > 0.9  # a graph of 20 labels misses next to nothing
+    others = np.setdiff1d(np.arange(30), world.rows)
+    assert (shortlist[others] == -1).all()
+
+
+def test_no_queries(rng):
+    world = World(rng)
+    world.rows, world.query = world.rows[:0], world.query[:0]
+    shortlist, report = world.mine(3)
+    assert (shortlist == -1).all() and report["queries"] == 0 and report["positive_rank"] == 0
+
+
+def test_bad_input_is_refused(rng):
+    world = World(rng)
+    with pytest.raises(ConfigError, match="at least one"):
+        world.mine(0)
+    world.rows[3] = 30
+    with pytest.raises(DataError, match="outside"):
+        world.mine(2)
+    world.rows = world.rows[:-1]
+    with pytest.raises(DataError, match="number"):
+        world.mine(2)
+    world = World(rng)
+    world.filtered = world.filtered[:, :-1]
+    with pytest.raises(DataError, match="filter pairs"):
+        world.mine(2)
+    world = World(rng)
+    world.query[5, 1] = np.nan
+    with pytest.raises(DataError, match="not finite"):
+        world.mine(2)
