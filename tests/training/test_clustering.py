@@ -42,7 +42,7 @@ def check_partition(clusters, num_points, max_size):
 
 @pytest.mark.parametrize(
     ("num_points", "max_size"),
-    [(1, 1), (1, 9), (2, 1), (3, 1), (3, 2), (5, 2), (7, 3), (16, 4), (17, 4), (99, 99), (99, 98), (101, 7), (1000, 33)],
+    [(1, 1), (1, 9), (2, 1), (3, 1), (3, 2), (5, 2), (7, 3), (16, 4), (17, 4), (99, 99), (99, 98), (101, 7), (999, 33)],
 )  # fmt: skip
 def test_sizes_differ_by_at_most_one(num_points, max_size, rng):
     check_partition(balanced_clusters(unit(rng, num_points), max_size, seed=0), num_points, max_size)
@@ -103,7 +103,7 @@ def test_a_level_at_once_equals_a_loop_over_clusters(num_points, max_size, rng):
             np.testing.assert_allclose(clusters.report.objective_by_level, objectives, rtol=1e-5)
             assert clusters.report.objective == clusters.report.objective_by_level[-1]
         equal += same
-    # About one problem in some hundreds has a tie, or a gain at the tolerance, that float32 and float64 see differently.
+    # Now and then a tie, or a gain at the tolerance, is seen differently by float32 and float64.
     assert equal >= 4
 
 
