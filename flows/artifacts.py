@@ -77,6 +77,7 @@ def show_links(run_url: str | None, version: Any = None, model_name: str | None 
         ("report", "outputs/report.html"),
         ("metrics", "outputs/metrics.json"),
         ("bundle", "outputs/bundle"),
+        ("data validation", "data/validation/index.html"),
         ("Data Docs", "data/validation/docs/index.html"),
     ):
         if Path(path).exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -78,12 +79,14 @@ def inputs_digest(stages: tuple[str, ...] = MODEL_STAGES) -> str:
     Taken before and after a training: when it differs, somebody edited the inputs meanwhile, and a lock file written
     now would claim that the new inputs made the model.
     """
+    params = yaml.safe_load(Path("params.yaml").read_text(encoding="utf-8")) or {}
     described = yaml.safe_load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"]
-    paths, written = {"params.yaml", "dvc.yaml"}, set()
-    for stage in stages:
-        paths |= {_path_of(entry) for entry in described[stage].get("deps", [])}
-        written |= {_path_of(entry) for key in ("outs", "metrics", "plots") for entry in described[stage].get(key, [])}
-    digest = hashlib.sha256()
+    described = {stage: described[stage] for stage in stages}
+    paths, written = set(), set()
+    for stage in described.values():
+        paths |= {_path_of(entry, params) for entry in stage.get("deps", [])}
+        written |= {_path_of(entry, params) for key in ("outs", "metrics", "plots") for entry in stage.get(key, [])}
+    digest = hashlib.sha256(json.dumps([params, described], sort_keys=True, default=str).encode())
     for path in sorted(paths - written):
         for file in _files(Path(path)):
             digest.update(f"{file}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
@@ -170,8 +173,14 @@ def _stage_words(output: str) -> str:
     return "\n".join(line for line in lines if not line.lstrip().startswith(("git add", "dvc config")))[-4000:]
 
 
-def _path_of(entry: Any) -> str:
-    return next(iter(entry)) if isinstance(entry, dict) else str(entry)
+def _path_of(entry: Any, params: dict[str, Any]) -> str:
+    """A dependency's or output's path, with `${section.key}` replaced as DVC does it."""
+    path = next(iter(entry)) if isinstance(entry, dict) else str(entry)
+
+    def value(found: re.Match[str]) -> str:
+        return str(functools.reduce(lambda section, key: section[key], found.group(1).strip().split("."), params))
+
+    return re.sub(r"\$\{([^}]+)\}", value, path).rstrip("/")
 
 
 def _files(path: Path) -> list[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import hashlib
 import subprocess
 from pathlib import Path
@@ -16,9 +18,11 @@ def code_tags(root: Path | str = ".") -> dict[str, str]:
 
     Returns:
         "mlflow.source.git.commit", "git.dirty" ("true"/"false"), "dvc.lock.sha256", "unidec.version",
-        "mlflow.source.name".
+        "mlflow.source.name", "mlflow.user".
     """
     tags = {"unidec.version": unidec.__version__, "mlflow.source.name": "flows/train.py"}
+    with contextlib.suppress(OSError, KeyError):  # a container's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
     commit = _git(root, "rev-parse", "HEAD")
     if commit:
         tags["mlflow.source.git.commit"] = commit

@@ -23,9 +23,8 @@ class BundleModel(PythonModel):
 
         self._bundle = Bundle.load(context.artifacts["bundle"])
 
-    def predict(
-        self, context: Any, model_input, params: dict[str, Any] | None = None
-    ):  # no hint: it would rule the input
+    # without types: MLflow would make a schema of them, and say so, beside the signature that registration gives
+    def predict(self, context, model_input, params=None):
         """The `k` best labels of each query, best first.
 
         Raises:
