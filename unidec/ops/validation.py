@@ -1,0 +1,356 @@
+"""Is a stored data set fit to train on? One Great Expectations checkpoint over queries, labels and pairs.
+
+What cannot be stored at all (an index out of range, a relevance that is not a positive number, a pair given twice, text
+that is not UTF-8, row counts that differ) stops at ingest with `file:line`; here the stored data is checked once more,
+and what may be legal but may be a fault is judged by thresholds. `critical` fails the gate, `warning` is reported.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from unidec.data.dataset import XMCDataset
+from unidec.data.raw import SPLITS
+from unidec.data.storage import swap_folder, write_json
+from unidec.ops.validation_page import render_page
+
+MAX_SAMPLES = 20
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Shares from 0 to 1. Above `max_...` the gate fails, above `warn_...` it warns."""
+
+    max_empty_texts: float = 0.001
+    warn_empty_texts: float = 0.0
+    max_test_texts_in_train: float = 0.01
+    warn_test_texts_in_train: float = 0.0
+    max_queries_without_positives: float = 0.5
+    warn_queries_without_positives: float = 0.0
+    max_labels_without_training_points: float = 0.5
+    warn_labels_without_training_points: float = 0.1
+    max_label_texts_given_twice: float = 0.2
+    warn_label_texts_given_twice: float = 0.01
+    warn_filtered_positives: float = 0.01
+
+
+def validate_dataset(
+    dataset_path: str | os.PathLike[str],
+    out_path: str | os.PathLike[str],
+    docs: bool = True,
+    thresholds: Thresholds | None = None,
+) -> dict[str, Any]:
+    """Check a stored data set and write the verdict.
+
+    Args:
+        dataset_path: a folder written by `write_dataset`.
+        out_path: folder for result.json (the verdict; the same bytes for the same data), index.html (the same, to be
+            read) and docs/ (Great Expectations' Data Docs, which hold run times).
+        docs: also build Data Docs.
+
+    Returns:
+        {"success", "name", "dataset_sha256", "rows", "failed", "warnings", "expectations"}; an expectation is {"table",
+        "type", "description", "kwargs", "severity", "success", "unexpected_count", "element_count", "observed",
+        "samples"} with at most 20 samples {"row", "uid", "value"} (pairs: query and label instead of row). `success` is false if a
+        critical one failed.
+
+    Raises:
+        ArtifactError: the data set is missing or damaged. A failed check raises nothing: the caller decides.
+    """
+    dataset = XMCDataset.open(dataset_path)
+    tables = {"queries": _query_frame(dataset), "labels": _label_frame(dataset), "pairs": _pair_frame(dataset)}
+    with swap_folder(out_path) as out:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Great Expectations imports modules that Python deprecates
+            suites = _expectations(dataset, thresholds or Thresholds())
+            raw = _run_checkpoint(tables, suites, out / "docs" if docs else None)
+        results = [_result(table, item, dataset, tables[table]) for table, item in raw]
+        failing = [r for r in results if not r["success"]]
+        verdict = {
+            "success": not any(r["severity"] == "critical" for r in failing),
+            "name": dataset.name,
+            "dataset_sha256": dataset.sha256,
+            "rows": {name: len(frame) for name, frame in tables.items()},
+            "failed": [_sentence(r) for r in failing if r["severity"] == "critical"],
+            "warnings": [_sentence(r) for r in failing if r["severity"] != "critical"],
+            "expectations": results,
+        }
+        write_json(out / "result.json", verdict)
+        (out / "index.html").write_text(render_page(verdict, docs=docs), encoding="utf-8")
+    return verdict
+
+
+def _query_frame(dataset: XMCDataset) -> pd.DataFrame:
+    length_N, text_N = _text_facts(dataset.queries)
+    split_N = np.asarray(dataset.split_N)
+    test_N = split_N == SPLITS.index("test")
+    in_train_N = np.isin(text_N, text_N[split_N == SPLITS.index("train")])
+    return pd.DataFrame(
+        {
+            "row": np.arange(dataset.num_queries),
+            "uid": dataset.queries["uid"].to_pandas(),
+            "split": np.asarray(SPLITS, dtype=object)[np.minimum(split_N, len(SPLITS) - 1)],
+            "text_length": length_N,
+            "num_positives": np.diff(dataset.relevance.indptr),
+            # of test queries only; empty texts are counted by text_length
+            "text_in_train": np.where(test_N & (length_N > 0), in_train_N.astype(np.float64), np.nan),
+        }
+    )
+
+
+def _label_frame(dataset: XMCDataset) -> pd.DataFrame:
+    length_L, text_L = _text_facts(dataset.labels)
+    _, first_L, count_L = np.unique(text_L, return_inverse=True, return_counts=True)
+    train_N = np.asarray(dataset.split_N) == SPLITS.index("train")
+    in_train_P = np.repeat(train_N, np.diff(dataset.relevance.indptr))
+    points_L = np.bincount(dataset.relevance.indices[in_train_P], minlength=dataset.num_labels)
+    return pd.DataFrame(
+        {
+            "row": np.arange(dataset.num_labels),
+            "uid": dataset.labels["uid"].to_pandas(),
+            "text_length": length_L,
+            "num_train_points": points_L,
+            "labels_with_this_text": np.where(length_L > 0, count_L[first_L], 1),
+        }
+    )
+
+
+def _pair_frame(dataset: XMCDataset) -> pd.DataFrame:
+    query_P = np.repeat(np.arange(dataset.num_queries), np.diff(dataset.relevance.indptr))
+    label_P = np.asarray(dataset.relevance.indices, dtype=np.int64)
+    filter_query = np.repeat(np.arange(dataset.num_queries), np.diff(dataset.filter_pairs.indptr))
+    filter_key = filter_query * dataset.num_labels + np.asarray(dataset.filter_pairs.indices, dtype=np.int64)
+    return pd.DataFrame(
+        {
+            "query": query_P,
+            "label": label_P,
+            "relevance": np.asarray(dataset.relevance.data, dtype=np.float64),
+            "filtered": np.isin(query_P * dataset.num_labels + label_P, filter_key).astype(np.int64),
+        }
+    )
+
+
+def _text_facts(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Characters of title and content without outer white space, and a 64-bit hash of both: a batch at a time."""
+    lengths, hashes = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.uint64)]
+    for batch in table.to_batches():
+        parts = [pc.utf8_trim_whitespace(batch.column(name)) for name in ("title", "content")]
+        lengths.append(pc.add(pc.utf8_length(parts[0]), pc.utf8_length(parts[1])).to_numpy(zero_copy_only=False))
+        joined = pc.binary_join_element_wise(*parts, pa.scalar("\n", pa.large_string()))
+        texts = joined.to_numpy(zero_copy_only=False)
+        hashes.append(pd.util.hash_array(texts, categorize=False))
+    return np.concatenate(lengths).astype(np.int64), np.concatenate(hashes)
+
+
+def _expectations(dataset: XMCDataset, limits: Thresholds) -> dict[str, list[Any]]:
+    import great_expectations.expectations as gxe
+
+    def between(
+        column: str, minimum: float, maximum: float | None, what: str, severity: str, share: float = 0.0
+    ) -> Any:
+        return gxe.ExpectColumnValuesToBeBetween(
+            column=column, min_value=minimum, max_value=maximum, mostly=1 - share, severity=severity, description=what
+        )
+
+    def graded(column: str, minimum: float, maximum: float | None, what: str, limit: float, warn: float) -> list[Any]:
+        return [
+            between(column, minimum, maximum, f"{what}: at most {limit:.1%}", "critical", limit),
+            between(column, minimum, maximum, f"{what}: at most {warn:.1%}", "warning", warn),
+        ]
+
+    def table(what: str) -> list[Any]:
+        return [
+            gxe.ExpectTableRowCountToBeBetween(min_value=1, severity="critical", description=f"there are {what}"),
+            gxe.ExpectColumnValueLengthsToBeBetween(
+                column="uid", min_value=1, severity="critical", description="every uid is there"
+            ),
+            gxe.ExpectColumnValuesToBeUnique(column="uid", severity="critical", description="every uid is there once"),
+            *graded("text_length", 1, None, "empty texts", limits.max_empty_texts, limits.warn_empty_texts),
+        ]
+
+    splits = [
+        gxe.ExpectColumnValuesToBeInSet(
+            column="split", value_set=list(SPLITS), severity="critical", description="every query is in a known split"
+        ),
+        *(
+            gxe.ExpectColumnDistinctValuesToContainSet(
+                column="split", value_set=[split], severity=severity, description=f"there are {split} queries"
+            )
+            for split, severity in (("train", "critical"), ("validation", "warning"), ("test", "warning"))
+        ),
+    ]
+    leak = (limits.max_test_texts_in_train, limits.warn_test_texts_in_train)
+    bare = (limits.max_queries_without_positives, limits.warn_queries_without_positives)
+    cold = (limits.max_labels_without_training_points, limits.warn_labels_without_training_points)
+    twins = (limits.max_label_texts_given_twice, limits.warn_label_texts_given_twice)
+    return {
+        "queries": [
+            *table("queries"),
+            *splits,
+            *graded("text_in_train", 0, 0, "test queries whose text is also a training query's (leak)", *leak),
+            *graded("num_positives", 1, None, "queries without positives", *bare),
+        ],
+        "labels": [
+            *table("labels"),
+            *graded("num_train_points", 1, None, "labels without training points", *cold),
+            *graded("labels_with_this_text", 1, 1, "labels whose text another label has", *twins),
+        ],
+        "pairs": [
+            gxe.ExpectTableRowCountToBeBetween(min_value=1, severity="critical", description="there are pairs"),
+            between("query", 0, dataset.num_queries - 1, "query rows are in range", "critical"),
+            between("label", 0, dataset.num_labels - 1, "label indices are in range", "critical"),
+            gxe.ExpectColumnValuesToNotBeNull(
+                column="relevance", severity="critical", description="no relevance is NaN"
+            ),
+            gxe.ExpectColumnValuesToBeBetween(
+                column="relevance",
+                min_value=0,
+                strict_min=True,
+                max_value=FLOAT32_MAX,
+                severity="critical",
+                description="relevance is positive and finite",
+            ),
+            gxe.ExpectCompoundColumnsToBeUnique(
+                column_list=["query", "label"], severity="critical", description="every pair is there once"
+            ),
+            between(
+                "filtered",
+                0,
+                0,
+                f"positives that are also filter pairs: at most {limits.warn_filtered_positives:.1%}",
+                "warning",
+                limits.warn_filtered_positives,
+            ),
+        ],
+    }
+
+
+def _run_checkpoint(
+    tables: dict[str, pd.DataFrame], expectations: dict[str, list[Any]], docs: Path | None
+) -> list[tuple[str, Any]]:
+    """Run all suites as one checkpoint; (table, GX result) in the order of the suites."""
+    import great_expectations as gx
+    from great_expectations.checkpoint import UpdateDataDocsAction
+    from great_expectations.data_context.types.base import ProgressBarsConfig
+
+    context: Any = gx.get_context(mode="ephemeral")
+    context.variables.progress_bars = ProgressBarsConfig(globally=False)
+    actions = []
+    if docs is not None:
+        context.add_data_docs_site(
+            "local",
+            {
+                "class_name": "SiteBuilder",
+                "site_index_builder": {"class_name": "DefaultSiteIndexBuilder"},
+                "store_backend": {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(docs.resolve())},
+            },
+        )
+        actions.append(UpdateDataDocsAction(name="docs", site_names=["local"]))
+    source = context.data_sources.add_pandas("dataset")
+    with tempfile.TemporaryDirectory() as folder:
+        definitions = []
+        for name, frame in tables.items():
+            # a checkpoint hands one set of batch parameters to all its definitions, so three frames go through files
+            path = Path(folder, f"{name}.parquet")
+            frame.to_parquet(path, index=False)
+            batch = source.add_parquet_asset(name, path=path).add_batch_definition("all")
+            suite = context.suites.add(gx.ExpectationSuite(name=name, expectations=expectations[name]))
+            definitions.append(
+                context.validation_definitions.add(gx.ValidationDefinition(name=name, data=batch, suite=suite))
+            )
+        checkpoint = context.checkpoints.add(
+            gx.Checkpoint(
+                name="dataset",
+                validation_definitions=definitions,
+                actions=actions,
+                result_format={"result_format": "SUMMARY", "partial_unexpected_count": MAX_SAMPLES},
+            )
+        )
+        run = checkpoint.run()
+    by_table = {result.suite_name: result for result in run.run_results.values()}
+    return [(name, item) for name in tables for item in by_table[name].results]
+
+
+def _result(table: str, item: Any, dataset: XMCDataset, frame: pd.DataFrame) -> dict[str, Any]:
+    config, found = item.expectation_config, item.result
+    kwargs = {key: value for key, value in config.kwargs.items() if key not in ("batch_id", "result_format")}
+    raised = [info["exception_message"] for info in _exceptions(item.exception_info)]
+    return {
+        "table": table,
+        "type": config.type,
+        "description": config.description or config.type,
+        "kwargs": kwargs,
+        "severity": str(getattr(config.severity, "value", config.severity)),
+        "success": bool(item.success),
+        "unexpected_count": int(found.get("unexpected_count") or 0),
+        "element_count": int(found.get("element_count") or 0) - int(found.get("missing_count") or 0),
+        "observed": raised[0] if raised else found.get("observed_value"),
+        "samples": [] if item.success else _samples(table, config.type, kwargs, dataset, frame),
+    }
+
+
+def _exceptions(info: Any) -> list[dict[str, Any]]:
+    entries = [info] if "raised_exception" in info else list(info.values())
+    return [entry for entry in entries if isinstance(entry, dict) and entry.get("raised_exception")]
+
+
+def _samples(
+    table: str, kind: str, kwargs: dict[str, Any], dataset: XMCDataset, frame: pd.DataFrame
+) -> list[dict[str, Any]]:
+    """The first unexpected rows: Great Expectations names values; rows and uids are what a person needs."""
+    column = kwargs.get("column")
+    if kind == "expect_compound_columns_to_be_unique":
+        unexpected = frame.duplicated(kwargs["column_list"], keep=False)
+    elif column is None or "distinct" in kind:
+        return []
+    elif kind == "expect_column_values_to_be_unique":
+        unexpected = frame[column].duplicated(keep=False)
+    elif kind == "expect_column_values_to_be_in_set":
+        unexpected = ~frame[column].isin(kwargs["value_set"])
+    elif kind == "expect_column_values_to_not_be_null":
+        unexpected = frame[column].isna()
+    else:
+        values = frame[column].str.len() if "lengths" in kind else frame[column]
+        low, high = kwargs.get("min_value"), kwargs.get("max_value")
+        unexpected = pd.Series(False, index=frame.index)
+        if low is not None:
+            unexpected |= (values <= low) if kwargs.get("strict_min") else (values < low)
+        if high is not None:
+            unexpected |= values > high
+    rows = np.flatnonzero(unexpected.to_numpy())[:MAX_SAMPLES]
+    samples = []
+    for record in frame.iloc[rows].to_dict("records"):
+        value = record.get(column) if column else None
+        if table == "pairs":
+            inside = 0 <= record["query"] < dataset.num_queries
+            uid = dataset.query_uids([record["query"]])[0] if inside else None
+            samples.append({"query": record["query"], "label": record["label"], "uid": uid, "value": value})
+        else:
+            samples.append({"row": record["row"], "uid": record["uid"], "value": value})
+    return samples
+
+
+def _sentence(result: dict[str, Any]) -> str:
+    text = f"{result['table']}: {result['description']}"
+    if result["unexpected_count"]:
+        text += f"; found {result['unexpected_count']:,} of {result['element_count']:,}"
+    elif result["observed"] is not None:
+        text += f"; found {result['observed']}"
+    if result["samples"]:
+        places = [
+            f"row {s['row']} ({s['uid']})" if "row" in s else f"query {s['query']}, label {s['label']}"
+            for s in result["samples"]
+        ]
+        text += f"; for example {', '.join(places[:3])}"
+    return text
