@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -72,6 +73,8 @@ class Encoder(Section):
         0, description="top transformer layers that train; 0: frozen, its vectors cached once; -1: all and embeddings"
     )
     bag_dropout: Share = Field(0.0, description="share of a text's tokens dropped from the bag in training")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="dropout of the encoder's output")
+    residual: bool = Field(False, description="a residual network over a bag or a frozen transformer")
 
 
 class Model(Section):
@@ -94,6 +97,9 @@ class Pool(Section):
     beta: Count = Field(3, description="positives sampled for each query")
     eta: Annotated[int, Field(ge=0)] = Field(6, description="hard negatives sampled for each query")
     size: Annotated[int, Field(ge=0)] = Field(3000, description="at most so many labels in a pool; 0: no limit")
+    clf_labels: Literal["pool", "all"] = Field(
+        "pool", description="the classifier's loss runs over the pool (UniDEC) or over all labels (for up to some 10^5)"
+    )
     refresh: Count = Field(5, description="T: epochs between two refreshes of clusters and hard negatives")
 
 
@@ -371,3 +377,36 @@ def _nearest_key(key: KeyPath) -> str | None:
             return f"{key[0]}.{near}"
     near = nearest(key[-1], [*Params.model_fields, *by_name])
     return by_name.get(near, near) if near else None
+
+
+def to_yaml(params: Params) -> str:
+    """Every parameter as a file that loads to the same values."""
+    return yaml.safe_dump(params.model_dump(exclude={"preset"}), sort_keys=False, allow_unicode=True)
+
+
+def describe() -> Iterator[tuple[str, str, str, str]]:
+    """Each parameter as (key path, default, what it takes, what it does)."""
+    schema = Params.model_json_schema()
+    for key, default in leaves(Params()):
+        section, _, name = key.rpartition(".")
+        group = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]] if section else schema
+        entry = group["properties"][name or key]
+        yield key, json.dumps(default), _takes(entry), entry.get("description", "")
+
+
+def _takes(entry: dict[str, Any]) -> str:
+    """A JSON schema of one value, in words."""
+    if "anyOf" in entry:
+        return " or ".join(_takes(option) for option in entry["anyOf"])
+    if "enum" in entry or "const" in entry:
+        return ", ".join(str(value) for value in entry.get("enum", [entry.get("const")]))
+    kinds = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "boolean": "true or false",
+        "null": "none",
+    }
+    words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {entry[name]:g}" for name, sign in words.items() if name in entry]
+    return " ".join([kinds.get(entry.get("type", ""), "value"), *bounds])

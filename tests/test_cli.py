@@ -1,0 +1,325 @@
+"""The command line: arguments, summaries, exit codes; the stages themselves are replaced."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+import unidec
+from unidec import cli
+from unidec.config import Params, known_keys, load_params
+from unidec.errors import ArtifactError, ConfigError, DataError
+
+ROOT = Path(__file__).resolve().parents[1]
+SIMPLE = {
+    "ingest": "ingest",
+    "validate": "validate",
+    "tokens": "tokens",
+    "propensity": "propensity",
+    "label-graph": "label_graph",
+    "index": "index",
+    "evaluate": "evaluate",
+    "register": "register",
+}
+
+
+class Stages(types.ModuleType):
+    """Stands for unidec.stages: notes the calls, trains in three rounds."""
+
+    def __init__(self) -> None:
+        super().__init__("unidec.stages")
+        self.calls: list[str] = []
+        self.params: Params | None = None
+        self.error: Exception | None = None
+        for name in SIMPLE.values():
+            setattr(self, name, self._stage(name))
+
+    def _stage(self, name: str):
+        def stage(params: Params) -> dict:
+            self.calls.append(name)
+            self.params = params
+            if self.error:
+                raise self.error
+            return {"stage": name, "rows": 3, "metrics": {"P@1": 45.678901}, "many": list(range(9))}
+
+        return stage
+
+    def start_run(self, params: Params) -> dict:
+        self.calls.append("start_run")
+        return {"run_dir": "runs/x", "finished": False, "epoch": 0, "rounds": 3}
+
+    def refresh(self, params: Params, run_dir: str) -> dict:
+        assert run_dir == "runs/x"
+        self.calls.append("refresh")
+        return {}
+
+    def train_round(self, params: Params, run_dir: str) -> dict:
+        self.calls.append("train_round")
+        rounds = self.calls.count("train_round")
+        return {"finished": rounds == 3, "epoch": 5 * rounds}
+
+    def export(self, params: Params, run_dir: str) -> dict:
+        self.calls.append("export")
+        return {"model": "outputs/model"}
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
+    fake = Stages()
+    monkeypatch.setitem(sys.modules, "unidec.stages", fake)
+    monkeypatch.setattr(unidec, "stages", fake, raising=False)
+    return fake
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "params.yaml").write_text("preset: unidec\n")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["unidec", *words])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.mark.parametrize(("command", "stage"), SIMPLE.items())
+def test_each_stage_is_called_once_with_the_parameters(run, stages: Stages, command: str, stage: str) -> None:
+    code, out, _ = run(command, "--set", "pool.beta=2")
+    assert code == 0
+    assert stages.calls == [stage]
+    assert stages.params is not None
+    assert stages.params.pool.beta == 2
+    assert f"{command}: rows = 3" in out
+    assert f"{command}: metrics.P@1 = 45.68" in out
+    assert f"{command}: many = 9 entries" in out
+
+
+def test_json_prints_the_whole_result(run, stages: Stages) -> None:
+    code, out, _ = run("ingest", "--json")
+    assert code == 0
+    assert json.loads(out)["metrics"]["P@1"] == 45.678901
+
+
+def test_train_loops_until_finished_and_exports(run, stages: Stages) -> None:
+    code, out, _ = run("train", "--json")
+    assert code == 0
+    assert stages.calls == ["start_run", *["refresh", "train_round"] * 3, "export"]
+    assert json.loads(out) == {
+        "run_dir": "runs/x",
+        "finished": True,
+        "epoch": 15,
+        "rounds": 3,
+        "model": "outputs/model",
+    }
+
+
+@pytest.mark.parametrize(("error", "code"), [(DataError("bad rows"), 3), (ArtifactError("damaged", fix="again"), 4)])
+def test_a_known_error_is_a_message_and_an_exit_code(run, stages: Stages, error: Exception, code: int) -> None:
+    stages.error = error
+    got, out, err = run("ingest")
+    assert got == code
+    assert err == f"error: {error}\n"
+    assert out == ""
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(run, stages: Stages) -> None:
+    stages.error = DataError("bad rows")
+    for words in (("--debug", "ingest"), ("ingest", "--debug")):
+        with pytest.raises(DataError):
+            run(*words)
+
+
+def test_an_unknown_error_keeps_its_traceback(run, stages: Stages) -> None:
+    stages.error = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        run("ingest")
+
+
+def test_wrong_parameters_never_reach_a_stage(run, stages: Stages) -> None:
+    code, _, err = run("train", "--set", "pool.betta=2", "--set", "seed=-1")
+    assert code == 2
+    assert "nearest: pool.beta" in err
+    assert "seed (--set)" in err
+    assert stages.calls == []
+    assert run("ingest", "--params", "none.yaml")[0] == 2
+    assert run("nonsense")[0] == 2
+
+
+@pytest.mark.parametrize("command", [*SIMPLE, "train", "predict", "init"])
+def test_every_command_explains_itself_with_an_example(run, command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert "Example" in out
+    assert f"unidec {command}" in out
+
+
+# -- prediction -------------------------------------------------------------------------------------------------------
+
+
+class FakeBundle:
+    """Stands for a bundle: label number = rank, score = 1 / rank."""
+
+    @classmethod
+    def load(cls, path: Path) -> FakeBundle:
+        if not Path(path).is_dir():
+            raise ArtifactError("no such bundle", where=str(path), fix="make train")
+        return cls()
+
+    def predict_frame(self, frame: pd.DataFrame, k: int) -> pd.DataFrame:
+        rows = [
+            (text, rank, f"uid{rank}", f"title [bold]{rank}", 1 / rank)
+            for text in frame["text"]
+            for rank in range(1, k + 1)
+        ]
+        return pd.DataFrame(rows, columns=["query", "rank", "label", "title", "score"])
+
+
+@pytest.fixture
+def bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    module = types.ModuleType("unidec.retrieval.bundle")
+    module.Bundle = FakeBundle  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "unidec.retrieval.bundle", module)
+    (tmp_path / "outputs" / "bundle").mkdir(parents=True)
+    return tmp_path / "outputs" / "bundle"
+
+
+def test_predict_prints_labels_with_scores(run, bundle: Path) -> None:
+    code, out, _ = run("predict", "a text", "another", "-k", "2")
+    assert code == 0
+    lines = [line.split("\t") for line in out.splitlines()]
+    assert lines[0] == ["query", "rank", "label", "title", "score"]
+    assert [line[:3] for line in lines[1:]] == [
+        ["a text", "1", "uid1"], ["a text", "2", "uid2"], ["another", "1", "uid1"], ["another", "2", "uid2"],
+    ]  # fmt: skip
+
+
+def test_predictions_on_a_terminal_are_tables_and_titles_are_no_markup(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    cli._show_predictions(FakeBundle().predict_frame(pd.DataFrame({"text": ["q [red]"]}), k=2))
+    out = capsys.readouterr().out
+    assert "q [red]" in out
+    assert "title [bold]2" in out
+    assert "0.5000" in out
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
+def test_predict_batches_from_and_to_every_kind_of_file(run, bundle: Path, tmp_path: Path, kind: str) -> None:
+    texts = ["NA", "007", 'a "quoted", text', "naïve ☃"]
+    frame = pd.DataFrame({"id": [1, 2, 3, 4], "text": texts})
+    write = {
+        "csv": lambda path: frame.to_csv(path, index=False),
+        "tsv": lambda path: frame.to_csv(path, index=False, sep="\t"),
+        "jsonl": lambda path: frame.to_json(path, orient="records", lines=True, force_ascii=False),
+        "parquet": lambda path: frame.to_parquet(path),
+    }
+    write[kind](tmp_path / f"in.{kind}")
+    code, out, err = run("predict", "--input", f"in.{kind}", "--output", f"deep/out.{kind}", "-k", "3")
+    assert code == 0, err
+    assert "rows = 12" in out
+    path = tmp_path / "deep" / f"out.{kind}"
+    read = {
+        "csv": lambda: pd.read_csv(path, dtype=str, keep_default_na=False),
+        "tsv": lambda: pd.read_csv(path, dtype=str, keep_default_na=False, sep="\t"),
+        "jsonl": lambda: pd.read_json(path, lines=True, dtype=False),
+        "parquet": lambda: pd.read_parquet(path),
+    }
+    back = read[kind]()
+    assert back["query"].tolist() == [text for text in texts for _ in range(3)]
+    assert back["label"].tolist() == ["uid1", "uid2", "uid3"] * 4
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [path.name]
+
+
+def test_predict_says_what_is_wrong_with_its_input(run, bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "two.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "none.csv").write_text("text\n")
+    (tmp_path / "broken.jsonl").write_text("{\n")
+    (tmp_path / "broken.parquet").write_text("no")
+    (tmp_path / "latin.csv").write_bytes(b"text\n\xe9t\xe9\n")
+    for words in (
+        (),
+        ("text", "--input", "two.csv"),
+        ("--input", "two.csv"),
+        ("--input", "none.csv"),
+        ("--input", "missing.csv"),
+        ("--input", "broken.jsonl"),
+        ("--input", "broken.parquet"),
+        ("--input", "latin.csv"),
+        ("--input", "two.xlsx"),
+        ("text", "--output", "out.xlsx"),
+    ):
+        code, _, err = run("predict", *words)
+        assert code == 2, words
+        assert err.startswith("error: "), words
+    assert run("predict", "text", "--bundle", "nowhere")[0] == 4
+    assert run("predict", "text", "-k", "0")[0] == 2
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.csv"
+    path.write_text("old")
+    frame = pd.DataFrame({"a": [1]})
+    monkeypatch.setattr(pd.DataFrame, "to_csv", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        cli._write_table(frame, path)
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.csv"]
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+def test_config_show_prints_a_file_that_loads_to_the_same_values(run, tmp_path: Path) -> None:
+    code, out, _ = run("config", "show", "--set", "preset=depsl", "--set", "optim.lr_clf=1e-5")
+    assert code == 0
+    (tmp_path / "shown.yaml").write_text(out)
+    expected = load_params("params.yaml", {"preset": "depsl", "optim.lr_clf": 1e-5})
+    assert load_params("shown.yaml") == expected.model_copy(update={"preset": None})
+    _, out, _ = run("config", "show", "--json")
+    assert Params.model_validate(json.loads(out)) == load_params("params.yaml")
+
+
+def test_config_check_and_keys(run) -> None:
+    assert run("config", "check")[:2] == (0, "params.yaml: ok\n")
+    _, out, _ = run("config", "keys")
+    for key in known_keys():
+        assert f"{key} = " in out
+
+
+def test_init_writes_a_file_that_loads_and_has_what_dvc_needs(run, tmp_path: Path) -> None:
+    code, _, err = run("init", "mine", "--data-path", "some/where: x", "--format", "tables", "--preset", "depsl")
+    assert code == 0, err
+    params = load_params(tmp_path / "mine" / "params.yaml")
+    assert (params.data.path, params.data.format, params.preset) == ("some/where: x", "tables", "depsl")
+    written = yaml.safe_load((tmp_path / "mine" / "params.yaml").read_text())
+    shipped = yaml.safe_load((ROOT / "params.yaml").read_text())
+    assert set(written) == set(shipped)
+    assert set(written["data"]) == set(shipped["data"])
+    assert run("init", "mine")[0] == 2
+    assert run("init", "other", "--preset", "nonsense")[0] == 2
+    assert not (tmp_path / "other" / "params.yaml").exists()
+
+
+def test_version(run) -> None:
+    code, out, _ = run("version")
+    assert code == 0
+    assert out.startswith(f"unidec-xmc {unidec.__version__}\n")
+    assert "torch " in out
+
+
+def test_conflicting_assignments(run) -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        cli._load(Path("params.yaml"), ["seed=1", "seed=2"])

@@ -1,0 +1,353 @@
+"""The command line: every stage of the pipeline, prediction, and a look at the parameters.
+
+Parameters are read and checked before anything heavy is imported, so that a mistake in them shows at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from unidec import __version__
+from unidec.config import Params, describe, load_params, parse_overrides, preset_names, to_yaml
+from unidec.errors import ConfigError, UnidecError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+app = typer.Typer(
+    name="unidec",
+    help="Extreme multi-label classification with a dual encoder and a classifier trained together.",
+    epilog="In a checkout, `make train` runs all stages, and only those that are out of date.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(help="Show, check and explain the parameters.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+
+ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="parameter file")]
+Assignments = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="another value for one parameter; repeatable")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+BundleFolder = Annotated[Path, typer.Option("--bundle", metavar="FOLDER", help="bundle to predict with")]
+
+DEFAULT_PARAMS = Path("params.yaml")
+DEFAULT_BUNDLE = Path("outputs/bundle")
+
+
+@app.callback()
+def _options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="show the traceback of an error (anywhere on the line)")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+def _add_stage(command: str, stage: str, about: str, example: str) -> None:
+    """A command that runs one function of `unidec.stages` and prints what it returns."""
+
+    def run(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
+        loaded = _load(params, assignments)
+        from unidec import stages
+
+        _show(command, getattr(stages, stage)(loaded), as_json)
+
+    app.command(command, help=about, epilog=f"Example: {example}")(run)
+
+
+_add_stage(
+    "ingest",
+    "ingest",
+    "Read raw files of any known layout into data/dataset, and cut the validation split.",
+    "unidec ingest --set data.path=my/folder --set data.format=tables",
+)
+_add_stage(
+    "validate",
+    "validate",
+    "Check the data set with Great Expectations; a failure ends with exit code 3. Pages are in data/validation/docs.",
+    "unidec validate",
+)
+_add_stage("tokens", "tokens", "Tokenise queries and labels.", "unidec tokens --set tokens.max_length=64")
+_add_stage(
+    "propensity", "propensity", "Inverse propensities and frequency groups of the labels.", "unidec propensity --json"
+)
+_add_stage("label-graph", "label_graph", "Label co-occurrence, Gandalf's soft targets.", "unidec label-graph")
+
+
+@app.command(epilog="Example: unidec train --set optim.epochs=3 --set pool.beta=2")
+def train(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
+    """Train, in this process and without Prefect; stopped or killed, the same command goes on from its checkpoint."""
+    loaded = _load(params, assignments)
+    from unidec import stages
+
+    state: dict[str, Any] = stages.start_run(loaded)
+    run_dir = state["run_dir"]
+    while not state["finished"]:
+        stages.refresh(loaded, run_dir)
+        state = {**state, **stages.train_round(loaded, run_dir)}
+    _show("train", {**state, **stages.export(loaded, run_dir)}, as_json)
+
+
+_add_stage("index", "index", "Encode the labels and build the search index: outputs/bundle.", "unidec index")
+_add_stage(
+    "evaluate", "evaluate", "Every metric on the test split; report and plots in outputs/.", "unidec evaluate --json"
+)
+_add_stage("register", "register", "Register outputs/bundle in MLflow under the alias `challenger`.", "unidec register")
+
+
+# -- prediction -------------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog='Examples: unidec predict "editor for tables" -k 5  |  '
+    "unidec predict --input queries.csv --output predictions.parquet"
+)
+def predict(
+    texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="queries")] = None,
+    k: Annotated[int, typer.Option("-k", min=1, help="labels for each query")] = 5,
+    bundle: BundleFolder = DEFAULT_BUNDLE,
+    source: Annotated[
+        Path | None, typer.Option("--input", help="file of queries: csv, tsv, parquet or jsonl with a column `text`")
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option("--output", help="file of predictions, of a kind named by its ending")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the best labels for texts, or write those for a file of queries."""
+    if bool(texts) == bool(source):
+        fix = 'unidec predict "text", or unidec predict --input queries.csv --output predictions.parquet'
+        raise ConfigError("either texts or --input is needed, not both", where="unidec predict", fix=fix)
+    if target is not None and target.suffix.lower() not in TABLE_KINDS:
+        raise ConfigError("unknown kind of file", where="--output", got=target.name, expected=", ".join(TABLE_KINDS))
+    queries = list(texts or []) if source is None else _read_queries(source)
+    from unidec.retrieval.bundle import Bundle
+
+    frame = _prediction_frame(Bundle.load(bundle), queries, k)
+    if target is not None:
+        _write_table(frame, target)
+        _show("predict", {"queries": len(queries), "rows": len(frame), "output": str(target)}, as_json)
+    elif as_json:
+        print(frame.to_json(orient="records", lines=True, force_ascii=False).rstrip("\n"))
+    else:
+        _show_predictions(frame)
+
+
+TABLE_KINDS = (".csv", ".tsv", ".parquet", ".jsonl")
+
+
+def _prediction_frame(bundle: Any, queries: list[str], k: int) -> pd.DataFrame:
+    """Predictions as a table: query, rank, label, title, score; one row a predicted label."""
+    import pandas as pd
+
+    return bundle.predict_frame(pd.DataFrame({"text": queries}), k=k)
+
+
+def _read_queries(path: Path) -> list[str]:
+    """Column `text` (or `query`, or the only one there is) of a table."""
+    import pandas as pd
+
+    kind = path.suffix.lower()
+    if kind not in TABLE_KINDS:
+        raise ConfigError("unknown kind of file", where=str(path), got=kind, expected=", ".join(TABLE_KINDS))
+    try:
+        if kind == ".parquet":
+            frame = pd.read_parquet(path)
+        elif kind == ".jsonl":
+            frame = pd.read_json(path, lines=True, dtype=False)
+        else:
+            separator = "\t" if kind == ".tsv" else ","
+            # every cell as it is written: "NA" and "007" are texts
+            frame = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False, encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError("no such file", where=str(path)) from error
+    except (ValueError, OSError) as error:  # pandas' parser errors are ValueErrors
+        raise ConfigError(f"cannot be read as {kind[1:]}: {error}", where=str(path)) from error
+    columns = [str(column) for column in frame.columns]
+    named = next((name for name in ("text", "query") if name in columns), None)
+    name = named or (columns[0] if len(columns) == 1 else None)
+    if name is None:
+        raise ConfigError("no column of texts", where=str(path), got=", ".join(columns), expected="a column `text`")
+    if frame.empty:
+        raise ConfigError("no queries", where=str(path))
+    return frame[name].fillna("").astype(str).tolist()
+
+
+def _write_table(frame: pd.DataFrame, path: Path) -> None:
+    """Writes beside, then renames: an interrupted command leaves no half a file."""
+    kind = path.suffix.lower()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if kind == ".parquet":
+            frame.to_parquet(beside, index=False)
+        elif kind == ".jsonl":
+            frame.to_json(beside, orient="records", lines=True, force_ascii=False)
+        else:
+            frame.to_csv(beside, sep="\t" if kind == ".tsv" else ",", index=False)
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+@config_app.command("show", epilog="Example: unidec config show --set preset=depsl")
+def config_show(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
+    """Print every parameter as it will be used: file over preset over default."""
+    loaded = _load(params, assignments)
+    print(json.dumps(loaded.model_dump(), indent=2) if as_json else to_yaml(loaded), end="\n" if as_json else "")
+
+
+@config_app.command("check", epilog="Example: unidec config check --params mine.yaml")
+def config_check(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None) -> None:
+    """Check the parameters: all that is wrong is listed, exit code 2."""
+    _load(params, assignments)
+    print(f"{params}: ok")
+
+
+@config_app.command("keys", epilog="Example: unidec config keys | grep pool")
+def config_keys() -> None:
+    """Explain every parameter: default, what it takes, what it does."""
+    for key, default, takes, about in describe():
+        print(f"{key} = {default}\n    {about} ({takes})")
+    print(f"\npresets: {', '.join(preset_names())}")
+
+
+@app.command(epilog="Example: unidec init my-project --data-path my/folder --format tables")
+def init(
+    folder: Annotated[Path, typer.Argument(help="where params.yaml is written")],
+    data_path: Annotated[str, typer.Option(help="folder of raw files")] = "data/raw/mine",
+    data_format: Annotated[str, typer.Option("--format", help="their layout")] = "auto",
+    preset: Annotated[str, typer.Option(help=f"one of {', '.join(preset_names())}")] = "unidec",
+) -> None:
+    """Write a params.yaml for your own data; an existing one is never overwritten."""
+    path = folder / "params.yaml"
+    overrides = {"preset": preset, "data.path": data_path, "data.format": data_format}
+    sections = "".join(
+        f"{name}: {{}}\n" for name in Params.model_fields if name not in ("preset", "seed", "device", "data")
+    )
+    body = f"preset: {preset}\nseed: 0\ndevice: auto\n\ndata:\n"
+    body += "".join(
+        f"  {key}: {json.dumps(overrides.get(f'data.{key}', value))}\n"
+        for key, value in Params().data.model_dump().items()
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(f"# `unidec config keys` explains every key; keys here override the preset.\n{body}\n{sections}")
+    except FileExistsError as error:
+        raise ConfigError("exists already", where=str(path), fix="edit it, or name another folder") from error
+    try:
+        load_params(path)
+    except ConfigError:
+        path.unlink()
+        raise
+    print(f"{path} written; next: unidec ingest --params {path}")
+
+
+@app.command()
+def version() -> None:
+    """Print the version, and those of what results depend on."""
+    from importlib import metadata
+
+    print(f"unidec-xmc {__version__}")
+    print(f"python {sys.version.split()[0]}")
+    for name in ("torch", "transformers", "tokenizers", "faiss-cpu", "faiss-gpu", "numpy", "mlflow", "prefect", "dvc"):
+        try:
+            print(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            print(f"{name} -")
+
+
+# -- output -----------------------------------------------------------------------------------------------------------
+
+
+def _load(path: Path, assignments: list[str] | None) -> Params:
+    return load_params(path, parse_overrides(assignments or []))
+
+
+def _show(command: str, result: dict[str, Any], as_json: bool) -> None:
+    """The result as JSON, or as a table on a terminal and plain lines otherwise."""
+    if as_json:
+        print(json.dumps(result, indent=2, default=str))
+        return
+    rows = list(_rows(result))
+    if not sys.stdout.isatty():
+        for key, value in rows:
+            print(f"{command}: {key} = {value}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=command, show_header=False, title_justify="left")
+    for key, value in rows:
+        table.add_row(key, value)
+    Console().print(table)
+
+
+def _rows(result: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested results as lines; long lists as their length."""
+    rows: list[tuple[str, str]] = []
+    for key, value in result.items():
+        if isinstance(value, dict):
+            rows += _rows(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and len(value) > 5:
+            rows.append((f"{prefix}{key}", f"{len(value)} entries"))
+        else:
+            rows.append((f"{prefix}{key}", f"{value:.4g}" if isinstance(value, float) else str(value)))
+    return rows
+
+
+def _show_predictions(frame: pd.DataFrame) -> None:
+    """A block for each query: rank, score, label, title."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        print(frame.to_csv(sep="\t", index=False), end="")
+        return
+    for query, group in frame.groupby("query", sort=False):
+        table = Table(title=escape(str(query)), title_justify="left")
+        for name in ("rank", "score", "label", "title"):
+            table.add_column(name, justify="right" if name in ("rank", "score") else "left")
+        for row in group.itertuples():
+            table.add_row(str(row.rank), f"{row.score:.4f}", escape(str(row.label)), escape(str(row.title)))
+        console.print(table)
+
+
+def main() -> None:
+    """Entry point: an error that a user can mend is a message and an exit code, not a traceback."""
+    debug = "--debug" in sys.argv[1:]
+    arguments = [word for word in sys.argv[1:] if word != "--debug"]
+    run: Callable[..., Any] = app
+    try:
+        run(args=arguments, prog_name="unidec")
+    except UnidecError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
