@@ -1,13 +1,21 @@
 """Registration: one version a bundle, the alias only after the hashes agree.
 
-The bundle is a stand-in; the pipeline's test has a real one.
+The bundle is a stand-in, but for the last test: a real one, served.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import socket
+import subprocess
 import sys
+import time
 import types
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -170,3 +178,112 @@ def test_requirements_are_ours_without_our_name():
     names = [line.split("<")[0].split(">")[0].split("=")[0] for line in registry.serving_requirements()]
     assert {"torch", "transformers", "mlflow", "numpy"} <= set(names)
     assert not {"unidec", "unidec-xmc", "prefect", "dvc"} & set(names)
+
+
+# -- a real model, in processes that know nothing of us ----------------------------------------------------------------
+
+
+def real_bundle(folder, titles=("a text editor", "an image editor", "a music player", "a web server")):
+    """A bundle of an untrained bag encoder with words of its own, a few kilobytes in size."""
+    import numpy as np
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel
+
+    from unidec.config import Encoder, Model
+    from unidec.data.tokens import encode_texts
+    from unidec.model.unidec import KIND, VERSION, UniDEC
+    from unidec.retrieval.bundle import write_bundle
+    from unidec.retrieval.index import LabelIndex
+    from unidec.retrieval.space import label_vectors
+
+    words = ["[PAD]", "[UNK]", *sorted({word for title in titles for word in title.split()})]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertModel(BertConfig(vocab_size=len(words), **size)).save_pretrained(folder / "source")
+    tokenizer.save(str(folder / "source" / "tokenizer.json"))
+    model = UniDEC.create(
+        Encoder(kind="bag"),
+        Model(dim=4, dropout=0.0),
+        len(titles),
+        folder / "source",
+        len(words),
+        {"tokens": {"max_length": 8}},
+    ).eval()
+    tokens = encode_texts(list(titles), folder / "source", 8)
+    model.start_table(torch.from_numpy(np.random.default_rng(0).normal(size=(len(titles), 8)).astype(np.float32)))
+    with write_folder(folder / "model", KIND, VERSION) as out:
+        model.save_into(out)
+    de_LD, (clf_LD, bias_L) = model.encode_labels(tokens), model.classifier_table()
+    return write_bundle(
+        folder / "bundle",
+        folder / "model",
+        LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, "both", True), kind="flat"),
+        de_LD=de_LD,
+        clf_LD=clf_LD,
+        bias_L=bias_L,
+        uids=[title.split()[1] + "-" + title.split()[2] for title in titles],
+        titles=titles,
+        space="both",
+        clf_weight=0.1,
+        clf_normalize=True,
+    )
+
+
+LOAD = """
+import json, mlflow, pandas as pd
+model = mlflow.pyfunc.load_model("models:/real@challenger")
+print(json.dumps(model.predict(pd.DataFrame({"query": ["a text editor"]}), params={"k": 3}).to_dict("records")))
+import unidec; print(unidec.__file__)
+"""
+
+
+@pytest.mark.slow
+def test_a_real_model_loads_elsewhere_and_is_served(uri, run_id, tmp_path, path_as_before):
+    registry.register(real_bundle(tmp_path), run_id, "real", uri=uri)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"MLFLOW_TRACKING_URI": uri, "DO_NOT_TRACK": "true", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    rows, package = done.stdout.strip().splitlines()[-2:]
+    local = json.loads(rows)
+    assert [row["rank"] for row in local] == [1, 2, 3] and local[0]["label"] == "text-editor"
+    assert "/code/unidec/" in package  # what was logged, not what is installed here
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["models", "serve", "-m", "models:/real@challenger", "--env-manager", "local", "--port", str(port)]
+    with (tmp_path / "serve.log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", *words],
+            cwd=tmp_path,
+            env=environment | {"PATH": f"{os.path.dirname(sys.executable)}:{environment.get('PATH', '')}"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    body = json.dumps({"dataframe_records": [{"query": "a text editor"}], "params": {"k": 3}}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/invocations", body, headers={"Content-Type": "application/json"}
+    )
+    try:
+        for _ in range(240):
+            assert server.poll() is None, (tmp_path / "serve.log").read_text()
+            with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(request, timeout=20) as answer:
+                served = json.load(answer)["predictions"]
+                break
+            time.sleep(0.5)
+        assert served == local
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(10)
