@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from unidec.errors import ArtifactError, UnidecError
-from unidec.retrieval.index import LabelIndex, max_file_size, recall
+from unidec.retrieval.index import LabelIndex, exact_search, max_file_size, recall
 from unidec.retrieval.space import unit_rows
 
 pytest.importorskip("faiss")
@@ -40,6 +40,9 @@ def test_flat_is_exact(rng, num_labels, dim, k):
     assert recall(labels, expected, scores, expected_scores) == 1.0
     assert (labels[:, found:] == -1).all() and np.isneginf(scores[:, found:]).all()
     assert all(len(set(row[:found])) == found for row in labels.tolist())
+    torch_scores, torch_labels = exact_search(queries, vectors, k)
+    np.testing.assert_allclose(scores, torch_scores, rtol=1e-4, atol=1e-5)
+    assert recall(labels, torch_labels, scores, torch_scores) == 1.0
 
 
 def test_ties_come_in_label_order(rng):

@@ -16,7 +16,10 @@ import numpy.typing as npt
 
 from unidec.data.storage import write_bytes_atomic
 from unidec.errors import ArtifactError, UnidecError
+from unidec.model.search import exact_search
 from unidec.retrieval.faiss_file import check_index_file
+
+__all__ = ["LabelIndex", "exact_search", "max_file_size", "recall"]
 
 Kind = Literal["flat", "hnsw"]
 Floats = npt.NDArray[np.float32]

@@ -1,0 +1,283 @@
+"""Bundles: what they answer against loops over all labels, filters, files in and out, and the folder itself."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny_bundle import DIM, TITLES, UIDS, write_model, write_tiny_bundle
+
+from unidec.data.storage import folder_sha256
+from unidec.data.tokens import encode_texts
+from unidec.errors import ArtifactError, DataError
+from unidec.retrieval.bundle import Bundle, write_bundle
+from unidec.retrieval.index import LabelIndex
+
+pytestmark = pytest.mark.usefixtures("stub_model")
+QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words"]
+
+
+def _slow(parts: dict, texts: list[str], k: int, exclude: list[list[str]], space, weight, normalize):
+    """Scores of all labels one by one, sorted."""
+    model = parts["model"]
+    de, clf = model.encode_queries(encode_texts(texts, model.tokenizer_folder, 8), np.arange(len(texts)))
+    out = []
+    for i in range(len(texts)):
+        rows = []
+        for j, uid in enumerate(UIDS):
+            if uid in exclude[i]:
+                continue
+            s_de = float(de[i].astype(float) @ parts["de_LD"][j].astype(float)) if de is not None else 0.0
+            s_clf = 0.0
+            if clf is not None:
+                a, b = clf[i].astype(float), parts["clf_LD"][j].astype(float)
+                s_clf = float(a @ b)
+                if normalize:
+                    s_clf /= max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-30)
+                elif parts["bias_L"] is not None:
+                    s_clf += float(parts["bias_L"][j])
+            total = {"both": s_de + weight * s_clf, "de": s_de, "clf": s_clf}[space]
+            rows.append((total, uid, TITLES[j], s_de, s_clf))
+        out.append(sorted(rows, key=lambda row: -row[0])[:k])
+    return out
+
+
+@pytest.mark.parametrize(
+    ("heads", "space", "normalize", "bias", "kind"),
+    [
+        ("both", "both", True, False, "flat"),
+        ("both", "both", False, True, "flat"),
+        ("both", "both", False, False, "hnsw"),
+        ("both", "de", True, False, "flat"),
+        ("both", "clf", False, True, "hnsw"),
+        ("de", "de", True, False, "flat"),
+        ("clf", "clf", True, False, "flat"),
+    ],
+)
+def test_predicts_as_a_loop_over_all_labels(rng, tmp_path, heads, space, normalize, bias, kind):
+    parts = write_tiny_bundle(
+        tmp_path / "b", rng, heads=heads, space=space, kind=kind, clf_normalize=normalize, bias=bias
+    )
+    bundle = Bundle.load(tmp_path / "b")
+    exclude = [["L0", "L3"], [], ["nobody"], UIDS[:11], ["L5", "L5"]]
+    for k in (1, 3, 12, 40):
+        found = bundle.predict(QUERIES, k=k, exclude=exclude, batch_size=2)
+        expected = _slow(parts, QUERIES, k, exclude, space, 0.5, normalize)
+        for got, rows in zip(found, expected, strict=True):
+            assert len(got.labels) == len(got.titles) == len(got.scores) == len(rows)
+            np.testing.assert_allclose(got.scores, [row[0] for row in rows], rtol=1e-4, atol=1e-5)
+            at = {row[1]: row for row in rows}
+            for i, uid in enumerate(got.labels):
+                if uid not in at:  # a tie at the end of the list
+                    assert got.scores[i] == pytest.approx(rows[-1][0], abs=1e-5)
+                    continue
+                assert got.titles[i] == at[uid][2]
+                assert got.scores[i] == pytest.approx(at[uid][0], abs=1e-5)
+                if heads != "clf":
+                    assert got.de_scores[i] == pytest.approx(at[uid][3], abs=1e-5)
+                if heads != "de":
+                    assert got.clf_scores[i] == pytest.approx(at[uid][4], rel=1e-4, abs=1e-5)
+            assert not got.de_scores if heads == "clf" else len(got.de_scores) == len(rows)
+            assert not got.clf_scores if heads == "de" else len(got.clf_scores) == len(rows)
+
+
+def test_exclusion_only_touches_its_own_query(rng, tmp_path):
+    write_tiny_bundle(tmp_path / "b", rng)
+    bundle = Bundle.load(tmp_path / "b")
+    free = bundle.predict(["red car", "red car"], k=4)
+    assert free[0] == free[1]
+    first = free[0].labels[0]
+    one, two = bundle.predict(["red car", "red car"], k=3, exclude=[[first], []])
+    assert one.labels == free[0].labels[1:4] and two.labels == free[0].labels[:3]
+    assert bundle.predict(["red"], exclude=[UIDS])[0].labels == []
+    assert bundle.predict([]) == [] and bundle.predict_arrays([], k=3).rows.shape == (0, 3)
+
+
+def test_the_batch_does_not_matter(rng, tmp_path):
+    write_tiny_bundle(tmp_path / "b", rng)
+    bundle = Bundle.load(tmp_path / "b")
+    texts = [" ".join(rng.choice(["red", "blue", "car", "house", "xyz"], 3)) for _ in range(57)]
+    whole = bundle.predict_arrays(texts, k=6, batch_size=1000)
+    pieces = bundle.predict_arrays(texts, k=6, batch_size=7)
+    np.testing.assert_allclose(whole.scores, pieces.scores, rtol=1e-5, atol=1e-6)
+    table = bundle.predict_table(texts, k=6)
+    assert table["query_row"].to_pylist() == np.repeat(np.arange(57), 6).tolist()
+    assert table["rank"].to_pylist() == [1, 2, 3, 4, 5, 6] * 57
+
+
+def test_wrong_input_is_refused(rng, tmp_path):
+    write_tiny_bundle(tmp_path / "b", rng)
+    bundle = Bundle.load(tmp_path / "b")
+    for wrong in (
+        lambda: bundle.predict("red"),
+        lambda: bundle.predict(["red"], k=0),
+        lambda: bundle.predict(["red", 3]),  # type: ignore[list-item]
+        lambda: bundle.predict(["red", None]),  # type: ignore[list-item]
+        lambda: bundle.predict(["a", "b"], exclude=[["L0"]]),
+        lambda: bundle.predict(["\ud800"]),
+        lambda: bundle.predict_frame(pd.DataFrame({"txt": ["a"]})),
+    ):
+        with pytest.raises(DataError):
+            wrong()
+
+
+def test_frame_has_the_columns_that_the_signature_names(rng, tmp_path):
+    write_tiny_bundle(tmp_path / "b", rng)
+    bundle = Bundle.load(tmp_path / "b")
+    frame = bundle.predict_frame(pd.DataFrame({"other": [1, 2], "query": ["red car", "old house"]}, index=[7, 9]), k=3)
+    assert list(frame.columns) == ["query", "rank", "label", "title", "score"]
+    assert frame["query"].tolist() == ["red car"] * 3 + ["old house"] * 3
+    assert frame["rank"].tolist() == [1, 2, 3] * 2 and frame["rank"].dtype == np.int64
+    assert frame["score"].dtype == np.float64
+    first = bundle.predict(["old house"], k=3)[0]
+    assert frame["label"].tolist()[3:] == first.labels and frame["title"].tolist()[3:] == first.titles
+    assert bundle.predict_frame(pd.DataFrame({"text": ["red"]}), k=1)["query"].tolist() == ["red"]
+
+
+def _write_queries(path, ending: str, texts: list[str], column: str) -> None:
+    frame = pd.DataFrame({"id": range(len(texts)), column: texts})
+    plain = ending.removesuffix(".gz")
+    if plain == ".parquet":
+        frame.to_parquet(path)
+        return
+    text = (
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in frame.to_dict("records"))
+        if plain == ".jsonl"
+        else frame.to_csv(index=False, sep="\t" if plain == ".tsv" else ",")
+    )
+    path.write_bytes(gzip.compress(text.encode()) if ending.endswith(".gz") else text.encode())
+
+
+@pytest.mark.parametrize(
+    ("ending", "column", "output"),
+    [
+        (".csv", "query", "out.parquet"),
+        (".csv", "my text", "out.csv"),
+        (".tsv", "text", "out.tsv"),
+        (".jsonl", "query", "out.jsonl"),
+        (".jsonl", "my text", "out.csv"),
+        (".parquet", "text", "out.jsonl"),
+        (".parquet", "my text", "out.parquet"),
+        (".csv.gz", "text", "out.parquet"),
+        (".jsonl.gz", "query", "out.parquet"),
+    ],
+)
+def test_files_in_and_out(rng, tmp_path, ending, column, output):
+    write_tiny_bundle(tmp_path / "b", rng)
+    bundle = Bundle.load(tmp_path / "b")
+    texts = ["red car", 'a "quoted", old\nhouse', "größer 🚗", "007", "NA", "1.50"]
+    source = tmp_path / f"queries{ending}"
+    _write_queries(source, ending, texts, column)
+    target = tmp_path / "new" / output
+    number = bundle.predict_file(source, target, k=2, column=column if column == "my text" else None, batch_size=4)
+    assert number == len(texts) and [p.name for p in target.parent.iterdir()] == [output]
+    if output.endswith(".parquet"):
+        rows = pq.read_table(target).to_pylist()
+    elif output.endswith(".jsonl"):
+        rows = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    else:
+        frame = pd.read_csv(target, sep="\t" if output.endswith(".tsv") else ",", dtype=str, keep_default_na=False)
+        kinds = {"query_row": int, "rank": int, "score": float}
+        rows = frame.astype(kinds).to_dict("records")
+    expected = bundle.predict_table(texts, k=2).to_pylist()
+    assert [list(row) for row in rows[:1]] == [["query_row", "query", "rank", "label", "title", "score"]]
+    assert [{**row, "score": 0} for row in rows] == [{**row, "score": 0} for row in expected]
+    np.testing.assert_allclose([row["score"] for row in rows], [row["score"] for row in expected], rtol=1e-5)
+
+
+def test_files_that_cannot_be_read_leave_nothing_behind(rng, tmp_path):
+    write_tiny_bundle(tmp_path / "b", rng)
+    bundle = Bundle.load(tmp_path / "b")
+    folder = tmp_path / "files"
+    folder.mkdir()
+    pq.write_table(pa.table({"query": ["a", None]}), folder / "null.parquet")
+    pq.write_table(pa.table({"query": [1, 2]}), folder / "numbers.parquet")
+    (folder / "damaged.parquet").write_bytes(b"PAR1 no PAR1")
+    (folder / "latin.csv").write_bytes(b"query\nred\ngr\xf6n\n")
+    (folder / "columns.csv").write_bytes(b"a,b\n1,2\n")
+    (folder / "ragged.csv").write_bytes(b"query,b\nred,1\nblue,2,3\n")
+    (folder / "empty.csv").write_bytes(b"")
+    (folder / "broken.jsonl").write_bytes(b'{"query": "a"}\n{"query": \n')
+    (folder / "list.jsonl").write_bytes(b"[1]\n")
+    (folder / "number.jsonl").write_bytes(b'{"query": 1}\n')
+    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"query": "a"}\n' * 9999)[:-20])
+    (folder / "sheet.xlsx").write_bytes(b"x")
+    (tmp_path / "out.csv").write_text("before")
+    for source in [*sorted(folder.iterdir()), folder / "nothing.csv"]:
+        with pytest.raises(DataError) as caught:
+            bundle.predict_file(source, tmp_path / "out.csv")
+        assert source.name in str(caught.value), caught.value
+        assert (tmp_path / "out.csv").read_text() == "before"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "files", "model", "out.csv"]
+    with pytest.raises(DataError, match=r"broken\.jsonl:2"):
+        bundle.predict_file(folder / "broken.jsonl", tmp_path / "out.csv")
+    (folder / "good.csv").write_text("query\nred\n")
+    with pytest.raises(DataError, match="unknown format"):
+        bundle.predict_file(folder / "good.csv", tmp_path / "out.xlsx")
+    with pytest.raises(DataError, match="same file"):
+        bundle.predict_file(folder / "good.csv", folder / "good.csv")
+
+
+def test_a_file_of_a_header_only_gives_no_predictions(rng, tmp_path):
+    write_tiny_bundle(tmp_path / "b", rng)
+    (tmp_path / "in.csv").write_text("id,query\n")
+    assert Bundle.load(tmp_path / "b").predict_file(tmp_path / "in.csv", tmp_path / "out.parquet") == 0
+    assert pq.read_table(tmp_path / "out.parquet").num_rows == 0
+
+
+def test_two_writings_give_the_same_bytes(tmp_path, rng):
+    state = rng.bit_generator.state
+    write_tiny_bundle(tmp_path / "one" / "b", rng)
+    rng.bit_generator.state = state
+    write_tiny_bundle(tmp_path / "two" / "b", rng)
+    assert folder_sha256(tmp_path / "one" / "b") == folder_sha256(tmp_path / "two" / "b")
+    history = tmp_path / "two" / "model" / "history.jsonl"
+    assert history.exists() and not (tmp_path / "two" / "b" / "model" / "history.jsonl").exists()
+
+
+def test_a_moved_bundle_answers_the_same_without_what_it_was_made_from(rng, tmp_path):
+    write_tiny_bundle(tmp_path / "b", rng)
+    bundle = Bundle.load(tmp_path / "b")
+    before, sha256 = bundle.predict(QUERIES), bundle.sha256
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move(tmp_path / "b", tmp_path / "elsewhere" / "c")
+    shutil.rmtree(tmp_path / "model")
+    moved = Bundle.load(tmp_path / "elsewhere" / "c")
+    assert moved.predict(QUERIES) == before and moved.sha256 == sha256 == folder_sha256(moved.path)
+    assert moved.info.dataset["name"] == "tiny" and moved.info.params == {"seed": 0}
+
+
+def test_parts_that_do_not_fit_are_not_written(rng, tmp_path):
+    model = write_model(tmp_path / "model", rng)
+    de = rng.normal(size=(12, DIM)).astype(np.float32)
+    good = {"de_LD": de, "clf_LD": None, "uids": UIDS, "titles": TITLES, "space": "de", "clf_weight": 1.0,
+            "clf_normalize": True}  # fmt: skip
+    index = LabelIndex.build(de)
+    for change, message in (
+        ({"uids": UIDS[:-1], "titles": TITLES[:-1]}, "number of labels"),
+        ({"uids": ["L0"] * 12}, "not unique"),
+        ({"space": "both"}, "got None"),
+        ({"de_LD": de[:, :3]}, "6 wide"),
+        ({"de_LD": de * 2}, "other vectors"),
+        ({"de_LD": de[:5]}, "number of labels"),
+        ({"clf_LD": de[:, :2]}, "different shapes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_bundle(tmp_path / "b", model, index, **(good | change))
+    with pytest.raises(ArtifactError, match="no model"):
+        write_bundle(tmp_path / "b", tmp_path / "none", index, **good)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_bundle_needs_neither_mlflow_nor_prefect():
+    code = "import sys, unidec.retrieval.bundle; print([m for m in ('mlflow', 'prefect', 'great_expectations') if m in sys.modules])"  # noqa: E501
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

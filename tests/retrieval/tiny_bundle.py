@@ -1,0 +1,78 @@
+"""A bundle small enough to check by hand: a model that averages word vectors, twelve labels, both heads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from unidec.data.storage import write_folder
+from unidec.data.tokens import Tokens, encode_texts
+from unidec.retrieval.bundle import write_bundle
+from unidec.retrieval.index import LabelIndex
+from unidec.retrieval.space import label_vectors, unit_rows
+
+WORDS = ["red", "green", "blue", "car", "boat", "house", "old", "new", "big"]
+TITLES = ["red car", "green car", "blue car", "red boat", "green boat", "blue boat", "old house", "new house",
+          "big house", "old red house", "big blue boat", "größer, \"neu\"\nund <b>rot</b> 🚗"]  # fmt: skip
+UIDS = [f"L{i}" for i in range(len(TITLES))]
+DIM = 6
+
+
+class StubModel:
+    """What `Bundle` needs of UniDEC."""
+
+    heads = "both"
+
+    def __init__(self, path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        self.heads, self.num_labels = config["heads"], config["num_labels"]
+        self.settings = SimpleNamespace(dim=DIM)
+        self.tokenizer_folder, self.max_length = path / "tokenizer", 8
+        self.words_2VD = np.load(path / "words.npy", allow_pickle=False)
+
+    def _mean(self, head: int, tokens: Tokens, rows: np.ndarray) -> np.ndarray:
+        ids, mask = tokens.batch(rows)
+        summed = (self.words_2VD[head][ids] * mask[..., None]).sum(axis=1)
+        return (summed / np.maximum(mask.sum(axis=1, keepdims=True), 1)).astype(np.float32)
+
+    def encode_queries(self, tokens: Tokens, rows: np.ndarray, batch_size: int = 256):
+        de = unit_rows(self._mean(0, tokens, rows)) if self.heads != "clf" else None
+        return de, self._mean(1, tokens, rows) if self.heads != "de" else None
+
+
+def write_model(path: Path, rng: np.random.Generator, heads: str = "both") -> Path:
+    """A folder that `StubModel` reads, with the records of a training beside it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: i for i, word in enumerate(["[UNK]", "[PAD]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    with write_folder(path, "model", 1) as out:
+        (out.path / "tokenizer").mkdir()
+        tokenizer.save(str(out.path / "tokenizer" / "tokenizer.json"))
+        np.save(out.path / "words.npy", rng.normal(size=(2, len(vocabulary), DIM)).astype(np.float32))
+        (out.path / "config.json").write_text(json.dumps({"heads": heads, "num_labels": len(TITLES)}))
+        (out.path / "history.jsonl").write_text(json.dumps({"seconds": rng.random()}))
+    return path
+
+
+def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "both", space: str = "both",
+                      kind: str = "flat", clf_normalize: bool = True, bias: bool = False,
+                      clf_weight: float = 0.5) -> dict:  # fmt: skip
+    """Write model and bundle beside each other; returns the arrays it was made of."""
+    model_path = write_model(path.parent / "model", rng, heads)
+    model = StubModel(model_path)
+    tokens = encode_texts(TITLES, model.tokenizer_folder, model.max_length)
+    de_LD = unit_rows(model._mean(0, tokens, np.arange(len(TITLES)))) if heads != "clf" else None
+    clf_LD = rng.normal(size=(len(TITLES), DIM)).astype(np.float32) if heads != "de" else None
+    bias_L = rng.normal(size=len(TITLES)).astype(np.float32) if bias else None
+    index = LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize), kind=kind)
+    write_bundle(
+        path, model_path, index, de_LD=de_LD, clf_LD=clf_LD, bias_L=bias_L, uids=UIDS, titles=TITLES, space=space,
+        clf_weight=clf_weight, clf_normalize=clf_normalize, dataset={"name": "tiny", "sha256": "0" * 64},
+        metrics={"validation": {"P@1": 50.0}}, params={"seed": 0},
+    )  # fmt: skip
+    return {"de_LD": de_LD, "clf_LD": clf_LD, "bias_L": bias_L, "model": model}

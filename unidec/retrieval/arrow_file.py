@@ -1,0 +1,76 @@
+"""Arrow files from others, read without trusting them.
+
+Arrow checks lengths against the file, but unpacks compressed buffers to whatever size they claim. Ours are written
+uncompressed, so the messages are read one by one and a compressed one is refused before it is unpacked.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pyarrow as pa
+
+_MAGIC = b"ARROW1\0\0"
+_HEADER_FIELD = 2  # of the flatbuffer table Message: its header, here a RecordBatch
+_COMPRESSION_FIELD = 3  # of the table RecordBatch
+
+
+def read_plain_table(path: Path, schema: pa.Schema) -> pa.Table:
+    """All record batches of an Arrow IPC file in one table, in memory.
+
+    Args:
+        path: the file.
+        schema: columns that it must have; metadata is ignored.
+
+    Raises:
+        ValueError: not such a file, other columns, dictionaries, or compressed.
+        pa.ArrowException, OSError, MemoryError: what Arrow finds wrong.
+    """
+    with pa.OSFile(str(path), "rb") as file:
+        data = file.read_buffer()
+    if data.size < 16 or data.slice(0, len(_MAGIC)).to_pybytes() != _MAGIC:
+        raise ValueError("not an Arrow file")
+    reader = pa.ipc.MessageReader.open_stream(pa.BufferReader(data.slice(len(_MAGIC))))
+    first = reader.read_next_message()
+    if first.type != "schema" or (found := pa.ipc.read_schema(first)).remove_metadata() != schema:
+        raise ValueError(f"columns that differ from {', '.join(schema.names)}")
+    batches = []
+    while True:
+        try:
+            message = reader.read_next_message()
+        except StopIteration:
+            break
+        if message.type != "record batch":
+            raise ValueError(f"a message of another type: {message.type}")
+        if _is_compressed(message.metadata.to_pybytes()):
+            raise ValueError("compressed: it could unpack to any size")
+        batches.append(pa.ipc.read_record_batch(message, found))
+    return pa.Table.from_batches(batches, schema=found).replace_schema_metadata(None)
+
+
+def _is_compressed(metadata: bytes) -> bool:
+    """Whether the flatbuffer of a record batch's message has the field that names a codec."""
+    try:
+        (message,) = struct.unpack_from("<I", metadata)
+        place = _field(metadata, message, _HEADER_FIELD)
+        if place is None:
+            raise ValueError("a message without a header")
+        (offset,) = struct.unpack_from("<I", metadata, place)
+        return _field(metadata, place + offset, _COMPRESSION_FIELD) is not None
+    except struct.error as error:
+        raise ValueError("a message cut short") from error
+
+
+def _field(data: bytes, table: int, number: int) -> int | None:
+    """Where a field of a flatbuffer table lies; None where it is not set."""
+    (back,) = struct.unpack_from("<i", data, table)
+    vtable = table - back
+    if vtable < 0:
+        raise ValueError("a message that points outside")
+    (size,) = struct.unpack_from("<H", data, vtable)
+    at = 4 + 2 * number
+    if at + 2 > size:
+        return None
+    (offset,) = struct.unpack_from("<H", data, vtable + at)
+    return table + offset if offset else None

@@ -1,0 +1,333 @@
+"""A bundle: everything that answers queries, in one folder, without the training data and without params.yaml.
+
+    bundle.json          what it is: space, blend, sizes, data set, metrics, parameters (`BundleInfo`)
+    model/               encoder and heads, as the training wrote them, with their own manifest
+    vectors/*.npy        float32: de [L, D] label embeddings, clf [L, D] classifier rows, bias [L]; those that exist
+    index.faiss          the label index over the searched space
+    labels.arrow         uid and title of each label
+    manifest.json        size and sha256 of every file
+
+Legend: B queries, L labels, K results, D width of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from unidec.data.storage import folder_sha256, read_manifest
+from unidec.data.tokens import encode_texts
+from unidec.errors import ArtifactError, DataError
+from unidec.retrieval.bundle_folder import (
+    KIND,
+    VERSION,
+    BundleInfo,
+    check_names,
+    read_info,
+    read_labels,
+    read_vectors,
+    write_bundle,
+)
+from unidec.retrieval.index import LabelIndex
+from unidec.retrieval.space import head_scores, query_vectors
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Bundle", "BundleInfo", "Prediction", "Predictions", "write_bundle"]
+
+Floats = npt.NDArray[np.float32]
+Labels = npt.NDArray[np.int64]
+TEXT_COLUMNS = ("query", "text")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The labels of one query, best first.
+
+    Attributes:
+        labels, titles: uid and title of each label.
+        scores: what they are ranked by: in the space "both" de_scores + clf_weight x clf_scores.
+        de_scores, clf_scores: each head's own score; empty where the model has no such head.
+    """
+
+    labels: list[str]
+    titles: list[str]
+    scores: list[float]
+    de_scores: list[float]
+    clf_scores: list[float]
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The labels of B queries as arrays, best first.
+
+    Attributes:
+        rows: int64 [B, K], row of each label; -1 where there are fewer than K.
+        scores: float32 [B, K]; -inf there.
+        de_scores, clf_scores: float32 [B, K], each head's own score; NaN there; None where the model has no such head.
+    """
+
+    rows: Labels
+    scores: Floats
+    de_scores: Floats | None
+    clf_scores: Floats | None
+
+
+class Bundle:
+    """A loaded bundle. Predicting is safe from several threads at once.
+
+    Attributes:
+        path, sha256: the folder and its hash (the one under which it is registered).
+        info: `bundle.json`.
+        uids, titles: Arrow string arrays [L].
+        model: the encoder with its heads. index: the label index.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        info: BundleInfo,
+        model: Any,
+        index: LabelIndex,
+        vectors: Mapping[str, Floats],
+        labels: pa.Table,
+    ) -> None:
+        self.path, self.info, self.model, self.index = path, info, model, index
+        self.sha256 = folder_sha256(path)
+        self._vectors = dict(vectors)
+        self.uids, self.titles = (labels.column(name).combine_chunks() for name in ("uid", "title"))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], verify: bool = True, device: str = "cpu") -> Bundle:
+        """Open a folder of `write_bundle`.
+
+        Names, sizes and (with `verify`) hashes of all files are checked before anything is parsed; then sizes, dtypes
+        and dimensions against bundle.json before anything is used.
+
+        Args:
+            verify: check every file's sha256 and every vector too.
+            device: where the model runs.
+
+        Raises:
+            ArtifactError: missing, damaged, inconsistent, or of a newer version; it names the file.
+        """
+        root = Path(path)
+        manifest = read_manifest(root, KIND, VERSION, verify=verify)
+        check_names(root, manifest["files"])
+        info = read_info(root)
+        labels = read_labels(root, info.num_labels)
+        vectors = read_vectors(root, info, verify=verify)
+        index = LabelIndex.load(
+            root / "index.faiss", info.num_labels, info.width, kind=info.index_kind, search=info.index_search
+        )
+        model = _load_model(root / "model", device)
+        _check_model(root / "model", model, info)
+        return cls(root, info, model, index, vectors, labels)
+
+    @property
+    def num_labels(self) -> int:
+        """L."""
+        return self.info.num_labels
+
+    def predict(
+        self,
+        texts: Sequence[str],
+        k: int = 5,
+        exclude: Sequence[Sequence[str]] | None = None,
+        batch_size: int = 256,
+    ) -> list[Prediction]:
+        """The k best labels of each text, best first.
+
+        Args:
+            texts: queries; for a model of long texts title and content joined by a space.
+            k: at least 1; where it exceeds the labels that are left, fewer come back.
+            exclude: for each text, uids of labels that must not be returned; unknown ones are ignored.
+            batch_size: texts encoded at once.
+
+        Raises:
+            DataError: something that is not a string, k below 1, or `exclude` of another length.
+        """
+        found = self.predict_arrays(texts, k, exclude, batch_size)
+        counts = (found.rows >= 0).sum(axis=1)
+        rows = np.maximum(found.rows, 0)
+        names = [_taken(column, rows) for column in (self.uids, self.titles)]
+        nothing: list[list[float]] = [[] for _ in counts]
+        parts = [nothing if part is None else part.tolist() for part in (found.de_scores, found.clf_scores)]
+        columns = zip(*names, found.scores.tolist(), *parts, counts.tolist(), strict=True)
+        return [Prediction(u[:n], t[:n], s[:n], d[:n], c[:n]) for u, t, s, d, c, n in columns]
+
+    def predict_arrays(
+        self,
+        texts: Sequence[str],
+        k: int = 5,
+        exclude: Sequence[Sequence[str]] | None = None,
+        batch_size: int = 256,
+    ) -> Predictions:
+        """As `predict`, in arrays of label rows (`uids`, `titles` name them)."""
+        if isinstance(texts, str):
+            raise DataError("a list of texts is needed", got="one string", fix="pass [text]")
+        if k < 1:
+            raise DataError("k is out of range", got=k, expected="at least 1")
+        if exclude is not None and len(exclude) != len(texts):
+            raise DataError("labels to exclude are needed for each text", got=len(exclude), expected=len(texts))
+        parts = []
+        for start in range(0, len(texts), batch_size):
+            excluded = None if exclude is None else exclude[start : start + batch_size]
+            parts.append(self._predict_batch(texts[start : start + batch_size], k, excluded))
+        if not parts:
+            nothing = np.zeros((0, k), dtype=np.float32)
+            de, clf = (nothing if name in self._vectors else None for name in ("de", "clf"))
+            return Predictions(np.zeros((0, k), dtype=np.int64), nothing, de, clf)
+        return Predictions(
+            np.concatenate([part.rows for part in parts]),
+            np.concatenate([part.scores for part in parts]),
+            _stacked([part.de_scores for part in parts]),
+            _stacked([part.clf_scores for part in parts]),
+        )
+
+    def predict_frame(self, frame: Any, k: int = 5, column: str | None = None, batch_size: int = 256) -> pd.DataFrame:
+        """A table of predictions: columns query, rank (from 1), label, title, score; queries in order, best label
+        first.
+
+        Args:
+            frame: DataFrame with a text column `query` or `text`, or the name given as `column`; other columns are
+                ignored.
+
+        Raises:
+            DataError: no such column, or a value that is not a string.
+        """
+        names = list(getattr(frame, "columns", []))
+        name = text_column(names, column, "the table")
+        table = self.predict_table(frame[name].tolist(), k, batch_size=batch_size)
+        return table.drop_columns(["query_row"]).to_pandas().astype({"score": np.float64})
+
+    def predict_table(self, texts: Sequence[str], k: int = 5, *, first_row: int = 0, batch_size: int = 256) -> pa.Table:
+        """Arrow table `query_row` (int64, counted from `first_row`), `query`, `rank` (int64, from 1), `label`, `title`,
+        `score` (float32)."""
+        found = self.predict_arrays(texts, k, batch_size=batch_size)
+        query, rank = np.nonzero(found.rows >= 0)
+        rows = pa.array(found.rows[query, rank])
+        columns = {
+            "query_row": pa.array(query + first_row, pa.int64()),
+            "query": pa.array(list(texts), pa.string()).take(pa.array(query)),
+            "rank": pa.array(rank + 1, pa.int64()),
+            "label": self.uids.take(rows),
+            "title": self.titles.take(rows),
+            "score": pa.array(found.scores[query, rank], pa.float32()),
+        }
+        return pa.table(columns, schema=PREDICTION_SCHEMA)
+
+    def predict_file(self, input_path: Any, output_path: Any, k: int = 5, **options: Any) -> int:
+        """Predict a file of queries into a file; see `predict_file.predict_file`."""
+        from unidec.retrieval.predict_file import predict_file
+
+        return predict_file(self, input_path, output_path, k, **options)
+
+    @functools.cached_property
+    def row_of(self) -> dict[str, int]:
+        """uid -> label row; made on first use."""
+        return dict(zip(self.uids.to_pylist(), range(self.num_labels), strict=True))
+
+    def _predict_batch(self, texts: Sequence[str], k: int, exclude: Sequence[Sequence[str]] | None) -> Predictions:
+        tokens = encode_texts(texts, self.model.tokenizer_folder, self.model.max_length)
+        de_BD, clf_BD = self.model.encode_queries(tokens, np.arange(len(texts)), batch_size=len(texts))
+        info, vectors = self.info, self._vectors
+        query_BD = query_vectors(de_BD, clf_BD, info.space, info.clf_weight, info.clf_normalize, "bias" in vectors)
+        rows_BK, scores_BK = self._search(query_BD, k, exclude)
+        de = head_scores(de_BD, vectors["de"], rows_BK) if "de" in vectors else None
+        clf = None
+        if "clf" in vectors:
+            clf = head_scores(clf_BD, vectors["clf"], rows_BK, bias_L=vectors.get("bias"), normalize=info.clf_normalize)
+        return Predictions(rows_BK, scores_BK, de, clf)
+
+    def _search(self, query_BD: Floats, k: int, exclude: Sequence[Sequence[str]] | None) -> tuple[Labels, Floats]:
+        """Search k + the most excluded labels of a query, remove those, cut to k."""
+        pairs = self._excluded_pairs(exclude)
+        most = int(np.bincount(pairs // self.num_labels).max()) if pairs.size else 0
+        scores, rows = self.index.search(query_BD, min(k + most, max(k, self.num_labels)))
+        if pairs.size:
+            place = np.arange(len(rows), dtype=np.int64)[:, None] * self.num_labels + rows
+            removed = np.isin(place, pairs) & (rows >= 0)
+            scores[removed], rows[removed] = -np.inf, -1
+            order = np.argsort(rows < 0, axis=1, kind="stable")[:, :k]
+            scores, rows = np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)
+        return rows, scores
+
+    def _excluded_pairs(self, exclude: Sequence[Sequence[str]] | None) -> Labels:
+        """query x L + label row of each pair that is excluded, each once."""
+        if exclude is None:
+            return np.zeros(0, dtype=np.int64)
+        row_of = self.row_of
+        pairs = {
+            query * self.num_labels + row_of[uid] for query, uids in enumerate(exclude) for uid in uids if uid in row_of
+        }
+        return np.fromiter(pairs, dtype=np.int64, count=len(pairs))
+
+
+PREDICTION_SCHEMA = pa.schema(
+    [
+        ("query_row", pa.int64()),
+        ("query", pa.string()),
+        ("rank", pa.int64()),
+        ("label", pa.string()),
+        ("title", pa.string()),
+        ("score", pa.float32()),
+    ]
+)
+
+
+def text_column(names: Sequence[str], column: str | None, where: str) -> str:
+    """The column that holds the queries: the one asked for, else `query`, else `text`.
+
+    Raises:
+        DataError: it is not there.
+    """
+    wanted = (column,) if column else TEXT_COLUMNS
+    for name in wanted:
+        if name in names:
+            return name
+    raise DataError(
+        "no column of queries",
+        where=where,
+        got=", ".join(map(str, names))[:300] or "no columns",
+        expected=" or ".join(wanted),
+        fix="rename the column, or name it: --column NAME",
+    )
+
+
+def _load_model(path: Path, device: str) -> Any:
+    from unidec.model.unidec import UniDEC
+
+    return UniDEC.load(path, device=device, verify=False)  # its hashes are those of the bundle's manifest
+
+
+def _check_model(path: Path, model: Any, info: BundleInfo) -> None:
+    heads = {"de", "clf"} if model.heads == "both" else {model.heads}
+    got = (model.num_labels, model.settings.dim, sorted(heads))
+    if got != (info.num_labels, info.dim, sorted(set(info.vectors) - {"bias"})):
+        raise ArtifactError(
+            "a model that does not belong to the bundle's vectors",
+            where=str(path),
+            got="{} labels, heads of width {}: {}".format(*got),
+            expected=f"{info.num_labels} labels, heads of width {info.dim}: {sorted(info.vectors)}",
+        )
+
+
+def _taken(column: pa.Array, rows_BK: Labels) -> list[list[str]]:
+    """The strings of all rows, query by query."""
+    strings = column.take(pa.array(rows_BK.ravel()))
+    return pa.FixedSizeListArray.from_arrays(strings, rows_BK.shape[1]).to_pylist()
+
+
+def _stacked(parts: list[Floats | None]) -> Floats | None:
+    given = [part for part in parts if part is not None]
+    return np.concatenate(given) if given else None

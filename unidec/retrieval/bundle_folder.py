@@ -1,0 +1,311 @@
+"""The bundle's folder: how it is written, and what is checked before any of it is used.
+
+Legend: L labels, D width of a head.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from unidec.data.storage import (
+    MANIFEST,
+    file_sha256,
+    load_array,
+    read_manifest,
+    write_folder,
+    write_json,
+    write_manifest,
+)
+from unidec.errors import ArtifactError
+from unidec.retrieval.arrow_file import read_plain_table
+from unidec.retrieval.index import Kind, LabelIndex
+from unidec.retrieval.space import Space, label_vectors, width
+
+KIND = "bundle"
+VERSION = 1
+MAX_INFO_BYTES = 16 << 20
+LABEL_SCHEMA = pa.schema([pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)])
+LABEL_ROWS = 65_536
+
+Floats = npt.NDArray[np.float32]
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
+
+_FILES = {"bundle.json", "labels.arrow", "index.faiss"}
+_VECTORS = {"vectors/de.npy", "vectors/clf.npy", "vectors/bias.npy"}
+_TRAINING_RECORDS = {"history.jsonl", "rounds.jsonl", "train.json"}  # hold wall times: no two trainings write the same
+_FIX = "write the bundle again: unidec index"
+
+
+class BundleInfo(BaseModel):
+    """`bundle.json`.
+
+    Attributes:
+        space: what is searched: "both", "de" or "clf".
+        clf_weight: weight of the classifier's score beside the dual encoder's.
+        clf_normalize: the classifier's score is a cosine.
+        num_labels: L. dim: D, width of a head. width: width of the searched space.
+        vectors: shape of each array under vectors/.
+        index_kind, index_search: kind of index, and efSearch of HNSW.
+        index_bytes: size of index.faiss.
+        default_k, max_k: what a server offers.
+        text: which text of a query the model was trained on: "title" or "title+content".
+        dataset: name and sha256 of the data set. metrics: their summary. params: all parameters of the training.
+        card: any further facts for people.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    space: Space
+    clf_weight: Annotated[float, Field(allow_inf_nan=False)]
+    clf_normalize: bool
+    num_labels: Count
+    dim: Count
+    width: Count
+    vectors: dict[Literal["de", "clf", "bias"], list[Count]]
+    index_kind: Kind
+    index_search: Count
+    index_bytes: Count
+    default_k: Count = 5
+    max_k: Count = 100
+    text: str
+    dataset: dict[str, Any]
+    metrics: dict[str, Any]
+    params: dict[str, Any]
+    card: dict[str, Any]
+
+
+def write_bundle(
+    path: str | os.PathLike[str],
+    model_path: str | os.PathLike[str],
+    index: LabelIndex,
+    *,
+    de_LD: Floats | None,
+    clf_LD: Floats | None,
+    bias_L: Floats | None = None,
+    uids: Iterable[str],
+    titles: Iterable[str],
+    space: Space,
+    clf_weight: float,
+    clf_normalize: bool,
+    text: str = "title",
+    dataset: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    params: Mapping[str, Any] | None = None,
+    card: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a bundle; a folder that is there is replaced when all is written. The same input gives the same bytes.
+
+    Args:
+        path: the folder.
+        model_path: a trained model's folder; checked and copied, without the records of its training.
+        index: built over `space.label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize)`.
+        de_LD, clf_LD: float32 [L, D] label embeddings and classifier rows; those that the model has.
+        bias_L: float32 [L] biases of the classifier.
+        uids, titles: of the L labels; uids are unique.
+        space, clf_weight, clf_normalize: what is searched and how it is blended; see `space.py`.
+        text: "title" or "title+content".
+        dataset, metrics, params, card: facts kept in bundle.json, JSON-able.
+
+    Returns:
+        The folder's path.
+
+    Raises:
+        ValueError: parts that do not fit together.
+        ArtifactError: the model's folder is damaged, or the bundle cannot be written.
+    """
+    vectors = {
+        name: np.ascontiguousarray(array, dtype=np.float32)
+        for name, array in (("de", de_LD), ("clf", clf_LD), ("bias", bias_L))
+        if array is not None
+    }
+    labels = pa.table({"uid": _strings(uids), "title": _strings(titles)}, schema=LABEL_SCHEMA)
+    dim = _check_parts(index, vectors, labels, space, clf_normalize)
+    size = sum(array.nbytes for array in vectors.values()) + 4 * index.num_labels * index.dim
+    with write_folder(path, KIND, VERSION, num_bytes=size) as out:
+        _copy_model(Path(model_path), out.path / "model")
+        (out.path / "vectors").mkdir()
+        for name, array in vectors.items():
+            np.save(out.path / "vectors" / f"{name}.npy", array, allow_pickle=False)
+        index.save(out.path / "index.faiss")
+        _write_labels(out.path / "labels.arrow", labels)
+        info = BundleInfo(
+            space=space,
+            clf_weight=float(clf_weight),
+            clf_normalize=clf_normalize,
+            num_labels=index.num_labels,
+            dim=dim,
+            width=index.dim,
+            vectors={name: list(array.shape) for name, array in vectors.items()},  # type: ignore[misc]
+            index_kind=index.kind,
+            index_search=index.search_width,
+            index_bytes=(out.path / "index.faiss").stat().st_size,
+            text=text,
+            dataset=dict(dataset or {}),
+            metrics=dict(metrics or {}),
+            params=dict(params or {}),
+            card=dict(card or {}),
+        )
+        write_json(out.path / "bundle.json", info.model_dump())
+        out.meta.update(space=space, num_labels=index.num_labels, index=index.kind)
+    return Path(path)
+
+
+def check_names(root: Path, files: Iterable[str]) -> None:
+    """Refuse a folder that lacks a file of a bundle, or lists one that is none.
+
+    Raises:
+        ArtifactError: naming the file.
+    """
+    names = set(files)
+    for missing in sorted((_FILES | {f"model/{MANIFEST}"}) - names):
+        raise ArtifactError("a file of a bundle is missing", where=str(root / missing), fix=_FIX)
+    for name in sorted(names - _FILES - _VECTORS):
+        if not name.startswith("model/") or name.endswith((".pkl", ".pickle", ".pt", ".pth", ".bin", ".py")):
+            raise ArtifactError(
+                "a file that has no place in a bundle", where=str(root / name), fix="do not use this bundle"
+            )
+
+
+def read_info(root: Path) -> BundleInfo:
+    """`bundle.json`, each field of the right type.
+
+    Raises:
+        ArtifactError: too large, damaged, or numbers that contradict each other.
+    """
+    where = root / "bundle.json"
+    size = where.stat().st_size
+    if size > MAX_INFO_BYTES:
+        raise ArtifactError("a file of impossible size", where=str(where), got=size, expected=f"<= {MAX_INFO_BYTES}")
+    try:
+        info = BundleInfo.model_validate_json(where.read_bytes())
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc'])) or 'document'}: {e['msg']}" for e in error.errors()[:5]]
+        raise ArtifactError("a damaged bundle.json", where=str(where), got="; ".join(lines)[:500], fix=_FIX) from error
+    matrix = [info.num_labels, info.dim]
+    shapes = {"de": matrix, "clf": matrix, "bias": [info.num_labels]}
+    needed = {"both": {"de", "clf"}}.get(info.space, {info.space})
+    has_bias = "bias" in info.vectors
+    expected = width(info.dim, info.space, info.clf_normalize, has_bias)
+    if any(shape != shapes[name] for name, shape in info.vectors.items()) or not needed <= set(info.vectors):
+        raise ArtifactError(
+            "vectors that do not fit the bundle's size",
+            where=str(where),
+            got=info.vectors,
+            expected=f"{', '.join(sorted(needed))} of shape {matrix}",
+        )
+    if info.width != expected:
+        raise ArtifactError("a space of another width", where=str(where), got=info.width, expected=expected)
+    size = (root / "index.faiss").stat().st_size
+    if size != info.index_bytes:
+        raise ArtifactError(
+            "an index of another size", where=str(root / "index.faiss"), got=size, expected=info.index_bytes, fix=_FIX
+        )
+    return info
+
+
+def read_labels(root: Path, num_labels: int) -> pa.Table:
+    """uid and title of each label, in memory.
+
+    Raises:
+        ArtifactError: not such a file, another number of labels, a missing text, or text that is not UTF-8.
+    """
+    where = root / "labels.arrow"
+    try:
+        table = read_plain_table(where, LABEL_SCHEMA)
+        table.validate(full=True)
+    except (pa.ArrowException, ValueError, MemoryError, OSError, StopIteration) as error:
+        raise ArtifactError("not a readable Arrow file", where=str(where), got=str(error)[:200], fix=_FIX) from error
+    if table.num_rows != num_labels or any(column.null_count for column in table.columns):
+        raise ArtifactError(
+            "another number of labels", where=str(where), got=table.num_rows, expected=num_labels, fix=_FIX
+        )
+    return table.combine_chunks()
+
+
+def read_vectors(root: Path, info: BundleInfo, verify: bool = True) -> dict[str, Floats]:
+    """The arrays under vectors/, memory-mapped.
+
+    Raises:
+        ArtifactError: missing, of another dtype or shape, or (with `verify`) not finite.
+    """
+    vectors: dict[str, Floats] = {}
+    for name, shape in info.vectors.items():
+        where = root / "vectors" / f"{name}.npy"
+        if not where.is_file():
+            raise ArtifactError("a file of a bundle is missing", where=str(where), fix=_FIX)
+        array = load_array(where, np.float32, ndim=len(shape))
+        if list(array.shape) != shape:
+            raise ArtifactError("another shape", where=str(where), got=list(array.shape), expected=shape, fix=_FIX)
+        step = max(1, (1 << 22) // (shape[1] if len(shape) > 1 else 1))
+        if verify and not all(np.isfinite(array[i : i + step]).all() for i in range(0, len(array), step)):
+            raise ArtifactError("numbers that are not finite", where=str(where), fix="look at the last training steps")
+        vectors[name] = array
+    return vectors
+
+
+def _check_parts(
+    index: LabelIndex, vectors: Mapping[str, Floats], labels: pa.Table, space: Space, clf_normalize: bool
+) -> int:
+    """Parts that fit together, and the width of a head."""
+    matrices = [vectors[name] for name in ("de", "clf") if name in vectors]
+    expected = label_vectors(vectors.get("de"), vectors.get("clf"), vectors.get("bias"), space, clf_normalize)
+    if len({array.shape for array in matrices}) != 1:
+        raise ValueError(f"heads of different shapes: {[array.shape for array in matrices]}")
+    counts = {"index": index.num_labels, "labels": labels.num_rows, **{n: len(v) for n, v in vectors.items()}}
+    if len(set(counts.values())) != 1:
+        raise ValueError(f"parts differ in their number of labels: {counts}")
+    if index.dim != expected.shape[1]:
+        raise ValueError(f"the index is {index.dim} wide, space {space!r} {expected.shape[1]}")
+    if len(labels["uid"].unique()) != labels.num_rows:
+        raise ValueError("label uids are not unique")
+    sample = np.unique(np.linspace(0, index.num_labels - 1, 16).astype(np.int64))
+    scores, _ = index.search(expected[sample], 1)
+    own = np.einsum("bd,bd->b", expected[sample], expected[sample])
+    if index.kind == "flat" and (scores[:, 0] < own - 1e-3 * np.maximum(1.0, own)).any():
+        raise ValueError("the index holds other vectors than de_LD, clf_LD and bias_L give")
+    return matrices[0].shape[1]
+
+
+def _copy_model(source: Path, target: Path) -> None:
+    """Copy a model's folder without the records of its training, under a manifest of its own."""
+    about = _kind_of(source)
+    manifest = read_manifest(source, *about)
+    for name, entry in manifest["files"].items():
+        if name in _TRAINING_RECORDS:
+            continue
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target / name)
+        if file_sha256(target / name) != entry["sha256"]:
+            raise ArtifactError("a file changed while it was copied", where=str(source / name), fix="run it again")
+    target.mkdir(exist_ok=True)
+    write_manifest(target, manifest["kind"], manifest["version"], manifest["meta"])
+
+
+def _kind_of(source: Path) -> tuple[str, int]:
+    try:
+        about = json.loads((source / MANIFEST).read_text(encoding="utf-8"))
+        return str(about["kind"]), int(about["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError("no model here", where=str(source), fix="train first: unidec train") from error
+
+
+def _strings(values: Iterable[str] | Sequence[str]) -> pa.Array:
+    array = values if isinstance(values, pa.Array) else pa.array(list(values), pa.string())
+    return array.cast(pa.string())
+
+
+def _write_labels(path: Path, table: pa.Table) -> None:
+    """Uncompressed, in batches of a fixed size: the bytes depend on the texts only."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, LABEL_SCHEMA) as writer:
+        for start in range(0, table.num_rows, LABEL_ROWS):
+            writer.write_table(table.slice(start, LABEL_ROWS).combine_chunks())
