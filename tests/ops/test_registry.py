@@ -25,8 +25,7 @@ from unidec.ops import registry
 from unidec.ops.tracking import Tracker
 from unidec.ops.tracking_store import open_client, prepare_store
 
-# MLflow's own: its use of pandas, and advice when it loads a model
-pytestmark = pytest.mark.filterwarnings("ignore:Operation with range", "ignore:.*type hints")
+pytestmark = pytest.mark.filterwarnings("ignore:Operation with range")  # MLflow's own use of pandas
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from mlflow.pyfunc import PythonModel
 MAX_K = 100
 
 
-class BundleModel(PythonModel):
+class _Calls:
     """MLflow's calls, passed on to `unidec.retrieval.bundle.Bundle`."""
 
     def load_context(self, context: Any) -> None:
@@ -23,7 +23,7 @@ class BundleModel(PythonModel):
 
         self._bundle = Bundle.load(context.artifacts["bundle"])
 
-    # without types: MLflow would make a schema of them, and say so, beside the signature that registration gives
+    # without type hints, and inherited below: MLflow would make a schema of them, beside the signature it is given
     def predict(self, context, model_input, params=None):
         """The `k` best labels of each query, best first.
 
@@ -36,6 +36,10 @@ class BundleModel(PythonModel):
         if not 1 <= k <= MAX_K:
             raise ConfigError("k is out of range", where="params.k", got=k, expected=f"1 to {MAX_K}")
         return self._bundle.predict_frame(model_input, k=k)
+
+
+class BundleModel(_Calls, PythonModel):
+    """What MLflow loads and asks."""
 
 
 set_model(BundleModel())
