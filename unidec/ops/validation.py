@@ -62,8 +62,8 @@ def validate_dataset(
     Returns:
         {"success", "name", "dataset_sha256", "rows", "failed", "warnings", "expectations"}; an expectation is {"table",
         "type", "description", "kwargs", "severity", "success", "unexpected_count", "element_count", "observed",
-        "samples"} with at most 20 samples {"row", "uid", "value"} (pairs: query and label instead of row). `success` is false if a
-        critical one failed.
+        "samples"} with at most 20 samples {"row", "uid", "value"} (pairs: query and label instead of row). `success` is
+        false if a critical one failed.
 
     Raises:
         ArtifactError: the data set is missing or damaged. A failed check raises nothing: the caller decides.

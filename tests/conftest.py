@@ -1,0 +1,94 @@
+"""Data that many tests share: a small synthetic set, a slice of the real one. Read-only: copy before damaging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+
+from unidec.data.dataset import XMCDataset, write_dataset
+from unidec.data.formats import make_slice, read_raw
+from unidec.data.raw import RawData, text_table
+
+ROOT = Path(__file__).resolve().parent.parent
+TOPICS = ("river", "music", "engine", "garden", "letter", "planet", "bread", "window")
+
+
+def make_raw(
+    num_train: int = 48, num_test: int = 12, num_labels: int = 40, *, filters: bool = True, seed: int = 0
+) -> RawData:
+    """A synthetic data set with structure: queries and labels speak of topics, and share a topic with their positives.
+
+    Query 0 of the test split has no positives; the last label has no training point (both legal).
+    """
+    rng = np.random.default_rng(seed)
+    topic_L = rng.integers(0, len(TOPICS), num_labels)
+
+    def texts(topics: np.ndarray, what: str) -> list[str]:
+        words = rng.integers(0, 50, (len(topics), 2))
+        return [f"{TOPICS[t]} {what} w{a} w{b}" for t, (a, b) in zip(topics, words, strict=True)]
+
+    def split(name: str, num_queries: int) -> tuple:
+        topic_N = rng.integers(0, len(TOPICS), num_queries)
+        likely = (topic_N[:, None] == topic_L[None, :]) * 0.6 + 0.02
+        chosen = rng.random((num_queries, num_labels)) < likely
+        chosen[:, -1] &= name == "test" or num_labels == 1
+        chosen[np.arange(num_queries), rng.integers(0, max(num_labels - 1, 1), num_queries)] = True
+        if name == "test" and num_queries:
+            chosen[0] = False
+        # about every fourth query is linked to its neighbour by a filtered label
+        filtered = np.zeros_like(chosen)
+        if filters:
+            linked = np.flatnonzero(rng.random(num_queries) < 0.25)
+            filtered[linked, rng.integers(0, num_labels, linked.size)] = True
+            filtered &= ~chosen
+        uids = [f"{name}-{row}" for row in range(num_queries)]
+        table = text_table(uids, texts(topic_N, "query"), texts(topic_N, "long text"))
+        return table, csr_matrix(chosen.astype(np.float32)), csr_matrix(filtered)
+
+    parts = {"train": split("train", num_train), "test": split("test", num_test)}
+    return RawData(
+        "tiny",
+        {name: part[0] for name, part in parts.items()},
+        text_table([f"label-{row}" for row in range(num_labels)], texts(topic_L, "label"), texts(topic_L, "about")),
+        {name: part[1] for name, part in parts.items()},
+        {name: part[2] for name, part in parts.items()},
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_raw() -> RawData:
+    return make_raw()
+
+
+@pytest.fixture(scope="session")
+def tiny_dataset(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> XMCDataset:
+    """60 queries x 40 labels, split 43 / 5 / 12."""
+    return write_dataset(tmp_path_factory.mktemp("tiny") / "dataset", tiny_raw, validation_share=0.1)
+
+
+@pytest.fixture(scope="session")
+def lf_debian_path() -> Path:
+    """The default data set as shipped."""
+    return ROOT / "data" / "raw" / "lf-debian"
+
+
+@pytest.fixture(scope="session")
+def slice_raw(lf_debian_path: Path) -> RawData:
+    """The first 2,000 training and 500 test queries of lf-debian."""
+    return make_slice(read_raw(lf_debian_path), 2000, 500)
+
+
+@pytest.fixture(scope="session")
+def slice_dataset(slice_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> XMCDataset:
+    """`slice_raw`, stored: 1,900 / 100 / 500 queries, 4,497 labels."""
+    return write_dataset(tmp_path_factory.mktemp("slice") / "dataset", slice_raw)
+
+
+@pytest.fixture
+def raw_factory() -> Callable[..., RawData]:
+    """`make_raw`: synthetic data of any size."""
+    return make_raw
