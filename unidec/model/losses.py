@@ -360,6 +360,31 @@ class PoolTargets:
         )
 
 
+def _directions(
+    t: PoolTargets, shape: tuple[int, int], reduction: str, forward: float, generator: torch.Generator | None
+) -> list[tuple[float, Tensor, Tensor]]:
+    """(weight of the direction, row of each pair, weight of each pair), for the directions that count."""
+    each_P = t.relevance_P if t.relevance_P is not None else torch.ones(t.col_P.shape[0], device=t.col_P.device)
+    in_batch_S = each_P.new_zeros(shape[1]).index_add_(0, t.col_P, each_P)
+    parts = []
+    for share, index_P, num_rows, num_positives in (
+        (forward, t.row_P, shape[0], t.num_positives_B),
+        (1 - forward, t.col_P, shape[1], in_batch_S),
+    ):
+        if share > 0:
+            weight_P = target_weights(
+                reduction,
+                row_P=index_P,
+                sampled_P=t.sampled_P,
+                relevance_P=t.relevance_P,
+                num_rows=num_rows,
+                num_positives_B=num_positives,
+                generator=generator,
+            )
+            parts.append((share, index_P, weight_P))
+    return parts
+
+
 def symmetric_loss(
     kind: str,
     logit_BS: Tensor,
@@ -400,20 +425,7 @@ def symmetric_loss(
         target_P = t.relevance_P if t.relevance_P is not None else torch.ones(t.row_P.shape[0], device=t.row_P.device)
         return bce(logit_BS, t.row_P, t.col_P, target_P, t.ignored_row_F, t.ignored_col_F, **options)
 
-    def weights(row_P: Tensor, num_rows: int, num_positives: Tensor) -> Tensor:
-        return target_weights(
-            reduction, row_P=row_P, sampled_P=t.sampled_P, relevance_P=t.relevance_P, num_rows=num_rows,
-            num_positives_B=num_positives, generator=generator,
-        )  # fmt: skip
-
-    parts: list[tuple[float, Tensor, Tensor]] = []  # (weight of the direction, row of each pair, weight of each pair)
-    if forward > 0:
-        parts.append((forward, t.row_P, weights(t.row_P, num_queries, t.num_positives_B)))
-    if forward < 1:
-        each_P = t.relevance_P if t.relevance_P is not None else torch.ones(t.col_P.shape[0], device=t.col_P.device)
-        in_batch_S = each_P.new_zeros(num_labels).index_add_(0, t.col_P, each_P)
-        parts.append((1 - forward, t.col_P, weights(t.col_P, num_labels, in_batch_S)))
-
+    parts = _directions(t, (num_queries, num_labels), reduction, forward, generator)
     if LOSSES[kind] in (decoupled_softmax, supcon):
         if options:
             raise TypeError(f"the loss {kind} has no option {', '.join(options)}")

@@ -84,17 +84,15 @@ def mine_hard_negatives(
     with bar:
         for begin, end, score_BK, label_BK in search(query_ND, label_LD, width_N, block, device):
             rows_B = query_rows_N[begin:end]
+            has_positive_B = relevance.indptr[rows_B + 1] > relevance.indptr[rows_B]
             positive_BK = _is_pair(relevance, rows_B, label_BK)
             filtered_BK = _is_pair(filter_pairs, rows_B, label_BK) & ~positive_BK
-            kept_BK = (label_BK >= 0) & ~positive_BK & ~filtered_BK
-            # A stable sort of the flags brings what is kept to the front, in the order of the scores.
-            front_BH = np.argsort(~kept_BK, axis=1, kind="stable")[:, :num_negatives]
-            kept_BH = np.take_along_axis(kept_BK, front_BH, axis=1)
+            aside_BK = filtered_BK | (label_BK < 0)
+            front_BH, kept_BH = _first_kept(~positive_BK & ~aside_BK, num_negatives)
             found_BH = np.where(kept_BH, np.take_along_axis(label_BK, front_BH, axis=1), -1)
             shortlist[rows_B, : found_BH.shape[1]] = found_BH
             score_BH = np.take_along_axis(score_BK, front_BH, axis=1)
-            has_positive_B = relevance.indptr[rows_B + 1] > relevance.indptr[rows_B]
-            totals.add(positive_BK, filtered_BK | (label_BK < 0), has_positive_B, kept_BH, score_BH, num_negatives)
+            totals.add(positive_BK, aside_BK, has_positive_B, kept_BH, score_BH, num_negatives)
             bar.update(end - begin)
     report = {
         "kind": "hnsw" if approximate else "exact",
@@ -102,6 +100,13 @@ def mine_hard_negatives(
         "seconds": time.perf_counter() - begin_time,
     }
     return Shortlist(shortlist, report)
+
+
+def _first_kept(kept_BK: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places of the first `count` kept candidates of each row, in order, and whether each place holds one: [B, H]."""
+    # A stable sort of the flags brings what is kept to the front, in the order of the scores.
+    front_BH = np.argsort(~kept_BK, axis=1, kind="stable")[:, :count]
+    return front_BH, np.take_along_axis(kept_BK, front_BH, axis=1)
 
 
 def _check(
