@@ -44,9 +44,8 @@ def soft_targets(relevance: csr_matrix, threshold: float) -> csr_matrix:
     """
     if not 0 <= threshold <= 1:
         raise DataError("the label graph's threshold must lie in 0 to 1", where="label_graph.threshold", got=threshold)
-    positive_NL = csr_matrix((relevance.data > 0, relevance.indices, relevance.indptr), relevance.shape).astype(
-        np.int32
-    )
+    positive = (relevance.data > 0).astype(np.int32)
+    positive_NL: Any = csr_matrix((positive, relevance.indices, relevance.indptr), relevance.shape, copy=True)
     positive_NL.sum_duplicates()
     positive_NL.eliminate_zeros()
     positive_NL.data[:] = 1
