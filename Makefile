@@ -35,6 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' || \
 	  { echo "Python 3.11 to 3.14 is needed; found: $$($(PYTHON) --version 2>&1). Say which: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@# --no-compile: what is imported is compiled then; the rest never costs the minute
 	@echo "installing .[$(EXTRAS)] with $(strip $(INSTALLER)) (first time: 2 to 3 minutes with pip)"
 ifeq ($(strip $(INSTALLER)),uv)
 	@command -v uv >/dev/null || test -x $(BIN)/uv || $(BIN)/python -m pip install -q uv
@@ -42,7 +43,7 @@ ifeq ($(strip $(INSTALLER)),uv)
 	  UV_FIND_LINKS="$${UV_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null || true)}" \
 	  uv pip install -q --python $(BIN)/python -c constraints.txt -e '.[$(EXTRAS)]'
 else
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
 endif
 	@mkdir -p .dvcstore
 	@# .dvc/ is committed; a tree that was downloaded without git needs only to be told so

@@ -181,7 +181,7 @@ class FakeBundle:
     def predict_frame(self, frame: pd.DataFrame, k: int) -> pd.DataFrame:
         rows = [
             (text, rank, f"uid{rank}", f"title [bold]{rank}", 1 / rank)
-            for text in frame["text"]
+            for text in frame["query"]
             for rank in range(1, k + 1)
         ]
         return pd.DataFrame(rows, columns=["query", "rank", "label", "title", "score"])
@@ -209,74 +209,42 @@ def test_predict_prints_labels_with_scores(run, bundle: Path) -> None:
 def test_predictions_on_a_terminal_are_tables_and_titles_are_no_markup(capsys, monkeypatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
-    cli._show_predictions(FakeBundle().predict_frame(pd.DataFrame({"text": ["q [red]"]}), k=2))
+    cli._show_predictions(FakeBundle().predict_frame(pd.DataFrame({"query": ["q [red]"]}), k=2))
     out = capsys.readouterr().out
     assert "q [red]" in out
     assert "title [bold]2" in out
     assert "0.5000" in out
 
 
-@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
-def test_predict_batches_from_and_to_every_kind_of_file(run, bundle: Path, tmp_path: Path, kind: str) -> None:
-    texts = ["NA", "007", 'a "quoted", text', "naïve ☃"]
-    frame = pd.DataFrame({"id": [1, 2, 3, 4], "text": texts})
-    write = {
-        "csv": lambda path: frame.to_csv(path, index=False),
-        "tsv": lambda path: frame.to_csv(path, index=False, sep="\t"),
-        "jsonl": lambda path: frame.to_json(path, orient="records", lines=True, force_ascii=False),
-        "parquet": lambda path: frame.to_parquet(path),
-    }
-    write[kind](tmp_path / f"in.{kind}")
-    code, out, err = run("predict", "--input", f"in.{kind}", "--output", f"deep/out.{kind}", "-k", "3")
-    assert code == 0, err
-    assert "rows = 12" in out
-    path = tmp_path / "deep" / f"out.{kind}"
-    read = {
-        "csv": lambda: pd.read_csv(path, dtype=str, keep_default_na=False),
-        "tsv": lambda: pd.read_csv(path, dtype=str, keep_default_na=False, sep="\t"),
-        "jsonl": lambda: pd.read_json(path, lines=True, dtype=False),
-        "parquet": lambda: pd.read_parquet(path),
-    }
-    back = read[kind]()
-    assert back["query"].tolist() == [text for text in texts for _ in range(3)]
-    assert back["label"].tolist() == ["uid1", "uid2", "uid3"] * 4
-    assert sorted(entry.name for entry in path.parent.iterdir()) == [path.name]
+def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def predict_file(loaded, source, target, k, *, column=None):
+        calls.append((type(loaded), str(source), str(target), k, column))
+        return 7
+
+    module = types.ModuleType("unidec.retrieval.predict_file")
+    module.predict_file = predict_file  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "unidec.retrieval.predict_file", module)
+    code, out, _ = run("predict", "--input", "in.csv", "--output", "out.parquet", "-k", "3", "--column", "body")
+    assert code == 0
+    assert calls == [(FakeBundle, "in.csv", "out.parquet", 3, "body")]
+    assert "queries = 7" in out
 
 
-def test_predict_says_what_is_wrong_with_its_input(run, bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "two.csv").write_text("a,b\n1,2\n")
-    (tmp_path / "none.csv").write_text("text\n")
-    (tmp_path / "broken.jsonl").write_text("{\n")
-    (tmp_path / "broken.parquet").write_text("no")
-    (tmp_path / "latin.csv").write_bytes(b"text\n\xe9t\xe9\n")
-    for words in (
-        (),
-        ("text", "--input", "two.csv"),
-        ("--input", "two.csv"),
-        ("--input", "none.csv"),
-        ("--input", "missing.csv"),
-        ("--input", "broken.jsonl"),
-        ("--input", "broken.parquet"),
-        ("--input", "latin.csv"),
-        ("--input", "two.xlsx"),
-        ("text", "--output", "out.xlsx"),
-    ):
+def test_predict_as_json_lines(run, bundle: Path) -> None:
+    _, out, _ = run("predict", "naïve ☃", "-k", "2", "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [(row["query"], row["label"]) for row in rows] == [("naïve ☃", "uid1"), ("naïve ☃", "uid2")]
+
+
+def test_predict_says_what_it_needs(run, bundle: Path) -> None:
+    for words in ((), ("text", "--input", "a.csv"), ("--input", "a.csv"), ("text", "--output", "b.csv")):
         code, _, err = run("predict", *words)
         assert code == 2, words
-        assert err.startswith("error: "), words
+        assert "--input and --output" in err
     assert run("predict", "text", "--bundle", "nowhere")[0] == 4
     assert run("predict", "text", "-k", "0")[0] == 2
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "out.csv"
-    path.write_text("old")
-    frame = pd.DataFrame({"a": [1]})
-    monkeypatch.setattr(pd.DataFrame, "to_csv", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        cli._write_table(frame, path)
-    assert path.read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out.csv"]
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Parameters are read and checked before anything heavy is imported, so that a mis
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -121,89 +120,32 @@ def predict(
     k: Annotated[int, typer.Option("-k", min=1, help="labels for each query")] = 5,
     bundle: BundleFolder = DEFAULT_BUNDLE,
     source: Annotated[
-        Path | None, typer.Option("--input", help="file of queries: csv, tsv, parquet or jsonl with a column `text`")
+        Path | None, typer.Option("--input", help="queries: .csv, .tsv, .jsonl or .parquet with a column `text`")
     ] = None,
-    target: Annotated[
-        Path | None, typer.Option("--output", help="file of predictions, of a kind named by its ending")
-    ] = None,
+    target: Annotated[Path | None, typer.Option("--output", help="predictions: .parquet, .csv, .tsv or .jsonl")] = None,
+    column: Annotated[str | None, typer.Option("--column", help="column of --input, if not `query` or `text`")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the best labels for texts, or write those for a file of queries."""
-    if bool(texts) == bool(source):
+    if bool(texts) == bool(source) or bool(source) != bool(target):
         fix = 'unidec predict "text", or unidec predict --input queries.csv --output predictions.parquet'
-        raise ConfigError("either texts or --input is needed, not both", where="unidec predict", fix=fix)
-    if target is not None and target.suffix.lower() not in TABLE_KINDS:
-        raise ConfigError("unknown kind of file", where="--output", got=target.name, expected=", ".join(TABLE_KINDS))
-    queries = list(texts or []) if source is None else _read_queries(source)
+        raise ConfigError("either texts, or both --input and --output are needed", where="unidec predict", fix=fix)
     from unidec.retrieval.bundle import Bundle
 
-    frame = _prediction_frame(Bundle.load(bundle), queries, k)
-    if target is not None:
-        _write_table(frame, target)
-        _show("predict", {"queries": len(queries), "rows": len(frame), "output": str(target)}, as_json)
-    elif as_json:
-        print(frame.to_json(orient="records", lines=True, force_ascii=False).rstrip("\n"))
+    loaded = Bundle.load(bundle)
+    if source is not None and target is not None:
+        from unidec.retrieval.predict_file import predict_file
+
+        count = predict_file(loaded, source, target, k, column=column)
+        _show("predict", {"queries": count, "output": str(target)}, as_json)
+        return
+    import pandas as pd
+
+    frame = loaded.predict_frame(pd.DataFrame({"query": texts}), k=k)
+    if as_json:
+        print(frame.to_json(orient="records", lines=True, force_ascii=False), end="")
     else:
         _show_predictions(frame)
-
-
-TABLE_KINDS = (".csv", ".tsv", ".parquet", ".jsonl")
-
-
-def _prediction_frame(bundle: Any, queries: list[str], k: int) -> pd.DataFrame:
-    """Predictions as a table: query, rank, label, title, score; one row a predicted label."""
-    import pandas as pd
-
-    return bundle.predict_frame(pd.DataFrame({"text": queries}), k=k)
-
-
-def _read_queries(path: Path) -> list[str]:
-    """Column `text` (or `query`, or the only one there is) of a table."""
-    import pandas as pd
-
-    kind = path.suffix.lower()
-    if kind not in TABLE_KINDS:
-        raise ConfigError("unknown kind of file", where=str(path), got=kind, expected=", ".join(TABLE_KINDS))
-    try:
-        if kind == ".parquet":
-            frame = pd.read_parquet(path)
-        elif kind == ".jsonl":
-            frame = pd.read_json(path, lines=True, dtype=False)
-        else:
-            separator = "\t" if kind == ".tsv" else ","
-            # every cell as it is written: "NA" and "007" are texts
-            frame = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False, encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError("no such file", where=str(path)) from error
-    except (ValueError, OSError) as error:  # pandas' parser errors are ValueErrors
-        raise ConfigError(f"cannot be read as {kind[1:]}: {error}", where=str(path)) from error
-    columns = [str(column) for column in frame.columns]
-    named = next((name for name in ("text", "query") if name in columns), None)
-    name = named or (columns[0] if len(columns) == 1 else None)
-    if name is None:
-        raise ConfigError("no column of texts", where=str(path), got=", ".join(columns), expected="a column `text`")
-    if frame.empty:
-        raise ConfigError("no queries", where=str(path))
-    return frame[name].fillna("").astype(str).tolist()
-
-
-def _write_table(frame: pd.DataFrame, path: Path) -> None:
-    """Writes beside, then renames: an interrupted command leaves no half a file."""
-    kind = path.suffix.lower()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        if kind == ".parquet":
-            frame.to_parquet(beside, index=False)
-        elif kind == ".jsonl":
-            frame.to_json(beside, orient="records", lines=True, force_ascii=False)
-        else:
-            frame.to_csv(beside, sep="\t" if kind == ".tsv" else ",", index=False)
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
