@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from unidec.data.formats.files import Source, read_filter_text
 from unidec.data.formats.problems import check_uids, filter_matrix, pair_matrix, sorted_csr
 from unidec.data.raw import TEXT_SCHEMA, RawData, text_table
 
-CHUNK = 65_536
+CHUNK = 16_384
 FILTERS = {
     "train": ("filter_labels_train.txt", "trn_filter_labels.txt"),
     "test": ("filter_labels_test.txt", "tst_filter_labels.txt"),
@@ -74,12 +76,14 @@ class _Objects:
         self.per_row: list[int] = []
         self.line_of_row: list[int] = []
         self.offset = offset
+        pending: list[tuple[int, bytes]] = []
         for number, line in source.lines(path):
             if line.strip():
-                self._add(number, line)
-                if len(self.columns["uid"]) == CHUNK:
-                    self._flush()
-        self._flush()
+                pending.append((number, line))
+                if len(pending) == CHUNK:
+                    self._add_all(pending)
+                    pending = []
+        self._add_all(pending)
         self.table = pa.concat_tables(self.chunks) if self.chunks else TEXT_SCHEMA.empty_table()
         self.line_N = np.asarray(self.line_of_row, dtype=np.int64)
         what = "query" if targets else "label"
@@ -102,6 +106,48 @@ class _Objects:
             file=self.name,
             lines=lambda pairs: self.line_N[query_P[pairs]],
         )
+
+    def _add_all(self, pending: list[tuple[int, bytes]]) -> None:
+        if not self._add_sound(pending):
+            for number, line in pending:
+                self._add(number, line)
+        self._flush()
+
+    def _add_sound(self, pending: list[tuple[int, bytes]]) -> bool:
+        """Parse many lines in one call; false, and nothing added, if one of them has any fault (or an unusual uid)."""
+        try:
+            items = json.loads("[" + ",".join([line.decode() for _, line in pending]) + "]")
+        except (ValueError, RecursionError):
+            return False
+        if len(items) != len(pending) or not _types(items) <= {dict}:
+            return False
+        first = self.offset + len(self.line_of_row)
+        uids = [item.get("uid", str(row)) for row, item in enumerate(items, first)]
+        titles, contents = ([item.get(field) or "" for item in items] for field in ("title", "content"))
+        if not _types(uids) | _types(titles) | _types(contents) <= {str}:
+            return False
+        if self.targets:
+            ind = [item.get("target_ind") for item in items]
+            if not _types(ind) <= {list}:
+                return False
+            rel = [
+                item["target_rel"] if "target_rel" in item else [1.0] * len(i)
+                for item, i in zip(items, ind, strict=True)
+            ]
+            if not _types(rel) <= {list} or list(map(len, ind)) != list(map(len, rel)):
+                return False
+            all_ind, all_rel = list(chain.from_iterable(ind)), list(chain.from_iterable(rel))
+            if not _types(all_ind) <= {int} or not _types(all_rel) <= {int, float}:
+                return False
+            try:
+                np.asarray(all_ind, dtype=np.int64), np.asarray(all_rel, dtype=np.float64)
+            except OverflowError:
+                return False
+            self.ind, self.rel = all_ind, all_rel
+            self.per_row += map(len, ind)
+        self.columns = {"uid": uids, "title": titles, "content": contents}
+        self.line_of_row += [number for number, _ in pending]
+        return True
 
     def _add(self, number: int, line: bytes) -> None:
         problems = self.source.problems
@@ -133,11 +179,11 @@ class _Objects:
         fault = None
         if "target_ind" not in item:
             fault = "no target_ind (use [] for a query without labels)" if good else None
-        elif not isinstance(ind, list) or not all(type(i) is int and abs(i) < 2**62 for i in ind):
+        elif not isinstance(ind, list) or not all(map(_is_small, ind)):
             fault, ind = "target_ind is not a list of whole numbers", []
         if rel is None:
             rel = [1.0] * len(ind)
-        elif not isinstance(rel, list) or not all(type(r) in (int, float) and (r != r or abs(r) <= 1e300) for r in rel):
+        elif not isinstance(rel, list) or not all(type(r) is float or _is_small(r) for r in rel):
             fault, rel = fault or "target_rel is not a list of numbers", [1.0] * len(ind)
         elif len(rel) != len(ind):
             fault = fault or "target_ind and target_rel of different lengths"
@@ -171,6 +217,14 @@ class _Objects:
                         "text that is not UTF-8", self.name, self.line_of_row[first + row], f"{field}: a lone surrogate"
                     )
                     column[row] = ""
+
+
+def _is_small(value: Any) -> bool:
+    return type(value) is int and abs(value) < 2**62
+
+
+def _types(values: Iterable[Any]) -> set[type]:
+    return set(map(type, values))
 
 
 def write(raw: RawData, out: Path) -> None:
