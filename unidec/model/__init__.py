@@ -1,0 +1,1 @@
+"""Encoders, heads, classifier table, reductions and losses."""

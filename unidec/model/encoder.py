@@ -1,0 +1,366 @@
+"""Text encoders behind one interface: a transformer, a bag of tokens, or both side by side.
+
+Legend: B texts, T tokens of the longest text, F tokens in all, U distinct tokens, D width of a part, W width of all
+parts.
+
+A part of the encoder is either trained or frozen. What is frozen is computed once for each text
+(`unidec.model.frozen`) and given to the encoder as input: the whole transformer's vectors, or the hidden states below
+the layers that train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unidec.config import Encoder
+from unidec.data.tokens import Tokens
+from unidec.errors import ConfigError
+from unidec.model.row_table import RowTable
+
+CHUNK_TEXTS = 256  # texts padded together: chunks of similar length waste few padding tokens
+
+
+@dataclass(frozen=True)
+class EncoderInput:
+    """A batch of texts as the encoder takes them; only the fields of its parts are set.
+
+    Attributes:
+        num_texts: B.
+        chunks: of the transformer, each (places int64 [b], ids int64 [b, t] or hidden states float [b, t, D], mask bool
+            [b, t]), texts of similar length together.
+        vector_BD: frozen transformer's pooled outputs.
+        unique_U: distinct token ids of the bag, each once; local_F: place in it of each token; offsets_B: where each
+        text starts.
+    """
+
+    num_texts: int
+    chunks: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
+    vector_BD: Tensor | None = None
+    unique_U: Tensor | None = None
+    local_F: Tensor | None = None
+    offsets_B: Tensor | None = None
+
+
+def length_chunks(lengths_B: np.ndarray, size: int = CHUNK_TEXTS) -> Iterator[np.ndarray]:
+    """Places of the texts, shortest first, at most `size` at a time."""
+    order_B = np.argsort(lengths_B, kind="stable")
+    yield from (order_B[start : start + size] for start in range(0, len(order_B), size))
+
+
+def pool_tokens(hidden_BTD: Tensor, mask_BT: Tensor, pooling: str) -> Tensor:
+    """One vector a text, float32 [B, D]: the mean over real tokens, or the first token's."""
+    hidden_BTD = hidden_BTD.float()
+    if pooling == "cls":
+        return hidden_BTD[:, 0]
+    weight_BT1 = mask_BT.unsqueeze(-1).float()
+    return (hidden_BTD * weight_BT1).sum(1) / weight_BT1.sum(1).clamp_min(1)
+
+
+class _GivenEmbeddings(nn.Module):
+    """Stands in for a transformer's embeddings when the hidden states below its top layers are given."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = kwargs.get("inputs_embeds", kwargs.get("input_embeds"))
+        if given is None:
+            given = next(a for a in args if isinstance(a, Tensor) and a.is_floating_point())
+        return given
+
+
+def _layers(transformer: Any) -> tuple[Any, str, nn.ModuleList]:
+    """The module that holds the stack of layers, the attribute's name, and the stack."""
+    for holder, name in (
+        (getattr(transformer, "encoder", None), "layer"),
+        (getattr(transformer, "transformer", None), "layer"),
+    ):
+        if holder is not None and isinstance(getattr(holder, name, None), nn.ModuleList):
+            return holder, name, getattr(holder, name)
+    raise ConfigError(
+        f"{type(transformer).__name__} has no stack of layers known here",
+        where="encoder.trainable_layers",
+        fix="0 (frozen) or -1 (all layers train); in between BERT, RoBERTa, MPNet and DistilBERT are known",
+    )
+
+
+class TransformerEncoder(nn.Module):
+    """A transformer and its pooling; the top `trainable_layers` train (-1: everything, 0: nothing)."""
+
+    def __init__(self, transformer: nn.Module, pooling: str, trainable_layers: int):
+        super().__init__()
+        self.transformer, self.pooling = transformer, pooling
+        self.width = int(transformer.config.hidden_size)  # type: ignore[union-attr,arg-type]
+        self.requires_grad_(trainable_layers == -1)
+        self.num_frozen_layers = 0
+        if trainable_layers >= 0:
+            num_layers = int(transformer.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
+            if trainable_layers > num_layers:
+                raise ConfigError(
+                    "more layers to train than there are", where="encoder.trainable_layers",
+                    got=trainable_layers, expected=f"-1 to {num_layers}",
+                )  # fmt: skip
+            self.num_frozen_layers = num_layers - trainable_layers
+        # plain attributes: views on the same layers, not further submodules
+        self._views: dict[str, nn.Module] = {}
+        if trainable_layers > 0:
+            _layers(transformer)[2][self.num_frozen_layers :].requires_grad_(True)
+
+    @property
+    def partly_frozen(self) -> bool:
+        """Some layers train, those below do not."""
+        return self.num_frozen_layers > 0 and any(p.requires_grad for p in self.parameters())
+
+    def _view(self, which: str) -> Any:
+        """The transformer with only its lower or its upper layers, sharing their weights."""
+        if which not in self._views:
+            view = copy.copy(self.transformer)
+            view._modules = dict(self.transformer._modules)
+            holder, name, layers = _layers(self.transformer)
+            part = copy.copy(holder)
+            part._modules = dict(holder._modules)
+            upper = which == "upper"
+            setattr(part, name, layers[self.num_frozen_layers :] if upper else layers[: self.num_frozen_layers])
+            view._modules["encoder" if "encoder" in view._modules else "transformer"] = part
+            if upper:
+                view._modules["embeddings"] = _GivenEmbeddings()
+            self._views[which] = view
+        view = self._views[which]
+        view.training = self.training
+        return view
+
+    @torch.no_grad()
+    def lower(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Hidden states below the layers that train, [B, T, D]."""
+        return self._view("lower")(input_ids=ids_BT, attention_mask=mask_BT.long()).last_hidden_state
+
+    def forward(self, states: Tensor, mask_BT: Tensor) -> Tensor:
+        """Token ids [B, T], or hidden states [B, T, D] below the layers that train, to float32 [B, D]."""
+        if states.is_floating_point():
+            hidden = self._view("upper")(inputs_embeds=states, attention_mask=mask_BT.long()).last_hidden_state
+        else:
+            hidden = self.transformer(input_ids=states, attention_mask=mask_BT.long()).last_hidden_state
+        return pool_tokens(hidden, mask_BT, self.pooling)
+
+
+class BagEncoder(nn.Module):
+    """Weighted sum of token embeddings at unit length: `normalize(sum_t exp(w_t) e_t)`, both w and e trained.
+
+    `w` starts at the log of the tokens' inverse document frequency, so the bag starts as a TF-IDF mean of the
+    transformer's token embeddings (Astec and SiameseXML start there too).
+    """
+
+    def __init__(self, num_tokens: int, width: int, dropout: float):
+        super().__init__()
+        self.width, self.dropout = width, dropout
+        self.embedding = RowTable(num_tokens, width)
+        self.log_weight = RowTable(num_tokens, 1)
+
+    @torch.no_grad()
+    def start_weights(self, document_frequency_V: np.ndarray, num_documents: int) -> None:
+        """Weights from document frequencies (number of texts with the token): special tokens carry almost none."""
+        idf_V = np.log((1 + num_documents) / (1 + document_frequency_V)).clip(min=1e-3)
+        self.log_weight.weight.copy_(torch.from_numpy(np.log(idf_V)).float().unsqueeze(1))
+
+    def forward(self, batch: EncoderInput) -> Tensor:
+        """float32 [B, D], unit length (0 where every token was dropped)."""
+        assert batch.unique_U is not None and batch.local_F is not None and batch.offsets_B is not None
+        embedding_UD = self.embedding.gather(batch.unique_U)
+        weight_F = self.log_weight.gather(batch.unique_U).squeeze(1)[batch.local_F].exp()
+        if self.training and self.dropout > 0:
+            weight_F = weight_F * (torch.rand_like(weight_F) >= self.dropout)
+        sum_BD = F.embedding_bag(batch.local_F, embedding_UD, batch.offsets_B, mode="sum", per_sample_weights=weight_F)
+        return F.normalize(sum_BD, dim=-1)
+
+
+class TextEncoder(nn.Module):
+    """Phi: the parts side by side, dropout, and a residual network if wanted.
+
+    Args:
+        settings: section `encoder`.
+        transformer: the loaded AutoModel, or None for a bag alone.
+        num_tokens: size of the vocabulary.
+        width: width of the bag's embeddings (the transformer's hidden size).
+    """
+
+    def __init__(self, settings: Encoder, transformer: nn.Module | None, num_tokens: int, width: int):
+        super().__init__()
+        self.settings = settings
+        self.transformer: TransformerEncoder | None = None
+        self.bag: BagEncoder | None = None
+        if settings.kind != "bag":
+            assert transformer is not None
+            self.transformer = TransformerEncoder(transformer, settings.pooling, settings.trainable_layers)
+        if settings.kind != "transformer":
+            self.bag = BagEncoder(num_tokens, width, settings.bag_dropout)
+        self.width = width * (2 if settings.kind == "both" else 1)
+        self.dropout = nn.Dropout(settings.dropout)
+        self.residual: nn.Sequential | None = None
+        if settings.residual:
+            last = nn.Linear(self.width, self.width)
+            nn.init.zeros_(last.weight)  # starts as the identity
+            nn.init.zeros_(last.bias)
+            self.residual = nn.Sequential(nn.Linear(self.width, self.width), nn.GELU(), nn.Dropout(0.1), last)
+
+    @property
+    def takes_vectors(self) -> bool:
+        """The transformer is frozen as a whole: its vectors are an input."""
+        return self.transformer is not None and self.settings.trainable_layers == 0
+
+    def train(self, mode: bool = True) -> TextEncoder:
+        super().train(mode)
+        if self.takes_vectors and self.transformer is not None:
+            self.transformer.eval()  # frozen: no dropout either
+        return self
+
+    def forward(self, batch: EncoderInput) -> Tensor:
+        """Texts to float32 [B, W]."""
+        parts = []
+        if batch.vector_BD is not None:
+            parts.append(F.normalize(batch.vector_BD.float(), dim=-1))
+        elif self.transformer is not None:
+            vectors = [self.transformer(states, mask) for _, states, mask in batch.chunks]
+            place_B = torch.cat([places for places, _, _ in batch.chunks])
+            vector_BD = torch.cat(vectors)[torch.argsort(place_B)]
+            # beside a bag both parts are of unit length, so that neither drowns the other
+            parts.append(F.normalize(vector_BD, dim=-1) if self.bag is not None else vector_BD)
+        if self.bag is not None:
+            parts.append(self.bag(batch))
+        x_BW = self.dropout(torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0])
+        return x_BW if self.residual is None else x_BW + self.residual(x_BW)
+
+
+class InputBuilder:
+    """Makes `EncoderInput`s of rows of tokenised texts: on the host with numpy, then one copy to the device.
+
+    Args:
+        encoder: whose parts decide what is needed.
+        frozen_vectors: float [N, D] for each source, where the transformer is frozen as a whole and cached.
+        frozen_hidden: float [all tokens, D] for each source, where its lower layers are frozen and cached.
+    """
+
+    def __init__(
+        self,
+        encoder: TextEncoder,
+        device: torch.device,
+        frozen_vectors: dict[str, np.ndarray] | None = None,
+        frozen_hidden: dict[str, np.ndarray] | None = None,
+    ):
+        self.encoder, self.device = encoder, device
+        self.frozen_vectors, self.frozen_hidden = frozen_vectors or {}, frozen_hidden or {}
+        self._pin = device.type == "cuda"
+
+    def __call__(self, parts: list[tuple[str, Tokens, np.ndarray]]) -> EncoderInput:
+        """One input for rows of several sources, in the order given.
+
+        Args:
+            parts: (name of the source, its tokens, rows int64) each.
+        """
+        encoder = self.encoder
+        num_texts = sum(len(rows) for _, _, rows in parts)
+        vector_BD, chunks = None, ()
+        if encoder.transformer is not None and encoder.takes_vectors:
+            vector_BD = self._vectors(parts)
+        elif encoder.transformer is not None:
+            chunks = tuple(self._chunks(parts))
+        if encoder.bag is None:
+            return EncoderInput(num_texts, chunks, vector_BD)
+        ragged = [tokens.ragged(rows) for _, tokens, rows in parts]
+        flat_F = np.concatenate([flat for flat, _ in ragged])
+        lengths_B = np.concatenate([np.diff(offsets) for _, offsets in ragged])
+        unique_U, local_F = np.unique(flat_F, return_inverse=True)
+        offsets_B = np.cumsum(lengths_B) - lengths_B
+        return EncoderInput(
+            num_texts, chunks, vector_BD, self._to(unique_U), self._to(local_F), self._to(offsets_B.astype(np.int64))
+        )
+
+    def _to(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
+        if self._pin:
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor
+
+    def _vectors(self, parts: list[tuple[str, Tokens, np.ndarray]]) -> Tensor:
+        if all(name in self.frozen_vectors for name, _, _ in parts):
+            return self._to(np.concatenate([self.frozen_vectors[name][rows] for name, _, rows in parts]))
+        transformer = self.encoder.transformer
+        assert transformer is not None
+        with torch.no_grad():
+            chunks = list(self._chunks(parts))
+            vectors = [transformer(states, mask) for _, states, mask in chunks]
+            if not chunks:
+                return torch.zeros(0, transformer.width, device=self.device)
+            return torch.cat(vectors)[torch.argsort(torch.cat([places for places, _, _ in chunks]))]
+
+    def _chunks(self, parts: list[tuple[str, Tokens, np.ndarray]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        first = 0
+        for name, tokens, rows in parts:
+            hidden = self.frozen_hidden.get(name)
+            for places in length_chunks(tokens.lengths_N[rows]):
+                ids_BT, mask_BT = tokens.batch(rows[places])
+                states, mask = self._to(ids_BT), self._to(mask_BT)
+                transformer = self.encoder.transformer
+                if transformer is not None and transformer.partly_frozen:
+                    if hidden is None:
+                        states = transformer.lower(states, mask)
+                    else:
+                        states = self._to(_padded_states(hidden, tokens, rows[places], mask_BT))
+                yield self._to(places + first), states, mask
+            first += len(rows)
+
+
+def _padded_states(hidden: np.ndarray, tokens: Tokens, rows: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
+    """Cached hidden states of some texts, float32 [B, T, D], zeros in the padding."""
+    start_B, length_B = tokens.offsets[rows], tokens.lengths_N[rows].astype(np.int64)
+    shift_B = start_B - (np.cumsum(length_B) - length_B)
+    place_F = np.arange(length_B.sum()) + np.repeat(shift_B, length_B)
+    states_BTD = np.zeros((*mask_BT.shape, hidden.shape[1]), dtype=np.float32)
+    states_BTD[mask_BT] = hidden[place_F]
+    return states_BTD
+
+
+def load_transformer(folder: Path) -> nn.Module:
+    """A transformer from a local folder that `resolve_encoder` checked (safetensors only), without an unused pooling
+    head."""
+    from transformers import AutoConfig, AutoModel
+
+    options = _options(AutoConfig.from_pretrained(folder))
+    with _quiet():
+        return AutoModel.from_pretrained(folder, use_safetensors=True, **options)
+
+
+def empty_transformer(config_folder: Path) -> nn.Module:
+    """The same architecture from its config.json alone, weights to be loaded afterwards."""
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.from_pretrained(config_folder)
+    return AutoModel.from_config(config, **_options(config))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the loading bar and the report of the pooling head that is left out."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()
+
+
+def _options(config: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"attn_implementation": "eager" if not torch.cuda.is_available() else "sdpa"}
+    if config.model_type in ("bert", "roberta", "xlm-roberta", "mpnet"):
+        options["add_pooling_layer"] = False
+    return options

@@ -1,0 +1,98 @@
+"""What a frozen transformer says about each text, computed once and kept on disk.
+
+Legend: N texts, F tokens in all, D width.
+
+Frozen as a whole: its pooled vector of each text, float16 [N, D]. Frozen in its lower layers: the hidden state of
+each token below the layers that train, float16 [F, D]. A cache is named by what decides its content: weights, tokens,
+pooling, layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from unidec.data.storage import load_array, read_manifest, write_folder
+from unidec.data.tokens import TokenCache, Tokens
+from unidec.model.encoder import TransformerEncoder, length_chunks
+from unidec.progress import progress
+
+KIND, VERSION = "encoder-cache", 1
+TEXTS_AT_ONCE = 16384  # sorted by length within such a slice: memory stays bounded for any N
+
+
+def cached_outputs(
+    encoder: TransformerEncoder,
+    weights_sha256: str,
+    tokens: TokenCache,
+    folder: Path,
+    what: str,
+    device: torch.device,
+    amp: torch.dtype | None,
+) -> np.ndarray:
+    """Frozen outputs for all texts of a token cache, memory-mapped; computed at the first call.
+
+    Args:
+        encoder: the transformer; its parameters decide the values.
+        weights_sha256: of its model.safetensors: names the cache.
+        tokens: N texts.
+        folder: where caches are kept, one folder each.
+        what: "vectors" [N, D] or "hidden" [F, D].
+        device: where to compute.
+        amp: autocast to this type, or None.
+
+    Returns:
+        float16, read-only.
+    """
+    facts = {
+        "weights": weights_sha256, "tokens": read_manifest(tokens.path, "tokens", 1, verify=False)["files"],
+        "pooling": encoder.pooling, "frozen_layers": encoder.num_frozen_layers, "what": what, "amp": str(amp),
+    }  # fmt: skip
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    path = folder / f"{what}-{key}"
+    if not path.is_dir():
+        num_rows = tokens.num_texts if what == "vectors" else int(tokens.offsets[-1])
+        with write_folder(path, KIND, VERSION, {"num_rows": num_rows, "width": encoder.width}) as out:
+            values = np.lib.format.open_memmap(
+                out.path / "values.npy", mode="w+", dtype=np.float16, shape=(num_rows, encoder.width)
+            )
+            _fill(values, encoder.to(device).eval(), tokens, what, device, amp)
+            values.flush()
+            del values
+    read_manifest(path, KIND, VERSION)
+    return load_array(path / "values.npy", np.float16, ndim=2)
+
+
+@torch.no_grad()
+def _fill(
+    values: np.ndarray,
+    encoder: TransformerEncoder,
+    tokens: Tokens,
+    what: str,
+    device: torch.device,
+    amp: torch.dtype | None,
+) -> None:
+    with progress(total=tokens.num_texts, desc=f"encode once ({what})", unit="text") as bar:
+        for start in range(0, tokens.num_texts, TEXTS_AT_ONCE):
+            slice_rows = np.arange(start, min(start + TEXTS_AT_ONCE, tokens.num_texts))
+            for places in length_chunks(tokens.lengths_N[slice_rows]):
+                rows = slice_rows[places]
+                ids_BT, mask_BT = tokens.batch(rows)
+                ids, mask = torch.from_numpy(ids_BT).to(device), torch.from_numpy(mask_BT).to(device)
+                with torch.autocast(device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
+                    output = encoder(ids, mask) if what == "vectors" else encoder.lower(ids, mask)
+                if what == "vectors":
+                    values[rows] = output.float().cpu().numpy()
+                else:
+                    _scatter(values, tokens, rows, output.float().cpu().numpy()[mask_BT])
+                bar.update(len(rows))
+
+
+def _scatter(values: np.ndarray, tokens: Tokens, rows: np.ndarray, state_FD: np.ndarray) -> None:
+    length_B = tokens.lengths_N[rows].astype(np.int64)
+    shift_B = tokens.offsets[rows] - (np.cumsum(length_B) - length_B)
+    values[np.arange(length_B.sum()) + np.repeat(shift_B, length_B)] = state_FD

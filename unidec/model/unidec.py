@@ -1,0 +1,259 @@
+"""UniDEC: a shared text encoder, a dual-encoder head, a classifier head and the classifier table.
+
+Legend: B texts, N texts in all, L labels, D width of a head, W width of the encoder.
+
+Source: UniDEC (thesis, chapter 2): Phi_D(t) = normalize(g1(Phi(t))) for queries and labels, Phi_C(x) = g2(Phi(x)) for
+queries, Psi an L x D table.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unidec.config import Encoder, Model
+from unidec.data.storage import Folder, read_manifest
+from unidec.data.tokens import Tokens
+from unidec.errors import ArtifactError
+from unidec.model.encoder import InputBuilder, TextEncoder, empty_transformer, load_transformer
+from unidec.model.row_table import RowTable
+from unidec.progress import progress
+
+KIND, VERSION = "model", 1
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+
+
+class UniDEC(nn.Module):
+    """Encoder, heads and classifier table.
+
+    Args:
+        encoder_settings: section `encoder`.
+        settings: section `model`.
+        num_labels: L.
+        encoder: the text encoder.
+
+    Attributes:
+        heads: "both", "de" or "clf".
+        table: Psi, `RowTable` [L, D]; bias: `RowTable` [L, 1] or None.
+        log_scale: float [2], log(1 / tau) of the two heads.
+    """
+
+    def __init__(self, encoder_settings: Encoder, settings: Model, num_labels: int, encoder: TextEncoder):
+        super().__init__()
+        self.encoder_settings, self.settings, self.num_labels = encoder_settings, settings, num_labels
+        self.heads = settings.heads
+        self.encoder = encoder
+        self.head_de: nn.Sequential | None = None
+        self.head_clf: nn.Sequential | None = None
+        self.table: RowTable | None = None
+        self.bias: RowTable | None = None
+        if self.heads != "clf":
+            self.head_de = nn.Sequential(
+                nn.Linear(encoder.width, settings.dim), nn.Tanh(), nn.Dropout(settings.dropout)
+            )
+        if self.heads != "de":
+            self.head_clf = nn.Sequential(nn.Linear(encoder.width, settings.dim), nn.Dropout(settings.dropout))
+            self.table = RowTable(num_labels, settings.dim)
+            self.bias = RowTable(num_labels, 1) if settings.clf_bias else None
+        self.log_scale = nn.Parameter(
+            torch.full((2,), -float(np.log(settings.temperature))), requires_grad=settings.learn_temperature
+        )
+        # set by `create` and `load`
+        self.config_folder: Path | None = None
+        self.tokenizer_folder: Path = Path()
+        self.max_length: int = 0
+        self.params: dict[str, Any] = {}
+
+    @classmethod
+    def create(
+        cls,
+        encoder_settings: Encoder,
+        settings: Model,
+        num_labels: int,
+        folder: Path,
+        num_tokens: int,
+        params: dict[str, Any],
+    ) -> UniDEC:
+        """A new model on a pretrained transformer's folder; call under a seed.
+
+        Args:
+            folder: of `resolve_encoder`; a bag alone takes its token embeddings and tokenizer only.
+            num_tokens: size of the tokenizer's vocabulary.
+            params: all parameters, kept with the model.
+        """
+        transformer = load_transformer(folder)
+        start_VD = transformer.get_input_embeddings().weight.detach()  # type: ignore[operator]
+        num_tokens = max(num_tokens, start_VD.shape[0])
+        encoder = TextEncoder(
+            encoder_settings, None if encoder_settings.kind == "bag" else transformer, num_tokens, start_VD.shape[1]
+        )
+        if encoder.bag is not None:
+            with torch.no_grad():
+                encoder.bag.embedding.weight[: start_VD.shape[0]].copy_(start_VD)
+        model = cls(encoder_settings, settings, num_labels, encoder)
+        model.config_folder = model.tokenizer_folder = folder
+        model.max_length, model.params = int(params["tokens"]["max_length"]), params
+        if model.head_clf is not None:
+            nn.init.orthogonal_(model.head_clf[0].weight)  # keeps the angles of the encoder's space
+        return model
+
+    @torch.no_grad()
+    def start_table(self, label_input_LW: Tensor | None) -> None:
+        """Psi's start: unit label embeddings through the classifier's own head, Xavier, or N(0, 0.02) (Renee).
+
+        Args:
+            label_input_LW: encoder output of all label texts; only read for "label_embedding".
+        """
+        if self.table is None or self.head_clf is None:
+            return
+        if self.settings.clf_init == "label_embedding":
+            assert label_input_LW is not None
+            self.table.weight.copy_(F.normalize(self.head_clf[0](label_input_LW), dim=-1))
+        elif self.settings.clf_init == "xavier":
+            nn.init.xavier_uniform_(self.table.weight)
+        else:
+            nn.init.normal_(self.table.weight, std=0.02)
+
+    def de(self, x_BW: Tensor) -> Tensor:
+        """Phi_D, unit length, float32 [B, D]."""
+        assert self.head_de is not None
+        return F.normalize(self.head_de(x_BW).float(), dim=-1)
+
+    def clf(self, x_BW: Tensor) -> Tensor:
+        """Phi_C, float32 [B, D]."""
+        assert self.head_clf is not None
+        return self.head_clf(x_BW).float()
+
+    def tables(self) -> dict[str, RowTable]:
+        """All row tables by name."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, RowTable)}
+
+    @property
+    def device(self) -> torch.device:
+        return self.log_scale.device
+
+    @torch.no_grad()
+    def encode(
+        self, name: str, tokens: Tokens, rows: np.ndarray | None = None, build: InputBuilder | None = None,
+        batch_size: int = 1024, desc: str | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """Encoder outputs float32 [n, W] of texts, without dropout.
+
+        Args:
+            name: source of the texts for the input builder's caches ("queries" or "labels").
+            tokens: tokenised texts.
+            rows: which; None: all.
+            build: an input builder with caches; None: nothing is cached.
+            desc: shows progress under this name.
+        """
+        rows = np.arange(len(tokens)) if rows is None else np.asarray(rows, dtype=np.int64)
+        build = build or InputBuilder(self.encoder, self.device)
+        was_training = self.training
+        self.eval()
+        x_NW = np.empty((len(rows), self.encoder.width), dtype=np.float32)
+        starts = range(0, len(rows), batch_size)
+        for start in progress(starts, desc=desc, unit="batch") if desc else starts:
+            batch = build([(name, tokens, rows[start : start + batch_size])])
+            x_NW[start : start + batch_size] = self.encoder(batch).float().cpu().numpy()
+        self.train(was_training)
+        return x_NW
+
+    @torch.no_grad()
+    def project(self, x_NW: np.ndarray, block: int = 8192) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Both heads of encoder outputs: (Phi_D, Phi_C) float32 [n, D] each, None for a head that is not there."""
+        was_training = self.training
+        self.eval()
+        de, clf = [], []
+        for start in range(0, len(x_NW), block):
+            x_BW = torch.from_numpy(x_NW[start : start + block]).to(self.device)
+            if self.head_de is not None:
+                de.append(self.de(x_BW).cpu().numpy())
+            if self.head_clf is not None:
+                clf.append(self.clf(x_BW).cpu().numpy())
+        self.train(was_training)
+        empty = np.zeros((0, self.settings.dim), dtype=np.float32)
+        return (
+            (np.concatenate(de or [empty]) if self.head_de is not None else None),
+            (np.concatenate(clf or [empty]) if self.head_clf is not None else None),
+        )
+
+    def encode_queries(
+        self, tokens: Tokens, rows: np.ndarray | None = None, build: InputBuilder | None = None, batch_size: int = 1024
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """(Phi_D unit length, Phi_C) float32 [n, D] of query texts; None for a head that is not there."""
+        return self.project(self.encode("queries", tokens, rows, build, batch_size))
+
+    def encode_labels(
+        self, tokens: Tokens, build: InputBuilder | None = None, batch_size: int = 1024
+    ) -> np.ndarray | None:
+        """Phi_D of label texts, float32 [L, D] unit length; None without a dual-encoder head."""
+        return self.project(self.encode("labels", tokens, None, build, batch_size))[0]
+
+    def classifier_table(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Psi float32 [L, D] and the bias float32 [L], None where there is none."""
+        weight = None if self.table is None else self.table.weight.detach().cpu().numpy()
+        bias = None if self.bias is None else self.bias.weight.detach().cpu().numpy()[:, 0]
+        return weight, bias
+
+    def save_into(self, folder: Folder, extra: dict[str, Any] | None = None) -> None:
+        """Write weights, configuration and tokenizer into a folder that `storage.write_folder` opened."""
+        from safetensors.torch import save_file
+
+        assert self.config_folder is not None
+        tensors = {k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}
+        save_file(tensors, folder.path / "model.safetensors")
+        for name, source, names in (
+            ("tokenizer", self.tokenizer_folder, TOKENIZER_FILES),
+            ("encoder_config", self.config_folder, ("config.json",)),
+        ):
+            (folder.path / name).mkdir()
+            for file in names:
+                if (source / file).is_file():
+                    shutil.copyfile(source / file, folder.path / name / file)
+        bag = self.encoder.bag
+        config = {
+            "encoder": self.encoder_settings.model_dump(), "model": self.settings.model_dump(),
+            "num_labels": self.num_labels, "max_length": self.max_length, "params": self.params,
+            "num_tokens": bag.embedding.num_rows if bag else 0,
+            "encoder_width": self.encoder.width // (2 if self.encoder_settings.kind == "both" else 1),
+        } | (extra or {})  # fmt: skip
+        (folder.path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path, device: str = "cpu", verify: bool = True) -> UniDEC:
+        """A model from its folder, ready to encode.
+
+        Raises:
+            ArtifactError: missing, damaged, of a newer version, or weights that do not fit the configuration.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = Path(path)
+        read_manifest(path, KIND, VERSION, verify=verify)
+        try:
+            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            encoder_settings, settings = Encoder(**config["encoder"]), Model(**config["model"])
+            width, num_tokens = int(config["encoder_width"]), int(config["num_tokens"])
+            transformer = None if encoder_settings.kind == "bag" else empty_transformer(path / "encoder_config")
+            model = cls(
+                encoder_settings,
+                settings,
+                int(config["num_labels"]),
+                TextEncoder(encoder_settings, transformer, num_tokens, width),
+            )
+            model.load_state_dict(load_file(path / "model.safetensors"), strict=True)
+        except (KeyError, ValueError, TypeError, RuntimeError, OSError, SafetensorError) as error:
+            raise ArtifactError(
+                "weights and configuration of the model do not fit together", where=str(path), got=str(error)[:300]
+            ) from error
+        model.config_folder, model.tokenizer_folder = path / "encoder_config", path / "tokenizer"
+        model.max_length, model.params = int(config["max_length"]), config["params"]
+        return model.to(device).eval()

@@ -1,0 +1,25 @@
+"""One function a pipeline stage: parameters in, folders written, a small JSON-able summary out.
+
+The command line and the flow call these; neither they nor DVC see a tensor. Paths are relative to the working folder.
+"""
+
+from unidec.stages.data import ingest, label_graph, propensity, tokens, validate
+from unidec.stages.evaluation import evaluate
+from unidec.stages.index import index
+from unidec.stages.registration import register
+from unidec.stages.training import export, refresh, start_run, train_round
+
+__all__ = [
+    "evaluate",
+    "export",
+    "index",
+    "ingest",
+    "label_graph",
+    "propensity",
+    "refresh",
+    "register",
+    "start_run",
+    "tokens",
+    "train_round",
+    "validate",
+]

@@ -1,0 +1,76 @@
+"""Stages from raw files to what training reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unidec.config import Params
+from unidec.data.dataset import write_dataset
+from unidec.data.formats import read_raw
+from unidec.data.label_graph import build_label_graph, load_label_graph
+from unidec.data.propensity import build_propensity, load_propensity
+from unidec.data.tokens import TokenCache, build_token_cache
+from unidec.errors import DataError
+from unidec.model.sources import resolve_encoder
+from unidec.stages import paths
+
+TEXTS_A_BATCH = 4096
+
+
+def ingest(params: Params) -> dict[str, Any]:
+    """Raw files of any known layout -> data/dataset; the validation split is cut here."""
+    data = params.data
+    raw = read_raw(data.path, data.format, test_share=data.test_share, split_seed=data.split_seed)
+    dataset = write_dataset(paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed)
+    facts = {key: dataset.manifest["meta"][key] for key in ("name", "format", "num_labels", "num_pairs")}
+    return {**facts, **dataset.manifest["meta"]["splits"], "sha256": dataset.sha256}
+
+
+def validate(params: Params) -> dict[str, Any]:
+    """Great Expectations over the data set -> data/validation; the gate before training.
+
+    Raises:
+        DataError: an expectation of severity critical failed.
+    """
+    from unidec.ops.validation import validate_dataset
+
+    result = validate_dataset(paths.DATASET, paths.VALIDATION)
+    if not result["success"]:
+        raise DataError(
+            "the data is not fit to train on",
+            where=str(paths.VALIDATION / "index.html"),
+            got="; ".join(str(failed) for failed in result["failed"]),
+            fix="mend the raw files, or raise a limit with a reason; nothing was trained",
+        )
+    return {"success": True, "expectations": len(result["expectations"]), "page": str(paths.VALIDATION / "index.html")}
+
+
+def tokens(params: Params) -> dict[str, Any]:
+    """Texts -> data/tokens/{queries,labels}."""
+    dataset = paths.open_dataset()
+    folder = resolve_encoder(params.encoder.name)
+    summary: dict[str, Any] = {}
+    for which, num_texts in (("queries", dataset.num_queries), ("labels", dataset.num_labels)):
+        batches = dataset.text_batches(which, params.tokens.text, TEXTS_A_BATCH)
+        path = paths.TOKENS / which
+        build_token_cache(batches, folder, params.tokens.max_length, path, num_texts, {"text": params.tokens.text})
+        cache = TokenCache.open(path, verify=False)
+        summary[f"{which}_texts"] = num_texts
+        summary[f"{which}_tokens"] = int(cache.offsets[-1])
+    return summary
+
+
+def propensity(params: Params) -> dict[str, Any]:
+    """Inverse propensities and frequency groups -> data/propensity."""
+    build_propensity(paths.open_dataset(), params.data.propensity_a, params.data.propensity_b, paths.PROPENSITY)
+    made = load_propensity(paths.PROPENSITY, verify=False)
+    names = ("tail", "torso", "head")
+    groups = {f"{name}_labels": int((made.group_L == number).sum()) for number, name in enumerate(names)}
+    return {"a": made.a, "b": made.b, **groups}
+
+
+def label_graph(params: Params) -> dict[str, Any]:
+    """Label co-occurrence -> data/label_graph."""
+    build_label_graph(paths.open_dataset(), params.label_graph.threshold, paths.LABEL_GRAPH)
+    graph = load_label_graph(paths.LABEL_GRAPH)
+    return {"labels": graph.shape[0], "edges": int(graph.nnz)}

@@ -1,0 +1,110 @@
+"""Stage `evaluate`: the bundle on the test split -> metrics, plots, predictions, report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from unidec.config import Params
+from unidec.data.dataset import XMCDataset
+from unidec.data.propensity import load_propensity
+from unidec.data.storage import read_manifest, write_bytes_atomic, write_json
+from unidec.evaluation.metrics import evaluate as all_metrics
+from unidec.evaluation.metrics import remove_filtered
+from unidec.evaluation.plots import plots_csv
+from unidec.evaluation.report import write_report
+from unidec.model.search import exact_search
+from unidec.ops.tracking import Tracker
+from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.index import recall
+from unidec.stages import paths
+from unidec.stages.ranking import K, Ranking, headline
+from unidec.stages.report import report_input
+
+ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
+
+
+def evaluate(params: Params) -> dict[str, Any]:
+    """Search the index for every test query and measure; also each head alone, and the index against exact search.
+
+    Writes outputs/metrics.json, outputs/plots/, outputs/predictions.parquet and outputs/report.html.
+    """
+    dataset = paths.open_dataset()
+    propensity = load_propensity(paths.PROPENSITY)
+    bundle = Bundle.load(paths.BUNDLE)
+    ranking = Ranking.of_model(bundle.model, dataset, "test")
+    truth = ranking.truth
+    info = bundle.info
+    scores, labels = _search(bundle, ranking)
+    result: dict[str, Any] = {"test": all_metrics(labels, truth, propensity.inverse_L, propensity.group_L)}
+    for space in ("de", "clf") if bundle.model.heads == "both" else ():
+        result[space] = headline(ranking.metrics(space, 1.0, info.clf_normalize, propensity))
+    result["index"] = _against_exact(bundle, ranking) | {"clf_weight": info.clf_weight}
+    result["validation"] = info.metrics.get("validation", {})
+    write_json(paths.METRICS, result)
+    _write_predictions(paths.PREDICTIONS, dataset, ranking.rows, scores, labels)
+    history, rounds = (_records(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds"))
+    plots_csv(history, rounds, result["test"], paths.PLOTS)
+    write_report(paths.REPORT, report_input(params, bundle, ranking, truth, scores, labels, result, history, rounds))
+    _track(result)
+    return {"metrics": headline(result["test"]), "report": str(paths.REPORT)}
+
+
+def _search(bundle: Bundle, ranking: Ranking) -> tuple[np.ndarray, np.ndarray]:
+    """The index's answer for each query of the split, filtered pairs removed: (scores [n, K], labels [n, K])."""
+    info = bundle.info
+    query = ranking.queries(info.space, info.clf_weight, info.clf_normalize)
+    most = int(np.diff(ranking.filter_pairs.indptr).max(initial=0))
+    scores, labels = bundle.index.search(query, min(K + most, bundle.num_labels))
+    labels, scores = remove_filtered(labels, scores, ranking.filter_pairs, K)
+    return scores, labels
+
+
+def _against_exact(bundle: Bundle, ranking: Ranking) -> dict[str, float]:
+    """Recall of the index's first 10 and 100 labels against exact search, in percent."""
+    info = bundle.info
+    query = ranking.queries(info.space, info.clf_weight, info.clf_normalize)[:ORACLE_QUERIES]
+    k = min(K, bundle.num_labels)
+    exact = exact_search(query, ranking.labels(info.space, info.clf_normalize), k)[1]
+    found = bundle.index.search(query, k)[1]
+    return {f"recall@{n}": 100 * recall(found[:, :n], exact[:, :n]) for n in (10, K) if n <= k}
+
+
+def _write_predictions(
+    path: Path, dataset: XMCDataset, rows: np.ndarray, scores: np.ndarray, labels: np.ndarray
+) -> None:
+    """One row a query: uid, label rows best first, scores."""
+    keep = labels >= 0
+    offsets = np.concatenate([[0], np.cumsum(keep.sum(1))]).astype(np.int32)
+    table = pa.table(
+        {
+            "query": pa.array(dataset.query_uids(rows)),
+            "query_row": pa.array(rows),
+            "labels": pa.ListArray.from_arrays(pa.array(offsets), pa.array(labels[keep].astype(np.int32))),
+            "scores": pa.ListArray.from_arrays(pa.array(offsets), pa.array(scores[keep].astype(np.float32))),
+        }
+    )
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_bytes_atomic(path, sink.getvalue().to_pybytes())
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def _track(result: dict[str, Any]) -> None:
+    """Figures and files into the MLflow run that trained the model."""
+    run = read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
+    tracker = Tracker.resume(paths.RUNS / run)
+    named = {f"test/{name}": value for name, value in result["test"].items()}
+    for part in ("de", "clf", "index"):
+        named |= {f"{part}/{name}": value for name, value in result.get(part, {}).items()}
+    tracker.log_final(named)
+    tracker.log_files([paths.REPORT, paths.METRICS, "params.yaml", "dvc.lock"])
+    tracker.log_files([paths.PLOTS], "plots")

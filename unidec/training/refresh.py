@@ -1,0 +1,117 @@
+"""The refresh every T epochs: clusters of queries (the batches of the coming round) and mined hard negatives.
+
+Legend: N queries of the data set, n training queries, H mined negatives a query, D width of a head.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from unidec.config import Params
+from unidec.data.storage import load_array, read_manifest, write_folder
+from unidec.errors import ArtifactError, TrainingError
+from unidec.training.clustering import balanced_clusters
+from unidec.training.mining import mine_hard_negatives
+from unidec.training.sampler import PoolSampler, clustered_batches, random_batches
+
+KIND, VERSION = "refresh", 1
+_NDIM = {"order": 1, "offsets": 1, "negatives": 2}
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """What a round trains on.
+
+    Attributes:
+        order: int64 [n] training rows, cluster after cluster, with offsets int64 [C + 1]; None: random batches.
+        negatives: int32 [N, H] by data set row, -1 where there is none; None: none are mined.
+    """
+
+    order: np.ndarray | None = None
+    offsets: np.ndarray | None = None
+    negatives: np.ndarray | None = None
+
+    def batches(self, rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
+        """Rows of each batch of an epoch."""
+        if self.order is not None and self.offsets is not None:
+            return clustered_batches(self.order, self.offsets, seed, epoch)
+        return random_batches(rows, batch_size, seed, epoch)
+
+    def save(self, path: Path, epoch: int) -> None:
+        """Keep it for the round that starts after `epoch` epochs."""
+        arrays = {name: getattr(self, name) for name in _NDIM if getattr(self, name) is not None}
+        with write_folder(path, KIND, VERSION, {"epoch": epoch}) as out:
+            for name, array in arrays.items():
+                np.save(out.path / f"{name}.npy", array, allow_pickle=False)
+
+    @classmethod
+    def load(cls, path: Path, epoch: int) -> Refresh:
+        """The one made after `epoch` epochs.
+
+        Raises:
+            TrainingError: there is none.
+        """
+        try:
+            found = read_manifest(path, KIND, VERSION)["meta"].get("epoch")
+        except ArtifactError:
+            found = None
+        if found != epoch:
+            raise TrainingError(
+                "the round has no clusters and hard negatives yet", where=str(path), got=f"made after epoch {found}",
+                expected=f"made after epoch {epoch}", fix="refresh first",
+            )  # fmt: skip
+        present = {n: load_array(path / f"{n}.npy", ndim=d) for n, d in _NDIM.items() if (path / f"{n}.npy").is_file()}
+        return cls(**present)
+
+
+def make_refresh(
+    params: Params,
+    rows: np.ndarray,
+    sampler: PoolSampler,
+    query_vectors: Callable[[], np.ndarray],
+    label_vectors: Callable[[], np.ndarray],
+    device: torch.device,
+) -> tuple[Refresh, dict[str, Any]]:
+    """Cluster the training queries and mine hard negatives; what the parameters do not need is left out.
+
+    Args:
+        rows: int64 [n] training rows.
+        sampler: knows positives and filter pairs.
+        query_vectors: gives float32 [n, D] of the training queries; called only when needed.
+        label_vectors: gives float32 [L, D].
+
+    Returns:
+        the refresh, and figures: seconds of each part, clusters, what mining found.
+    """
+    pool, begin = params.pool, time.perf_counter()
+    # a classifier that sees all labels needs no hard negatives
+    mines = pool.eta > 0 and not (params.model.heads == "clf" and pool.clf_labels == "all")
+    arrays: dict[str, np.ndarray] = {}
+    report: dict[str, Any] = {}
+    if pool.batches == "clustered" or mines:
+        query_ND = query_vectors()
+        report["encode_queries_seconds"] = time.perf_counter() - begin
+        if pool.batches == "clustered":
+            clusters = balanced_clusters(query_ND, pool.batch_size, params.seed, device=device)
+            arrays["order"], arrays["offsets"] = rows[clusters.order_N], clusters.offsets
+            report |= {"cluster_seconds": clusters.report.seconds, "clusters": clusters.report.num_clusters,
+                       "cluster_cosine": clusters.report.objective}  # fmt: skip
+        if mines:
+            now = time.perf_counter()
+            label_LD = label_vectors()
+            report["encode_labels_seconds"] = time.perf_counter() - now
+            mined = mine_hard_negatives(
+                query_ND, rows, label_LD, sampler.relevance, sampler.filter_pairs, pool.eta * pool.refresh,
+                sampler.num_queries, device=device,
+            )  # fmt: skip
+            arrays["negatives"] = mined.shortlist
+            report |= {f"mine_{key}": value for key, value in mined.report.items()}
+    report["refresh_seconds"] = time.perf_counter() - begin
+    return Refresh(**arrays), report
