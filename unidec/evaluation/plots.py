@@ -54,7 +54,7 @@ def plots_csv(
         for g in GROUPS
     ]
     groups = [row for row in groups if len(row) > 1]
-    of_group = [name for name in metrics if any(name in row for row in groups)]
+    of_group = [name for name in dict.fromkeys(key for row in groups for key in row) if name != "group"]
     files = {
         "training.csv": ([name for name in TRAINING if any(name in row for row in history)] or TRAINING[:1], history),
         "validation.csv": (["epoch", "round", "seconds", *(n for n in measured if "/" not in n)], validation),

@@ -21,7 +21,7 @@ HEADLINE = (
 )  # fmt: skip
 HEADS = {"both": "both heads", "de": "dual encoder alone", "clf": "classifier alone"}
 GROUPS = {"tail": "tail (< 10)", "torso": "torso (10 to 100)", "head": "head (> 100)"}
-GROUP_CHARTS = ("P@1", "nDCG@5", "PSP@5", "R@10", "R@100")
+GROUP_CHARTS = ("P@1", "PSP@5", "R@10", "R@100")
 VALIDATION = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
 Records = Sequence[Mapping[str, Any]]
 
@@ -84,7 +84,7 @@ def render(report: ReportInput) -> str:
         "calibration": ("Calibration", _calibration(report.calibration)),
         "examples": ("Examples", _examples(report)),
         "data": ("Data set", facts(report.card)),
-        "parameters": ("Parameters", _folded("all parameters", facts(report.params))),
+        "parameters": ("Parameters", _folded("all parameters", facts(report.params), opened=True)),
         "lineage": ("Lineage", facts(report.lineage)),
     }
     sections = {anchor: section(anchor, heading, body) for anchor, (heading, body) in parts.items()}
@@ -102,7 +102,9 @@ def _main_metrics(report: ReportInput) -> Mapping[str, float]:
 
 def _cards(report: ReportInput) -> str:
     metrics = _main_metrics(report)
-    shown = [name for name in ("P@1", "P@5", "nDCG@5", "PSP@5", "R@10", "R@100") if name in metrics]
+    shown = [
+        name for name in ("P@1", "P@5", "nDCG@5", "PSP@5", "R@10", "R@100") if np.isfinite(metrics.get(name, np.nan))
+    ]
     cards = "".join(f'<div class="card"><b>{metrics[name]:.1f}</b><span>{escape(name)}</span></div>' for name in shown)
     return f'<div class="cards">{cards}</div>' if cards else ""
 
@@ -169,8 +171,8 @@ def _training(report: ReportInput) -> str:
     by_time = _lines(minutes, "minutes", names, dots=True)
     figures = [
         figure("Loss", line_chart(losses, "step", "loss", y_from_zero=True)),
-        figure("Validation split by epoch, percent", line_chart(by_epoch, "epoch", "percent", y_from_zero=True)),
-        figure("Validation split by time, percent", line_chart(by_time, "minutes", "percent", y_from_zero=True)),
+        figure("Validation split by epoch, percent", line_chart(by_epoch, "epoch", "percent")),
+        figure("Validation split by time, percent", line_chart(by_time, "minutes", "percent")),
         figure("Learning rates", line_chart(rates, "step", "learning rate", y_from_zero=True)),
         figure("Gradient norm before clipping", line_chart(norm, "step", "norm", y_from_zero=True)),
         figure("Speed", line_chart(speed, "step", "texts a second", y_from_zero=True)),
@@ -299,5 +301,6 @@ def _listed(name: str, titles: Sequence[Any]) -> str:
     return f'<p class="note"><b>{escape(name)} ({len(titles)}):</b> {escape(shown + more)}</p>' if titles else ""
 
 
-def _folded(summary: str, body: str) -> str:
-    return f"<details open><summary>{escape(summary)}</summary>{body}</details>" if body else ""
+def _folded(summary: str, body: str, opened: bool = False) -> str:
+    state = " open" if opened else ""
+    return f"<details{state}><summary>{escape(summary)}</summary>{body}</details>" if body else ""

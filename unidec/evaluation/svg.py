@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 520, 300
-LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 44
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 44
 MAX_POINTS = 300
 NUM_COLOURS = 8
 
@@ -118,7 +118,8 @@ class _Axis:
     def label(self, value: float) -> str:
         """Text of a tick."""
         if self.digits > 3:
-            return f"{value:.1e}"
+            mantissa, _, power = f"{value:.1e}".partition("e")
+            return "0" if abs(value) < 1e-12 else f"{mantissa.removesuffix('.0')}e{int(power)}"
         if abs(value) >= 100_000:
             return f"{value / 1000:,.0f}k"
         return f"{value:,.{self.digits}f}"
@@ -184,7 +185,7 @@ def _grid(y_axis: _Axis, y_label: str) -> str:
     for tick in y_axis.ticks:
         y = y_axis.at(tick)
         parts += [_rule("grid", y), _text("tick", LEFT - 7, y + 4, y_axis.label(tick), "end")]
-    turned = f'transform="translate(13 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)"'
+    turned = f'transform="translate(12 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)"'
     parts.append(f'<text class="axis" text-anchor="middle" {turned}>{escape(y_label)}</text>')
     return "".join([*parts, _rule("base", HEIGHT - BOTTOM)])
 

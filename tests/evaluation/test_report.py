@@ -1,0 +1,237 @@
+"""The report: self-contained, every text escaped, parts left out where nothing is given; tables for dvc plots; PNGs."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from unidec.evaluation.plots import plots_csv, refresh_parts, save_pngs
+from unidec.evaluation.report import ReportInput, calibration_bins, render, write_report
+from unidec.evaluation.svg import Line, bar_chart, line_chart
+
+HOSTILE = "</td></table><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\ud800"
+METRICS = {"P@1": 45.125, "P@5": 21.0, "R@100": 71.0, "num_queries": 8088} | {
+    f"{g}/{m}": v for g, v in (("tail", 1.5), ("torso", 2.5), ("head", 3.5)) for m in ("P@1", "R@10")
+}
+HISTORY = [{"step": s, "loss": 5 / s, "loss_de": 3 / s, "lr_heads": 1e-4, "grad_norm": 1.0, "pool_size": 3000,
+            "positives_per_query": 3.5, "texts_per_s": 900} for s in range(1, 900)]  # fmt: skip
+ROUNDS = [{"round": r, "epoch": 5 * r, "seconds": 60.0 * r, "refresh_seconds": 9.0, "cluster_seconds": 2.0,
+           "mine_seconds": 3.0, "train_seconds": 50.0, "validation": {"P@1": 30.0 + r, "R@100": 60.0}}
+          for r in (1, 2, 3)]  # fmt: skip
+
+
+def _example(text: str) -> dict:
+    rows = [{"label": text, "title": text, "score": 1.0, "de": 0.5, "clf": None, "correct": c} for c in (True, False)]
+    return {"query": text, "truth": [text] * 20, "predictions": rows, "missed": [text]}
+
+
+def _full(text: str = "some text") -> ReportInput:
+    return ReportInput(
+        title=text, date=text, dataset=text, model=text, metrics={"both": METRICS, "de": METRICS, text: METRICS},
+        baselines={text: {"P@1": 50.0}}, baseline_note=text, history=[*HISTORY, {"step": 901, f"lr_{text}": 1.0}],
+        rounds=[{**r, f"{text}_seconds": 1.0} for r in ROUNDS], index={"recall@10": 99.5, text: text},
+        calibration={"score": np.linspace(0, 1, 200).reshape(40, 5), "correct": np.arange(200).reshape(40, 5) > 100},
+        right=[_example(text)], wrong=[_example(text)], card={text: {text: text}}, params={text: [text, 1]},
+        lineage={text: text, "dirty": True}, notes=[text],
+    )  # fmt: skip
+
+
+class _Page(HTMLParser):
+    """Tags that are open, all tags and attributes seen, and the text."""
+
+    VOID = frozenset({"meta", "img", "br", "input", "link"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words += data
+
+
+def test_every_text_is_escaped(tmp_path):
+    plain, hostile = _Page(render(_full())), _Page(render(_full(HOSTILE)))
+    assert hostile.open == [] and plain.open == []
+    assert "script" not in hostile.tags and "img" not in hostile.tags
+    assert not [name for name, _ in hostile.attributes if name.startswith("on")]
+    assert sorted(hostile.tags) == sorted(plain.tags)  # the texts change no element of the page
+    assert hostile.words.count("alert(1)") > 20
+    write_report(tmp_path / "report.html", _full(HOSTILE))
+    assert "alert(1)" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_loads_nothing():
+    html = render(_full())
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|url\(|@import|<link|<script|https?:""", html)
+    assert "prefers-color-scheme:dark" in html and "@media print" in html
+    assert "default-src 'none'" in html
+
+
+def test_all_parts_are_there():
+    page = _Page(render(_full()))
+    anchors = [value for name, value in page.attributes if name == "id"]
+    assert anchors == ["metrics", "groups", "training", "pools", "rounds", "index", "calibration", "examples", "data",
+                       "parameters", "lineage"]  # fmt: skip
+    assert [v for n, v in page.attributes if n == "href"] == [f"#{anchor}" for anchor in anchors]
+    for text in ("45.12", "8,088 queries", "99.50", "and 8 more", "both heads", "dual encoder alone", "tail (< 10)"):
+        assert text in page.words, text
+    assert page.tags.count("svg") == 4 - 2 + 6 + 2 + 2 + 1  # groups without PSP@5 and R@100, training, pools, ...
+
+
+@pytest.mark.parametrize("missing", [f.name for f in dataclasses.fields(ReportInput)])
+def test_a_missing_part_is_left_out(missing):
+    default = ReportInput()
+    report = dataclasses.replace(_full(), **{missing: getattr(default, missing)})
+    html = render(report)
+    assert _Page(html).open == []
+    section = {"metrics": "groups", "history": "pools", "rounds": "rounds", "index": "index", "card": "data",
+               "calibration": "calibration", "params": "parameters", "lineage": "lineage"}.get(missing)  # fmt: skip
+    if section:
+        assert f'id="{section}"' not in html
+
+
+def test_an_empty_report_is_a_page():
+    page = _Page(render(ReportInput()))
+    assert page.open == [] and "section" not in page.tags and "svg" not in page.tags
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        write_report(tmp_path / name, _full())
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_the_best_of_a_column_is_bold():
+    report = ReportInput(metrics={"both": {"P@1": 45.0, "P@5": 22.0}}, baselines={"XR": {"P@1": 46.0}})
+    html = render(report)
+    assert re.findall(r"<b class=\"best\">([^<]*)</b>", html) == ["22.00", "46.00"]
+
+
+def test_numbers_that_are_not_finite_do_not_break_it():
+    history = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": None}]
+    report = ReportInput(metrics={"both": {"P@1": float("nan"), "P@3": 1.0}}, history=history, rounds=[{"round": 1}],
+                         calibration={"score": [-np.inf, np.nan], "correct": [0, 0]})  # fmt: skip
+    html = render(report)
+    assert _Page(html).open == [] and "nan" not in html.lower()
+    assert 'id="calibration"' not in html
+
+
+def test_calibration_against_a_loop():
+    rng = np.random.default_rng(7)
+    score, correct = rng.random((53, 3)).round(2), rng.random((53, 3)) < 0.3
+    score[0, :2] = [-np.inf, np.nan]
+    bins = calibration_bins(score, correct)
+    pairs = sorted(
+        ((s, c) for s, c in zip(score.ravel(), correct.ravel(), strict=True) if np.isfinite(s)), key=lambda p: p[0]
+    )
+    assert sum(row["count"] for row in bins) == len(pairs) == 157 and len(bins) == 10
+    start = 0
+    for row in bins:
+        part = pairs[start : start + row["count"]]
+        assert (row["low"], row["high"]) == (part[0][0], part[-1][0])
+        assert row["precision"] == pytest.approx(sum(c for _, c in part) / len(part))
+        assert row["mean"] == pytest.approx(sum(s for s, _ in part) / len(part))
+        start += row["count"]
+    assert max(row["count"] for row in bins) - min(row["count"] for row in bins) <= 1
+    assert len(calibration_bins([1.0, 2.0], [0, 1])) == 2 and calibration_bins([], []) == []
+    with pytest.raises(ValueError, match="differ"):
+        calibration_bins([1.0], [1, 0])
+
+
+def _points(svg: str) -> list[list[tuple[float, float]]]:
+    tree = ElementTree.fromstring(svg[svg.index("<svg") :])
+    return [
+        [tuple(map(float, pair.split(","))) for pair in node.get("points", "").split()]  # type: ignore[misc]
+        for node in tree.iter("polyline")
+    ]
+
+
+def test_lines_lie_where_their_numbers_are():
+    svg = line_chart([Line("a", [0, 1, 2, 3, 4], [0, 10, float("nan"), 5, 5])], "x", "y", y_from_zero=True)
+    first, second = _points(svg)
+    assert len(first) == 2 and len(second) == 2  # the gap
+    (x0, y0), (x1, y1) = first
+    assert second[1][0] - x0 == pytest.approx(4 * (x1 - x0), abs=0.3) and y1 < second[0][1] < y0
+    assert y0 - second[0][1] == pytest.approx((y0 - y1) / 2, abs=0.3)
+    long = _points(line_chart([Line("a", list(range(5000)), [1.0] * 5000)], "x", "y"))
+    assert len(long[0]) == 300
+    for y in ([3.0], [0.0, 0.0], [1e-9, 2e-9], [-5.0, 1e12]):
+        svg = line_chart([Line("a", list(range(len(y))), y)], "x", "y")
+        assert all(0 <= v <= 520 for run in _points(svg) for point in run for v in point)
+    assert line_chart([Line("a", [], [])], "x", "y") == ""
+
+
+def test_bars_are_as_high_as_their_numbers():
+    svg = bar_chart(["g", "h"], [("a", [10.0, 5.0]), ("b", [0.0, float("nan")])], "y")
+    height = [float(n.get("height", "")) for n in ElementTree.fromstring(svg[svg.index("<svg") :]).iter("rect")]
+    assert height[0] == pytest.approx(2 * height[2], abs=0.3) and height[1] == height[3] == 0
+    svg = bar_chart(["g"], [("a", [1.0]), ("b", [3.0])], "y", stacked=True)
+    low, high = ElementTree.fromstring(svg[svg.index("<svg") :]).iter("rect")
+    assert float(high.get("height", "")) == pytest.approx(3 * float(low.get("height", "")), abs=0.3)
+    assert float(high.get("y", "")) + float(high.get("height", "")) == pytest.approx(float(low.get("y", "")), abs=0.2)
+    assert bar_chart([], [], "y") == ""
+
+
+def test_parts_of_a_round():
+    assert refresh_parts(ROUNDS) == (["cluster", "mine", "other refresh", "train"], [[2.0, 3.0, 4.0, 50.0]] * 3)
+    assert refresh_parts([{"refresh_seconds": 2.0, "train_seconds": 5.0}]) == (["refresh", "train"], [[2.0, 5.0]])
+    assert refresh_parts([{"refresh": {"mine_seconds": 2.0}}]) == (["mine"], [[2.0]])
+    assert refresh_parts([{"round": 1}]) == ([], [[]])
+
+
+def test_tables_for_dvc_plots(tmp_path):
+    files = plots_csv(HISTORY, ROUNDS, METRICS | {"P@3": float("nan"), "R@1": 9.87654321}, tmp_path / "plots")
+    tables = {path.name: list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) for path in files}
+    assert set(tables) == {"training.csv", "validation.csv", "at_k.csv", "groups.csv"}
+    assert len(tables["training.csv"]) == len(HISTORY)
+    assert float(tables["training.csv"][3]["loss"]) == pytest.approx(HISTORY[3]["loss"], rel=1e-5)
+    assert "loss_clf" not in tables["training.csv"][0] and "lr_heads" in tables["training.csv"][0]
+    assert [row["epoch"] for row in tables["validation.csv"]] == ["5", "10", "15"]
+    assert [float(row["P_at_1"]) for row in tables["validation.csv"]] == [31, 32, 33]
+    at_k = tables["at_k.csv"]
+    assert [row["k"] for row in at_k] == ["1", "3", "5"] and at_k[1]["precision"] == ""
+    assert float(at_k[0]["recall"]) == pytest.approx(9.87654, abs=1e-5)
+    assert [(row["group"], row["R_at_10"]) for row in tables["groups.csv"]] == [
+        ("tail", "1.5"), ("torso", "2.5"), ("head", "3.5"),
+    ]  # fmt: skip
+    for path in plots_csv([], [], {}, tmp_path / "empty"):
+        assert len(path.read_text().splitlines()) == 1
+
+
+def test_pngs(tmp_path):
+    files = save_pngs(HISTORY, ROUNDS, METRICS, tmp_path / "png")
+    assert [path.name for path in files] == ["training.png", "validation.png", "groups.png", "rounds.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
+    assert save_pngs([], [], {}, tmp_path / "none") == []
+
+
+def test_the_report_needs_no_plotting_library():
+    heavy = "[name for name in ('matplotlib', 'torch', 'mlflow') if name in sys.modules]"
+    code = f"import sys, unidec.evaluation.report; print({heavy})"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
