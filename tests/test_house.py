@@ -1,0 +1,187 @@
+"""The house itself: imports run one way, nothing shadows a real package, nothing of this machine is in git."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib import metadata, resources
+from pathlib import Path
+
+import pytest
+import yaml
+
+import unidec
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def in_git() -> list[str]:
+    """Files that are, or would be, committed."""
+    done = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return [name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_mlflow_is_the_real_one() -> None:
+    spec = sys.modules.get("mlflow") or __import__("mlflow")
+    assert spec.__version__ == metadata.version("mlflow")
+    assert "site-packages" in spec.__file__
+    assert not list((ROOT / "mlflow").rglob("*.py"))
+    for name in ("mlflow", "prefect", "dvc"):  # flows/ itself is on the path of Prefect's worker
+        assert not (ROOT / "flows" / f"{name}.py").exists()
+
+
+def test_distribution_name_version_and_no_foreign_unidec() -> None:
+    assert PYPROJECT["project"]["name"] == "unidec-xmc"
+    assert metadata.version("unidec-xmc") == unidec.__version__
+    extras = PYPROJECT["project"]["optional-dependencies"].values()
+    wanted = [*PYPROJECT["project"]["dependencies"], *(entry for extra in extras for entry in extra)]
+    pinned = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    for requirement in wanted + pinned:
+        assert re.split(r"[^A-Za-z0-9._-]", requirement)[0].lower() != "unidec", requirement
+
+
+def test_constraints_are_exact_free_of_hosts_and_within_the_ranges() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line), line
+            name, version = line.split("==")
+            pins[canonicalize_name(name)] = version
+    groups = PYPROJECT["project"]["optional-dependencies"]
+    for text in [
+        *PYPROJECT["project"]["dependencies"],
+        *groups["cpu"],
+        *groups["minilm"],
+        *groups["serve"],
+        *groups["dev"],
+    ]:
+        requirement = Requirement(text)
+        name = canonicalize_name(requirement.name)
+        assert name in pins, f"{name} is not pinned"
+        assert requirement.specifier.contains(pins[name]), f"{text} and {pins[name]}"
+
+
+def test_presets_and_typing_marker_are_package_data() -> None:
+    package = resources.files("unidec")
+    assert (package / "py.typed").is_file()
+    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["unidec"]
+    for path in (ROOT / "unidec").rglob("*"):
+        if path.is_file() and path.suffix not in (".py", ".pyc"):
+            relative = path.relative_to(ROOT / "unidec")
+            assert any(relative.match(pattern) for pattern in patterns), f"{relative} would be missing from a wheel"
+
+
+def test_nothing_of_this_machine_and_no_registry_host_is_committed() -> None:
+    hosts = ("files.pythonhosted" + ".org", "pypi" + ".org/simple", "registry.npmjs" + ".org", "deb.debian" + ".org")
+    place = re.compile(r"(?:^|[\s\"'=(:`])/(?:work|home|root|farm|opt|tmp)/[\w.]")
+    for name in in_git():
+        path = ROOT / name
+        if name.startswith(("data/raw/", "plots/offline.html")) or path.stat().st_size > 500_000:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        for host in hosts:
+            assert host not in text, f"{name} names {host}"
+        found = place.search(text)
+        assert found is None, f"{name} names a path of this machine: {found.group() if found else ''}"
+
+
+def test_large_files_stay_out_of_git() -> None:
+    for name in in_git():
+        limit = 8e6 if name.startswith("data/raw/") else 1e6
+        assert (ROOT / name).stat().st_size <= limit, name
+
+
+def test_tests_mirror_the_library() -> None:
+    modules = {
+        path.relative_to(ROOT / "unidec").parts[0].removesuffix(".py") for path in (ROOT / "unidec").rglob("*.py")
+    }
+    special = {"faults", "flows", "pipeline", "golden", "test_house", "test_dvc", "conftest", "test_pipeline"}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        top = path.relative_to(ROOT / "tests").parts[0].removesuffix(".py")
+        assert top in special or top.removeprefix("test_") in modules, f"{path} mirrors nothing"
+
+
+def test_files_and_functions_keep_to_the_house_rules() -> None:
+    for path in [*(ROOT / "unidec").rglob("*.py"), *(ROOT / "flows").rglob("*.py")]:
+        assert "utils" not in path.name
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree) or path.name == "__init__.py", f"{path.name} says nothing of itself"
+        assert len(path.read_text().splitlines()) <= 500, f"{path.name} wants another room"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = (node.end_lineno or 0) - node.body[0].lineno + 1
+                assert body <= 80, f"{path.name}: {node.name} has {body} lines"
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in ("eval", "exec", "pickle.load", "pickle.loads", "torch.load"), (
+                    f"{path.name}: {called}"
+                )
+            if isinstance(node, ast.ExceptHandler):
+                assert node.type is not None, f"{path.name}:{node.lineno}: bare except"
+
+
+def test_config_and_command_line_import_nothing_heavy() -> None:
+    code = (
+        "import sys, unidec.cli, unidec.config, unidec.progress\n"
+        "print({'torch', 'numpy', 'pandas', 'scipy', 'pyarrow', 'mlflow', 'prefect', 'faiss'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_every_make_target_is_in_its_help() -> None:
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("no make")
+    shown = subprocess.run([make, "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    for target in ("setup", "train", "test", "test-faults", "lint", "types", "format", "ui", "repro", "clean"):
+        assert re.search(rf"^{target} ", shown, re.M), target
+
+
+def test_ci_and_hooks_need_nothing_from_elsewhere() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "exec make test" in script
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert {repo["repo"] for repo in hooks["repos"]} == {"local"}
+
+
+def test_links_in_the_documentation_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_readme_names_commands_that_exist() -> None:
+    from typer.main import get_command
+
+    from unidec.cli import app
+
+    commands = set(get_command(app).commands)  # type: ignore[attr-defined]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    text = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    for name in re.findall(
+        r"(?:^|[`/ ])unidec (?:--debug )?([a-z][a-z-]+)(?= |`|$)",
+        "\n".join(re.findall(r"`[^`\n]+`|^\.venv.*|^unidec .*", text, re.M)),
+        re.M,
+    ):
+        assert name in commands, f"unidec {name}"
+    for name in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M):
+        assert name in targets, f"make {name}"
