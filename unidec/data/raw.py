@@ -64,11 +64,14 @@ def text_table(
     """Columns to a table uid, title, content; without contents they are empty strings."""
     if contents is None:
         contents = pa.repeat(pa.scalar("", pa.large_string()), len(uids))
-    columns = [
-        c.cast(pa.large_string()) if isinstance(c, pa.Array | pa.ChunkedArray) else pa.array(c, pa.large_string())
-        for c in (uids, titles, contents)
-    ]
+    columns = [_strings(column) for column in (uids, titles, contents)]
     return pa.table(dict(zip(TEXT_SCHEMA.names, columns, strict=True)), schema=TEXT_SCHEMA)
+
+
+def _strings(column: Sequence[str] | pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    if isinstance(column, pa.Array | pa.ChunkedArray):
+        return column.cast(pa.large_string())
+    return pa.array(column, pa.large_string())
 
 
 def stack(parts: Sequence[csr_matrix]) -> csr_matrix:

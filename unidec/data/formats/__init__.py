@@ -10,6 +10,7 @@ import numpy as np
 
 from unidec.data.formats import beir, tables, xmc_json, xmc_text
 from unidec.data.formats.files import Source
+from unidec.data.formats.problems import showing
 from unidec.data.raw import RawData, cut_test, make_slice
 from unidec.data.storage import file_sha256, swap_folder
 from unidec.errors import DataError
@@ -107,8 +108,9 @@ def _check(source: Source, raw: RawData) -> None:
     for split, table in raw.queries.items():
         uids = table["uid"].to_pylist()
         if not seen.keys().isdisjoint(uids):
+            shown = [f"uid {uid} is in {seen.get(uid)}" for uid in uids]
             both = np.flatnonzero([uid in seen for uid in uids])
             file, lines = source.queries_at[split]
             kind = f"query of another split again in {split} (leak)"
-            source.problems.add_rows(kind, file, both, lines, lambda row, u=uids: f"uid {u[row]} is in {seen[u[row]]}")
+            source.problems.add_rows(kind, file, both, lines, showing(shown))
         seen.update(dict.fromkeys(uids, split))

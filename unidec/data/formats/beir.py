@@ -17,7 +17,7 @@ from scipy.sparse import csr_matrix
 
 from unidec.data.formats.files import Source
 from unidec.data.formats.ids import Pairs, look_up, split_pairs
-from unidec.data.formats.problems import check_uids
+from unidec.data.formats.problems import check_uids, lines_of, showing
 from unidec.data.raw import RawData, text_table
 from unidec.errors import DataError
 
@@ -50,8 +50,8 @@ def read(source: Source) -> RawData:
             f"query of another split again in {split} (leak)",
             name,
             other,
-            lambda rows: line_N[rows],
-            lambda r: split_N[r],
+            lines_of(line_N),
+            showing(split_N),
         )
         split_N[own] = split
     rows_by_split = {split: np.flatnonzero(split_N == split) for split in QRELS}
@@ -63,7 +63,7 @@ def read(source: Source) -> RawData:
         if split in judged:
             pairs, query_P, label_P = judged[split]
             relevance[split] = _positive(pairs, query_P, label_P, split, rows, shape, source)
-        source.queries_at[split] = (name, lambda row, r=rows: line_N[r[row]])
+        source.queries_at[split] = (name, lines_of(line_N, rows))
     return RawData(
         source.root.name,
         {split: queries.take(rows) for split, rows in rows_by_split.items()},
@@ -118,7 +118,7 @@ def read_tsv(source: Source, path: Path, header: tuple[str, ...]) -> Pairs:
     score = to_numbers(pa.array(columns[2], pa.string())) if len(header) > 2 else np.ones(len(numbers))
     line_P = np.asarray(numbers, dtype=np.int64)
     strings = [pa.array(column, pa.large_string()) for column in columns[:2]]
-    return Pairs(source.name(path), strings[0], strings[1], score, lambda rows: line_P[rows])
+    return Pairs(source.name(path), strings[0], strings[1], score, lines_of(line_P))
 
 
 def to_numbers(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
@@ -170,7 +170,7 @@ def _read_objects(source: Source, path: Path, what: str) -> tuple[pa.Table, np.n
     line_N = np.asarray(numbers, dtype=np.int64)
     if not any(titles):  # BEIR's corpora of short texts leave every title empty
         titles, contents = contents, titles
-    check_uids(uids, source.problems, source.name(path), lambda rows: line_N[rows], what)
+    check_uids(uids, source.problems, source.name(path), lines_of(line_N), what)
     try:
         return text_table(uids, titles, contents), line_N, np.asarray(splits, dtype=object)
     except UnicodeEncodeError as error:

@@ -61,7 +61,7 @@ class Source:
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError("a damaged gzip file", where=str(path), got=str(error), fix="fetch it again") from error
 
-    def bytes(self, path: Path) -> bytes:
+    def data(self, path: Path) -> bytes:
         """The whole file, unpacked, without a byte order mark."""
         with self.open(path) as file:
             return file.read().removeprefix(_BOM)
@@ -74,7 +74,7 @@ class Source:
 
     def texts(self, path: Path) -> list[str]:
         """A UTF-8 text a line; a line that is not UTF-8 is noted as a fault and stands as an empty text."""
-        data = self.bytes(path)
+        data = self.data(path)
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError:
@@ -105,7 +105,7 @@ def read_sparse_text(
     Raises:
         DataError: a header that does not match the texts, before anything of its size is allocated.
     """
-    data = source.bytes(path)
+    data = source.data(path)
     head, _, body = data.partition(b"\n")
     name = source.name(path)
     found = head.split()
@@ -139,7 +139,7 @@ def read_sparse_text(
 
 def read_filter_text(source: Source, path: Path) -> tuple[np.ndarray, np.ndarray, Lines]:
     """Filter file: `query_row label_row` a line, 0-based, no header. Returns query_P, label_P (int64) and the lines."""
-    data = source.bytes(path)
+    data = source.data(path)
     parsed = _parse(data, per_token=1)
     if parsed is not None:
         values, line_T = parsed

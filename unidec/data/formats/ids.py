@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
-from unidec.data.formats.problems import Lines, Problems, filter_matrix, pair_matrix
+from unidec.data.formats.problems import Lines, Problems, filter_matrix, pair_matrix, showing
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ def look_up(pairs: Pairs, queries: pa.Table, labels: pa.Table, problems: Problem
     for what, uids, table in (("query", pairs.query, queries), ("label", pairs.label, labels)):
         rows = rows_of(uids, table["uid"])
         unknown = np.flatnonzero(rows < 0)
-        problems.add_rows(
-            f"pair with an unknown {what}", pairs.file, unknown, pairs.lines, lambda p, u=uids: f"uid {u[p]}"
-        )
+        problems.add_rows(f"pair with an unknown {what}", pairs.file, unknown, pairs.lines, showing(uids, "uid "))
         found.append(rows)
     return found[0], found[1]
 

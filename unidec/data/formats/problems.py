@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from scipy.sparse import csr_matrix
 
 from unidec.errors import DataError
@@ -18,6 +19,16 @@ Lines = Callable[[np.ndarray], np.ndarray]
 def next_line(rows: np.ndarray) -> np.ndarray:
     """Rows of a file without a header or blank lines."""
     return np.asarray(rows) + 1
+
+
+def lines_of(line_N: np.ndarray, rows: np.ndarray | None = None) -> Lines:
+    """Line numbers held in an array; of some of its rows, where given."""
+    return lambda some: line_N[some if rows is None else rows[some]]
+
+
+def showing(values: Sequence | np.ndarray | pa.ChunkedArray | pa.Array, what: str = "") -> Callable[[int], object]:
+    """Details of a sample: its value."""
+    return lambda row: f"{what}{values[row]}"
 
 
 class Problems:
@@ -144,9 +155,7 @@ def filter_matrix(
     """Filter pairs to a bool CSR matrix; rows out of range are faults, pairs given twice are the same as once."""
     for name, index_P, limit in (("query row", query_P, shape[0]), ("label index", label_P, shape[1])):
         bad = np.flatnonzero((index_P < 0) | (index_P >= limit))
-        problems.add_rows(
-            f"filter pair with a {name} outside 0..{limit - 1}", file, bad, lines, lambda p, i=index_P: f"{i[p]}"
-        )
+        problems.add_rows(f"filter pair with a {name} outside 0..{limit - 1}", file, bad, lines, showing(index_P))
     good = (query_P >= 0) & (query_P < shape[0]) & (label_P >= 0) & (label_P < shape[1])
     key = np.unique(query_P[good].astype(np.int64) * shape[1] + label_P[good])
     return sorted_csr(key // max(shape[1], 1), key % max(shape[1], 1), np.ones(key.size, dtype=bool), shape)

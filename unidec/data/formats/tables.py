@@ -23,7 +23,7 @@ from scipy.sparse import csr_matrix
 from unidec.data.formats.beir import read_objects, to_numbers
 from unidec.data.formats.files import Source
 from unidec.data.formats.ids import Pairs, look_up, split_pairs
-from unidec.data.formats.problems import Lines, check_uids, next_line
+from unidec.data.formats.problems import Lines, check_uids, lines_of, next_line
 from unidec.data.raw import SPLITS, RawData, text_table
 from unidec.errors import DataError
 
@@ -58,7 +58,7 @@ def read(source: Source) -> RawData:
     rows_by_split = {split: np.flatnonzero(split_N == split) for split in SPLITS}
     rows_by_split = {split: rows for split, rows in rows_by_split.items() if rows.size or split == "train"}
     for split, rows in rows_by_split.items():
-        source.queries_at[split] = (queries.name, lambda row, r=rows: queries.lines(r[row]))
+        source.queries_at[split] = (queries.name, _lines_of_some(queries, rows))
     shape = (query_texts.num_rows, label_texts.num_rows)
     return RawData(
         source.root.name,
@@ -71,7 +71,9 @@ def read(source: Source) -> RawData:
 
 def write(raw: RawData, out: Path, kind: str = "csv") -> None:
     """Write the layout; kind is csv, tsv, parquet or jsonl."""
-    queries, pairs, filters = [], [], []
+    queries: list[pa.Table] = []
+    pairs: list[pa.Table] = []
+    filters: list[pa.Table] = []
     label_uids = raw.labels["uid"].combine_chunks()
     for split, table in raw.queries.items():
         names = pa.repeat(pa.scalar(split), table.num_rows)
@@ -95,6 +97,10 @@ def write(raw: RawData, out: Path, kind: str = "csv") -> None:
 
 def _find(source: Source, stem: str) -> Path | None:
     return source.find(*(f"{stem}.{kind}" for kind in KINDS))
+
+
+def _lines_of_some(table: _Table, rows: np.ndarray) -> Lines:
+    return lambda some: table.lines(rows[some])
 
 
 def _splits(queries: _Table, pairs: _Table, query_P: np.ndarray, source: Source) -> np.ndarray:
@@ -203,7 +209,8 @@ class _Table:
     def _jsonl(self, needed: Sequence[str], optional: Sequence[str]) -> pa.Table:
         names = (*needed, *optional)
         columns: dict[str, list[str | None]] = {name: [] for name in names}
-        numbers, present = [], set()
+        numbers: list[int] = []
+        present: set[str] = set()
         for number, item in read_objects(self.source, self.path):
             if "title" in item and "text" not in item:
                 item["text"] = item["title"]
@@ -217,7 +224,7 @@ class _Table:
                 value = item.get(name)
                 columns[name].append(None if value is None else value if isinstance(value, str) else str(value))
         line_N = np.asarray(numbers, dtype=np.int64)
-        self.lines = lambda rows: line_N[rows]
+        self.lines = lines_of(line_N)
         kept = {name: columns[name] for name in names if name in needed or name in present}
         try:
             return pa.table({name: pa.array(column, pa.large_string()) for name, column in kept.items()})
@@ -227,7 +234,7 @@ class _Table:
             ) from error
 
     def _csv(self) -> pa.Table:
-        data = self.source.bytes(self.path)
+        data = self.source.data(self.path)
         names = self._header(data)
         try:
             return pv.read_csv(
@@ -265,7 +272,7 @@ class _Table:
 
     def _lines_of_csv(self, rows: np.ndarray) -> np.ndarray:
         """Line on which each row starts; quoted line breaks and blank lines take a second look."""
-        text = self.source.bytes(self.path).decode("utf-8")
+        text = self.source.data(self.path).decode("utf-8")
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=self.delimiter)
         last, starts, start = int(np.max(rows)), [], 1
         for row in reader:

@@ -140,10 +140,11 @@ class _Objects:
             if not _types(all_ind) <= {int} or not _types(all_rel) <= {int, float}:
                 return False
             try:
-                np.asarray(all_ind, dtype=np.int64), np.asarray(all_rel, dtype=np.float64)
+                arrays = np.asarray(all_ind, dtype=np.int64), np.asarray(all_rel, dtype=np.float64)
             except OverflowError:
                 return False
-            self.ind, self.rel = all_ind, all_rel
+            self.labels.append(arrays[0])
+            self.values.append(arrays[1])
             self.per_row += map(len, ind)
         self.columns = {"uid": uids, "title": titles, "content": contents}
         self.line_of_row += [number for number, _ in pending]
@@ -201,9 +202,10 @@ class _Objects:
             self._replace_surrogates()
             chunk = text_table(*self.columns.values())
         self.chunks.append(chunk)
-        self.labels.append(np.asarray(self.ind, dtype=np.int64))
-        self.values.append(np.asarray(self.rel, dtype=np.float64))
-        self.ind, self.rel = [], []
+        if self.ind:
+            self.labels.append(np.asarray(self.ind, dtype=np.int64))
+            self.values.append(np.asarray(self.rel, dtype=np.float64))
+            self.ind, self.rel = [], []
         self.columns = {name: [] for name in self.columns}
 
     def _replace_surrogates(self) -> None:
