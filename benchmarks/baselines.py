@@ -42,7 +42,7 @@ Scorer = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 
 @dataclass
 class Task:
-    """One data set as sparse features (CSR, Any because of scipy's annotations), and how predictions are measured."""
+    """One data set as sparse features (CSR; scipy annotates them poorly), and how predictions are measured on it."""
 
     x_train_MF: Any
     y_train_ML: Any
@@ -115,15 +115,11 @@ def label_match(task: Task, rows_B: NDArray[np.int64]) -> NDArray[np.float32]:
 
 
 def mix(task: Task, rows_B: NDArray[np.int64]) -> NDArray[np.float32]:
-    """The best K of each list, each scaled to a row maximum of 1: kNN votes + 0.5 x label match; float32 [B, L]."""
-    return _scaled(neighbour_votes(task, rows_B)) + LABEL_MATCH_WEIGHT * _scaled(label_match(task, rows_B))
-
-
-def _scaled(score_BL: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scores below a row's K-th set to 0, the rest divided by the row's maximum."""
-    width = min(K, score_BL.shape[1])
-    least_B = np.partition(score_BL, -width, axis=1)[:, [-width]]
-    return np.where(score_BL >= least_B, score_BL, 0) / np.maximum(score_BL.max(axis=1, keepdims=True), 1e-12)
+    """kNN votes + 0.5 x label match, each scaled to a row maximum of 1; float32 [B, L]."""
+    votes_BL, match_BL = neighbour_votes(task, rows_B), label_match(task, rows_B)
+    for score_BL in (votes_BL, match_BL):
+        score_BL /= np.maximum(score_BL.max(axis=1, keepdims=True), 1e-12)
+    return votes_BL + LABEL_MATCH_WEIGHT * match_BL
 
 
 METHODS: dict[str, Callable[[Task, NDArray[np.int64]], NDArray[np.float32]]] = {
