@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Generic, Self, TextIO, TypeVar
+from typing import Any, Generic, Self, TextIO, TypeVar, overload
 
 T = TypeVar("T")
 
@@ -136,8 +136,9 @@ class Progress(Generic[T]):
         self.close(failed=error is not None)
 
 
+@overload
 def progress(
-    iterable: Iterable[T] | None = None,
+    iterable: None = None,
     *,
     total: int | None = None,
     desc: str,
@@ -145,7 +146,32 @@ def progress(
     every: float = 10.0,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Progress[T]:
+) -> Progress[Any]: ...
+
+
+@overload
+def progress(
+    iterable: Iterable[T],
+    *,
+    total: int | None = None,
+    desc: str,
+    unit: str = "it",
+    every: float = 10.0,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Progress[T]: ...
+
+
+def progress(
+    iterable: Iterable[Any] | None = None,
+    *,
+    total: int | None = None,
+    desc: str,
+    unit: str = "it",
+    every: float = 10.0,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Progress[Any]:
     """Show the progress of long work on stderr.
 
     Args:
