@@ -277,6 +277,46 @@ def test_parts_that_do_not_fit_are_not_written(rng, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+def test_the_real_model_in_a_bundle(rng, tmp_path, monkeypatch):
+    """UniDEC itself (a bag of tokens, random start): search over the bundle equals the model's own scores."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    from unidec.config import Encoder, Model
+    from unidec.data.storage import write_folder
+    from unidec.model.unidec import UniDEC
+    from unidec.retrieval.space import label_vectors, query_vectors
+
+    monkeypatch.undo()  # the stub
+    source = tmp_path / "source"
+    size = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    BertModel(BertConfig(**size, intermediate_size=8)).save_pretrained(source)
+    words = write_model(tmp_path / "words", rng)
+    shutil.copyfile(words / "tokenizer" / "tokenizer.json", source / "tokenizer.json")
+    torch.manual_seed(1)
+    settings = Model(dim=DIM)
+    model = UniDEC.create(Encoder(kind="bag"), settings, len(TITLES), source, 11, {"tokens": {"max_length": 8}}).eval()
+    with write_folder(tmp_path / "model", "model", 1) as out:
+        model.save_into(out)
+    tokens = encode_texts(TITLES, model.tokenizer_folder, 8)
+    de, (clf, bias) = model.encode_labels(tokens), model.classifier_table()
+    vectors = label_vectors(de, clf, bias, "both", True)
+    write_bundle(
+        tmp_path / "b", tmp_path / "model", LabelIndex.build(vectors), de_LD=de, clf_LD=clf, bias_L=bias, uids=UIDS,
+        titles=TITLES, space="both", clf_weight=0.7, clf_normalize=True,
+    )  # fmt: skip
+    shutil.rmtree(source)
+    found = Bundle.load(tmp_path / "b").predict(QUERIES, k=12)
+    queries = query_vectors(
+        *model.encode_queries(encode_texts(QUERIES, words / "tokenizer", 8)), "both", 0.7, True, False
+    )
+    expected = queries.astype(np.float64) @ vectors.T
+    for i, prediction in enumerate(found):
+        rows = [UIDS.index(uid) for uid in prediction.labels]
+        np.testing.assert_allclose(prediction.scores, expected[i, rows], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(prediction.scores, np.sort(expected[i])[::-1], rtol=1e-4, atol=1e-5)
+
+
 def test_the_bundle_needs_neither_mlflow_nor_prefect():
     code = "import sys, unidec.retrieval.bundle; print([m for m in ('mlflow', 'prefect', 'great_expectations') if m in sys.modules])"  # noqa: E501
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -42,7 +42,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 40)]
 
 _FILES = {"bundle.json", "labels.arrow", "index.faiss"}
 _VECTORS = {"vectors/de.npy", "vectors/clf.npy", "vectors/bias.npy"}
-_TRAINING_RECORDS = {"history.jsonl", "rounds.jsonl", "train.json"}  # hold wall times: no two trainings write the same
+_TRAINING_RECORDS = (".jsonl", "train.json")  # hold wall times: no two trainings write the same
 _FIX = "write the bundle again: unidec index"
 
 
@@ -281,7 +281,7 @@ def _copy_model(source: Path, target: Path) -> None:
     about = _kind_of(source)
     manifest = read_manifest(source, *about)
     for name, entry in manifest["files"].items():
-        if name in _TRAINING_RECORDS:
+        if name.endswith(_TRAINING_RECORDS):
             continue
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)
