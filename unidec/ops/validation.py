@@ -156,84 +156,94 @@ def _text_facts(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 def _expectations(dataset: XMCDataset, limits: Thresholds) -> dict[str, list[Any]]:
     import great_expectations.expectations as gxe
 
-    def between(
-        column: str, minimum: float, maximum: float | None, what: str, severity: str, share: float = 0.0
-    ) -> Any:
-        return gxe.ExpectColumnValuesToBeBetween(
-            column=column, min_value=minimum, max_value=maximum, mostly=1 - share, severity=severity, description=what
-        )
-
-    def graded(column: str, minimum: float, maximum: float | None, what: str, limit: float, warn: float) -> list[Any]:
-        return [
-            between(column, minimum, maximum, f"{what}: at most {limit:.1%}", "critical", limit),
-            between(column, minimum, maximum, f"{what}: at most {warn:.1%}", "warning", warn),
-        ]
-
-    def table(what: str) -> list[Any]:
-        return [
-            gxe.ExpectTableRowCountToBeBetween(min_value=1, severity="critical", description=f"there are {what}"),
-            gxe.ExpectColumnValueLengthsToBeBetween(
-                column="uid", min_value=1, severity="critical", description="every uid is there"
-            ),
-            gxe.ExpectColumnValuesToBeUnique(column="uid", severity="critical", description="every uid is there once"),
-            *graded("text_length", 1, None, "empty texts", limits.max_empty_texts, limits.warn_empty_texts),
-        ]
-
-    splits = [
-        gxe.ExpectColumnValuesToBeInSet(
-            column="split", value_set=list(SPLITS), severity="critical", description="every query is in a known split"
-        ),
-        *(
-            gxe.ExpectColumnDistinctValuesToContainSet(
-                column="split", value_set=[split], severity=severity, description=f"there are {split} queries"
-            )
-            for split, severity in (("train", "critical"), ("validation", "warning"), ("test", "warning"))
-        ),
-    ]
     leak = (limits.max_test_texts_in_train, limits.warn_test_texts_in_train)
     bare = (limits.max_queries_without_positives, limits.warn_queries_without_positives)
     cold = (limits.max_labels_without_training_points, limits.warn_labels_without_training_points)
     twins = (limits.max_label_texts_given_twice, limits.warn_label_texts_given_twice)
+    needed = (("train", "critical"), ("validation", "warning"), ("test", "warning"))
     return {
         "queries": [
-            *table("queries"),
-            *splits,
-            *graded("text_in_train", 0, 0, "test queries whose text is also a training query's (leak)", *leak),
-            *graded("num_positives", 1, None, "queries without positives", *bare),
+            *_text_expectations("queries", limits),
+            gxe.ExpectColumnValuesToBeInSet(
+                column="split",
+                value_set=list(SPLITS),
+                severity="critical",
+                description="every query is in a known split",
+            ),
+            *(
+                gxe.ExpectColumnDistinctValuesToContainSet(
+                    column="split", value_set=[split], severity=severity, description=f"there are {split} queries"
+                )
+                for split, severity in needed
+            ),
+            *_graded("text_in_train", 0, 0, "test queries whose text is also a training query's (leak)", *leak),
+            *_graded("num_positives", 1, None, "queries without positives", *bare),
         ],
         "labels": [
-            *table("labels"),
-            *graded("num_train_points", 1, None, "labels without training points", *cold),
-            *graded("labels_with_this_text", 1, 1, "labels whose text another label has", *twins),
+            *_text_expectations("labels", limits),
+            *_graded("num_train_points", 1, None, "labels without training points", *cold),
+            *_graded("labels_with_this_text", 1, 1, "labels whose text another label has", *twins),
         ],
-        "pairs": [
-            gxe.ExpectTableRowCountToBeBetween(min_value=1, severity="critical", description="there are pairs"),
-            between("query", 0, dataset.num_queries - 1, "query rows are in range", "critical"),
-            between("label", 0, dataset.num_labels - 1, "label indices are in range", "critical"),
-            gxe.ExpectColumnValuesToNotBeNull(
-                column="relevance", severity="critical", description="no relevance is NaN"
-            ),
-            gxe.ExpectColumnValuesToBeBetween(
-                column="relevance",
-                min_value=0,
-                strict_min=True,
-                max_value=FLOAT32_MAX,
-                severity="critical",
-                description="relevance is positive and finite",
-            ),
-            gxe.ExpectCompoundColumnsToBeUnique(
-                column_list=["query", "label"], severity="critical", description="every pair is there once"
-            ),
-            between(
-                "filtered",
-                0,
-                0,
-                f"positives that are also filter pairs: at most {limits.warn_filtered_positives:.1%}",
-                "warning",
-                limits.warn_filtered_positives,
-            ),
-        ],
+        "pairs": _pair_expectations(dataset, limits),
     }
+
+
+def _text_expectations(what: str, limits: Thresholds) -> list[Any]:
+    import great_expectations.expectations as gxe
+
+    return [
+        gxe.ExpectTableRowCountToBeBetween(min_value=1, severity="critical", description=f"there are {what}"),
+        gxe.ExpectColumnValueLengthsToBeBetween(
+            column="uid", min_value=1, severity="critical", description="every uid is there"
+        ),
+        gxe.ExpectColumnValuesToBeUnique(column="uid", severity="critical", description="every uid is there once"),
+        *_graded("text_length", 1, None, "empty texts", limits.max_empty_texts, limits.warn_empty_texts),
+    ]
+
+
+def _pair_expectations(dataset: XMCDataset, limits: Thresholds) -> list[Any]:
+    import great_expectations.expectations as gxe
+
+    filtered = f"positives that are also filter pairs: {_at_most(limits.warn_filtered_positives)}"
+    return [
+        gxe.ExpectTableRowCountToBeBetween(min_value=1, severity="critical", description="there are pairs"),
+        _between("query", 0, dataset.num_queries - 1, "query rows are in range", "critical"),
+        _between("label", 0, dataset.num_labels - 1, "label indices are in range", "critical"),
+        gxe.ExpectColumnValuesToNotBeNull(column="relevance", severity="critical", description="no relevance is NaN"),
+        gxe.ExpectColumnValuesToBeBetween(
+            column="relevance",
+            min_value=0,
+            strict_min=True,
+            max_value=FLOAT32_MAX,
+            severity="critical",
+            description="relevance is positive and finite",
+        ),
+        gxe.ExpectCompoundColumnsToBeUnique(
+            column_list=["query", "label"], severity="critical", description="every pair is there once"
+        ),
+        _between("filtered", 0, 0, filtered, "warning", limits.warn_filtered_positives),
+    ]
+
+
+def _between(column: str, minimum: float, maximum: float | None, what: str, severity: str, share: float = 0.0) -> Any:
+    """All values in range but for a share of them."""
+    import great_expectations.expectations as gxe
+
+    return gxe.ExpectColumnValuesToBeBetween(
+        column=column, min_value=minimum, max_value=maximum, mostly=1 - share, severity=severity, description=what
+    )
+
+
+def _graded(column: str, minimum: float, maximum: float | None, what: str, limit: float, warn: float) -> list[Any]:
+    """The same expectation twice: the gate's limit, and the warning's."""
+    return [
+        _between(column, minimum, maximum, f"{what}: {_at_most(share)}", severity, share)
+        for share, severity in ((limit, "critical"), (warn, "warning"))
+    ]
+
+
+def _at_most(share: float) -> str:
+    return f"at most {share:.3g} of all" if 0 < share < 0.001 else f"at most {share:.1%}" if share else "none"
 
 
 def _run_checkpoint(

@@ -21,7 +21,7 @@ p.facts { color: var(--dim); margin: 0 0 1rem; overflow-wrap: anywhere; }
 th { text-align: left; font-weight: 600; color: var(--dim); }
 th, td { padding: .4rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr:hover td { background: var(--soft); }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 summary { cursor: pointer; } code { font-size: .9em; overflow-wrap: anywhere; }
 """
 
@@ -44,7 +44,9 @@ def render_page(verdict: dict[str, Any], docs: bool) -> str:
     for table in rows:
         results = [r for r in verdict["expectations"] if r["table"] == table]
         body = "".join(_row(result) for result in results)
-        head = "<tr><th>Expectation</th><th>Result</th><th>Unexpected</th><th>Of</th></tr>"
+        head = (
+            "<tr><th>Expectation</th><th>Result</th><th class='number'>Unexpected</th><th class='number'>Of</th></tr>"
+        )
         parts.append(f"<h2>{table.capitalize()}</h2><div class='wide'><table>{head}{body}</table></div>")
     if docs:
         link = "<a href='docs/index.html'>Data Docs of Great Expectations</a>"
@@ -59,7 +61,8 @@ def _row(result: dict[str, Any]) -> str:
         lines = "".join(f"<li><code>{escape(_sample(sample))}</code></li>" for sample in result["samples"])
         what = f"<details><summary>{what}</summary><ul>{lines}</ul></details>"
     count = f"{result['unexpected_count']:,}" if result["element_count"] else ""
-    total = f"{result['element_count']:,}" if result["element_count"] else escape(str(result["observed"]))
+    observed = result["element_count"] or result["observed"]
+    total = f"{observed:,}" if isinstance(observed, int) else escape(str(observed or ""))
     numbers = f"<td class='number'>{count}</td><td class='number'>{total}</td>"
     return f"<tr><td>{what}</td><td class='{state}'>{state}</td>{numbers}</tr>"
 

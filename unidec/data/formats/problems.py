@@ -107,29 +107,15 @@ def pair_matrix(
     with np.errstate(over="ignore", under="ignore"):
         value_P = relevance_P.astype(np.float32)
     bad_label = (label_P < 0) | (label_P >= num_labels)
-    problems.add_rows(
-        f"label index outside 0..{num_labels - 1}",
-        file,
-        np.flatnonzero(bad_label),
-        lines,
-        lambda p: f"label {label_P[p]}",
-    )
     bad_query = (query_P < 0) | (query_P >= num_queries)
-    problems.add_rows(
-        f"query row outside 0..{num_queries - 1}",
-        file,
-        np.flatnonzero(bad_query),
-        lines,
-        lambda p: f"query {query_P[p]}",
-    )
     bad_value = ~(np.isfinite(value_P) & (value_P > 0))
-    problems.add_rows(
-        "relevance that is not a positive number",
-        file,
-        np.flatnonzero(bad_value),
-        lines,
-        lambda p: f"label {label_P[p]}, relevance {relevance_P[p]}",
-    )
+    checks: list[tuple[str, np.ndarray, Callable[[int], object]]] = [
+        (f"label index outside 0..{num_labels - 1}", bad_label, lambda p: f"label {label_P[p]}"),
+        (f"query row outside 0..{num_queries - 1}", bad_query, lambda p: f"query {query_P[p]}"),
+        ("relevance that is not a positive number", bad_value, lambda p: f"label {label_P[p]}: {relevance_P[p]}"),
+    ]
+    for kind, bad, details in checks:
+        problems.add_rows(kind, file, np.flatnonzero(bad), lines, details)
     good = np.flatnonzero(~(bad_label | bad_query | bad_value))
     key = query_P[good].astype(np.int64) * num_labels + label_P[good]
     if not np.all(key[1:] > key[:-1]):
