@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -257,7 +257,7 @@ class InputBuilder:
         self.frozen_vectors, self.frozen_hidden = frozen_vectors or {}, frozen_hidden or {}
         self._pin = device.type == "cuda"
 
-    def __call__(self, parts: list[tuple[str, Tokens, np.ndarray]]) -> EncoderInput:
+    def __call__(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> EncoderInput:
         """One input for rows of several sources, in the order given.
 
         Args:
@@ -265,7 +265,8 @@ class InputBuilder:
         """
         encoder = self.encoder
         num_texts = sum(len(rows) for _, _, rows in parts)
-        vector_BD, chunks = None, ()
+        vector_BD: Tensor | None = None
+        chunks: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
         if encoder.transformer is not None and encoder.takes_vectors:
             vector_BD = self._vectors(parts)
         elif encoder.transformer is not None:
@@ -287,7 +288,7 @@ class InputBuilder:
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
-    def _vectors(self, parts: list[tuple[str, Tokens, np.ndarray]]) -> Tensor:
+    def _vectors(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> Tensor:
         if all(name in self.frozen_vectors for name, _, _ in parts):
             return self._to(np.concatenate([self.frozen_vectors[name][rows] for name, _, rows in parts]))
         transformer = self.encoder.transformer
@@ -299,7 +300,7 @@ class InputBuilder:
                 return torch.zeros(0, transformer.width, device=self.device)
             return torch.cat(vectors)[torch.argsort(torch.cat([places for places, _, _ in chunks]))]
 
-    def _chunks(self, parts: list[tuple[str, Tokens, np.ndarray]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _chunks(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         first = 0
         for name, tokens, rows in parts:
             hidden = self.frozen_hidden.get(name)

@@ -101,7 +101,7 @@ class UniDEC(nn.Module):
         model.config_folder = model.tokenizer_folder = folder
         model.max_length, model.params = int(params["tokens"]["max_length"]), params
         if model.head_clf is not None:
-            nn.init.orthogonal_(model.head_clf[0].weight)  # keeps the angles of the encoder's space
+            nn.init.orthogonal_(model.head_clf[0].get_parameter("weight"))  # keeps the angles of the encoder's space
         return model
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from unidec.config import Params
 from unidec.data.dataset import write_dataset
@@ -50,7 +50,8 @@ def tokens(params: Params) -> dict[str, Any]:
     dataset = paths.open_dataset()
     folder = resolve_encoder(params.encoder.name)
     summary: dict[str, Any] = {}
-    for which, num_texts in (("queries", dataset.num_queries), ("labels", dataset.num_labels)):
+    sizes: dict[Literal["queries", "labels"], int] = {"queries": dataset.num_queries, "labels": dataset.num_labels}
+    for which, num_texts in sizes.items():
         batches = dataset.text_batches(which, params.tokens.text, TEXTS_A_BATCH)
         path = paths.TOKENS / which
         build_token_cache(batches, folder, params.tokens.max_length, path, num_texts, {"text": params.tokens.text})

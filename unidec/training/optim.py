@@ -48,7 +48,7 @@ class RowAdam:
         if used is None or used[1].grad is None:
             return
         rows, leaf = used
-        grad = leaf.grad * scale
+        grad: Tensor = leaf.grad * scale  # type: ignore[operator,assignment]
         size = self.lr * factor / (1 - BETA1**step)
         second_correction = math.sqrt(1 - BETA2**step)
         if rows is None:

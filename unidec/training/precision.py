@@ -24,8 +24,8 @@ def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
     """The type transformers compute in: bfloat16, or None for float32.
 
     "auto" takes bfloat16 on GPUs and on processors that multiply it in hardware (AVX512-BF16 or AMX). Without that it
-    was measured three times slower than float32. It asks the processor, not a stopwatch: the same machine always decides
-    alike.
+    was measured three times slower than float32. It asks the processor, not a stopwatch: the same machine always
+    decides alike.
     """
     if precision != "auto":
         return torch.bfloat16 if precision == "bf16" else None
