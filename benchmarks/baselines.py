@@ -70,7 +70,7 @@ def load_task(dataset: XMCDataset, text: Any, split: Any, train_on: str, a: floa
     rows = dataset.rows(split)
     if not len(train_rows) or not len(rows):
         raise DataError("an empty split", where=str(dataset.path), got=f"{len(train_rows)} and {len(rows)} queries")
-    vectorizer = TfidfVectorizer(sublinear_tf=True, stop_words="english", dtype=np.float32)
+    vectorizer = TfidfVectorizer(sublinear_tf=True, stop_words="english", dtype=np.float32)  # type: ignore[arg-type]
     train_texts, label_texts = dataset.query_texts(train_rows, text), dataset.label_texts(None, text)
     vectorizer.fit(train_texts)
     y_train_ML = (dataset.relevance[train_rows] > 0).astype(np.float32)
@@ -119,7 +119,8 @@ def mix(task: Task, rows_B: NDArray[np.int64]) -> NDArray[np.float32]:
     votes_BL, match_BL = neighbour_votes(task, rows_B), label_match(task, rows_B)
     for score_BL in (votes_BL, match_BL):
         score_BL /= np.maximum(score_BL.max(axis=1, keepdims=True), 1e-12)
-    return votes_BL + LABEL_MATCH_WEIGHT * match_BL
+    votes_BL += LABEL_MATCH_WEIGHT * match_BL
+    return votes_BL
 
 
 METHODS: dict[str, Callable[[Task, NDArray[np.int64]], NDArray[np.float32]]] = {
@@ -154,7 +155,7 @@ def predict(task: Task, name: str) -> tuple[NDArray[np.int64], NDArray[np.float3
 
 
 def export(task: Task, out: Path) -> None:
-    """Writes features and labels for programs in other environments, as scipy .npz, and the width they shall predict."""
+    """Writes features and labels as scipy .npz for programs in other environments, and the width they shall predict."""
     facts = task.facts | {"search_width": task.search_width}
     with write_folder(out, "benchmark_export", 1, facts) as folder:
         for name, matrix in {
