@@ -77,7 +77,7 @@ _add_stage(
 _add_stage(
     "validate",
     "validate",
-    "Check the data set with Great Expectations; a failure ends with exit code 3. Pages are in data/validation/docs.",
+    "Check the data set with Great Expectations; a failure ends with exit code 3. Page: data/validation/index.html.",
     "unidec validate",
 )
 _add_stage("tokens", "tokens", "Tokenise queries and labels.", "unidec tokens --set tokens.max_length=64")
