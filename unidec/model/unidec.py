@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from unidec.config import Encoder, Model
 from unidec.data.storage import Folder, read_manifest
 from unidec.data.tokens import Tokens
-from unidec.errors import ArtifactError
+from unidec.errors import ArtifactError, ConfigError
 from unidec.model.encoder import InputBuilder, TextEncoder, empty_transformer, load_transformer
 from unidec.model.row_table import RowTable
 from unidec.progress import progress
@@ -250,10 +250,10 @@ class UniDEC(nn.Module):
                 TextEncoder(encoder_settings, transformer, num_tokens, width),
             )
             model.load_state_dict(load_file(path / "model.safetensors"), strict=True)
-        except (KeyError, ValueError, TypeError, RuntimeError, OSError, SafetensorError) as error:
+            model.max_length, model.params = int(config["max_length"]), config["params"]
+        except (KeyError, ValueError, TypeError, RuntimeError, OSError, ConfigError, SafetensorError) as error:
             raise ArtifactError(
                 "weights and configuration of the model do not fit together", where=str(path), got=str(error)[:300]
             ) from error
         model.config_folder, model.tokenizer_folder = path / "encoder_config", path / "tokenizer"
-        model.max_length, model.params = int(config["max_length"]), config["params"]
         return model.to(device).eval()

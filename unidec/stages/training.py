@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unidec.config import Params, flatten
-from unidec.data.storage import write_folder, write_json
+from unidec.data.storage import write_bytes_atomic, write_folder, write_json
 from unidec.model.unidec import KIND, VERSION
 from unidec.ops.provenance import code_tags, dvc_hash
 from unidec.ops.tracking import Tracker
@@ -112,4 +112,4 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def _append(path: Path, record: dict[str, Any], key: str) -> None:
     """Add a record; one of the same epoch or a later one is of a run that was cut off, and is replaced."""
     kept = [line for line in _lines(path) if line[key] < record[key]]
-    path.write_text("".join(json.dumps(line) + "\n" for line in [*kept, record]), encoding="utf-8")
+    write_bytes_atomic(path, "".join(json.dumps(line) + "\n" for line in [*kept, record]).encode())

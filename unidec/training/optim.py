@@ -158,9 +158,8 @@ class Optimisers:
             prefix = f"adamw.{index}."
             state: dict[str, Any] = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
             if state:
-                self.adamw.state[parameter] = {
-                    k: v.clone() if k == "step" else v.to(parameter.device).clone() for k, v in state.items()
-                }
+                # the step counts too: the fused update reads them on the device
+                self.adamw.state[parameter] = {k: v.to(parameter.device, copy=True) for k, v in state.items()}
         for name, row in self.row.items():
             row.first.copy_(tensors[f"row.{name}.first"])
             row.second.copy_(tensors[f"row.{name}.second"])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import file_sha256
+from unidec.data.storage import file_sha256, write_bytes_atomic
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError, TrainingError
 from unidec.model.encoder import EncoderInput, InputBuilder
@@ -161,7 +161,8 @@ class Trainer:
         self.epoch, self.step = int(checkpoint.state["epoch"]), int(checkpoint.state["step"])
         self.seconds = float(checkpoint.state["seconds"])
         for name, key in (("history", "step"), ("rounds", "epoch")):
-            limit = self.step if key == "step" else self.epoch
+            # history counts steps from 0: the next one has this number
+            limit = self.step - 1 if key == "step" else self.epoch
             _cut_lines(self.run_dir / f"{name}.jsonl", lambda line, k=key, m=limit: line[k] <= m)
 
     def save(self) -> Path:
@@ -372,4 +373,4 @@ def _cut_lines(path: Path, keep: Any) -> None:
     """Drop the lines that a resumed run will write again."""
     if path.is_file():
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        path.write_text("".join(f"{line}\n" for line in lines if keep(json.loads(line))), encoding="utf-8")
+        write_bytes_atomic(path, "".join(f"{line}\n" for line in lines if keep(json.loads(line))).encode())
