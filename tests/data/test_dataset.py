@@ -198,3 +198,21 @@ def test_the_smallest_data_is_legal(tmp_path: Path, raw_factory: Callable[..., R
     assert opened.num_labels == sizes[2]
     assert opened.rows("train").size >= 1
     assert repr(opened).startswith("XMCDataset('tiny'")
+
+
+def test_held_out_families_are_not_larger_than_the_rest() -> None:
+    """Half the families have one query, half have five: each kind is drawn about as often."""
+    sizes = np.repeat([1, 5], 400)
+    family_N = np.repeat(np.arange(sizes.size), sizes)
+    pairs = csr_matrix((np.ones(family_N.size, bool), (np.arange(family_N.size), family_N)))
+    held = hold_out([f"q{i}" for i in range(family_N.size)], pairs, 0.2, seed=3)
+    drawn = np.unique(family_N[held])
+    assert held.mean() == pytest.approx(0.2, abs=0.01)
+    assert (sizes[drawn] == 5).mean() == pytest.approx(0.5, abs=0.12)  # 3 sigma of about 160 draws
+
+
+def test_no_family_dominates_what_is_held_out() -> None:
+    family_N = np.concatenate([np.zeros(30, np.int64), np.arange(1, 1001)])
+    pairs = csr_matrix((np.ones(family_N.size, bool), (np.arange(family_N.size), family_N)))
+    for seed in range(20):
+        assert not hold_out([f"q{i}" for i in range(family_N.size)], pairs, 0.1, seed)[:30].any()

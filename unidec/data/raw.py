@@ -81,13 +81,17 @@ def stack(parts: Sequence[csr_matrix]) -> csr_matrix:
     return matrix
 
 
+LARGEST_FAMILY = 0.05  # of the queries held out
+
+
 def hold_out(uids: Sequence[str], filter_pairs: csr_matrix, share: float, seed: int) -> np.ndarray:
     """Choose about `share` of n queries, seeded by query: bool [n], true for the queries held out.
 
     Queries that share a filtered label, directly or through others, are a family (versions of one product, parts of one
     package) and stay together, so that what is held out is as new to the model as a test query is. Families are taken
     in the order of a hash of seed and uid, so appending queries moves few of the old ones; a family that would exceed
-    the share is passed over. At least one family is held out where two exist and share > 0.
+    the share, or make up more than `LARGEST_FAMILY` of it, is passed over: hundreds of near-equal queries would decide
+    every figure. At least one family is held out where two exist and share > 0.
     """
     num_queries = len(uids)
     held = np.zeros(num_queries, dtype=bool)
@@ -102,13 +106,14 @@ def hold_out(uids: Sequence[str], filter_pairs: csr_matrix, share: float, seed: 
         np.uint64,
         num_queries,
     )
-    hash_F = np.full(num_families, np.iinfo(np.uint64).max, dtype=np.uint64)
-    np.minimum.at(hash_F, family_N, hash_N)
+    # one member's hash stands for the family: the smallest of all would draw large families first
+    hash_F = hash_N[np.unique(family_N, return_index=True)[1]]
     target = max(1, round(share * num_queries))
     chosen_F = np.zeros(num_families, dtype=bool)
     total = 0
+    largest = max(1, round(target * LARGEST_FAMILY))
     for family in np.argsort(hash_F, kind="stable"):
-        if total + size_F[family] <= target:
+        if size_F[family] <= largest and total + size_F[family] <= target:
             chosen_F[family] = True
             total += int(size_F[family])
             if total == target:
