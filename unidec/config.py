@@ -110,6 +110,9 @@ class Loss(Section):
     de: Literal["ds", "supcon", "infonce", "triplet", "bce"] = Field("ds", description="dual encoder's loss")
     clf: Literal["ds", "supcon", "infonce", "triplet", "bce"] = Field("ds", description="classifier's loss")
     clf_bce: Annotated[float, Field(ge=0)] = Field(1.0, description="weight of the auxiliary BCE on the classifier")
+    bce_normalise: Literal["rows", "entries"] = Field(
+        "entries", description="BCE as a mean over all entries, or its sum over a query's pool (thousands at the start)"
+    )
     balance: Share = Field(0.5, description="lambda: weight of the dual encoder's loss; the classifier has the rest")
     de_forward: Share = Field(0.5, description="lambda_D: weight of query to label; label to query has the rest")
     clf_forward: Share = Field(0.5, description="lambda_C: the same for the classifier")

@@ -66,14 +66,17 @@ def fake_dataset(seed=0):
     split_N = rng.integers(0, 3, 60)
     names = ["train", "validation", "test"]
     return SimpleNamespace(
-        relevance=relevance, num_labels=12, rows=lambda split: np.flatnonzero(split_N == names.index(split))
+        relevance=relevance,
+        num_labels=12,
+        split_N=split_N,
+        rows=lambda split: np.flatnonzero(split_N == names.index(split)),
     )
 
 
-def test_counts_see_training_rows_only_and_stream(monkeypatch, tmp_path):
+def test_counts_see_the_published_training_rows_only_and_stream(monkeypatch, tmp_path):
     monkeypatch.setattr(propensity, "_ROWS_AT_ONCE", 7)
     dataset = fake_dataset()
-    train = dataset.rows("train")
+    train = np.concatenate([dataset.rows("train"), dataset.rows("validation")])
     expected = (dataset.relevance.toarray()[train] > 0).sum(axis=0)
     assert label_counts(dataset.relevance, train).tolist() == expected.tolist()
 

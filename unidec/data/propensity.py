@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unidec.data.raw import SPLITS
 from unidec.data.storage import load_array, read_manifest, write_folder
 from unidec.errors import ArtifactError, DataError
 
@@ -87,13 +88,15 @@ def label_counts(relevance: Any, rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def build_propensity(dataset: XMCDataset, a: float, b: float, out: str | os.PathLike[str]) -> Path:
-    """Stores counts, inverse propensities and groups; validation and test queries are not counted.
+    """Stores counts, inverse propensities and groups, from the training data as it was published.
+
+    Queries held out for validation count, so that figures compare with those of others; test queries do not.
 
     Raises:
         DataError: constants out of range (`inverse_propensity`).
         ArtifactError: the folder cannot be written.
     """
-    train_rows = dataset.rows("train")
+    train_rows = np.flatnonzero(dataset.split_N != SPLITS.index("test"))
     count_L = label_counts(dataset.relevance, train_rows)
     inverse_L = inverse_propensity(count_L, len(train_rows), a, b)
     meta = {"a": float(a), "b": float(b), "num_train": len(train_rows), "num_labels": len(count_L)}

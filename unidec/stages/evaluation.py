@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,18 @@ from unidec.data.propensity import load_propensity
 from unidec.data.storage import read_manifest, write_bytes_atomic, write_json
 from unidec.evaluation.metrics import evaluate as all_metrics
 from unidec.evaluation.metrics import remove_filtered
-from unidec.evaluation.plots import plots_csv
+from unidec.evaluation.plots import plots_csv, save_pngs
 from unidec.evaluation.report import write_report
 from unidec.model.search import exact_search
 from unidec.ops.tracking import Tracker
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import recall
+from unidec.retrieval.space import Space
 from unidec.stages import paths
 from unidec.stages.ranking import K, Ranking, headline
 from unidec.stages.report import report_input
 
+SINGLE_HEADS: tuple[Space, ...] = ("de", "clf")
 ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
 
 
@@ -42,16 +45,17 @@ def evaluate(params: Params) -> dict[str, Any]:
     info = bundle.info
     scores, labels = _search(bundle, ranking)
     result: dict[str, Any] = {"test": all_metrics(labels, truth, propensity.inverse_L, propensity.group_L)}
-    for space in ("de", "clf") if bundle.model.heads == "both" else ():
-        result[space] = headline(ranking.metrics(space, 1.0, info.clf_normalize, propensity))
+    for space in SINGLE_HEADS if bundle.model.heads == "both" else ():
+        result[space] = ranking.metrics(space, 1.0, info.clf_normalize, propensity)
     result["index"] = _against_exact(bundle, ranking) | {"clf_weight": info.clf_weight}
     result["validation"] = info.metrics.get("validation", {})
-    write_json(paths.METRICS, result)
+    shown = {name: headline(result[name]) for name in SINGLE_HEADS if name in result}
+    write_json(paths.METRICS, result | shown)
     _write_predictions(paths.PREDICTIONS, dataset, ranking.rows, scores, labels)
     history, rounds = (_records(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds"))
     plots_csv(history, rounds, result["test"], paths.PLOTS)
     write_report(paths.REPORT, report_input(params, bundle, ranking, truth, scores, labels, result, history, rounds))
-    _track(result)
+    _track(result, history, rounds)
     return {"metrics": headline(result["test"]), "report": str(paths.REPORT)}
 
 
@@ -98,13 +102,15 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
-def _track(result: dict[str, Any]) -> None:
-    """Figures and files into the MLflow run that trained the model."""
+def _track(result: dict[str, Any], history: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> None:
+    """Figures, plots and files into the MLflow run that trained the model."""
     run = read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
     tracker = Tracker.resume(paths.RUNS / run)
     named = {f"test/{name}": value for name, value in result["test"].items()}
-    for part in ("de", "clf", "index"):
-        named |= {f"{part}/{name}": value for name, value in result.get(part, {}).items()}
+    for part in SINGLE_HEADS:
+        named |= {f"{part}/{name}": value for name, value in headline(result.get(part, {})).items()}
+    named |= {f"index/{name}": value for name, value in result["index"].items()}
     tracker.log_final(named)
     tracker.log_files([paths.REPORT, paths.METRICS, "params.yaml", "dvc.lock"])
-    tracker.log_files([paths.PLOTS], "plots")
+    with tempfile.TemporaryDirectory() as folder:
+        tracker.log_files(save_pngs(history, rounds, result["test"], folder), "plots")

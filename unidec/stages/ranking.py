@@ -106,7 +106,7 @@ class Ranking:
 def tuned_clf_weight(ranking: Ranking, params: Params) -> float:
     """The classifier's weight: as given, or the best of `CLF_WEIGHTS` on the ranking's split ("auto").
 
-    Raw classifier scores live on the scale of training logits times tau, like cosines, so one range serves both forms.
+    Raw classifier scores are training logits times tau, of the order of cosines: one range serves both forms.
     """
     index = params.index
     if index.clf_weight != "auto":

@@ -5,7 +5,9 @@ Legend: n queries of the split, K places.
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,13 @@ from unidec.ops.tracking import Tracker
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.space import head_scores
 from unidec.stages import paths
-from unidec.stages.ranking import Ranking
+from unidec.stages.ranking import Ranking, headline
 
 EXAMPLES = 6  # queries answered right and as many answered wrong
 SHOWN = 5  # labels shown for each
+BASELINE_NOTE = (
+    "Systems below ours: benchmarks/baselines.py, same split and metric code, trained on train and validation."
+)
 CALIBRATED = 5  # predictions a query that the calibration plot counts
 
 
@@ -52,6 +57,7 @@ def report_input(
     correct = np.asarray(truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()).astype(bool)
     correct &= labels >= 0
     right, wrong = _examples(bundle, ranking, truth, scores, labels, correct)
+    baselines = _baselines(dataset.name, params.tokens.text)
     card = {"name": dataset.name, "task": params.tokens.text, **meta["splits"], "labels": dataset.num_labels,
             "pairs": meta["num_pairs"], "filter pairs": meta["num_filter_pairs"],
             "propensity A, B": f"{params.data.propensity_a}, {params.data.propensity_b}"}  # fmt: skip
@@ -61,9 +67,11 @@ def report_input(
         dataset=f"{dataset.name}, {params.tokens.text}",
         model=f"{params.encoder.kind} encoder ({params.encoder.name})",
         metrics=heads,
+        baselines=baselines,
+        baseline_note=BASELINE_NOTE if baselines else "",
         history=history,
         rounds=rounds,
-        index={"kind": bundle.info.index_kind, "classifier's weight": result["index"]["clf_weight"], **result["index"]},
+        index={"kind": bundle.info.index_kind, **result["index"]},
         calibration={"score": scores[:, :CALIBRATED], "correct": correct[:, :CALIBRATED]},
         right=right,
         wrong=wrong,
@@ -71,6 +79,15 @@ def report_input(
         params=flatten(params),
         lineage=_lineage(bundle, dataset.sha256),
     )
+
+
+def _baselines(name: str, text: str) -> dict[str, dict[str, float]]:
+    """What `benchmarks/baselines.py` measured on this data set, if it did."""
+    path = Path("benchmarks/results") / f"baselines-{name}-{text.replace('+', '-')}.json"
+    if not path.is_file():
+        return {}
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    return {system: headline(entry["metrics"]) for system, entry in results.items()}
 
 
 def _examples(

@@ -319,14 +319,15 @@ class Trainer:
         return losses
 
     def _loss(self, kind: str, similarity_BS: Tensor, scale: Tensor, targets: PoolTargets, forward: float) -> Tensor:
+        settings = self.params.loss
+        options: dict[str, Any] = {"reduction": settings.reduction, "forward": forward}
+        if settings.reduction == "pol":  # which of the sampled positives; a stream of its own for each step
+            options["generator"] = torch.Generator().manual_seed(hash((self.params.seed, self.step)) % 2**63)
         if kind == "triplet":  # its margin is in units of similarity
-            return symmetric_loss(
-                kind, similarity_BS, targets, reduction=self.params.loss.reduction, forward=forward,
-                margin=self.params.loss.margin,
-            )  # fmt: skip
-        return symmetric_loss(
-            kind, similarity_BS * scale, targets, reduction=self.params.loss.reduction, forward=forward
-        )
+            return symmetric_loss(kind, similarity_BS, targets, margin=settings.margin, **options)
+        if kind == "bce":
+            options["normalise"] = settings.bce_normalise
+        return symmetric_loss(kind, similarity_BS * scale, targets, **options)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None)
@@ -340,7 +341,8 @@ class Trainer:
         seconds = max(self.seconds, 1e-9) / (self.step + 1)
         return {
             "step": self.step, "epoch": self.step / self.steps_per_epoch, "seconds": round(self.seconds, 3),
-            "loss": sum(float(v) for v in losses.values()), **{k: float(v) for k, v in losses.items()},
+            "loss": sum(float(v.detach()) for v in losses.values()),
+            **{k: float(v.detach()) for k, v in losses.items()},
             "lr_encoder": optim.lr_encoder * factor, "lr_heads": optim.lr_heads * factor,
             "lr_clf": optim.lr_clf * factor, "grad_norm": float(norm), "pool_size": pool_size,
             "positives_per_query": len(batch.pool.positive_row_P) / num_queries,
@@ -353,7 +355,7 @@ class Trainer:
         return TrainingError(
             "a loss or gradient is not finite; the weights are as they were before this step",
             where=f"epoch {self.epoch}, step {self.step}, queries {', '.join(uids)}, ...",
-            got=", ".join(f"{name} {float(value):g}" for name, value in losses.items()),
+            got=", ".join(f"{name} {float(value.detach()):g}" for name, value in losses.items()),
             fix="a lower learning rate, a higher model.temperature, or optim.clip_norm above 0",
         )
 
