@@ -1,1 +1,1 @@
-"""Operations: the only place in the library that imports mlflow, great_expectations or fastapi, and only when they are used."""
+"""Operations: the only place in the library that imports mlflow, great_expectations or fastapi, each in use only."""

@@ -27,9 +27,7 @@ from unidec.stages.ranking import Ranking, headline
 
 EXAMPLES = 6  # queries answered right and as many answered wrong
 SHOWN = 5  # labels shown for each
-BASELINE_NOTE = (
-    "Systems below ours: benchmarks/baselines.py, same split and metric code, trained on train and validation."
-)
+BASELINE_NOTE = "Below ours: benchmarks/baselines.py, same split and metric code, trained on train and validation."
 CALIBRATED = 5  # predictions a query that the calibration plot counts
 
 
