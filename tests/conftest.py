@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
+from unidec.config import Params
 from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.formats import make_slice, read_raw
 from unidec.data.raw import RawData, text_table
+from unidec.data.tokens import TokenCache, build_token_cache
 
 ROOT = Path(__file__).resolve().parent.parent
 TOPICS = ("river", "music", "engine", "garden", "letter", "planet", "bread", "window")
+
+
+def load_helper(path: str) -> ModuleType:
+    """A module of tests/ (`"training/golden"`), loaded by its path: tests are no packages (--import-mode=importlib)."""
+    name = f"unidec_tests_{path.replace('/', '_')}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / f"{path}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def make_raw(
@@ -92,3 +109,60 @@ def slice_dataset(slice_raw: RawData, tmp_path_factory: pytest.TempPathFactory) 
 def raw_factory() -> Callable[..., RawData]:
     """`make_raw`: synthetic data of any size."""
     return make_raw
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a BERT with 3 layers of 32 dimensions that knows the words of `tiny_raw`."""
+    return _tiny_transformer("bert", tiny_raw, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_distilbert(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a DistilBERT."""
+    return _tiny_transformer("distilbert", tiny_raw, tmp_path_factory)
+
+
+def _tiny_transformer(kind: str, raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    texts = [text for table in (*raw.queries.values(), raw.labels) for text in table["title"].to_pylist()]
+    return load_helper("tiny_transformer").write_transformer(tmp_path_factory.mktemp(kind) / kind, texts, kind)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokens(
+    tiny_dataset: XMCDataset, tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, TokenCache]:
+    """Token caches of `tiny_dataset`'s titles: "queries" and "labels" (`tiny_distilbert` has the same tokenizer)."""
+    sizes = {"queries": tiny_dataset.num_queries, "labels": tiny_dataset.num_labels}
+    root = tmp_path_factory.mktemp("tiny-tokens")
+    return {
+        name: TokenCache.open(build_token_cache(tiny_dataset.text_batches(name), tiny_bert, 16, root / name, size))
+        for name, size in sizes.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def helper() -> Callable[[str], ModuleType]:
+    """`load_helper`."""
+    return load_helper
+
+
+@pytest.fixture(scope="session")
+def tiny_params(tiny_bert: Path) -> Callable[..., Params]:
+    """`tiny_params(**{"pool.beta": 1})`: parameters of a training of `tiny_dataset` that takes a second on a CPU."""
+    return lambda **overrides: load_helper("tiny_training").tiny_params(tiny_bert, **overrides)
+
+
+@pytest.fixture
+def open_trainer(
+    tiny_dataset: XMCDataset, tiny_tokens: dict[str, TokenCache], tiny_params: Callable[..., Params], tmp_path: Path
+) -> Callable[..., Any]:
+    """`open_trainer("run", **{"pool.beta": 1})`: a `Trainer` of `tiny_dataset`; the same name opens the run again."""
+
+    def open_trainer(run: str = "run", **overrides: Any) -> Any:
+        from unidec.training.trainer import Trainer
+
+        params = tiny_params(**overrides)
+        return Trainer(params, tiny_dataset, *tiny_tokens.values(), tmp_path / run, tmp_path / "cache")
+
+    return open_trainer

@@ -1,0 +1,273 @@
+"""Encoders against dense loops: the bag, the transformer's lower and upper layers, padding, order, gradients."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from unidec.config import Encoder
+from unidec.data.tokens import Tokens
+from unidec.errors import ConfigError
+from unidec.model.encoder import (
+    InputBuilder,
+    TextEncoder,
+    TransformerEncoder,
+    length_chunks,
+    load_transformer,
+    pool_tokens,
+)
+
+CPU = torch.device("cpu")
+NUM_TOKENS, WIDTH = 40, 7
+
+
+def make_tokens(rng, lengths, num_tokens=NUM_TOKENS):
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    ids = rng.integers(0, num_tokens, offsets[-1]).astype(np.uint16)
+    return Tokens(ids, offsets, num_tokens, 0, 16)
+
+
+def make_encoder(folder=None, num_tokens=NUM_TOKENS, width=WIDTH, **settings):
+    transformer = None if folder is None else load_transformer(folder)
+    if transformer is not None:
+        width = transformer.config.hidden_size
+    encoder = TextEncoder(Encoder(**({"kind": "bag"} | settings)), transformer, num_tokens, width)
+    if encoder.bag is not None:
+        torch.nn.init.normal_(encoder.bag.embedding.weight)
+        torch.nn.init.normal_(encoder.bag.log_weight.weight, std=0.5)
+    return encoder
+
+
+def dense_bag(tokens, rows, embedding_VD, log_weight_V):
+    """One text after the other, one token after the other."""
+    vectors = []
+    for row in rows:
+        vector = torch.zeros(embedding_VD.shape[1])
+        for token in tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]].tolist():
+            vector = vector + log_weight_V[token].exp() * embedding_VD[token]
+        vectors.append(vector / vector.norm().clamp_min(1e-12))
+    return torch.stack(vectors)
+
+
+# -- bag ---------------------------------------------------------------------------------------------------------------
+
+
+def test_bag_equals_a_loop_over_tokens_with_its_gradients(rng):
+    encoder = make_encoder().train()
+    queries, labels = make_tokens(rng, [5, 1, 9, 3]), make_tokens(rng, [2, 12])
+    parts = [("queries", queries, np.array([2, 0, 2])), ("labels", labels, np.array([1, 0]))]
+    x_BD = encoder(InputBuilder(encoder, CPU)(parts))
+    target_BD = torch.randn_like(x_BD)
+    (x_BD * target_BD).sum().backward()
+
+    embedding = encoder.bag.embedding.weight.detach().clone().requires_grad_()
+    log_weight = encoder.bag.log_weight.weight.detach().clone().requires_grad_()
+    expected = torch.cat([dense_bag(t, rows, embedding, log_weight[:, 0]) for _, t, rows in parts])
+    (expected * target_BD).sum().backward()
+    torch.testing.assert_close(x_BD, expected, rtol=1e-5, atol=1e-6)
+    for table, dense in ((encoder.bag.embedding, embedding), (encoder.bag.log_weight, log_weight)):
+        rows_U, leaf = table.used
+        scattered = torch.zeros_like(dense).index_add_(0, rows_U, leaf.grad)
+        torch.testing.assert_close(scattered, dense.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_token_dropout_is_of_training_only(rng):
+    encoder, tokens = make_encoder(bag_dropout=0.5), make_tokens(rng, [16] * 20)
+    batch = InputBuilder(encoder, CPU)([("queries", tokens, np.arange(20))])
+    without = dense_bag(tokens, range(20), encoder.bag.embedding.weight, encoder.bag.log_weight.weight[:, 0])
+    encoder.eval()
+    torch.testing.assert_close(encoder(batch), without, rtol=1e-5, atol=1e-6)
+    encoder.train()
+    trained = encoder(batch).detach()
+    changed = ((trained - without).abs() > 1e-3).any(1)
+    assert changed.sum() >= 18  # 16 tokens all kept: once in 65,536 texts
+
+
+def test_token_dropout_of_every_token_gives_zeros_not_nan(rng):
+    encoder, tokens = make_encoder(bag_dropout=1.0).train(), make_tokens(rng, [3, 2])
+    x_BD = encoder(InputBuilder(encoder, CPU)([("queries", tokens, np.arange(2))]))
+    x_BD.sum().backward()
+    assert torch.equal(x_BD, torch.zeros_like(x_BD))
+    assert torch.isfinite(encoder.bag.embedding.used[1].grad).all()
+
+
+def test_empty_texts_give_finite_vectors(rng):
+    encoder, tokens = make_encoder().train(), make_tokens(rng, [0, 4, 0])
+    x_BD = encoder(InputBuilder(encoder, CPU)([("queries", tokens, np.arange(3))]))
+    x_BD.sum().backward()
+    assert torch.equal(x_BD[[0, 2]], torch.zeros(2, WIDTH))
+    assert float(x_BD[1].norm()) == pytest.approx(1, abs=1e-5)
+    assert torch.isfinite(encoder.bag.log_weight.used[1].grad).all()
+
+
+def test_bag_starts_as_a_tf_idf_mean(rng):
+    encoder, tokens = make_encoder(), make_tokens(rng, [6, 3, 8])
+    frequency = rng.integers(0, 100, NUM_TOKENS)
+    frequency[:3] = (100, 0, 99)
+    encoder.bag.start_weights(frequency, 100)
+    weight = np.maximum(np.log(101 / (1 + frequency)), 1e-3)
+    assert weight[0] == 1e-3  # in every text: nearly nothing, and its logarithm is finite
+    expected = [(weight[tokens.ids[a:b], None] * encoder.bag.embedding.weight.numpy()[tokens.ids[a:b]]).sum(0)
+                for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)]  # fmt: skip
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    x_BD = encoder.eval()(InputBuilder(encoder, CPU)([("queries", tokens, np.arange(3))]))
+    np.testing.assert_allclose(x_BD.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+# -- transformer -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["bert", "distilbert"])
+def folder(request):
+    return request.getfixturevalue(f"tiny_{request.param}")
+
+
+@pytest.fixture
+def texts(rng):
+    """40 texts of 2 to 12 tokens."""
+    return make_tokens(rng, rng.integers(2, 13, 40))
+
+
+def one_by_one(transformer, tokens, rows, pooling):
+    """Each text alone, through the transformer as its authors wrote it."""
+    vectors = []
+    for row in rows:
+        ids = torch.from_numpy(tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64))[None]
+        hidden = transformer(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
+        vectors.append(hidden[0] if pooling == "cls" else hidden.mean(0))
+    return torch.stack(vectors)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("trainable", [-1, 0, 1, 3])
+def test_a_text_does_not_depend_on_its_batch(folder, texts, rng, monkeypatch, pooling, trainable):
+    """Padding, chunks by length, sources, frozen layers: nothing of it shows, and the order is the one asked for."""
+    monkeypatch.setattr("unidec.model.encoder.length_chunks", lambda lengths: length_chunks(lengths, 7))
+    encoder = make_encoder(folder, kind="transformer", trainable_layers=trainable, pooling=pooling).eval()
+    rows, more = rng.permutation(40)[:25], rng.permutation(40)[:9]
+    with torch.no_grad():
+        x_BD = encoder(InputBuilder(encoder, CPU)([("queries", texts, rows), ("labels", texts, more)]))
+        expected = one_by_one(encoder.transformer.transformer, texts, [*rows, *more], pooling)
+    if trainable == 0:
+        expected = F.normalize(expected, dim=-1)
+    torch.testing.assert_close(x_BD, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_lower_then_upper_layers_are_the_whole(folder, texts):
+    encoder = TransformerEncoder(load_transformer(folder), "mean", 1).eval()
+    ids, mask = (torch.from_numpy(a) for a in texts.batch(np.arange(40)))
+    with torch.no_grad():
+        states = encoder.lower(ids, mask)
+        split, whole = encoder(states, mask), encoder(ids, mask)
+        reference = encoder.transformer(input_ids=ids, attention_mask=mask.long(), output_hidden_states=True)
+    assert encoder.num_frozen_layers == 2
+    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states[mask], reference.hidden_states[2][mask], rtol=1e-5, atol=1e-5)
+    assert (split - pool_tokens(states, mask, "mean")).abs().max() > 0.1  # the upper layer does something
+
+
+@pytest.mark.parametrize("trainable", [-1, 0, 1, 2, 3])
+def test_gradients_reach_the_layers_that_train_and_no_other(folder, texts, trainable):
+    encoder = make_encoder(folder, kind="transformer", trainable_layers=trainable).train()
+    batch = InputBuilder(encoder, CPU)([("queries", texts, np.arange(40))])
+    x_BD = encoder(batch)
+    if trainable == 0:
+        assert not x_BD.requires_grad
+        assert not any(p.requires_grad for p in encoder.parameters())
+        return
+    x_BD.pow(2).sum().backward()
+    for name, parameter in encoder.named_parameters():
+        layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        trains = trainable == -1 or (layer is not None and layer >= 3 - trainable)
+        assert parameter.requires_grad == trains, name
+        assert (parameter.grad is not None) == trains, name
+        if trains and not name.endswith(("k_lin.bias", "key.bias")):  # a shift of all keys cancels in the softmax
+            assert parameter.grad.abs().max() > 0, name
+
+
+def test_split_gradients_equal_those_of_the_whole(folder, texts):
+    """The upper layers' gradients through given hidden states, against torch's through the whole transformer."""
+    encoder = make_encoder(folder, kind="transformer", trainable_layers=1).eval()  # no dropout
+    ids, mask = (torch.from_numpy(a) for a in texts.batch(np.arange(40)))
+    target = torch.randn(40, encoder.width)
+    grads = []
+    for states in (encoder.transformer.lower(ids, mask), ids):
+        encoder.zero_grad()
+        (encoder.transformer(states, mask) * target).sum().backward()
+        grads.append({n: p.grad.clone() for n, p in encoder.named_parameters() if p.requires_grad})
+    assert grads[0].keys() == grads[1].keys() and len(grads[0]) > 10
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_a_frozen_transformer_has_no_dropout_in_training(tiny_bert, texts):
+    encoder = make_encoder(tiny_bert, kind="transformer", trainable_layers=0)
+    build = InputBuilder(encoder, CPU)
+    parts = [("queries", texts, np.arange(40))]
+    trained, evaluated = encoder.train()(build(parts)), encoder.eval()(build(parts))
+    assert torch.equal(trained, evaluated)
+    moving = make_encoder(tiny_bert, kind="transformer", trainable_layers=1).train()
+    batch = InputBuilder(moving, CPU)(parts)
+    assert not torch.equal(moving(batch), moving(batch))
+
+
+def test_both_are_two_unit_halves(tiny_bert, texts):
+    encoder = make_encoder(tiny_bert, kind="both", trainable_layers=0).eval()
+    with torch.no_grad():
+        x_BW = encoder(InputBuilder(encoder, CPU)([("queries", texts, np.arange(40))]))
+        vector = F.normalize(one_by_one(encoder.transformer.transformer, texts, range(40), "mean"), dim=-1)
+    bag = dense_bag(texts, range(40), encoder.bag.embedding.weight, encoder.bag.log_weight.weight[:, 0])
+    torch.testing.assert_close(x_BW, torch.cat([vector, bag], -1), rtol=1e-4, atol=1e-5)
+    assert encoder.width == 64
+
+
+@pytest.mark.parametrize("kind", ["bag", "both", "transformer"])
+def test_residual_network_starts_as_the_identity(tiny_bert, texts, kind):
+    plain = make_encoder(tiny_bert if kind != "bag" else None, kind=kind, trainable_layers=0).eval()
+    added = make_encoder(tiny_bert if kind != "bag" else None, kind=kind, trainable_layers=0, residual=True).eval()
+    added.load_state_dict(plain.state_dict(), strict=False)
+    parts = [("queries", texts, np.arange(40))]
+    build = InputBuilder(plain, CPU)
+    assert torch.equal(plain(build(parts)), added(build(parts)))
+    added.residual[-1].weight.data.normal_()
+    assert not torch.allclose(plain(build(parts)), added(build(parts)))
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_pooling_equals_a_loop(rng):
+    hidden = torch.from_numpy(rng.normal(size=(6, 5, 4))).to(torch.bfloat16)
+    length = np.array([5, 1, 3, 0, 2, 4])
+    mask = torch.from_numpy(np.arange(5) < length[:, None])
+    mean, cls = pool_tokens(hidden, mask, "mean"), pool_tokens(hidden, mask, "cls")
+    assert mean.dtype == cls.dtype == torch.float32
+    for i, n in enumerate(length):
+        expected = hidden[i, :n].float().mean(0) if n else torch.zeros(4)
+        torch.testing.assert_close(mean[i], expected)
+        assert torch.equal(cls[i], hidden[i, 0].float())
+
+
+def test_chunks_hold_each_place_once_shortest_first(rng):
+    lengths = rng.integers(1, 30, 50)
+    chunks = list(length_chunks(lengths, 8))
+    assert [len(chunk) for chunk in chunks] == [8] * 6 + [2]
+    order = np.concatenate(chunks)
+    assert sorted(order) == list(range(50))
+    assert (np.diff(lengths[order]) >= 0).all()
+    assert list(length_chunks(lengths[:0])) == []
+
+
+def test_more_layers_than_there_are(tiny_bert):
+    with pytest.raises(ConfigError, match="more layers to train than there are"):
+        make_encoder(tiny_bert, kind="transformer", trainable_layers=4)
+
+
+def test_an_unknown_stack_of_layers():
+    unknown = torch.nn.Linear(2, 2)
+    unknown.config = SimpleNamespace(hidden_size=2, num_hidden_layers=2)
+    TransformerEncoder(unknown, "mean", 0)
+    with pytest.raises(ConfigError, match="no stack of layers"):
+        TransformerEncoder(unknown, "mean", 1)
