@@ -17,7 +17,10 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 # isort: split
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
+from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run as current_flow_run
 
@@ -42,6 +46,12 @@ STEPS = (*DATA_STEPS, *reproduce.MODEL_STAGES, "register")
 
 # set by flows/__init__.py; absolute, because a run may work in another folder
 _NOTES = Path(os.environ["PREFECT_HOME"]).resolve() / "unidec-runs"
+
+_on_command_line = False  # set by main(): this process is ours to end
+_FAREWELL: dict[type[BaseException], tuple[int, str]] = {
+    KeyboardInterrupt: (130, "interrupted: run again to go on from the last checkpoint"),
+    TerminationSignal: (143, "terminated: run again to go on from the last checkpoint"),
+}
 
 log = logging.getLogger("unidec.flows")
 
@@ -200,10 +210,15 @@ def train(
     wanted = parse_steps(steps)
     params = load_params(params_file, overrides)
     own = bool(overrides) or Path(params_file).resolve() != Path("params.yaml").resolve()
-    with _own_folder(params) if own else contextlib.nullcontext(params) as params:
-        if use_dvc and not own and wanted == list(STEPS):
-            return _through_dvc(params, force)
-        return _in_process(params, wanted)
+    try:
+        with _own_folder(params) if own else contextlib.nullcontext(params) as params:
+            if use_dvc and not own and wanted == list(STEPS):
+                return _through_dvc(params, force)
+            return _in_process(params, wanted)
+    except (KeyboardInterrupt, TerminationSignal) as error:
+        if _on_command_line:
+            _leave_if_server_left(error)
+        raise
 
 
 def parse_steps(steps: str | Sequence[str]) -> list[str]:
@@ -320,6 +335,27 @@ def _own_folder(params: Params) -> Iterator[Params]:
 # -- command line -----------------------------------------------------------------------------------------------------
 
 
+def _leave_if_server_left(error: BaseException) -> None:
+    """Ctrl-C reaches Prefect's temporary server too, and without it Prefect tries to report for minutes: end here then.
+
+    Training has stopped and the MLflow run is closed when this is called; the system lets go of the lock.
+    """
+    context = FlowRunContext.get()
+    if context is None:
+        return
+    for _ in range(10):  # it takes a moment to go, if it goes
+        try:
+            urllib.request.urlopen(f"{str(context.client.api_url).rstrip('/')}/health", timeout=1).close()
+        except OSError:
+            print(_FAREWELL[type(error)][1], file=sys.stderr, flush=True)
+            os._exit(_FAREWELL[type(error)][0])
+        time.sleep(0.3)
+
+
+def _terminate(number: int, _frame: Any) -> None:
+    raise TerminationSignal(signal=number)
+
+
 class _OneLine(logging.Filter):
     """Prefect logs a traceback for every error: one that says what, where and how to fix it needs none."""
 
@@ -356,6 +392,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-dvc", action="store_true", help="run every step here and now, leave dvc.lock alone")
     parser.add_argument("--force", action="store_true", help="train although nothing changed")
     options = parser.parse_args(arguments)
+    global _on_command_line
+    _on_command_line = True
+    # Prefect hands SIGTERM back to whoever had it: by default that kills us before its temporary server is stopped
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         overrides = parse_overrides(options.set) or None
         parse_steps(options.steps)
@@ -364,12 +404,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnidecError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted: run again to go on from the last checkpoint", file=sys.stderr)
-        return 130
-    except TerminationSignal:
-        print("terminated: run again to go on from the last checkpoint", file=sys.stderr)
-        return 143
+    except (KeyboardInterrupt, TerminationSignal) as error:
+        code, words = _FAREWELL[type(error)]
+        print(words, file=sys.stderr)
+        return code
+    finally:
+        _on_command_line = False
+        signal.signal(signal.SIGTERM, before)
     print(json.dumps(done, indent=2))
     return 0
 

@@ -1,6 +1,6 @@
 """A real Prefect server and worker on this machine: a run asked for by hand and one by schedule, both to their end.
 
-With wrong versions beside Prefect (see the pins in pyproject.toml) schedules silently never fire; nothing else shows it.
+With wrong versions beside Prefect (see the pins in pyproject.toml) schedules silently never fire; only this shows it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,85 @@
+"""Ctrl-C and SIGTERM in the middle of a round: a quick end, no process left, the MLflow run KILLED."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+# a round that lasts for ever, in place of the library's
+PROGRAM = """
+import signal, sys, time, types
+import unidec
+from unidec.ops.tracking import Tracker
+
+def start_run(params):
+    Tracker().start("runs/abc", {"seed": params.seed})
+    return {"run_dir": "runs/abc", "epoch": 0, "finished": False}
+
+def train_round(params, run_dir):
+    open("training", "w").close()
+    time.sleep(600)
+
+stages = types.ModuleType("unidec.stages")
+stages.start_run, stages.refresh, stages.train_round = start_run, lambda *_: {}, train_round
+sys.modules["unidec.stages"] = unidec.stages = stages
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal; background jobs ignore it
+from flows.train import main
+sys.exit(main(["--steps", "train"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "everyone", "code"),
+    [(signal.SIGINT, True, 130), (signal.SIGTERM, True, 143), (signal.SIGTERM, False, 143)],
+    ids=["ctrl-c", "terminated with its children", "terminated alone"],
+)
+def test_interrupted_in_a_round(tmp_path, number, everyone, code):
+    (tmp_path / "params.yaml").write_text("seed: 0\n")
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    environment = own | {"PREFECT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            cwd=tmp_path,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        end = time.monotonic() + 120
+        while not (tmp_path / "training").exists():
+            assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+        (os.killpg if everyone else os.kill)(process.pid, number)
+        assert process.wait(30) == code, (tmp_path / "log").read_text()
+        said = (tmp_path / "log").read_text()
+        assert "run again to go on from the last checkpoint" in said and "Traceback" not in said
+        assert json.loads((tmp_path / "runs/abc/tracking.json").read_text())["status"] == "KILLED"
+        end = time.monotonic() + 10
+        while left := processes_with(f"PREFECT_HOME={tmp_path / 'home'}"):
+            assert time.monotonic() < end, left
+            time.sleep(0.2)
+    finally:
+        for pid in processes_with(f"PREFECT_HOME={tmp_path / 'home'}"):
+            os.kill(pid, signal.SIGKILL)
+
+
+def processes_with(setting: str) -> list[int]:
+    """Processes that have this in their environment (Linux)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if setting.encode() in entry.read_bytes().split(b"\0"):
+                found.append(int(entry.parent.name))
+        except OSError:  # gone, or not ours
+            continue
+    return found
