@@ -19,8 +19,6 @@ import logging
 import os
 import signal
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,11 +28,9 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 # isort: split
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
-from prefect.runtime import flow_run as current_flow_run
 
-from flows import artifacts, reproduce
+from flows import artifacts, endings, reproduce
 from unidec import stages
 from unidec.config import Params, fingerprint, load_params, parse_overrides
 from unidec.errors import ConfigError, UnidecError
@@ -44,15 +40,7 @@ from unidec.ops.tracking_store import tracking_uri
 DATA_STEPS = ("ingest", "validate", "tokens", "propensity", "label_graph")
 STEPS = (*DATA_STEPS, *reproduce.MODEL_STAGES, "register")
 
-# set by flows/__init__.py; absolute, because a run may work in another folder
-_NOTES = Path(os.environ["PREFECT_HOME"]).resolve() / "unidec-runs"
-
 _on_command_line = False  # set by main(): this process is ours to end
-_FAREWELL: dict[type[BaseException], tuple[int, str]] = {
-    KeyboardInterrupt: (130, "interrupted: run again to go on from the last checkpoint"),
-    TerminationSignal: (143, "terminated: run again to go on from the last checkpoint"),
-}
-
 log = logging.getLogger("unidec.flows")
 
 
@@ -130,49 +118,6 @@ def register(params: Params) -> dict[str, Any]:
     return stages.register(params)
 
 
-# -- how a run ends ---------------------------------------------------------------------------------------------------
-
-
-def _note(flow_run_id: Any) -> Path:
-    """The file that tells hooks (which may run in the worker's process) which training a flow run is at."""
-    return _NOTES / f"{flow_run_id}.json"
-
-
-def close_tracking(run_dir: Path | str, status: str) -> None:
-    """Ends the MLflow run of a training folder, unless it has ended."""
-    tracker = Tracker.resume(run_dir)
-    if tracker.run_id and tracker.status is None:
-        tracker.finish(status)  # type: ignore[arg-type]
-
-
-def _hook(status: str) -> Callable[..., None]:
-    def end(_flow: Any, flow_run: Any, _state: Any) -> None:
-        note = _note(flow_run.id)
-        if note.is_file():
-            about = json.loads(note.read_text(encoding="utf-8"))
-            close_tracking(about["run_dir"], status)
-            note.unlink(missing_ok=True)
-
-    end.__name__ = f"mlflow_run_{status.lower()}"
-    return end
-
-
-@contextlib.contextmanager
-def _tracked(run_dir: str) -> Iterator[None]:
-    """The MLflow run ends as what happened inside: also for Ctrl-C, when there may be no server left to run a hook."""
-    note = _note(current_flow_run.id or os.getpid())
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps({"run_dir": str(Path(run_dir).resolve())}), encoding="utf-8")
-    try:
-        yield
-    except BaseException as error:
-        close_tracking(run_dir, "FAILED" if isinstance(error, Exception) else "KILLED")
-        note.unlink(missing_ok=True)
-        raise
-    close_tracking(run_dir, "FINISHED")
-    note.unlink(missing_ok=True)
-
-
 # -- the flow ---------------------------------------------------------------------------------------------------------
 
 
@@ -180,9 +125,9 @@ def _tracked(run_dir: str) -> Iterator[None]:
     name="unidec",
     description=__doc__,
     persist_result=False,
-    on_failure=[_hook("FAILED")],
-    on_cancellation=[_hook("KILLED")],
-    on_crashed=[_hook("KILLED")],
+    on_failure=[endings.hook("FAILED")],
+    on_cancellation=[endings.hook("KILLED")],
+    on_crashed=[endings.hook("KILLED")],
 )
 def train(
     params_file: str = "params.yaml",
@@ -206,7 +151,7 @@ def train(
     Raises:
         UnidecError: parameters, data, artifacts or training are wrong; nothing is retried then.
     """
-    _one_line_for_known_errors()
+    endings.one_line_for_known_errors()
     wanted = parse_steps(steps)
     params = load_params(params_file, overrides)
     own = bool(overrides) or Path(params_file).resolve() != Path("params.yaml").resolve()
@@ -217,7 +162,7 @@ def train(
             return _in_process(params, wanted)
     except (KeyboardInterrupt, TerminationSignal) as error:
         if _on_command_line:
-            _leave_if_server_left(error)
+            endings.leave_if_server_left(error)
         raise
 
 
@@ -272,7 +217,7 @@ def _in_process(params: Params, steps: list[str], recorded: Callable[[], None] |
         if "train" in steps:
             begun = start_run(params)
             run_dir = begun["run_dir"]
-            stack.enter_context(_tracked(run_dir))
+            stack.enter_context(endings.tracked(run_dir))
             done |= _fit(params, begun)
         if "index" in steps:
             index(params)
@@ -335,45 +280,6 @@ def _own_folder(params: Params) -> Iterator[Params]:
 # -- command line -----------------------------------------------------------------------------------------------------
 
 
-def _leave_if_server_left(error: BaseException) -> None:
-    """Ctrl-C reaches Prefect's temporary server too, and without it Prefect tries to report for minutes: end here then.
-
-    Training has stopped and the MLflow run is closed when this is called; the system lets go of the lock.
-    """
-    context = FlowRunContext.get()
-    if context is None:
-        return
-    for _ in range(10):  # it takes a moment to go, if it goes
-        try:
-            urllib.request.urlopen(f"{str(context.client.api_url).rstrip('/')}/health", timeout=1).close()
-        except OSError:
-            print(_FAREWELL[type(error)][1], file=sys.stderr, flush=True)
-            os._exit(_FAREWELL[type(error)][0])
-        time.sleep(0.3)
-
-
-def _terminate(number: int, _frame: Any) -> None:
-    raise TerminationSignal(signal=number)
-
-
-class _OneLine(logging.Filter):
-    """Prefect logs a traceback for every error: one that says what, where and how to fix it needs none."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, UnidecError):
-            record.msg, record.args = "stopped: %s", (str(error),)
-            record.exc_info, record.exc_text = None, None
-        return True
-
-
-def _one_line_for_known_errors() -> None:
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logger = logging.getLogger(name)
-        if not any(isinstance(known, _OneLine) for known in logger.filters):
-            logger.addFilter(_OneLine())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m flows.train`; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -395,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     global _on_command_line
     _on_command_line = True
     # Prefect hands SIGTERM back to whoever had it: by default that kills us before its temporary server is stopped
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before = signal.signal(signal.SIGTERM, endings.terminate)
     try:
         overrides = parse_overrides(options.set) or None
         parse_steps(options.steps)
@@ -405,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except (KeyboardInterrupt, TerminationSignal) as error:
-        code, words = _FAREWELL[type(error)]
+        code, words = endings.FAREWELL[type(error)]
         print(words, file=sys.stderr)
         return code
     finally:

@@ -211,7 +211,9 @@ def test_two_at_once(run, flow_module, place):
 )
 def test_the_mlflow_run_ends_as_training_did(run, stages, flow_module, monkeypatch, error, status):
     ended = []
-    monkeypatch.setattr(flow_module, "close_tracking", lambda run_dir, how: ended.append((Path(run_dir).name, how)))
+    monkeypatch.setattr(
+        flow_module.endings, "close_tracking", lambda run_dir, how: ended.append((Path(run_dir).name, how))
+    )
     stages.fail["train_round"] = error
     with pytest.raises(type(error)):
         run(steps="train")
@@ -223,8 +225,8 @@ def test_the_mlflow_run_ends_as_training_did(run, stages, flow_module, monkeypat
 
 def test_hooks_end_the_run_that_the_flow_run_was_at(place, flow_module, monkeypatch):
     ended = []
-    monkeypatch.setattr(flow_module, "close_tracking", lambda run_dir, how: ended.append((run_dir, how)))
-    monkeypatch.setattr(flow_module, "_NOTES", place)
+    monkeypatch.setattr(flow_module.endings, "close_tracking", lambda run_dir, how: ended.append((run_dir, how)))
+    monkeypatch.setattr(flow_module.endings, "_NOTES", place)
     (place / "some-id.json").write_text(json.dumps({"run_dir": "runs/abc"}))
     hook = flow_module.train.on_cancellation_hooks[0]
     hook(None, types.SimpleNamespace(id="some-id"), None)

@@ -1,0 +1,108 @@
+"""How a flow run ends: its MLflow run told, hooks, signals, errors in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from prefect.context import FlowRunContext
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import flow_run as current_flow_run
+
+from unidec.errors import UnidecError
+from unidec.ops.tracking import Tracker
+
+# set by flows/__init__.py; absolute, because a run may work in another folder
+_NOTES = Path(os.environ["PREFECT_HOME"]).resolve() / "unidec-runs"
+
+FAREWELL: dict[type[BaseException], tuple[int, str]] = {
+    KeyboardInterrupt: (130, "interrupted: run again to go on from the last checkpoint"),
+    TerminationSignal: (143, "terminated: run again to go on from the last checkpoint"),
+}
+
+
+def _note(flow_run_id: Any) -> Path:
+    """The file that tells hooks (which may run in the worker's process) which training a flow run is at."""
+    return _NOTES / f"{flow_run_id}.json"
+
+
+def close_tracking(run_dir: Path | str, status: str) -> None:
+    """Ends the MLflow run of a training folder, unless it has ended."""
+    tracker = Tracker.resume(run_dir)
+    if tracker.run_id and tracker.status is None:
+        tracker.finish(status)  # type: ignore[arg-type]
+
+
+def hook(status: str) -> Callable[..., None]:
+    def end(_flow: Any, flow_run: Any, _state: Any) -> None:
+        note = _note(flow_run.id)
+        if note.is_file():
+            about = json.loads(note.read_text(encoding="utf-8"))
+            close_tracking(about["run_dir"], status)
+            note.unlink(missing_ok=True)
+
+    end.__name__ = f"mlflow_run_{status.lower()}"
+    return end
+
+
+@contextlib.contextmanager
+def tracked(run_dir: str) -> Iterator[None]:
+    """The MLflow run ends as what happened inside: also for Ctrl-C, when there may be no server left to run a hook."""
+    note = _note(current_flow_run.id or os.getpid())
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps({"run_dir": str(Path(run_dir).resolve())}), encoding="utf-8")
+    try:
+        yield
+    except BaseException as error:
+        close_tracking(run_dir, "FAILED" if isinstance(error, Exception) else "KILLED")
+        note.unlink(missing_ok=True)
+        raise
+    close_tracking(run_dir, "FINISHED")
+    note.unlink(missing_ok=True)
+
+
+def leave_if_server_left(error: BaseException) -> None:
+    """Ctrl-C reaches Prefect's temporary server too, and without it Prefect tries to report for minutes: end here then.
+
+    Training has stopped and the MLflow run is closed when this is called; the system lets go of the lock.
+    """
+    context = FlowRunContext.get()
+    if context is None:
+        return
+    for _ in range(10):  # it takes a moment to go, if it goes
+        try:
+            urllib.request.urlopen(f"{str(context.client.api_url).rstrip('/')}/health", timeout=1).close()
+        except OSError:
+            print(FAREWELL[type(error)][1], file=sys.stderr, flush=True)
+            os._exit(FAREWELL[type(error)][0])
+        time.sleep(0.3)
+
+
+def terminate(number: int, _frame: Any) -> None:
+    raise TerminationSignal(signal=number)
+
+
+class _OneLine(logging.Filter):
+    """Prefect logs a traceback for every error: one that says what, where and how to fix it needs none."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, UnidecError):
+            record.msg, record.args = "stopped: %s", (str(error),)
+            record.exc_info, record.exc_text = None, None
+        return True
+
+
+def one_line_for_known_errors() -> None:
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, _OneLine) for known in logger.filters):
+            logger.addFilter(_OneLine())
