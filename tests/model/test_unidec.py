@@ -1,0 +1,240 @@
+"""UniDEC: heads, the classifier's start, and the model's folder: written and read back bit for bit, or refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from unidec.data.storage import write_folder, write_manifest
+from unidec.data.tokens import encode_texts
+from unidec.errors import ArtifactError
+from unidec.model.unidec import KIND, VERSION, UniDEC
+
+NUM_LABELS = 11
+TEXTS = ["river query w3", "", "bread bread", "an unknown wörd 🍞", "music label w10 w11 planet"]
+
+
+def make_model(folder, params, seed=5):
+    torch.manual_seed(seed)
+    model = UniDEC.create(params.encoder, params.model, NUM_LABELS, folder, 0, params.model_dump())
+    if model.encoder.bag is not None:
+        torch.nn.init.normal_(model.encoder.bag.log_weight.weight, std=0.3)
+    if model.table is not None:
+        torch.nn.init.normal_(model.table.weight)
+    if model.bias is not None:
+        torch.nn.init.normal_(model.bias.weight)
+    return model
+
+
+def save(model, path):
+    with write_folder(path, KIND, VERSION) as out:
+        model.save_into(out)
+    return path
+
+
+def change(path, **values):
+    """Another configuration, under a manifest that is right."""
+    config = json.loads((path / "config.json").read_text())
+    for key, value in values.items():
+        section, _, name = key.rpartition("__")
+        (config[section] if section else config)[name] = value
+    write_config(path, config)
+
+
+def write_config(path, config):
+    (path / "config.json").write_text(json.dumps(config))
+    write_manifest(path, KIND, VERSION, {})
+
+
+def outputs(model):
+    tokens = encode_texts(TEXTS, model.tokenizer_folder, model.max_length)
+    return [*model.encode_queries(tokens), model.encode_labels(tokens), *model.classifier_table()]
+
+
+def same(ours, theirs):
+    assert len(ours) == len(theirs)
+    return all((a is None and b is None) or np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+VARIANTS = {
+    "bag": {"encoder.residual": True},
+    "bag, bias": {"model.clf_bias": True, "model.learn_temperature": True},
+    "de": {"model.heads": "de"},
+    "clf": {"model.heads": "clf", "model.clf_bias": True},
+    "frozen": {"encoder.kind": "transformer"},
+    "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "encoder.pooling": "cls"},
+    "all layers": {"encoder.kind": "transformer", "encoder.trainable_layers": -1},
+    "both": {"encoder.kind": "both", "encoder.residual": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("transformer", ["tiny_bert", "tiny_distilbert"])
+def test_written_and_read_back_it_answers_bit_for_bit(request, tiny_params, tmp_path, variant, transformer):
+    params = tiny_params(**VARIANTS[variant])
+    model = make_model(request.getfixturevalue(transformer), params)
+    path = save(model, tmp_path / "model")
+    loaded = UniDEC.load(path)
+    assert not loaded.training
+    assert (loaded.heads, loaded.max_length, loaded.num_labels) == (params.model.heads, 16, NUM_LABELS)
+    assert loaded.params == params.model_dump(mode="json")
+    assert loaded.tokenizer_folder.parent == path
+    ours = outputs(model)
+    assert same(ours, outputs(loaded))
+    assert all(value is None or np.isfinite(value).all() for value in ours)
+    de, clf, label_de, table, bias = ours
+    heads = params.model.heads
+    assert (de is None, label_de is None) == (heads == "clf",) * 2
+    assert (clf is None, table is None) == (heads == "de",) * 2
+    assert (bias is None) == (not params.model.clf_bias)
+    if de is not None:
+        np.testing.assert_allclose(np.linalg.norm(de, axis=1), 1, rtol=1e-5)
+    # written again from what was read, it is the same folder: a checkpoint's model and an exported one are one
+    again = save(loaded, tmp_path / "again")
+    for file in ("model.safetensors", "config.json", "tokenizer/tokenizer.json", "encoder_config/config.json"):
+        assert (again / file).read_bytes() == (path / file).read_bytes()
+
+
+def test_heads_equal_their_formulas(tiny_bert, tiny_params):
+    model = make_model(tiny_bert, tiny_params(**{"model.clf_bias": True})).eval()
+    tokens = encode_texts(TEXTS, tiny_bert, 16)
+    x_NW = torch.from_numpy(model.encode("queries", tokens))
+    de, clf = model.project(x_NW.numpy(), block=2)
+    w1, b1, w2, b2 = (model.head_de[0].weight, model.head_de[0].bias, model.head_clf[0].weight, model.head_clf[0].bias)
+    expected = [F.normalize(torch.tanh(w1 @ x + b1), dim=0) for x in x_NW], [w2 @ x + b2 for x in x_NW]
+    np.testing.assert_allclose(de, torch.stack(expected[0]).detach().numpy(), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(clf, torch.stack(expected[1]).detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_encoding_is_without_dropout_and_leaves_the_mode(tiny_bert, tiny_params):
+    params = tiny_params(**{"model.dropout": 0.5, "encoder.bag_dropout": 0.5, "encoder.dropout": 0.5})
+    model = make_model(tiny_bert, params).train()
+    first = outputs(model)
+    assert model.training and model.encoder.training and model.head_de.training
+    assert model.encoder.bag.embedding.used is None  # nothing gathered for training
+    assert same(first, outputs(model))
+    assert same(first, outputs(model.eval()))
+
+
+def test_rows_and_batch_size_do_not_show(tiny_bert, tiny_params, rng):
+    model = make_model(tiny_bert, tiny_params(**{"encoder.kind": "both"})).eval()
+    tokens = encode_texts(TEXTS * 4, tiny_bert, 16)
+    whole = model.encode("queries", tokens)
+    rows = rng.permutation(20)[:13]
+    np.testing.assert_allclose(model.encode("queries", tokens, rows, batch_size=4), whole[rows], rtol=1e-4, atol=1e-5)
+    assert model.encode("queries", tokens, rows[:0]).shape == (0, 64)
+    de, clf = model.encode_queries(tokens, rows[:0])
+    assert de.shape == clf.shape == (0, 16)
+
+
+@pytest.mark.parametrize("clf_init", ["label_embedding", "xavier", "normal"])
+def test_the_classifiers_start(tiny_bert, tiny_params, clf_init):
+    model = make_model(tiny_bert, tiny_params(**{"model.clf_init": clf_init}))
+    labels = encode_texts([f"label w{i}" for i in range(NUM_LABELS)], tiny_bert, 16)
+    x_LW = torch.from_numpy(model.encode("labels", labels))
+    model.start_table(x_LW if clf_init == "label_embedding" else None)
+    table = model.table.weight.detach()
+    if clf_init == "label_embedding":
+        weight, bias = model.head_clf[0].weight, model.head_clf[0].bias
+        expected = torch.stack([F.normalize(weight @ x + bias, dim=0) for x in x_LW])
+        torch.testing.assert_close(table, expected.detach(), rtol=1e-4, atol=1e-6)
+    elif clf_init == "xavier":
+        limit = (6 / (NUM_LABELS + 16)) ** 0.5
+        assert 0.9 * limit < table.abs().max() <= limit
+    else:
+        assert 0.015 < table.std() < 0.025
+
+
+def test_the_classifiers_head_keeps_angles_at_the_start(tiny_bert, tiny_params):
+    model = make_model(tiny_bert, tiny_params(**{"model.dim": 32}))
+    weight = model.head_clf[0].weight.detach()
+    torch.testing.assert_close(weight @ weight.T, torch.eye(32), rtol=1e-5, atol=1e-5)
+
+
+def test_the_bag_starts_at_the_transformers_embeddings(tiny_bert, tiny_params):
+    model = UniDEC.create(*(getattr(tiny_params(), s) for s in ("encoder", "model")), NUM_LABELS, tiny_bert, 5000,
+                          tiny_params().model_dump())  # fmt: skip
+    start = load_file(tiny_bert / "model.safetensors")["embeddings.word_embeddings.weight"]
+    assert model.encoder.bag.embedding.num_rows == 5000  # a tokenizer with more pieces than the transformer has rows
+    assert torch.equal(model.encoder.bag.embedding.weight[: len(start)], start)
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(tiny_bert, tiny_params, tmp_path):
+    """A stored model of both encoders and both heads."""
+    params = tiny_params(**{"encoder.kind": "both", "model.clf_bias": True})
+    return save(make_model(tiny_bert, params), tmp_path / "stored")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer/tokenizer.json",
+                                  "encoder_config/config.json"])  # fmt: skip
+def test_a_damaged_file_is_refused(stored, file, rng):
+    content = bytearray((stored / file).read_bytes())
+    content[int(rng.integers(len(content)))] ^= 1
+    (stored / file).write_bytes(content)
+    with pytest.raises(ArtifactError, match="damaged"):
+        UniDEC.load(stored)
+    (stored / file).write_bytes(content[:-3])
+    with pytest.raises(ArtifactError, match="bytes"):
+        UniDEC.load(stored, verify=False)
+    (stored / file).unlink()
+    with pytest.raises(ArtifactError, match="missing"):
+        UniDEC.load(stored, verify=False)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_labels": NUM_LABELS + 1}, {"num_labels": "many"}, {"num_labels": -1}, {"num_labels": 10**15},
+        {"model__dim": 17}, {"model__heads": "de"}, {"model__clf_bias": False}, {"model__unknown": 1},
+        {"encoder__kind": "bag"}, {"encoder__residual": True}, {"encoder__trainable_layers": 9},
+        {"encoder": None}, {"model": []}, {"encoder_width": 8}, {"num_tokens": 3}, {"max_length": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_another_configuration_is_refused(stored, values):
+    change(stored, **values)
+    with pytest.raises(ArtifactError, match="do not fit together"):
+        UniDEC.load(stored)
+
+
+@pytest.mark.parametrize("key", ["encoder", "model", "num_labels", "max_length", "params", "encoder_width"])
+def test_an_incomplete_configuration_is_refused(stored, key):
+    config = json.loads((stored / "config.json").read_text())
+    del config[key]
+    write_config(stored, config)
+    with pytest.raises(ArtifactError, match="do not fit together"):
+        UniDEC.load(stored)
+
+
+@pytest.mark.parametrize("content", ["[]", "7", "{", ""])
+def test_a_configuration_that_is_no_object_is_refused(stored, content):
+    (stored / "config.json").write_text(content)
+    write_manifest(stored, KIND, VERSION, {})
+    with pytest.raises(ArtifactError, match="do not fit together"):
+        UniDEC.load(stored)
+
+
+def test_weights_too_few_too_many_or_no_weights_are_refused(stored):
+    weights = load_file(stored / "model.safetensors")
+    fewer = {name: value for name, value in weights.items() if name != "table.weight"}
+    for content in (fewer, weights | {"more": torch.zeros(1)}, None):
+        if content is None:
+            (stored / "model.safetensors").write_bytes(b"\xff" * 64)
+        else:
+            save_file(content, stored / "model.safetensors")
+        write_manifest(stored, KIND, VERSION, {})
+        with pytest.raises(ArtifactError, match="do not fit together"):
+            UniDEC.load(stored)
+
+
+def test_a_newer_format_is_refused_naming_it(stored):
+    write_manifest(stored, KIND, VERSION + 1, {})
+    with pytest.raises(ArtifactError, match=f"version {VERSION + 1} of model cannot be read"):
+        UniDEC.load(stored)
