@@ -1,0 +1,217 @@
+"""Optimisers: groups, schedule, clipping and state, against torch on an equivalent dense model."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from unidec.data.tokens import encode_texts
+from unidec.model.encoder import InputBuilder
+from unidec.model.unidec import UniDEC
+from unidec.training.optim import Optimisers
+
+CPU = torch.device("cpu")
+NUM_LABELS = 9
+TEXTS = [f"river query w{i} music" for i in range(6)]
+
+
+def make_model(folder, params):
+    torch.manual_seed(1)
+    model = UniDEC.create(params.encoder, params.model, NUM_LABELS, folder, 0, params.model_dump())
+    if model.table is not None:
+        torch.nn.init.normal_(model.table.weight)
+    return model.train()
+
+
+def quiet(**values):
+    """No dropout: two runs of the same step give the same gradients."""
+    return {"model.dropout": 0.0, "model.clf_bias": True, **values}
+
+
+def loss_of(model, rows, labels=(0, 3, 4)):
+    """A loss that reaches every part of the model."""
+    tokens = encode_texts(TEXTS, model.tokenizer_folder, 16)
+    x_BW = model.encoder(InputBuilder(model.encoder, CPU)([("queries", tokens, np.asarray(rows))]))
+    labels = torch.tensor(labels)
+    loss = x_BW.new_zeros(())
+    if model.heads != "clf":
+        loss = loss + 10 * model.de(x_BW)[:, 0].sum() * model.log_scale[0].exp()
+    if model.heads != "de":
+        logit = model.clf(x_BW) @ model.table.gather(labels).T
+        loss = loss + (logit + (model.bias.gather(labels).T if model.bias is not None else 0)).pow(2).sum()
+    return loss
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bag", "transformer", "both"])
+def test_every_trained_parameter_is_in_the_right_group_once(tiny_bert, tiny_params, kind):
+    layers = 0 if kind == "bag" else 2
+    params = tiny_params(**{
+        "encoder.kind": kind, "encoder.trainable_layers": layers, "encoder.residual": kind == "bag",
+        "model.learn_temperature": True, "optim.weight_decay": 0.07, "optim.lr_encoder": 1e-5,
+        "optim.lr_heads": 2e-5, "optim.lr_bag": 3e-5, "optim.lr_clf": 4e-5, "model.clf_bias": True,
+    })  # fmt: skip
+    model = make_model(tiny_bert, params)
+    optimisers = Optimisers(model, params.optim, 5)
+    group_of = {id(p): group for group in optimisers.adamw.param_groups for p in group["params"]}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(group_of) == len(trained) == len(optimisers.dense)
+    for name, parameter in trained.items():
+        group = group_of[id(parameter)]
+        assert group["lr"] == (1e-5 if name.startswith("encoder.transformer.") else 2e-5), name
+        # biases, norms and temperatures, whatever an architecture calls them
+        vector = name.endswith(("bias", "log_scale")) or "norm" in name.lower()
+        assert group["weight_decay"] == (0.0 if vector else 0.07), name
+    rates = {name: row.lr for name, row in optimisers.row.items()}
+    bag = {f"encoder.bag.{name}": 3e-5 for name in ("embedding", "log_weight")} if kind != "transformer" else {}
+    assert rates == {"table": 4e-5, "bias": 4e-5, **bag}
+
+
+def test_norms_of_distilbert_do_not_decay(tiny_distilbert, tiny_params):
+    """Its norms are called `sa_layer_norm` and `output_layer_norm`: lists of names have missed them."""
+    params = tiny_params(**{"encoder.kind": "transformer", "encoder.trainable_layers": -1})
+    model = make_model(tiny_distilbert, params)
+    decays = {id(p) for g in Optimisers(model, params.optim, 5).adamw.param_groups if g["weight_decay"] > 0
+              for p in g["params"]}  # fmt: skip
+    norms = [name for name, p in model.named_parameters() if "layer_norm" in name.lower() and id(p) in decays]
+    assert norms == []
+    assert any("sa_layer_norm.weight" in name for name, _ in model.named_parameters())
+
+
+# -- schedule ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(1.0, 7), (0.0, 7), (2.5, 4), (4.0, 7)])
+def test_schedule_rises_to_one_then_falls_to_nought(tiny_bert, tiny_params, warmup, steps):
+    params = tiny_params(**{"optim.epochs": 4, "optim.warmup_epochs": warmup})
+    optimisers = Optimisers(make_model(tiny_bert, params), params.optim, steps)
+    last, rise = 4 * steps, max(1, round(warmup * steps))
+    factors = [optimisers.factor(step) for step in range(last)]
+    assert factors[:rise] == pytest.approx([(step + 1) / rise for step in range(rise)])
+    assert factors[rise - 1] == 1.0
+    assert all(a >= b for a, b in zip(factors[rise - 1 :], factors[rise:], strict=False))
+    assert all(0 < factor <= 1 for factor in factors)
+    assert optimisers.factor(max(last, rise + 1)) == pytest.approx(0, abs=1e-12)
+    if rise < last:
+        middle = rise + (last - rise) / 2
+        assert optimisers.factor(middle) == pytest.approx(0.5)
+
+
+def test_learning_rates_follow_the_schedule(tiny_bert, tiny_params):
+    params = tiny_params(**quiet())
+    model = make_model(tiny_bert, params)
+    optimisers = Optimisers(model, params.optim, 10)
+    for step in (0, 9, 25):
+        loss_of(model, [0, 1]).backward()
+        optimisers.step(step, optimisers.gradient_norm())
+        share = (step + 1) / 10 if step < 10 else 0.5 * (1 + math.cos(math.pi * (step - 10) / 30))
+        rates = [group["lr"] for group in optimisers.adamw.param_groups]
+        assert rates == pytest.approx([params.optim.lr_heads * share] * 2)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5, 1e6])
+@pytest.mark.parametrize("kind", ["bag", "transformer"])
+def test_steps_equal_torch_on_a_dense_model(tiny_bert, tiny_params, kind, clip):
+    """Same gradients, all parameters dense in torch's AdamW: rows used each step are plain Adam, one norm over all."""
+    params = tiny_params(**quiet(**{
+        "encoder.kind": kind, "encoder.trainable_layers": 1 if kind == "transformer" else 0, "optim.clip_norm": clip,
+        "model.learn_temperature": True, "optim.lr_bag": 3e-2, "optim.lr_clf": 4e-2,
+    }))  # fmt: skip
+    model, optim = make_model(tiny_bert, params), params.optim
+    optimisers = Optimisers(model, optim, 5)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    tables = {f"{name}.weight": table for name, table in model.tables().items()}
+    dense = {
+        n: start[n].clone().requires_grad_() for n, p in model.named_parameters() if p.requires_grad or n in tables
+    }
+
+    def rate(name):
+        part = {"encoder.transformer": optim.lr_encoder, "encoder.bag": optim.lr_bag}
+        part |= {"table": optim.lr_clf, "bias": optim.lr_clf}
+        return next((lr for prefix, lr in part.items() if name.startswith(prefix)), optim.lr_heads)
+
+    theirs = torch.optim.AdamW([
+        {"params": [p], "name": n, "weight_decay": optim.weight_decay if p.ndim > 1 and n not in tables else 0.0}
+        for n, p in dense.items()
+    ])  # fmt: skip
+    for step in range(4):
+        loss_of(model, range(6), tuple(range(NUM_LABELS))).backward()
+        for name, parameter in dense.items():
+            parameter.grad = torch.zeros_like(parameter)
+            if name in tables:
+                rows, leaf = tables[name].used
+                parameter.grad[rows] = leaf.grad
+            else:
+                parameter.grad.copy_(model.get_parameter(name).grad)
+        norm = optimisers.gradient_norm()
+        optimisers.step(step, norm)
+        expected = torch.nn.utils.clip_grad_norm_(dense.values(), clip if clip else math.inf)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
+        for group in theirs.param_groups:
+            group["lr"] = rate(group["name"]) * optimisers.factor(step)
+        theirs.step()
+    for name, parameter in dense.items():
+        # rows of tokens that no text has stay; the gradients of the others are the same in each step
+        torch.testing.assert_close(
+            model.get_parameter(name).detach(), parameter.detach(), rtol=1e-5, atol=1e-6, msg=name
+        )
+        assert not torch.equal(parameter, start[name]), name
+
+
+def test_a_step_ends_with_no_gradient_left(tiny_bert, tiny_params):
+    params = tiny_params(**quiet())
+    model = make_model(tiny_bert, params)
+    optimisers = Optimisers(model, params.optim, 5)
+    loss_of(model, [0, 1]).backward()
+    assert len(optimisers.gradients()) == len(optimisers.dense) + 4
+    optimisers.step(0, optimisers.gradient_norm())
+    assert optimisers.gradients() == []
+    assert all(table.used is None for table in model.tables().values())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["dense", "rows"])
+def test_the_norm_shows_one_bad_entry(tiny_bert, tiny_params, value, where):
+    params = tiny_params(**quiet())
+    model = make_model(tiny_bert, params)
+    optimisers = Optimisers(model, params.optim, 5)
+    loss_of(model, [0, 1]).backward()
+    grad = model.head_de[0].weight.grad if where == "dense" else model.table.used[1].grad
+    grad[1, 2] = value
+    assert not torch.isfinite(optimisers.gradient_norm())
+
+
+@pytest.mark.parametrize("kind", ["bag", "transformer", "both"])
+def test_state_continues_bit_for_bit(tiny_bert, tiny_params, kind, rng):
+    layers = 0 if kind == "bag" else 1
+    params = tiny_params(**quiet(**{"encoder.kind": kind, "encoder.trainable_layers": layers}))
+    model = make_model(tiny_bert, params).eval()
+    for table in model.tables().values():
+        table.train()
+    rows = [rng.permutation(6)[:3] for _ in range(6)]
+
+    def steps(model, optimisers, begin, end):
+        for step in range(begin, end):
+            loss_of(model, rows[step], tuple(range(step, step + 3))).backward()
+            optimisers.step(step, optimisers.gradient_norm())
+
+    optimisers = Optimisers(model, params.optim, 5)
+    steps(model, optimisers, 0, 3)
+    half, state = copy.deepcopy(model), {name: t.clone() for name, t in optimisers.state().items()}
+    steps(model, optimisers, 3, 6)
+    resumed = Optimisers(half, params.optim, 5)
+    resumed.load_state(state)
+    before = {name: t.clone() for name, t in state.items()}
+    steps(half, resumed, 3, 6)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, half.state_dict()[name]), name
+    assert all(torch.equal(state[name], before[name]) for name in state)  # what was loaded is copied
+    fresh = Optimisers(copy.deepcopy(half), params.optim, 5)
+    assert {n for n in fresh.state() if n.startswith("adamw")} == set()  # nothing before the first step
