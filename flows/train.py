@@ -226,9 +226,10 @@ def _in_process(params: Params, steps: list[str], recorded: Callable[[], None] |
             artifacts.show_metrics(done["metrics"])
         if recorded is not None:
             recorded()
-        if "register" in steps:
-            done["version"] = register(params).get("version")
         done["run_url"] = Tracker.resume(run_dir).url if run_dir else None
+        if "register" in steps:
+            registered = register(params)
+            done |= {"version": registered.get("version"), "run_url": done["run_url"] or registered.get("run")}
         artifacts.show_links(done["run_url"], done.get("version"), params.tracking.model_name)
     return done
 
