@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,42 @@ import torch
 
 from unidec.data.storage import load_array, read_manifest, write_folder
 from unidec.data.tokens import TokenCache, Tokens
-from unidec.model.encoder import TransformerEncoder, length_chunks
+from unidec.model.encoder import InputBuilder, TextEncoder, TransformerEncoder, length_chunks
 from unidec.progress import progress
 
 KIND, VERSION = "encoder-cache", 1
 TEXTS_AT_ONCE = 16384  # sorted by length within such a slice: memory stays bounded for any N
+
+
+def cached_inputs(
+    encoder: TextEncoder,
+    tokens: Mapping[str, TokenCache],
+    folder: Path,
+    device: torch.device,
+    amp: torch.dtype | None,
+) -> InputBuilder:
+    """An input builder that reads what is frozen from the caches; what is not there yet is computed.
+
+    Training, index and evaluation share the caches: what is frozen has the same weights in all of them.
+    """
+    vectors: dict[str, np.ndarray] = {}
+    hidden: dict[str, np.ndarray] = {}
+    if encoder.transformer is not None and (encoder.takes_vectors or encoder.transformer.partly_frozen):
+        weights = frozen_sha256(encoder.transformer)
+        what, target = ("vectors", vectors) if encoder.takes_vectors else ("hidden", hidden)
+        for name, cache in tokens.items():
+            target[name] = cached_outputs(encoder.transformer, weights, cache, folder, what, device, amp)
+    return InputBuilder(encoder, device, vectors, hidden)
+
+
+def frozen_sha256(encoder: TransformerEncoder) -> str:
+    """Hash of the parameters that do not train, by content: the same before and after training, from any file."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(encoder.transformer.named_parameters()):
+        if not parameter.requires_grad:
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def cached_outputs(
@@ -38,7 +70,7 @@ def cached_outputs(
 
     Args:
         encoder: the transformer; its parameters decide the values.
-        weights_sha256: of its model.safetensors: names the cache.
+        weights_sha256: of what is frozen (`frozen_sha256`): names the cache.
         tokens: N texts.
         folder: where caches are kept, one folder each.
         what: "vectors" [N, D] or "hidden" [F, D].

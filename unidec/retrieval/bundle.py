@@ -138,6 +138,11 @@ class Bundle:
         """L."""
         return self.info.num_labels
 
+    @property
+    def label_embeddings(self) -> Floats | None:
+        """Phi_D of the labels, float32 [L, D] unit length; None without a dual-encoder head."""
+        return self._vectors.get("de")
+
     def predict(
         self,
         texts: Sequence[str],

@@ -19,7 +19,7 @@ def index(params: Params) -> dict[str, Any]:
     settings = params.index
     dataset = paths.open_dataset()
     model = UniDEC.load(paths.MODEL, device=str(choose_device(params.device)), verify=False)
-    ranking = Ranking.of_model(model, dataset, "validation")
+    ranking = Ranking.of_model(model, dataset, "validation", params.optim.precision)
     weight = tuned_clf_weight(ranking, params)
     metrics = {}
     if len(ranking.rows):

@@ -6,20 +6,21 @@ Legend: N queries, n queries of a split, L labels, D width of a head, K places.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import scipy.sparse as sp
+import torch
 
 from unidec.config import Params
-from unidec.data.dataset import XMCDataset
+from unidec.data.dataset import Split, XMCDataset
 from unidec.data.propensity import Propensity, load_propensity
 from unidec.evaluation.metrics import evaluate, filtered_truth
+from unidec.model.frozen import cached_inputs
 from unidec.model.search import exact_search
 from unidec.model.unidec import UniDEC
 from unidec.retrieval.space import Space, label_vectors, query_vectors
 from unidec.stages import paths
-from unidec.training.trainer import Trainer
+from unidec.training.precision import autocast_type
 
 K = 100
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@3", "PSP@5", "R@10", "R@100", "coverage@5", "MRR")
@@ -50,23 +51,23 @@ class Ranking:
     bias: np.ndarray | None
 
     @classmethod
-    def of_trainer(cls, trainer: Trainer) -> Ranking:
-        """The validation split, with the trainer's caches."""
-        return cls.of_model(trainer.model, trainer.dataset, "validation", trainer)
-
-    @classmethod
     def of_model(
         cls,
         model: UniDEC,
         dataset: XMCDataset,
-        split: Literal["train", "validation", "test"],
-        trainer: Trainer | None = None,
+        split: Split,
+        precision: str,
+        label_de: np.ndarray | None = None,
     ) -> Ranking:
-        """Encode a split's queries and all labels."""
-        build = trainer.build if trainer else None
+        """Encode a split's queries, and all labels unless their embeddings are given."""
+        tokens = {which: paths.open_tokens(which) for which in ("queries", "labels")}
+        amp = autocast_type(precision, model.device)
+        build = cached_inputs(model.encoder, tokens, paths.CACHE, model.device, amp)
         rows = dataset.rows(split)
-        query_de, query_clf = model.encode_queries(paths.open_tokens("queries"), rows, build)
-        label_de = model.encode_labels(paths.open_tokens("labels"), build) if model.heads != "clf" else None
+        with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
+            query_de, query_clf = model.encode_queries(tokens["queries"], rows, build)
+            if label_de is None and model.heads != "clf":
+                label_de = model.encode_labels(tokens["labels"], build)
         return cls(dataset, rows, query_de, query_clf, label_de, *model.classifier_table())
 
     @property

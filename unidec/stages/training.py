@@ -72,7 +72,9 @@ def train_round(params: Params, run_dir: str) -> dict[str, Any]:
     with tracker.system_metrics():
         report = trainer.train_round()
     begin = time.perf_counter()
-    metrics = validation_metrics(Ranking.of_trainer(trainer), params)
+    metrics = validation_metrics(
+        Ranking.of_model(trainer.model, trainer.dataset, "validation", params.optim.precision), params
+    )
     report |= {"round": -(-trainer.epoch // params.pool.refresh), "validation": metrics}
     report["validation_seconds"] = time.perf_counter() - begin
     report["refresh"] = json.loads((Path(run_dir) / "refresh.json").read_text(encoding="utf-8"))

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import file_sha256, write_bytes_atomic
+from unidec.data.storage import write_bytes_atomic
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError, TrainingError
-from unidec.model.encoder import EncoderInput, InputBuilder
-from unidec.model.frozen import cached_outputs
+from unidec.model.encoder import EncoderInput
+from unidec.model.frozen import cached_inputs
 from unidec.model.losses import PoolTargets, symmetric_loss
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
@@ -90,7 +90,7 @@ class Trainer:
         self.model = UniDEC.create(
             params.encoder, params.model, dataset.num_labels, folder, query_tokens.vocab_size, params.model_dump()
         ).to(self.device)
-        self.build = self._input_builder(folder, cache_dir)
+        self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp)
         pool = params.pool
         self.sampler = PoolSampler(
             dataset.relevance, dataset.filter_pairs, beta=pool.beta, eta=pool.eta, size=pool.size, seed=params.seed
@@ -108,19 +108,6 @@ class Trainer:
         self._restore()
 
     # -- start and resume ---------------------------------------------------------------------------------------------
-
-    def _input_builder(self, folder: Path, cache_dir: Path) -> InputBuilder:
-        encoder = self.model.encoder
-        vectors: dict[str, np.ndarray] = {}
-        hidden: dict[str, np.ndarray] = {}
-        if encoder.transformer is not None and (encoder.takes_vectors or encoder.transformer.partly_frozen):
-            weights = file_sha256(folder / "model.safetensors")
-            what, target = ("vectors", vectors) if encoder.takes_vectors else ("hidden", hidden)
-            for name, tokens in self.tokens.items():
-                target[name] = cached_outputs(
-                    encoder.transformer, weights, tokens, cache_dir, what, self.device, self.amp
-                )
-        return InputBuilder(encoder, self.device, vectors, hidden)
 
     def _num_batches(self) -> int:
         """Batches an epoch: clusters are 2^depth, the smallest depth that fits (as `balanced_clusters` cuts)."""
