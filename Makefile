@@ -60,8 +60,8 @@ test: $(STAMP)  ## every quick check: lint, import rules, types, tests
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(ARGS)
 
-test-faults: $(STAMP)  ## the slow fault tests
-	$(BIN)/python -m pytest -m slow tests/faults $(ARGS)
+test-faults: $(STAMP)  ## the slow tests: kills, interrupts, real servers
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(STAMP)  ## ruff and the import rules
 	$(BIN)/ruff check .

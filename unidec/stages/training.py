@@ -45,7 +45,8 @@ def start_run(params: Params) -> dict[str, Any]:
     tags = code_tags() | {"dataset.sha256": dataset.sha256, "run.folder": run_dir.name}
     about = {"name": dataset.name, "digest": digest, "path": str(paths.DATASET), **facts}
     tracker = Tracker(params.tracking.experiment)
-    tracker.start(run_dir, flatten(params), tags, about)
+    name = f"{dataset.name} {params.preset or params.model.heads} {run_dir.name[:6]}"
+    tracker.start(run_dir, flatten(params), tags, about, run_name=name)
     tracker.log_files([paths.VALIDATION / "index.html"], "validation")
     return {"run_dir": str(run_dir), "epoch": trainer.epoch, "finished": trainer.finished,
             "rounds": -(-params.optim.epochs // params.pool.refresh)}  # fmt: skip
