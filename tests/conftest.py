@@ -114,18 +114,19 @@ def raw_factory() -> Callable[..., RawData]:
 @pytest.fixture(scope="session")
 def tiny_bert(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a BERT with 3 layers of 32 dimensions that knows the words of `tiny_raw`."""
-    return _tiny_transformer("bert", tiny_raw, tmp_path_factory)
+    return tiny_transformer("bert", tiny_raw, tmp_path_factory.mktemp("bert") / "bert")
 
 
 @pytest.fixture(scope="session")
 def tiny_distilbert(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a DistilBERT."""
-    return _tiny_transformer("distilbert", tiny_raw, tmp_path_factory)
+    return tiny_transformer("distilbert", tiny_raw, tmp_path_factory.mktemp("distilbert") / "distilbert")
 
 
-def _tiny_transformer(kind: str, raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_transformer(kind: str, raw: RawData, folder: Path) -> Path:
+    """A tiny transformer that knows the words of a data set's titles."""
     texts = [text for table in (*raw.queries.values(), raw.labels) for text in table["title"].to_pylist()]
-    return load_helper("tiny_transformer").write_transformer(tmp_path_factory.mktemp(kind) / kind, texts, kind)
+    return load_helper("tiny_transformer").write_transformer(folder, texts, kind)
 
 
 @pytest.fixture(scope="session")
