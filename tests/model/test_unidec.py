@@ -1,6 +1,7 @@
 """UniDEC: heads, the classifier's start, and the model's folder: written and read back bit for bit, or refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from unidec.data.storage import write_folder, write_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
+from unidec.model.encoder import load_transformer
 from unidec.model.unidec import KIND, VERSION, UniDEC
 
 NUM_LABELS = 11
@@ -238,3 +240,22 @@ def test_a_newer_format_is_refused_naming_it(stored):
     write_manifest(stored, KIND, VERSION + 1, {})
     with pytest.raises(ArtifactError, match=f"version {VERSION + 1} of model cannot be read"):
         UniDEC.load(stored)
+
+
+def test_heads_are_in_float32_also_under_autocast(tiny_bert, tiny_params, rng):
+    model = make_model(tiny_bert, tiny_params())
+    x_NW = rng.normal(size=(20, 32)).astype(np.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = model.project(x_NW)
+    assert same(ours, model.project(x_NW))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_transformer_kept_in_half_precision_is_trained_in_float32(tiny_bert, tiny_params, tmp_path, dtype):
+    load_transformer(tiny_bert).to(dtype).save_pretrained(tmp_path / "half")
+    shutil.copyfile(tiny_bert / "tokenizer.json", tmp_path / "half" / "tokenizer.json")
+    params = tiny_params(**{"encoder.kind": "transformer", "encoder.trainable_layers": -1})
+    model = make_model(tmp_path / "half", params)
+    loaded = UniDEC.load(save(model, tmp_path / "model"))
+    assert {p.dtype for m in (model, loaded) for p in m.parameters()} == {torch.float32}
+    assert same(outputs(model), outputs(loaded))

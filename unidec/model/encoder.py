@@ -334,7 +334,8 @@ def load_transformer(folder: Path) -> nn.Module:
 
     options = _options(AutoConfig.from_pretrained(folder))
     with _quiet():
-        return AutoModel.from_pretrained(folder, use_safetensors=True, **options)
+        # float32 whatever the file holds: half-precision weights would lose most of their updates
+        return AutoModel.from_pretrained(folder, use_safetensors=True, **options).float()
 
 
 def empty_transformer(config_folder: Path) -> nn.Module:
@@ -342,7 +343,7 @@ def empty_transformer(config_folder: Path) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(config_folder)
-    return AutoModel.from_config(config, **_options(config))
+    return AutoModel.from_config(config, **_options(config)).float()
 
 
 @contextlib.contextmanager

@@ -167,16 +167,20 @@ class UniDEC(nn.Module):
 
     @torch.no_grad()
     def project(self, x_NW: np.ndarray, block: int = 8192) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Both heads of encoder outputs: (Phi_D, Phi_C) float32 [n, D] each, None for a head that is not there."""
+        """Both heads of encoder outputs: (Phi_D, Phi_C) float32 [n, D] each, None for a head that is not there.
+
+        Computed in float32, also under autocast, as in training and in serving.
+        """
         was_training = self.training
         self.eval()
         de, clf = [], []
-        for start in range(0, len(x_NW), block):
-            x_BW = torch.from_numpy(x_NW[start : start + block]).to(self.device)
-            if self.head_de is not None:
-                de.append(self.de(x_BW).cpu().numpy())
-            if self.head_clf is not None:
-                clf.append(self.clf(x_BW).cpu().numpy())
+        with torch.autocast(self.device.type, enabled=False):
+            for start in range(0, len(x_NW), block):
+                x_BW = torch.from_numpy(x_NW[start : start + block]).to(self.device)
+                if self.head_de is not None:
+                    de.append(self.de(x_BW).cpu().numpy())
+                if self.head_clf is not None:
+                    clf.append(self.clf(x_BW).cpu().numpy())
         self.train(was_training)
         empty = np.zeros((0, self.settings.dim), dtype=np.float32)
         return (
