@@ -1,0 +1,242 @@
+"""All stages in a row on a slice of lf-debian: what each writes, what it says, and what it does when run again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from unidec import stages
+from unidec.config import Params
+from unidec.data.dataset import XMCDataset
+from unidec.data.storage import folder_sha256, read_manifest
+from unidec.model.unidec import UniDEC
+from unidec.ops.tracking import Tracker
+from unidec.retrieval.bundle import Bundle
+from unidec.stages import paths
+from unidec.stages.ranking import CLF_WEIGHTS, Ranking
+
+pytestmark = pytest.mark.timeout(240)
+TIMES = ("seconds", "texts_per_s", "tokens_per_s")
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run_data_stages(params: Params) -> dict:
+    return {name: getattr(stages, name)(params) for name in ("ingest", "tokens", "propensity", "label_graph")}
+
+
+def run_rounds(params: Params) -> tuple[dict, list[dict], list[dict]]:
+    started = stages.start_run(params)
+    refreshes: list[dict] = []
+    rounds: list[dict] = []
+    while not (rounds[-1]["finished"] if rounds else started["finished"]):
+        refreshes.append(stages.refresh(params, started["run_dir"]))
+        rounds.append(stages.train_round(params, started["run_dir"]))
+    return started, refreshes, rounds
+
+
+@pytest.fixture
+def done(in_work: SimpleNamespace) -> SimpleNamespace:
+    """Everything from raw files to metrics, once for all tests of this file; `said` holds what each stage returned."""
+    if not hasattr(in_work, "said"):
+        params = in_work.params()
+        said = run_data_stages(params)
+        said["start_run"], said["refresh"], said["train_round"] = run_rounds(params)
+        said["export"] = stages.export(params, said["start_run"]["run_dir"])
+        said["index"] = stages.index(params)
+        said["evaluate"] = stages.evaluate(params)
+        in_work.said = said
+    return in_work
+
+
+def test_data_stages(done: SimpleNamespace) -> None:
+    said = done.said
+    assert {key: said["ingest"][key] for key in ("train", "validation", "test")} == {
+        "train": 1900, "validation": 100, "test": 500,
+    }  # fmt: skip
+    dataset = XMCDataset.open(paths.DATASET)
+    assert said["ingest"]["num_labels"] == dataset.num_labels and said["ingest"]["sha256"] == dataset.sha256
+    for which, size in (("queries", 2500), ("labels", dataset.num_labels)):
+        tokens = paths.open_tokens(which)
+        assert len(tokens) == said["tokens"][f"{which}_texts"] == size
+        assert said["tokens"][f"{which}_tokens"] == len(tokens.ids)
+        assert tokens.max_length == 16 and tokens.meta["text"] == "title"
+    assert sum(said["propensity"][f"{name}_labels"] for name in ("tail", "torso", "head")) == dataset.num_labels
+    assert (said["propensity"]["a"], said["propensity"]["b"]) == (0.55, 1.5)
+    assert said["label_graph"]["labels"] == dataset.num_labels and said["label_graph"]["edges"] > 0
+    json.dumps(said)  # what a stage says can be passed between tasks
+
+
+def test_rounds(done: SimpleNamespace) -> None:
+    started, refreshes, rounds = (done.said[name] for name in ("start_run", "refresh", "train_round"))
+    run = Path(started["run_dir"])
+    assert run.parent == paths.RUNS and len(run.name) == 16
+    assert (started["epoch"], started["finished"], started["rounds"]) == (0, False, 2)
+    assert [r["epoch"] for r in refreshes] == [0, 1]
+    assert all(r["clusters"] == 8 and r["mine_queries"] == 1900 and r["refresh_seconds"] > 0 for r in refreshes)
+    assert [(r["round"], r["epoch"], r["finished"], r["steps"]) for r in rounds] == [(1, 1, False, 8), (2, 2, True, 8)]
+    assert rounds[1]["validation"]["P@1"] > 5  # 4,497 labels: chance is 0.1
+    kept = records(run / "rounds.jsonl")
+    assert [(line["round"], line["epoch"]) for line in kept] == [(1, 1), (2, 2)]
+    assert kept[1]["validation"] == rounds[1]["validation"] and kept[1]["refresh"]["epoch"] == 1
+    assert [line["step"] for line in records(run / "history.jsonl")] == [0, 10]
+
+
+def test_started_again_it_is_finished(done: SimpleNamespace) -> None:
+    run_id = Tracker.resume(done.said["start_run"]["run_dir"]).run_id
+    again = stages.start_run(done.params())
+    assert again == {**done.said["start_run"], "epoch": 2, "finished": True}
+    assert run_id is not None and Tracker.resume(again["run_dir"]).run_id == run_id  # no second MLflow run
+
+
+def test_exported_model_is_the_runs(done: SimpleNamespace) -> None:
+    run = Path(done.said["start_run"]["run_dir"])
+    assert done.said["export"] == {"model": str(paths.MODEL), "epoch": 2, "steps": 16}
+    assert read_manifest(paths.MODEL, "model", 1)["meta"] == {"run": run.name}
+    for name in ("history.jsonl", "rounds.jsonl"):
+        assert (paths.MODEL / name).read_bytes() == (run / name).read_bytes()
+    model, trainer = UniDEC.load(paths.MODEL), stages.training.open_trainer(done.params(), run)
+    state = trainer.model.state_dict()
+    assert all(np.array_equal(value.numpy(), state[name].numpy()) for name, value in model.state_dict().items())
+    assert model.params == done.params().model_dump(mode="json")
+
+
+def test_bundle_and_index(done: SimpleNamespace) -> None:
+    bundle, said = Bundle.load(paths.BUNDLE), done.said["index"]
+    assert said["clf_weight"] in CLF_WEIGHTS and bundle.info.clf_weight == said["clf_weight"]
+    assert bundle.num_labels == said["labels"] == XMCDataset.open(paths.DATASET).num_labels
+    assert not list(paths.BUNDLE.rglob("*.jsonl"))
+    # the tuned weight is the best on the validation split, by metrics computed one weight after the other
+    ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32")
+    scored = {weight: ranking.metrics("both", weight, True)["nDCG@5"] for weight in CLF_WEIGHTS}
+    assert scored[said["clf_weight"]] == max(scored.values())
+    assert said["validation"]["nDCG@5"] == pytest.approx(max(scored.values()))
+
+
+def test_evaluation(done: SimpleNamespace) -> None:
+    metrics = json.loads(paths.METRICS.read_text())
+    test = metrics["test"]
+    assert test["num_queries"] == 500
+    assert all(0 <= value <= 100 for name, value in test.items() if not name.endswith("num_queries"))
+    assert test["P@1"] > 5 and test["R@100"] > test["R@10"] > 0 and test["P@1"] >= test["P@5"]
+    # a flat index is exact but for labels of the same score: the tiny tokenizer reads some titles alike
+    assert metrics["index"]["recall@10"] > 99.8 and metrics["index"]["recall@100"] > 99.8
+    assert {"de", "clf"} <= metrics.keys() and max(metrics["de"]["P@1"], metrics["clf"]["P@1"]) > 3
+    assert done.said["evaluate"]["metrics"]["P@1"] == test["P@1"]
+    assert paths.REPORT.stat().st_size > 10_000
+    assert {file.name for file in paths.PLOTS.iterdir()} >= {"training.csv", "validation.csv", "at_k.csv", "groups.csv"}
+
+
+def test_predictions_are_the_bundles_answers_without_filtered_pairs(done: SimpleNamespace) -> None:
+    table = pq.read_table(paths.PREDICTIONS).to_pylist()
+    dataset, bundle = XMCDataset.open(paths.DATASET), Bundle.load(paths.BUNDLE)
+    rows = dataset.rows("test")
+    assert [line["query_row"] for line in table] == rows.tolist()
+    assert [line["query"] for line in table] == dataset.query_uids(rows)
+    uids = dataset.label_uids()
+    hits = same = 0
+    for line, row in zip(table[:40], rows[:40], strict=True):
+        filtered = dataset.filter_pairs[row].indices.tolist()
+        assert not set(filtered) & set(line["labels"]) and len(line["labels"]) == len(set(line["labels"])) == 100
+        assert line["scores"] == sorted(line["scores"], reverse=True)
+        (answer,) = bundle.predict(dataset.query_texts([row]), k=5, exclude=[[uids[label] for label in filtered]])
+        same += answer.labels == [uids[label] for label in line["labels"][:5]]
+        np.testing.assert_allclose(answer.scores, line["scores"][:5], rtol=1e-4, atol=1e-5)
+        hits += line["labels"][0] in dataset.relevance[row].indices
+    assert hits > 0 and same > 30  # all but ties
+
+
+def test_tracking_knows_the_run(done: SimpleNamespace) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{done.folder}/mlflow.db")
+    run = client.get_run(Tracker.resume(done.said["start_run"]["run_dir"]).run_id)
+    assert run.data.params["pool.beta"] == "2" and run.data.params["encoder.name"] == "bert"
+    assert run.data.metrics["test/P_at_1"] == done.said["evaluate"]["metrics"]["P@1"]
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "loss")] == [0, 10]
+    assert len(client.get_metric_history(run.info.run_id, "validation/P_at_1")) == 2
+    names = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert {"report.html", "metrics.json", "plots"} <= names
+
+
+def test_index_and_evaluation_again_write_the_same(done: SimpleNamespace) -> None:
+    metrics, bundle, table = paths.METRICS.read_bytes(), folder_sha256(paths.BUNDLE), paths.PREDICTIONS.read_bytes()
+    assert stages.index(done.params()) == done.said["index"]
+    assert folder_sha256(paths.BUNDLE) == bundle
+    stages.evaluate(done.params())
+    assert paths.METRICS.read_bytes() == metrics and paths.PREDICTIONS.read_bytes() == table
+
+
+def test_data_stages_again_write_the_same(done: SimpleNamespace) -> None:
+    folders = (paths.DATASET, paths.TOKENS / "queries", paths.TOKENS / "labels", paths.PROPENSITY, paths.LABEL_GRAPH)
+    before = [folder_sha256(folder) for folder in folders]
+    run_data_stages(done.params())
+    assert [folder_sha256(folder) for folder in folders] == before
+
+
+def test_a_round_cut_off_before_its_record_is_repeated_without_doubles(done: SimpleNamespace) -> None:
+    """Records of a later epoch than the checkpoint's belong to a run that was cut off: they are written once."""
+    params = done.params(seed=8)
+    started = stages.start_run(params)
+    run = Path(started["run_dir"])
+    stages.refresh(params, str(run))
+    stages.train_round(params, str(run))
+    (run / "rounds.jsonl").open("a").close()
+    first = records(run / "rounds.jsonl")
+    with open(run / "rounds.jsonl", "a") as file:
+        file.write(json.dumps({"epoch": 2, "round": 2, "of": "a run that was cut off"}) + "\n")
+    with open(run / "history.jsonl", "a") as file:
+        file.write(json.dumps({"step": 8, "loss": 0.0}) + "\n")
+    stages.refresh(params, str(run))
+    stages.train_round(params, str(run))
+    kept = records(run / "rounds.jsonl")
+    assert kept[0] == first[0] and [line["epoch"] for line in kept] == [1, 2] and "of" not in kept[1]
+    assert [line["step"] for line in records(run / "history.jsonl")] == [0, 10]
+
+
+@pytest.fixture
+def other_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What follows writes elsewhere than `done` did."""
+    for name in ("MODEL", "BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
+        monkeypatch.setattr(paths, name, tmp_path / getattr(paths, name).name)
+
+
+@pytest.mark.usefixtures("other_outputs")
+@pytest.mark.parametrize("trainable_layers", [0, 1])
+def test_frozen_layers_are_computed_once_for_all_stages(done: SimpleNamespace, trainable_layers: int) -> None:
+    before = set(paths.CACHE.glob("*"))
+    params = done.params(**{
+        "encoder.kind": "both", "encoder.trainable_layers": trainable_layers, "optim.epochs": 1,
+        "optim.lr_encoder": 1e-3,
+    })  # fmt: skip
+    started, _, _ = run_rounds(params)
+    made = set(paths.CACHE.glob("*")) - before
+    assert sorted(folder.name.split("-")[0] for folder in made) == ["hidden" if trainable_layers else "vectors"] * 2
+    stages.export(params, started["run_dir"])
+    stages.index(params)
+    assert stages.evaluate(params)["metrics"]["P@1"] > 1
+    assert set(paths.CACHE.glob("*")) - before == made
+
+
+@pytest.mark.usefixtures("other_outputs")
+@pytest.mark.parametrize("heads", ["de", "clf"])
+def test_a_head_alone_goes_through(done: SimpleNamespace, heads: str) -> None:
+    params = done.params(**{
+        "model.heads": heads, "optim.epochs": 1, "index.clf_weight": 1.0, "index.clf_normalize": False,
+        "index.kind": "hnsw", "model.clf_bias": heads == "clf", "loss.clf_bce": 0.0 if heads == "de" else 0.1,
+    })  # fmt: skip
+    started, _, rounds = run_rounds(params)
+    stages.export(params, started["run_dir"])
+    stages.index(params)
+    metrics = stages.evaluate(params)["metrics"]
+    result = json.loads(paths.METRICS.read_text())
+    assert rounds[-1]["finished"] and 1 < metrics["P@1"] < 100
+    assert result["index"]["recall@10"] > 90
+    assert not {"de", "clf"} & result.keys()
