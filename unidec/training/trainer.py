@@ -24,7 +24,7 @@ from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import write_bytes_atomic
 from unidec.data.tokens import TokenCache
-from unidec.errors import ArtifactError, TrainingError
+from unidec.errors import ArtifactError, DataError, TrainingError
 from unidec.model.encoder import EncoderInput
 from unidec.model.frozen import cached_inputs
 from unidec.model.losses import PoolTargets, symmetric_loss
@@ -85,6 +85,11 @@ class Trainer:
         self.device = choose_device(params.device)
         self.amp = autocast_type(params.optim.precision, self.device)
         self.rows = dataset.rows("train")
+        if not np.diff(dataset.relevance.indptr)[self.rows].any():
+            raise DataError(
+                "nothing to train on: no training query has a positive", where=str(dataset.path),
+                got=f"{len(self.rows)} training queries", fix="look at the raw files' pairs and splits",
+            )  # fmt: skip
         torch.manual_seed(params.seed)
         folder = resolve_encoder(params.encoder.name)
         self.model = UniDEC.create(
