@@ -48,11 +48,12 @@ LOG_EVERY = 10  # steps between two lines of history: the only steps at which th
 
 @dataclass(frozen=True)
 class Prepared:
-    """A batch on the device: the pool, its pairs, those of the classifier, and the texts to encode."""
+    """A batch on the device: the pool, its pairs, the classifier's pairs and labels (None: all), the texts to encode."""
 
     pool: PoolBatch
     targets: PoolTargets
     clf_targets: PoolTargets
+    clf_labels: Tensor | None
     texts: EncoderInput
     num_tokens: int
 
@@ -250,14 +251,17 @@ class Trainer:
         """Sample the pool of some queries and put it, and the texts to encode, on the device."""
         pool = self.sampler.batch(rows_B, epoch=self.epoch, step=step, shortlist_NH=self.made.negatives)
         targets = clf_targets = PoolTargets.from_batch(pool, self.device)
+        clf_labels = None
         if self.all_labels is not None:
             full = self.all_labels.batch(rows_B, epoch=self.epoch, step=step, shortlist_NH=None)
             clf_targets = PoolTargets.from_batch(full, self.device)
+        elif self.params.model.heads != "de":
+            clf_labels = torch.from_numpy(pool.pool_S).to(self.device, non_blocking=True)
         parts = [("queries", self.tokens["queries"], pool.rows_B)]
         if self.params.model.heads != "clf":
             parts.append(("labels", self.tokens["labels"], pool.pool_S))
         num_tokens = sum(int(tokens.lengths_N[rows].sum()) for _, tokens, rows in parts)
-        return Prepared(pool, targets, clf_targets, self.build(parts), num_tokens)
+        return Prepared(pool, targets, clf_targets, clf_labels, self.build(parts), num_tokens)
 
     def train_step(self, batch: Prepared) -> dict[str, float] | None:
         """One step of Algorithm 1: encode queries and pool once, both heads' losses, backward, update.
@@ -299,10 +303,9 @@ class Trainer:
             )
         if model.heads != "de":
             assert model.table is not None
-            labels = None if self.all_labels is not None else torch.from_numpy(batch.pool.pool_S).to(self.device)
-            logit_BS = model.clf(x_BW[:num_queries]) @ model.table.gather(labels).T
+            logit_BS = model.clf(x_BW[:num_queries]) @ model.table.gather(batch.clf_labels).T
             if model.bias is not None:
-                logit_BS = logit_BS + model.bias.gather(labels).T
+                logit_BS = logit_BS + model.bias.gather(batch.clf_labels).T
             weight = 1.0 - settings.balance if both else 1.0
             clf = self._loss(settings.clf, logit_BS, scale[1], batch.clf_targets, settings.clf_forward)
             if settings.clf_bce > 0:
