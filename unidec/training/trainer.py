@@ -48,7 +48,7 @@ LOG_EVERY = 10  # steps between two lines of history: the only steps at which th
 
 @dataclass(frozen=True)
 class Prepared:
-    """A batch on the device: the pool, its pairs, the classifier's pairs and labels (None: all), the texts to encode."""
+    """A batch on the device: the pool, its pairs, the classifier's pairs and labels (None: all), the texts."""
 
     pool: PoolBatch
     targets: PoolTargets
