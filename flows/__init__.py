@@ -16,6 +16,7 @@ _DEFAULTS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     "PREFECT_LOGGING_EXTRA_LOGGERS": "unidec",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",  # the library also speaks outside of runs
     "DO_NOT_TRACK": "true",
 }
 for _name, _value in _DEFAULTS.items():
