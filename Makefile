@@ -58,7 +58,7 @@ test: $(STAMP)  ## every quick check: lint, import rules, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 test-faults: $(STAMP)  ## the slow tests: kills, interrupts, real servers
 	$(BIN)/python -m pytest -m slow $(ARGS)

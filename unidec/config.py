@@ -128,7 +128,7 @@ class Optim(Section):
     lr_heads: Positive = Field(2e-4, description="learning rate of both heads")
     lr_clf: Positive = Field(1e-3, description="learning rate of the classifier table")
     warmup_epochs: Annotated[float, Field(ge=0)] = Field(1.0, description="epochs of linear warm-up before the cosine")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.05, description="not on biases, norms, embeddings and Psi")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.05, description="of the transformer's and heads' matrices")
     clip_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="gradient norm limit; 0: none")
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 where it is faster")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from unidec.config import Optim
 from unidec.model.row_table import RowTable
@@ -34,6 +35,7 @@ class RowAdam:
         self.table, self.lr = table, lr
         self.first = torch.zeros_like(table.weight, requires_grad=False)
         self.second = torch.zeros_like(table.weight, requires_grad=False)
+        self._count = torch.zeros((), dtype=torch.float32, device=table.weight.device)
 
     @torch.no_grad()
     def step(self, step: int, factor: float, scale: Tensor | float = 1.0) -> None:
@@ -48,22 +50,16 @@ class RowAdam:
         if used is None or used[1].grad is None:
             return
         rows, leaf = used
-        grad: Tensor = leaf.grad * scale  # type: ignore[operator,assignment]
-        size = self.lr * factor / (1 - BETA1**step)
-        second_correction = math.sqrt(1 - BETA2**step)
-        if rows is None:
-            first, second = self.first, self.second
-            first.lerp_(grad, 1 - BETA1)
-            second.mul_(BETA2).addcmul_(grad, grad, value=1 - BETA2)
-            self.table.weight.addcdiv_(first, second.sqrt().div_(second_correction).add_(EPS), value=-size)
-            return
-        first = self.first[rows].lerp_(grad, 1 - BETA1)
-        second = self.second[rows].mul_(BETA2).addcmul_(grad, grad, value=1 - BETA2)
-        self.first[rows], self.second[rows] = first, second
-        # leaf still holds the rows' values: no second gather
-        self.table.weight[rows] = leaf.detach().addcdiv_(
-            first, second.sqrt().div_(second_correction).add_(EPS), value=-size
-        )
+        grad: Tensor = leaf.grad  # type: ignore[assignment]
+        weight: Tensor = self.table.weight if rows is None else leaf.detach()  # the leaf holds the rows' values
+        first, second = (self.first, self.second) if rows is None else (self.first[rows], self.second[rows])
+        self._count.fill_(step - 1)
+        adamw(  # one pass over gradient, moments and weight
+            [weight], [grad.mul_(scale)], [first], [second], [], [self._count], fused=True, amsgrad=False,
+            beta1=BETA1, beta2=BETA2, lr=self.lr * factor, weight_decay=0.0, eps=EPS, maximize=False,
+        )  # fmt: skip
+        if rows is not None:
+            self.first[rows], self.second[rows], self.table.weight[rows] = first, second, weight
 
 
 class Optimisers:
