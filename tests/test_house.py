@@ -35,7 +35,9 @@ def test_mlflow_is_the_real_one() -> None:
     spec = sys.modules.get("mlflow") or __import__("mlflow")
     assert spec.__version__ == metadata.version("mlflow")
     assert "site-packages" in spec.__file__
-    assert not list((ROOT / "mlflow").rglob("*.py"))
+    # what was logged lies deeper, in a folder that git ignores
+    found = [file.relative_to(ROOT / "mlflow") for file in (ROOT / "mlflow").rglob("*.py")]
+    assert not [file for file in found if file.parts[0] != "artifacts"]
     for name in ("mlflow", "prefect", "dvc"):  # flows/ itself is on the path of Prefect's worker
         assert not (ROOT / "flows" / f"{name}.py").exists()
 

@@ -102,6 +102,8 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
     assert client.get_run(run_id).info.status == "RUNNING"  # as it was before
 
     with registry._tracking_to(uri):
+        # before it is loaded: Python may write byte code beside what it loads
+        stored = mlflow.artifacts.download_artifacts("models:/one@challenger", dst_path=str(tmp_path / "stored"))
         model = mlflow.pyfunc.load_model("models:/one@challenger")
         found = model.predict(pd.DataFrame({"query": ["an editor", "x"]}), params={"k": 3})
         assert list(found["label"]) == ["vim", "nano", "emacs"] * 2 and list(found["rank"]) == [1, 2, 3] * 2
@@ -110,7 +112,6 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
             model.predict(pd.DataFrame({"query": ["x"]}), params={"k": 0})
         with pytest.raises(mlflow.MlflowException, match="query"):
             model.predict(pd.DataFrame({"text": ["x"]}))
-        stored = mlflow.artifacts.download_artifacts("models:/one@challenger", dst_path=str(tmp_path / "stored"))
     files = {str(file.relative_to(stored)) for file in (tmp_path / "stored").rglob("*") if file.is_file()}
     assert "code/unidec/errors.py" in files and not [name for name in files if name.endswith((".pkl", ".pyc"))]
     requirements = (tmp_path / "stored" / "requirements.txt").read_text().split("\n")
