@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -169,6 +170,9 @@ def _log_model(client: MlflowClient, bundle_path: Path, run_id: str | None, tags
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # MLflow's use of pandas, and its advice to write type hints
+        # MLflow runs the model's file where it stores it: byte code written there would be logged with it
+        stack.callback(setattr, sys, "dont_write_bytecode", sys.dont_write_bytecode)
+        sys.dont_write_bytecode = True
         mlflow.start_run(run_id=run_id, run_name=None if run_id else "register")
         stack.callback(mlflow.end_run, "FINISHED" if before == "RUNNING" else before)
         active = mlflow.active_run().info.run_id
