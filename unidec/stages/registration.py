@@ -11,6 +11,7 @@ from unidec.ops.provenance import code_tags
 from unidec.ops.registry import register as register_bundle
 from unidec.ops.tracking import Tracker
 from unidec.stages import paths
+from unidec.stages.ranking import headline
 
 
 def register(params: Params) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def register(params: Params) -> dict[str, Any]:
     tracker = Tracker.resume(paths.RUNS / run)
     dataset = paths.open_dataset()
     metrics = json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
-    card = {"data set": dataset.name, "labels": dataset.num_labels, "metrics": {"test": metrics.get("test", {})}}
+    card = {"data set": dataset.name, "labels": dataset.num_labels, "metrics": {"test": headline(metrics.get("test", {}))}}
     tags = code_tags() | {"dataset.sha256": dataset.sha256}
     version = register_bundle(paths.BUNDLE, tracker.run_id, params.tracking.model_name, card=card, tags=tags)
     return {"model": params.tracking.model_name, "version": version, "alias": "challenger", "run": tracker.url}
