@@ -20,7 +20,8 @@ def register(params: Params) -> dict[str, Any]:
     tracker = Tracker.resume(paths.RUNS / run)
     dataset = paths.open_dataset()
     metrics = json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
-    card = {"data set": dataset.name, "labels": dataset.num_labels, "metrics": {"test": headline(metrics.get("test", {}))}}
+    shown = {"test": headline(metrics.get("test", {}))}
+    card = {"data set": dataset.name, "labels": dataset.num_labels, "metrics": shown}
     tags = code_tags() | {"dataset.sha256": dataset.sha256}
     version = register_bundle(paths.BUNDLE, tracker.run_id, params.tracking.model_name, card=card, tags=tags)
     return {"model": params.tracking.model_name, "version": version, "alias": "challenger", "run": tracker.url}
