@@ -43,7 +43,7 @@ def run_folder(params: Params) -> Path:
     """
     parts = {
         "params": fingerprint(params, "seed", "tokens", "encoder", "model", "pool", "loss", "optim"),
-        "dataset": XMCDataset.open(DATASET, verify=False).sha256,
+        "dataset": open_dataset().sha256,
         "code": _code_sha256(),
     }
     for which in ("queries", "labels"):
