@@ -85,6 +85,9 @@ class Model(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="dropout of both heads")
     clf_init: Literal["xavier", "normal", "label_embedding"] = Field("label_embedding", description="start of Psi")
     clf_bias: bool = Field(False, description="a bias for each label in the classifier's scores")
+    clf_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="number format of the classifier's rows; bf16 is written with stochastic rounding"
+    )
     temperature: Positive = Field(1 / 18, description="tau of both heads")
     learn_temperature: bool = Field(False, description="train tau, one for each head")
 
@@ -99,6 +102,9 @@ class Pool(Section):
     size: Annotated[int, Field(ge=0)] = Field(3000, description="at most so many labels in a pool; 0: no limit")
     clf_labels: Literal["pool", "all"] = Field(
         "pool", description="the classifier's loss runs over the pool (UniDEC) or over all labels (for up to some 10^5)"
+    )
+    gandalf: bool = Field(
+        False, description="label texts train as queries too, with the label graph's rows as soft targets (Gandalf)"
     )
     refresh: Count = Field(5, description="T: epochs between two refreshes of clusters and hard negatives")
 
@@ -127,6 +133,9 @@ class Optim(Section):
     lr_bag: Positive = Field(1e-3, description="learning rate of the bag of tokens")
     lr_heads: Positive = Field(2e-4, description="learning rate of both heads")
     lr_clf: Positive = Field(1e-3, description="learning rate of the classifier table")
+    clf_state: Literal["adam", "adagrad", "sgd"] = Field(
+        "adam", description="what the classifier's optimiser keeps: two moments a value, one value a row, or nothing"
+    )
     warmup_epochs: Annotated[float, Field(ge=0)] = Field(1.0, description="epochs of linear warm-up before the cosine")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.05, description="of the transformer's and heads' matrices")
     clip_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="gradient norm limit; 0: none")
@@ -145,6 +154,20 @@ class Index(Section):
         1.0, description="weight of the classifier's score beside the dual encoder's; auto: tuned on validation"
     )
     clf_normalize: bool = Field(True, description="cosine of the classifier (the paper), or its raw score")
+
+
+class Run(Section):
+    """Where training runs and how often it saves: nothing here changes what is learnt."""
+
+    devices: Count = Field(1, description="processes that train together, a GPU each (more than 1: torchrun)")
+    table_place: Literal["device", "host", "disk"] = Field(
+        "device", description="where the classifier's rows and their optimiser's state live"
+    )
+    checkpoint_minutes: Annotated[float, Field(ge=0)] = Field(
+        5.0, description="minutes between two checkpoints within a round; 0: only at its end"
+    )
+    checkpoint_steps: Annotated[int, Field(ge=0)] = Field(0, description="the same in steps; 0: by the clock only")
+    check_memory: bool = Field(True, description="refuse to start what `unidec plan` says does not fit")
 
 
 class Tracking(Section):
@@ -169,6 +192,7 @@ class Params(Section):
     loss: Loss = Loss()
     optim: Optim = Optim()
     index: Index = Index()
+    run: Run = Run()
     tracking: Tracking = Tracking()
 
     @model_validator(mode="after")
@@ -276,7 +300,7 @@ def _read_preset(name: str) -> dict[str, Any]:
     """A shipped preset's values. It says how to train, not on what or where: it has no data, seed or device."""
     with resources.as_file(resources.files("unidec") / "presets" / f"{name}.yaml") as path:
         values = _no_empty_sections(read_yaml(path)[0])
-    unfit = sorted({"preset", "data", "seed", "device", "tracking"} & values.keys())
+    unfit = sorted({"preset", "data", "seed", "device", "run", "tracking"} & values.keys())
     if unfit:
         raise ConfigError(f"a preset cannot set {', '.join(unfit)}", where=f"preset {name}")
     return values
