@@ -1,0 +1,118 @@
+"""Batches: which texts a step encodes, on one rank and on several; Gandalf's label texts as queries."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from unidec.data.label_graph import soft_targets
+from unidec.errors import ConfigError, DataError
+from unidec.training.batches import Batches
+from unidec.training.distributed import Ranks
+
+CPU = torch.device("cpu")
+
+
+class Recorded:
+    """Stands for the input builder: keeps what it was asked for."""
+
+    num_texts = 0
+
+    def __call__(self, parts):
+        self.parts = parts
+        return self
+
+
+@pytest.fixture
+def make(tiny_dataset, tiny_tokens, tiny_params):
+    def make(ranks=None, graph=None, **overrides):
+        params = tiny_params(**overrides)
+        return Batches(params, tiny_dataset, tiny_tokens, Recorded(), CPU, ranks or Ranks(), graph)
+
+    return make
+
+
+def texts(batch, tokens):
+    """Token ids of what is encoded, text after text."""
+    return [tokens[name].ragged(np.array([row]))[0].tolist() for name, _, rows in batch.texts.parts for row in rows]
+
+
+def test_a_batch_encodes_its_queries_then_its_pool(make, tiny_tokens):
+    batches = make()
+    batch = batches.prepare(batches.rows[:9], 0, 0, None)
+    expected = [tiny_tokens["queries"].ragged([row])[0].tolist() for row in batches.rows[:9]]
+    expected += [tiny_tokens["labels"].ragged([label])[0].tolist() for label in batch.pool.pool_S]
+    assert texts(batch, tiny_tokens) == expected
+    assert batch.num_own_queries == 9
+    assert batch.num_tokens == sum(map(len, expected))
+    assert batch.targets.relevance_P is None
+
+
+@pytest.mark.parametrize("world", [2, 3, 7])
+def test_ranks_share_the_texts_of_one_batch(make, tiny_tokens, world):
+    """All draw the same pool; together they encode each text once."""
+    alone = make()
+    rows = alone.rows[:10]
+    whole = alone.prepare(rows, 1, 2, None)
+    parts = [make(Ranks(rank, world)).prepare(rows, 1, 2, None) for rank in range(world)]
+    assert all(np.array_equal(part.pool.pool_S, whole.pool.pool_S) for part in parts)
+    queries = [text for part in parts for text in texts(part, tiny_tokens)[: part.num_own_queries]]
+    labels = [text for part in parts for text in texts(part, tiny_tokens)[part.num_own_queries :]]
+    assert queries + labels == texts(whole, tiny_tokens)
+    assert sum(part.num_tokens for part in parts) == whole.num_tokens
+
+
+def test_gandalf_trains_on_label_texts_with_soft_targets(make, tiny_dataset, tiny_tokens):
+    """Against a dense matrix of queries and labels."""
+    train = tiny_dataset.rows("train")
+    graph = soft_targets(tiny_dataset.relevance[train], 0.1)
+    batches = make(None, graph, **{"pool.gandalf": True})
+    num_queries, num_labels = tiny_dataset.num_queries, tiny_dataset.num_labels
+    assert batches.rows.tolist() == [*train.tolist(), *range(num_queries, num_queries + num_labels)]
+    dense = np.concatenate([(tiny_dataset.relevance.toarray() > 0).astype(np.float32), graph.toarray()])
+    rng = np.random.default_rng(0)
+    for step in range(5):
+        rows = rng.choice(batches.rows, 20, replace=False)
+        batch = batches.prepare(rows, 0, step, None)
+        ordered = batch.pool.rows_B
+        assert sorted(ordered) == sorted(rows)
+        queries = ordered[ordered < num_queries]
+        assert ordered[: len(queries)].tolist() == queries.tolist(), "queries first"
+        expected = [tiny_tokens["queries"].ragged([row])[0].tolist() for row in queries]
+        expected += [tiny_tokens["labels"].ragged([row - num_queries])[0].tolist() for row in ordered[len(queries) :]]
+        expected += [tiny_tokens["labels"].ragged([label])[0].tolist() for label in batch.pool.pool_S]
+        assert texts(batch, tiny_tokens) == expected
+        target = np.zeros((len(ordered), len(batch.pool.pool_S)), np.float32)
+        t = batch.targets
+        target[t.row_P.numpy(), t.col_P.numpy()] = t.relevance_P.numpy()
+        assert np.array_equal(target, dense[np.ix_(ordered, batch.pool.pool_S)])
+        assert 0 < target[target > 0].min() < 1
+
+
+def test_gandalf_needs_the_graph_of_these_labels(make, tiny_dataset):
+    for graph in (None, sp.csr_matrix((3, 3), dtype=np.float32)):
+        with pytest.raises(ConfigError, match="label graph"):
+            make(None, graph, **{"pool.gandalf": True})
+
+
+def test_batches_of_an_epoch_from_any_step_on(make):
+    """A resumed epoch leaves out what is done; the rest is drawn as it would have been."""
+    batches = make()
+    cut = np.array_split(batches.rows, 4)
+    whole = list(batches.ahead(cut, 3, 0, None))
+    rest = list(batches.ahead(cut, 3, 2, None))
+    assert len(whole) == 4 and len(rest) == 2
+    for one, other in zip(whole[2:], rest, strict=True):
+        assert np.array_equal(one.pool.pool_S, other.pool.pool_S)
+        assert np.array_equal(one.pool.sampled_P, other.pool.sampled_P)
+    assert list(batches.ahead(cut, 3, 4, None)) == []
+
+
+def test_nothing_to_train_on(raw_factory, tiny_tokens, tiny_params, tmp_path):
+    from unidec.data.dataset import write_dataset
+
+    raw = raw_factory(4, 2, 3)
+    raw.relevance["train"] = sp.csr_matrix(raw.relevance["train"].shape, dtype=np.float32)
+    dataset = write_dataset(tmp_path / "dataset", raw, validation_share=0.0)
+    with pytest.raises(DataError, match="nothing to train on"):
+        Batches(tiny_params(), dataset, tiny_tokens, Recorded(), CPU)
