@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,31 @@ def test_cache_equals_memory(cache, minilm, random_texts):
     assert cache.meta["text"] == "title"
     assert cache.meta["tokenizer_sha256"] == storage.file_sha256(minilm / "tokenizer.json")
     assert cache.meta["num_tokens"] == len(cache.ids) == cache.lengths_N.sum()
+
+
+def test_a_cache_holds_two_bytes_a_token_and_eight_a_text(minilm, tmp_path, monkeypatch):
+    """Also while it is opened and checked, and while batches are drawn: nothing else grows with the texts."""
+    num_texts, batch = 200_000, ["a library"] * 4000
+    build_token_cache([batch] * (num_texts // 4000), minilm, 16, tmp_path / "many", num_texts)
+    monkeypatch.setattr(tokens, "_CHECK_AT_ONCE", 4096)
+    tracemalloc.start()
+    try:
+        cache = TokenCache.open(tmp_path / "many")
+        for start in range(0, num_texts, 50_000):
+            cache.batch(range(start, start + 64))
+            cache.lengths(range(start, start + 64))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    held = sum(value.nbytes for value in vars(cache).values() if isinstance(value, np.ndarray))
+    assert held <= 2 * len(cache.ids) + 8 * (num_texts + 1)
+    assert peak < 2**19 < 4 * num_texts, "the arrays are mapped; a block of the checks is all that is allocated"
+
+
+def test_lengths(cache):
+    rows = [5, 0, 0, 299, 1]
+    assert cache.lengths(rows).tolist() == [len(slow_row(cache, i)) for i in rows] == cache.lengths_N[rows].tolist()
+    assert cache.lengths([]).shape == (0,)
 
 
 def test_empty_texts_are_their_special_tokens(cache):

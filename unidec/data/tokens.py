@@ -27,7 +27,7 @@ KIND = "tokens"
 VERSION = 1
 
 _ENCODE_AT_ONCE = 4096  # texts: bounds the memory of `encode_texts`, and of its Python lists, for any input
-_CHECK_AT_ONCE = 1 << 24  # ids
+_CHECK_AT_ONCE = 1 << 20  # ids or texts: the temporary memory of the checks stays under 10 MB
 
 
 class Tokens:
@@ -35,8 +35,7 @@ class Tokens:
 
     Attributes:
         ids: uint16 or uint32 [all tokens], flat.
-        offsets: int64 [N + 1].
-        lengths_N: int32 [N], tokens of each text.
+        offsets: int64 [N + 1]. This and `ids` are all that is held: 2 (or 4) bytes a token and 8 bytes a text.
         vocab_size: every id is below it.
         pad_id: id in the padding of `batch`, under a False mask.
         max_length: no text has more tokens than this.
@@ -44,15 +43,24 @@ class Tokens:
 
     def __init__(self, ids: NDArray[Any], offsets: NDArray[np.int64], vocab_size: int, pad_id: int, max_length: int):
         self.ids, self.offsets = np.asarray(ids), np.asarray(offsets)  # asarray: indexing plain arrays is faster
-        self.lengths_N: NDArray[np.int32] = np.diff(self.offsets).astype(np.int32)
         self.vocab_size, self.pad_id, self.max_length = vocab_size, pad_id, max_length
 
     @property
     def num_texts(self) -> int:
-        return len(self.lengths_N)
+        return len(self.offsets) - 1
 
     def __len__(self) -> int:
         return self.num_texts
+
+    @property
+    def lengths_N(self) -> NDArray[np.int32]:
+        """Tokens of each text, int32 [N]: computed anew, for all texts, whenever it is asked for (see `lengths`)."""
+        return np.diff(self.offsets).astype(np.int32)
+
+    def lengths(self, rows: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+        """Tokens of some texts, int64 [B]."""
+        rows_B = np.asarray(rows, dtype=np.int64)
+        return self.offsets[rows_B + 1] - self.offsets[rows_B]
 
     def ragged(self, rows: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Flat ids int64 [F] and offsets int64 [B + 1] of some texts, as `torch.nn.EmbeddingBag` takes them.
@@ -64,7 +72,7 @@ class Tokens:
         if rows_B.size and (rows_B.min() < 0 or rows_B.max() >= self.num_texts):
             raise IndexError(f"rows from {rows_B.min()} to {rows_B.max()} of {self.num_texts} texts")
         offsets = np.zeros(len(rows_B) + 1, dtype=np.int64)
-        np.cumsum(self.lengths_N[rows_B], out=offsets[1:])
+        np.cumsum(self.lengths(rows_B), out=offsets[1:])
         shift_B = self.offsets[rows_B] - offsets[:-1]
         place_F = np.arange(offsets[-1]) + np.repeat(shift_B, np.diff(offsets))
         return self.ids[place_F].astype(np.int64), offsets
@@ -108,13 +116,11 @@ class TokenCache(Tokens):
             raise ArtifactError("a manifest without the facts of a token cache", where=str(root), got=str(meta)[:200])
         offsets = load_array(root / "offsets.npy", np.int64)
         ids = load_array(root / "ids.npy", _id_dtype(meta["vocab_size"]))
-        lengths = np.diff(offsets)
         if (
             len(offsets) != meta["num_texts"] + 1
             or offsets[0] != 0
             or offsets[-1] != len(ids)
-            or (lengths < 0).any()
-            or lengths.max(initial=0) > meta["max_length"]
+            or not _lengths_within(offsets, meta["max_length"])
         ):
             raise ArtifactError(
                 "offsets and ids do not fit together",
@@ -129,6 +135,15 @@ class TokenCache(Tokens):
         cache = cls(ids, offsets, meta["vocab_size"], meta["pad_id"], meta["max_length"])
         cache.path, cache.meta = root, meta
         return cache
+
+
+def _lengths_within(offsets: NDArray[np.int64], max_length: int) -> bool:
+    """Whether no text has fewer than 0 or more than `max_length` tokens; a block of texts at a time."""
+    for start in range(0, len(offsets) - 1, _CHECK_AT_ONCE):
+        lengths = np.diff(offsets[start : start + _CHECK_AT_ONCE + 1])
+        if lengths.min() < 0 or lengths.max() > max_length:
+            return False
+    return True
 
 
 class TextTokenizer:

@@ -304,7 +304,7 @@ class InputBuilder:
         first = 0
         for name, tokens, rows in parts:
             hidden = self.frozen_hidden.get(name)
-            for places in length_chunks(tokens.lengths_N[rows]):
+            for places in length_chunks(tokens.lengths(rows)):
                 ids_BT, mask_BT = tokens.batch(rows[places])
                 states, mask = self._to(ids_BT), self._to(mask_BT)
                 transformer = self.encoder.transformer
@@ -319,7 +319,7 @@ class InputBuilder:
 
 def _padded_states(hidden: np.ndarray, tokens: Tokens, rows: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
     """Cached hidden states of some texts, float32 [B, T, D], zeros in the padding."""
-    start_B, length_B = tokens.offsets[rows], tokens.lengths_N[rows].astype(np.int64)
+    start_B, length_B = tokens.offsets[rows], tokens.lengths(rows)
     shift_B = start_B - (np.cumsum(length_B) - length_B)
     place_F = np.arange(length_B.sum()) + np.repeat(shift_B, length_B)
     states_BTD = np.zeros((*mask_BT.shape, hidden.shape[1]), dtype=np.float32)

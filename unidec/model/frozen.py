@@ -111,7 +111,7 @@ def _fill(
     with progress(total=tokens.num_texts, desc=f"encode once ({what})", unit="text") as bar:
         for start in range(0, tokens.num_texts, TEXTS_AT_ONCE):
             slice_rows = np.arange(start, min(start + TEXTS_AT_ONCE, tokens.num_texts))
-            for places in length_chunks(tokens.lengths_N[slice_rows]):
+            for places in length_chunks(tokens.lengths(slice_rows)):
                 rows = slice_rows[places]
                 ids_BT, mask_BT = tokens.batch(rows)
                 ids, mask = torch.from_numpy(ids_BT).to(device), torch.from_numpy(mask_BT).to(device)
@@ -125,6 +125,6 @@ def _fill(
 
 
 def _scatter(values: np.ndarray, tokens: Tokens, rows: np.ndarray, state_FD: np.ndarray) -> None:
-    length_B = tokens.lengths_N[rows].astype(np.int64)
+    length_B = tokens.lengths(rows)
     shift_B = tokens.offsets[rows] - (np.cumsum(length_B) - length_B)
     values[np.arange(length_B.sum()) + np.repeat(shift_B, length_B)] = state_FD

@@ -260,7 +260,7 @@ class Trainer:
         parts = [("queries", self.tokens["queries"], pool.rows_B)]
         if self.params.model.heads != "clf":
             parts.append(("labels", self.tokens["labels"], pool.pool_S))
-        num_tokens = sum(int(tokens.lengths_N[rows].sum()) for _, tokens, rows in parts)
+        num_tokens = sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in parts)
         return Prepared(pool, targets, clf_targets, clf_labels, self.build(parts), num_tokens)
 
     def train_step(self, batch: Prepared) -> dict[str, float] | None:
