@@ -78,20 +78,20 @@ def test_equals_auto_tokenizer(minilm, random_texts, max_length):
     expected = AutoTokenizer.from_pretrained(minilm)(random_texts, truncation=True, max_length=max_length)["input_ids"]
     got = encode_texts(random_texts, minilm, max_length)
     assert [slow_row(got, i) for i in range(len(random_texts))] == expected
-    assert got.lengths_N.max() == min(max_length, max(map(len, expected)))
+    assert got.lengths().max() == min(max_length, max(map(len, expected)))
 
 
 def test_cache_equals_memory(cache, minilm, random_texts):
     memory = encode_texts(random_texts, minilm, 16)
     np.testing.assert_array_equal(cache.ids, memory.ids)
     np.testing.assert_array_equal(cache.offsets, memory.offsets)
-    assert (cache.ids.dtype, cache.offsets.dtype, cache.lengths_N.dtype) == (np.uint16, np.int64, np.int32)
+    assert (cache.ids.dtype, cache.offsets.dtype, cache.lengths().dtype) == (np.uint16, np.int64, np.int64)
     assert (cache.vocab_size, cache.pad_id, cache.max_length) == (30522, 0, 16)
     assert (memory.vocab_size, memory.pad_id, memory.max_length) == (30522, 0, 16)
     assert len(cache) == cache.num_texts == len(random_texts)
     assert cache.meta["text"] == "title"
     assert cache.meta["tokenizer_sha256"] == storage.file_sha256(minilm / "tokenizer.json")
-    assert cache.meta["num_tokens"] == len(cache.ids) == cache.lengths_N.sum()
+    assert cache.meta["num_tokens"] == len(cache.ids) == cache.lengths().sum()
 
 
 def test_a_cache_holds_two_bytes_a_token_and_eight_a_text(minilm, tmp_path, monkeypatch):
@@ -115,7 +115,7 @@ def test_a_cache_holds_two_bytes_a_token_and_eight_a_text(minilm, tmp_path, monk
 
 def test_lengths(cache):
     rows = [5, 0, 0, 299, 1]
-    assert cache.lengths(rows).tolist() == [len(slow_row(cache, i)) for i in rows] == cache.lengths_N[rows].tolist()
+    assert cache.lengths(rows).tolist() == [len(slow_row(cache, i)) for i in rows] == cache.lengths()[rows].tolist()
     assert cache.lengths([]).shape == (0,)
 
 

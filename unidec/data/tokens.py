@@ -52,13 +52,10 @@ class Tokens:
     def __len__(self) -> int:
         return self.num_texts
 
-    @property
-    def lengths_N(self) -> NDArray[np.int32]:
-        """Tokens of each text, int32 [N]: computed anew, for all texts, whenever it is asked for (see `lengths`)."""
-        return np.diff(self.offsets).astype(np.int32)
-
-    def lengths(self, rows: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-        """Tokens of some texts, int64 [B]."""
+    def lengths(self, rows: Sequence[int] | NDArray[Any] | None = None) -> NDArray[np.int64]:
+        """Tokens of some texts or of all, int64 [B]; not kept."""
+        if rows is None:
+            return np.diff(self.offsets)
         rows_B = np.asarray(rows, dtype=np.int64)
         return self.offsets[rows_B + 1] - self.offsets[rows_B]
 
