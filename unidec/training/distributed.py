@@ -1,16 +1,39 @@
 """Ranks: the processes of one training on torch's own engine (`torchrun`), or this process alone.
 
-Legend: R rows held by one rank, G rows of all ranks together, D width.
+Legend: R rows held by one rank, G rows of all ranks together, D width, U table rows used in a step, P parameters.
 
 Every rank draws the same batch and the same pool, encodes its part of both, and gathers the others' embeddings: the
-loss, computed by each rank over the whole pool, is the loss of one rank alone.
+loss, computed by each rank over the whole pool, is the loss of one rank alone. What is behind the gather (classifier
+rows, temperatures) therefore has its whole gradient on every rank, what is before it (encoder, heads, bag) has a part
+of it on each: `sum_gradients` and `sum_rows` add those up. Backward itself communicates nothing.
+
+Steps have a short timeout, so that a rank that hangs ends the job; everything between rounds has a long one, since
+ranks may take unequal time there. A rank that dies closes its connections, which the others notice at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+
+from unidec.errors import ConfigError, TrainingError
+from unidec.model.row_table import RowTable
+from unidec.training.precision import choose_device
+
+STEP_TIMEOUT = timedelta(seconds=45)  # fault 9: a rank that hangs ends the job within 60 s
+PATIENCE = timedelta(hours=2)  # a refresh, a checkpoint, the first rank's own work between rounds
+MAX_PADDING = 0.25  # share of a padded gather that may be padding; above, each rank broadcasts what it has
 
 
 @dataclass(frozen=True)
@@ -20,26 +43,317 @@ class Ranks:
     Attributes:
         rank: number of this process, from 0.
         world: how many there are.
+        local_world: how many of them are on this machine.
+        traffic: bytes that this rank has received, by purpose (payload; all-reduces count as a ring's 2 (w - 1) / w).
     """
 
     rank: int = 0
     world: int = 1
+    local_world: int = 1
+    traffic: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
+    _steps: Any = field(default=None, compare=False, repr=False)  # group of the tensors of a step, on the device
+    _flags: Any = field(default=None, compare=False, repr=False)  # group of the host's flags of a step
+    _patient: Any = field(default=None, compare=False, repr=False)  # group of the host's arrays between rounds
+
+    @classmethod
+    def from_environment(cls, device: str = "auto") -> Ranks:
+        """The ranks that `torchrun` started (RANK, WORLD_SIZE, LOCAL_RANK), connected; without it: this process alone.
+
+        Args:
+            device: as in the parameters; with a GPU each process takes the one of its LOCAL_RANK, and NCCL.
+
+        Raises:
+            ConfigError: more processes on this machine than GPUs.
+            TrainingError: the others cannot be reached.
+        """
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world == 1:
+            return ALONE
+        import torch.distributed as dist
+
+        backend = "gloo"
+        if choose_device(device).type == "cuda":
+            local = int(os.environ.get("LOCAL_RANK", "0"))
+            if local >= torch.cuda.device_count():
+                raise ConfigError(
+                    "more processes than GPUs on this machine", where="run.devices", got=local + 1,
+                    expected=f"at most {torch.cuda.device_count()}",
+                )  # fmt: skip
+            torch.cuda.set_device(local)
+            backend = "nccl"
+        with _translated():
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", timeout=PATIENCE)
+            steps = dist.new_group(backend=backend, timeout=STEP_TIMEOUT)
+            flags = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if backend == "nccl" else steps
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+        return cls(dist.get_rank(), world, local_world, Counter(), steps, flags, dist.group.WORLD)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other."""
+        return self.world == 1
 
     @property
     def is_first(self) -> bool:
         """Whether this process is the one that writes and speaks for all."""
         return self.rank == 0
 
+    # -- who has what -------------------------------------------------------------------------------------------------
+
     def part(self, count: int) -> tuple[int, int]:
         """Begin and end of this rank's contiguous part of `count` things; parts differ by at most one."""
         return count * self.rank // self.world, count * (self.rank + 1) // self.world
 
-    def gather(self, x_RD: Tensor, sizes: list[int]) -> Tensor:
-        """Rows of all ranks [G, D], in the order of ranks; backward takes this rank's slice of the gradient."""
-        return x_RD
+    def bounds(self, count: int) -> list[int]:
+        """Where each rank's part of `count` things begins, and the end: [world + 1]."""
+        return [count * rank // self.world for rank in range(self.world + 1)]
+
+    def sizes(self, count: int) -> list[int]:
+        """How many of `count` things each rank has: [world]."""
+        bounds = self.bounds(count)
+        return [end - begin for begin, end in itertools.pairwise(bounds)]
+
+    def sizes_among(self, sorted_ids: np.ndarray, count: int) -> list[int]:
+        """How many of some ascending ids below `count` fall into each rank's part: [world]."""
+        return np.diff(np.searchsorted(sorted_ids, self.bounds(count))).tolist()
+
+    # -- in a step ----------------------------------------------------------------------------------------------------
+
+    def gather(self, x_RD: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Rows of all ranks [G, D], in the order of ranks; backward takes this rank's slice of the gradient.
+
+        Args:
+            x_RD: this rank's rows.
+            sizes: rows of each rank, known to all.
+        """
+        if self.alone:
+            return x_RD
+        return _Gather.apply(x_RD, self, list(sizes))
+
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], complete: Collection[Tensor] = ()) -> None:
+        """Add the ranks' gradients of replicated parameters: one all-reduce for each dtype.
+
+        A parameter without a gradient on some ranks counts as zero there; without one on all it keeps none.
+
+        Args:
+            parameters: the same on every rank, in the same order.
+            complete: those of them whose gradient is whole on every rank already: the first rank's counts.
+        """
+        if self.alone or not parameters:
+            return
+        if not self.is_first:
+            for parameter in complete:
+                parameter.grad = None
+        present = self.any(*(p.grad is not None for p in parameters))
+        kept = [p for p, there in zip(parameters, present, strict=True) if there]
+        for dtype in dict.fromkeys(p.dtype for p in kept):
+            group = [p for p in kept if p.dtype == dtype]
+            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group])
+            self._all_reduce(flat, "gradients")
+            for parameter, grad in zip(group, flat.split([p.numel() for p in group]), strict=True):
+                parameter.grad = grad.view_as(parameter)
+
+    def sum_rows(self, tables: Sequence[RowTable]) -> None:
+        """Add the ranks' gradients of rows that they gathered from replicated tables.
+
+        Afterwards every rank's table has gathered the rows of all ranks, ascending, with the same gradient: added in
+        the order of ranks, so that all ranks have the same bits.
+        """
+        if self.alone:
+            return
+        by_rows: dict[int, list[RowTable]] = {}
+        for table in tables:
+            if table.used is not None:
+                by_rows.setdefault(id(table.used[0]), []).append(table)  # a bag's tables gather the same rows
+        for group in by_rows.values():
+            self._sum_rows_of(group)
+
+    def _sum_rows_of(self, tables: list[RowTable]) -> None:
+        leaves: list[Tensor] = [table.used[1] for table in tables]  # type: ignore[index]
+        grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        rows_U = tables[0].used[0]  # type: ignore[index]
+        grad_UD = torch.cat(grads, dim=1)
+        if rows_U is None:
+            self._all_reduce(grad_UD, "rows")
+            all_rows, sum_UD = None, grad_UD
+        else:
+            counts = torch.zeros(self.world, dtype=torch.int64)
+            counts[self.rank] = len(rows_U)
+            self._all_reduce(counts, "rows", self._flags)
+            sizes = counts.tolist()
+            rows_G = self._gather(rows_U.unsqueeze(1), sizes, "rows").squeeze(1)
+            grad_GD = self._gather(grad_UD, sizes, "rows")
+            all_rows, place_G = torch.unique(rows_G, return_inverse=True)
+            sum_UD = grad_GD.new_zeros(len(all_rows), grad_GD.shape[1])
+            # rank by rank: a rank names a row once, so nothing is added in an order that can change
+            for place, grad in zip(place_G.split(sizes), grad_GD.split(sizes), strict=True):
+                sum_UD[place] += grad
+        for table, grad in zip(tables, sum_UD.split([leaf.shape[1] for leaf in leaves], dim=1), strict=True):
+            table.forget()
+            with torch.enable_grad():
+                table.gather(all_rows).grad = grad.contiguous()
+
+    def norm(self, replicated: Sequence[Tensor], sharded: Sequence[Tensor]) -> Tensor:
+        """2-norm over gradients, 0-d float32, the same bits on every rank.
+
+        Args:
+            replicated: gradients that every rank has whole; the first rank's count.
+            sharded: of rows that only this rank has.
+        """
+        if self.alone:
+            return torch.nn.utils.get_total_norm([*replicated, *sharded])
+        mine = [*replicated, *sharded] if self.is_first else list(sharded)
+        device = (replicated or sharded)[0].device
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        if mine:
+            square = torch.nn.utils.get_total_norm(mine).double().square()
+        self._all_reduce(square, "norm")
+        return square.sqrt().float()
+
+    def any(self, *flags: bool) -> list[bool]:
+        """Whether each flag is set on any rank."""
+        if self.alone:
+            return list(flags)
+        own = torch.tensor(flags, dtype=torch.int32)
+        self._all_reduce(own, "flags", self._flags)
+        return [bool(count) for count in own.tolist()]
+
+    def _all_reduce(self, tensor: Tensor, purpose: str, group: Any = None) -> None:
+        import torch.distributed as dist
+
+        with _translated():
+            dist.all_reduce(tensor, group=group or self._steps)
+        self.traffic[purpose] += 2 * tensor.numel() * tensor.element_size() * (self.world - 1) // self.world
+
+    def _gather(self, x_RD: Tensor, sizes: list[int], purpose: str) -> Tensor:
+        import torch.distributed as dist
+
+        x_RD, width, total = x_RD.detach().contiguous(), max(sizes), sum(sizes)
+        row_bytes = x_RD.element_size() * x_RD[:1].numel() if len(x_RD) else x_RD.element_size() * x_RD.shape[1]
+        with _translated():
+            if width * self.world * (1 - MAX_PADDING) <= total:
+                padded = x_RD.new_zeros(width, x_RD.shape[1])
+                padded[: len(x_RD)] = x_RD
+                parts = [torch.empty_like(padded) for _ in sizes]
+                dist.all_gather(parts, padded, group=self._steps)
+                self.traffic[purpose] += (self.world - 1) * width * row_bytes
+                return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+            parts = [x_RD.new_empty(size, x_RD.shape[1]) for size in sizes]
+            parts[self.rank] = x_RD
+            works = [
+                dist.broadcast(part, src=dist.get_global_rank(self._steps, rank), group=self._steps, async_op=True)
+                for rank, part in enumerate(parts)
+                if len(part)
+            ]
+            for work in works:
+                work.wait()
+        self.traffic[purpose] += (total - len(x_RD)) * row_bytes
+        return torch.cat(parts)
+
+    # -- between rounds -----------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all, however long their work between rounds takes."""
+        if not self.alone:
+            import torch.distributed as dist
+
+            with _translated():
+                dist.barrier(group=self._patient)
+
+    def share(self, value: Any = None) -> Any:
+        """The first rank's value (JSON) on every rank."""
+        if self.alone:
+            return value
+        data = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8) if self.is_first else np.empty(0, np.uint8)
+        return json.loads(self.share_array(data).tobytes())
+
+    def share_array(self, array: np.ndarray | None) -> np.ndarray:
+        """The first rank's array on every rank."""
+        if self.alone:
+            assert array is not None
+            return array
+        return self.gather_array(array if self.is_first and array is not None else None)
+
+    def gather_array(self, array: np.ndarray | None) -> np.ndarray:
+        """Arrays of all ranks, joined along their first axis in the order of ranks; None: this rank has no rows.
+
+        They agree in dtype and in the other axes. Nothing is copied but the result.
+        """
+        if self.alone:
+            assert array is not None
+            return array
+        heads = self._heads(array)
+        likes = [head for head in heads if head is not None]
+        dtype, tail = np.dtype(likes[0][0]), tuple(likes[0][1][1:])
+        sizes = [0 if head is None else head[1][0] for head in heads]
+        result = np.empty((sum(sizes), *tail), dtype)
+        flat = torch.from_numpy(result.reshape(-1).view(np.uint8))
+        begin, row_bytes = 0, result[:1].nbytes if len(result) else 0
+        import torch.distributed as dist
+
+        with _translated():
+            for rank, size in enumerate(sizes):
+                piece = flat[begin * row_bytes : (begin + size) * row_bytes]
+                if rank == self.rank and size:
+                    assert array is not None
+                    result[begin : begin + size] = array
+                if size and row_bytes:
+                    dist.broadcast(piece, src=dist.get_global_rank(self._patient, rank), group=self._patient)
+                begin += size
+        self.traffic["arrays"] += result.nbytes - sizes[self.rank] * row_bytes
+        return result
+
+    def _heads(self, array: np.ndarray | None) -> list[Any]:
+        """[dtype, shape] of each rank's array, or None."""
+        import torch.distributed as dist
+
+        head = json.dumps(None if array is None else [array.dtype.str, array.shape]).encode().ljust(256)
+        own = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        parts = [torch.empty_like(own) for _ in range(self.world)]
+        with _translated():
+            dist.all_gather(parts, own, group=self._patient)
+        return [json.loads(part.numpy().tobytes()) for part in parts]
+
+    def close(self) -> None:
+        """Leave the others."""
+        if not self.alone:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of all ranks; backward: this rank's slice, since every rank computes the whole loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, ranks: Ranks, sizes: list[int]) -> Tensor:  # type: ignore[override]
+        ctx.begin, ctx.count = sum(sizes[: ranks.rank]), len(x_RD)
+        return ranks._gather(x_RD, sizes, "embeddings")
+
+    @staticmethod
+    def backward(ctx: Any, grad_GD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad_GD[ctx.begin : ctx.begin + ctx.count], None, None
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """What torch says of a lost peer, as an error of ours.
+
+    Raises:
+        TrainingError: a rank cannot be reached any more.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # torch.distributed's errors are all of this class
+        raise TrainingError(
+            "another process of this training has died, or has hung for too long",
+            where=f"rank {os.environ.get('RANK', '?')}",
+            got=str(error).splitlines()[0][:300],
+            fix="start the training again: it goes on from its last checkpoint, with any number of processes",
+        ) from error
 
 
 ALONE = Ranks()
