@@ -8,7 +8,7 @@ l of the label graph, soft targets in (0, 1].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -67,6 +67,7 @@ class Batches:
         rows: int64 [n], training rows: the data set's, with Gandalf those of the labels behind them.
         sampler: draws pools.
         all_labels: the same where the classifier sees all labels, else None.
+        rows_to_device: puts ids of table rows on the device, and may begin to fetch the rows.
 
     Raises:
         DataError: no training query has a positive.
@@ -99,6 +100,7 @@ class Batches:
         self.sampler = PoolSampler(
             relevance, filter_pairs, beta=pool.beta, eta=pool.eta, size=pool.size, seed=params.seed
         )
+        self.rows_to_device: Callable[[np.ndarray], Tensor] = lambda ids: torch.from_numpy(ids).to(device)
         self.all_labels: PoolSampler | None = None
         if pool.clf_labels == "all" and self.heads != "de":
             self.all_labels = PoolSampler(
@@ -131,7 +133,7 @@ class Batches:
             full = self.all_labels.batch(rows_B, epoch=epoch, step=step, shortlist_NH=None)
             clf_targets = PoolTargets.from_batch(full, self.device, soft=self.soft)
         elif self.heads != "de":
-            clf_labels = torch.from_numpy(pool.pool_S).to(self.device, non_blocking=True)
+            clf_labels = self.rows_to_device(pool.pool_S)
         own_rows = pool.rows_B[slice(*self.ranks.part(len(pool.rows_B)))]
         parts = self.parts(own_rows)
         if self.heads != "clf":
