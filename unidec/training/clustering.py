@@ -5,6 +5,9 @@ split.
 
 Source: NGAME's batches as UniDEC uses them (spec, detail 7): points are ordered by the difference of their
 similarities to two centres and cut in half, centres follow, until the gain in mean cosine falls under a tolerance.
+
+Several ranks: the first one splits until there is a cluster for each, then every rank goes on with its own clusters.
+Random starts come from the level and the cluster's number, so the clusters are those of one rank.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unidec.errors import ConfigError, DataError
+from unidec.training.distributed import ALONE, Ranks
 
 
 @dataclass
@@ -49,6 +53,7 @@ def balanced_clusters(
     tolerance: float = 1e-4,
     max_iterations: int = 100,
     device: str | torch.device | None = None,
+    ranks: Ranks = ALONE,
 ) -> Clusters:
     """Splits points into 2^depth clusters of at most `max_size` points whose sizes differ by at most one.
 
@@ -61,6 +66,7 @@ def balanced_clusters(
         tolerance: a split stops when an iteration adds less than this to its mean cosine.
         max_iterations: bound on the iterations of a split.
         device: where to compute; None: where the vectors are. It holds the vectors two to three times.
+        ranks: processes that share the work; each has all vectors, and gets all clusters.
 
     Returns:
         (order_N int64 [N], offsets int64 [C + 1], report).
@@ -72,20 +78,14 @@ def balanced_clusters(
     begin = time.perf_counter()
     if max_size < 1:
         raise ConfigError("a cluster needs room for a point", where="pool.batch_size", got=max_size, expected=">= 1")
-    unit_ND = _unit_vectors(vectors_ND, device)
-    num_points = unit_ND.shape[0]
-    report = ClusterReport()
-    slot_CM = torch.arange(num_points, device=unit_ND.device).reshape(1, -1)
-    size_C = torch.tensor([num_points], device=unit_ND.device)
-    while -(-num_points // len(slot_CM)) > max_size:
-        level = len(report.iterations_by_level)
-        draw_C2 = np.random.default_rng([seed % 2**63, level]).random((len(slot_CM), 2))
-        point_CMD = _members(unit_ND, slot_CM, size_C)
-        start = torch.from_numpy(draw_C2).to(unit_ND.device)
-        order_CM, objective_C, iterations = _split_level(point_CMD, size_C, start, tolerance, max_iterations)
-        report.iterations_by_level.append(iterations)
-        report.objective_by_level.append(float((objective_C * size_C).sum() / num_points))
-        slot_CM, size_C = _halves(slot_CM.gather(1, order_CM), size_C)
+    splits = _Splits(_unit_vectors(vectors_ND, device), max_size, seed, tolerance, max_iterations)
+    num_points, report = splits.num_points, ClusterReport()
+    slot_CM = torch.arange(num_points, device=splits.device).reshape(1, -1)
+    size_C = torch.tensor([num_points], device=splits.device)
+    if ranks.alone or splits.depth <= _levels(ranks.world):
+        slot_CM, size_C = splits.down(slot_CM, size_C, splits.depth, report)
+    else:
+        slot_CM, size_C = _split_by_ranks(splits, slot_CM, size_C, report, ranks)
     filled_CM = torch.arange(slot_CM.shape[1], device=slot_CM.device) < size_C.unsqueeze(1)
     order_N = slot_CM[filled_CM].cpu().numpy()
     sizes = size_C.cpu().numpy()
@@ -93,9 +93,69 @@ def balanced_clusters(
     if report.objective_by_level:
         report.objective = report.objective_by_level[-1]
     elif num_points:
-        report.objective = float(unit_ND.mean(0).norm())
+        report.objective = float(splits.unit_ND.mean(0).norm())
     report.seconds = time.perf_counter() - begin
     return Clusters(order_N, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), report)
+
+
+def _levels(clusters: int) -> int:
+    """Splits until there are so many clusters."""
+    return (clusters - 1).bit_length()
+
+
+class _Splits:
+    """Splits of clusters level by level: any run of neighbouring clusters of a level goes down alone."""
+
+    def __init__(self, unit_ND: Tensor, max_size: int, seed: int, tolerance: float, max_iterations: int):
+        self.unit_ND, self.seed, self.tolerance, self.max_iterations = unit_ND, seed, tolerance, max_iterations
+        self.num_points, self.device = unit_ND.shape[0], unit_ND.device
+        self.depth = 0
+        while -(-self.num_points // 2**self.depth) > max_size:
+            self.depth += 1
+
+    def down(
+        self, slot_CM: Tensor, size_C: Tensor, depth: int, report: ClusterReport, level: int = 0, first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Clusters of `level`, numbered from `first`, down to those of `depth`.
+
+        The report gets, level by level, the iterations and these clusters' share of the mean cosine.
+        """
+        while level < depth:
+            # of all clusters of the level: whoever splits a cluster, it starts from the same two points
+            draw_C2 = np.random.default_rng([self.seed % 2**63, level]).random((2**level, 2))
+            start_C2 = torch.from_numpy(draw_C2[first : first + len(slot_CM)]).to(self.device)
+            point_CMD = _members(self.unit_ND, slot_CM, size_C)
+            order_CM, objective_C, iterations = _split_level(
+                point_CMD, size_C, start_C2, self.tolerance, self.max_iterations
+            )
+            report.iterations_by_level.append(iterations)
+            report.objective_by_level.append(float((objective_C * size_C).sum() / self.num_points))
+            slot_CM, size_C = _halves(slot_CM.gather(1, order_CM), size_C)
+            level, first = level + 1, 2 * first
+        return slot_CM, size_C
+
+
+def _split_by_ranks(
+    splits: _Splits, slot_CM: Tensor, size_C: Tensor, report: ClusterReport, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """All clusters of the last level, each rank's own part of the tree split by it alone."""
+    common = _levels(ranks.world)
+    if ranks.is_first:  # one rank: should processors round differently, no point is lost or doubled
+        slot_CM, size_C = splits.down(slot_CM, size_C, common, report)
+    report.iterations_by_level = ranks.share(report.iterations_by_level)
+    report.objective_by_level = ranks.share(report.objective_by_level)
+    slot_CM, size_C = (
+        torch.from_numpy(ranks.share_array(x.cpu().numpy() if ranks.is_first else None)).to(splits.device)
+        for x in (slot_CM, size_C)
+    )
+    begin, end = ranks.part(2**common)
+    own = ClusterReport()
+    slot_CM, size_C = splits.down(slot_CM[begin:end], size_C[begin:end], splits.depth, own, common, begin)
+    figures = ranks.gather_array(np.array([[own.iterations_by_level, own.objective_by_level]], dtype=np.float64))
+    report.iterations_by_level += figures[:, 0].max(0).astype(int).tolist()
+    report.objective_by_level += figures[:, 1].sum(0).tolist()
+    slots, sizes = (ranks.gather_array(x.cpu().numpy()) for x in (slot_CM, size_C))
+    return torch.from_numpy(slots).to(splits.device), torch.from_numpy(sizes).to(splits.device)
 
 
 def _unit_vectors(vectors_ND: np.ndarray | Tensor, device: str | torch.device | None) -> Tensor:
@@ -128,7 +188,8 @@ def _halves(slot_CM: Tensor, size_C: Tensor) -> tuple[Tensor, Tensor]:
     """Cuts each cluster, its members in order of preference, into a first half (the larger if odd) and a second."""
     first_C = (size_C + 1) // 2
     second_C = size_C - first_C
-    width = int(first_C.max())
+    # of the largest cluster of the level, also where a rank holds none of that size: sums keep their order
+    width = (slot_CM.shape[1] + 1) // 2
     column_M = torch.arange(width, device=slot_CM.device)
     last = slot_CM.shape[1] - 1
     # A place past the end repeats some member; size_C says that the slot is empty.

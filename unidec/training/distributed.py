@@ -304,6 +304,21 @@ class Ranks:
         self.traffic["arrays"] += result.nbytes - sizes[self.rank] * row_bytes
         return result
 
+    def collect(self, array: np.ndarray, to: int) -> list[np.ndarray] | None:
+        """Arrays of all ranks, of the same type and shape, on rank `to`; None on the others."""
+        if self.alone:
+            return [array]
+        import torch.distributed as dist
+
+        own = torch.from_numpy(np.ascontiguousarray(array))
+        parts = [torch.empty_like(own) for _ in range(self.world)] if self.rank == to else None
+        with _translated():
+            dist.gather(own, parts, dst=dist.get_global_rank(self._patient, to), group=self._patient)
+        if parts is None:
+            return None
+        self.traffic["arrays"] += (self.world - 1) * array.nbytes
+        return [part.numpy() for part in parts]
+
     def _heads(self, array: np.ndarray | None) -> list[Any]:
         """[dtype, shape] of each rank's array, or None."""
         import torch.distributed as dist
@@ -327,12 +342,12 @@ class _Gather(torch.autograd.Function):
     """Rows of all ranks; backward: this rank's slice, since every rank computes the whole loss."""
 
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, ranks: Ranks, sizes: list[int]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x_RD: Tensor, ranks: Ranks, sizes: list[int]) -> Tensor:
         ctx.begin, ctx.count = sum(sizes[: ranks.rank]), len(x_RD)
         return ranks._gather(x_RD, sizes, "embeddings")
 
     @staticmethod
-    def backward(ctx: Any, grad_GD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_GD: Tensor) -> tuple[Tensor, None, None]:
         return grad_GD[ctx.begin : ctx.begin + ctx.count], None, None
 
 

@@ -5,6 +5,9 @@ pairs.
 
 Source: UniDEC, H_i = top-k of an approximate search without P_i, refreshed every T epochs, |H_i| = eta x T. Filter
 pairs (the query is the label itself) must leave it too: such a label scores best and is no negative (spec, detail 6).
+
+Several ranks: each scores all queries against its own part of the labels; the best of the parts are merged, block by
+block, by the ranks in turn. Of equal scores the lower label comes first, so the parts do not decide what is found.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import torch
 from torch import Tensor
 
 from unidec.errors import ConfigError, DataError
-from unidec.model.search import score_blocks
+from unidec.model.search import MAX_BLOCK_SCORES, score_blocks
 from unidec.progress import Progress, progress
+from unidec.training.distributed import ALONE, Ranks
 
 
 class Shortlist(NamedTuple):
@@ -47,6 +51,7 @@ def mine_hard_negatives(
     block: int = 512,
     device: str | torch.device | None = None,
     ann_threshold: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> Shortlist:
     """Mines `num_negatives` (eta x T) labels for each query.
 
@@ -55,7 +60,7 @@ def mine_hard_negatives(
     Args:
         query_ND: float32 [N, D] query vectors.
         query_rows_N: int64 [N], their data set rows, each once.
-        label_LD: float32 [L, D] label vectors.
+        label_LD: float32 [L, D] label vectors; with several ranks this rank's part of them.
         relevance: csr [data set rows, L].
         filter_pairs: csr [data set rows, L].
         num_negatives: H, places of a shortlist.
@@ -64,6 +69,7 @@ def mine_hard_negatives(
         device: of the exact search; None: where the vectors are.
         ann_threshold: with more labels than this the search is approximate (faiss HNSW on the CPU; built by several
             threads, so not the same bit for bit each time); None: always exact.
+        ranks: processes that share the work; each has all queries, and gets the whole shortlist.
 
     Returns:
         The shortlist and its report.
@@ -74,15 +80,22 @@ def mine_hard_negatives(
     """
     begin_time = time.perf_counter()
     query_rows_N = np.asarray(query_rows_N, dtype=np.int64)
-    _check(query_ND, query_rows_N, label_LD, relevance, filter_pairs, num_negatives, num_total_rows)
-    approximate = ann_threshold is not None and label_LD.shape[0] > ann_threshold
+    first, last = ranks.part(relevance.shape[1])
+    _check(query_ND, query_rows_N, label_LD, last - first, relevance, filter_pairs, num_negatives, num_total_rows)
+    approximate = ann_threshold is not None and relevance.shape[1] > ann_threshold
     shortlist = np.full((num_total_rows, num_negatives), -1, dtype=np.int32)
-    totals = _Totals()
+    totals, mined = _Totals(), [np.empty(0, dtype=np.int64)]
     search = _hnsw_blocks if approximate else _exact_blocks
     width_N = np.diff(relevance.indptr)[query_rows_N] + np.diff(filter_pairs.indptr)[query_rows_N] + num_negatives
+    # the same blocks on every rank: those of the largest part
+    block = max(1, min(block, MAX_BLOCK_SCORES // max(ranks.sizes(relevance.shape[1]))))
+    found = _merged(search(query_ND, label_LD, width_N, block, device), width_N, first, ranks)
     bar: Progress[int] = progress(total=len(query_rows_N), desc="mine hard negatives", unit="query")
     with bar:
-        for begin, end, score_BK, label_BK in search(query_ND, label_LD, width_N, block, device):
+        for begin, end, score_BK, label_BK in found:
+            bar.update(end - begin)
+            if score_BK is None or label_BK is None:  # another rank's turn
+                continue
             rows_B = query_rows_N[begin:end]
             has_positive_B = relevance.indptr[rows_B + 1] > relevance.indptr[rows_B]
             positive_BK = _is_pair(relevance, rows_B, label_BK)
@@ -93,13 +106,48 @@ def mine_hard_negatives(
             shortlist[rows_B, : found_BH.shape[1]] = found_BH
             score_BH = np.take_along_axis(score_BK, front_BH, axis=1)
             totals.add(positive_BK, aside_BK, has_positive_B, kept_BH, score_BH, num_negatives)
-            bar.update(end - begin)
+            mined.append(rows_B)
+    if not ranks.alone:
+        own = np.concatenate(mined)
+        rows_N = ranks.gather_array(own)
+        shortlist[rows_N] = ranks.gather_array(shortlist[own])
+        totals.sums = ranks.gather_array(totals.sums[None]).sum(0)
     report = {
         "kind": "hnsw" if approximate else "exact",
         **totals.report(),
         "seconds": time.perf_counter() - begin_time,
     }
     return Shortlist(shortlist, report)
+
+
+Block = tuple[int, int, np.ndarray, np.ndarray]
+
+
+def _merged(
+    blocks: Iterator[Block], width_N: np.ndarray, first_label: int, ranks: Ranks
+) -> Iterator[tuple[int, int, np.ndarray | None, np.ndarray | None]]:
+    """The best candidates of all ranks' labels, each block on the rank whose turn it is and None on the others."""
+    for number, (begin, end, score_BK, label_BK) in enumerate(blocks):
+        if ranks.alone:
+            yield begin, end, score_BK, label_BK
+            continue
+        width = int(width_N[begin:end].max())
+        # scores and labels in one message: both are 4 bytes wide
+        own = np.full((2, end - begin, width), -1, dtype=np.int32)
+        own[0].view(np.float32)[:] = -np.inf
+        own[0, :, : score_BK.shape[1]] = score_BK.astype(np.float32).view(np.int32)
+        own[1, :, : score_BK.shape[1]] = np.where(label_BK >= 0, label_BK + first_label, -1)
+        parts = ranks.collect(own, number % ranks.world)
+        if parts is None:
+            yield begin, end, None, None
+            continue
+        joined = np.concatenate(parts, axis=2)
+        score_BJ, label_BJ = joined[0].view(np.float32), joined[1].astype(np.int64)
+        best_BK = np.lexsort((label_BJ, -score_BJ), axis=1)[:, :width]
+        score_BK, label_BK = (np.take_along_axis(x, best_BK, axis=1) for x in (score_BJ, label_BJ))
+        # as one rank finds them: no more columns than there are labels
+        filled = int((label_BK >= 0).any(0).sum())
+        yield begin, end, score_BK[:, :filled], label_BK[:, :filled]
 
 
 def _first_kept(kept_BK: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -113,6 +161,7 @@ def _check(
     query_ND: np.ndarray,
     query_rows_N: np.ndarray,
     label_LD: np.ndarray,
+    num_own_labels: int,
     relevance: sp.csr_matrix,
     filter_pairs: sp.csr_matrix,
     num_negatives: int,
@@ -120,7 +169,9 @@ def _check(
 ) -> None:
     if num_negatives < 1:
         raise ConfigError("mining needs at least one negative", where="pool.eta", got=num_negatives, expected=">= 1")
-    shape = (num_total_rows, label_LD.shape[0])
+    if label_LD.shape[0] != num_own_labels:
+        raise DataError("relevance and the vectors differ in size", got=label_LD.shape, expected=num_own_labels)
+    shape = (num_total_rows, relevance.shape[1])
     for name, matrix in (("relevance", relevance), ("filter pairs", filter_pairs)):
         if matrix.shape != shape:
             raise DataError(f"{name} and the vectors differ in size", got=matrix.shape, expected=shape)
@@ -132,11 +183,32 @@ def _check(
 
 def _exact_blocks(
     query_ND: np.ndarray, label_LD: np.ndarray, width_N: np.ndarray, block: int, device: str | torch.device | None
-) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+) -> Iterator[Block]:
     for begin, end, score_BL in score_blocks(query_ND, label_LD, block, device):
-        width = min(int(width_N[begin:end].max()), score_BL.shape[1])
-        score_BK, label_BK = score_BL.topk(width, dim=1)
+        score_BK, label_BK = best_labels(score_BL, min(int(width_N[begin:end].max()), score_BL.shape[1]))
         yield begin, end, _numpy(score_BK), _numpy(label_BK)
+
+
+def best_labels(score_BL: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` largest scores of each row and their labels, best first, of equal scores the lower label first.
+
+    `topk` alone takes any of those that are equal.
+    """
+    num_labels = score_BL.shape[1]
+    score_BK, label_BK = score_BL.topk(min(width + 1, num_labels), dim=1)
+    if 0 < width < num_labels:
+        tied_B = score_BK[:, width - 1] == score_BK[:, width]  # equal ones are taken and left out
+        score_BK, label_BK = score_BK[:, :width], label_BK[:, :width].contiguous()
+        rows_T = tied_B.nonzero().squeeze(1)
+        if len(rows_T):
+            score_TL, last_T1 = score_BL[rows_T], score_BK[rows_T, -1:]
+            above_TL, equal_TL = score_TL > last_T1, score_TL == last_T1
+            room_T1 = width - above_TL.sum(1, keepdim=True)
+            taken_TL = above_TL | (equal_TL & (equal_TL.cumsum(1) <= room_T1))
+            label_BK[rows_T] = taken_TL.nonzero()[:, 1].view(-1, width)
+    label_BK = label_BK.sort(dim=1).values
+    score_BK, place_BK = score_BL.gather(1, label_BK).sort(dim=1, descending=True, stable=True)
+    return score_BK, label_BK.gather(1, place_BK)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
@@ -145,7 +217,7 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 
 def _hnsw_blocks(
     query_ND: np.ndarray, label_LD: np.ndarray, width_N: np.ndarray, block: int, device: str | torch.device | None
-) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+) -> Iterator[Block]:
     import faiss  # only large label sets need it
 
     index = faiss.IndexHNSWFlat(label_LD.shape[1], 32, faiss.METRIC_INNER_PRODUCT)
@@ -179,8 +251,8 @@ class _Totals:
     """Sums over blocks behind the report."""
 
     def __init__(self) -> None:
-        self.queries = self.short_rows = self.negatives = self.with_positive = self.found = self.first = 0
-        self.negative_score = self.rank = 0.0
+        # queries, short rows, negatives, their scores, queries with a positive, found, first, ranks
+        self.sums = np.zeros(8)
 
     def add(
         self,
@@ -191,25 +263,27 @@ class _Totals:
         score_BH: np.ndarray,
         num_negatives: int,
     ) -> None:
-        self.queries += len(kept_BH)
-        self.short_rows += int((kept_BH.sum(1) < num_negatives).sum())
-        self.negatives += int(kept_BH.sum())
-        self.negative_score += float(score_BH[kept_BH].sum(dtype=np.float64))
         rank_BK = np.cumsum(~aside_BK, axis=1)  # filter pairs take no rank, as in evaluation
         found_B = positive_BK.any(axis=1)
         rank_B = np.where(found_B, rank_BK[np.arange(len(rank_BK)), positive_BK.argmax(axis=1)], rank_BK[:, -1] + 1)
-        self.with_positive += int(has_positive_B.sum())
-        self.found += int(found_B.sum())
-        self.first += int((found_B & (rank_B == 1)).sum())
-        self.rank += float(rank_B[has_positive_B].sum())
+        self.sums += [
+            len(kept_BH),
+            (kept_BH.sum(1) < num_negatives).sum(),
+            kept_BH.sum(),
+            score_BH[kept_BH].sum(dtype=np.float64),
+            has_positive_B.sum(),
+            found_B.sum(),
+            (found_B & (rank_B == 1)).sum(),
+            rank_B[has_positive_B].sum(),
+        ]
 
     def report(self) -> dict[str, Any]:
-        with_positive, negatives = max(self.with_positive, 1), max(self.negatives, 1)
+        queries, short_rows, negatives, score, with_positive, found, first, rank = self.sums.tolist()
         return {
-            "queries": self.queries,
-            "short_rows": self.short_rows,
-            "negative_score": self.negative_score / negatives,
-            "positive_first": self.first / with_positive,
-            "positive_rank": self.rank / with_positive,
-            "positive_found": self.found / with_positive,
+            "queries": int(queries),
+            "short_rows": int(short_rows),
+            "negative_score": score / max(negatives, 1),
+            "positive_first": first / max(with_positive, 1),
+            "positive_rank": rank / max(with_positive, 1),
+            "positive_found": found / max(with_positive, 1),
         }
