@@ -202,6 +202,29 @@ def test_split_gradients_equal_those_of_the_whole(folder, texts):
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("trainable", [1, -1])
+def test_activations_computed_again_change_nothing(tiny_bert, texts, trainable):
+    """Value and gradients bit for bit, dropouts on; what is kept for backward is a small part."""
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(5)
+        encoder = make_encoder(tiny_bert, kind="both", trainable_layers=trainable, dropout=0.1).train()
+        encoder.recompute = recompute
+        batch = InputBuilder(encoder, CPU)([("queries", texts, np.arange(len(texts)))])
+        kept = {}
+        keep = lambda x: (kept.__setitem__(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()), x)[1]  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            x_BW = encoder(batch)
+        x_BW.square().sum().backward()
+        gradients = {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
+        results.append((x_BW.detach(), gradients, sum(kept.values())))
+    (one, one_grad, all_kept), (other, other_grad, few_kept) = results
+    assert torch.equal(one, other)
+    assert one_grad.keys() == other_grad.keys() and len(one_grad) > 10
+    assert all(torch.equal(one_grad[name], other_grad[name]) for name in one_grad)
+    assert few_kept < 0.7 * all_kept
+
+
 def test_a_frozen_transformer_has_no_dropout_in_training(tiny_bert, texts):
     encoder = make_encoder(tiny_bert, kind="transformer", trainable_layers=0)
     build = InputBuilder(encoder, CPU)

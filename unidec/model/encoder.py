@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from unidec.config import Encoder
 from unidec.data.tokens import Tokens
@@ -188,11 +190,16 @@ class TextEncoder(nn.Module):
         transformer: the loaded AutoModel, or None for a bag alone.
         num_tokens: size of the vocabulary.
         width: width of the bag's embeddings (the transformer's hidden size).
+
+    Attributes:
+        recompute: keep only a chunk's input for backward, and compute its activations again there, with the same
+            dropout: a third more work, a small part of the memory (Chen et al., 2016).
     """
 
     def __init__(self, settings: Encoder, transformer: nn.Module | None, num_tokens: int, width: int):
         super().__init__()
         self.settings = settings
+        self.recompute = False
         self.transformer: TransformerEncoder | None = None
         self.bag: BagEncoder | None = None
         if settings.kind != "bag":
@@ -226,7 +233,10 @@ class TextEncoder(nn.Module):
         if batch.vector_BD is not None:
             parts.append(F.normalize(batch.vector_BD.float(), dim=-1))
         elif self.transformer is not None:
-            vectors = [self.transformer(states, mask) for _, states, mask in batch.chunks]
+            transformer: Callable[..., Tensor] = self.transformer
+            if self.recompute and torch.is_grad_enabled():
+                transformer = functools.partial(checkpoint, self.transformer, use_reentrant=False)
+            vectors = [transformer(states, mask) for _, states, mask in batch.chunks]
             place_B = torch.cat([places for places, _, _ in batch.chunks])
             vector_BD = torch.cat(vectors)[torch.argsort(place_B)]
             # beside a bag both parts are of unit length, so that neither drowns the other
