@@ -28,7 +28,8 @@ def test_what_decides_a_training_names_its_folder(ingested: SimpleNamespace, cha
 
 
 @pytest.mark.parametrize("changes", [
-    {"device": "auto"}, {"index.kind": "hnsw"}, {"index.clf_weight": 2.0}, {"tracking.experiment": "other"},
+    {"device": "auto"}, {"run.devices": 2}, {"run.checkpoint_steps": 5},
+    {"index.kind": "hnsw"}, {"index.clf_weight": 2.0}, {"tracking.experiment": "other"},
     {"tracking.model_name": "other"}, {"label_graph.threshold": 0.2}, {"data.propensity_a": 0.6}, {"preset": "unidec"},
 ], ids=str)  # fmt: skip
 def test_what_only_shows_or_serves_it_does_not(ingested: SimpleNamespace, changes: dict) -> None:
@@ -38,7 +39,7 @@ def test_what_only_shows_or_serves_it_does_not(ingested: SimpleNamespace, change
 def test_other_data_and_other_code_are_another_run(ingested: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     before = paths.run_folder(ingested.params())
     with monkeypatch.context() as patch:
-        patch.setattr(paths, "_code_sha256", lambda: "other")
+        patch.setattr("unidec.training.identity.code_sha256", lambda: "other")
         assert paths.run_folder(ingested.params()) != before
     with monkeypatch.context() as patch:
         patch.setattr("unidec.data.dataset.files_sha256", lambda files: "other")

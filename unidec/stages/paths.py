@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
-import unidec
-from unidec.config import Params, fingerprint
+from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import files_sha256, read_manifest
 from unidec.data.tokens import TokenCache
+from unidec.training import identity
 
 DATASET = Path("data/dataset")
 VALIDATION = Path("data/validation")
@@ -36,26 +34,14 @@ def open_tokens(which: str) -> TokenCache:
     return TokenCache.open(TOKENS / which, verify=False)
 
 
+def run_identity(params: Params) -> dict[str, str]:
+    """What decides the training that these parameters, this data and this code make."""
+    return identity.run_identity(params, open_dataset(), open_tokens("queries"), open_tokens("labels"))
+
+
 def run_folder(params: Params) -> Path:
-    """The folder of the training that these parameters, this data and this code make.
+    """The folder of that training.
 
-    What only says where it runs or is shown (`device`, `tracking`, `index`) leaves the name as it is.
+    What only says where it runs or is shown (`device`, `run`, `tracking`, `index`) leaves the name as it is.
     """
-    parts = {
-        "params": fingerprint(params, "seed", "tokens", "encoder", "model", "pool", "loss", "optim"),
-        "dataset": open_dataset().sha256,
-        "code": _code_sha256(),
-    }
-    for which in ("queries", "labels"):
-        files = read_manifest(TOKENS / which, "tokens", 1, verify=False)["files"]
-        parts[which] = files_sha256({name: entry["sha256"] for name, entry in files.items()})
-    return RUNS / files_sha256(parts)[:16]
-
-
-def _code_sha256() -> str:
-    """Of the modules that decide what a training becomes."""
-    root = Path(unidec.__file__).parent
-    digest = hashlib.sha256()
-    for file in sorted([*(root / "model").glob("*.py"), *(root / "training").glob("*.py")]):
-        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
+    return RUNS / identity.identity_sha256(run_identity(params))[:16]
