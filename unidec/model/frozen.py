@@ -5,6 +5,9 @@ Legend: N texts, F tokens in all, D width.
 Frozen as a whole: its pooled vector of each text, float16 [N, D]. Frozen in its lower layers: the hidden state of
 each token below the layers that train, float16 [F, D]. A cache is named by what decides its content: weights, tokens,
 pooling, layers.
+
+Several processes fill one memory-mapped file, each its share of the chunks of texts, and the first one seals it. Only
+those of the first machine do: pages that two machines map and write over a network file system can be lost.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,16 +30,48 @@ KIND, VERSION = "encoder-cache", 1
 TEXTS_AT_ONCE = 16384  # sorted by length within such a slice: memory stays bounded for any N
 
 
+class Together(Protocol):
+    """Processes that fill a cache together (`unidec.training.distributed.Ranks`)."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process, from 0."""
+
+    @property
+    def local_world(self) -> int:
+        """How many of them are on the first one's machine; their numbers come first."""
+
+    def share(self, value: Any = None) -> Any:
+        """The first one's value."""
+
+    def barrier(self) -> None:
+        """Wait for all."""
+
+
+class _Alone:
+    rank, local_world = 0, 1
+
+    def share(self, value: Any = None) -> Any:
+        return value
+
+    def barrier(self) -> None:
+        pass
+
+
 def cached_inputs(
     encoder: TextEncoder,
     tokens: Mapping[str, TokenCache],
     folder: Path,
     device: torch.device,
     amp: torch.dtype | None,
+    together: Together | None = None,
 ) -> InputBuilder:
     """An input builder that reads what is frozen from the caches; what is not there yet is computed.
 
     Training, index and evaluation share the caches: what is frozen has the same weights in all of them.
+
+    Args:
+        together: processes that all call this, and share the work.
     """
     vectors: dict[str, np.ndarray] = {}
     hidden: dict[str, np.ndarray] = {}
@@ -43,7 +79,7 @@ def cached_inputs(
         weights = frozen_sha256(encoder.transformer)
         what, target = ("vectors", vectors) if encoder.takes_vectors else ("hidden", hidden)
         for name, cache in tokens.items():
-            target[name] = cached_outputs(encoder.transformer, weights, cache, folder, what, device, amp)
+            target[name] = cached_outputs(encoder.transformer, weights, cache, folder, what, device, amp, together)
     return InputBuilder(encoder, device, vectors, hidden)
 
 
@@ -65,6 +101,7 @@ def cached_outputs(
     what: str,
     device: torch.device,
     amp: torch.dtype | None,
+    together: Together | None = None,
 ) -> np.ndarray:
     """Frozen outputs for all texts of a token cache, memory-mapped; computed at the first call.
 
@@ -76,6 +113,7 @@ def cached_outputs(
         what: "vectors" [N, D] or "hidden" [F, D].
         device: where to compute.
         amp: autocast to this type, or None.
+        together: processes that all call this, and share the work.
 
     Returns:
         float16, read-only.
@@ -86,16 +124,27 @@ def cached_outputs(
     }  # fmt: skip
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     path = folder / f"{what}-{key}"
-    if not path.is_dir():
-        num_rows = tokens.num_texts if what == "vectors" else int(tokens.offsets[-1])
-        with write_folder(path, KIND, VERSION, {"num_rows": num_rows, "width": encoder.width}) as out:
-            values = np.lib.format.open_memmap(
-                out.path / "values.npy", mode="w+", dtype=np.float16, shape=(num_rows, encoder.width)
-            )
-            _fill(values, encoder.to(device).eval(), tokens, what, device, amp)
+    together = together or _Alone()
+    is_first = together.rank == 0
+
+    def fill(file: str) -> None:
+        if together.rank < together.local_world:
+            values = np.load(file, mmap_mode="r+", allow_pickle=False)
+            _fill(values, encoder.to(device).eval(), tokens, what, device, amp, together)
             values.flush()
-            del values
-    read_manifest(path, KIND, VERSION)
+        together.barrier()
+
+    if not together.share(path.is_dir() if is_first else None):
+        if is_first:
+            num_rows = tokens.num_texts if what == "vectors" else int(tokens.offsets[-1])
+            with write_folder(path, KIND, VERSION, {"num_rows": num_rows, "width": encoder.width}) as out:
+                file = str(out.path / "values.npy")
+                np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=(num_rows, encoder.width)).flush()
+                fill(together.share(file))
+        else:
+            fill(together.share())
+        together.barrier()
+    read_manifest(path, KIND, VERSION, verify=is_first)
     return load_array(path / "values.npy", np.float16, ndim=2)
 
 
@@ -107,12 +156,18 @@ def _fill(
     what: str,
     device: torch.device,
     amp: torch.dtype | None,
+    together: Together,
 ) -> None:
+    number = 0
     with progress(total=tokens.num_texts, desc=f"encode once ({what})", unit="text") as bar:
         for start in range(0, tokens.num_texts, TEXTS_AT_ONCE):
             slice_rows = np.arange(start, min(start + TEXTS_AT_ONCE, tokens.num_texts))
             for places in length_chunks(tokens.lengths(slice_rows)):
                 rows = slice_rows[places]
+                bar.update(len(rows))
+                number += 1
+                if number % together.local_world != together.rank:  # another's; the same chunks for any number of us
+                    continue
                 ids_BT, mask_BT = tokens.batch(rows)
                 ids, mask = torch.from_numpy(ids_BT).to(device), torch.from_numpy(mask_BT).to(device)
                 with torch.autocast(device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
@@ -121,7 +176,6 @@ def _fill(
                     values[rows] = output.float().cpu().numpy()
                 else:
                     _scatter(values, tokens, rows, output.float().cpu().numpy()[mask_BT])
-                bar.update(len(rows))
 
 
 def _scatter(values: np.ndarray, tokens: Tokens, rows: np.ndarray, state_FD: np.ndarray) -> None:
