@@ -36,7 +36,7 @@ from unidec.data import tokens as tokens_module
 from unidec.data.dataset import BATCH_ROWS
 from unidec.data.raw import TEXT_SCHEMA, text_table
 from unidec.data.storage import file_sha256, files_sha256, swap_folder, write_folder
-from unidec.data.tokens import TextTokenizer, Tokens
+from unidec.data.tokens import TextTokenizer, TokenCache
 from unidec.progress import progress
 
 REAL = Path(__file__).resolve().parents[1] / "data" / "raw" / "lf-debian"
@@ -341,13 +341,24 @@ def _texts_of(data: Synthetic, which: str) -> tuple[Callable[[np.ndarray], Ragge
     return data.label_words, data.num_labels
 
 
-class HashedTokens(Tokens):
-    """Token ids computed when they are asked for: texts of 10^8 labels and more that no disk needs to hold."""
+class HashedTokens(TokenCache):
+    """Token ids computed when they are asked for: texts of 10^8 labels and more that no disk needs to hold.
 
-    def __init__(self, data: Synthetic, which: str, tokenizer_folder: Path, max_length: int = 32) -> None:
+    `folder`, if given, becomes a token cache without arrays: what names the texts in a run's identity.
+    """
+
+    def __init__(
+        self, data: Synthetic, which: str, tokenizer_folder: Path, max_length: int = 32, folder: Path | None = None
+    ) -> None:
         tokenizer = TextTokenizer(tokenizer_folder, max_length)
         nothing = np.zeros(0, np.uint16), np.zeros(1, np.int64)
         super().__init__(*nothing, tokenizer.vocab_size, tokenizer.pad_id, max_length)
+        self.meta = {"text": "title", "tokenizer_sha256": file_sha256(tokenizer.file), "seed": data.seed,
+                     "num_train": data.num_train, "num_labels": data.num_labels}  # fmt: skip
+        if folder is not None:
+            self.path = folder
+            with write_folder(folder, tokens_module.KIND, tokens_module.VERSION, self.meta):
+                pass
         self._words, self._num_texts = _texts_of(data, which)
         self._encoder = WordTokens(data.words, tokenizer)
 
