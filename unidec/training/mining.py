@@ -196,7 +196,7 @@ def best_labels(score_BL: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """
     num_labels = score_BL.shape[1]
     score_BK, label_BK = score_BL.topk(min(width + 1, num_labels), dim=1)
-    if 0 < width < num_labels:
+    if width < num_labels:
         tied_B = score_BK[:, width - 1] == score_BK[:, width]  # equal ones are taken and left out
         score_BK, label_BK = score_BK[:, :width], label_BK[:, :width].contiguous()
         rows_T = tied_B.nonzero().squeeze(1)

@@ -1,0 +1,173 @@
+"""Checks that several ranks run together: `run(2, "collectives", folder)` starts real processes on gloo.
+
+Each process runs one function of this file, `function(ranks, folder, **options)`, and writes what it returns (arrays)
+to a file. Starting a process costs seconds of imports, so a function holds many checks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(world: int, function: str, folder: Path, timeout: float = 120, **options: Any) -> list[dict[str, np.ndarray]]:
+    """What each rank's function returned, rank by rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port, processes = free_port(), []
+    for rank in range(world):
+        env = os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = [sys.executable, __file__, function, str(folder), json.dumps(options)]
+        processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+    try:
+        errors = [process.communicate(timeout=timeout)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * world, "\n".join(errors)
+    return [dict(np.load(folder / f"{function}-{world}-{rank}.npz", allow_pickle=False)) for rank in range(world)]
+
+
+# -- what the ranks run -----------------------------------------------------------------------------------------------
+
+
+def part_of(ranks: Any, array: Any) -> Any:
+    begin, end = ranks.part(len(array))
+    return array[begin:end]
+
+
+def collectives(ranks: Any, folder: Path) -> dict[str, Any]:
+    """Every method once, on even, uneven and empty parts."""
+    import torch
+
+    from unidec.model.row_table import RowTable
+
+    found: dict[str, Any] = {}
+    rng = torch.Generator().manual_seed(5)
+    for name, sizes in (("even", [3, 3]), ("uneven", [1, 4]), ("skewed", [0, 9]), ("nothing", [0, 0])):
+        whole = torch.randn(sum(sizes), 4, generator=rng)
+        weight = torch.randn(sum(sizes), 4, generator=rng)
+        begin = sum(sizes[: ranks.rank])
+        own = whole[begin : begin + sizes[ranks.rank]].clone().requires_grad_()
+        gathered = ranks.gather(own * 2, sizes)
+        (gathered.sin() * weight).sum().backward()
+        found[f"gather {name}"] = torch.equal(gathered, whole * 2)
+        expected = (2 * (whole * 2).cos() * weight)[begin : begin + sizes[ranks.rank]]
+        found[f"gradient {name}"] = torch.allclose(own.grad, expected, atol=1e-6)
+
+    a, b, c, d = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (4,), (1,), (2,)))
+    half = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    a.grad, d.grad = torch.full((2, 3), float(ranks.rank + 1)), torch.full((2,), float(ranks.rank + 5))
+    half.grad = torch.ones(3, dtype=torch.bfloat16)
+    if ranks.rank == 1:
+        b.grad = torch.arange(4.0)
+    ranks.sum_gradients([a, b, c, d, half], complete=[d])
+    found["sums"] = np.concatenate([p.grad.float().flatten().numpy() for p in (a, b, d, half)])
+    found["none stays none"] = c.grad is None
+
+    tables = [RowTable(10, 3).train(), RowTable(10, 1).train()]
+    with torch.no_grad():
+        for table in tables:
+            table.weight.copy_(torch.arange(10.0).unsqueeze(1).expand_as(table.weight))
+    rows = torch.tensor([[1, 4, 7], [0, 4, 4]][ranks.rank][: 3 - ranks.rank])
+    for table in tables:
+        (table.gather(rows) * (ranks.rank + 1) * torch.arange(1.0, len(rows) + 1).unsqueeze(1)).sum().backward()
+    ranks.sum_rows(tables)
+    for table in tables:
+        used, leaf = table.used
+        found[f"rows of {table.weight.shape[1]}"] = used.numpy()
+        found[f"values of {table.weight.shape[1]}"] = leaf.detach().numpy()
+        found[f"gradients of {table.weight.shape[1]}"] = leaf.grad.numpy()
+    dense = RowTable(4, 2).train()
+    (dense.gather(None) * (ranks.rank + 1)).sum().backward()
+    ranks.sum_rows([dense])
+    found["all rows"] = dense.used[0] is None and torch.equal(dense.used[1].grad, torch.full((4, 2), 3.0))
+    empty = RowTable(4, 2).train()
+    empty.gather(torch.tensor([2, 3][: ranks.rank], dtype=torch.int64)).sum().backward()
+    ranks.sum_rows([empty, RowTable(3, 1)])
+    found["one has no rows"] = (empty.used[0].tolist(), empty.used[1].grad.tolist()) == ([2], [[1.0, 1.0]])
+
+    norm = ranks.norm([torch.full((4,), 2.0)], [torch.full((9,), 1.0)][: ranks.rank])
+    found["norm"] = norm.numpy()
+    found["norm sees a nan"] = bool(torch.isnan(ranks.norm([torch.ones(1)], [torch.tensor([np.nan])][: ranks.rank])))
+    found["any"] = ranks.any(ranks.rank == 1, False, True)
+
+    found["share"] = ranks.share({"name": ["é", 1, None]} if ranks.is_first else "mine") == {"name": ["é", 1, None]}
+    for dtype in (np.float32, np.int64, np.bool_, np.float16):
+        array = (np.arange(14).reshape(7, 2) % 3).astype(dtype)
+        found[f"arrays {np.dtype(dtype)}"] = np.array_equal(ranks.gather_array(part_of(ranks, array)), array)
+        found[f"share {np.dtype(dtype)}"] = np.array_equal(ranks.share_array(array if ranks.is_first else None), array)
+    found["no rows"] = ranks.gather_array(np.empty((0, 3), np.float32)).shape == (0, 3)
+    found["one has rows"] = ranks.gather_array(np.ones((ranks.rank, 3))).tolist() == [[1.0] * 3]
+    parts = ranks.collect(np.full((2, 2), ranks.rank), 1)
+    found["collect"] = parts is None if ranks.rank == 0 else [p.tolist() for p in parts] == [[[0, 0]] * 2, [[1, 1]] * 2]
+    ranks.barrier()
+    found["traffic"] = np.array([ranks.traffic[key] for key in ("embeddings", "gradients", "rows", "flags")])
+    return found
+
+
+def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) -> dict[str, Any]:
+    """Clusters and hard negatives of the arrays in a folder."""
+    import scipy.sparse as sp
+
+    from unidec.training.clustering import balanced_clusters
+    from unidec.training.mining import mine_hard_negatives
+
+    found: dict[str, Any] = {}
+    data = np.load(folder / "vectors.npz")
+    for size in (num_points, 100, 7, 1):
+        order, offsets, report = balanced_clusters(data["points"], size, seed=4, ranks=ranks)
+        figures = [report.num_clusters, report.smallest, report.largest, report.objective]
+        found |= {f"order {size}": order, f"offsets {size}": offsets, f"figures {size}": np.array(figures)}
+        found[f"levels {size}"] = np.array([report.objective_by_level, report.iterations_by_level])
+    shape = (num_points + 5, num_labels)
+    positive, filtered = (
+        sp.csr_matrix((np.ones(len(data[name][0]), np.float32), tuple(data[name])), shape)
+        for name in ("positive", "filtered")
+    )
+    for name in ("label", "tied"):
+        for block in (512, 16):
+            labels = part_of(ranks, data[name])
+            points = np.round(data["points"] * 4) if name == "tied" else data["points"]
+            mined = mine_hard_negatives(
+                points, data["rows"], labels, positive, filtered, 6, shape[0], block=block, ranks=ranks
+            )
+            found[f"{name} {block}"] = mined.shortlist
+            found[f"{name} {block} report"] = np.array(
+                [v for k, v in mined.report.items() if k not in ("seconds", "kind")]
+            )
+    return found
+
+
+def main() -> None:
+    """One rank."""
+    from unidec.training.distributed import Ranks
+
+    function, folder, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    ranks = Ranks.from_environment("cpu")
+    found = globals()[function](ranks, folder, **options)
+    np.savez(folder / f"{function}-{ranks.world}-{ranks.rank}.npz", **found)
+    ranks.barrier()
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Two ranks on gloo: what they exchange, and that clusters and hard negatives are those of one rank."""
+
+import numpy as np
+import pytest
+import torch
+
+from unidec.training.distributed import ALONE, Ranks
+from unidec.training.mining import best_labels
+
+
+@pytest.fixture(scope="module")
+def ranked(helper):
+    return helper("training/ranked")
+
+
+def test_alone_everything_is_free():
+    x = torch.ones(3, 2, requires_grad=True)
+    assert ALONE.gather(x, [3]) is x and ALONE.alone and ALONE.is_first
+    grad = torch.ones(3)
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = grad
+    ALONE.sum_gradients([parameter], complete=[parameter])
+    assert parameter.grad is grad
+    assert ALONE.norm([torch.full((4,), 2.0)], [torch.full((9,), 1.0)]) == 5
+    assert ALONE.any(True, False) == [True, False]
+    array = np.ones(3)
+    assert ALONE.gather_array(array) is array and ALONE.share_array(array) is array and ALONE.share("a") == "a"
+    ALONE.sum_rows([])
+    ALONE.barrier()
+    ALONE.close()
+    assert Ranks.from_environment("cpu") is ALONE
+
+
+@pytest.mark.parametrize(("count", "world"), [(10, 3), (2, 5), (0, 2), (7, 1)])
+def test_parts_cover_everything_once(count, world):
+    parts = [Ranks(rank, world).part(count) for rank in range(world)]
+    assert [i for begin, end in parts for i in range(begin, end)] == list(range(count))
+    sizes = [end - begin for begin, end in parts]
+    assert sizes == Ranks(0, world).sizes(count) and max(sizes) - min(sizes) <= 1
+    ids = np.arange(0, count, 2)
+    among = Ranks(0, world).sizes_among(ids, count)
+    assert among == [sum(begin <= i < end for i in ids) for begin, end in parts]
+
+
+def test_collectives(ranked, tmp_path):
+    found = ranked.run(2, "collectives", tmp_path)
+    for rank, values in enumerate(found):
+        facts = {key: value for key, value in values.items() if value.shape == () and value.dtype == bool}
+        assert len(facts) == 24 and all(facts.values()), (rank, [k for k, v in facts.items() if not v])
+        assert values["sums"].tolist() == [3] * 6 + [0, 1, 2, 3] + [5] * 2 + [2] * 3
+        for width in (3, 1):
+            assert values[f"rows of {width}"].tolist() == [0, 1, 4, 7]
+            assert values[f"values of {width}"].tolist() == [[r] * width for r in (0, 1, 4, 7)]
+            # rank 0 has 1, 2, 3 for rows 1, 4, 7; rank 1 has 2, 4 for rows 0, 4
+            assert values[f"gradients of {width}"].tolist() == [[g] * width for g in (2, 1, 6, 3)]
+        assert values["norm"] == 5 and values["any"].tolist() == [True, False, True]
+        assert (values["traffic"] > 0).all()
+
+
+def slow_best(score_BL, width):
+    """(score falling, label rising), row by row."""
+    return [sorted(range(len(row)), key=lambda label: (-row[label], label))[:width] for row in score_BL.tolist()]
+
+
+@pytest.mark.parametrize("width", [1, 3, 8, 9])
+def test_of_equal_scores_the_lower_label_comes_first(rng, width):
+    score_BL = torch.from_numpy(rng.integers(-2, 3, (50, 9)).astype(np.float32))
+    score_BL[0], score_BL[1] = 1.0, torch.arange(9.0)
+    score_BK, label_BK = best_labels(score_BL, width)
+    assert label_BK.tolist() == slow_best(score_BL, width)
+    assert torch.equal(score_BK, score_BL.gather(1, label_BK))
+
+
+@pytest.mark.parametrize(("world", "num_points", "num_labels"), [(2, 203, 41), (3, 200, 7), (3, 2, 2)])
+def test_clusters_and_negatives_are_those_of_one_rank(ranked, rng, tmp_path, world, num_points, num_labels):
+    cells = {name: np.unique(rng.integers(0, [num_points + 5, num_labels], (300, 2)), axis=0).T for name in "pf"}
+    np.savez(
+        tmp_path / "vectors.npz", points=rng.normal(size=(num_points, 6)).astype(np.float32),
+        label=rng.normal(size=(num_labels, 6)).astype(np.float32),
+        tied=rng.integers(-1, 2, (num_labels, 6)).astype(np.float32),
+        rows=rng.permutation(num_points + 5)[:num_points], positive=cells["p"], filtered=cells["f"],
+    )  # fmt: skip
+    options = {"num_points": num_points, "num_labels": num_labels}
+    alone = ranked.refresh_parts(ALONE, tmp_path, **options)
+    for values in ranked.run(world, "refresh_parts", tmp_path, **options):
+        for key, expected in alone.items():
+            if key.startswith(("figures", "levels")) or key.endswith("report"):
+                assert values[key] == pytest.approx(expected, rel=1e-5), key
+            else:
+                assert np.array_equal(values[key], expected), key
