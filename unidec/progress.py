@@ -11,6 +11,7 @@ from typing import Any, Generic, Self, TextIO, TypeVar, overload
 T = TypeVar("T")
 
 QUIET_SECONDS = 1.0  # work shorter than this leaves no line in a log
+_silent = False
 
 
 def _duration(seconds: float) -> str:
@@ -69,6 +70,18 @@ class _Lines:
         print(f"{self.desc}: {', '.join(parts)}", file=self.stream, flush=True)
 
 
+class _Nothing:
+    """Shows nothing."""
+
+    note = ""
+
+    def update(self, n: int) -> None:
+        pass
+
+    def close(self, failed: bool) -> None:
+        pass
+
+
 class _Bar:
     """A tqdm bar."""
 
@@ -95,7 +108,7 @@ class _Bar:
 class Progress(Generic[T]):
     """What `progress` returns: iterate over it, or use it as a context manager and call `update`."""
 
-    def __init__(self, iterable: Iterable[T] | None, display: _Lines | _Bar):
+    def __init__(self, iterable: Iterable[T] | None, display: _Lines | _Bar | _Nothing):
         self._iterable, self._display, self._open = iterable, display, True
 
     def update(self, n: int = 1) -> None:
@@ -192,5 +205,13 @@ def progress(
     size = getattr(iterable, "__len__", None)
     if total is None and size is not None:
         total = size()
+    if _silent:
+        return Progress(iterable, _Nothing())
     display = _Bar(total, desc, unit, out) if out.isatty() else _Lines(total, desc, unit, every, out, clock)
     return Progress(iterable, display)
+
+
+def silence() -> None:
+    """Show no progress any more: another process of the same training shows it."""
+    global _silent
+    _silent = True

@@ -31,9 +31,13 @@ from unidec.errors import ConfigError, TrainingError
 from unidec.model.row_table import RowTable
 from unidec.training.precision import choose_device
 
-STEP_TIMEOUT = timedelta(seconds=45)  # fault 9: a rank that hangs ends the job within 60 s
+STEP_TIMEOUT = timedelta(seconds=25)  # torchrun takes 30 s more to kill what hangs: 60 s in all (fault 9)
 PATIENCE = timedelta(hours=2)  # a refresh, a checkpoint, the first rank's own work between rounds
 MAX_PADDING = 0.25  # share of a padded gather that may be padding; above, each rank broadcasts what it has
+
+
+class LostRank(TrainingError):
+    """Another process of the training is gone: what this one met is only a consequence."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Ranks:
 
         Raises:
             ConfigError: more processes on this machine than GPUs.
-            TrainingError: the others cannot be reached.
+            LostRank: the others cannot be reached.
         """
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
@@ -356,14 +360,14 @@ def _translated() -> Iterator[None]:
     """What torch says of a lost peer, as an error of ours.
 
     Raises:
-        TrainingError: a rank cannot be reached any more.
+        LostRank: a rank cannot be reached any more.
     """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # torch.distributed's errors are all of this class
-        raise TrainingError(
+        raise LostRank(
             "another process of this training has died, or has hung for too long",
             where=f"rank {os.environ.get('RANK', '?')}",
             got=str(error).splitlines()[0][:300],

@@ -1,0 +1,251 @@
+"""Training in several processes: the stages call it, torchrun starts it.
+
+Two ways lead here, and the stages see one call, `run`:
+
+- `run.devices` above 1: `run` starts torchrun with a worker (`unidec.stages.worker`) for each device, waits, and hands
+  back what the first rank returned. Signals are passed on; nothing is left behind.
+- the user's own torchrun (`torchrun --nproc-per-node 8 -m unidec.cli train`, also over several machines): inside `led`
+  the first rank does what one process would; where it trains, the other ranks train with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from unidec import errors
+from unidec.config import Params
+from unidec.data.storage import write_json
+from unidec.errors import ConfigError, TrainingError, UnidecError
+from unidec.progress import silence
+from unidec.training.distributed import ALONE, Ranks
+from unidec.training.stop import stop_signals
+
+GRACE_S = 30.0  # from SIGTERM to SIGKILL: time to finish a step and write a checkpoint (fault 5)
+POLL_S = 0.2
+LAUNCHER = "UNIDEC_LAUNCHER"  # process id and start of who must be alive for workers to go on
+
+_ranks: Ranks = ALONE  # of the user's torchrun, inside `led`
+
+
+def needed(params: Params) -> bool:
+    """Whether training runs in several processes, so that `run` has to be called."""
+    return params.run.devices > 1 or not _ranks.alone
+
+
+def run(
+    name: str, params: Params, run_dir: str | Path, accept: Collection[str] = (), restarts: int = 0
+) -> dict[str, Any]:
+    """Run `stages.training.work(name, ...)` on all ranks.
+
+    Args:
+        name: "refresh" or "train_round".
+        params, run_dir, accept: handed to it.
+        restarts: how often torchrun starts all processes anew after one died; each time they go on from the newest
+            checkpoint. Errors that name their fix are not tried again.
+
+    Returns:
+        what it returned on the first rank.
+
+    Raises:
+        ConfigError: more devices than this machine has.
+        TrainingError: a process died.
+        UnidecError: what a rank raised.
+    """
+    job = {"name": name, "params": params.model_dump(), "run_dir": str(run_dir), "accept": list(accept)}
+    if not _ranks.alone:
+        return work_on(_ranks, _ranks.share(job))
+    _check_devices(params)
+    # the handlers are the outermost: when the signal takes effect, nothing of ours is left
+    with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="unidec-launch-") as folder:
+        write_json(Path(folder) / "job.json", job)
+        process = _start(params.run.devices, folder, restarts)
+        try:
+            code = _wait(process, stop)
+        finally:
+            _end(process)
+        if stop.asked:
+            return {}
+        return _result(Path(folder), code)
+
+
+def work_on(ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
+    """One call, on one of the ranks."""
+    from unidec.stages import training  # which imports this module
+
+    params = Params.model_validate(job["params"])
+    return training.work(job["name"], params, job["run_dir"], ranks, tuple(job["accept"]))
+
+
+# -- under the user's torchrun ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def led(params: Params) -> Iterator[bool]:
+    """`with led(params) as leading: if leading: ...`: the body runs on the first rank, the others serve its calls.
+
+    Without torchrun this process leads itself, and nothing happens here.
+    """
+    global _ranks
+    ranks = Ranks.from_environment(params.device)
+    if ranks.alone:
+        yield True
+        return
+    watch(os.getppid())
+    if not ranks.is_first:
+        silence()
+        while (job := ranks.share()) is not None:
+            if "exit_code" in job:
+                sys.exit(job["exit_code"])
+            work_on(ranks, job)
+        ranks.close()
+        yield False
+        return
+    _ranks = ranks
+    try:
+        yield True
+    except UnidecError as error:
+        # the others wait for the next call, unless the error came from within one: then this reaches nobody, and they
+        # notice that this process is gone
+        with contextlib.suppress(TrainingError):
+            ranks.share({"exit_code": error.exit_code})
+        raise
+    finally:
+        _ranks = ALONE
+    ranks.share(None)
+    ranks.close()
+
+
+# -- under our own ----------------------------------------------------------------------------------------------------
+
+
+def _check_devices(params: Params) -> None:
+    from unidec.training.precision import choose_device
+
+    if choose_device(params.device).type == "cuda":
+        import torch
+
+        if params.run.devices > torch.cuda.device_count():
+            raise ConfigError(
+                "more devices than this machine has", where="run.devices", got=params.run.devices,
+                expected=f"at most {torch.cuda.device_count()}",
+                fix="fewer, or torchrun on several machines: docs/distributed.md",
+            )  # fmt: skip
+
+
+def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
+    env = dict(os.environ)
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
+    env[LAUNCHER] = _name(os.getpid())
+    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if loopback:  # all on this machine: no name to resolve, no port open to others
+        env.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(devices),
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
+        "--max-restarts", str(restarts), "--monitor-interval", "0.5", "-m", "unidec.stages.worker", folder,
+    ]  # fmt: skip
+    return subprocess.Popen(command, env=env, start_new_session=True)
+
+
+def _wait(process: subprocess.Popen[bytes], stop: Any) -> int:
+    """The exit code; passes a signal on once."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(POLL_S)
+        if stop.asked:
+            return 0  # `_end` sends it on
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, which saves a checkpoint; what is left after `GRACE_S` is killed, workers included."""
+    family = _family(process.pid)
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    for member in family:  # each worker has a session of its own: no group holds them all
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    return []
+
+
+def _result(folder: Path, code: int) -> dict[str, Any]:
+    """What the first rank wrote; or the error of the rank that has one to tell."""
+    told = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("error-*.json"))]
+    for error in sorted(told, key=lambda error: error["lost"]):
+        if not error["lost"]:
+            raise error_from(error)
+    result = folder / "result.json"
+    if code == 0 and result.is_file():
+        return json.loads(result.read_text(encoding="utf-8"))
+    died = -code if code < 0 else code - 256 if code > 128 else code
+    how = f"signal {signal.Signals(abs(died)).name}" if -65 < died < 0 or code < 0 else f"exit code {code}"
+    raise TrainingError(
+        "a process of the training died", where="torchrun", got=how,
+        fix="its words stand above; start again: the run goes on from its last checkpoint, with any run.devices",
+    )  # fmt: skip
+
+
+def as_json(error: UnidecError, lost: bool) -> dict[str, Any]:
+    """An error, to be raised again in another process."""
+    return {"class": type(error).__name__, "message": str(error), "lost": lost}
+
+
+def error_from(told: dict[str, Any]) -> UnidecError:
+    """The error that `as_json` told of, with its words."""
+    kind = getattr(errors, told["class"], UnidecError)
+    error: UnidecError = kind.__new__(kind)
+    error.args = (told["message"],)
+    return error
+
+
+# -- whoever starts workers must be alive ------------------------------------------------------------------------------
+
+
+def _name(pid: int) -> str:
+    """A process by its number and its start: numbers come again."""
+    return f"{pid} {psutil.Process(pid).create_time():.2f}"
+
+
+def watch(*pids: int) -> None:
+    """Leave (SIGTERM, later for good) when one of these processes, or the launcher, is gone."""
+    import threading
+
+    names = [_name(pid) for pid in pids if pid > 1]
+    if LAUNCHER in os.environ:
+        names.append(os.environ[LAUNCHER])
+
+    def gone(name: str) -> bool:
+        try:
+            return _name(int(name.split()[0])) != name
+        except psutil.NoSuchProcess:
+            return True
+
+    def look() -> None:
+        while not any(gone(name) for name in names):
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True, name="unidec-watch").start()
