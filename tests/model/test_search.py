@@ -10,7 +10,7 @@ import torch
 
 from unidec.errors import DataError
 from unidec.model import search
-from unidec.model.search import exact_search, score_blocks
+from unidec.model.search import exact_search, query_block, score_tiles
 
 
 @pytest.fixture
@@ -36,7 +36,9 @@ def loop_search(query, label, k, exclude):
 @pytest.mark.parametrize("block", [1, 4, 512])
 @pytest.mark.parametrize("k", [1, 5, 12, 20])  # 12 labels: all of them, and more
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
-def test_equals_a_full_sort(density, k, block, rng):
+@pytest.mark.parametrize("tile", [1, 5, 6, 12, 1 << 16])  # labels
+def test_equals_a_full_sort(tile, density, k, block, rng, monkeypatch):
+    monkeypatch.setattr(search, "LABELS_AT_ONCE", tile)
     query, label = vectors(rng, 9), vectors(rng, 12)
     excluded = rng.random((9, 12)) < density
     score, found = exact_search(query, label, k, exclude=sp.csr_matrix(excluded), block=block)
@@ -68,15 +70,31 @@ def test_equal_scores_return_each_label_once(rng):
     assert np.array_equal(np.sort(found, axis=1), np.tile(np.arange(6), (4, 1)))
 
 
-def test_blocks_cover_the_queries_and_shrink_with_many_labels(rng, monkeypatch):
+def test_tiles_cover_queries_and_labels_and_stay_small(rng, monkeypatch):
     query, label = vectors(rng, 10), vectors(rng, 8)
-    assert [(a, b) for a, b, _ in score_blocks(query, label, block=4)] == [(0, 4), (4, 8), (8, 10)]
-    monkeypatch.setattr(search, "MAX_BLOCK_SCORES", 24)
-    assert [(a, b) for a, b, _ in score_blocks(query, label, block=4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    monkeypatch.setattr(search, "MAX_BLOCK_SCORES", 1)  # never less than one query
-    assert [b - a for a, b, _ in score_blocks(query, label, block=4)] == [1] * 10
-    whole = np.concatenate([score.numpy() for _, _, score in score_blocks(query, label)])
+
+    def places(block):
+        return [(begin, end, first) for begin, end, first, _ in score_tiles(query, label, block)]
+
+    assert places(4) == [(0, 4, 0), (4, 8, 0), (8, 10, 0)]
+    monkeypatch.setattr(search, "LABELS_AT_ONCE", 6)
+    assert places(6) == [(0, 6, 0), (0, 6, 6), (6, 10, 0), (6, 10, 6)]
+    monkeypatch.setattr(search, "MAX_BLOCK_SCORES", 18)
+    assert places(4) == [(b, min(b + 3, 10), first) for b in (0, 3, 6, 9) for first in (0, 6)]
+    assert (query_block(8, 4), query_block(2, 4), query_block(10**9, 4)) == (3, 4, 3)
+    tiles = list(score_tiles(query, label))
+    assert max(score.numel() for *_, score in tiles) <= 18
+    whole = np.zeros((10, 8))
+    for begin, end, first, score in tiles:
+        whole[begin:end, first : first + score.shape[1]] = score
     np.testing.assert_allclose(whole, query @ label.T, rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr(search, "MAX_BLOCK_SCORES", 1)  # never less than one query
+    assert [(b, e) for b, e, first in places(4) if first == 0] == [(b, b + 1) for b in range(10)]
+
+
+def test_no_labels():
+    score, found = exact_search(np.ones((3, 2), np.float32), np.zeros((0, 2), np.float32), 2)
+    assert (score == -np.inf).all() and (found == -1).all()
 
 
 def test_no_queries():
@@ -89,7 +107,7 @@ def test_bad_input_is_refused(rng):
     with pytest.raises(DataError, match="width"):
         exact_search(query, label[:, :3], 2)
     with pytest.raises(DataError, match="matrix"):
-        list(score_blocks(query[0], label))
+        list(score_tiles(query[0], label))
     with pytest.raises(DataError, match="shape"):
         exact_search(query, label, 2, exclude=sp.csr_matrix((5, 4)))
     for bad in (np.nan, np.inf):

@@ -8,6 +8,7 @@ import pytest
 import scipy.sparse as sp
 
 from unidec.errors import ConfigError, DataError
+from unidec.model import search
 from unidec.training.mining import mine_hard_negatives
 
 
@@ -64,6 +65,21 @@ def test_equals_a_loop(num_negatives, block, rng):
     assert report["kind"] == "exact" and report["queries"] == 22 and report["short_rows"] == short
     assert report["negative_score"] == pytest.approx(np.mean(scores), rel=1e-5)
     assert report["seconds"] > 0
+
+
+@pytest.mark.parametrize("tile", [1, 3, 7, 19, 20])
+def test_tiles_of_labels_change_nothing(tile, rng, monkeypatch):
+    """Also where scores are equal, within a tile and across."""
+    world = World(rng)
+    world.label[:, :] = rng.integers(-1, 2, world.label.shape)
+    world.query[:, :] = rng.integers(-1, 2, world.query.shape)
+    world.label[[5, 14, 19]] = world.label[2]
+    whole = world.mine(6)
+    monkeypatch.setattr(search, "LABELS_AT_ONCE", tile)
+    tiled = world.mine(6)
+    np.testing.assert_array_equal(tiled.shortlist, whole.shortlist)
+    del whole.report["seconds"], tiled.report["seconds"]
+    assert tiled.report == whole.report
 
 
 def test_report_of_the_positives_ranks(rng):

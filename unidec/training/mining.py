@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from unidec.errors import ConfigError, DataError
-from unidec.model.search import MAX_BLOCK_SCORES, score_blocks
+from unidec.model.search import query_block, score_tiles
 from unidec.progress import Progress, progress
 from unidec.training.distributed import ALONE, Ranks
 
@@ -88,7 +88,7 @@ def mine_hard_negatives(
     search = _hnsw_blocks if approximate else _exact_blocks
     width_N = np.diff(relevance.indptr)[query_rows_N] + np.diff(filter_pairs.indptr)[query_rows_N] + num_negatives
     # the same blocks on every rank: those of the largest part
-    block = max(1, min(block, MAX_BLOCK_SCORES // max(ranks.sizes(relevance.shape[1]))))
+    block = query_block(max(ranks.sizes(relevance.shape[1])), block)
     found = _merged(search(query_ND, label_LD, width_N, block, device), width_N, first, ranks)
     bar: Progress[int] = progress(total=len(query_rows_N), desc="mine hard negatives", unit="query")
     with bar:
@@ -184,9 +184,17 @@ def _check(
 def _exact_blocks(
     query_ND: np.ndarray, label_LD: np.ndarray, width_N: np.ndarray, block: int, device: str | torch.device | None
 ) -> Iterator[Block]:
-    for begin, end, score_BL in score_blocks(query_ND, label_LD, block, device):
-        score_BK, label_BK = best_labels(score_BL, min(int(width_N[begin:end].max()), score_BL.shape[1]))
-        yield begin, end, _numpy(score_BK), _numpy(label_BK)
+    num_labels, before = label_LD.shape[0], (torch.empty(0, 0), torch.empty(0, 0))
+    for begin, end, first, score_BT in score_tiles(query_ND, label_LD, block, device):
+        width = int(width_N[begin:end].max())
+        score_BK, label_BK = best_labels(score_BT, min(width, score_BT.shape[1]))
+        label_BK += first
+        if first:  # with the best of the tiles before, whose labels are lower
+            score_BK, place_BK = torch.cat([before[0], score_BK], dim=1).sort(dim=1, descending=True, stable=True)
+            label_BK = torch.cat([before[1], label_BK], dim=1).gather(1, place_BK)
+        before = score_BK[:, :width], label_BK[:, :width]
+        if first + score_BT.shape[1] == num_labels:
+            yield begin, end, _numpy(before[0]), _numpy(before[1])
 
 
 def best_labels(score_BL: Tensor, width: int) -> tuple[Tensor, Tensor]:
