@@ -36,7 +36,8 @@ class Prepared:
     Attributes:
         pool: all of the batch's queries and pool labels, whatever part of them this rank encodes.
         targets, clf_targets: pairs of the pool, and of what the classifier sees.
-        clf_labels: int64 [S] label ids that the classifier sees; None: all.
+        clf_labels: int64 label ids that the classifier sees, those of this rank's rows; None: all of them.
+        clf_sizes: how many of them are in each rank's rows.
         texts: what this rank encodes: its part of the queries, then its part of the pool.
         num_own_queries: how many of the texts are queries.
         num_tokens: of the texts.
@@ -46,6 +47,7 @@ class Prepared:
     targets: PoolTargets
     clf_targets: PoolTargets
     clf_labels: Tensor | None
+    clf_sizes: list[int]
     texts: EncoderInput
     num_own_queries: int
     num_tokens: int
@@ -128,18 +130,22 @@ class Batches:
             rows_B = rows_B[np.argsort(rows_B >= self.num_queries, kind="stable")]
         pool = self.sampler.batch(rows_B, epoch=epoch, step=step, shortlist_NH=negatives)
         targets = clf_targets = PoolTargets.from_batch(pool, self.device, soft=self.soft)
-        clf_labels = None
+        clf_labels, num_labels = None, self.sampler.relevance.shape[1]
+        clf_sizes = self.ranks.sizes(num_labels)
         if self.all_labels is not None:
             full = self.all_labels.batch(rows_B, epoch=epoch, step=step, shortlist_NH=None)
             clf_targets = PoolTargets.from_batch(full, self.device, soft=self.soft)
         elif self.heads != "de":
-            clf_labels = self.rows_to_device(pool.pool_S)
+            clf_sizes = self.ranks.sizes_among(pool.pool_S, num_labels)
+            first = sum(clf_sizes[: self.ranks.rank])
+            clf_labels = self.rows_to_device(pool.pool_S[first : first + clf_sizes[self.ranks.rank]])
         own_rows = pool.rows_B[slice(*self.ranks.part(len(pool.rows_B)))]
         parts = self.parts(own_rows)
         if self.heads != "clf":
             parts.append(("labels", self.tokens["labels"], pool.pool_S[slice(*self.ranks.part(len(pool.pool_S)))]))
         num_tokens = sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in parts)
-        return Prepared(pool, targets, clf_targets, clf_labels, self.build(parts), len(own_rows), num_tokens)
+        texts = self.build(parts)
+        return Prepared(pool, targets, clf_targets, clf_labels, clf_sizes, texts, len(own_rows), num_tokens)
 
     def ahead(
         self, batches: list[np.ndarray], epoch: int, first: int, negatives: np.ndarray | None
