@@ -294,3 +294,14 @@ def test_an_unknown_stack_of_layers():
     TransformerEncoder(unknown, "mean", 0)
     with pytest.raises(ConfigError, match="no stack of layers"):
         TransformerEncoder(unknown, "mean", 1)
+
+
+@pytest.mark.parametrize("kind", ["bag", "transformer", "both"])
+@pytest.mark.parametrize("trainable", [0, 1, -1])
+def test_no_texts_at_all_give_no_vectors(tiny_bert, texts, kind, trainable):
+    """A rank whose part of a batch is empty."""
+    encoder = make_encoder(tiny_bert, 60, kind=kind, trainable_layers=trainable, residual=True).train()
+    build = InputBuilder(encoder, CPU)
+    x_BW = encoder(build([("queries", texts, np.empty(0, dtype=np.int64))]))
+    assert x_BW.shape == (0, encoder.width)
+    x_BW.sum().backward()

@@ -236,9 +236,13 @@ class TextEncoder(nn.Module):
             transformer: Callable[..., Tensor] = self.transformer
             if self.recompute and torch.is_grad_enabled():
                 transformer = functools.partial(checkpoint, self.transformer, use_reentrant=False)
-            vectors = [transformer(states, mask) for _, states, mask in batch.chunks]
-            place_B = torch.cat([places for places, _, _ in batch.chunks])
-            vector_BD = torch.cat(vectors)[torch.argsort(place_B)]
+            if batch.chunks:
+                vectors = [transformer(states, mask) for _, states, mask in batch.chunks]
+                place_B = torch.cat([places for places, _, _ in batch.chunks])
+                vector_BD = torch.cat(vectors)[torch.argsort(place_B)]
+            else:  # fewer texts than ranks: none for this one
+                device = next(self.transformer.parameters()).device
+                vector_BD = torch.zeros(0, self.transformer.width, device=device)
             # beside a bag both parts are of unit length, so that neither drowns the other
             parts.append(F.normalize(vector_BD, dim=-1) if self.bag is not None else vector_BD)
         if self.bag is not None:
