@@ -7,6 +7,7 @@ and sent at a later flush.
     tracker = Tracker(experiment="unidec")
     tracker.start(run_dir, flatten(params), tags=code_tags("."), dataset={"name": ..., "digest": ..., "path": ...})
     tracker.log(step, {"loss": 0.3})                 # buffered; sent every `flush_seconds`
+    with tracker.live(): ...                         # ... and by a thread while inside: `log` takes microseconds
     with tracker.system_metrics(): ...               # CPU, memory, disk, network, GPU while inside
     tracker.log_final({"test/P@1": 45.0}); tracker.log_files(["outputs/report.html"], "report")
     tracker.finish("FINISHED")
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unidec.data.storage import write_bytes_atomic, write_json
+from unidec.ops.holder import this_process
 from unidec.ops.tracking_store import open_client, tracking_uri, ui_url
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ Point = tuple[str, float, int, int]  # name, value, step, milliseconds since 197
 _STATE, _PENDING = "tracking.json", "pending-metrics.jsonl"
 _PARAMS_A_BATCH, _METRICS_A_BATCH, _VALUE_LIMIT, _DIGEST_LIMIT = 100, 1000, 6000, 36  # MLflow's limits
 _KEY_TAG = "unidec.run_key"
+_WAIT = 5.0  # seconds that a flush waits for one that another thread is at
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +74,10 @@ class Tracker:
         self.run_dir: Path | None = None
         self._flush_seconds, self._retry_seconds = flush_seconds, retry_seconds
         self._state: dict[str, Any] = {}
-        self._points: list[Point] = []
+        self._points: list[Point] = []  # what the store may not have yet; `_guard` for every look at it
         self._last_step: dict[str, int] = {}  # newest step of each metric that the store has: nothing is sent twice
+        self._guard, self._sending = threading.Lock(), threading.RLock()
+        self._is_live = False
         self._client: MlflowClient | None = None
         self._connected = False
         self._last_flush = self._retry_at = 0.0
@@ -85,6 +91,7 @@ class Tracker:
         tags: Mapping[str, str] | None = None,
         dataset: Mapping[str, Any] | None = None,
         run_name: str | None = None,
+        run_id: str | None = None,
     ) -> str | None:
         """Begins the run of `run_dir`, or goes on with the one begun there before.
 
@@ -94,6 +101,7 @@ class Tracker:
             tags: see `code_tags`.
             dataset: {"name", "digest" (cut to 36 characters), "path" (relative)}, and any figures: its profile.
             run_name: what people see; default: the folder's name.
+            run_id: a run that a checkpoint names; it counts where the folder has lost its own note of it.
 
         Returns:
             the run's id, or None while the store cannot be reached (a later flush tries again).
@@ -107,13 +115,14 @@ class Tracker:
             "experiment": self.experiment,
             "run_name": run_name or self.run_dir.name,
             "run_key": old["run_key"] if same else uuid.uuid4().hex,
-            "run_id": old.get("run_id") if same else None,
+            "run_id": old.get("run_id") if same else None if old else run_id,
             "experiment_id": old.get("experiment_id") if same else None,
             "params": {key: str(value)[:_VALUE_LIMIT] for key, value in params_flat.items()},
             "tags": dict(tags or {}),
             "dataset": dict(dataset) if dataset else None,
             "files": old.get("files", []) if same else [],
             "status": None,
+            "holder": this_process(),
         }
         self._save_state()
         self._read_pending()
@@ -157,18 +166,50 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keeps figures of one step, in order of steps; a resumed training that repeats a step does not double it.
 
-        Call `flush()` before a checkpoint is saved: what is only in memory dies with the process.
+        What is only in memory dies with the process: `catch_up` has it sent from the training's own records.
         """
-        now = int(time.time() * 1000)
-        names = {metric_name(name): value for name, value in metrics.items()}
-        self._points += [(name, float(value), int(step), now) for name, value in names.items()]
-        if time.monotonic() - self._last_flush >= self._flush_seconds:
+        self._keep(_points(step, metrics))
+        if not self._is_live and time.monotonic() - self._last_flush >= self._flush_seconds:
             self.flush()
+
+    def catch_up(self, records: Iterable[Mapping[str, float]]) -> None:
+        """Keeps those of a training's records (each with "step") that were never sent: a kill took them from memory."""
+        with self._guard:
+            known = dict(self._last_step)
+            for name, _, step, _ in self._points:
+                known[name] = max(step, known.get(name, -1))
+        for record in records:
+            points = _points(int(record["step"]), {name: value for name, value in record.items() if name != "step"})
+            self._keep([point for point in points if point[2] > known.get(point[0], -1)])
+
+    @contextlib.contextmanager
+    def live(self, seconds: float = 10.0) -> Iterator[None]:
+        """Inside, a thread of its own sends every so many seconds, and `log` costs its caller nothing: a store takes
+        20 ms for a batch, one that is away a minute for its refusal."""
+        done = threading.Event()
+
+        def send() -> None:
+            while not done.wait(seconds):
+                self.flush()
+
+        # a daemon: a store that does not answer must not keep the process from its end
+        thread = threading.Thread(target=send, name="tracking", daemon=True)
+        self._is_live = True
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_live = False
+            done.set()
+            thread.join(_WAIT)
+
+    def _keep(self, points: list[Point]) -> None:
+        with self._guard:
+            self._points += points
 
     def log_final(self, metrics: Mapping[str, float]) -> None:
         """Sends figures that have no step (a test split's); the newest value is the one that is shown."""
-        now = int(time.time() * 1000)
-        self._points += [(metric_name(name), float(value), -1, now) for name, value in metrics.items()]
+        self._keep(_points(-1, metrics))
         self.flush(force=True)
 
     def log_files(self, paths: Iterable[Path | str], folder: str | None = None) -> None:
@@ -216,8 +257,11 @@ class Tracker:
         now = time.monotonic()
         if not force and now < self._retry_at:
             return False
-        self._last_flush = now
+        if not self._sending.acquire(timeout=_WAIT if force else 0):
+            self._write_pending()
+            return False
         try:
+            self._last_flush = now
             self._connect()
             self._send_points()
             self._send_rest()
@@ -226,6 +270,8 @@ class Tracker:
             self._write_pending()
             log.warning("tracking is behind, %d figures kept for later: %s", len(self._points), _first_line(error))
             return False
+        finally:
+            self._sending.release()
         self._write_pending()
         return True
 
@@ -242,9 +288,10 @@ class Tracker:
         self._save_state()
         self._describe(client, run)
         self._last_step = {
-            key: max(point.step for point in client.get_metric_history(run.info.run_id, key))
-            for key in run.data.metrics
-            if not key.startswith("system/")
+            # the store keeps each metric's newest step beside the run: its whole history need not be read
+            metric.key: metric.step
+            for metric in run.data.to_proto().metrics
+            if not metric.key.startswith("system/")
         }
         self._connected = True
         return True
@@ -292,19 +339,20 @@ class Tracker:
         from mlflow.entities import Metric
 
         assert self._client is not None and self.run_id is not None
-        newest, fresh = dict(self._last_step), []
-        for point in self._points:
-            name, _, step, _ = point
-            if step < 0 or step > newest.get(name, -1):
-                fresh.append(point)
-                newest[name] = max(step, newest.get(name, -1))
-        for start in range(0, len(fresh), _METRICS_A_BATCH):
-            batch = fresh[start : start + _METRICS_A_BATCH]
-            metrics = [Metric(name, value, at, max(step, 0)) for name, value, step, at in batch]
-            self._client.log_batch(self.run_id, metrics=metrics)
-            self._points = fresh[start + _METRICS_A_BATCH :]
-        self._points = []
-        self._last_step = newest
+        with self._guard:
+            points = list(self._points)
+        for start in range(0, len(points), _METRICS_A_BATCH):
+            batch = points[start : start + _METRICS_A_BATCH]
+            newest, fresh = dict(self._last_step), []
+            for name, value, step, at in batch:
+                if step < 0 or step > newest.get(name, -1):
+                    fresh.append(Metric(name, value, at, max(step, 0)))
+                    newest[name] = max(step, newest.get(name, -1))
+            if fresh:
+                self._client.log_batch(self.run_id, metrics=fresh)
+            with self._guard:  # others only ever add behind these
+                self._last_step = newest
+                del self._points[: len(batch)]
 
     def _send_rest(self) -> None:
         assert self._client is not None and self.run_id is not None
@@ -334,15 +382,23 @@ class Tracker:
         assert self.run_dir is not None
         path = self.run_dir / _PENDING
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        self._points = [tuple(json.loads(line)) for line in lines] + self._points
+        with self._guard:
+            self._points = [tuple(json.loads(line)) for line in lines] + self._points
 
     def _write_pending(self) -> None:
         assert self.run_dir is not None
         path = self.run_dir / _PENDING
-        if self._points:
-            write_bytes_atomic(path, "".join(json.dumps(point) + "\n" for point in self._points).encode())
+        with self._guard:
+            points = list(self._points)
+        if points:
+            write_bytes_atomic(path, "".join(json.dumps(point) + "\n" for point in points).encode())
         else:
             path.unlink(missing_ok=True)
+
+
+def _points(step: int, metrics: Mapping[str, float]) -> list[Point]:
+    now = int(time.time() * 1000)
+    return [(metric_name(name), float(value), int(step), now) for name, value in metrics.items()]
 
 
 def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
