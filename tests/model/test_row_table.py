@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from unidec.model.row_table import RowTable
-from unidec.training.optim import RowAdam
+from unidec.training.row_optim import RowAdam
 
 ROWS, WIDTH, LR = 30, 5, 0.05
 
@@ -81,12 +81,12 @@ def test_some_rows_then_all_rows_share_their_moments(table, rng):
 def test_rows_not_used_are_not_touched(table, rng):
     optimiser = RowAdam(table, LR)
     for step in range(5):
-        before = [t.detach().clone() for t in (table.weight, optimiser.first, optimiser.second)]
+        before = [t.detach().clone() for t in (table.weight, *optimiser.state().values())]
         rows = random_rows(rng)
         loss_of(table.gather(rows), random_target(rng)).backward()
         optimiser.step(step + 1, 1.0)
         others = np.setdiff1d(np.arange(ROWS), rows.numpy())
-        for was, now in zip(before, (table.weight, optimiser.first, optimiser.second), strict=True):
+        for was, now in zip(before, (table.weight, *optimiser.state().values()), strict=True):
             assert torch.equal(was[others], now[others])
             assert not torch.equal(was[rows], now[rows])
 

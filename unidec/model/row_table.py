@@ -1,55 +1,225 @@
 """A table of which each step uses few rows: token embeddings, the classifier.
 
-Legend: R rows in all, U rows used in a step (each once), D width.
+Legend: R rows in all, n rows held here, U rows used in a step (each once), D width.
 
 The table itself takes no part in autograd: a step gathers the rows it uses as a leaf, whose dense gradient [U, D] is
-all that the row-sparse optimiser (`unidec.training.optim.RowAdam`) reads. So nothing of size R x D is touched, no
-sparse tensor is coalesced, and the host never waits for the device.
+all that the row-sparse optimiser (`unidec.training.row_optim`) reads. So nothing of size R x D is touched, no sparse
+tensor is coalesced, and the host never waits for the device.
+
+A table may hold a contiguous part of the rows (several processes), as float32 or bfloat16, on the model's device, in
+host memory, or in files that are mapped into memory. Row ids are global everywhere, and gathered rows are float32 on
+the model's device everywhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from unidec.model.row_store import Fetched, FetchedRows, zeros_on_disk
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a table's rows and their optimiser's state live, and which rows they are.
+
+    Attributes:
+        place: "device"; "host": host memory, rows come to the device when a step needs them (on a CPU the same as
+            "device"); "disk": the same from files mapped into memory.
+        folder: of the files; they have no name, so that whatever ends the process frees their space.
+        first_row, num_rows: the rows held here; None: all from the first on.
+        device: the model's, so that a large table is made there at once; `.to(...)` moves it like any parameter.
+    """
+
+    place: Literal["device", "host", "disk"] = "device"
+    folder: Path | None = None
+    first_row: int = 0
+    num_rows: int | None = None
+    device: torch.device | str = "cpu"
+
+
+HERE = Placement()
 
 
 class RowTable(nn.Module):
     """A weight [R, D] whose rows are gathered, trained and written back.
 
+    Args:
+        num_rows: R.
+        width: D.
+        dtype: of the weight.
+        placement: where it lives, and which rows are held here.
+
     Attributes:
-        weight: float32 [R, D]; not trained by autograd.
+        num_rows: R; first_row, own_rows: the rows held here are first_row to first_row + own_rows.
+        weight: [n, D], not trained by autograd. Who reads it outside a step calls `flush` first.
+        state: what an optimiser keeps for each row, in the same place: tensors [n, ...] by name.
         used: (row ids int64 [U] or None for all rows, leaf [U, D]) of the step in progress, or None.
     """
 
     weight: nn.Parameter
+    _here: Tensor
 
-    def __init__(self, num_rows: int, width: int):
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype = torch.float32, placement: Placement = HERE):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_rows, width), requires_grad=False)
+        self.num_rows, self.first_row, self.placement = num_rows, placement.first_row, placement
+        self.own_rows = num_rows - self.first_row if placement.num_rows is None else placement.num_rows
+        # shows where the model is; the weight may be elsewhere
+        self.register_buffer("_here", torch.empty(0, device=placement.device), persistent=False)
+        self.weight = nn.Parameter(self._zeros((width,), dtype), requires_grad=False)
+        self.state: dict[str, Tensor] = {}
         self.used: tuple[Tensor | None, Tensor] | None = None
+        self._fetched: Fetched | None = None
+        self.store: FetchedRows | None = None
+        self._open_store()
+        self.register_state_dict_pre_hook(_flush)
+
+    # -- where the rows are -------------------------------------------------------------------------------------------
 
     @property
-    def num_rows(self) -> int:
-        return self.weight.shape[0]
+    def device(self) -> torch.device:
+        """Where gathered rows are."""
+        return self._here.device
 
-    def gather(self, rows_U: Tensor | None) -> Tensor:
-        """Rows as float [U, D]; in training a leaf that collects their gradient.
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        shape = (self.own_rows, *shape)
+        if self.placement.place == "disk":
+            assert self.placement.folder is not None, "a table on disk needs a folder"
+            return zeros_on_disk(self.placement.folder, shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device if self.placement.place == "device" else "cpu")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowTable:
+        if self.placement.place == "device":
+            self.state = {name: fn(tensor) for name, tensor in self.state.items()}
+            return super()._apply(fn, recurse)
+        self._here = fn(self._here)
+        self._open_store()
+        return self
+
+    def _open_store(self) -> None:
+        if self.placement.place != "device" and self.device.type != "cpu":
+            self.flush()
+            self.store = FetchedRows(self._columns, self.device)
+
+    def _columns(self) -> dict[str, Tensor]:
+        return {"weight": self.weight.data, **self.state}
+
+    def add_state(self, name: str, *shape: int) -> Tensor:
+        """Zeros [n, *shape] where the weight is, float32 (float64 beside such a weight)."""
+        dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+        self.state[name] = self._zeros(shape, dtype)
+        return self.state[name]
+
+    def flush(self) -> None:
+        """Wait until everything written is in `weight` and `state`."""
+        if self.store is not None:
+            self.store.flush()
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def prefetch(self, rows_U: np.ndarray, on_device_U: Tensor) -> None:
+        """Begin to fetch rows that a coming step will gather; nothing to do where they are on the device.
 
         Args:
-            rows_U: int64 [U], each once; None: all rows.
+            rows_U: int64 [U], each once.
+            on_device_U: the same; `gather` is to be given this very tensor.
+        """
+        if self.store is not None:
+            self.store.fetch(torch.from_numpy(rows_U) - self.first_row, on_device_U)
+
+    def gather(self, rows_U: Tensor | None) -> Tensor:
+        """Rows as float [U, D] on the model's device; in training a leaf that collects their gradient.
+
+        Args:
+            rows_U: int64 [U], each once, of the rows held here; None: all of them.
 
         Raises:
-            RuntimeError: gathered twice in one training step (rows in both would be updated twice).
+            RuntimeError: gathered twice in one training step (rows in both would be updated twice); all rows of a
+                table that is not on the device.
         """
-        rows = self.weight if rows_U is None else self.weight[rows_U]
         if not (self.training and torch.is_grad_enabled()):
-            return rows.detach()
+            self.flush()
+            local = None if rows_U is None else self._local(rows_U).to(self.weight.device)
+            rows = self.weight if local is None else self.weight[local]
+            return _at_least_float(rows.detach().to(self.device))
         if self.used is not None:
             raise RuntimeError("a table's rows are gathered once a training step")
-        leaf = rows.detach().requires_grad_()
+        if self.store is None:
+            rows = self.weight if rows_U is None else self.weight[self._local(rows_U)]
+        elif rows_U is None:
+            raise RuntimeError("all rows train only in a table on the device")
+        else:
+            self._fetched = self.store.take(rows_U, self.first_row)
+            rows = self._fetched.values["weight"]
+        leaf = _at_least_float(rows.detach()).requires_grad_()
         self.used = (rows_U, leaf)
         return leaf
 
+    def used_state(self) -> dict[str, Tensor]:
+        """The used rows' state [U, ...]: copies, or the state itself where all rows are used."""
+        assert self.used is not None
+        rows_U = self.used[0]
+        if self._fetched is not None:
+            return {name: self._fetched.values[name] for name in self.state}
+        if rows_U is None:
+            return dict(self.state)
+        local = self._local(rows_U)
+        return {name: tensor[local] for name, tensor in self.state.items()}
+
+    @torch.no_grad()
+    def write_back(self, weight_UD: Tensor, state: dict[str, Tensor]) -> None:
+        """New values of the used rows, which are then forgotten.
+
+        Args:
+            weight_UD: of the weight's dtype.
+            state: as `used_state` gave it, changed in place.
+        """
+        assert self.used is not None
+        rows_U, fetched = self.used[0], self._fetched
+        self.forget()
+        if fetched is not None:
+            assert self.store is not None
+            self.store.put(fetched, {"weight": weight_UD, **state})
+        elif rows_U is not None:
+            local = self._local(rows_U)
+            for name, values in state.items():
+                self.state[name][local] = values
+            self.weight[local] = weight_UD
+        elif weight_UD.data_ptr() != self.weight.data_ptr():  # a leaf of all rows in float32 is the weight itself
+            self.weight.copy_(weight_UD)
+
     def forget(self) -> None:
         """Drop what the step gathered."""
-        self.used = None
+        self.used = self._fetched = None
+
+    def _local(self, rows_U: Tensor) -> Tensor:
+        return rows_U - self.first_row if self.first_row else rows_U
+
+    # -- all rows -----------------------------------------------------------------------------------------------------
+
+    def numpy(self) -> np.ndarray:
+        """The rows held here, float32 [n, D]; a view where they are float32 in host memory or a file."""
+        self.flush()
+        return self.weight.detach().float().cpu().numpy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.flush()
+        return {**self.__dict__, "store": None}  # threads and streams are not copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._open_store()
+
+
+def _flush(table: RowTable, *_: Any) -> None:
+    table.flush()
+
+
+def _at_least_float(rows: Tensor) -> Tensor:
+    return rows.float() if rows.dtype == torch.bfloat16 else rows

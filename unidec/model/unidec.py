@@ -9,7 +9,9 @@ queries, Psi an L x D table.
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,18 @@ from torch import Tensor, nn
 
 from unidec.config import Encoder, Model
 from unidec.data.storage import Folder, read_manifest
+from unidec.data.tensor_file import open_tensors, write_tensors
 from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.encoder import InputBuilder, TextEncoder, empty_transformer, load_transformer
-from unidec.model.row_table import RowTable
+from unidec.model.row_table import HERE, Placement, RowTable
 from unidec.progress import progress
 
 KIND, VERSION = "model", 1
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COPY_BLOCK = 1 << 17  # rows copied at once
+START_BLOCK = 1 << 15  # rows of the table that are made at once (a multiple of the encoder's batches)
 
 
 class UniDEC(nn.Module):
@@ -38,6 +44,7 @@ class UniDEC(nn.Module):
         settings: section `model`.
         num_labels: L.
         encoder: the text encoder.
+        placement: where the classifier's rows live, and which of them are held here.
 
     Attributes:
         heads: "both", "de" or "clf".
@@ -45,7 +52,14 @@ class UniDEC(nn.Module):
         log_scale: float [2], log(1 / tau) of the two heads.
     """
 
-    def __init__(self, encoder_settings: Encoder, settings: Model, num_labels: int, encoder: TextEncoder):
+    def __init__(
+        self,
+        encoder_settings: Encoder,
+        settings: Model,
+        num_labels: int,
+        encoder: TextEncoder,
+        placement: Placement = HERE,
+    ):
         super().__init__()
         self.encoder_settings, self.settings, self.num_labels = encoder_settings, settings, num_labels
         self.heads = settings.heads
@@ -60,8 +74,8 @@ class UniDEC(nn.Module):
             )
         if self.heads != "de":
             self.head_clf = nn.Sequential(nn.Linear(encoder.width, settings.dim), nn.Dropout(settings.dropout))
-            self.table = RowTable(num_labels, settings.dim)
-            self.bias = RowTable(num_labels, 1) if settings.clf_bias else None
+            self.table = RowTable(num_labels, settings.dim, DTYPES[settings.clf_dtype], placement)
+            self.bias = RowTable(num_labels, 1, torch.float32, placement) if settings.clf_bias else None
         self.log_scale = nn.Parameter(
             torch.full((2,), -float(np.log(settings.temperature))), requires_grad=settings.learn_temperature
         )
@@ -80,6 +94,7 @@ class UniDEC(nn.Module):
         folder: Path,
         num_tokens: int,
         params: dict[str, Any],
+        placement: Placement = HERE,
     ) -> UniDEC:
         """A new model on a pretrained transformer's folder; call under a seed.
 
@@ -87,6 +102,7 @@ class UniDEC(nn.Module):
             folder: of `resolve_encoder`; a bag alone takes its token embeddings and tokenizer only.
             num_tokens: size of the tokenizer's vocabulary.
             params: all parameters, kept with the model.
+            placement: where the classifier's rows live, and which of them are held here.
         """
         transformer = load_transformer(folder)
         start_VD = transformer.get_input_embeddings().weight.detach()  # type: ignore[operator]
@@ -97,7 +113,7 @@ class UniDEC(nn.Module):
         if encoder.bag is not None:
             with torch.no_grad():
                 encoder.bag.embedding.weight[: start_VD.shape[0]].copy_(start_VD)
-        model = cls(encoder_settings, settings, num_labels, encoder)
+        model = cls(encoder_settings, settings, num_labels, encoder, placement)
         model.config_folder = model.tokenizer_folder = folder
         model.max_length, model.params = int(params["tokens"]["max_length"]), params
         if model.head_clf is not None:
@@ -105,21 +121,39 @@ class UniDEC(nn.Module):
         return model
 
     @torch.no_grad()
-    def start_table(self, label_input_LW: Tensor | None) -> None:
+    def start_table(self, label_input: Tensor | Callable[[int, int], Tensor] | None = None) -> None:
         """Psi's start: unit label embeddings through the classifier's own head, Xavier, or N(0, 0.02) (Renee).
 
+        Block by block, so that no second table is in memory. Random rows are drawn for all labels from the default
+        generator of the model's device: the same wherever the table lives and whatever part of it is held here.
+
         Args:
-            label_input_LW: encoder output of all label texts; only read for "label_embedding".
+            label_input: only read for "label_embedding": encoder outputs [L, W] of all label texts, or what gives
+                those of labels from begin to end, [end - begin, W].
         """
         if self.table is None or self.head_clf is None:
             return
-        if self.settings.clf_init == "label_embedding":
-            assert label_input_LW is not None
-            self.table.weight.copy_(F.normalize(self.head_clf[0](label_input_LW), dim=-1))
-        elif self.settings.clf_init == "xavier":
-            nn.init.xavier_uniform_(self.table.weight)
-        else:
-            nn.init.normal_(self.table.weight, std=0.02)
+        first, last = self.table.first_row, self.table.first_row + self.table.own_rows
+        embeds = self.settings.clf_init == "label_embedding"
+        stop = last if embeds else self.num_labels
+        for start in range(first if embeds else 0, stop, START_BLOCK):
+            end = min(start + START_BLOCK, stop)
+            if embeds:
+                assert label_input is not None
+                x_BW = label_input(start, end) if callable(label_input) else label_input[start:end]
+                rows_BD = F.normalize(self.head_clf[0](x_BW), dim=-1)
+            else:
+                rows_BD = self._random_rows(end - start)
+            begin, until = max(start, first), min(end, last)
+            if begin < until:
+                self.table.weight[begin - first : until - first] = rows_BD[begin - start : until - start]
+
+    def _random_rows(self, count: int) -> Tensor:
+        rows_BD = torch.empty(count, self.settings.dim, device=self.device)
+        if self.settings.clf_init == "normal":
+            return rows_BD.normal_(std=0.02)
+        bound = math.sqrt(3.0) * math.sqrt(2.0 / (self.num_labels + self.settings.dim))  # of the whole table
+        return rows_BD.uniform_(-bound, bound)
 
     def de(self, x_BW: Tensor) -> Tensor:
         """Phi_D, unit length, float32 [B, D]."""
@@ -201,18 +235,33 @@ class UniDEC(nn.Module):
         return self.project(self.encode("labels", tokens, None, build, batch_size))[0]
 
     def classifier_table(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Psi float32 [L, D] and the bias float32 [L], None where there is none."""
-        weight = None if self.table is None else self.table.weight.detach().cpu().numpy()
-        bias = None if self.bias is None else self.bias.weight.detach().cpu().numpy()[:, 0]
+        """Psi float32 [L, D] and the bias float32 [L] (of the rows held here), None where there is none."""
+        weight = None if self.table is None else self.table.numpy()
+        bias = None if self.bias is None else self.bias.numpy()[:, 0]
         return weight, bias
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """The state without the tables' weights."""
+        tables = {f"{name}.weight" for name in self.tables()}
+        return {name: value for name, value in self.state_dict().items() if name not in tables}
+
+    def load_dense_state(self, tensors: dict[str, Tensor]) -> None:
+        """Copy in what `dense_state` gave.
+
+        Raises:
+            RuntimeError: names or shapes of another model.
+        """
+        shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        _copy_into(
+            self.dense_state(),
+            shapes,
+            lambda name, *rows: tensors[name][slice(*rows)] if rows[0] is not None else tensors[name],
+        )
 
     def save_into(self, folder: Folder, extra: dict[str, Any] | None = None) -> None:
         """Write weights, configuration and tokenizer into a folder that `storage.write_folder` opened."""
-        from safetensors.torch import save_file
-
         assert self.config_folder is not None
-        tensors = {k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}
-        save_file(tensors, folder.path / "model.safetensors")
+        write_tensors(folder.path / "model.safetensors", self.state_dict())
         for name, source, names in (
             ("tokenizer", self.tokenizer_folder, TOKENIZER_FILES),
             ("encoder_config", self.config_folder, ("config.json",)),
@@ -237,9 +286,6 @@ class UniDEC(nn.Module):
         Raises:
             ArtifactError: missing, damaged, of a newer version, or weights that do not fit the configuration.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         path = Path(path)
         read_manifest(path, KIND, VERSION, verify=verify)
         try:
@@ -253,11 +299,38 @@ class UniDEC(nn.Module):
                 int(config["num_labels"]),
                 TextEncoder(encoder_settings, transformer, num_tokens, width),
             )
-            model.load_state_dict(load_file(path / "model.safetensors"), strict=True)
+            with open_tensors(path / "model.safetensors") as file:
+                shapes = {name: file.shape(name) for name in file.names}
+                _copy_into(model.state_dict(), shapes, file.read)
             model.max_length, model.params = int(config["max_length"]), config["params"]
-        except (KeyError, ValueError, TypeError, RuntimeError, OSError, ConfigError, SafetensorError) as error:
+        except (KeyError, ValueError, TypeError, RuntimeError, OSError, ConfigError, ArtifactError) as error:
             raise ArtifactError(
                 "weights and configuration of the model do not fit together", where=str(path), got=str(error)[:300]
             ) from error
         model.config_folder, model.tokenizer_folder = path / "encoder_config", path / "tokenizer"
         return model.to(device).eval()
+
+
+def _copy_into(
+    own: dict[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str, int | None, int | None], Tensor],
+) -> None:
+    """Copy tensors of the same names and shapes, a block of rows at a time.
+
+    Raises:
+        RuntimeError: other names or shapes.
+    """
+    missing, unknown = own.keys() - shapes.keys(), shapes.keys() - own.keys()
+    if missing or unknown:
+        raise RuntimeError(f"missing: {', '.join(sorted(missing)) or 'nothing'}; "
+                           f"unknown: {', '.join(sorted(unknown)) or 'nothing'}")  # fmt: skip
+    for name, tensor in own.items():
+        if shapes[name] != tuple(tensor.shape):
+            raise RuntimeError(f"{name}: shape {list(shapes[name])} instead of {list(tensor.shape)}")
+        if tensor.dim() == 0:
+            tensor.copy_(read(name, None, None))
+            continue
+        for begin in range(0, len(tensor), COPY_BLOCK):
+            end = min(begin + COPY_BLOCK, len(tensor))
+            tensor[begin:end].copy_(read(name, begin, end))

@@ -1,10 +1,6 @@
-"""Optimisers and schedule: AdamW in learning-rate groups for dense parameters, lazy row-sparse Adam for tables.
+"""Optimisers and schedule: AdamW in learning-rate groups for dense parameters, row-sparse optimisers for tables.
 
-Legend: R rows of a table, U rows used in a step, D width.
-
-Rows that a step does not use are not touched: their moments do not decay and no weight decay reaches them, and a row
-that returns after k steps continues with the moments it had (`torch.optim.SparseAdam` does the same). That costs U x
-D instead of R x D a step in time and traffic, which is what lets a table outgrow the batch.
+Legend: S rows that the classifier uses in a step.
 """
 
 from __future__ import annotations
@@ -12,64 +8,35 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from unidec.config import Optim
+from unidec.errors import ArtifactError
 from unidec.model.row_table import RowTable
 from unidec.model.unidec import UniDEC
-
-BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
-
-
-class RowAdam:
-    """Adam on the rows of one `RowTable` that a step gathered (lazy: see the module).
-
-    Args:
-        table: the table.
-        lr: base learning rate.
-    """
-
-    def __init__(self, table: RowTable, lr: float):
-        self.table, self.lr = table, lr
-        self.first = torch.zeros_like(table.weight, requires_grad=False)
-        self.second = torch.zeros_like(table.weight, requires_grad=False)
-        self._count = torch.zeros((), dtype=torch.float32, device=table.weight.device)
-
-    @torch.no_grad()
-    def step(self, step: int, factor: float, scale: Tensor | float = 1.0) -> None:
-        """Update the gathered rows from their leaf's gradient, then forget them.
-
-        Args:
-            step: number of this update, from 1 (bias correction).
-            factor: the schedule's share of the learning rate.
-            scale: multiplies the gradient (clipping).
-        """
-        used, self.table.used = self.table.used, None
-        if used is None or used[1].grad is None:
-            return
-        rows, leaf = used
-        grad: Tensor = leaf.grad  # type: ignore[assignment]
-        weight: Tensor = self.table.weight if rows is None else leaf.detach()  # the leaf holds the rows' values
-        first, second = (self.first, self.second) if rows is None else (self.first[rows], self.second[rows])
-        self._count.fill_(step - 1)
-        adamw(  # one pass over gradient, moments and weight
-            [weight], [grad.mul_(scale)], [first], [second], [], [self._count], fused=True, amsgrad=False,
-            beta1=BETA1, beta2=BETA2, lr=self.lr * factor, weight_decay=0.0, eps=EPS, maximize=False,
-        )  # fmt: skip
-        if rows is not None:
-            self.first[rows], self.second[rows], self.table.weight[rows] = first, second, weight
+from unidec.training.row_optim import BETA1, BETA2, EPS, row_optimiser
 
 
 class Optimisers:
-    """Everything that changes weights: AdamW groups, a `RowAdam` a table, warm-up and cosine, clipping.
+    """Everything that changes weights: AdamW groups, a row-sparse optimiser a table, warm-up and cosine, clipping.
 
     Groups (spec, detail 9): transformer, heads (with the residual network and temperatures), bag, classifier table;
-    weight decay on matrices of the dense groups only.
+    weight decay on matrices of the dense groups only. The bag's tables train by Adam, the classifier's by what
+    `clf_state` says.
+
+    Args:
+        model: on its device.
+        settings: section `optim`.
+        steps_per_epoch: for the schedule.
+        seed: decides how rows in bfloat16 are rounded.
+
+    Attributes:
+        dense: parameters that AdamW trains; row: optimisers of the tables, by the tables' names.
     """
 
-    def __init__(self, model: UniDEC, settings: Optim, steps_per_epoch: int):
+    def __init__(self, model: UniDEC, settings: Optim, steps_per_epoch: int, *, seed: int = 0):
         self.settings = settings
         self.warmup = max(1, round(settings.warmup_epochs * steps_per_epoch))
         self.total = max(settings.epochs * steps_per_epoch, self.warmup + 1)
@@ -89,8 +56,11 @@ class Optimisers:
             ],
             betas=(BETA1, BETA2), eps=EPS, fused=True,
         )  # fmt: skip
+        self.device = model.device
         self.row = {
-            name: RowAdam(table, settings.lr_bag if name.startswith("encoder.") else settings.lr_clf)
+            name: row_optimiser("adam", table, settings.lr_bag)
+            if name.startswith("encoder.")
+            else row_optimiser(settings.clf_state, table, settings.lr_clf, f"{seed} {name}")
             for name, table in model.tables().items()
         }
 
@@ -138,24 +108,73 @@ class Optimisers:
         for row in self.row.values():
             row.table.forget()
 
-    def state(self) -> dict[str, Tensor]:
-        """Moments and step counts as named tensors."""
-        tensors = {}
-        for index, parameter in enumerate(self.dense):
-            for key, value in self.adamw.state.get(parameter, {}).items():
-                tensors[f"adamw.{index}.{key}"] = torch.as_tensor(value)
-        for name, row in self.row.items():
-            tensors[f"row.{name}.first"], tensors[f"row.{name}.second"] = row.first, row.second
-        return tensors
+    def prefetch(self, rows_S: np.ndarray) -> Tensor:
+        """Ids of the classifier's rows that a coming step uses, on the device; begins to fetch rows that are not.
 
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `state` gave for the same model."""
+        Args:
+            rows_S: int64 [S], each once, of rows held here.
+
+        Returns:
+            int64 [S], to be given to the tables' `gather` as it is.
+        """
+        ids_S = torch.from_numpy(rows_S)
+        if self.device.type == "cuda":
+            ids_S = ids_S.pin_memory().to(self.device, non_blocking=True)
+        for name, table in self.tables().items():
+            if not name.startswith("encoder."):
+                table.prefetch(rows_S, ids_S)
+        return ids_S
+
+    def tables(self) -> dict[str, RowTable]:
+        """The tables by name."""
+        return {name: row.table for name, row in self.row.items()}
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """AdamW's moments and step counts, "adamw.<number of the parameter>.<key>"; empty before the first step."""
+        return {
+            f"adamw.{index}.{key}": torch.as_tensor(value)
+            for index, parameter in enumerate(self.dense)
+            for key, value in self.adamw.state.get(parameter, {}).items()
+        }
+
+    def load_dense_state(self, tensors: dict[str, Tensor]) -> None:
+        """Restore what `dense_state` gave for the same model; other names are passed over."""
         for index, parameter in enumerate(self.dense):
             prefix = f"adamw.{index}."
             state: dict[str, Any] = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
             if state:
                 # the step counts too: the fused update reads them on the device
                 self.adamw.state[parameter] = {k: v.to(parameter.device, copy=True) for k, v in state.items()}
+
+    def row_states(self) -> dict[str, dict[str, Tensor]]:
+        """Rows held here, by table: "weight" and what its optimiser keeps. The tensors themselves, no copies."""
+        return {name: {**row.state(), "weight": row.table.weight.detach()} for name, row in self.row.items()}
+
+    def load_row_states(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+        """Copy in what `row_states` gave for the same model, the same states and the same rows.
+
+        Raises:
+            ArtifactError: a table or a state that is missing, or of another shape.
+        """
+        for name, own in self.row_states().items():
+            given = tensors.get(name, {})
+            for key, tensor in own.items():
+                if key not in given or given[key].shape != tensor.shape:
+                    raise ArtifactError(
+                        "rows that do not fit the model", where=f"table {name}, {key}",
+                        got="nothing" if key not in given else f"shape {list(given[key].shape)}",
+                        expected=f"shape {list(tensor.shape)}",
+                    )  # fmt: skip
+                tensor.copy_(given[key])
+
+    # until the trainer calls the four above
+    def state(self) -> dict[str, Tensor]:
+        """`dense_state`, and the tables' state as "row.<table>.<name>"."""
+        rows = {f"row.{name}.{k}": v for name, row in self.row.items() for k, v in row.state().items()}
+        return self.dense_state() | rows
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Restore what `state` gave for the same model."""
+        self.load_dense_state(tensors)
         for name, row in self.row.items():
-            row.first.copy_(tensors[f"row.{name}.first"])
-            row.second.copy_(tensors[f"row.{name}.second"])
+            row.load_state({key: tensors[f"row.{name}.{key}"] for key in row.columns})

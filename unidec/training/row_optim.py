@@ -1,0 +1,185 @@
+"""Row-sparse optimisers: they update the rows of a `RowTable` that a step gathered, and touch no other.
+
+Legend: R rows of a table, U rows used in a step, D width.
+
+Rows that a step does not use are not touched: their moments do not decay and no weight decay reaches them, and a row
+that returns after k steps continues with the state it had (`torch.optim.SparseAdam` does the same). That costs U x D
+instead of R x D a step in time and traffic, which is what lets a table outgrow the batch. `docs/tables.md` says what
+it means for training.
+
+Each computes in float32. A table in bfloat16 is written with stochastic rounding: to nearest, an update smaller than
+half a unit of bfloat16's 8 bits would be lost each time; rounded up with the right probability it counts on average.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from unidec.model.row_table import RowTable
+
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+State = Literal["adam", "adagrad", "sgd"]
+
+
+class RowOptimiser:
+    """Gradient descent without state: w -= lr g. The others differ in `columns` and `update`.
+
+    Args:
+        table: the table; the state is kept there (`RowTable.state`).
+        lr: base learning rate.
+        seed: with the step's number decides how rows in bfloat16 are rounded.
+    """
+
+    columns: ClassVar[dict[str, bool]] = {}  # state by name: a value for each entry (True), or one a row
+
+    def __init__(self, table: RowTable, lr: float, seed: int | str = 0):
+        self.table, self.lr, self.seed = table, lr, seed
+        for name, wide in self.columns.items():
+            table.add_state(name, *([table.weight.shape[1]] if wide else []))
+
+    @torch.no_grad()
+    def step(self, step: int, factor: float, scale: Tensor | float = 1.0) -> None:
+        """Update the gathered rows from their leaf's gradient, then forget them.
+
+        Args:
+            step: number of this update, from 1 (bias correction).
+            factor: the schedule's share of the learning rate.
+            scale: multiplies the gradient (clipping).
+        """
+        used = self.table.used
+        if used is None or used[1].grad is None:
+            self.table.forget()
+            return
+        rows_U, leaf = used
+        weight, state = leaf.detach(), self.table.used_state()  # the leaf holds the rows' values
+        self.update(weight, used[1].grad, state, step, self.lr * factor, scale)
+        if self.table.weight.dtype == torch.bfloat16:
+            if rows_U is None:
+                first = self.table.first_row
+                rows_U = torch.arange(first, first + self.table.own_rows, device=weight.device)
+            weight = round_to_bfloat16(weight, row_noise(rows_U, weight.shape[1], f"{self.seed} {step}"))
+        self.table.write_back(weight, state)
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float, scale: Tensor | float
+    ) -> None:
+        """Change weight [U, D] and state in place; the gradient may be used up."""
+        if isinstance(scale, Tensor):
+            weight.addcmul_(grad, scale.to(grad.dtype), value=-lr)
+        else:
+            weight.add_(grad, alpha=-lr * scale)
+
+    def state(self) -> dict[str, Tensor]:
+        """State of all rows [R, ...] by name: the tensors themselves."""
+        self.table.flush()
+        return {name: self.table.state[name] for name in self.columns}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Copy in what `state` gave."""
+        for name, tensor in self.state().items():
+            tensor.copy_(tensors[name])
+
+
+class RowSGD(RowOptimiser):
+    """Gradient descent without state."""
+
+
+class RowAdam(RowOptimiser):
+    """Adam (Kingma and Ba, 2015) with the moments of each row as they were when it was last used."""
+
+    columns: ClassVar = {"first": True, "second": True}
+
+    def __init__(self, table: RowTable, lr: float, seed: int | str = 0):
+        super().__init__(table, lr, seed)
+        self._count = torch.zeros((), dtype=torch.float32, device=table.device)
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float, scale: Tensor | float
+    ) -> None:
+        self._count.fill_(step - 1)
+        adamw(  # one pass over gradient, moments and weight
+            [weight], [grad.mul_(scale)], [state["first"]], [state["second"]], [], [self._count], fused=True,
+            amsgrad=False, beta1=BETA1, beta2=BETA2, lr=lr, weight_decay=0.0, eps=EPS, maximize=False,
+        )  # fmt: skip
+
+
+class RowAdagrad(RowOptimiser):
+    """Row-wise AdaGrad (Mudigere et al., 2022; AdaGrad: Duchi et al., 2011): one value a row.
+
+    sum += mean_d(g_d^2); w -= lr g / (sqrt(sum) + eps). With D = 1, a bias, it is AdaGrad itself.
+    """
+
+    columns: ClassVar = {"sum": False}
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float, scale: Tensor | float
+    ) -> None:
+        norm_U = torch.linalg.vector_norm(grad, dim=1).mul_(scale)  # reads the gradient once, makes no [U, D]
+        sum_U = state["sum"].addcmul_(norm_U, norm_U, value=1 / grad.shape[1])
+        rate_U = sum_U.sqrt().add_(EPS).reciprocal_().mul_(scale)
+        weight.addcmul_(grad, rate_U.unsqueeze(1), value=-lr)
+
+
+ROW_OPTIMISERS: dict[str, type[RowOptimiser]] = {"adam": RowAdam, "adagrad": RowAdagrad, "sgd": RowSGD}
+
+
+def row_optimiser(kind: State, table: RowTable, lr: float, seed: int | str = 0) -> RowOptimiser:
+    """The optimiser of one table by what it keeps: "adam" two values an entry, "adagrad" one a row, "sgd" nothing."""
+    return ROW_OPTIMISERS[kind](table, lr, seed)
+
+
+def bytes_per_row(dtype: Literal["fp32", "bf16"], state: State, width: int) -> tuple[int, int]:
+    """Bytes of a row's weight and of its state, which is float32 always."""
+    values = sum(width if wide else 1 for wide in ROW_OPTIMISERS[state].columns.values())
+    return width * (2 if dtype == "bf16" else 4), 4 * values
+
+
+# -- stochastic rounding -----------------------------------------------------------------------------------------------
+
+
+def row_noise(rows_U: Tensor, width: int, seed: str) -> Tensor:
+    """Random int16 [U, D], uniform over all values: a hash of (seed, row, column).
+
+    So the same on every device, for any order of the rows and any number of processes. SplitMix64 (Steele, Lea and
+    Flood, 2014), one 64-bit word for four columns.
+
+    Args:
+        rows_U: int64 [U].
+        width: D.
+        seed: anything.
+    """
+    start = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True)
+    words = (width + 3) // 4
+    counter = rows_U.unsqueeze(1) * words
+    z = counter + torch.arange(words, device=rows_U.device)
+    z.mul_(_signed(0x9E3779B97F4A7C15)).add_(start)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))  # >> copies the sign
+    z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+    return z.view(torch.int16)[:, :width]
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def round_to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
+    """float32 to bfloat16, up or down at random so that the mean is x; what bfloat16 can hold stays as it is.
+
+    The upper half of a float32 is a bfloat16, and 16 random bits added to the lower half carry into the upper with the
+    probability of its share. Infinity stays, NaN stays NaN, and beyond the largest finite value it is infinity or that
+    value.
+
+    Args:
+        x: float32, used up.
+        noise: int16 of the same shape, uniform.
+    """
+    nan = x.isnan()
+    bits = x.view(torch.int32).add_(noise).add_(0x8000)  # noise is signed: from 0 on
+    upper = bits.view(torch.int16).unflatten(-1, (-1, 2))[..., 1]  # little endian, as torch's platforms are
+    return upper.view(torch.bfloat16).masked_fill(nan, torch.nan)
