@@ -121,6 +121,7 @@ def mine_hard_negatives(
 
 
 Block = tuple[int, int, np.ndarray, np.ndarray]
+_SPARE = 32  # candidates beyond those wanted, to tell equal scores apart
 
 
 def _merged(
@@ -200,23 +201,26 @@ def _exact_blocks(
 def best_labels(score_BL: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The `width` largest scores of each row and their labels, best first, of equal scores the lower label first.
 
-    `topk` alone takes any of those that are equal.
+    `topk` alone takes any of those that are equal: some more than `width` are asked for, so that only a longer run of
+    equal scores needs a second look at the whole row.
     """
     num_labels = score_BL.shape[1]
-    score_BK, label_BK = score_BL.topk(min(width + 1, num_labels), dim=1)
-    if width < num_labels:
-        tied_B = score_BK[:, width - 1] == score_BK[:, width]  # equal ones are taken and left out
-        score_BK, label_BK = score_BK[:, :width], label_BK[:, :width].contiguous()
-        rows_T = tied_B.nonzero().squeeze(1)
+    score_BK, label_BK = score_BL.topk(min(width + _SPARE, num_labels), dim=1)
+    if label_BK.shape[1] < num_labels:
+        cut_B = score_BK[:, width - 1] == score_BK[:, -1]  # more of the last score may have been left out
+        rows_T = cut_B.nonzero().squeeze(1)
         if len(rows_T):
-            score_TL, last_T1 = score_BL[rows_T], score_BK[rows_T, -1:]
+            score_TL, last_T1 = score_BL[rows_T], score_BK[rows_T, width - 1 : width]
             above_TL, equal_TL = score_TL > last_T1, score_TL == last_T1
             room_T1 = width - above_TL.sum(1, keepdim=True)
-            taken_TL = above_TL | (equal_TL & (equal_TL.cumsum(1) <= room_T1))
-            label_BK[rows_T] = taken_TL.nonzero()[:, 1].view(-1, width)
-    label_BK = label_BK.sort(dim=1).values
-    score_BK, place_BK = score_BL.gather(1, label_BK).sort(dim=1, descending=True, stable=True)
-    return score_BK, label_BK.gather(1, place_BK)
+            taken_TL = above_TL | (equal_TL & (equal_TL.cumsum(1, dtype=torch.int32) <= room_T1))
+            # what stands behind `width` sorts last and is cut off below
+            found_TW = taken_TL.nonzero()[:, 1].view(-1, width)
+            score_BK[rows_T, :width], score_BK[rows_T, width:] = score_TL.gather(1, found_TW), -torch.inf
+            label_BK[rows_T, :width] = found_TW
+    label_BK, place_BK = label_BK.sort(dim=1)
+    score_BK, order_BK = score_BK.gather(1, place_BK).sort(dim=1, descending=True, stable=True)
+    return score_BK[:, :width], label_BK.gather(1, order_BK)[:, :width]
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
