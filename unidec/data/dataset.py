@@ -97,12 +97,17 @@ class XMCDataset:
         return _take(self.labels, rows)["uid"].to_pylist()
 
     def text_batches(
-        self, which: Literal["queries", "labels"], text: Text = "title", batch_size: int = 8192
+        self,
+        which: Literal["queries", "labels"],
+        text: Text = "title",
+        batch_size: int = 8192,
+        rows: tuple[int, int] | None = None,
     ) -> Iterator[list[str]]:
-        """All texts of queries or labels in order, a batch at a time."""
+        """Texts of queries or labels in order, a batch at a time; all, or those of rows[0] to rows[1] - 1."""
         table = {"queries": self.queries, "labels": self.labels}[which]
-        for start in range(0, table.num_rows, batch_size):
-            yield _texts(table.slice(start, batch_size), text).to_pylist()
+        first, last = rows or (0, table.num_rows)
+        for start in range(first, last, batch_size):
+            yield _texts(table.slice(start, min(batch_size, last - start)), text).to_pylist()
 
     def to_raw(self, keep_validation: bool = True) -> RawData:
         """Back to raw data; without `keep_validation`, train has the validation queries, in their raw order."""

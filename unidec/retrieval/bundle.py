@@ -38,6 +38,7 @@ from unidec.retrieval.bundle_folder import (
 )
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.space import head_scores, query_vectors
+from unidec.retrieval.text_file import text_column
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,7 +47,6 @@ __all__ = ["Bundle", "BundleInfo", "Prediction", "Predictions", "write_bundle"]
 
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
-TEXT_COLUMNS = ("query", "text")
 
 
 @dataclass(frozen=True)
@@ -288,25 +288,6 @@ PREDICTION_SCHEMA = pa.schema(
         ("score", pa.float32()),
     ]
 )
-
-
-def text_column(names: Sequence[str], column: str | None, where: str) -> str:
-    """The column that holds the queries: the one asked for, else `query`, else `text`.
-
-    Raises:
-        DataError: it is not there.
-    """
-    wanted = (column,) if column else TEXT_COLUMNS
-    for name in wanted:
-        if name in names:
-            return name
-    raise DataError(
-        "no column of queries",
-        where=where,
-        got=", ".join(map(str, names))[:300] or "no columns",
-        expected=" or ".join(wanted),
-        fix="rename the column, or name it: --column NAME",
-    )
 
 
 def _load_model(path: Path, device: str) -> Any:

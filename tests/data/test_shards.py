@@ -1,0 +1,124 @@
+"""Work in shards against the same work in one piece: the same bytes, whatever was cut, killed or damaged in between."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unidec.data.shards import Work, alone, cuts, join_arrays
+from unidec.data.token_shards import begin_tokens, merge_tokens, write_token_shard
+from unidec.data.tokens import TokenCache, build_token_cache
+from unidec.errors import ArtifactError, ConfigError
+
+
+@given(st.integers(0, 500), st.integers(1, 40), st.integers(1, 17))
+def test_cuts_hold_every_row_once_and_begin_at_batches(num_rows, shards, multiple):
+    bounds = cuts(num_rows, shards, multiple)
+    assert bounds[0] == 0 and bounds[-1] == num_rows
+    sizes = np.diff(bounds)
+    assert len(sizes) <= shards and all(bound % multiple == 0 for bound in bounds[:-1])
+    assert (sizes > 0).all() or num_rows == 0
+    batches = -(-sizes // multiple)
+    assert batches.max() - batches.min() <= 1
+    assert len(sizes) == max(1, min(shards, -(-num_rows // multiple)))
+
+
+def begin(folder: Path, facts: dict | None = None, **options) -> Work:
+    return Work.begin(folder, "numbers", facts or {"input": "a"}, {"path": "/x"}, 10, **options)
+
+
+def fill(work: Work, number: int) -> None:
+    with work.write(number) as out:
+        np.save(out.path / "rows.npy", np.arange(*work.rows(number)))
+
+
+def test_a_shard_counts_only_when_it_is_whole_and_of_this_work(tmp_path):
+    work = begin(tmp_path / "w", shards=4)
+    assert work.missing() == [0, 1, 2, 3]
+    for number in range(4):
+        fill(work, number)
+    assert work.missing() == [] and begin(tmp_path / "w").missing() == []  # the count that was begun is kept
+    (work.path(1) / "rows.npy").write_bytes(b"damaged")
+    shutil.rmtree(work.path(2))
+    shutil.rmtree(work.path(3))
+    shutil.copytree(work.path(0), work.path(3))  # another shard under this name
+    assert begin(tmp_path / "w").missing() == [1, 2, 3]
+    with pytest.raises(ArtifactError, match=r"3 of 4 shards.*\n.*shard 2 of 4 \(rows 2 to 4\)"):
+        work.check_whole()
+    assert begin(tmp_path / "w", {"input": "b"}, shards=4).missing() == [0, 1, 2, 3]
+    assert not list((tmp_path / "w").glob("*-of-*"))
+
+
+def test_another_count_begins_anew_and_foreign_folders_are_left_alone(tmp_path):
+    fill(begin(tmp_path / "w", shards=4), 0)
+    assert begin(tmp_path / "w", shards=2).missing() == [0, 1]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(ArtifactError, match="something else"):
+        begin(tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
+    for wrong in (0, -1, 10**6):
+        with pytest.raises(ConfigError):
+            begin(tmp_path / "w", shards=wrong)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1", '{"kind": "x", "version": 1, "key": "k", "bounds": [3, 1], '
+                                  '"settings": {}}', '{"version": 2}'])  # fmt: skip
+def test_a_damaged_plan_is_refused_and_replaced(tmp_path, text):
+    work = begin(tmp_path / "w", shards=2)
+    (tmp_path / "w" / "plan.json").write_text(text)
+    with pytest.raises(ArtifactError):
+        Work.open(tmp_path / "w")
+    assert begin(tmp_path / "w", shards=2) == work == Work.open(tmp_path / "w")
+
+
+def test_only_one_process_is_at_a_work(tmp_path):
+    with alone(tmp_path / "w"), pytest.raises(ArtifactError, match="another process"), alone(tmp_path / "w"):
+        pass
+    with alone(tmp_path / "w"):
+        begin(tmp_path / "w")
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((0,), np.uint16), ((7,), np.uint32), ((9, 3), np.float16)])
+def test_joined_arrays_are_the_bytes_of_the_whole(tmp_path, shape, dtype):
+    whole = np.arange(np.prod(shape)).astype(dtype).reshape(shape)
+    np.save(tmp_path / "whole.npy", whole)
+    parts = []
+    for number, part in enumerate(np.array_split(whole, 4)):
+        parts.append(tmp_path / f"{number}.npy")
+        np.save(parts[-1], part)
+    assert join_arrays(parts, tmp_path / "joined.npy", ndim=len(shape)) == shape[0]
+    assert (tmp_path / "joined.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
+    np.save(parts[1], np.zeros((2, 2, 2)))
+    with pytest.raises(ArtifactError):
+        join_arrays(parts, tmp_path / "joined.npy", ndim=len(shape))
+
+
+@pytest.mark.parametrize("which", ["queries", "labels"])
+@pytest.mark.parametrize("shards", [1, 3, 40])
+def test_a_token_cache_of_shards_is_the_token_cache(tiny_dataset, tiny_bert, tmp_path, which, shards):
+    num_texts = {"queries": tiny_dataset.num_queries, "labels": tiny_dataset.num_labels}[which]
+    texts = tiny_dataset.text_batches(which, "title+content", 7)
+    build_token_cache(texts, tiny_bert, 16, tmp_path / "whole", num_texts, {"text": "title+content"})
+    wanted = (tiny_dataset, which, "title+content", tiny_bert, 16, tmp_path / "joined", tmp_path / "shards")
+    work = begin_tokens(*wanted, shards=shards)
+    for number in reversed(work.missing()):
+        write_token_shard(work, number)
+    assert merge_tokens(begin_tokens(*wanted)) == tmp_path / "joined" and not (tmp_path / "shards").exists()
+    for name in ("ids.npy", "offsets.npy", "manifest.json"):
+        assert (tmp_path / "joined" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert TokenCache.open(tmp_path / "joined").num_texts == num_texts
+
+
+def test_tokens_of_another_length_or_data_are_other_shards(tiny_dataset, tiny_bert, tmp_path):
+    def plan(**changed):
+        wanted = {"which": "labels", "text": "title", "tokenizer_folder": tiny_bert, "max_length": 16} | changed
+        return begin_tokens(tiny_dataset, out=tmp_path / "o", folder=tmp_path / "s", **wanted).key
+
+    keys = [plan(), plan(max_length=15), plan(which="queries"), plan(text="title+content")]
+    assert len(set(keys)) == 4 and plan() == keys[0]

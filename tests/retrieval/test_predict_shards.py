@@ -1,0 +1,238 @@
+"""Prediction and encoding in shards against the same in one piece: byte for byte, also after a SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny_bundle import write_tiny_bundle
+
+from unidec.data.shards import Work
+from unidec.errors import ArtifactError, DataError
+from unidec.retrieval import predict_shards
+from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.predict_shards import (
+    begin_predictions,
+    merge_predictions,
+    predict_resumably,
+    shards_folder,
+    write_prediction_shard,
+)
+from unidec.retrieval.text_file import copy_texts, in_batches, read_copy, read_parquet, read_texts
+
+WORDS = ["red", "blue", "car", "house", "xyz", "größer", '"neu"', "a\nb", ","]
+BATCH = 4
+
+
+@pytest.fixture(autouse=True)
+def _stub(stub_model):
+    """Every bundle here is of the stub model."""
+
+
+@pytest.fixture
+def texts(rng) -> list[str]:
+    return [" ".join(rng.choice(WORDS, rng.integers(0, 4))) or "-" for _ in range(61)]
+
+
+def write_queries(path: Path, texts: list[str], row_group_size: int = 10) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"id": range(len(texts)), "query": texts}), path, row_group_size=row_group_size)
+    elif path.suffix == ".csv":
+        cells = ['"' + text.replace('"', '""') + '"' for text in texts]
+        path.write_text("id,query\n" + "".join(f"{i},{cell}\n" for i, cell in enumerate(cells)), encoding="utf-8")
+    else:
+        path.write_text("\n".join(json.dumps({"query": text}) for text in texts) + "\n", encoding="utf-8")
+    return path
+
+
+def run(work: Work, numbers=None) -> None:
+    for number in work.missing() if numbers is None else numbers:
+        write_prediction_shard(work, number)
+
+
+@pytest.mark.parametrize("ending", [".csv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("output", ["out.parquet", "out.csv", "out.tsv", "out.jsonl"])
+def test_shards_give_the_bytes_of_one_piece(rng, tmp_path, texts, ending, output, monkeypatch):
+    monkeypatch.setattr("unidec.retrieval.predict_file.GROUP_ROWS", 50)
+    write_tiny_bundle(tmp_path / "b", rng)
+    source = write_queries(tmp_path / f"in{ending}", texts)
+    Bundle.load(tmp_path / "b").predict_file(source, tmp_path / "whole" / output, k=3, batch_size=BATCH)
+    work = begin_predictions(tmp_path / "b", source, tmp_path / output, 3, batch_size=BATCH, shards=5)
+    assert work.num_shards == 5 and work.num_rows == len(texts)
+    run(work, [4, 1, 0, 3, 2])  # in any order
+    merge_predictions(work)
+    assert (tmp_path / output).read_bytes() == (tmp_path / "whole" / output).read_bytes()
+    assert not shards_folder(tmp_path / output).exists()
+
+
+def test_what_is_whole_is_not_made_again(rng, tmp_path, texts, monkeypatch):
+    write_tiny_bundle(tmp_path / "b", rng)
+    source = write_queries(tmp_path / "in.csv", texts)
+    told = (tmp_path / "b", source, tmp_path / "out.parquet", 3)
+    run(begin_predictions(*told, batch_size=BATCH, shards=5), [0, 3])
+    monkeypatch.setattr(predict_shards, "BATCH", BATCH)
+    made = []
+    really = write_prediction_shard
+    monkeypatch.setattr(
+        predict_shards, "write_prediction_shard", lambda work, number, *a: made.append(number) or really(work, number)
+    )
+    bundle = Bundle.load(tmp_path / "b")
+    assert predict_resumably(bundle, *told[1:], batch_size=BATCH) == len(texts)
+    assert made == [1, 2, 4]
+    predict_resumably(bundle, *told[1:3], 2, batch_size=BATCH, shards=5)  # another k: everything anew
+    assert made[3:] == [0, 1, 2, 3, 4]
+    assert pq.read_table(tmp_path / "out.parquet")["rank"].to_pylist() == [1, 2] * len(texts)
+
+
+def test_another_input_bundle_or_setting_is_another_work(rng, tmp_path, texts):
+    write_tiny_bundle(tmp_path / "b", rng)
+    write_tiny_bundle(tmp_path / "b2", rng, clf_weight=0.25)
+    source = write_queries(tmp_path / "in.parquet", texts)
+    other = write_queries(tmp_path / "other.parquet", [*texts[:-1], "red boat"])
+    keys = [
+        begin_predictions(bundle, file, tmp_path / "out.parquet", **({"batch_size": BATCH} | more)).key
+        for bundle, file, more in [
+            (tmp_path / "b", source, {}),
+            (tmp_path / "b2", source, {}),
+            (tmp_path / "b", other, {}),
+            (tmp_path / "b", source, {"k": 2}),
+            (tmp_path / "b", source, {"batch_size": 8}),
+        ]
+    ]
+    assert len(set(keys)) == 5
+
+
+def test_an_input_or_bundle_that_changes_meanwhile_is_refused(rng, tmp_path, texts):
+    write_tiny_bundle(tmp_path / "b", rng)
+    source = write_queries(tmp_path / "in.parquet", texts)
+    work = begin_predictions(tmp_path / "b", source, tmp_path / "out.parquet", batch_size=BATCH, shards=3)
+    run(work, [0])
+    with pytest.raises(ArtifactError, match="2 of 3 shards are missing"):
+        merge_predictions(work)
+    write_queries(source, texts[:-1])
+    with pytest.raises(DataError, match="input changed"):
+        run(work, [1])
+    write_queries(source, texts)
+    write_tiny_bundle(tmp_path / "b", rng, clf_weight=0.125)
+    predict_shards._bundle.get((), lambda: None)  # as in a process that has not loaded it
+    with pytest.raises(ArtifactError, match="another bundle"):
+        run(work, [1])
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_degenerate_inputs(rng, tmp_path):
+    write_tiny_bundle(tmp_path / "b", rng)
+    bundle = Bundle.load(tmp_path / "b")
+    for ending in (".csv", ".parquet"):
+        empty = write_queries(tmp_path / f"empty{ending}", [])
+        if ending == ".parquet":
+            pq.write_table(pa.table({"query": pa.array([], pa.string())}), empty)
+        assert predict_resumably(bundle, empty, tmp_path / "out.parquet") == 0
+        assert pq.read_table(tmp_path / "out.parquet").num_rows == 0
+    one = write_queries(tmp_path / "one.jsonl", ["red"])
+    assert predict_resumably(bundle, one, tmp_path / "out.csv", shards=99) == 1
+    (tmp_path / "surrogate.jsonl").write_text('{"query": "a"}\n{"query": "\\ud800"}\n')
+    pq.write_table(pa.table({"query": ["a", None]}), tmp_path / "null.parquet")
+    for name in ("surrogate.jsonl", "null.parquet", "nothing.csv"):
+        with pytest.raises(DataError) as caught:
+            predict_resumably(bundle, tmp_path / name, tmp_path / "never.csv")
+        assert name in str(caught.value) and not (tmp_path / "never.csv").exists()
+    with pytest.raises(DataError, match="unknown format"):
+        begin_predictions(tmp_path / "b", one, tmp_path / "out.xlsx")
+    with pytest.raises(DataError, match="k is out of range"):
+        begin_predictions(tmp_path / "b", one, tmp_path / "out.csv", 0)
+
+
+def test_any_rows_of_a_file(tmp_path, texts, monkeypatch):
+    monkeypatch.setattr("unidec.retrieval.text_file.CHUNK_ROWS", 8)
+    files = {group: write_queries(tmp_path / f"{group}.parquet", texts, row_group_size=group) for group in (1, 10, 100)}
+    assert copy_texts(files[10], None, tmp_path / "copy") == len(texts)
+    for first, last in [(0, 61), (0, 0), (61, 61), (7, 9), (8, 16), (9, 60), (60, 61)]:
+        wanted = texts[first:last]
+        assert list(chain.from_iterable(read_copy(tmp_path / "copy", (first, last)))) == wanted
+        for path in files.values():
+            assert list(chain.from_iterable(read_parquet(path, None, (first, last)))) == wanted
+    with pytest.raises(ArtifactError):
+        list(read_copy(tmp_path / "copy", (50, 62)))
+    assert [len(part) for part in in_batches(read_texts(files[1], None), 25)] == [25, 25, 11]
+    assert list(in_batches([], 3)) == []
+
+
+KILLED = """
+import sys, time
+sys.path[:0] = sys.argv[1:2]
+import tiny_bundle
+import unidec.retrieval.bundle as bundle
+bundle._load_model = lambda path, device: tiny_bundle.StubModel(path)
+predict = bundle.Bundle.predict_table
+bundle.Bundle.predict_table = lambda *a, **o: (time.sleep(0.02), predict(*a, **o))[1]
+from unidec.retrieval.predict_shards import predict_resumably
+predict_resumably(bundle.Bundle.load(sys.argv[2]), *sys.argv[3:5], k=3, batch_size=4, shards=16)
+"""
+
+
+def test_killed_and_started_again(rng, tmp_path, texts):
+    write_tiny_bundle(tmp_path / "b", rng)
+    source, output = write_queries(tmp_path / "in.csv", texts), tmp_path / "out.parquet"
+    Bundle.load(tmp_path / "b").predict_file(source, tmp_path / "whole.parquet", k=3, batch_size=BATCH)
+    words = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path / "b"), str(source), str(output)]
+    process = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    end = time.monotonic() + 60
+    while len(list(shards_folder(output).glob("0*"))) < 3:
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not output.exists()
+    work = begin_predictions(tmp_path / "b", source, output, 3, batch_size=BATCH)
+    kept = {number: work.path(number).stat().st_mtime_ns for number in set(range(16)) - set(work.missing())}
+    assert work.num_shards == 16 and 3 <= len(kept) < 16
+    run(work)
+    assert kept == {number: work.path(number).stat().st_mtime_ns for number in kept}  # not written again
+    merge_predictions(work)
+    assert output.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "in.csv", "model", "out.parquet", "whole.parquet"]
+
+
+@pytest.mark.parametrize("side", ["queries", "labels"])
+def test_vectors_of_shards_are_the_vectors(tmp_path, tiny_params, tiny_tokens, tiny_dataset, monkeypatch, side):
+    from unidec.data.storage import write_folder
+    from unidec.model.unidec import UniDEC
+    from unidec.retrieval import vector_shards
+
+    params = tiny_params(**{"encoder.kind": "bag"})
+    model = UniDEC.create(
+        params.encoder, params.model, tiny_dataset.num_labels, Path(params.encoder.name), 100,
+        {**params.model_dump(), "tokens": {"max_length": 16}},
+    ).eval()  # fmt: skip
+    with write_folder(tmp_path / "model", "model", 1) as out:
+        model.save_into(out)
+    tokens = tiny_tokens[side]
+    x_NW = model.encode(side, tokens, batch_size=8)
+    de, clf = model.project(x_NW, block=16)
+    monkeypatch.setattr(vector_shards, "BLOCK", 16)
+    monkeypatch.setattr(vector_shards, "BATCH", 8)
+    path = write_queries(tmp_path / "texts.jsonl", tiny_dataset.query_texts() if side == "queries" else
+                         tiny_dataset.label_texts())  # fmt: skip
+    for source in (tokens.path, path):
+        for dtype in ("float32", "float16"):
+            told = (tmp_path / "model", source, tmp_path / "out", tmp_path / "shards", side)
+            work = vector_shards.begin_vectors(*told, dtype=dtype, shards=3)
+            assert work.num_shards == 3
+            for number in work.missing():
+                vector_shards.write_vector_shard(work, number)
+            vector_shards.merge_vectors(work)
+            np.testing.assert_array_equal(np.load(tmp_path / "out" / "de.npy"), de.astype(dtype))
+            assert (tmp_path / "out" / "clf.npy").exists() == (side == "queries")
+            if side == "queries":
+                np.testing.assert_array_equal(np.load(tmp_path / "out" / "clf.npy"), clf.astype(dtype))

@@ -1,0 +1,235 @@
+"""Texts of a file of any known format, streamed: all of them, or a range of rows.
+
+.csv, .tsv and .jsonl (also with .gz) can only be read from their start. What reads ranges of such a file reads
+`copy_texts`' copy of its text column: one Arrow file whose every batch but the last has `CHUNK_ROWS` rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+
+from unidec.errors import ArtifactError, DataError
+from unidec.progress import progress
+
+Texts = Iterator[list[str]]
+TEXT_COLUMNS = ("query", "text")
+CHUNK_ROWS = 4096
+CSV_BLOCK_BYTES = 16 << 20  # also the longest row that can be read
+_PARQUET_BUFFER = 1 << 20  # bytes of each column read at once; without it a row group's whole column is
+_COPY_SCHEMA = pa.schema([("text", pa.large_string())])
+
+
+def text_column(names: Sequence[str], column: str | None, where: str) -> str:
+    """The column that holds the queries: the one asked for, else `query`, else `text`.
+
+    Raises:
+        DataError: it is not there.
+    """
+    wanted = (column,) if column else TEXT_COLUMNS
+    for name in wanted:
+        if name in names:
+            return name
+    raise DataError(
+        "no column of queries",
+        where=where,
+        got=", ".join(map(str, names))[:300] or "no columns",
+        expected=" or ".join(wanted),
+        fix="rename the column, or name it: --column NAME",
+    )
+
+
+def read_texts(path: Path, column: str | None) -> Texts:
+    """All texts of a file, in order, some at a time.
+
+    Raises:
+        DataError: an unknown ending, no such file or column, a row that is not text, or a file that cannot be read.
+    """
+    readers = {".csv": _read_csv, ".tsv": _read_csv, ".jsonl": _read_json_lines, ".parquet": read_parquet}
+    if ending(path) not in readers:
+        raise DataError("an input of unknown format", where=str(path), expected=" ".join(readers))
+    if not path.is_file():
+        raise DataError("no such file", where=str(path))
+    return readers[ending(path)](path, column)
+
+
+def in_batches(texts: Iterable[list[str]], size: int) -> Texts:
+    """The same texts in lists of `size`, the last one shorter."""
+    waiting: list[str] = []
+    for some in texts:
+        waiting += some
+        whole = len(waiting) - len(waiting) % size
+        for start in range(0, whole, size):
+            yield waiting[start : start + size]
+        waiting = waiting[whole:]
+    if waiting:
+        yield waiting
+
+
+def ending(path: Path) -> str:
+    """The format that a name says: ".csv" of "a.csv" and of "a.csv.gz"."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else "".join(suffixes[-1:])
+
+
+def parquet_rows(path: Path) -> int:
+    """Number of rows of a Parquet file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_metadata(path).num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise DataError("not a readable Parquet file", where=str(path), got=str(error)[:200]) from error
+
+
+def read_parquet(path: Path, column: str | None, rows: tuple[int, int] | None = None) -> Texts:
+    """Texts of a Parquet file: all, or those of rows[0] to rows[1] - 1; other row groups are not read.
+
+    Raises:
+        DataError: as `read_texts`.
+    """
+    import pyarrow.parquet as pq
+
+    first, last = rows or (0, parquet_rows(path))
+    with pq.ParquetFile(path, buffer_size=_PARQUET_BUFFER) as file:
+        name = text_column(file.schema_arrow.names, column, str(path))
+        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        starts = list(accumulate(sizes, initial=0))
+        groups = [g for g, size in enumerate(sizes) if starts[g] < last and starts[g] + size > first]
+        row = starts[groups[0]] if groups else last
+        batches = file.iter_batches(batch_size=CHUNK_ROWS, row_groups=groups, columns=[name])
+        while row < last:
+            try:
+                array = next(batches).column(0)
+            except (pa.ArrowException, OSError, StopIteration) as error:
+                raise DataError("a damaged Parquet file", where=str(path), got=str(error)[:200]) from error
+            begin, end = max(first - row, 0), min(last - row, len(array))
+            if begin < end:
+                yield _as_texts(array.slice(begin, end - begin), row + begin, path, name)
+            row += len(array)
+
+
+def copy_texts(path: Path, column: str | None, out: Path) -> int:
+    """Copies a file's texts into an Arrow file from which `read_copy` takes any rows; returns their number.
+
+    Raises:
+        DataError: as `read_texts`.
+    """
+    num_rows = 0
+    with (
+        pa.OSFile(str(out), "wb") as file,
+        pa.ipc.new_file(file, _COPY_SCHEMA) as writer,
+        progress(desc="read", unit="text") as bar,
+    ):
+        for texts in in_batches(read_texts(path, column), CHUNK_ROWS):
+            try:
+                array = pa.array(texts, pa.large_string())
+            except (ValueError, pa.ArrowException) as error:
+                where = f"{path}, rows {num_rows} to {num_rows + len(texts) - 1}"
+                raise DataError("text that is not valid Unicode", where=where, got=str(error)[:200]) from error
+            writer.write_batch(pa.record_batch([array], schema=_COPY_SCHEMA))
+            num_rows += len(texts)
+            bar.update(len(texts))
+    return num_rows
+
+
+def read_copy(path: Path, rows: tuple[int, int]) -> Texts:
+    """Texts of rows[0] to rows[1] - 1 of a file of `copy_texts`.
+
+    Raises:
+        ArtifactError: not such a file, or fewer rows.
+    """
+    first, last = rows
+    try:
+        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as file:
+            for number in range(first // CHUNK_ROWS, -(-last // CHUNK_ROWS)):
+                start = number * CHUNK_ROWS
+                begin, end = max(first - start, 0), min(last - start, CHUNK_ROWS)
+                array = file.get_batch(number).column(0).slice(begin, end - begin)
+                if len(array) != end - begin:
+                    raise pa.ArrowInvalid(f"{start + begin + len(array)} rows, {last} wanted")
+                yield array.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise ArtifactError("not a readable copy of texts", where=str(path), got=str(error)[:200]) from error
+
+
+def _read_csv(path: Path, column: str | None) -> Texts:
+    from pyarrow import csv as arrow_csv
+
+    delimiter = "\t" if ending(path) == ".tsv" else ","
+    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
+            names = next(csv.reader(file, delimiter=delimiter), [])
+    except (UnicodeDecodeError, csv.Error, OSError, EOFError, zlib.error) as error:
+        raise DataError("a header that cannot be read", where=f"{path}:1", got=str(error)[:200]) from error
+    name = text_column(names, column, str(path))
+    row = 0
+    try:
+        reader = arrow_csv.open_csv(
+            pa.input_stream(str(path), compression="detect"),
+            read_options=arrow_csv.ReadOptions(block_size=CSV_BLOCK_BYTES, use_threads=False),
+            parse_options=arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+            convert_options=arrow_csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()}),
+        )
+        for batch in reader:
+            for start in range(0, batch.num_rows, CHUNK_ROWS):
+                part = batch.column(0).slice(start, CHUNK_ROWS)
+                yield _as_texts(part, row, path, name)
+                row += len(part)
+    except (pa.ArrowException, OSError) as error:
+        where = f"{path}, after row {row}"
+        raise DataError("a file that cannot be read", where=where, got=str(error)[:300], expected="UTF-8") from error
+
+
+def _read_json_lines(path: Path, column: str | None) -> Texts:
+    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
+    texts: list[str] = []
+    with opener(path, "rb") as file:
+        for number, line in enumerate(_lines(file, path), 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise DataError("not a line of JSON", where=f"{path}:{number}", got=str(error)[:200]) from error
+            if not isinstance(row, dict):
+                raise DataError("not an object", where=f"{path}:{number}", got=type(row).__name__)
+            name = text_column(list(row), column, f"{path}:{number}")
+            if not isinstance(row[name], str):
+                raise DataError("not text", where=f"{path}:{number}, {name}", got=repr(row[name])[:80])
+            texts.append(row[name])
+            if len(texts) == CHUNK_ROWS:
+                yield texts
+                texts = []
+    if texts:
+        yield texts
+
+
+def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    try:
+        yield from file
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError("a file that cannot be read", where=str(path), got=str(error)[:200]) from error
+
+
+def _as_texts(array: pa.Array, first_row: int, path: Path, name: str) -> list[str]:
+    string = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
+    if not string and not pa.types.is_null(array.type):
+        raise DataError("not a column of text", where=f"{path}, {name}", got=array.type, expected="string")
+    if array.null_count:
+        row = first_row + array.is_null().index(True).as_py()
+        raise DataError("no text", where=f"{path}, row {row}, {name}", got="null", fix="give it text or leave it out")
+    return array.to_pylist()
