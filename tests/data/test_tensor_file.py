@@ -143,7 +143,7 @@ def test_no_second_copy_in_memory(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PEAK, tmp_path], capture_output=True, text=True, check=True, timeout=120
     )
-    assert int(done.stdout) < 60 << 10  # KiB: the file has 500 MB
+    assert int(done.stdout) < 100 << 10  # KiB; the file has 500 MB, torch itself takes some on first use
     assert (tmp_path / "x").stat().st_size > 500e6
 
 

@@ -1,35 +1,80 @@
-"""Checkpoints: whole or absent, the newest whole one is used, two are kept."""
+"""Checkpoints: whole or absent, the newest whole one is used, two are kept, rows from any number of ranks."""
 
+import json
+import os
 import shutil
+import socket
+import threading
+import time
+from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from unidec.data.storage import MANIFEST, file_sha256, write_folder, write_manifest
 from unidec.errors import ArtifactError
+from unidec.training import checkpoint as module
 from unidec.training.checkpoint import (
     Checkpoint,
+    CheckpointWriter,
+    RowPart,
+    find_refresh,
     load_checkpoint,
     random_state,
     restore_random_state,
-    save_checkpoint,
 )
+from unidec.training.distributed import Ranks
+from unidec.training.refresh import Refresh
 
 CPU = torch.device("cpu")
+FILES = ["dense.safetensors", "rows-00000.safetensors", "state.json", "manifest.json"]
 
 
-def make(epoch):
-    generator = torch.Generator().manual_seed(epoch)
-    model = {"a.weight": torch.randn(7, 3, generator=generator), "b": torch.randn((), generator=generator)}
-    optimisers = {"row.x.first": torch.randn(7, 3, generator=generator), "n": torch.tensor(epoch)} | random_state(CPU)
-    return Checkpoint({"epoch": epoch, "step": 10 * epoch, "seconds": 0.1 * epoch}, model, optimisers)
+def make(step, refresh=None):
+    """A checkpoint of four tables: 2 moments, 1 value a row, bf16 without state, empty."""
+    generator = torch.Generator().manual_seed(step)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    dense = {"model.a.weight": draw(7, 3), "model.b": draw(), "adamw.0.step": torch.tensor(float(step)),
+             "none": torch.empty(0, 4)}  # fmt: skip
+    rows = {
+        "table": RowPart(0, 11, {"weight": draw(11, 3), "first": draw(11, 3), "second": draw(11, 3)}),
+        "bias": RowPart(0, 11, {"weight": draw(11, 1), "sum": draw(11)}),
+        "encoder.bag.embedding": RowPart(0, 5, {"weight": draw(5, 2).bfloat16()}),
+        "one": RowPart(0, 1, {"weight": draw(1, 2)}),
+    }
+    state = {"epoch": step // 4, "epoch_step": step % 4, "step": step, "seconds": 0.1 * step, "refresh": refresh,
+             "identity": {"data": "x"}, "notes": {"run": "ü"}}  # fmt: skip
+    return Checkpoint(state, dense | random_state(CPU), rows)
+
+
+def same_tensors(ours, theirs):
+    return ours.keys() == theirs.keys() and all(
+        ours[k].dtype == theirs[k].dtype and torch.equal(ours[k], theirs[k]) for k in ours
+    )
 
 
 def equal(ours, theirs):
-    return ours.state == theirs.state and all(
-        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
-        for a, b in ((ours.model, theirs.model), (ours.optimisers, theirs.optimisers))
+    return (
+        ours.state == theirs.state
+        and same_tensors(ours.dense, theirs.dense)
+        and ours.rows.keys() == theirs.rows.keys()
+        and all(
+            (a.first_row, a.num_rows) == (b.first_row, b.num_rows) and same_tensors(a.tensors, b.tensors)
+            for a, b in ((ours.rows[name], theirs.rows[name]) for name in ours.rows)
+        )
     )
+
+
+def save(run_dir, checkpoint):
+    writer = CheckpointWriter(run_dir)
+    writer.save(checkpoint)
+    return writer.wait()
 
 
 def flip(path):
@@ -38,35 +83,128 @@ def flip(path):
     path.write_bytes(content)
 
 
+def names(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+# -- one after the other -----------------------------------------------------------------------------------------------
+
+
 def test_read_back_bit_for_bit(tmp_path):
     assert load_checkpoint(tmp_path) == (None, [])
     saved = make(3)
-    path = save_checkpoint(tmp_path, saved)
+    path = save(tmp_path, saved)
     loaded, refused = load_checkpoint(tmp_path)
     assert equal(loaded, saved) and refused == []
-    assert path.name == (tmp_path / "checkpoints" / "latest").read_text() == "epoch-00003"
+    assert path.name == (tmp_path / "checkpoints" / "latest").read_text() == "step-0000000003"
+    assert sorted(file.name for file in path.iterdir()) == sorted(FILES)
+    assert saved.num_bytes <= sum((path / name).stat().st_size for name in FILES[:2])
+
+
+@pytest.mark.parametrize("available", [10**12, 0], ids=["by a thread", "at once"])
+def test_the_tensors_may_change_when_save_returns(tmp_path, monkeypatch, available):
+    """A snapshot is what is written later; without memory for one, all is on the disk when save returns."""
+    monkeypatch.setattr(module, "available_memory", lambda: available)
+    begun, go_on = threading.Event(), threading.Event()
+    write = CheckpointWriter._write
+
+    def slow(self, checkpoint):
+        begun.set()
+        assert available == 0 or go_on.wait(10)
+        write(self, checkpoint)
+
+    monkeypatch.setattr(CheckpointWriter, "_write", slow)
+    writer, given = CheckpointWriter(tmp_path), make(3)
+    writer.save(given)
+    assert begun.wait(10)
+    assert (load_checkpoint(tmp_path)[0] is None) == (available > 0)
+    for tensor in (*given.dense.values(), *(t for part in given.rows.values() for t in part.tensors.values())):
+        tensor.zero_()
+    given.state["notes"]["run"] = "changed"
+    go_on.set()
+    assert writer.wait().name == "step-0000000003"
+    assert equal(load_checkpoint(tmp_path)[0], make(3))
+
+
+def test_one_save_at_a_time_and_the_wait_is_counted(tmp_path, monkeypatch):
+    write, running, most = CheckpointWriter._write, [], []
+
+    def slow(self, checkpoint):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.05)
+        write(self, checkpoint)
+        running.pop()
+
+    monkeypatch.setattr(CheckpointWriter, "_write", slow)
+    writer = CheckpointWriter(tmp_path)
+    assert writer.wait() is None and writer.seconds < 0.05
+    for step in (1, 2, 3):
+        writer.save(make(step))
+    assert writer.wait().name == "step-0000000003" and max(most) == 1 and len(most) == 3
+    assert 0.15 <= writer.seconds < 5
+
+
+@pytest.mark.parametrize("raised_by", ["save", "wait"])
+def test_an_error_of_the_thread_comes_out(tmp_path, monkeypatch, raised_by):
+    writer = CheckpointWriter(tmp_path)
+    writer.save(make(1))
+    writer.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+        writer.save(make(2))
+        with pytest.raises(ArtifactError, match="no space left") as caught:
+            writer.wait() if raised_by == "wait" else writer.save(make(3))
+    assert f"at least {make(2).num_bytes:,} bytes" in str(caught.value) and "step-0000000002" in str(caught.value)
+    assert names(tmp_path) == ["latest", "step-0000000001"]
+    writer.save(make(4))  # it is told once
+    assert writer.wait().name == "step-0000000004"
 
 
 def test_views_of_one_tensor_are_written_whole(tmp_path):
-    """safetensors refuses tensors that share memory in part: what is saved is contiguous."""
     whole = torch.arange(12.0).reshape(3, 4)
-    save_checkpoint(tmp_path, Checkpoint({"epoch": 1}, {"t": whole.T}, {"s": whole[:, 1]}))
+    rows = {"t": RowPart(0, 3, {"weight": whole[:, 1:3]})}
+    save(tmp_path, Checkpoint({"epoch": 1, "step": 4}, {"t": whole.T, "s": whole[:, 1]}, rows))
     loaded, _ = load_checkpoint(tmp_path)
-    assert torch.equal(loaded.model["t"], whole.T) and torch.equal(loaded.optimisers["s"], whole[:, 1])
+    assert torch.equal(loaded.dense["t"], whole.T) and torch.equal(loaded.dense["s"], whole[:, 1])
+    assert torch.equal(loaded.rows["t"].tensors["weight"], whole[:, 1:3])
+
+
+def test_no_tables_at_all(tmp_path):
+    given = Checkpoint({"epoch": 1, "step": 4}, {"t": torch.ones(2)}, {})
+    save(tmp_path, given)
+    assert equal(load_checkpoint(tmp_path)[0], given)
+
+
+# -- which are kept, which is used -------------------------------------------------------------------------------------
 
 
 def test_two_are_kept(tmp_path):
-    for epoch in (5, 10, 95, 100):
-        save_checkpoint(tmp_path, make(epoch))
-    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("epoch-*")) == ["epoch-00095", "epoch-00100"]
-    assert equal(load_checkpoint(tmp_path)[0], make(100))
+    for step in (5, 10, 95, 100, 99999):
+        save(tmp_path, make(step))
+    assert names(tmp_path) == ["latest", "step-0000000100", "step-0000099999"]
+    assert equal(load_checkpoint(tmp_path)[0], make(99999))
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimisers.safetensors", "state.json", "manifest.json"])
+def test_two_that_are_whole_are_kept(tmp_path):
+    """A damaged one does not take the place of the one before it; what is later is of a past cut off."""
+    for step in (5, 10):
+        save(tmp_path, make(step))
+    flip(tmp_path / "checkpoints" / "step-0000000010" / "dense.safetensors")
+    loaded, refused = load_checkpoint(tmp_path)
+    assert equal(loaded, make(5)) and len(refused) == 1
+    save(tmp_path, make(8))
+    assert names(tmp_path) == ["latest", "step-0000000005", "step-0000000008"]
+    flip(tmp_path / "checkpoints" / "step-0000000008" / "state.json")
+    save(tmp_path, make(12))
+    assert names(tmp_path) == ["latest", "step-0000000005", "step-0000000012"]
+
+
+@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path, file, damage):
-    save_checkpoint(tmp_path, make(5))
-    path = save_checkpoint(tmp_path, make(10)) / file
+    save(tmp_path, make(5))
+    path = save(tmp_path, make(10)) / file
     if damage == "flip":
         flip(path)
     elif damage == "truncate":
@@ -77,41 +215,265 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path, file, damage):
         pytest.skip("the flipped bit is in a place that says nothing")
     loaded, refused = load_checkpoint(tmp_path)
     assert equal(loaded, make(5))
-    assert len(refused) == 1 and "epoch-00010" in refused[0]
+    assert len(refused) == 1 and f"step-0000000010/{file if file != MANIFEST else ''}" in refused[0]
 
 
 def test_none_whole_is_an_error_that_names_all(tmp_path):
-    for epoch in (5, 10):
-        flip(save_checkpoint(tmp_path, make(epoch)) / "model.safetensors")
+    for step in (5, 10):
+        save(tmp_path, make(step))
+    for name in ("step-0000000005", "step-0000000010"):
+        flip(tmp_path / "checkpoints" / name / "dense.safetensors")
     with pytest.raises(ArtifactError, match="no checkpoint of this run is whole") as caught:
         load_checkpoint(tmp_path)
-    assert "epoch-00005" in str(caught.value) and "epoch-00010" in str(caught.value)
+    assert "step-0000000005" in str(caught.value) and "step-0000000010" in str(caught.value)
 
 
-@pytest.mark.parametrize("failing", ["save_file", "disk", "manifest", "rename"])
-def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch, failing):
-    save_checkpoint(tmp_path, make(5))
-    if failing == "disk":
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-    else:
-        target = {"save_file": "safetensors.torch.save_file", "manifest": "unidec.data.storage.write_manifest",
-                  "rename": "unidec.data.storage._replace"}[failing]  # fmt: skip
-        monkeypatch.setattr(target, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises((ArtifactError, KeyboardInterrupt)) as caught:
-        save_checkpoint(tmp_path, make(10))
-    if failing == "disk":
-        assert "epoch-00010" in str(caught.value) and "bytes" in str(caught.value)
-    monkeypatch.undo()
+@pytest.mark.parametrize("state", [b"", b"{", b"[]", b'{"epoch": 1}', b'{"epoch": "x", "step": 1}', b"[" * 100_000])
+def test_a_state_that_is_none(tmp_path, state):
+    """Sealed by its manifest all the same, as by somebody who made it up."""
+    save(tmp_path, make(5))
+    with write_folder(tmp_path / "checkpoints" / "step-0000000009", "checkpoint", 2) as out:
+        (out.path / "state.json").write_bytes(state)
     loaded, refused = load_checkpoint(tmp_path)
+    assert equal(loaded, make(5)) and "state.json" in refused[0]
+
+
+@pytest.mark.parametrize("failing", ["write_tensors", "disk", "manifest", "rename", "read back", "latest"])
+def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch, failing):
+    save(tmp_path, make(5))
+    with monkeypatch.context() as patch:
+        if failing == "disk":
+            patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+        else:
+            target = {"write_tensors": "unidec.training.checkpoint.write_tensors",
+                      "manifest": "unidec.data.storage.write_manifest", "rename": "unidec.data.storage._replace",
+                      "read back": "unidec.training.checkpoint.read_manifest",
+                      "latest": "unidec.training.checkpoint.write_bytes_atomic"}[failing]  # fmt: skip
+            patch.setattr(target, lambda *_, **__: (_ for _ in ()).throw(ArtifactError("no")))
+        writer = CheckpointWriter(tmp_path)
+        writer.save(make(10))
+        with pytest.raises(ArtifactError):
+            writer.wait()
+    loaded, refused = load_checkpoint(tmp_path)
+    if failing == "latest":  # it is whole, only its name was not written down
+        assert equal(loaded, make(10)) and refused == []
+        return
     assert equal(loaded, make(5)) and refused == []
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["epoch-00005", "latest"]
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "epoch-00005"
+    assert names(tmp_path) == ["latest", "step-0000000005"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-0000000005"
+
+
+def test_a_disk_that_lies_is_found_by_reading_back(tmp_path, monkeypatch):
+    """The manifest has the hashes of the memory, not of what was read from the disk."""
+    save(tmp_path, make(5))
+    write = module.write_tensors
+
+    def lies(path, *rest):
+        digest = write(path, *rest)
+        flip(path)
+        return digest
+
+    monkeypatch.setattr(module, "write_tensors", lies)
+    writer = CheckpointWriter(tmp_path)
+    writer.save(make(10))
+    with pytest.raises(ArtifactError, match="damaged"):
+        writer.wait()
+    assert names(tmp_path) == ["latest", "step-0000000005"] and equal(load_checkpoint(tmp_path)[0], make(5))
 
 
 def test_saved_again_it_is_replaced(tmp_path):
-    flip(save_checkpoint(tmp_path, make(5)) / "model.safetensors")
-    save_checkpoint(tmp_path, make(5))
+    flip(save(tmp_path, make(5)) / "dense.safetensors")
+    save(tmp_path, make(5))
     assert equal(load_checkpoint(tmp_path)[0], make(5))
+
+
+def test_what_killed_processes_left_is_removed(tmp_path):
+    path = save(tmp_path, make(5))
+    gone = [f".{what}.{socket.gethostname()}.{pid}.0123abcd.tmp" for pid in (os.getpid(), 2**22 - 3)
+            for what in ("step-0000000007", "latest")]  # fmt: skip
+    for name in gone:
+        (path.parent / name).mkdir()
+        (path.parent / name / "half").write_text("x")
+    other = path.parent / ".step-0000000007.elsewhere.1.0123abcd.tmp"
+    other.mkdir()
+    save(tmp_path, make(6))
+    assert names(tmp_path) == [other.name, "latest", "step-0000000005", "step-0000000006"]
+    os.utime(other, (0, 0))  # since 1970
+    save(tmp_path, make(7))
+    assert names(tmp_path) == ["latest", "step-0000000006", "step-0000000007"]
+
+
+# -- the refresh of a round --------------------------------------------------------------------------------------------
+
+
+def make_refresh(run_dir, epoch):
+    folder = run_dir / "refresh" / f"epoch-{epoch:05d}"
+    Refresh(order=np.arange(6) + epoch, offsets=np.array([0, 3, 6])).save(folder, epoch)
+    return folder, file_sha256(folder / MANIFEST)
+
+
+@pytest.mark.parametrize("damage", ["none", "flip", "array gone", "all gone", "another"])
+def test_a_checkpoint_within_a_round_needs_its_refresh(tmp_path, damage):
+    make_refresh(tmp_path, 0)
+    folder, digest = make_refresh(tmp_path, 2)
+    save(tmp_path, make(8))
+    save(tmp_path, make(9, digest))
+    assert find_refresh(tmp_path, digest) == folder
+    if damage == "flip":
+        flip(folder / "order.npy")
+    elif damage == "array gone":
+        (folder / "order.npy").unlink()
+    elif damage == "all gone":
+        shutil.rmtree(folder)
+    elif damage == "another":
+        Refresh(order=np.arange(6)[::-1], offsets=np.array([0, 3, 6])).save(folder, 2)
+    loaded, refused = load_checkpoint(tmp_path)
+    assert equal(loaded, make(9, digest) if damage == "none" else make(8))
+    assert len(refused) == (damage != "none") and all("refresh" in reason for reason in refused)
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Threads(Ranks):
+    """Ranks that are threads of this process."""
+
+    meeting: threading.Barrier | None = None
+
+    def barrier(self):
+        self.meeting.wait(20)
+
+
+def part_of(checkpoint, ranks):
+    """What a rank holds: its part of `table` and `bias`, all of the others."""
+    rows = {}
+    for name, whole in checkpoint.rows.items():
+        begin, end = ranks.part(whole.num_rows) if name != "encoder.bag.embedding" else (0, whole.num_rows)
+        rows[name] = RowPart(begin, whole.num_rows, {k: x[begin:end] for k, x in whole.tensors.items()})
+    return Checkpoint(checkpoint.state, checkpoint.dense, rows)
+
+
+def save_together(run_dir, checkpoint, world):
+    meeting, failed = threading.Barrier(world), []
+
+    def work(rank):
+        ranks = Threads(rank, world, meeting=meeting)
+        try:
+            writer = CheckpointWriter(run_dir, ranks)
+            writer.save(part_of(checkpoint, ranks))
+            assert writer.wait() is not None
+        except BaseException as error:
+            failed.append(error)
+            meeting.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+@pytest.mark.parametrize("world", [2, 3, 16])
+def test_written_by_many_and_read_by_any_number(tmp_path, world):
+    """16 ranks for 11 rows: some hold none."""
+    save(tmp_path, make(5))
+    (tmp_path / "checkpoints" / ".step-0000000003.ranks.tmp").mkdir()
+    saved = make(9)
+    save_together(tmp_path, saved, world)
+    assert names(tmp_path) == ["latest", "step-0000000005", "step-0000000009"]
+    assert len(list((tmp_path / "checkpoints" / "step-0000000009").glob("rows-*"))) == world
+    assert equal(load_checkpoint(tmp_path)[0], saved)
+    for readers in (1, 2, 3, 5, 13):
+        for rank in range(readers):
+            ranks = Ranks(rank, readers)
+            mine = {name: ranks.part(saved.rows[name].num_rows) for name in ("table", "bias", "one")}
+            assert equal(load_checkpoint(tmp_path, mine)[0], part_of(saved, ranks))
+
+
+def test_a_rank_reads_its_rows_from_one_file(tmp_path):
+    save(tmp_path, make(9))
+    loaded, _ = load_checkpoint(tmp_path, {"table": (4, 9)})
+    part = loaded.rows["table"]
+    assert (part.first_row, part.num_rows, part.held) == (4, 11, 5)
+    assert torch.equal(part.tensors["second"], make(9).rows["table"].tensors["second"][4:9])
+    assert loaded.rows["bias"].held == 11
+
+
+def test_rows_that_no_file_has(tmp_path):
+    """Whole by its manifest, and yet not all of it: a rank's file was never there."""
+    save(tmp_path, make(5))
+    save_together(tmp_path, make(9), 2)
+    path = tmp_path / "checkpoints" / "step-0000000009"
+    (path / "rows-00001.safetensors").unlink()
+    write_manifest(path, "checkpoint", 2, {})
+    loaded, refused = load_checkpoint(tmp_path)
+    assert equal(loaded, make(5)) and "rows are missing" in refused[0]
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+def write_version_1(run_dir, epoch, model, optimisers):
+    """As unidec 0.1 wrote it."""
+    path = run_dir / "checkpoints" / f"epoch-{epoch:05d}"
+    with write_folder(path, "checkpoint", 1) as out:
+        for name, group in (("model", model), ("optimisers", optimisers)):
+            save_file({k: v.contiguous() for k, v in group.items()}, out.path / f"{name}.safetensors")
+        state = {"epoch": epoch, "step": 4 * epoch, "seconds": 0.5}
+        (out.path / "state.json").write_text(json.dumps(state, sort_keys=True) + "\n", encoding="utf-8")
+    (run_dir / "checkpoints" / "latest").write_text(path.name)
+    return path
+
+
+def version_1():
+    whole = make(3)
+    parts = {name: whole.rows[name].tensors for name in ("table",)}
+    model = {name[6:]: x for name, x in whole.dense.items() if name.startswith("model.")}
+    model |= {f"{name}.weight": part["weight"] for name, part in parts.items()}
+    optimisers = {name: x for name, x in whole.dense.items() if name.startswith(("adamw.", "random."))}
+    optimisers |= {f"row.{name}.{key}": part[key] for name, part in parts.items() for key in ("first", "second")}
+    return model, optimisers, whole
+
+
+def test_version_1_is_read(tmp_path):
+    model, optimisers, whole = version_1()
+    write_version_1(tmp_path, 5, model, optimisers)
+    loaded, refused = load_checkpoint(tmp_path)
+    assert refused == []
+    assert loaded.state == {"epoch": 5, "epoch_step": 0, "step": 20, "seconds": 0.5, "refresh": None, "identity": {},
+                            "notes": {}}  # fmt: skip
+    assert same_tensors(loaded.dense, {name: x for name, x in whole.dense.items() if name != "none"})
+    assert same_tensors(loaded.rows["table"].tensors, whole.rows["table"].tensors)
+    part = load_checkpoint(tmp_path, {"table": (2, 7)})[0].rows["table"]
+    assert (part.first_row, part.num_rows) == (2, 11)
+    assert torch.equal(part.tensors["first"], whole.rows["table"].tensors["first"][2:7])
+
+
+def test_version_1_and_what_follows_it(tmp_path):
+    """The first of version 2 is the newest, whatever the numbers; the old ones go as new ones come."""
+    model, optimisers, _ = version_1()
+    write_version_1(tmp_path, 5, model, optimisers)
+    write_version_1(tmp_path, 10, model, optimisers)
+    save(tmp_path, make(3))
+    assert names(tmp_path) == ["epoch-00010", "latest", "step-0000000003"]
+    assert equal(load_checkpoint(tmp_path)[0], make(3))
+    save(tmp_path, make(4))
+    assert names(tmp_path) == ["latest", "step-0000000003", "step-0000000004"]
+
+
+def test_a_newer_version_is_refused_and_nothing_older_is_used(tmp_path):
+    save(tmp_path, make(5))
+    with write_folder(tmp_path / "checkpoints" / "step-0000000009", "checkpoint", 3) as out:
+        (out.path / "what").write_text("x")
+    manifest = tmp_path / "checkpoints" / "step-0000000009" / MANIFEST
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"unidec": "7.0.0"}))
+    with pytest.raises(ArtifactError, match=r"install unidec 7\.0\.0 or newer"):
+        load_checkpoint(tmp_path)
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
 
 
 def test_random_numbers_continue():

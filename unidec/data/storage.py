@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -30,22 +33,33 @@ from unidec.errors import ArtifactError
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+_ours: set[str] = set()  # names of what this process is writing, or wrote
 _REBUILD = "delete the folder and run the stage that writes it again"
+
+
+class NewerFormatError(ArtifactError):
+    """What was stored is whole, but of a version that this code does not know yet."""
 
 
 @dataclass
 class Folder:
-    """A folder being written: put files into `path`, add to `meta`; both become visible when the context ends."""
+    """A folder being written: put files into `path`, add to `meta`; both become visible when the context ends.
+
+    `hashes` may hold the sha256 of files whose bytes were hashed as they were written: those are not read again for
+    the manifest.
+    """
 
     path: Path
     meta: dict[str, Any] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
 def write_folder(
-    path: str | os.PathLike[str], kind: str, version: int, meta: Mapping[str, Any] | None = None, *, num_bytes: int = 0
-) -> Iterator[Folder]:
+    path: str | os.PathLike[str], kind: str, version: int, meta: Mapping[str, Any] | None = None, *, num_bytes: int = 0,
+    beside: str | None = None,
+) -> Iterator[Folder]:  # fmt: skip
     """Write a folder as a whole: `with write_folder(...) as out: np.save(out.path / "x.npy", x); out.meta["rows"] = 3`.
 
     Args:
@@ -53,28 +67,33 @@ def write_folder(
         kind, version: what the folder holds and the version of its layout; checked by `read_manifest`.
         meta: JSON-able facts, the same in every run (no times, no absolute paths).
         num_bytes: size to be written if it is known: checked against the free space before the first byte.
+        beside: name of the temporary folder, for several processes that write into it; one left behind is removed.
 
     Raises:
         ArtifactError: no space, or no permission; what was at `path` before is still there, the temporary folder is
             gone.
     """
-    with swap_folder(path, num_bytes=num_bytes) as temporary:
+    with swap_folder(path, num_bytes=num_bytes, beside=beside) as temporary:
         out = Folder(temporary, dict(meta or {}))
         yield out
         _fsync_tree(temporary)
-        write_manifest(temporary, kind, version, out.meta)
+        write_manifest(temporary, kind, version, out.meta, out.hashes)
 
 
 @contextlib.contextmanager
-def swap_folder(path: str | os.PathLike[str], *, num_bytes: int = 0) -> Iterator[Path]:
+def swap_folder(
+    path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str | None = None
+) -> Iterator[Path]:  # fmt: skip
     """`write_folder` without a manifest, for folders that others read: yields the temporary folder."""
     final = Path(os.path.abspath(path))
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(final)
+        remove_stale(final.parent, glob.escape(final.name))
         if num_bytes > shutil.disk_usage(final.parent).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        temporary = _temporary(final)
+        temporary = _temporary(final) if beside is None else final.parent / beside
+        if beside is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
     except OSError as error:
         raise _storage_error(final, error, num_bytes) from error
@@ -91,13 +110,18 @@ def swap_folder(path: str | os.PathLike[str], *, num_bytes: int = 0) -> Iterator
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write_manifest(path: str | os.PathLike[str], kind: str, version: int, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Write `manifest.json` over every file in the folder, flushed to the disk, and return it."""
+def write_manifest(
+    path: str | os.PathLike[str], kind: str, version: int, meta: Mapping[str, Any],
+    hashes: Mapping[str, str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Write `manifest.json` over every file in the folder, flushed to the disk, and return it; `hashes` are known."""
     root = Path(path)
+    known = hashes or {}
     files = {}
     for name in _files(root):
         if name != MANIFEST:
-            files[name] = {"size": (root / name).stat().st_size, "sha256": file_sha256(root / name)}
+            digest = known.get(name) or file_sha256(root / name)
+            files[name] = {"size": (root / name).stat().st_size, "sha256": digest}
     manifest = {"kind": kind, "version": version, "unidec": __version__, "meta": dict(meta), "files": files}
     write_json(root / MANIFEST, manifest)
     return manifest
@@ -110,8 +134,8 @@ def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, ver
     is parsed.
 
     Raises:
-        ArtifactError: the folder or a file is missing, added, damaged, a link or outside the folder, of another kind,
-            or of a newer version than this code reads.
+        ArtifactError: the folder or a file is missing, added, damaged, a link or outside the folder, or of another
+            kind; NewerFormatError: of a newer version than this code reads.
     """
     root = Path(path)
     if not root.is_dir():
@@ -122,7 +146,8 @@ def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, ver
             "a folder of another kind", where=str(root / MANIFEST), got=str(manifest["kind"])[:80], expected=kind
         )
     if not 1 <= manifest["version"] <= max_version:
-        raise ArtifactError(
+        error = NewerFormatError if manifest["version"] > max_version else ArtifactError
+        raise error(
             f"version {manifest['version']} of {kind} cannot be read by unidec {__version__}",
             where=str(root / MANIFEST),
             got=f"version {manifest['version']}, written by unidec {manifest['unidec']}",
@@ -182,6 +207,27 @@ def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> None:
         raise _storage_error(final, error, len(data)) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Records of a file with one JSON object a line, [] where there is no such file; a last line that was cut off (its
+    writer was killed) is left out.
+
+    Raises:
+        ArtifactError: another line is damaged.
+    """
+    if not Path(path).is_file():
+        return []
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ArtifactError("a damaged line", where=f"{path}:{number}", got=line[:200]) from error
+    return records
 
 
 def load_array(path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1, mmap: bool = True) -> np.ndarray:
@@ -314,15 +360,52 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _temporary(final: Path) -> Path:
-    return final.parent / f".{final.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    path = final.parent / f".{final.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    _ours.add(path.name)
+    return path
 
 
-def _remove_stale(final: Path) -> None:
-    """Remove what processes of this machine that are gone (killed) left behind for the same folder."""
-    for left in final.parent.glob(f".{final.name}.{socket.gethostname()}.*.tmp"):
-        pid = left.name.split(".")[-3]
-        if pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
+def remove_folder(path: str | os.PathLike[str]) -> None:
+    """Remove a folder; its name is gone at once, so that nobody ever finds half of it.
+
+    Raises:
+        OSError: no permission.
+    """
+    final = Path(os.path.abspath(path))
+    temporary = _temporary(final)
+    os.rename(final, temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_stale(folder: str | os.PathLike[str], name: str = "*", hours: float = 24) -> list[str]:
+    """Remove what processes that are gone (killed) left half-written in a folder.
+
+    Args:
+        folder: where things were to be written.
+        name: of what was to be written (a pattern).
+        hours: what was written on another machine counts as left when nothing was added to it for so long.
+
+    Returns:
+        names of what was removed.
+    """
+    removed = []
+    for left in sorted(Path(folder).glob(f".{name}.*.tmp")):
+        with contextlib.suppress(OSError):  # another process may remove it at the same time
+            if _is_stale(left, hours):
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                removed.append(left.name)
+    return removed
+
+
+def _is_stale(left: Path, hours: float) -> bool:
+    named = re.search(r"\.(\d+)\.[0-9a-f]{8}\.tmp$", left.name)
+    if named is None:
+        return False
+    if not left.name[: named.start()].endswith(f".{socket.gethostname()}"):
+        return time.time() - left.lstat().st_mtime > 3600 * hours
+    pid = int(named[1])
+    # in a container the one that was killed often had the number of the one that runs now
+    return left.name not in _ours if pid == os.getpid() else not _alive(pid)
 
 
 def _alive(pid: int) -> bool:
@@ -354,12 +437,15 @@ def _storage_error(path: Path, error: OSError, num_bytes: int) -> ArtifactError:
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(path.parent if path.parent.is_dir() else "/").free
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    fix = "free some space, or choose another folder" if full else "check the folder's permissions"
+    if error.errno == errno.EFBIG:
+        fix = "raise the limit on the size of a file (ulimit -f), or choose another file system"
     return ArtifactError(
         "no space left to write it" if full else "it cannot be written",
         where=str(path),
         got=f"{error.strerror or error}" + (f", {free:,} bytes free" if free is not None else ""),
         expected=f"at least {num_bytes:,} bytes" if num_bytes else None,
-        fix="free some space, or choose another folder" if full else "check the folder's permissions",
+        fix=fix,
     )
 
 
