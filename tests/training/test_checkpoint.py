@@ -21,9 +21,11 @@ from unidec.training.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     RowPart,
+    checkpoint_folders,
     find_refresh,
     load_checkpoint,
     random_state,
+    read_state,
     restore_random_state,
 )
 from unidec.training.distributed import Ranks
@@ -301,6 +303,17 @@ def test_what_killed_processes_left_is_removed(tmp_path):
     os.utime(other, (0, 0))  # since 1970
     save(tmp_path, make(7))
     assert names(tmp_path) == ["latest", "step-0000000006", "step-0000000007"]
+
+
+def test_what_a_checkpoint_says_of_itself(tmp_path):
+    assert checkpoint_folders(tmp_path) == []
+    paths = [save(tmp_path, make(step)) for step in (5, 10)]
+    assert checkpoint_folders(tmp_path) == paths[::-1]
+    assert read_state(tmp_path, paths[0]) == make(5).state
+    flip(paths[0] / "dense.safetensors")
+    assert read_state(tmp_path, paths[0], verify=False) == make(5).state
+    with pytest.raises(ArtifactError, match="damaged"):
+        read_state(tmp_path, paths[0])
 
 
 # -- the refresh of a round --------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ class CheckpointWriter:
     def _purge(self, newest: Path) -> None:
         """Keep the newest and, of those before it, the first that is whole; later ones belong to a past cut off."""
         kept = 1
-        for path in _newest_first(self.root):
+        for path in checkpoint_folders(self.run_dir):
             if path == newest:
                 continue
             if kept < KEPT and path.name < newest.name and self._is_whole(path):
@@ -253,7 +253,7 @@ def load_checkpoint(
         ArtifactError: there are checkpoints, and none is whole, or the newest is of a version not known yet.
     """
     refused: list[str] = []
-    for path in _newest_first(run_dir / "checkpoints"):
+    for path in checkpoint_folders(run_dir):
         try:
             version, state = _check(run_dir, path)
             return (_load_1(path, state, row_ranges) if version == 1 else _load_2(path, state, row_ranges)), refused
@@ -269,6 +269,60 @@ def load_checkpoint(
             fix="delete the run's folder to train from the start",
         )
     return None, refused
+
+
+def newest_state(run_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]:
+    """Folder and state of the checkpoint that `load_checkpoint` would load, and what was wrong with newer ones; no
+    tensor is read. (None, {}, []) where there is none at all.
+
+    Raises:
+        ArtifactError: as `load_checkpoint`.
+    """
+    refused: list[str] = []
+    for path in checkpoint_folders(run_dir):
+        try:
+            return path, read_state(run_dir, path), refused
+        except NewerFormatError:
+            raise
+        except ArtifactError as error:
+            refused.append(str(error))
+    if refused:
+        load_checkpoint(run_dir)  # says that none is whole
+    return None, {}, refused
+
+
+def checkpoint_folders(run_dir: Path) -> list[Path]:
+    """Folders of a run's checkpoints, newest first, whole or not."""
+    return list(checkpoint_folders(run_dir))
+
+
+def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]:
+    """State of a checkpoint; without `verify` no file is hashed, and the refresh it needs is not looked for.
+
+    Raises:
+        ArtifactError: it is not whole.
+    """
+    return {"epoch_step": 0, "refresh": None, "identity": {}, "notes": {}} | _check(run_dir, path, verify)[1]
+
+
+def checkpoint_folders(run_dir: Path) -> list[Path]:
+    """Folders of checkpoints, newest first: those of version 2 by step, then those of version 1, which came before."""
+    root = run_dir / "checkpoints"
+    return [path for pattern in ("step-*", "epoch-*") for path in sorted(root.glob(pattern), reverse=True)]
+
+
+def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]:
+    """The state (`Checkpoint.state`) of one checkpoint; no tensor is read.
+
+    Args:
+        run_dir: the run's folder.
+        path: the checkpoint's.
+        verify: check all hashes, and those of the refresh it needs; else names and sizes only.
+
+    Raises:
+        ArtifactError: it is not whole; NewerFormatError: its version is not known yet.
+    """
+    return _check(run_dir, path, verify)[1]
 
 
 def find_refresh(run_dir: Path, sha256: str) -> Path:
@@ -311,12 +365,6 @@ def _name(checkpoint: Checkpoint) -> str:
     return f"step-{checkpoint.state['step']:010d}"
 
 
-def _newest_first(root: Path) -> Iterator[Path]:
-    """Checkpoints of version 2, by step, then those of version 1: all of these were there before."""
-    for pattern in ("step-*", "epoch-*"):
-        yield from sorted(root.glob(pattern), reverse=True)
-
-
 def _snapshot(checkpoint: Checkpoint) -> Checkpoint:
     def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
@@ -343,15 +391,15 @@ def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, st
     return {name: write_tensors(folder / name, tensors, {"ranges": json.dumps(ranges, sort_keys=True)})}
 
 
-def _check(run_dir: Path, path: Path) -> tuple[int, dict[str, Any]]:
+def _check(run_dir: Path, path: Path, verify: bool = True) -> tuple[int, dict[str, Any]]:
     """Version and state of a checkpoint that is whole, with the refresh it needs; no tensor is read."""
-    version = read_manifest(path, KIND, VERSION)["version"]
+    version = read_manifest(path, KIND, VERSION, verify)["version"]
     try:
         state = json.loads((path / "state.json").read_bytes())
         known = {key: int(state[key]) for key in ("epoch", "step")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError("not the state of a checkpoint", where=str(path / "state.json"), got=repr(error)) from error
-    if state.get("refresh") is not None:
+    if verify and state.get("refresh") is not None:
         try:
             find_refresh(run_dir, str(state["refresh"]))
         except ArtifactError as error:
@@ -373,7 +421,7 @@ def _load_1(path: Path, state: dict[str, Any], row_ranges: Mapping[str, tuple[in
     except KeyError as error:
         raise ArtifactError("a tensor is missing", where=str(path), got=str(error)) from error
     dense = {f"model.{name}": tensor for name, tensor in model.items()} | optimisers
-    return Checkpoint({"epoch_step": 0, "refresh": None, "identity": {}, "notes": {}} | state, dense, rows)
+    return Checkpoint(state, dense, rows)
 
 
 def _load_2(path: Path, state: dict[str, Any], row_ranges: Mapping[str, tuple[int, int]] | None) -> Checkpoint:
