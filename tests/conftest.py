@@ -161,9 +161,12 @@ def open_trainer(
     """`open_trainer("run", **{"pool.beta": 1})`: a `Trainer` of `tiny_dataset`; the same name opens the run again."""
 
     def open_trainer(run: str = "run", **overrides: Any) -> Any:
+        from unidec.data.label_graph import soft_targets
         from unidec.training.trainer import Trainer
 
         params = tiny_params(**overrides)
-        return Trainer(params, tiny_dataset, *tiny_tokens.values(), tmp_path / run, tmp_path / "cache")
+        graph = soft_targets(tiny_dataset.relevance[tiny_dataset.rows("train")], 0.1)
+        tokens = tiny_tokens.values()
+        return Trainer(params, tiny_dataset, *tokens, tmp_path / run, tmp_path / "cache", label_graph=graph)
 
     return open_trainer

@@ -5,6 +5,7 @@ A run's folder is named by it, every checkpoint carries it, and a run is gone on
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -48,6 +49,7 @@ def identity_sha256(identity: Mapping[str, str]) -> str:
     return files_sha256(identity)
 
 
+@functools.cache  # what this process runs, also when a file is edited meanwhile
 def code_sha256() -> str:
     """Of the modules that decide what a training becomes."""
     root = Path(unidec.__file__).parent

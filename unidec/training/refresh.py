@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from unidec.config import Params
-from unidec.data.storage import load_array, read_manifest, write_folder
+from unidec.data.storage import MANIFEST, file_sha256, load_array, read_manifest, write_folder
 from unidec.errors import ArtifactError, TrainingError
 from unidec.training.clustering import balanced_clusters
 from unidec.training.mining import mine_hard_negatives
@@ -31,12 +31,14 @@ class Refresh:
 
     Attributes:
         order: int64 [n] training rows, cluster after cluster, with offsets int64 [C + 1]; None: random batches.
-        negatives: int32 [N, H] by data set row, -1 where there is none; None: none are mined.
+        negatives: int32 [N, H] by training row, -1 where there is none; None: none are mined.
+        sha256: of the manifest it was loaded with: a checkpoint inside its round names it.
     """
 
     order: np.ndarray | None = None
     offsets: np.ndarray | None = None
     negatives: np.ndarray | None = None
+    sha256: str | None = None
 
     def batches(self, rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
         """Rows of each batch of an epoch."""
@@ -51,24 +53,28 @@ class Refresh:
             for name, array in arrays.items():
                 np.save(out.path / f"{name}.npy", array, allow_pickle=False)
 
+    @staticmethod
+    def is_made(path: Path, epoch: int) -> bool:
+        """Whether the one made after `epoch` epochs is there, and whole."""
+        try:
+            return read_manifest(path, KIND, VERSION)["meta"].get("epoch") == epoch
+        except ArtifactError:
+            return False
+
     @classmethod
     def load(cls, path: Path, epoch: int) -> Refresh:
         """The one made after `epoch` epochs.
 
         Raises:
-            TrainingError: there is none.
+            TrainingError: there is none, or it is damaged.
         """
-        try:
-            found = read_manifest(path, KIND, VERSION)["meta"].get("epoch")
-        except ArtifactError:
-            found = None
-        if found != epoch:
+        if not cls.is_made(path, epoch):
             raise TrainingError(
-                "the round has no clusters and hard negatives yet", where=str(path), got=f"made after epoch {found}",
-                expected=f"made after epoch {epoch}", fix="refresh first",
+                "the round has no clusters and hard negatives", where=str(path),
+                expected=f"those made after epoch {epoch}", fix="refresh first",
             )  # fmt: skip
         present = {n: load_array(path / f"{n}.npy", ndim=d) for n, d in _NDIM.items() if (path / f"{n}.npy").is_file()}
-        return cls(**present)
+        return cls(**present, sha256=file_sha256(path / MANIFEST))
 
 
 def make_refresh(

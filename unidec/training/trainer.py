@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import shutil
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 from torch import Tensor
 
@@ -24,42 +25,36 @@ from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import write_bytes_atomic
 from unidec.data.tokens import TokenCache
-from unidec.errors import ArtifactError, DataError, TrainingError
-from unidec.model.encoder import EncoderInput
+from unidec.errors import ArtifactError, TrainingError
 from unidec.model.frozen import cached_inputs
 from unidec.model.losses import PoolTargets, symmetric_loss
+from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
 from unidec.progress import progress
+from unidec.training.batches import Batches, Prepared
 from unidec.training.checkpoint import (
     Checkpoint,
+    CheckpointWriter,
+    RowPart,
     load_checkpoint,
     random_state,
     restore_random_state,
-    save_checkpoint,
 )
+from unidec.training.distributed import ALONE, Ranks
+from unidec.training.identity import check_same, run_identity
 from unidec.training.optim import Optimisers
 from unidec.training.precision import autocast_type, choose_device
 from unidec.training.refresh import Refresh, make_refresh
-from unidec.training.sampler import PoolBatch, PoolSampler
+from unidec.training.sampler import PoolSampler
+from unidec.training.stop import stop_signals
 
+TEXTS_AT_ONCE = 1 << 16  # of which document frequencies are counted
 LOG_EVERY = 10  # steps between two lines of history: the only steps at which the host waits for the device
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A batch on the device: the pool, its pairs, the classifier's pairs and labels (None: all), the texts."""
-
-    pool: PoolBatch
-    targets: PoolTargets
-    clf_targets: PoolTargets
-    clf_labels: Tensor | None
-    texts: EncoderInput
-    num_tokens: int
-
-
 class Trainer:
-    """One training run in one folder; open it again and it goes on from its newest checkpoint.
+    """One training run in one folder; open it again and it goes on from its newest checkpoint, also inside a round.
 
     Args:
         params: all parameters.
@@ -67,9 +62,17 @@ class Trainer:
         query_tokens, label_tokens: token caches in the data set's order.
         run_dir: the run's folder.
         cache_dir: where a frozen transformer's outputs are kept between runs.
+        label_graph: csr [L, L], soft targets of Gandalf; only needed with `pool.gandalf`.
+        accept: keys of the run's identity (`unidec.training.identity`) that may differ from the checkpoint's.
+        ranks: the processes that train together.
 
     Attributes:
-        epoch: finished epochs; step: finished steps; finished: all epochs are done.
+        epoch: finished epochs; epoch_step: finished steps of the next one; step: finished steps in all.
+        finished: all epochs are done.
+        notes: what a checkpoint keeps for whoever drives the run (JSON: the tracker's run id).
+
+    Raises:
+        ConfigError: the newest checkpoint is of other data, parameters, tokenizer or code; the keys are listed.
     """
 
     def __init__(
@@ -80,38 +83,46 @@ class Trainer:
         label_tokens: TokenCache,
         run_dir: Path,
         cache_dir: Path,
+        *,
+        label_graph: sp.csr_matrix | None = None,
+        accept: Collection[str] = (),
+        ranks: Ranks = ALONE,
     ):
-        self.params, self.dataset, self.run_dir = params, dataset, run_dir
+        self.params, self.dataset, self.run_dir, self.ranks = params, dataset, run_dir, ranks
         self.tokens = {"queries": query_tokens, "labels": label_tokens}
         self.device = choose_device(params.device)
         self.amp = autocast_type(params.optim.precision, self.device)
-        self.rows = dataset.rows("train")
-        if not np.diff(dataset.relevance.indptr)[self.rows].any():
-            raise DataError(
-                "nothing to train on: no training query has a positive", where=str(dataset.path),
-                got=f"{len(self.rows)} training queries", fix="look at the raw files' pairs and splits",
-            )  # fmt: skip
         torch.manual_seed(params.seed)
         folder = resolve_encoder(params.encoder.name)
+        begin, end = ranks.part(dataset.num_labels)
+        place = Placement(params.run.table_place, run_dir / "table" / f"rank-{ranks.rank}", begin, end - begin)
         self.model = UniDEC.create(
-            params.encoder, params.model, dataset.num_labels, folder, query_tokens.vocab_size, params.model_dump()
-        ).to(self.device)
+            params.encoder, params.model, dataset.num_labels, folder, query_tokens.vocab_size, params.model_dump(),
+            placement=place,
+        ).to(self.device)  # fmt: skip
+        self.model.encoder.recompute = params.run.recompute
         self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp)
-        pool = params.pool
-        self.sampler = PoolSampler(
-            dataset.relevance, dataset.filter_pairs, beta=pool.beta, eta=pool.eta, size=pool.size, seed=params.seed
-        )
-        self.all_labels: PoolSampler | None = None
-        if pool.clf_labels == "all" and params.model.heads != "de":
-            self.all_labels = PoolSampler(
-                dataset.relevance, dataset.filter_pairs, beta=pool.beta, eta=0, size=0, seed=params.seed, full=True
-            )
+        self.batches = Batches(params, dataset, self.tokens, self.build, self.device, ranks, label_graph)
         self.steps_per_epoch = self._num_batches()
-        self.optimisers = Optimisers(self.model, params.optim, self.steps_per_epoch)
-        self.epoch = self.step = 0
+        self.optimisers = Optimisers(self.model, params.optim, self.steps_per_epoch, seed=params.seed)
+        self.batches.rows_to_device = self.optimisers.prefetch
+        self.writer = CheckpointWriter(run_dir, ranks)
+        self.epoch = self.epoch_step = self.step = 0
         self.made = Refresh()
         self.seconds = 0.0
-        self._restore()
+        self.notes: dict[str, Any] = {}
+        self._saved_step, self._saved_at = 0, time.monotonic()
+        self._restore(accept)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int64 [n]: training rows."""
+        return self.batches.rows
+
+    @property
+    def sampler(self) -> PoolSampler:
+        """Draws the pools."""
+        return self.batches.sampler
 
     # -- start and resume ---------------------------------------------------------------------------------------------
 
@@ -124,45 +135,81 @@ class Trainer:
         """What a new model takes from the data: the bag's document frequencies, the classifier's first rows."""
         bag = self.model.encoder.bag
         if bag is not None:
-            flat, offsets = self.tokens["queries"].ragged(self.rows)
-            vocab = bag.embedding.num_rows
-            text = np.repeat(np.arange(len(self.rows)), np.diff(offsets))
-            seen = np.unique(text * vocab + flat) % vocab
-            frequency_V = np.bincount(seen, minlength=vocab)
+            frequency_V = sum(
+                _document_frequency(*part[1:], bag.embedding.num_rows) for part in self.batches.parts(self.rows)
+            )
             bag.start_weights(frequency_V, len(self.rows))
         if self.params.model.heads != "de":
-            x_LW = None
-            if self.params.model.clf_init == "label_embedding":
-                x_LW = torch.from_numpy(self._encode("labels", None)).to(self.device)
-            self.model.start_table(x_LW)
+            self.model.start_table(self._encode_labels)
 
-    def _restore(self) -> None:
+    def _encode_labels(self, begin: int, end: int) -> Tensor:
+        return torch.from_numpy(self._encode("labels", np.arange(begin, end), None)).to(self.device)
+
+    def _restore(self, accept: Collection[str]) -> None:
+        self.identity = run_identity(self.params, self.dataset, self.tokens["queries"], self.tokens["labels"])
         checkpoint, refused = load_checkpoint(self.run_dir)
         for reason in refused:
             print(f"checkpoint passed over: {reason}")
         if checkpoint is None:
             self._start_weights()
-            return
+        else:
+            check_same(checkpoint.state["identity"], self.identity, accept, str(self.run_dir))
+            self._take(checkpoint)
+        if self.ranks.is_first:
+            for name, key, last in (("history", "step", self.step - 1), ("rounds", "epoch", self.epoch)):
+                # steps are counted from 0: the next one has the number of those that are done
+                _cut_lines(self.run_dir / f"{name}.jsonl", lambda line, k=key, m=last: line[k] <= m)
+
+    def _take(self, checkpoint: Checkpoint) -> None:
+        weights = {key.removeprefix("model."): x for key, x in checkpoint.dense.items() if key.startswith("model.")}
         try:
-            self.model.load_state_dict(checkpoint.model, strict=True)
-        except RuntimeError as error:
+            self.model.load_dense_state(weights)
+        except (KeyError, RuntimeError) as error:
             raise ArtifactError(
                 "the checkpoint is of another model", where=str(self.run_dir), got=str(error)
             ) from error
-        self.optimisers.load_state(checkpoint.optimisers)
-        restore_random_state(checkpoint.optimisers, self.device)
-        self.epoch, self.step = int(checkpoint.state["epoch"]), int(checkpoint.state["step"])
-        self.seconds = float(checkpoint.state["seconds"])
-        for name, key in (("history", "step"), ("rounds", "epoch")):
-            # history counts steps from 0: the next one has this number
-            limit = self.step - 1 if key == "step" else self.epoch
-            _cut_lines(self.run_dir / f"{name}.jsonl", lambda line, k=key, m=limit: line[k] <= m)
+        self.optimisers.load_row_states({name: part.tensors for name, part in checkpoint.rows.items()})
+        self.optimisers.load_dense_state(checkpoint.dense)
+        restore_random_state(checkpoint.dense, self.device)
+        state = checkpoint.state
+        self.epoch, self.epoch_step, self.step = (int(state[key]) for key in ("epoch", "epoch_step", "step"))
+        self.seconds, self.notes = float(state["seconds"]), dict(state["notes"])
+        self._saved_step = self.step
 
-    def save(self) -> Path:
-        """Write a checkpoint."""
-        state = {"epoch": self.epoch, "step": self.step, "seconds": self.seconds}
-        optimisers = self.optimisers.state() | random_state(self.device)
-        return save_checkpoint(self.run_dir, Checkpoint(state, self.model.state_dict(), optimisers))
+    def save(self) -> None:
+        """Write a checkpoint; its tensors may change as soon as this returns, `writer.wait()` says when it is durable.
+
+        Raises:
+            ArtifactError: this one, or the one before it, cannot be written.
+        """
+        tables = self.model.tables()
+        rows = {
+            name: RowPart(tables[name].first_row, tables[name].num_rows, tensors)
+            for name, tensors in self.optimisers.row_states().items()
+        }
+        dense = {f"model.{name}": tensor for name, tensor in self.model.dense_state().items()}
+        dense |= self.optimisers.dense_state() | random_state(self.device)
+        state = {
+            "epoch": self.epoch, "epoch_step": self.epoch_step, "step": self.step, "seconds": self.seconds,
+            "refresh": self.made.sha256 if self._inside_round else None, "identity": self.identity,
+            "notes": self.notes,
+        }  # fmt: skip
+        self.writer.save(Checkpoint(state, dense, rows))
+        self._saved_step, self._saved_at = self.step, time.monotonic()
+
+    def _save_is_due(self) -> bool:
+        run = self.params.run
+        steps, minutes = self.step - self._saved_step, (time.monotonic() - self._saved_at) / 60
+        return 0 < run.checkpoint_steps <= steps or 0 < run.checkpoint_minutes <= minutes
+
+    @property
+    def _inside_round(self) -> bool:
+        return self.epoch_step > 0 or (self.epoch % self.params.pool.refresh > 0 and not self.finished)
+
+    @property
+    def _round_begin(self) -> int:
+        """Finished epochs when the round in progress, or the coming one, began."""
+        return self.epoch - self.epoch % self.params.pool.refresh
 
     @property
     def finished(self) -> bool:
@@ -170,6 +217,16 @@ class Trainer:
         return self.epoch >= self.params.optim.epochs
 
     # -- refresh ------------------------------------------------------------------------------------------------------
+
+    @property
+    def refresh_due(self) -> bool:
+        """A round begins here, and its clusters and hard negatives are not made yet."""
+        if self.finished or self._inside_round:
+            return False
+        return not Refresh.is_made(self._refresh_folder(self.epoch), self.epoch)
+
+    def _refresh_folder(self, epoch: int) -> Path:
+        return self.run_dir / "refresh" / f"epoch-{epoch:05d}"
 
     def refresh(self) -> dict[str, Any]:
         """Clusters and hard negatives for the coming round, by the model as it is; kept in the run's folder.
@@ -180,18 +237,25 @@ class Trainer:
             figures: seconds of each part, clusters, what mining found.
         """
         made, report = make_refresh(
-            self.params, self.rows, self.sampler, lambda: self._vectors("queries", self.rows), self._label_vectors,
+            self.params, self.rows, self.sampler, self._query_vectors, self._label_vectors,
             self.device,
         )  # fmt: skip
-        made.save(self.run_dir / "refresh", self.epoch)
+        made.save(self._refresh_folder(self.epoch), self.epoch)
+        needed = {self._refresh_folder(epoch) for epoch in (self.epoch, self.epoch - self.params.pool.refresh)}
+        for old in set((self.run_dir / "refresh").glob("epoch-*")) - needed:
+            shutil.rmtree(old, ignore_errors=True)  # no checkpoint that is kept lies inside its round
         return report
 
-    def _encode(self, name: str, rows: np.ndarray | None) -> np.ndarray:
+    def _encode(self, name: str, rows: np.ndarray | None, desc: str | None) -> np.ndarray:
         with self._autocast():
-            return self.model.encode(name, self.tokens[name], rows, self.build, desc=f"encode {name}")
+            return self.model.encode(name, self.tokens[name], rows, self.build, desc=desc)
+
+    def _query_vectors(self) -> np.ndarray:
+        parts = self.batches.parts(self.rows)
+        return np.concatenate([self._vectors(name, rows) for name, _, rows in parts])
 
     def _vectors(self, name: str, rows: np.ndarray | None) -> np.ndarray:
-        de, clf = self.model.project(self._encode(name, rows))
+        de, clf = self.model.project(self._encode(name, rows, f"encode {name}"))
         return de if de is not None else clf  # type: ignore[return-value]
 
     def _label_vectors(self) -> np.ndarray:
@@ -200,68 +264,62 @@ class Trainer:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train_round(self) -> dict[str, Any]:
-        """Train until the next refresh is due (or the end), save a checkpoint.
+    def train_round(self, on_log: Callable[[int, dict[str, float]], None] | None = None) -> dict[str, Any]:
+        """Train until the next refresh is due (or the end); checkpoints on the way and at the end.
+
+        SIGINT and SIGTERM finish the step and save a checkpoint before they take effect.
+
+        Args:
+            on_log: called with the step and its figures at logging steps.
 
         Returns:
-            figures of the round.
+            figures of what was trained here.
         """
-        pool, begin = self.params.pool, time.perf_counter()
-        self.made = Refresh.load(self.run_dir / "refresh", self.epoch)
-        until = min(self.params.optim.epochs, (self.epoch // pool.refresh + 1) * pool.refresh)
-        first_step = self.step
-        total = (until - self.epoch) * self.steps_per_epoch
+        pool, begin, first_step = self.params.pool, time.perf_counter(), self.step
+        self.made = Refresh.load(self._refresh_folder(self._round_begin), self._round_begin)
+        until = min(self.params.optim.epochs, self._round_begin + pool.refresh)
+        total = (until - self.epoch) * self.steps_per_epoch - self.epoch_step
         self.model.train()
         with (
+            stop_signals() as stop,
             progress(total=total, desc=f"epochs {self.epoch + 1} to {until}", unit="step") as bar,
             open(self.run_dir / "history.jsonl", "a", encoding="utf-8") as history,
         ):
-            while self.epoch < until:
-                batches = self.made.batches(self.rows, pool.batch_size, self.params.seed, self.epoch)
-                for prepared in self._prepared(batches):
-                    logs = self.train_step(prepared)
-                    self.step += 1
-                    bar.update(1)
-                    if logs is not None:
-                        history.write(json.dumps(logs) + "\n")
-                        bar.note(f"loss {logs['loss']:.3f}")
-                history.flush()
-                self.epoch += 1
-        seconds = time.perf_counter() - begin
-        self.save()
-        steps = self.step - first_step
+            for logs in self._steps(until):
+                bar.update(1)
+                if logs is not None:
+                    history.write(json.dumps(logs) + "\n")
+                    bar.note(f"loss {logs['loss']:.3f}")
+                    if on_log is not None:
+                        on_log(self.step - 1, logs)
+                if stop.asked or self._save_is_due() or self.epoch == until:
+                    history.flush()
+                    os.fsync(history.fileno())  # a resumed run keeps the lines before its checkpoint
+                    self.save()
+                if stop.asked:
+                    self.writer.wait()
+                    stop.leave()
+        self.writer.wait()
+        seconds, steps = time.perf_counter() - begin, self.step - first_step
         return {"epoch": self.epoch, "steps": steps, "train_seconds": seconds, "steps_per_s": steps / seconds,
-                "finished": self.finished}  # fmt: skip
+                "checkpoint_seconds": self.writer.seconds, "finished": self.finished}  # fmt: skip
 
-    def _prepared(self, batches: list[np.ndarray]) -> Iterator[Prepared]:
-        """Batches made ready; on a GPU the next is made while the device works on this one."""
-        # the step within the epoch names a batch's random numbers, so a resumed run draws the same ones
-        if self.device.type == "cpu":
-            yield from (self.prepare(rows, step) for step, rows in enumerate(batches))
-            return
-        with ThreadPoolExecutor(1) as ahead:
-            coming = ahead.submit(self.prepare, batches[0], 0)
-            for step in range(len(batches)):
-                prepared = coming.result()
-                if step + 1 < len(batches):
-                    coming = ahead.submit(self.prepare, batches[step + 1], step + 1)
-                yield prepared
+    def _steps(self, until: int) -> Iterator[dict[str, float] | None]:
+        """Steps up to an epoch's end, from wherever the run is; after each the counters, then the figures to log."""
+        while self.epoch < until:
+            # from the seed and the epoch alone: a resumed run cuts the same batches and leaves out those it has done
+            batches = self.made.batches(self.rows, self.params.pool.batch_size, self.params.seed, self.epoch)
+            for prepared in self.batches.ahead(batches, self.epoch, self.epoch_step, self.made.negatives):
+                logs = self.train_step(prepared)
+                self.step += 1
+                self.epoch_step += 1
+                if self.epoch_step == len(batches):
+                    self.epoch, self.epoch_step = self.epoch + 1, 0
+                yield logs
 
     def prepare(self, rows_B: np.ndarray, step: int) -> Prepared:
-        """Sample the pool of some queries and put it, and the texts to encode, on the device."""
-        pool = self.sampler.batch(rows_B, epoch=self.epoch, step=step, shortlist_NH=self.made.negatives)
-        targets = clf_targets = PoolTargets.from_batch(pool, self.device)
-        clf_labels = None
-        if self.all_labels is not None:
-            full = self.all_labels.batch(rows_B, epoch=self.epoch, step=step, shortlist_NH=None)
-            clf_targets = PoolTargets.from_batch(full, self.device)
-        elif self.params.model.heads != "de":
-            clf_labels = torch.from_numpy(pool.pool_S).to(self.device, non_blocking=True)
-        parts = [("queries", self.tokens["queries"], pool.rows_B)]
-        if self.params.model.heads != "clf":
-            parts.append(("labels", self.tokens["labels"], pool.pool_S))
-        num_tokens = sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in parts)
-        return Prepared(pool, targets, clf_targets, clf_labels, self.build(parts), num_tokens)
+        """A batch of these rows at a step of this epoch."""
+        return self.batches.prepare(rows_B, self.epoch, step, self.made.negatives)
 
     def train_step(self, batch: Prepared) -> dict[str, float] | None:
         """One step of Algorithm 1: encode queries and pool once, both heads' losses, backward, update.
@@ -364,6 +422,16 @@ class Trainer:
             fix=f"pool.batch_size: {max(1, self.params.pool.batch_size // 2)}, a smaller pool.size or max_length; "
             "the run goes on from its last checkpoint",
         )
+
+
+def _document_frequency(tokens: TokenCache, rows: np.ndarray, vocab: int) -> np.ndarray:
+    """Texts that have each token, int64 [vocab]."""
+    frequency_V = np.zeros(vocab, dtype=np.int64)
+    for begin in range(0, len(rows), TEXTS_AT_ONCE):
+        flat, offsets = tokens.ragged(rows[begin : begin + TEXTS_AT_ONCE])
+        text = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        frequency_V += np.bincount(np.unique(text * vocab + flat) % vocab, minlength=vocab)
+    return frequency_V
 
 
 def _cut_lines(path: Path, keep: Any) -> None:

@@ -1,0 +1,226 @@
+"""A run cut off anywhere ends with the bits of one that never was: weights, moments, history."""
+
+import json
+import signal
+
+import pytest
+import torch
+
+from unidec.errors import ArtifactError, ConfigError
+from unidec.training import trainer as module
+
+TIMES = ("seconds", "texts_per_s", "tokens_per_s")
+
+
+@pytest.fixture(autouse=True)
+def _every_step_is_logged(monkeypatch):
+    monkeypatch.setattr(module, "LOG_EVERY", 1)
+
+
+def run(trainer):
+    """Train to the end, as the stages do."""
+    while not trainer.finished:
+        if trainer.refresh_due:
+            trainer.refresh()
+        trainer.train_round()
+    return trainer
+
+
+def history(trainer):
+    lines = (trainer.run_dir / "history.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+def everything(trainer):
+    rows = trainer.optimisers.row_states()
+    state = {f"{table}.{name}": x for table, part in rows.items() for name, x in part.items()}
+    return {**trainer.model.state_dict(), **trainer.optimisers.dense_state(), **state}
+
+
+def assert_same(ours, theirs):
+    one, other = everything(ours), everything(theirs)
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert history(ours) == history(theirs)
+    assert len(history(ours)) == ours.step == theirs.step
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing of ours catches it."""
+
+
+def kill_at(trainer, monkeypatch, steps):
+    step = trainer.train_step
+
+    def dies(batch):
+        if trainer.step in steps:
+            raise Killed
+        return step(batch)
+
+    monkeypatch.setattr(trainer, "train_step", dies)
+
+
+DROPOUTS = {"model.dropout": 0.2, "encoder.dropout": 0.1, "encoder.bag_dropout": 0.2}
+SYSTEMS = {
+    "clustered, pool": {},
+    "clustered, all labels": {"pool.clf_labels": "all", "model.clf_bias": True},
+    "random, pool": {"pool.batches": "random"},
+    "random, pol": {"pool.batches": "random", "loss.reduction": "pol"},
+    "depsl": {"model.heads": "de"},
+    "classifier": {"model.heads": "clf"},
+    "beside": {"encoder.kind": "both", "model.learn_temperature": True, "encoder.residual": True},
+    "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "encoder.bag_dropout": 0.0},
+    "bf16": {"encoder.kind": "both", "encoder.trainable_layers": 1, "optim.precision": "bf16"},
+    "gandalf": {"pool.gandalf": True},
+    "gandalf, all labels": {"pool.gandalf": True, "pool.clf_labels": "all"},
+    "adagrad": {"optim.clf_state": "adagrad", "model.clf_bias": True},
+    "bf16 rows without state": {"optim.clf_state": "sgd", "model.clf_dtype": "bf16", "optim.lr_clf": 0.1},
+}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_killed_in_a_round_it_goes_on_in_it(open_trainer, monkeypatch, system):
+    """Cut off in both rounds, between checkpoints every three steps, once in the middle of an epoch's last step."""
+    overrides = DROPOUTS | SYSTEMS[system]
+    whole = run(open_trainer("whole", **overrides))
+    cuts = [2, 7, whole.steps_per_epoch * 2 + 4, whole.steps_per_epoch * 4 - 1]
+    for cut in cuts:
+        part = open_trainer("parts", **overrides, **{"run.checkpoint_steps": 3})
+        kill_at(part, monkeypatch, {cut})
+        with pytest.raises(Killed):
+            run(part)
+        part.writer.wait()
+        resumed = open_trainer("parts", **overrides, **{"run.checkpoint_steps": 3})
+        assert cut - 3 < resumed.step <= cut, "no more than an interval is lost"
+        torch.rand(17)  # whatever else the process draws
+    assert_same(run(open_trainer("parts", **overrides, **{"run.checkpoint_steps": 3})), whole)
+
+
+def test_killed_at_every_step(open_trainer, monkeypatch):
+    whole = run(open_trainer("whole", **DROPOUTS))
+    for cut in range(whole.step):
+        part = open_trainer("parts", **DROPOUTS, **{"run.checkpoint_steps": 1})
+        assert part.step == cut
+        kill_at(part, monkeypatch, {cut + 1})
+        if cut + 1 < whole.step:
+            with pytest.raises(Killed):
+                run(part)
+            part.writer.wait()
+    assert_same(run(part), whole)
+
+
+def test_opened_again_for_each_refresh_and_round(open_trainer):
+    whole = run(open_trainer("whole", **DROPOUTS))
+    for _ in range(2):
+        open_trainer("parts", **DROPOUTS).refresh()
+        open_trainer("parts", **DROPOUTS).train_round()
+    parts = open_trainer("parts", **DROPOUTS)
+    assert (parts.epoch, parts.epoch_step, parts.finished) == (4, 0, True)
+    assert_same(parts, whole)
+
+
+def test_without_a_checkpoint_it_begins_again(open_trainer, monkeypatch):
+    whole = run(open_trainer("whole"))
+    part = open_trainer("parts")  # by the clock only: none within a second
+    kill_at(part, monkeypatch, {3})
+    with pytest.raises(Killed):
+        run(part)
+    assert [line["step"] for line in history(part)] == [0, 1, 2]
+    with open(part.run_dir / "history.jsonl", "a") as file:
+        file.write('{"step": 3, "lo')  # a line cut off
+    resumed = open_trainer("parts")
+    assert resumed.step == 0 and not resumed.refresh_due  # what it begins with is made already
+    assert_same(run(resumed), whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_and_saves(open_trainer, monkeypatch, number):
+    """A handler of the caller's own still gets it, after the checkpoint."""
+    whole = run(open_trainer("whole", **DROPOUTS))
+    part = open_trainer("parts", **DROPOUTS)
+    step, seen = part.train_step, []
+
+    def signalled(batch):
+        logs = step(batch)
+        if part.step == 5:
+            signal.raise_signal(number)
+        return logs
+
+    def handler(got, _frame):
+        seen.append((got, part.step))
+        raise Killed
+
+    monkeypatch.setattr(part, "train_step", signalled)
+    before = signal.signal(number, handler)
+    try:
+        with pytest.raises(Killed):
+            run(part)
+    finally:
+        signal.signal(number, before)
+    assert seen == [(number, 6)]
+    resumed = open_trainer("parts", **DROPOUTS)
+    assert (resumed.epoch, resumed.epoch_step, resumed.step) == (1, 2, 6)
+    assert_same(run(resumed), whole)
+
+
+def test_a_damaged_newest_checkpoint_costs_an_interval(open_trainer, capsys):
+    whole = run(open_trainer("whole", **{"run.checkpoint_steps": 3}))
+    newest = sorted((whole.run_dir / "checkpoints").glob("step-*"))[-1]
+    path = newest / "dense.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    before, lines = {name: value.clone() for name, value in everything(whole).items()}, history(whole)
+    resumed = open_trainer("whole", **{"run.checkpoint_steps": 3})
+    assert newest.name in capsys.readouterr().out
+    assert whole.step - 3 <= resumed.step < whole.step
+    assert history(resumed) == lines[: resumed.step]
+    run(resumed)
+    assert all(torch.equal(before[name], value) for name, value in everything(resumed).items())
+
+
+def test_a_checkpoint_needs_the_refresh_of_its_round(open_trainer, monkeypatch, capsys):
+    """One inside a round is worth nothing without the clusters it was cut from: the one before the round is used."""
+    whole = run(open_trainer("whole"))
+    part = open_trainer("parts", **{"run.checkpoint_steps": 3})
+    kill_at(part, monkeypatch, {13})
+    with pytest.raises(Killed):
+        run(part)
+    part.writer.wait()
+    array = part.run_dir / "refresh" / "epoch-00002" / "order.npy"
+    content = bytearray(array.read_bytes())
+    content[-3] ^= 1
+    array.write_bytes(content)
+    resumed = open_trainer("parts", **{"run.checkpoint_steps": 3})
+    assert resumed.step == 8 and resumed.refresh_due
+    assert "refresh" in capsys.readouterr().out
+    assert_same(run(resumed), whole)
+
+
+def test_what_differs_is_refused_by_name(open_trainer):
+    run(open_trainer())
+    with pytest.raises(ConfigError, match=r"optim\.lr_clf") as caught:
+        open_trainer(**{"optim.lr_clf": 0.5, "pool.beta": 1})
+    assert "pool.beta" in str(caught.value) and "0.5" in str(caught.value) and "0.01" in str(caught.value)
+    open_trainer(**{"run.checkpoint_steps": 7})  # changes nothing that is learnt
+
+
+def test_notes_are_kept(open_trainer):
+    trainer = open_trainer()
+    trainer.notes["mlflow_run_id"] = "abc"
+    run(trainer)
+    assert open_trainer().notes == {"mlflow_run_id": "abc"}
+
+
+def test_what_is_accepted_must_still_fit(open_trainer, tiny_dataset, tiny_tokens, tiny_params, tmp_path):
+    trainer = run(open_trainer())
+    params = tiny_params(**{"model.dim": 12})
+    with pytest.raises(ArtifactError, match="another model"):
+        module.Trainer(
+            params, tiny_dataset, *tiny_tokens.values(), trainer.run_dir, tmp_path / "cache", accept=["model.dim"]
+        )
+    params = tiny_params(**{"optim.lr_clf": 0.5})
+    again = module.Trainer(
+        params, tiny_dataset, *tiny_tokens.values(), trainer.run_dir, tmp_path / "cache", accept=["optim.lr_clf"]
+    )
+    assert again.finished
