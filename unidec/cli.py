@@ -101,6 +101,39 @@ def train(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, 
     _show("train", {**state, **stages.export(loaded, run_dir)}, as_json)
 
 
+@app.command(
+    epilog="Examples: unidec plan  |  unidec plan --set run.table_place=host --json  |  unidec plan --set "
+    "preset=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB --no-measure"
+)
+def plan(
+    params: ParamsFile = DEFAULT_PARAMS,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+    labels: Annotated[int | None, typer.Option(min=1, help="sizes by hand instead of data/dataset: labels")] = None,
+    queries: Annotated[int | None, typer.Option(min=1, help="training queries")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="tokens of each text")] = None,
+    pairs: Annotated[int | None, typer.Option(min=0, help="positive pairs; by default 5 a query")] = None,
+    encoder_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="config.json of an encoder that is not on this machine")
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="plan for a GPU of this size: 16GiB")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="host memory, instead of what is free")
+    ] = None,
+    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="disk, instead of what is free")] = None,
+    measure: Annotated[bool, typer.Option(help="time a few real steps on random ids, on this machine")] = True,
+) -> None:
+    """Memory and time of a training before it starts, term by term, and what would fit; exit code 1: too large."""
+    loaded = _load(params, assignments)
+    from unidec.stages.plan import plan_command
+
+    sizes = {"labels": labels, "queries": queries, "tokens": tokens, "pairs": pairs}
+    free = {"device": device_memory, "host": host_memory, "disk": disk}
+    sys.exit(0 if plan_command(loaded, sizes, free, encoder_config, measure, as_json) else 1)
+
+
 _add_stage("index", "index", "Encode the labels and build the search index: outputs/bundle.", "unidec index")
 _add_stage(
     "evaluate", "evaluate", "Every metric on the test split; report and plots in outputs/.", "unidec evaluate --json"

@@ -1,0 +1,314 @@
+"""Time of an epoch and of a refresh, from a few real steps on random ids.
+
+Legend: B queries in a batch, S labels in its pool, N queries, L labels, D width of a head, T tokens.
+
+The steps are the trainer's own, on a small data set made for it in a temporary folder: real batch, pool and sequence
+sizes, the real architecture (random weights where the real ones are not here), few rows of the classifier's table,
+since a step touches the pool's rows only. A batch that would take too long is measured at a part of its size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+
+from unidec.config import Params
+from unidec.data.dataset import write_dataset
+from unidec.data.raw import RawData, text_table
+from unidec.data.storage import write_folder
+from unidec.data.tokens import KIND, VERSION, TokenCache
+from unidec.errors import ArtifactError
+from unidec.model import frozen
+from unidec.model.encoder import InputBuilder
+from unidec.training.clustering import balanced_clusters
+from unidec.training.mining import mine_hard_negatives
+from unidec.training.plan.advice import with_settings
+from unidec.training.plan.sizes import CHUNK_TEXTS, NAMED, Batch, EncoderShape, Sizes, batch_sizes, typical_lengths
+from unidec.training.precision import autocast_type, choose_device
+
+STEPS = 3
+SECONDS = 20.0  # a full-sized measurement may take
+_PARTS = (1, 4, 16)  # a batch is measured whole, or at this part of its size
+_CLUSTERED, _MINED, _MINED_LABELS = 16384, 512, 1 << 17  # rows of a measured clustering and mining
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds; `how` says of each whether it is "measured" or "estimated" and from what.
+
+    Attributes:
+        step, epoch: training. encode, cluster, mine: parts of a refresh. once: encoding what is frozen, before the
+            first step. total: all epochs and refreshes.
+    """
+
+    step: float
+    epoch: float
+    encode: float
+    cluster: float
+    mine: float
+    once: float
+    total: float
+    how: dict[str, str]
+
+    def lines(self) -> list[tuple[str, str]]:
+        """For people."""
+        refresh = self.encode + self.cluster + self.mine
+        return [
+            ("step", f"{_seconds(self.step)} ({self.how['step']})"),
+            ("epoch", f"{_seconds(self.epoch)} ({self.how['epoch']})"),
+            ("refresh", f"{_seconds(refresh)}: encode {_seconds(self.encode)}, cluster {_seconds(self.cluster)}, "
+                        f"mine {_seconds(self.mine)} ({self.how['refresh']})"),
+            ("before the first step", f"{_seconds(self.once)} ({self.how['once']})"),
+            ("all epochs", f"{_seconds(self.total)} (estimated; without validation and checkpoints)"),
+        ]  # fmt: skip
+
+
+def _seconds(value: float) -> str:
+    if value < 100:
+        return f"{value:.3g} s"
+    return f"{value / 60:.3g} min" if value < 6000 else f"{value / 3600:,.3g} h"
+
+
+def measure(params: Params, sizes: Sizes, shape: EncoderShape) -> Times:
+    """Times of a training on this machine.
+
+    Args:
+        params: all parameters. sizes: of the data. shape: of the transformer.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        part, batch = _PARTS[-1], batch_sizes(params, sizes)
+        runner = _Runner(params, sizes, shape, batch, Path(folder))
+        step = runner.step_seconds(part, 1)
+        for larger in _PARTS[:-1]:
+            if (STEPS + 1) * step * part / larger <= SECONDS:
+                part, step = larger, runner.step_seconds(larger, STEPS)
+                break
+        encode_rate, frozen_rate = runner.encode_rates()
+        device = runner.device
+    cluster = _cluster_seconds(params, sizes, device) if params.pool.batches == "clustered" else 0.0
+    mine = _mine_seconds(params, sizes, device, batch) if batch.negatives else 0.0
+    step *= part
+    texts = sizes.num_train + (sizes.num_labels if batch.negatives and params.model.heads != "clf" else 0)
+    encode = texts / encode_rate if cluster or mine else 0.0
+    everything = sizes.num_queries + sizes.num_labels
+    once = everything / frozen_rate if frozen_rate else 0.0
+    if params.model.heads != "de" and params.model.clf_init == "label_embedding":
+        once += sizes.num_labels / encode_rate
+    epoch = batch.steps * step
+    refreshes = math.ceil(params.optim.epochs / params.pool.refresh)
+    sized = "measured" if part == 1 else f"estimated: measured at 1/{part} of the batch and pool"
+    how = {
+        "step": f"{sized}, {batch.queries:,} queries and {batch.labels:,} labels",
+        "epoch": f"estimated: {batch.steps:,} such steps",
+        "refresh": "estimated: from a measured part of each",
+        "once": "estimated: from the measured rate of texts",
+    }
+    total = params.optim.epochs * epoch + refreshes * (encode + cluster + mine) + once
+    return Times(step, epoch, encode, cluster, mine, once, total, how)
+
+
+class _Runner:
+    """Real trainers on made-up data."""
+
+    def __init__(self, params: Params, sizes: Sizes, shape: EncoderShape, batch: Batch, folder: Path):
+        self.params, self.sizes, self.shape, self.batch, self.folder = params, sizes, shape, batch, folder
+        self.device = choose_device(params.device)
+        self.encoder = _encoder_folder(params.encoder.name, shape, folder / "encoder")
+        self.trainer: Any = None
+
+    def step_seconds(self, part: int, steps: int) -> float:
+        """Of one step at a part of the batch's size, its checkpoint taken off."""
+        from unidec.training.trainer import Trainer
+
+        queries, labels = max(1, self.batch.queries // part), max(1, self.batch.labels // part)
+        pool = self.params.pool
+        values = {
+            "encoder.name": str(self.encoder), "pool.batch_size": queries, "pool.batches": "random",
+            "pool.size": max(labels, queries) if pool.size else 0, "pool.refresh": 1, "pool.gandalf": False,
+            "pool.eta": pool.eta if self.batch.negatives else 0, "optim.epochs": 2, "optim.warmup_epochs": 1.0,
+            "model.clf_init": "xavier", "run.devices": 1, "run.checkpoint_minutes": 0.0, "run.checkpoint_steps": 0,
+        }  # fmt: skip
+        params = with_settings(self.params, values)
+        assert params is not None
+        everything = pool.clf_labels == "all" and params.model.heads != "de"
+        num_labels = self.sizes.num_labels if everything else min(self.sizes.num_labels, 4 * labels)
+        dataset, tokens = _data(
+            self.folder / f"data-{part}", queries * steps, num_labels, self.sizes, params, self.shape
+        )
+        with _quiet(), _zero_caches():
+            self.trainer = Trainer(
+                params, dataset, tokens[0], tokens[1], self.folder / f"run-{part}", self.folder / "cache"
+            )
+            self._round()  # the first steps allocate
+            begin = time.perf_counter()
+            self._round()
+            spent = time.perf_counter() - begin
+            begin = time.perf_counter()
+            self.trainer.save()
+            _settle(self.trainer)
+            saving = time.perf_counter() - begin
+        return max(spent - saving, 1e-6) / steps
+
+    def _round(self) -> None:
+        self.trainer.refresh()
+        self.trainer.train_round()
+        _settle(self.trainer)
+
+    def encode_rates(self) -> tuple[float, float]:
+        """Texts a second in a refresh, and through a frozen transformer before the first step (0: there is none)."""
+        model, tokens = self.trainer.model, self.trainer.tokens["labels"]
+        rows = np.arange(min(len(tokens), 2 * CHUNK_TEXTS))
+        reads = model.encoder.transformer is not None and self.params.encoder.trainable_layers >= 0
+        whole = InputBuilder(model.encoder, self.device)
+        amp = autocast_type(self.params.optim.precision, self.device)
+
+        def rate(build: InputBuilder) -> float:
+            begin = time.perf_counter()
+            with torch.autocast(self.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
+                model.project(model.encode("labels", tokens, rows, build))
+            return len(rows) / (time.perf_counter() - begin)
+
+        if not reads:
+            return rate(whole), 0.0
+        cached = _cached(model, tokens, self.device)
+        return rate(cached), rate(whole)
+
+
+def _settle(trainer: Any) -> None:
+    """Wait for what a trainer still writes or computes."""
+    writer = getattr(trainer, "writer", None)
+    if writer is not None:
+        writer.wait()
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _cached(model: Any, tokens: TokenCache, device: torch.device) -> InputBuilder:
+    """An input builder with caches of zeros: what a refresh costs when the frozen part is read from disk."""
+    width = model.encoder.transformer.width
+    if model.encoder.takes_vectors:
+        return InputBuilder(model.encoder, device, {"labels": np.zeros((len(tokens), width), np.float16)})
+    return InputBuilder(model.encoder, device, None, {"labels": np.zeros((int(tokens.offsets[-1]), width), np.float16)})
+
+
+def _encoder_folder(name: str, shape: EncoderShape, folder: Path) -> Path | str:
+    """The encoder's own folder where it is on this machine, else the architecture with random weights."""
+    from unidec.model.sources import PACKAGED, resolve_encoder
+
+    short = name.rpartition("/")[2]
+    if Path(name).is_dir() or short in PACKAGED or short not in NAMED:
+        with contextlib.suppress(ArtifactError):
+            return resolve_encoder(name)
+    from transformers import AutoConfig, AutoModel
+
+    config = dict(NAMED.get(short) or _bert_like(shape))
+    model = AutoModel.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    with _quiet():
+        model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")  # asked for, but ids are random here
+    return folder
+
+
+def _bert_like(shape: EncoderShape) -> dict[str, Any]:
+    return {"model_type": "bert", "hidden_size": shape.hidden, "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.attention_heads, "intermediate_size": shape.intermediate,
+            "vocab_size": shape.vocab_size, "max_position_embeddings": shape.positions}  # fmt: skip
+
+
+def _data(folder: Path, num_queries: int, num_labels: int, sizes: Sizes, params: Params, shape: EncoderShape) -> Any:
+    """A data set of empty texts with random pairs, and token caches of random ids with the real lengths."""
+    rng = np.random.default_rng(0)
+    each = max(1, min(num_labels, round(sizes.num_pairs / sizes.num_queries), 4 * params.pool.beta))
+    columns = rng.integers(0, num_labels, num_queries * each)
+    relevance = sp.csr_matrix((np.ones(len(columns), np.float32), columns, np.arange(num_queries + 1) * each),
+                              shape=(num_queries, num_labels))  # fmt: skip
+    relevance.sum_duplicates()
+    relevance.data[:] = 1.0
+    nothing = sp.csr_matrix((num_queries, num_labels), dtype=bool)
+
+    def texts(what: str, count: int) -> Any:
+        return text_table([f"{what}{row}" for row in range(count)], [""] * count, [""] * count)
+
+    raw = RawData("plan", {"train": texts("q", num_queries)}, texts("l", num_labels), {"train": relevance},
+                  {"train": nothing})  # fmt: skip
+    dataset = write_dataset(folder / "dataset", raw, validation_share=0.0)
+    caches = []
+    for name, histogram, count in (("queries", sizes.query_lengths, num_queries),
+                                   ("labels", sizes.label_lengths, num_labels)):  # fmt: skip
+        lengths = rng.permutation(np.maximum(typical_lengths(histogram, count, params.tokens.max_length), 1))
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        wide = sizes.vocab_size >= 65536
+        ids = rng.integers(0, min(sizes.vocab_size, shape.vocab_size), int(offsets[-1])).astype(
+            "<u4" if wide else "<u2"
+        )
+        meta = {"vocab_size": sizes.vocab_size, "pad_id": 0, "max_length": params.tokens.max_length,
+                "num_texts": count, "num_tokens": len(ids)}  # fmt: skip
+        with write_folder(folder / name, KIND, VERSION, meta) as out:
+            np.save(out.path / "ids.npy", ids)
+            np.save(out.path / "offsets.npy", offsets)
+        caches.append(TokenCache.open(folder / name, verify=False))
+    return dataset, caches
+
+
+def _unit(rng: np.random.Generator, rows: int, width: int) -> np.ndarray:
+    vectors = rng.standard_normal((rows, width), dtype=np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    with _quiet():
+        work()
+    return time.perf_counter() - begin
+
+
+def _cluster_seconds(params: Params, sizes: Sizes, device: torch.device) -> float:
+    """Of all training queries, from some: points x levels."""
+    few = min(sizes.num_train, _CLUSTERED)
+    vectors = _unit(np.random.default_rng(0), few, params.model.dim)
+    spent = _timed(lambda: balanced_clusters(vectors, params.pool.batch_size, 0, device=device))
+    levels, all_levels = (max(1, math.ceil(math.log2(max(1.0, n / params.pool.batch_size)))) for n in
+                          (few, sizes.num_train))  # fmt: skip
+    return spent * (sizes.num_train * all_levels) / (few * levels)
+
+
+def _mine_seconds(params: Params, sizes: Sizes, device: torch.device, batch: Batch) -> float:
+    """Of all training queries, from a block against some labels: scores."""
+    rng = np.random.default_rng(0)
+    rows, labels = min(sizes.num_train, _MINED), min(sizes.num_labels, _MINED_LABELS)
+    nothing = sp.csr_matrix((rows, labels), dtype=np.float32)
+    queries, vectors = _unit(rng, rows, params.model.dim), _unit(rng, labels, params.model.dim)
+    wanted = min(batch.negatives, labels)
+    spent = _timed(
+        lambda: mine_hard_negatives(queries, np.arange(rows), vectors, nothing, nothing, wanted, rows, device=device)
+    )
+    return spent * (sizes.num_train / rows) * (sizes.num_labels / labels)
+
+
+@contextlib.contextmanager
+def _zero_caches() -> Iterator[None]:
+    """Caches of frozen outputs stay zeros: a step takes as long, and nobody waits for them to be filled."""
+    fill = frozen._fill
+    frozen._fill = lambda *_: None
+    try:
+        yield
+    finally:
+        frozen._fill = fill
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars."""
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        yield
