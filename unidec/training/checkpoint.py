@@ -292,20 +292,6 @@ def newest_state(run_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]
 
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:
-    """Folders of a run's checkpoints, newest first, whole or not."""
-    return list(checkpoint_folders(run_dir))
-
-
-def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]:
-    """State of a checkpoint; without `verify` no file is hashed, and the refresh it needs is not looked for.
-
-    Raises:
-        ArtifactError: it is not whole.
-    """
-    return {"epoch_step": 0, "refresh": None, "identity": {}, "notes": {}} | _check(run_dir, path, verify)[1]
-
-
-def checkpoint_folders(run_dir: Path) -> list[Path]:
     """Folders of checkpoints, newest first: those of version 2 by step, then those of version 1, which came before."""
     root = run_dir / "checkpoints"
     return [path for pattern in ("step-*", "epoch-*") for path in sorted(root.glob(pattern), reverse=True)]
@@ -392,14 +378,16 @@ def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, st
 
 
 def _check(run_dir: Path, path: Path, verify: bool = True) -> tuple[int, dict[str, Any]]:
-    """Version and state of a checkpoint that is whole, with the refresh it needs; no tensor is read."""
+    """Version and state of a checkpoint that is whole, with the refresh it needs."""
     version = read_manifest(path, KIND, VERSION, verify)["version"]
     try:
         state = json.loads((path / "state.json").read_bytes())
         known = {key: int(state[key]) for key in ("epoch", "step")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError("not the state of a checkpoint", where=str(path / "state.json"), got=repr(error)) from error
-    if verify and state.get("refresh") is not None:
+    # what version 1 does not know
+    state = {"epoch_step": 0, "refresh": None, "identity": {}, "notes": {}} | state
+    if verify and state["refresh"] is not None:
         try:
             find_refresh(run_dir, str(state["refresh"]))
         except ArtifactError as error:
