@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from unidec.errors import ConfigError, DataError
+from unidec.training import clustering
 from unidec.training.clustering import balanced_clusters
 
 
@@ -176,3 +177,15 @@ def test_bad_input_is_refused(rng):
     vectors[4, 2] = np.nan
     with pytest.raises(DataError, match=r"rows \[4\]"):
         balanced_clusters(vectors, 3, seed=0)
+
+
+@pytest.mark.parametrize("num_points", [1, 2, 37, 300])
+def test_clusters_a_few_at_a_time_are_the_same(num_points, monkeypatch):
+    """The bound on copied points decides nothing; it stays under the copy of half of the points that a level needs."""
+    vectors = np.random.default_rng(5).normal(size=(num_points, 6)).astype(np.float32)
+    whole = balanced_clusters(vectors, 4, seed=1)
+    monkeypatch.setattr(clustering, "POINTS_AT_ONCE", (10, 10))
+    some = balanced_clusters(vectors, 4, seed=1)
+    assert np.array_equal(some.order_N, whole.order_N) and np.array_equal(some.offsets, whole.offsets)
+    assert some.report.iterations_by_level == whole.report.iterations_by_level
+    np.testing.assert_allclose(some.report.objective_by_level, whole.report.objective_by_level, rtol=1e-5)

@@ -24,6 +24,8 @@ from torch import Tensor
 from unidec.errors import ConfigError, DataError
 from unidec.training.distributed import ALONE, Ranks
 
+POINTS_AT_ONCE = (1 << 16, 1 << 20)  # on a CPU (its cache), on a GPU: bounds the copies of points
+
 
 @dataclass
 class ClusterReport:
@@ -65,7 +67,7 @@ def balanced_clusters(
         seed: seed of the two points each split starts from.
         tolerance: a split stops when an iteration adds less than this to its mean cosine.
         max_iterations: bound on the iterations of a split.
-        device: where to compute; None: where the vectors are. It holds the vectors two to three times.
+        device: where to compute; None: where the vectors are. It holds the vectors, and up to half of them again.
         ranks: processes that share the work; each has all vectors, and gets all clusters.
 
     Returns:
@@ -124,15 +126,24 @@ class _Splits:
             # of all clusters of the level: whoever splits a cluster, it starts from the same two points
             draw_C2 = np.random.default_rng([self.seed % 2**63, level]).random((2**level, 2))
             start_C2 = torch.from_numpy(draw_C2[first : first + len(slot_CM)]).to(self.device)
-            point_CMD = _members(self.unit_ND, slot_CM, size_C)
-            order_CM, objective_C, iterations = _split_level(
-                point_CMD, size_C, start_C2, self.tolerance, self.max_iterations
-            )
+            order_CM, objective_C, iterations = self._level(slot_CM, size_C, start_C2)
             report.iterations_by_level.append(iterations)
             report.objective_by_level.append(float((objective_C * size_C).sum() / self.num_points))
             slot_CM, size_C = _halves(slot_CM.gather(1, order_CM), size_C)
             level, first = level + 1, 2 * first
         return slot_CM, size_C
+
+    def _level(self, slot_CM: Tensor, size_C: Tensor, start_C2: Tensor) -> tuple[Tensor, Tensor, int]:
+        """`_split_level` of some clusters, as many at once as keeps the copy of their points small."""
+        at_once = max(1, POINTS_AT_ONCE[self.device.type == "cuda"] // max(slot_CM.shape[1], 1))
+        parts = []
+        for begin in range(0, len(slot_CM), at_once):
+            some = slice(begin, begin + at_once)
+            whole = slot_CM.shape == (1, self.num_points)  # the first level: no copy
+            point_CMD = self.unit_ND[None] if whole else _members(self.unit_ND, slot_CM[some], size_C[some])
+            parts.append(_split_level(point_CMD, size_C[some], start_C2[some], self.tolerance, self.max_iterations))
+        orders, objectives, iterations = zip(*parts, strict=True)
+        return torch.cat(orders), torch.cat(objectives), max(iterations)
 
 
 def _split_by_ranks(
