@@ -38,8 +38,9 @@ from unidec.model.encoder import load_transformer
 from unidec.model.sources import resolve_encoder
 from unidec.stages import paths
 from unidec.training import trainer as trainer_module
+from unidec.training.batches import Prepared
 from unidec.training.refresh import make_refresh
-from unidec.training.trainer import Prepared, Trainer
+from unidec.training.trainer import Trainer
 
 # part -> group; the groups of `OVERHEAD` shall be at most a fifth of a step
 PARTS = {
@@ -116,7 +117,7 @@ class CutStep:
     def installed(self) -> Iterator[None]:
         """Within: heads and losses cut the graph, input building and losses keep time."""
         trainer, model, watch = self.trainer, self.trainer.model, self.watch
-        kept = {"de": model.de, "clf": model.clf, "_loss": trainer._loss, "build": trainer.build}
+        kept = {"de": model.de, "clf": model.clf, "_loss": trainer._loss, "build": trainer.batches.build}
 
         def head(name: str) -> Any:
             def run(x_BW: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ class CutStep:
                 return kept["build"](parts)
 
         replaced = [(model, "de", head("de")), (model, "clf", head("clf")), (trainer, "_loss", loss)]
-        replaced.append((trainer, "build", build))
+        replaced.append((trainer.batches, "build", build))
         for holder, name, function in replaced:
             object.__setattr__(holder, name, function)
         try:
@@ -143,7 +144,7 @@ class CutStep:
             for holder, name, _ in replaced[:2]:
                 object.__delattr__(holder, name)
             object.__delattr__(trainer, "_loss")
-            trainer.build = kept["build"]
+            trainer.batches.build = kept["build"]
 
     def run(self, rows_B: np.ndarray, step: int) -> Prepared:
         trainer, watch = self.trainer, self.watch
