@@ -106,7 +106,7 @@ def test_read_back_bit_for_bit(tmp_path):
 @pytest.mark.parametrize("available", [10**12, 0], ids=["by a thread", "at once"])
 def test_the_tensors_may_change_when_save_returns(tmp_path, monkeypatch, available):
     """A snapshot is what is written later; without memory for one, all is on the disk when save returns."""
-    monkeypatch.setattr(module, "available_memory", lambda: available)
+    monkeypatch.setattr(module, "available_host", lambda: available)
     begun, go_on = threading.Event(), threading.Event()
     write = CheckpointWriter._write
 
@@ -173,7 +173,7 @@ def test_views_of_one_tensor_are_written_whole(tmp_path):
 
 
 def test_no_tables_at_all(tmp_path):
-    given = Checkpoint({"epoch": 1, "step": 4}, {"t": torch.ones(2)}, {})
+    given = Checkpoint(make(4).state, {"t": torch.ones(2)}, {})
     save(tmp_path, given)
     assert equal(load_checkpoint(tmp_path)[0], given)
 

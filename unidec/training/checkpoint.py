@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -42,6 +41,7 @@ from unidec.data.tensor_file import num_bytes, open_tensors, read_tensors, write
 from unidec.errors import ArtifactError
 from unidec.training import refresh
 from unidec.training.distributed import ALONE, Ranks
+from unidec.training.plan.machine import available_host
 
 KIND, VERSION = "checkpoint", 2
 KEPT = 2
@@ -117,7 +117,7 @@ class CheckpointWriter:
             self._join()
             if self.ranks.world > 1:
                 self._write_together(checkpoint)
-            elif 2 * checkpoint.num_bytes > available_memory():
+            elif 2 * checkpoint.num_bytes > available_host():
                 self._write(checkpoint)
             else:
                 # not a daemon: a process that ends by an error finishes what it had begun to save
@@ -325,11 +325,6 @@ def find_refresh(run_dir: Path, sha256: str) -> Path:
     raise ArtifactError(
         "the refresh of its round is missing or damaged", where=str(run_dir / "refresh"), expected=f"sha256 {sha256}"
     )
-
-
-def available_memory() -> int:
-    """Bytes of host memory that can still be taken."""
-    return int(psutil.virtual_memory().available)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
