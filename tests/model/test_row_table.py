@@ -1,105 +1,36 @@
-"""Row tables and their optimiser against torch's optimisers on the same gradients."""
+"""Row tables: what is gathered, of which type, and where the rows live."""
+
+import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from unidec.model.row_table import RowTable
-from unidec.training.row_optim import RowAdam
+from unidec.errors import ArtifactError
+from unidec.model import row_store
+from unidec.model.row_store import FetchedRows, zeros_on_disk
+from unidec.model.row_table import Placement, RowTable
+from unidec.training.row_optim import ROW_OPTIMISERS, row_optimiser
 
-ROWS, WIDTH, LR = 30, 5, 0.05
+ROWS, WIDTH = 30, 5
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 @pytest.fixture
 def table(rng):
-    """In float64: torch's optimisers round in another order."""
-    table = RowTable(ROWS, WIDTH).double().train()
-    table.weight.copy_(torch.from_numpy(rng.normal(size=(ROWS, WIDTH))))
+    return make_table(torch.from_numpy(rng.normal(size=(ROWS, WIDTH))))
+
+
+def make_table(values, dtype=torch.float32, placement=None):
+    table = RowTable(len(values), WIDTH, dtype, placement or Placement()).train()
+    with torch.no_grad():
+        table.weight.copy_(values)
     return table
 
 
-def random_rows(rng, count=8):
-    return torch.from_numpy(rng.choice(ROWS, size=count, replace=False))
-
-
-def random_target(rng, count=8):
-    """No entry near 0: SparseAdam's epsilon stands at another place, which tiny gradients would show."""
-    target = rng.normal(size=(count, WIDTH))
-    return torch.from_numpy(target + np.sign(target) * 0.5)
-
-
-def loss_of(rows_UD, target_UD):
-    return (rows_UD * target_UD).sum() + 0.1 * torch.sin(rows_UD).sum()
-
-
-def test_rows_equal_sparse_adam(table, rng):
-    reference = torch.nn.Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64)
-    reference.weight.data.copy_(table.weight)
-    theirs, ours = torch.optim.SparseAdam(reference.parameters(), lr=LR), RowAdam(table, LR)
-    for step in range(12):
-        rows, target = random_rows(rng), random_target(rng)
-        factor = 1 - step / 20
-        theirs.param_groups[0]["lr"] = LR * factor
-        theirs.zero_grad()
-        loss_of(reference(rows), target).backward()
-        theirs.step()
-        loss_of(table.gather(rows), target).backward()
-        ours.step(step + 1, factor)
-    torch.testing.assert_close(table.weight.detach(), reference.weight.detach(), rtol=1e-6, atol=1e-6)
-
-
-def test_all_rows_equal_adam(table, rng):
-    reference = table.weight.detach().clone().requires_grad_()
-    theirs, ours = torch.optim.Adam([reference], lr=LR), RowAdam(table, LR)
-    for step in range(12):
-        target = random_target(rng, ROWS)
-        theirs.zero_grad()
-        loss_of(reference, target).backward()
-        theirs.step()
-        loss_of(table.gather(None), target).backward()
-        ours.step(step + 1, 1.0)
-    torch.testing.assert_close(table.weight.detach(), reference.detach(), rtol=1e-6, atol=1e-6)
-
-
-def test_some_rows_then_all_rows_share_their_moments(table, rng):
-    """A table used by rows in some steps and whole in others is one Adam: rows that are always used equal torch's."""
-    reference = table.weight.detach().clone().requires_grad_()
-    theirs, ours = torch.optim.Adam([reference], lr=LR), RowAdam(table, LR)
-    every = torch.arange(ROWS)
-    for step in range(6):
-        target = random_target(rng, ROWS)
-        theirs.zero_grad()
-        loss_of(reference, target).backward()
-        theirs.step()
-        order = torch.from_numpy(rng.permutation(ROWS))
-        rows = None if step % 2 else every[order]
-        loss_of(table.gather(rows), target if rows is None else target[order]).backward()
-        ours.step(step + 1, 1.0)
-    torch.testing.assert_close(table.weight.detach(), reference.detach(), rtol=1e-6, atol=1e-6)
-
-
-def test_rows_not_used_are_not_touched(table, rng):
-    optimiser = RowAdam(table, LR)
-    for step in range(5):
-        before = [t.detach().clone() for t in (table.weight, *optimiser.state().values())]
-        rows = random_rows(rng)
-        loss_of(table.gather(rows), random_target(rng)).backward()
-        optimiser.step(step + 1, 1.0)
-        others = np.setdiff1d(np.arange(ROWS), rows.numpy())
-        for was, now in zip(before, (table.weight, *optimiser.state().values()), strict=True):
-            assert torch.equal(was[others], now[others])
-            assert not torch.equal(was[rows], now[rows])
-
-
-def test_scale_is_a_scaled_gradient(table, rng):
-    other = RowTable(ROWS, WIDTH).double().train()
-    other.weight.copy_(table.weight)
-    rows, target = random_rows(rng), random_target(rng)
-    (loss_of(table.gather(rows), target) * 0.125).backward()
-    loss_of(other.gather(rows), target).backward()
-    for optimiser, scale in ((RowAdam(table, LR), 1.0), (RowAdam(other, LR), torch.tensor(0.125))):
-        optimiser.step(1, 1.0, scale)
-    assert torch.equal(table.weight, other.weight)
+# -- gathering ---------------------------------------------------------------------------------------------------------
 
 
 def test_gathered_twice_in_a_step_is_an_error(table):
@@ -108,16 +39,6 @@ def test_gathered_twice_in_a_step_is_an_error(table):
         table.gather(torch.tensor([3]))
     table.forget()
     table.gather(torch.tensor([3]))
-
-
-def test_a_step_without_a_gradient_changes_nothing_and_forgets(table):
-    before = table.weight.detach().clone()
-    optimiser = RowAdam(table, LR)
-    optimiser.step(1, 1.0)  # nothing gathered
-    table.gather(torch.tensor([1, 2]))  # gathered, no backward
-    optimiser.step(2, 1.0)
-    assert torch.equal(table.weight, before)
-    assert table.used is None
 
 
 def test_only_training_keeps_what_it_gathers(table):
@@ -131,8 +52,280 @@ def test_only_training_keeps_what_it_gathers(table):
     assert table.num_rows == ROWS
 
 
-def test_no_rows_are_fine(table):
-    optimiser, before = RowAdam(table, LR), table.weight.detach().clone()
-    table.gather(torch.zeros(0, dtype=torch.int64)).sum().backward()
+@pytest.mark.parametrize("train", [True, False])
+def test_bfloat16_rows_come_as_float32(rng, train):
+    values = torch.from_numpy(rng.normal(size=(ROWS, WIDTH)))
+    table = make_table(values, torch.bfloat16).train(train)
+    for rows in (torch.tensor([7, 2]), None):
+        leaf = table.gather(rows)
+        assert leaf.dtype == torch.float32 and leaf.requires_grad == train
+        assert torch.equal(leaf.detach(), (table.weight if rows is None else table.weight[rows]).float())
+        table.forget()
+    assert table.numpy().dtype == np.float32
+    assert np.array_equal(table.numpy(), values.bfloat16().float().numpy())
+
+
+def test_float32_in_host_memory_is_not_copied_for_numpy(table, tmp_path):
+    assert table.numpy().ctypes.data == table.weight.data_ptr()
+    on_disk = make_table(table.weight, placement=Placement("disk", tmp_path))
+    assert on_disk.numpy().ctypes.data == on_disk.weight.data_ptr()
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_part_of_the_rows_is_gathered_by_global_ids(rng, train):
+    values = torch.from_numpy(rng.normal(size=(ROWS, WIDTH))).float()
+    table = RowTable(ROWS, WIDTH, placement=Placement(first_row=10, num_rows=12)).train(train)
+    assert (table.num_rows, table.first_row, table.own_rows, len(table.weight)) == (ROWS, 10, 12, 12)
+    with torch.no_grad():
+        table.weight.copy_(values[10:22])
+    rows = torch.tensor([21, 10, 15])
+    assert torch.equal(table.gather(rows).detach(), values[rows])
+    table.forget()
+    assert torch.equal(table.gather(None).detach(), values[10:22])
+    empty = RowTable(ROWS, WIDTH, placement=Placement(first_row=ROWS, num_rows=0))
+    assert empty.gather(torch.zeros(0, dtype=torch.int64)).shape == (0, WIDTH)
+
+
+def test_a_copy_shares_nothing(table, tmp_path):
+    for original in (table, make_table(table.weight, placement=Placement("disk", tmp_path))):
+        row_optimiser("adam", original, 0.1)
+        before, copied = original.weight.detach().clone(), copy.deepcopy(original)
+        copied.weight.zero_()
+        copied.state["first"].fill_(1)
+        assert torch.equal(original.weight, before)
+        assert not original.state["first"].any()
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+class Batches:
+    """The same random batches, gradients and optimiser for tables in different places."""
+
+    def __init__(self, rng, steps=12, rows=ROWS, count=12):
+        self.start = torch.from_numpy(rng.normal(size=(rows, WIDTH)))
+        self.rows = [rng.choice(rows, size=int(rng.integers(0, count + 1)), replace=False) for _ in range(steps)]
+        self.rows[3] = self.rows[2].copy()  # the very rows again
+        self.grads = [torch.from_numpy(rng.normal(size=(len(r), WIDTH))).float() for r in self.rows]
+
+    def train(self, kind, table, ahead=1, give_up=()):
+        """Train; as in the trainer, another thread fetches `ahead` batches ahead of the steps (0: none)."""
+        optimiser = row_optimiser(kind, table, 0.05, "seed")
+        ids = [torch.from_numpy(rows).to(table.device) for rows in self.rows]
+        coming = {}
+        with ThreadPoolExecutor(1) as thread:
+            for step in range(len(ids)):
+                for number in range(step, min(step + ahead, len(ids))):
+                    if number not in coming:
+                        coming[number] = thread.submit(table.prefetch, self.rows[number], ids[number])
+                if step in coming:
+                    coming[step].result()
+                if ahead and step + ahead < len(ids):  # while this step works
+                    coming[step + ahead] = thread.submit(table.prefetch, self.rows[step + ahead], ids[step + ahead])
+                if step in give_up:
+                    thread.submit(table.prefetch, self.rows[0], ids[0].clone())  # never taken
+                table.gather(ids[step]).grad = self.grads[step].to(table.device)
+                optimiser.step(step + 1, 1.0)
+        table.flush()
+        return [table.weight.detach().cpu(), *(tensor.cpu() for tensor in optimiser.state().values())]
+
+
+def fetching(table):
+    """The table as on a GPU: its rows are fetched, patched and written back, here from host memory to host memory."""
+    table.store = FetchedRows(table._columns, torch.device("cpu"))
+    return table
+
+
+def equal(ours, theirs):
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", sorted(ROW_OPTIMISERS))
+def test_on_a_cpu_every_place_gives_the_same_bits(rng, tmp_path, kind, dtype):
+    batches = Batches(rng)
+    device = batches.train(kind, make_table(batches.start, dtype))
+    for place in ("host", "disk"):
+        table = make_table(batches.start, dtype, Placement(place, tmp_path))
+        assert equal(batches.train(kind, table), device), place
+        assert table.store is None  # a CPU needs no fetching
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", sorted(ROW_OPTIMISERS))
+def test_fetched_rows_train_as_if_they_were_there(rng, kind, ahead):
+    batches = Batches(rng)
+    for dtype in (torch.float32, torch.bfloat16):
+        device = batches.train(kind, make_table(batches.start, dtype))
+        table = fetching(make_table(batches.start, dtype))
+        assert equal(batches.train(kind, table, ahead, give_up=(4, 5)), device)
+
+
+@pytest.mark.parametrize("delay", ["writes", "reads"])
+def test_whatever_the_order_of_writes_and_reads(rng, monkeypatch, delay):
+    """Writes that land late, and rows that are read late: the patch makes up for either."""
+    waits = iter(rng.integers(0, 4, 1000) / 1000)
+    name = "_write" if delay == "writes" else "fetch"
+    whole = getattr(FetchedRows, name)
+
+    def late(self, *args):
+        time.sleep(next(waits))
+        return whole(self, *args)
+
+    monkeypatch.setattr(FetchedRows, name, late)
+    patched = []
+    patch = FetchedRows._patch
+    monkeypatch.setattr(FetchedRows, "_patch", lambda *args: (patched.append(1), patch(*args)))
+    batches = Batches(rng, steps=40)
+    device = batches.train("adam", make_table(batches.start))
+    assert equal(batches.train("adam", fetching(make_table(batches.start)), ahead=2), device)
+    assert patched or delay == "reads"
+
+
+def test_without_the_patch_rows_would_be_stale(rng, monkeypatch):
+    """The test above can fail: what the patch is for."""
+    monkeypatch.setattr(FetchedRows, "_patch", lambda *args: None)
+    batches = Batches(rng)
+    write = FetchedRows._write
+    monkeypatch.setattr(FetchedRows, "_write", lambda *args: (time.sleep(0.01), write(*args)))
+    device = batches.train("adam", make_table(batches.start))
+    assert not equal(batches.train("adam", fetching(make_table(batches.start)), ahead=2), device)
+
+
+def test_updates_are_kept_no_longer_than_needed(rng):
+    batches = Batches(rng, steps=60)
+    table = fetching(make_table(batches.start))
+    batches.train("adam", table, ahead=2, give_up=(3,))
+    assert len(table.store._updates) <= row_store.WRITES_AHEAD + 3
+
+
+def test_a_failed_write_is_raised(rng, monkeypatch):
+    table = fetching(make_table(torch.zeros(ROWS, WIDTH)))
+    optimiser = row_optimiser("sgd", table, 0.1)
+
+    def fail(*args):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(FetchedRows, "_write", fail)
+    leaf = table.gather(torch.tensor([1, 2]))
+    leaf.grad = torch.ones_like(leaf)
     optimiser.step(1, 1.0)
-    assert torch.equal(table.weight, before)
+    with pytest.raises(OSError, match="Input/output"):
+        table.state_dict()
+
+
+def test_reading_waits_for_what_is_being_written(rng, monkeypatch):
+    write = FetchedRows._write
+    monkeypatch.setattr(FetchedRows, "_write", lambda *args: (time.sleep(0.05), write(*args)))
+    table = fetching(make_table(torch.zeros(ROWS, WIDTH)))
+    optimiser = row_optimiser("sgd", table, 1.0)
+    readers = {
+        "state_dict": lambda: table.state_dict()["weight"],
+        "numpy": lambda: torch.from_numpy(table.numpy()),
+        "gather": lambda: table.eval().gather(None),
+        "state": lambda: (optimiser.state(), table.weight)[1],
+        "copy": lambda: copy.deepcopy(table).weight,
+    }
+    for count, (name, reader) in enumerate(readers.items(), start=1):
+        leaf = table.train().gather(torch.tensor([7]))
+        leaf.grad = torch.full_like(leaf, -1.0)
+        optimiser.step(1, 1.0)
+        assert float(reader()[7, 0]) == count, name
+
+
+def test_all_rows_are_not_fetched():
+    table = fetching(make_table(torch.zeros(ROWS, WIDTH)))
+    with pytest.raises(RuntimeError, match="only in a table on the device"):
+        table.gather(None)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 3), (7,), (0, 3), (5, 0)])
+def test_a_file_holds_zeros_and_has_no_name(tmp_path, shape, dtype):
+    folder = tmp_path / "new" / "folder"
+    zeros = zeros_on_disk(folder, shape, dtype)
+    assert zeros.shape == shape and zeros.dtype == dtype and not zeros.any()
+    zeros += 1
+    assert bool((zeros == 1).all())
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_its_space_is_reserved_and_given_back(tmp_path):
+    free = lambda: row_store.shutil.disk_usage(tmp_path).free  # noqa: E731
+    before = free()
+    zeros = zeros_on_disk(tmp_path, (64 << 20,), torch.float32)
+    held = before - free()
+    del zeros
+    if held > 128 << 20:  # other tests write too
+        assert before - free() < held - (128 << 20)
+    else:
+        pytest.skip("this file system does not reserve space")
+
+
+def test_no_room_is_said_before_training(tmp_path, monkeypatch):
+    import collections
+
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(row_store.shutil, "disk_usage", lambda _: usage(100, 99, 1))
+    with pytest.raises(
+        ArtifactError, match=r"no room for a table on disk\n  got: 1 bytes free .*\n  expected: 600 bytes"
+    ):
+        RowTable(ROWS, WIDTH, placement=Placement("disk", tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("errno", [28, 95])
+def test_a_file_system_that_cannot_reserve_is_used_all_the_same(tmp_path, monkeypatch, errno):
+    def refuse(*args):
+        raise OSError(errno, "refused")
+
+    monkeypatch.setattr(row_store.os, "posix_fallocate", refuse)
+    if errno == 28:  # no space
+        with pytest.raises(ArtifactError, match="no room"):
+            zeros_on_disk(tmp_path, (4, 4), torch.float32)
+    else:
+        assert zeros_on_disk(tmp_path, (4, 4), torch.float32).shape == (4, 4)
+    assert not list(tmp_path.iterdir())
+
+
+def test_state_is_where_the_weight_is(tmp_path):
+    mapped = (tmp_path / "maps").as_posix()
+    table = RowTable(ROWS, WIDTH, placement=Placement("disk", tmp_path / "maps"))
+    state = row_optimiser("adam", table, 0.1).state()
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        lines = [line for line in maps if mapped in line]
+    assert len(lines) == 1 + len(state)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@CUDA
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", sorted(ROW_OPTIMISERS))
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_on_a_gpu_every_place_gives_the_same_bits(rng, tmp_path, place, kind, dtype):
+    batches = Batches(rng, steps=50, rows=3000, count=2000)
+    device = batches.train(kind, make_table(batches.start, dtype).to("cuda"))
+    for ahead in (0, 1, 2):
+        table = make_table(batches.start, dtype, Placement(place, tmp_path)).to("cuda")
+        assert table.weight.device.type == "cpu" and table.store is not None
+        assert equal(batches.train(kind, table, ahead), device)
+
+
+@CUDA
+def test_rounding_is_the_same_on_a_gpu(rng):
+    from unidec.training.row_optim import round_to_bfloat16, row_noise
+
+    x, rows = torch.from_numpy(rng.normal(size=(500, 33))).float(), torch.arange(500)
+    ours = round_to_bfloat16(x.cuda(), row_noise(rows.cuda(), 33, "a")).cpu()
+    assert torch.equal(ours, round_to_bfloat16(x, row_noise(rows, 33, "a")))
+
+
+@CUDA
+def test_a_large_table_is_made_on_the_device():
+    table = RowTable(ROWS, WIDTH, placement=Placement(device="cuda"))
+    assert table.weight.is_cuda and table.device.type == "cuda"

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from unidec.data.tokens import encode_texts
+from unidec.errors import ArtifactError
 from unidec.model.encoder import InputBuilder
+from unidec.model.row_store import FetchedRows
+from unidec.model.row_table import Placement
 from unidec.model.unidec import UniDEC
 from unidec.training.optim import Optimisers
 
@@ -34,7 +37,7 @@ def loss_of(model, rows, labels=(0, 3, 4)):
     """A loss that reaches every part of the model."""
     tokens = encode_texts(TEXTS, model.tokenizer_folder, 16)
     x_BW = model.encoder(InputBuilder(model.encoder, CPU)([("queries", tokens, np.asarray(rows))]))
-    labels = torch.tensor(labels)
+    labels = torch.as_tensor(labels)  # what `prefetch` gave stays that tensor
     loss = x_BW.new_zeros(())
     if model.heads != "clf":
         loss = loss + 10 * model.de(x_BW)[:, 0].sum() * model.log_scale[0].exp()
@@ -204,14 +207,97 @@ def test_state_continues_bit_for_bit(tiny_bert, tiny_params, kind, rng):
 
     optimisers = Optimisers(model, params.optim, 5)
     steps(model, optimisers, 0, 3)
-    half, state = copy.deepcopy(model), {name: t.clone() for name, t in optimisers.state().items()}
+    half = copy.deepcopy(model)
+    dense = {name: t.clone() for name, t in optimisers.dense_state().items()}
+    rows_of = {name: {k: t.clone() for k, t in states.items()} for name, states in optimisers.row_states().items()}
     steps(model, optimisers, 3, 6)
     resumed = Optimisers(half, params.optim, 5)
-    resumed.load_state(state)
-    before = {name: t.clone() for name, t in state.items()}
+    for table in half.tables().values():
+        table.weight.zero_()  # weights come with the rows
+    resumed.load_dense_state(dense)
+    resumed.load_row_states(rows_of)
+    before = {name: t.clone() for name, t in dense.items()}
+    rows_before = copy.deepcopy(rows_of)
     steps(half, resumed, 3, 6)
     for name, value in model.state_dict().items():
         assert torch.equal(value, half.state_dict()[name]), name
-    assert all(torch.equal(state[name], before[name]) for name in state)  # what was loaded is copied
+    # what was loaded is copied
+    assert all(torch.equal(dense[name], before[name]) for name in dense)
+    assert all(torch.equal(t, rows_before[name][k]) for name, states in rows_of.items() for k, t in states.items())
     fresh = Optimisers(copy.deepcopy(half), params.optim, 5)
-    assert {n for n in fresh.state() if n.startswith("adamw")} == set()  # nothing before the first step
+    assert fresh.dense_state() == {}  # nothing before the first step
+
+
+# -- the classifier's table --------------------------------------------------------------------------------------------
+
+STATES = {"adam": {"first", "second"}, "adagrad": {"sum"}, "sgd": set()}
+
+
+@pytest.mark.parametrize("state", sorted(STATES))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_classifier_has_its_own_state_and_type(tiny_bert, tiny_params, state, dtype):
+    params = tiny_params(**quiet(**{"optim.clf_state": state, "model.clf_dtype": dtype}))
+    model = make_model(tiny_bert, params)
+    states = Optimisers(model, params.optim, 5).row_states()
+    adam = STATES["adam"] | {"weight"}
+    bag = {"encoder.bag.embedding": adam, "encoder.bag.log_weight": adam}
+    assert {name: set(of) for name, of in states.items()} == {
+        "table": STATES[state] | {"weight"}, "bias": STATES[state] | {"weight"}, **bag
+    }  # fmt: skip
+    weights = {name: of["weight"].dtype for name, of in states.items()}
+    rough = torch.bfloat16 if dtype == "bf16" else torch.float32
+    assert weights == {"table": rough, "bias": torch.float32, **dict.fromkeys(bag, torch.float32)}
+    assert all(t.dtype == torch.float32 for of in states.values() for name, t in of.items() if name != "weight")
+    assert states["table"]["weight"].data_ptr() == model.table.weight.data_ptr()  # no copies
+
+
+@pytest.mark.parametrize("damage", ["missing table", "missing state", "fewer rows"])
+def test_rows_of_another_model_are_refused(tiny_bert, tiny_params, damage):
+    params = tiny_params(**quiet())
+    optimisers = Optimisers(make_model(tiny_bert, params), params.optim, 5)
+    rows = {name: dict(of) for name, of in optimisers.row_states().items()}
+    if damage == "missing table":
+        del rows["table"]
+    elif damage == "missing state":
+        del rows["table"]["second"]
+    else:
+        rows["table"]["weight"] = rows["table"]["weight"][1:]
+    with pytest.raises(ArtifactError, match="table table"):
+        optimisers.load_row_states(rows)
+
+
+def test_the_seed_decides_how_bfloat16_is_rounded(tiny_bert, tiny_params):
+    params = tiny_params(**quiet(**{"model.clf_dtype": "bf16", "optim.clf_state": "sgd"}))
+    tables = []
+    for seed in (1, 1, 2):
+        model = make_model(tiny_bert, params)
+        optimisers = Optimisers(model, params.optim, 5, seed=seed)
+        for step in range(2):
+            loss_of(model, [0, 1, 2]).backward()
+            optimisers.step(step, optimisers.gradient_norm())
+        tables.append(model.table.weight)
+    assert torch.equal(tables[0], tables[1])
+    assert not torch.equal(tables[0], tables[2])
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_prefetched_rows_train_the_same_in_every_place(tiny_bert, tiny_params, tmp_path, place, dtype):
+    params = tiny_params(**quiet(**{"model.clf_dtype": dtype}))
+    states = []
+    for placement in (Placement(), Placement(place, tmp_path)):
+        torch.manual_seed(1)
+        model = UniDEC.create(
+            params.encoder, params.model, NUM_LABELS, tiny_bert, 0, params.model_dump(), placement=placement
+        ).train()  # fmt: skip
+        model.start_table(torch.randn(NUM_LABELS, model.encoder.width, generator=torch.Generator().manual_seed(2)))
+        optimisers = Optimisers(model, params.optim, 5)
+        for table in (model.table, model.bias):
+            if placement.place != "device":  # as on a GPU
+                table.store = FetchedRows(table._columns, CPU)
+        for step in range(6):
+            labels = optimisers.prefetch(np.array([step % 3, 5, 8 - step % 2]))
+            loss_of(model, [0, 1, 2], labels).backward()
+            optimisers.step(step, optimisers.gradient_norm())
+        states.append({f"{name}.{k}": t for name, of in optimisers.row_states().items() for k, t in of.items()})
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

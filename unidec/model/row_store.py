@@ -73,7 +73,9 @@ class FetchedRows:
 
     def __init__(self, columns: Callable[[], dict[str, Tensor]], device: torch.device):
         self.columns, self.device = columns, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._in = torch.cuda.Stream(device) if on_gpu else None  # two: a write waits for the step, a read must not
+        self._out = torch.cuda.Stream(device) if on_gpu else None
         self._lock = threading.Lock()  # of the columns' rows, and of all below
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self._pending: deque[Future[None]] = deque()
@@ -94,9 +96,9 @@ class FetchedRows:
             host = {name: self._pinned(len(rows_U), column) for name, column in self.columns().items()}
             for name, column in self.columns().items():
                 torch.index_select(column, 0, rows_U, out=host[name])
-        with self._beside():
+        with _on(self._in):
             fetched.values = {name: rows.to(self.device, non_blocking=True) for name, rows in host.items()}
-            fetched.ready = None if self._stream is None else self._stream.record_event()
+            fetched.ready = None if self._in is None else self._in.record_event()
         return fetched
 
     def take(self, on_device_U: Tensor, first_row: int) -> Fetched:
@@ -125,7 +127,7 @@ class FetchedRows:
         if not len(to):
             return
         places = torch.from_numpy(np.stack([to, of]))
-        if self._stream is not None:
+        if self._in is not None:
             places = places.pin_memory().to(self.device, non_blocking=True)
         for name, rows in fetched.values.items():
             rows.index_copy_(0, places[0], update.values[name].index_select(0, places[1]))
@@ -139,14 +141,14 @@ class FetchedRows:
         """
         ready = None
         host = values
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with self._beside():
+        if self._out is not None:
+            self._out.wait_stream(torch.cuda.current_stream(self.device))
+            with _on(self._out):
                 host = {name: self._pinned(len(rows), rows) for name, rows in values.items()}
                 for name, rows in values.items():
                     host[name].copy_(rows, non_blocking=True)
-                    rows.record_stream(self._stream)
-                ready = self._stream.record_event()
+                    rows.record_stream(self._out)
+                ready = self._out.record_event()
         with self._lock:
             self._put += 1
             self._updates.append(_Update(self._put, fetched.rows_U, values))
@@ -172,10 +174,11 @@ class FetchedRows:
 
     def _pinned(self, num_rows: int, like: Tensor) -> Tensor:
         """Empty rows on the host, pinned for a GPU (from torch's cache: freed only once their copy is done)."""
-        return torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, pin_memory=self._stream is not None)
+        return torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, pin_memory=self._in is not None)
 
-    def _beside(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def zeros_on_disk(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -166,15 +166,3 @@ class Optimisers:
                         expected=f"shape {list(tensor.shape)}",
                     )  # fmt: skip
                 tensor.copy_(given[key])
-
-    # until the trainer calls the four above
-    def state(self) -> dict[str, Tensor]:
-        """`dense_state`, and the tables' state as "row.<table>.<name>"."""
-        rows = {f"row.{name}.{k}": v for name, row in self.row.items() for k, v in row.state().items()}
-        return self.dense_state() | rows
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `state` gave for the same model."""
-        self.load_dense_state(tensors)
-        for name, row in self.row.items():
-            row.load_state({key: tensors[f"row.{name}.{key}"] for key in row.columns})

@@ -1,0 +1,408 @@
+"""Row-sparse optimisers against a slow dense reference and torch's own; stochastic rounding as a random variable."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from unidec.model.row_table import Placement, RowTable
+from unidec.training.row_optim import (
+    EPS,
+    ROW_OPTIMISERS,
+    RowAdam,
+    bytes_per_row,
+    round_to_bfloat16,
+    row_noise,
+    row_optimiser,
+)
+
+ROWS, WIDTH, LR = 30, 5, 0.05
+KINDS = sorted(ROW_OPTIMISERS)
+
+
+def make_table(rng, dtype=torch.float64, width=WIDTH):
+    table = RowTable(ROWS, width, dtype).train()
+    table.weight.copy_(torch.from_numpy(rng.normal(size=(ROWS, width))))
+    return table
+
+
+@pytest.fixture
+def table(rng):
+    """In float64: torch's optimisers round in another order."""
+    return make_table(rng)
+
+
+def random_rows(rng, count=8, rows=ROWS):
+    return torch.from_numpy(rng.choice(rows, size=count, replace=False))
+
+
+def random_target(rng, count=8):
+    """No entry near 0: SparseAdam's epsilon stands at another place, which tiny gradients would show."""
+    target = rng.normal(size=(count, WIDTH))
+    return torch.from_numpy(target + np.sign(target) * 0.5)
+
+
+def loss_of(rows_UD, target_UD):
+    return (rows_UD * target_UD.to(rows_UD.dtype)).sum() + 0.1 * torch.sin(rows_UD).sum()
+
+
+# -- a slow reference --------------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """One value at a time, float64."""
+
+    def __init__(self, kind, weight):
+        self.kind, self.weight = kind, np.array(weight, dtype=np.float64)
+        self.first, self.second = np.zeros_like(self.weight), np.zeros_like(self.weight)
+        self.sum = np.zeros(len(self.weight))
+
+    def step(self, rows, grad, step, lr):
+        for row, g in zip(rows, grad, strict=True):
+            if self.kind == "adagrad":
+                self.sum[row] += sum(value**2 for value in g) / len(g)
+            for d, value in enumerate(g):
+                self.weight[row, d] -= lr * self.change(row, d, value, step)
+
+    def change(self, row, d, value, step):
+        if self.kind == "sgd":
+            return value
+        if self.kind == "adagrad":
+            return value / (math.sqrt(self.sum[row]) + EPS)
+        self.first[row, d] = 0.9 * self.first[row, d] + 0.1 * value
+        self.second[row, d] = 0.999 * self.second[row, d] + 0.001 * value**2
+        first, second = self.first[row, d] / (1 - 0.9**step), self.second[row, d] / (1 - 0.999**step)
+        return first / (math.sqrt(second) + EPS)
+
+    def state(self):
+        return {"adam": {"first": self.first, "second": self.second}, "adagrad": {"sum": self.sum}, "sgd": {}}[
+            self.kind
+        ]
+
+
+def random_step(rng, table, which):
+    """Gather, and give the leaf a random gradient: (ids, gradient)."""
+    rows = {"some": lambda: random_rows(rng), "none": lambda: torch.zeros(0, dtype=torch.int64), "all": lambda: None}
+    rows = rows[which]()
+    leaf = table.gather(rows)
+    grad = rng.normal(size=tuple(leaf.shape))
+    if len(grad):
+        grad[0] = 0.0  # a row without a gradient
+    leaf.grad = torch.from_numpy(grad).to(leaf.dtype)
+    return (np.arange(ROWS) if rows is None else rows.numpy()), leaf.grad.double().numpy().copy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clip", [1.0, 0.3, torch.tensor(0.3)], ids=["unclipped", "number", "tensor"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_equal_the_slow_reference(rng, kind, clip, dtype):
+    table = make_table(rng, dtype)
+    optimiser, slow = row_optimiser(kind, table, LR), Reference(kind, table.weight.double().numpy())
+    exact = dtype == torch.float64
+    tolerance = 1e-10 if exact else 1e-5  # of what is computed
+    rounding = 2**-7 if dtype == torch.bfloat16 else tolerance  # of what is written
+    for step, which in enumerate(["some", "some", "none", "all", "some", "all", "some", "some"], start=1):
+        before = table.weight.detach().clone()
+        rows, grad = random_step(rng, table, which)
+        optimiser.step(step, 1 - step / 20, clip)
+        slow.step(rows, grad * float(clip), step, LR * (1 - step / 20))
+        np.testing.assert_allclose(table.weight.double().numpy(), slow.weight, rtol=rounding, atol=1e-6)
+        for name, values in slow.state().items():
+            np.testing.assert_allclose(
+                optimiser.state()[name].numpy(), values, tolerance, 1e-12 if exact else 1e-6, err_msg=name
+            )
+        others = np.setdiff1d(np.arange(ROWS), rows)
+        assert torch.equal(table.weight[others], before[others])
+        # bfloat16 drifts from the reference by what was rounded: every step is compared on its own
+        slow.weight[:] = table.weight.double().numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounded_up_or_down_and_no_further(rng, kind):
+    """What a step writes in bfloat16 is a neighbour of what it writes in float32."""
+    rough = make_table(rng, torch.bfloat16)
+    fine = make_table(rng, torch.float32)
+    fine.weight.copy_(rough.weight)
+    gradient = torch.from_numpy(rng.normal(size=(ROWS, WIDTH))).float()
+    for table in (rough, fine):
+        optimiser = row_optimiser(kind, table, 1e-3)
+        table.gather(None).grad = gradient.clone()
+        optimiser.step(1, 1.0)
+    down, up = neighbours(fine.weight.detach())
+    written = rough.weight.float()
+    assert bool(((written == down) | (written == up)).all())
+    assert 0.2 < float((written == up).float().mean()) < 0.8
+
+
+# -- torch's optimisers ------------------------------------------------------------------------------------------------
+
+
+def test_rows_equal_sparse_adam(table, rng):
+    reference = torch.nn.Embedding(ROWS, WIDTH, sparse=True, dtype=torch.float64)
+    reference.weight.data.copy_(table.weight)
+    theirs, ours = torch.optim.SparseAdam(reference.parameters(), lr=LR), RowAdam(table, LR)
+    for step in range(12):
+        rows, target = random_rows(rng), random_target(rng)
+        factor = 1 - step / 20
+        theirs.param_groups[0]["lr"] = LR * factor
+        theirs.zero_grad()
+        loss_of(reference(rows), target).backward()
+        theirs.step()
+        loss_of(table.gather(rows), target).backward()
+        ours.step(step + 1, factor)
+    torch.testing.assert_close(table.weight.detach(), reference.weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "theirs"),
+    [
+        ("adam", WIDTH, lambda p: torch.optim.Adam(p, lr=LR)),
+        ("adagrad", 1, lambda p: torch.optim.Adagrad(p, lr=LR, eps=EPS)),  # of width 1 it is AdaGrad itself
+        ("sgd", WIDTH, lambda p: torch.optim.SGD(p, lr=LR)),
+    ],
+)
+def test_all_rows_equal_torch(rng, kind, width, theirs):
+    table = make_table(rng, width=width)
+    reference = table.weight.detach().clone().requires_grad_()
+    theirs, ours = theirs([reference]), row_optimiser(kind, table, LR)
+    for step in range(12):
+        target = random_target(rng, ROWS)[:, :width]
+        theirs.zero_grad()
+        loss_of(reference, target).backward()
+        theirs.step()
+        loss_of(table.gather(None), target).backward()
+        ours.step(step + 1, 1.0)
+    torch.testing.assert_close(table.weight.detach(), reference.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_some_rows_then_all_rows_share_their_moments(table, rng):
+    """A table used by rows in some steps and whole in others is one Adam: rows that are always used equal torch's."""
+    reference = table.weight.detach().clone().requires_grad_()
+    theirs, ours = torch.optim.Adam([reference], lr=LR), RowAdam(table, LR)
+    every = torch.arange(ROWS)
+    for step in range(6):
+        target = random_target(rng, ROWS)
+        theirs.zero_grad()
+        loss_of(reference, target).backward()
+        theirs.step()
+        order = torch.from_numpy(rng.permutation(ROWS))
+        rows = None if step % 2 else every[order]
+        loss_of(table.gather(rows), target if rows is None else target[order]).backward()
+        ours.step(step + 1, 1.0)
+    torch.testing.assert_close(table.weight.detach(), reference.detach(), rtol=1e-6, atol=1e-6)
+
+
+# -- what a step touches -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_not_used_are_not_touched(rng, kind, dtype):
+    table = make_table(rng, dtype)
+    optimiser = row_optimiser(kind, table, LR)
+    for step in range(5):
+        before = [t.detach().clone() for t in (table.weight, *optimiser.state().values())]
+        rows = random_rows(rng)
+        loss_of(table.gather(rows), random_target(rng)).backward()
+        optimiser.step(step + 1, 1.0)
+        others = np.setdiff1d(np.arange(ROWS), rows.numpy())
+        for was, now in zip(before, (table.weight, *optimiser.state().values()), strict=True):
+            assert torch.equal(was[others], now[others])
+            assert not torch.equal(was[rows], now[rows])
+
+
+def resident_bytes(address):
+    """Bytes of memory behind the mapping that holds an address (Linux)."""
+    with open("/proc/self/smaps", encoding="ascii") as smaps:
+        inside = False
+        for line in smaps:
+            first = line.split()[0]
+            if "-" in first and not first.endswith(":"):
+                begin, end = (int(part, 16) for part in first.split("-"))
+                inside = begin <= address < end
+            elif inside and first == "Rss:":
+                return int(line.split()[1]) * 1024
+    raise AssertionError("the table is not mapped")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what is resident")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_neither_reads_nor_writes_the_rest_of_the_table(rng, kind, tmp_path):
+    """Of a million rows (256 MB) that nobody touched, 5 steps bring in the pages of the rows that they use."""
+    num_rows, width, used = 1_000_000, 64, 50
+    table = RowTable(num_rows, width, torch.float32, Placement("disk", tmp_path)).train()
+    optimiser = row_optimiser(kind, table, LR)
+    for step in range(5):
+        leaf = table.gather(random_rows(rng, used, num_rows))
+        leaf.grad = torch.ones_like(leaf)
+        optimiser.step(step + 1, 1.0)
+    limit = 5 * used << 16  # the system brings in up to 64 KiB around an address
+    assert limit < table.weight.nbytes / 10
+    for tensor in (table.weight, *optimiser.state().values()):
+        assert 0 < resident_bytes(tensor.data_ptr()) <= limit
+    changed = int((table.weight != 0).any(1).sum())
+    assert 0.95 * 5 * used < changed <= 5 * used
+
+
+def test_scale_is_a_scaled_gradient(table, rng):
+    other = RowTable(ROWS, WIDTH).double().train()
+    other.weight.copy_(table.weight)
+    rows, target = random_rows(rng), random_target(rng)
+    (loss_of(table.gather(rows), target) * 0.125).backward()
+    loss_of(other.gather(rows), target).backward()
+    for optimiser, scale in ((RowAdam(table, LR), 1.0), (RowAdam(other, LR), torch.tensor(0.125))):
+        optimiser.step(1, 1.0, scale)
+    assert torch.equal(table.weight, other.weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_a_gradient_changes_nothing_and_forgets(table, kind):
+    before = table.weight.detach().clone()
+    optimiser = row_optimiser(kind, table, LR)
+    optimiser.step(1, 1.0)  # nothing gathered
+    table.gather(torch.tensor([1, 2]))  # gathered, no backward
+    optimiser.step(2, 1.0)
+    assert torch.equal(table.weight, before)
+    assert table.used is None
+
+
+def test_bytes_of_a_row_are_those_of_the_tensors(rng):
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        for kind in KINDS:
+            table = make_table(rng, dtype)
+            state = row_optimiser(kind, table, LR).state()
+            measured = table.weight.nbytes // ROWS, sum(t.nbytes for t in state.values()) // ROWS
+            assert bytes_per_row(name, kind, WIDTH) == measured
+
+
+# -- stochastic rounding -----------------------------------------------------------------------------------------------
+
+
+def neighbours(x):
+    """The bfloat16 values at or below and above float32 x, as float32."""
+    near = x.bfloat16()
+    down = torch.where(near.float() <= x, near, torch.nextafter(near, torch.tensor(-math.inf, dtype=torch.bfloat16)))
+    up = torch.where(near.float() >= x, near, torch.nextafter(near, torch.tensor(math.inf, dtype=torch.bfloat16)))
+    return down.float(), up.float()
+
+
+def rounded(values, times, seed="seed"):
+    """Each value rounded many times: [times, values]."""
+    x = torch.tensor(values, dtype=torch.float32).expand(times, -1).clone()
+    return round_to_bfloat16(x, row_noise(torch.arange(times), len(values), seed))
+
+
+def test_rounding_is_unbiased(rng):
+    shares = np.linspace(0.03, 0.97, 12)
+    values = [scale * (1 + share * 2**-7) for scale in (1.0, -1.0, 2.0**20, -(2.0**-20)) for share in shares]
+    times = 20_000
+    result = rounded(values, times).double()
+    x = torch.tensor(values, dtype=torch.float32)
+    down, up = neighbours(x)
+    assert bool(((result == down) | (result == up)).all())
+    share = ((x - down) / (up - down)).double()
+    seen = (result == up.double()).double().mean(0)
+    sigma = (share * (1 - share) / times).sqrt()
+    assert float(((seen - share).abs() / sigma).max()) < 4.5
+    # and in columns and rows alike it is independent: the variance of means is that of independent draws
+    assert 0.5 < float((((seen - share) / sigma) ** 2).mean()) < 1.6
+
+
+def test_what_bfloat16_holds_stays():
+    exact = [0.0, -0.0, 1.0, -1.5, 3.0e38, 2.0**-126, 1e-40, math.inf, -math.inf, 0.0078125]
+    values = torch.tensor(exact).bfloat16().float().tolist()
+    result = rounded(values, 500)
+    assert torch.equal(result, torch.tensor(values).bfloat16().expand(500, -1))
+    assert bool((torch.signbit(result[:, 1])).all())
+
+
+def test_nan_stays_nan_and_the_largest_do_not_wrap():
+    payloads = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -0x400000], dtype=torch.int32).view(torch.float32)
+    noise = row_noise(torch.arange(300), len(payloads), "nan")
+    assert bool(round_to_bfloat16(payloads.expand(300, -1).clone(), noise).isnan().all())
+    largest = float(torch.finfo(torch.float32).max)
+    result = rounded([largest, -largest], 2000).float()
+    top = float(torch.finfo(torch.bfloat16).max)
+    assert bool((result[:, 0] >= top).all()) and bool((result[:, 1] <= -top).all())
+
+
+def test_small_updates_count_on_average(rng):
+    """A hundred updates of a fortieth of a unit each: to nearest nothing would ever change."""
+    table = RowTable(2000, 3, torch.bfloat16).train()
+    table.weight.fill_(1.0)
+    optimiser, update = row_optimiser("sgd", table, 1.0), 2**-7 / 40
+    for step in range(100):
+        leaf = table.gather(None)
+        leaf.grad = torch.full_like(leaf, -update)
+        optimiser.step(step + 1, 1.0)
+    moved = float((table.weight.float() - 1).mean())
+    assert moved == pytest.approx(100 * update, rel=0.05)
+    assert (torch.ones(1).bfloat16() + update).item() == 1.0
+
+
+def test_noise_is_uniform_and_differs_by_all_it_is_made_of():
+    rows = torch.randperm(100_000)[:20_000]
+    noise = row_noise(rows, 7, "a")
+    assert noise.shape == (20_000, 7) and noise.dtype == torch.int16
+    for bits in (noise >> 8, noise & 0xFF):
+        count = torch.bincount((bits.flatten().to(torch.int64)) & 0xFF, minlength=256).double()
+        expected = noise.numel() / 256
+        assert float(((count - expected) ** 2 / expected).sum()) < 255 + 5 * math.sqrt(510)
+    x = noise.double() / 2**15
+    correlation = torch.corrcoef(torch.cat([x.T, torch.roll(x, 1, 0).T]))
+    assert float((correlation - torch.eye(14)).abs().max()) < 5 / math.sqrt(len(rows))
+    assert torch.equal(row_noise(rows.flip(0), 7, "a"), noise.flip(0))  # whatever the order
+    for other in (row_noise(rows, 7, "b"), row_noise(rows + 1, 7, "a")):
+        assert float((other == noise).double().mean()) < 0.001
+    assert row_noise(torch.zeros(0, dtype=torch.int64), 7, "a").shape == (0, 7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_continues_bit_for_bit(rng, kind):
+    gradients = torch.from_numpy(rng.normal(size=(6, 8, WIDTH))).float()
+    rows = [random_rows(rng) for _ in range(6)]
+
+    def steps(table, optimiser, begin, end):
+        for step in range(begin, end):
+            table.gather(rows[step]).grad = gradients[step].clone()
+            optimiser.step(step + 1, 1.0)
+
+    whole = make_table(rng, torch.bfloat16)
+    optimiser = row_optimiser(kind, whole, LR, "seed")
+    steps(whole, optimiser, 0, 3)
+    half = make_table(rng, torch.bfloat16)
+    half.weight.copy_(whole.weight)
+    resumed = row_optimiser(kind, half, LR, "seed")
+    resumed.load_state({name: tensor.clone() for name, tensor in optimiser.state().items()})
+    other = make_table(rng, torch.bfloat16)
+    other.weight.copy_(whole.weight)
+    another_seed = row_optimiser(kind, other, LR, "another")
+    another_seed.load_state(resumed.state())
+    for table, its in ((whole, optimiser), (half, resumed), (other, another_seed)):
+        steps(table, its, 3, 6)
+    assert torch.equal(whole.weight, half.weight)
+    assert not torch.equal(whole.weight, other.weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_a_table_train_as_the_whole(rng, kind):
+    """Two halves, each with its own rows, write what the whole writes: the rounding too."""
+    whole = make_table(rng, torch.bfloat16)
+    cut, halves = 13, []
+    for first, count in ((0, cut), (cut, ROWS - cut)):
+        half = RowTable(ROWS, WIDTH, torch.bfloat16, Placement(first_row=first, num_rows=count)).train()
+        half.weight.copy_(whole.weight[first : first + count])
+        halves.append(half)
+    everyone = [row_optimiser(kind, table, LR) for table in (whole, *halves)]
+    for step in range(6):
+        rows = random_rows(rng, 10).sort().values if step % 3 else None
+        grad = torch.from_numpy(rng.normal(size=(ROWS, WIDTH))).float()
+        for optimiser in everyone:
+            table = optimiser.table
+            first, last = table.first_row, table.first_row + table.own_rows
+            own = None if rows is None else rows[(rows >= first) & (rows < last)]
+            table.gather(own).grad = grad[first:last].clone() if own is None else grad[own].clone()
+            optimiser.step(step + 1, 1.0)
+    assert torch.equal(whole.weight, torch.cat([half.weight for half in halves]))
