@@ -149,6 +149,8 @@ CONFLICTING = [
     ("pool.size", {"pool.size": 100, "pool.batch_size": 101}),
     ("loss.reduction", {"loss.de": "infonce"}),
     ("loss.clf_bce", {"loss.clf": "bce", "loss.clf_bce": 0.5}),
+    ("run.table_place", {"run.table_place": "host", "pool.clf_labels": "all"}),
+    ("run.table_place", {"run.table_place": "disk", "pool.clf_labels": "all"}),
     ("loss.balance", {"loss.balance": 1.0}),
     ("loss.balance", {"loss.balance": 0.0, "index.space": "de"}),
     ("optim.warmup_epochs", {"optim.epochs": 2, "optim.warmup_epochs": 2.5}),
@@ -177,6 +179,8 @@ def test_every_conflict_is_tested_and_names_real_keys() -> None:
     [
         {"model.heads": "de", "index.space": "de", "loss.clf": "bce"},  # the classifier's options do not matter
         {"encoder.kind": "bag"},
+        {"run.table_place": "disk", "model.clf_dtype": "bf16", "optim.clf_state": "sgd"},
+        {"run.table_place": "host", "model.heads": "de", "index.space": "de", "pool.clf_labels": "all"},
         {"pool.size": 0},
         {"loss.de": "infonce", "loss.clf": "infonce", "loss.reduction": "pol", "pool.eta": 0, "pool.batches": "random"},
         {"loss.clf": "bce", "loss.clf_bce": 0.0},

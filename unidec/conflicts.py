@@ -73,6 +73,12 @@ CONFLICTS = (
         "loss.clf_bce: 0",
     ),
     Conflict(
+        ("run.table_place", "pool.clf_labels", "model.heads"),
+        lambda p: p.model.heads != "de" and p.pool.clf_labels == "all" and p.run.table_place != "device",
+        "a classifier that sees all labels uses all rows in each step: they cannot be fetched for a step",
+        "run.table_place: device, or pool.clf_labels: pool",
+    ),
+    Conflict(
         ("loss.balance", "model.heads", "index.space"),
         _untrained_head,
         "one head gets no loss but is searched",
