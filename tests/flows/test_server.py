@@ -131,7 +131,7 @@ def project(tmp_path) -> Path:
     """A copy of what a deployment needs: the flow, prefect.yaml with a quicker schedule, a tiny data set."""
     shutil.copytree(REPOSITORY / "flows", tmp_path / "project" / "flows", ignore=shutil.ignore_patterns("__pycache__"))
     described = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text(encoding="utf-8"))
-    (deployment,) = described["deployments"]
+    (deployment,) = [one for one in described["deployments"] if one["name"] == "train"]
     assert deployment["schedules"] == [{"cron": "0 3 * * *", "timezone": "UTC", "active": False}]
     deployment |= {"parameters": JOB, "schedules": [{"interval": INTERVAL, "active": False}]}
     (tmp_path / "project" / "prefect.yaml").write_text(yaml.safe_dump(described))

@@ -101,7 +101,7 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
     assert "| P@1 | 45.00 |" in kept.description and "head/" not in kept.description
     assert client.get_run(run_id).info.status == "RUNNING"  # as it was before
 
-    with registry._tracking_to(uri):
+    with registry.tracking_to(uri):
         # before it is loaded: Python may write byte code beside what it loads
         stored = mlflow.artifacts.download_artifacts("models:/one@challenger", dst_path=str(tmp_path / "stored"))
         model = mlflow.pyfunc.load_model("models:/one@challenger")
@@ -152,7 +152,7 @@ def test_what_was_stored_is_damaged(uri, client, run_id, tmp_path, stand_in, pat
 
     def log_and_damage(*args):
         model_id, run = log_model(*args)
-        with registry._tracking_to(uri) as mlflow:
+        with registry.tracking_to(uri) as mlflow:
             import pathlib
 
             path = pathlib.Path(mlflow.get_logged_model(model_id).artifact_location.removeprefix("file://"))

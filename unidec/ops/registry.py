@@ -68,7 +68,7 @@ def register(
     bundle_path, uri = Path(bundle_path).absolute(), uri or tracking_uri(root)
     sha256 = checked_sha256(bundle_path)
     client = open_client(uri)
-    with FileLock(bundle_path.parent / f".{bundle_path.name}.register.lock"), _tracking_to(uri):
+    with FileLock(bundle_path.parent / f".{bundle_path.name}.register.lock"), tracking_to(uri):
         _ensure_model(client, model_name)
         version = find_version(client, model_name, sha256)
         if version is None:
@@ -233,7 +233,7 @@ def _aliased(client: MlflowClient, model_name: str, alias: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _tracking_to(uri: str) -> Iterator[Any]:
+def tracking_to(uri: str) -> Iterator[Any]:
     """MLflow with its process-wide store set to `uri` (its fluent calls know no other), and set back afterwards."""
     quiet_mlflow()
     with warnings.catch_warnings():  # about MLflow's own modules: nobody here can act on them

@@ -21,8 +21,18 @@ from unidec.retrieval.predict_shards import begin_predictions, merge_predictions
 from unidec.retrieval.vector_shards import begin_vectors, merge_vectors, write_vector_shard
 from unidec.stages import paths
 
-__all__ = ["Work", "alone", "begin_predictions", "begin_vectors", "describe", "merge", "run_shard", "shards_folder",
-           "tokens_in_shards"]  # fmt: skip
+__all__ = [
+    "Work",
+    "alone",
+    "begin_predictions",
+    "begin_vectors",
+    "describe",
+    "merge",
+    "run_shard",
+    "shards_folder",
+    "token_shards_folder",
+    "tokens_in_shards",
+]
 
 _WRITE: dict[str, Callable[..., None]] = {
     "tokens": write_token_shard,

@@ -1,0 +1,94 @@
+"""The flow `unidec-predict`: a file of queries to a file of predictions, in shards, here or on a cluster.
+
+`python -m flows.predict --input queries.parquet --output predictions.parquet` or a run of the deployment
+`unidec-predict/predict`. `unidec predict` is the same in one process, without Prefect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
+
+# isort: split
+from prefect import flow
+
+from flows import endings
+from flows.shards import Runner, add_options, merge, on_command_line, write_shards
+from unidec.ops.fetch import fetch_bundle
+from unidec.stages import shards as work
+
+BUNDLES = "data/cache/bundles"
+
+
+@flow(name="unidec-predict", description=__doc__, persist_result=False)
+def predict(
+    input: str,
+    output: str,
+    bundle: str = "outputs/bundle",
+    k: int = 5,
+    column: str | None = None,
+    shards: int | None = None,
+    runner: str | None = None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Predicts every query of a file; killed or cancelled, the same call goes on with the shards that are missing.
+
+    Args:
+        input: .csv, .tsv, .jsonl (also with .gz) or .parquet with a column of queries.
+        output: .parquet, .csv, .tsv or .jsonl, a row for each query and label, in the input's order.
+        bundle: a bundle's folder, or a registered one: models:/unidec@champion.
+        k: labels for each query.
+        column: of the queries, if not `query` or `text`.
+        shards: how many; default: one for each 65,536 queries.
+        runner: processes, threads, dask, ray, dask://host:port or ray://host:port; see flows/shards.py.
+        device: "cpu", "cuda" or "auto": where workers run the model.
+
+    Returns:
+        {"rows", "shards", "output"}.
+
+    Raises:
+        UnidecError: what is wrong with bundle, input or a shard, which is named with its rows.
+    """
+    endings.one_line_for_known_errors()
+    Runner.parse(runner)  # what is wrong shows before the input is read
+    folder = work.shards_folder(output)
+    with work.alone(folder):
+        work.begin_predictions(
+            fetch_bundle(bundle, BUNDLES), input, output, k, column=column, shards=shards, device=device
+        )
+        write_shards(folder, runner)
+        return merge(str(folder))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m flows.predict`; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.predict",
+        description="Predict a file of queries of any size: streamed, sharded, resumable.",
+        epilog="examples:\n"
+        "  python -m flows.predict --input queries.parquet --output predictions.parquet\n"
+        "  python -m flows.predict --input q.csv.gz --output p.parquet -k 10 --shards 64 --runner processes:8\n"
+        "  python -m flows.predict --input q.parquet --output p.parquet --bundle models:/unidec@champion "
+        "--runner dask://scheduler:8786\n"
+        "stopped or killed, the same command goes on where it was; docs/shards.md says more\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--input", required=True, metavar="FILE", help=".csv, .tsv, .jsonl (also .gz) or .parquet")
+    parser.add_argument("--output", required=True, metavar="FILE", help=".parquet, .csv, .tsv or .jsonl")
+    parser.add_argument("--bundle", default="outputs/bundle", metavar="WHERE", help="folder, or models:/name@alias")
+    parser.add_argument("-k", type=int, default=5, help="labels for each query (default: 5)")
+    parser.add_argument("--column", help="of the queries, if not `query` or `text`")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "auto"])
+    add_options(parser)
+    told = vars(parser.parse_args(arguments))
+    return on_command_line(lambda: predict(**told))
+
+
+if __name__ == "__main__":
+    from flows.predict import main as _main  # workers import this module by its name
+
+    sys.exit(_main())

@@ -1,0 +1,349 @@
+"""Shards over processes and over a real Dask cluster: the bytes of one piece, also when workers are killed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from unidec.errors import ConfigError, DataError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ROWS, SHARDS = 6000, 6
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "car",
+    "boat",
+    "house",
+    "old",
+    "new",
+    "big",
+    "small",
+    "river",
+    "music",
+    "engine",
+    "garden",
+    "letter",
+    "planet",
+]
+NUM_LABELS = 50
+
+
+@pytest.fixture(scope="module")
+def module():
+    from flows import shards
+
+    return shards
+
+
+@pytest.fixture(scope="module")
+def predict(module):
+    from flows.predict import predict
+
+    return predict
+
+
+@pytest.fixture(scope="module")
+def prefect_server(module):
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@pytest.fixture(scope="module")
+def place(helper, tmp_path_factory) -> Path:
+    """A folder with a bundle (UniDEC itself, a bag of tokens), queries and their predictions in one piece."""
+    import torch
+
+    from unidec.config import Encoder, Model
+    from unidec.data.storage import write_folder
+    from unidec.data.tokens import encode_texts
+    from unidec.model.unidec import UniDEC
+    from unidec.retrieval.bundle import Bundle, write_bundle
+    from unidec.retrieval.index import LabelIndex
+    from unidec.retrieval.space import label_vectors
+
+    root = tmp_path_factory.mktemp("shards")
+    rng = np.random.default_rng(0)
+    labels = [f"{' '.join(rng.choice(WORDS, 2))} {number}" for number in range(NUM_LABELS)]
+    bert = helper("tiny_transformer").write_transformer(root / "bert", [*labels, *WORDS])
+    torch.manual_seed(1)
+    settings, kept = Model(dim=8), {"tokens": {"max_length": 12}}
+    model = UniDEC.create(Encoder(kind="bag"), settings, NUM_LABELS, bert, 100, kept).eval()
+    with write_folder(root / "model", "model", 1) as out:
+        model.save_into(out)
+    de, (clf, bias) = model.encode_labels(encode_texts(labels, model.tokenizer_folder, 12)), model.classifier_table()
+    write_bundle(
+        root / "bundle", root / "model", LabelIndex.build(label_vectors(de, clf, bias, "both", True)), de_LD=de,
+        clf_LD=clf, bias_L=bias, uids=[f"L{i}" for i in range(NUM_LABELS)], titles=labels, space="both",
+        clf_weight=0.7, clf_normalize=True,
+    )  # fmt: skip
+    texts = [" ".join(rng.choice(WORDS, rng.integers(1, 9))) for _ in range(ROWS)]
+    pq.write_table(pa.table({"query": texts}), root / "in.parquet", row_group_size=999)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the workers: other numbers of threads may round otherwise
+    Bundle.load(root / "bundle").predict_file(root / "in.parquet", root / "whole.parquet", k=3)
+    torch.set_num_threads(threads)
+    return root
+
+
+@pytest.fixture
+def ask(place, tmp_path, predict, prefect_server):
+    """`ask(runner)`: the flow's result; the output's bytes are those of one piece."""
+
+    def ask(runner: str, **more) -> dict:
+        told = {"input": str(place / "in.parquet"), "output": str(tmp_path / "out.parquet"), "k": 3, "shards": SHARDS}
+        done = predict(bundle=str(place / "bundle"), runner=runner, **(told | more))
+        assert done == {"rows": ROWS, "shards": SHARDS, "output": str(tmp_path / "out.parquet")}
+        assert (tmp_path / "out.parquet").read_bytes() == (place / "whole.parquet").read_bytes()
+        assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
+        return done
+
+    return ask
+
+
+@pytest.fixture
+def cluster():
+    """A Dask cluster of two workers on loopback, started by somebody else than the flow."""
+    import distributed
+
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None, memory_limit=None
+    ) as cluster:
+        yield cluster
+
+
+def once_a_shard_is_whole(folder: Path, act) -> threading.Thread:
+    """Calls `act` in a thread when the first shard is there."""
+
+    def wait() -> None:
+        end = time.monotonic() + 60
+        while not list(folder.glob("0*-of-*")) and time.monotonic() < end:
+            time.sleep(0.002)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_processes_of_this_machine(ask, tmp_path):
+    killed = []
+
+    def kill_one() -> None:
+        child = multiprocessing.active_children()[0]
+        os.kill(child.pid, signal.SIGKILL)
+        killed.append(child.pid)
+
+    thread = once_a_shard_is_whole(tmp_path / "out.parquet.shards", kill_one)
+    ask("processes:2")  # the pool breaks with its worker, and a second one finishes
+    thread.join()
+    assert len(killed) == 1 and multiprocessing.active_children() == []
+
+
+def test_a_dask_cluster_that_loses_a_worker(ask, tmp_path, cluster):
+    pids = [worker["pid"] for worker in _workers(cluster)]
+    assert len(pids) == 2
+    thread = once_a_shard_is_whole(tmp_path / "out.parquet.shards", lambda: os.kill(pids[0], signal.SIGKILL))
+    ask(cluster.scheduler_address.replace("tcp://", "dask://"))
+    thread.join()
+    assert pids[0] not in [worker["pid"] for worker in _workers(cluster)]
+
+
+def _workers(cluster) -> list[dict]:
+    return [{"pid": nanny.pid} for nanny in cluster.workers.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["dask:2", "threads:2", "processes:2"])
+def test_what_the_flow_starts_itself(ask, runner):
+    ask(runner)
+    assert multiprocessing.active_children() == []
+
+
+def test_only_what_is_missing_is_written(place, tmp_path, module, prefect_server):
+    from unidec.stages import shards as work
+
+    told = (place / "bundle", place / "in.parquet", tmp_path / "out.parquet", 3)
+    plan = work.begin_predictions(*told, shards=SHARDS)
+    for number in (0, 1, 2, 4, 5):
+        work.run_shard(plan.folder, number)
+    before = {path.name: path.stat().st_mtime_ns for path in plan.folder.glob("0*")}
+    assert module.write_shards(plan.folder, "processes:2") == 1  # one alone is written here, without a pool
+    assert module.write_shards(plan.folder) == 0
+    assert before.items() < {path.name: path.stat().st_mtime_ns for path in plan.folder.glob("0*")}.items()
+
+
+def test_a_shard_that_cannot_be_written_is_named(place, tmp_path, predict, prefect_server):
+    texts = pq.read_table(place / "in.parquet")["query"].to_pylist()
+    texts[5000] = None
+    pq.write_table(pa.table({"query": texts}), tmp_path / "in.parquet")
+    with pytest.raises(DataError, match=r"shard 5 of 6 \(rows 4,096 to 5,119\) failed\n.*row 5000") as caught:
+        predict(str(tmp_path / "in.parquet"), str(tmp_path / "out.parquet"), str(place / "bundle"), 3,
+                shards=6, runner="threads:1")  # fmt: skip
+    assert "null" in str(caught.value) and not (tmp_path / "out.parquet").exists()
+
+
+def test_workers_that_see_other_folders_are_found_out(place, tmp_path, module, monkeypatch, prefect_server):
+    from unidec.errors import ArtifactError
+    from unidec.stages import shards as work
+
+    plan = work.begin_predictions(place / "bundle", place / "in.parquet", tmp_path / "out.parquet", shards=2)
+    monkeypatch.setattr(module.work, "run_shard", lambda folder, number, threads: {})
+    with pytest.raises(ArtifactError, match="not seen here"):
+        module.write_shards(plan.folder, "threads:1")
+
+
+def test_token_shards_are_joined_by_the_stage(
+    in_tmp, tiny_dataset, tiny_bert, tiny_params, module, prefect_server, monkeypatch
+):
+    import shutil
+
+    from unidec import stages
+    from unidec.config import to_yaml
+    from unidec.stages import data, paths
+
+    shutil.copytree(tiny_dataset.path, paths.DATASET)
+    params = tiny_params()
+    Path("params.yaml").write_text(to_yaml(params))
+    stages.tokens(params)
+    wanted = {path: path.read_bytes() for path in paths.TOKENS.rglob("*") if path.is_file()}
+    assert len(wanted) == 6
+    sizes = {"queries": tiny_dataset.num_queries, "labels": tiny_dataset.num_labels}
+    assert module.tokens() == {which: {"texts": texts, "shards": 0} for which, texts in sizes.items()}
+    done = module.tokens(shards=3, runner="threads:2")
+    assert done["queries"]["written"] == done["labels"]["written"] == 3
+    shutil.rmtree(paths.TOKENS)
+    monkeypatch.setattr(data, "ROWS_A_SHARD", 10)
+    written = []
+    monkeypatch.setattr(data, "write_token_shard", lambda *told: written.append(told))
+    stages.tokens(params)
+    assert written == [] and not list(paths.CACHE.rglob("*-of-*"))
+    assert wanted == {path: path.read_bytes() for path in paths.TOKENS.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def in_tmp(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "address", "workers"),
+    [
+        ("processes:3", "processes", None, 3),
+        ("threads:1", "threads", None, 1),
+        ("dask:2", "dask", None, 2),
+        ("dask://10.0.0.1:8786", "dask", "tcp://10.0.0.1:8786", 0),
+        ("ray://head:10001", "ray", "ray://head:10001", 0),
+    ],
+)
+def test_one_setting_chooses_the_runner(module, monkeypatch, text, kind, address, workers):
+    assert module.Runner.parse(text) == module.Runner(kind, address, workers)
+    monkeypatch.setenv("UNIDEC_RUNNER", text)
+    assert module.Runner.parse(None) == module.Runner(kind, address, workers)
+
+
+@pytest.mark.parametrize(
+    "text", ["spark", "processes:0", "dask:", "dask://host", "processes://x:1", "tcp://x:1", "ray:x"]
+)
+def test_an_unknown_runner_is_refused(module, text):
+    with pytest.raises(ConfigError, match="no such runner"):
+        module.Runner.parse(text)
+
+
+def test_cores_are_shared_among_workers(module, monkeypatch):
+    monkeypatch.delenv("UNIDEC_RUNNER", raising=False)
+    monkeypatch.setattr(module, "cores", lambda: 8)
+    parse = module.Runner.parse
+    assert [parse(text).threads for text in ("processes:2", "processes:3", "dask:16", None, "dask://h:1")] == [
+        4, 2, 1, 1, 0,
+    ]  # fmt: skip
+
+
+def test_help_and_deployment(module, predict, capsys):
+    import inspect
+
+    from flows import predict as program
+
+    for main in (module.main, program.main):
+        with pytest.raises(SystemExit) as left:
+            main(["--help"])
+        assert left.value.code == 0 and "examples:" in capsys.readouterr().out
+    described = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
+    (deployment,) = [one for one in described if one["flow_name"] == predict.name]
+    assert deployment["entrypoint"] == "flows/predict.py:predict"
+    assert set(deployment["parameters"]) <= set(inspect.signature(predict.fn).parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["processes:2", "dask:2"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_stopped_on_the_way(place, tmp_path, runner, number):
+    """A quick end with no process left (SIGKILL: within seconds), and the same command finishes."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    environment = own | {"PREFECT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    output, wanted = tmp_path / "out.parquet", place / "whole.parquet"
+    words = f"--input {place / 'in.parquet'} --output {output} --bundle {place / 'bundle'} -k 3 --shards 12".split()
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); " \
+            "from flows.predict import main; sys.exit(main(sys.argv[1:]))"  # fmt: skip
+    words = [sys.executable, "-c", start, *words, "--runner", runner]
+    folder = tmp_path / "out.parquet.shards"
+
+    def begin() -> subprocess.Popen:
+        with (tmp_path / "log").open("ab") as log:
+            return subprocess.Popen(
+                words, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    try:
+        process = begin()
+        end = time.monotonic() + 120
+        while not list(folder.glob("0*-of-*")):
+            assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
+            time.sleep(0.002)
+        os.kill(process.pid, number)
+        code = process.wait(60)
+        assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number], (
+            tmp_path / "log"
+        ).read_text()
+        end = time.monotonic() + 20
+        while left := workers_of(tmp_path / "home"):
+            assert time.monotonic() < end, left
+            time.sleep(0.2)
+        assert not output.exists() and list(folder.glob("0*-of-*"))
+        assert begin().wait(120) == 0, (tmp_path / "log").read_text()
+        assert output.read_bytes() == wanted.read_bytes() and not folder.exists()
+        assert json.loads((tmp_path / "log").read_text().rsplit("\n{", 1)[1].join(["{", ""]))["rows"] == ROWS
+    finally:
+        for pid in [*workers_of(tmp_path / "home", servers=True)]:
+            os.kill(pid, signal.SIGKILL)
+
+
+def workers_of(home: Path, servers: bool = False) -> list[int]:
+    """Processes with this PREFECT_HOME (Linux); Prefect's temporary server, which a SIGKILL leaves, only if asked."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"PREFECT_HOME={home}".encode() in entry.read_bytes().split(b"\0") and (
+                servers or b"prefect.server" not in (entry.parent / "cmdline").read_bytes()
+            ):
+                found.append(int(entry.parent.name))
+        except OSError:  # gone, or not ours
+            continue
+    return found
