@@ -18,7 +18,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run as current_flow_run
 
 from unidec.errors import UnidecError
-from unidec.ops.tracking import Tracker
+from unidec.stages.runs import close_tracking
 
 # set by flows/__init__.py; absolute, because a run may work in another folder
 _NOTES = Path(os.environ["PREFECT_HOME"]).resolve() / "unidec-runs"
@@ -32,13 +32,6 @@ FAREWELL: dict[type[BaseException], tuple[int, str]] = {
 def _note(flow_run_id: Any) -> Path:
     """The file that tells hooks (which may run in the worker's process) which training a flow run is at."""
     return _NOTES / f"{flow_run_id}.json"
-
-
-def close_tracking(run_dir: Path | str, status: str) -> None:
-    """Ends the MLflow run of a training folder, unless it has ended."""
-    tracker = Tracker.resume(run_dir)
-    if tracker.run_id and tracker.status is None:
-        tracker.finish(status)  # type: ignore[arg-type]
 
 
 def hook(status: str) -> Callable[..., None]:

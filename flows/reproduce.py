@@ -11,14 +11,16 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError
+from unidec.stages.runs import one_at_a_time
+
+__all__ = ["CommandError", "commit", "inputs_digest", "one_at_a_time", "reproduce", "run", "stale"]
 
 MODEL_STAGES = ("train", "index", "evaluate")
 _BY_EXIT_CODE = {error.exit_code: error for error in (ConfigError, DataError, ArtifactError, TrainingError)}
@@ -91,27 +93,6 @@ def inputs_digest(stages: tuple[str, ...] = MODEL_STAGES) -> str:
         for file in _files(Path(path)):
             digest.update(f"{file}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def one_at_a_time(folder: Path = Path("runs")) -> Iterator[None]:
-    """Holds the project's training lock; the system lets go of it when its holder dies, so there is nothing to remove.
-
-    Raises:
-        TrainingError: another training holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".train.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise TrainingError(
-            "another training is under way in this folder", where=str(folder), fix="wait for it, or cancel it"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def run(words: list[str], say: Callable[[str], None] | None = None) -> tuple[int, str]:

@@ -235,12 +235,15 @@ def _in_process(params: Params, steps: list[str], recorded: Callable[[], None] |
 
 
 def _fit(params: Params, begun: dict[str, Any]) -> dict[str, Any]:
-    """Rounds of refresh and training until the run's last epoch, then the model is exported."""
+    """Rounds of refresh and training until the run's last epoch, then the model is exported.
+
+    Inside a round the refresh does nothing, and the round goes on at its next step.
+    """
     run_dir, epochs, a_round = begun["run_dir"], params.optim.epochs, params.pool.refresh
     total = -(-epochs // a_round)
     epoch, finished = begun.get("epoch", 0), begun["finished"]
-    if epoch:
-        log.info("resuming %s after epoch %d of %d", run_dir, epoch, epochs)
+    for line in begun.get("lines", []):
+        log.info("%s", line)
     bar = artifacts.begin_progress(epoch, epochs)
     while not finished:
         number = epoch // a_round + 1

@@ -14,7 +14,7 @@ import yaml
 import unidec
 from unidec import cli
 from unidec.config import Params, known_keys, load_params
-from unidec.errors import ArtifactError, ConfigError, DataError
+from unidec.errors import ArtifactError, ConfigError, DataError, Stopped
 
 ROOT = Path(__file__).resolve().parents[1]
 SIMPLE = {
@@ -50,23 +50,12 @@ class Stages(types.ModuleType):
 
         return stage
 
-    def start_run(self, params: Params) -> dict:
-        self.calls.append("start_run")
-        return {"run_dir": "runs/x", "finished": False, "epoch": 0, "rounds": 3}
-
-    def refresh(self, params: Params, run_dir: str) -> dict:
-        assert run_dir == "runs/x"
-        self.calls.append("refresh")
-        return {}
-
-    def train_round(self, params: Params, run_dir: str) -> dict:
-        self.calls.append("train_round")
-        rounds = self.calls.count("train_round")
-        return {"finished": rounds == 3, "epoch": 5 * rounds}
-
-    def export(self, params: Params, run_dir: str) -> dict:
-        self.calls.append("export")
-        return {"model": "outputs/model"}
+    def train(self, params: Params, resume: str | None = None, accept: tuple[str, ...] = ()) -> dict:
+        self.calls.append("train")
+        self.asked = (resume, accept)
+        if self.error:
+            raise self.error
+        return {"run_dir": "runs/x", "finished": True, "epoch": 15, "validation": {"P@1": 45.678901}}
 
 
 @pytest.fixture
@@ -113,17 +102,28 @@ def test_json_prints_the_whole_result(run, stages: Stages) -> None:
     assert json.loads(out)["metrics"]["P@1"] == 45.678901
 
 
-def test_train_loops_until_finished_and_exports(run, stages: Stages) -> None:
-    code, out, _ = run("train", "--json")
-    assert code == 0
-    assert stages.calls == ["start_run", *["refresh", "train_round"] * 3, "export"]
-    assert json.loads(out) == {
-        "run_dir": "runs/x",
-        "finished": True,
-        "epoch": 15,
-        "rounds": 3,
-        "model": "outputs/model",
-    }
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ((), (None, ())),
+        (("--resume",), ("", ())),
+        (("--resume", "3f2a", "--accept", "code", "--accept", "seed"), ("3f2a", ("code", "seed"))),
+    ],
+)
+def test_train_hands_on_which_run_goes_on(run, stages: Stages, words: tuple[str, ...], asked: tuple) -> None:
+    code, out, _ = run("train", *words)
+    assert (code, stages.calls, stages.asked) == (0, ["train"], asked)
+    assert "train: epoch = 15" in out and "train: validation.P@1 = 45.68" in out
+
+
+def test_a_run_without_resume_is_a_mistake(run, stages: Stages) -> None:
+    code, _, err = run("train", "3f2a")
+    assert code == 2 and "unidec train --resume 3f2a" in err and stages.calls == []
+
+
+def test_a_training_that_was_stopped_says_how_to_go_on(run, stages: Stages) -> None:
+    stages.error = Stopped("terminated: the same command goes on", 143)
+    assert run("train") == (143, "", "terminated: the same command goes on\n")
 
 
 @pytest.mark.parametrize(("error", "code"), [(DataError("bad rows"), 3), (ArtifactError("damaged", fix="again"), 4)])
@@ -158,7 +158,7 @@ def test_wrong_parameters_never_reach_a_stage(run, stages: Stages) -> None:
     assert run("nonsense")[0] == 2
 
 
-@pytest.mark.parametrize("command", [*SIMPLE, "train", "predict", "init"])
+@pytest.mark.parametrize("command", [*SIMPLE, "train", "runs", "doctor", "plan", "predict", "init"])
 def test_every_command_explains_itself_with_an_example(run, command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0

@@ -15,7 +15,7 @@ import typer
 
 from unidec import __version__
 from unidec.config import Params, describe, load_params, parse_overrides, preset_names, to_yaml
-from unidec.errors import ConfigError, UnidecError
+from unidec.errors import ConfigError, Stopped, UnidecError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,18 +87,67 @@ _add_stage(
 _add_stage("label-graph", "label_graph", "Label co-occurrence, Gandalf's soft targets.", "unidec label-graph")
 
 
-@app.command(epilog="Example: unidec train --set optim.epochs=3 --set pool.beta=2")
-def train(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
+@app.command(
+    epilog="Examples: unidec train --set optim.epochs=3  |  unidec train --resume  |  "
+    "unidec train --resume 3f2a --accept optim.lr_clf --accept code"
+)
+def train(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="with --resume: a run's name, or its first letters")
+    ] = None,
+    params: ParamsFile = DEFAULT_PARAMS,
+    assignments: Assignments = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with RUN, or the newest unfinished run")] = False,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option("--accept", metavar="KEY", help="go on although this differs from how the run began; repeatable"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Train, in this process and without Prefect; stopped or killed, the same command goes on from its checkpoint."""
+    if run is not None and not resume:
+        raise ConfigError(
+            "a run to go on with needs --resume", where="unidec train", fix=f"unidec train --resume {run}"
+        )
     loaded = _load(params, assignments)
     from unidec import stages
 
-    state: dict[str, Any] = stages.start_run(loaded)
-    run_dir = state["run_dir"]
-    while not state["finished"]:
-        stages.refresh(loaded, run_dir)
-        state = {**state, **stages.train_round(loaded, run_dir)}
-    _show("train", {**state, **stages.export(loaded, run_dir)}, as_json)
+    result = stages.train(loaded, (run or "") if resume else None, tuple(accept or ()))
+    if result:
+        _show("train", result, as_json)
+
+
+@app.command("runs", epilog="Examples: unidec runs  |  unidec runs --json")
+def list_runs(as_json: AsJson = False) -> None:
+    """List the training runs of this folder: how far each came, its newest checkpoint, its MLflow run."""
+    from unidec.stages.runs import list_runs, rows_of
+
+    runs = list_runs()
+    if as_json:
+        print(json.dumps([run.as_dict() for run in runs], indent=2))
+    elif not runs:
+        print("no runs yet: unidec train begins one")
+    else:
+        _show_table(*rows_of(runs))
+
+
+@app.command(epilog="Examples: unidec doctor  |  unidec doctor --fix  |  unidec doctor --deep --json")
+def doctor(
+    fix: Annotated[bool, typer.Option("--fix", help="do what cannot lose data, and say what was done")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="also hash every file of every artifact")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look for what a crash or a full disk leaves behind; exit code 0: nothing wrong, 1: warnings, 4: broken."""
+    from unidec.stages.doctor import examine, exit_code, report, rows_of
+
+    findings = examine(deep=deep, fix=fix)
+    if as_json:
+        print(json.dumps(report(findings), indent=2))
+    elif not findings:
+        print("nothing wrong")
+    else:
+        _show_table(*rows_of(findings))
+    sys.exit(exit_code(findings))
 
 
 @app.command(
@@ -278,6 +327,23 @@ def _show(command: str, result: dict[str, Any], as_json: bool) -> None:
     Console().print(table)
 
 
+def _show_table(columns: list[str], rows: list[list[str]]) -> None:
+    """A table on a terminal, tab-separated lines otherwise."""
+    if not sys.stdout.isatty():
+        print("\n".join("\t".join(line) for line in [columns, *rows]))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    Console().print(table)
+
+
 def _rows(result: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Nested results as lines; long lists as their length."""
     rows: list[tuple[str, str]] = []
@@ -320,7 +386,7 @@ def main() -> None:
     except UnidecError as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(error if isinstance(error, Stopped) else f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 

@@ -57,3 +57,16 @@ class TrainingError(UnidecError):
     """Training that cannot go on: a loss or gradient that is not finite, not enough memory."""
 
     exit_code = 5
+
+
+class Stopped(UnidecError):
+    """Training that a signal ended in order.
+
+    Args:
+        what: one sentence that says how to go on.
+        exit_code: 130 for SIGINT, 143 for SIGTERM, as shells have it.
+    """
+
+    def __init__(self, what: str, exit_code: int) -> None:
+        super().__init__(what)
+        self.exit_code = exit_code

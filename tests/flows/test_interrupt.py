@@ -14,8 +14,7 @@ import pytest
 
 # a round that lasts for ever, in place of the library's
 PROGRAM = """
-import signal, sys, time, types
-import unidec
+import signal, sys, time
 from unidec.ops.tracking import Tracker
 
 def start_run(params):
@@ -26,9 +25,8 @@ def train_round(params, run_dir):
     open("training", "w").close()
     time.sleep(600)
 
-stages = types.ModuleType("unidec.stages")
+from unidec import stages
 stages.start_run, stages.refresh, stages.train_round = start_run, lambda *_: {}, train_round
-sys.modules["unidec.stages"] = unidec.stages = stages
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal; background jobs ignore it
 from flows.train import main
 sys.exit(main(["--steps", "train"]))

@@ -92,7 +92,8 @@ def test_rounds(done: SimpleNamespace) -> None:
 def test_started_again_it_is_finished(done: SimpleNamespace) -> None:
     run_id = Tracker.resume(done.said["start_run"]["run_dir"]).run_id
     again = stages.start_run(done.params())
-    assert again == {**done.said["start_run"], "epoch": 2, "finished": True}
+    lines = [f"run {Path(again['run_dir']).name} is trained: 2 epochs, 16 steps"]
+    assert again == {**done.said["start_run"], "epoch": 2, "step": 16, "finished": True, "lines": lines}
     assert run_id is not None and Tracker.resume(again["run_dir"]).run_id == run_id  # no second MLflow run
 
 
@@ -194,6 +195,7 @@ def test_a_round_cut_off_before_its_record_is_repeated_without_doubles(done: Sim
         file.write(json.dumps({"epoch": 2, "round": 2, "of": "a run that was cut off"}) + "\n")
     with open(run / "history.jsonl", "a") as file:
         file.write(json.dumps({"step": 8, "loss": 0.0}) + "\n")
+    stages.training.forget()  # as after a kill
     stages.refresh(params, str(run))
     stages.train_round(params, str(run))
     kept = records(run / "rounds.jsonl")

@@ -7,6 +7,7 @@ from unidec.stages.data import ingest, label_graph, propensity, tokens, validate
 from unidec.stages.evaluation import evaluate
 from unidec.stages.index import index
 from unidec.stages.registration import register
+from unidec.stages.session import train
 from unidec.stages.training import export, refresh, start_run, train_round
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "register",
     "start_run",
     "tokens",
+    "train",
     "train_round",
     "validate",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pyarrow.parquet as pq
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
-from unidec.data.storage import read_manifest, write_bytes_atomic, write_json
+from unidec.data.storage import read_json_lines, read_manifest, write_bytes_atomic, write_json
 from unidec.evaluation.metrics import evaluate as all_metrics
 from unidec.evaluation.metrics import remove_filtered
 from unidec.evaluation.plots import plots_csv, save_pngs
@@ -52,7 +51,7 @@ def evaluate(params: Params) -> dict[str, Any]:
     shown = {name: headline(result[name]) for name in SINGLE_HEADS if name in result}
     write_json(paths.METRICS, result | shown)
     _write_predictions(paths.PREDICTIONS, dataset, ranking.rows, scores, labels)
-    history, rounds = (_records(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds"))
+    history, rounds = (read_json_lines(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds"))
     plots_csv(history, rounds, result["test"], paths.PLOTS)
     write_report(paths.REPORT, report_input(params, bundle, ranking, truth, scores, labels, result, history, rounds))
     _track(result, history, rounds)
@@ -96,10 +95,6 @@ def _write_predictions(
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     write_bytes_atomic(path, sink.getvalue().to_pybytes())
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def _track(result: dict[str, Any], history: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> None:
