@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -82,9 +82,10 @@ def stack(parts: Sequence[csr_matrix]) -> csr_matrix:
 
 
 LARGEST_FAMILY = 0.05  # of the queries held out
+_UIDS_AT_ONCE = 1 << 16
 
 
-def hold_out(uids: Sequence[str], filter_pairs: csr_matrix, share: float, seed: int) -> np.ndarray:
+def hold_out(uids: Sequence[str] | pa.ChunkedArray, filter_pairs: csr_matrix, share: float, seed: int) -> np.ndarray:
     """Choose about `share` of n queries, seeded by query: bool [n], true for the queries held out.
 
     Queries that share a filtered label, directly or through others, are a family (versions of one product, parts of one
@@ -102,7 +103,7 @@ def hold_out(uids: Sequence[str], filter_pairs: csr_matrix, share: float, seed: 
     size_F = np.bincount(family_N, minlength=num_families)
     prefix = f"{seed}|".encode()
     hash_N = np.fromiter(
-        (int.from_bytes(hashlib.blake2b(prefix + uid.encode(), digest_size=8).digest(), "big") for uid in uids),
+        (int.from_bytes(hashlib.blake2b(prefix + uid.encode(), digest_size=8).digest(), "big") for uid in _each(uids)),
         np.uint64,
         num_queries,
     )
@@ -123,9 +124,16 @@ def hold_out(uids: Sequence[str], filter_pairs: csr_matrix, share: float, seed: 
     return chosen_F[family_N]
 
 
+def _each(uids: Sequence[str] | pa.ChunkedArray) -> Iterator[str]:
+    """The uids; an Arrow column's become Python strings some thousands at a time."""
+    for start in range(0, len(uids), _UIDS_AT_ONCE):
+        some = uids[start : start + _UIDS_AT_ONCE]
+        yield from some.to_pylist() if isinstance(some, pa.ChunkedArray) else some
+
+
 def cut_test(raw: RawData, share: float, seed: int) -> RawData:
     """Cut a test split from the training queries (see `hold_out`); order within each split is kept."""
-    held = hold_out(raw.queries["train"]["uid"].to_pylist(), raw.filter_pairs["train"], share, seed)
+    held = hold_out(raw.queries["train"]["uid"], raw.filter_pairs["train"], share, seed)
     rows = {"train": np.flatnonzero(~held), "test": np.flatnonzero(held)}
     return replace(
         raw,
@@ -156,6 +164,8 @@ def make_slice(raw: RawData, num_train: int, num_test: int) -> RawData:
 def _families(filter_pairs: csr_matrix) -> np.ndarray:
     """Connected components of the graph query - filtered label: int64 [n], the family of each query."""
     num_queries, num_labels = filter_pairs.shape
+    if not filter_pairs.nnz:
+        return np.arange(num_queries)
     pairs = filter_pairs.tocoo()
     edges = (np.ones(pairs.nnz, dtype=np.int8), (pairs.row, pairs.col.astype(np.int64) + num_queries))
     graph = csr_matrix(edges, shape=(num_queries + num_labels,) * 2)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from unidec.data.formats import beir, tables, xmc_json, xmc_text
 from unidec.data.formats.files import Source
-from unidec.data.formats.problems import showing
 from unidec.data.raw import RawData, cut_test, make_slice
 from unidec.data.storage import file_sha256, swap_folder
 from unidec.errors import DataError
@@ -104,13 +105,25 @@ def _check(source: Source, raw: RawData) -> None:
         source.problems.add("no labels at all", "labels", 0)
     if not raw.queries["train"].num_rows:
         source.problems.add("no training queries at all", "train", 0)
-    seen: dict[str, str] = {}
+    earlier: dict[str, pa.ChunkedArray] = {}
     for split, table in raw.queries.items():
-        uids = table["uid"].to_pylist()
-        if not seen.keys().isdisjoint(uids):
-            shown = [f"uid {uid} is in {seen.get(uid)}" for uid in uids]
-            both = np.flatnonzero([uid in seen for uid in uids])
-            file, lines = source.queries_at[split]
-            kind = f"query of another split again in {split} (leak)"
-            source.problems.add_rows(kind, file, both, lines, showing(shown))
-        seen.update(dict.fromkeys(uids, split))
+        column = table["uid"]
+        if any(_share_uids(column, other) for other in earlier.values()):
+            _note_leaks(source, split, column.to_pylist(), earlier)
+        earlier[split] = column
+
+
+def _share_uids(first: pa.ChunkedArray, second: pa.ChunkedArray) -> bool:
+    few, many = sorted((first, second), key=len)
+    return bool(pc.any(pc.is_in(many, value_set=few)).as_py())
+
+
+def _note_leaks(source: Source, split: str, uids: list[str], earlier: dict[str, pa.ChunkedArray]) -> None:
+    """Every uid of a split that is in an earlier one too."""
+    seen: dict[str, str] = {}
+    for name, column in earlier.items():
+        seen.update(dict.fromkeys(column.to_pylist(), name))
+    both = np.flatnonzero([uid in seen for uid in uids])
+    file, lines = source.queries_at[split]
+    kind = f"query of another split again in {split} (leak)"
+    source.problems.add_rows(kind, file, both, lines, lambda row: f"uid {uids[row]} is in {seen[uids[row]]}")

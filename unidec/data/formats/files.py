@@ -9,13 +9,16 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from unidec.data.formats.problems import Lines, Problems
 from unidec.errors import DataError
 
+BYTES_AT_ONCE = 1 << 23  # of a file that is read in blocks of lines
 _BOM = b"\xef\xbb\xbf"
 _PAIR = re.compile(rb"([+-]?\d{1,18}):(\S+)")
 
@@ -72,17 +75,37 @@ class Source:
             for number, line in enumerate(file, 1):
                 yield number, (line.removeprefix(_BOM) if number == 1 else line).rstrip(b"\r\n")
 
-    def texts(self, path: Path) -> list[str]:
-        """A UTF-8 text a line; a line that is not UTF-8 is noted as a fault and stands as an empty text."""
-        data = self.data(path)
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError:
-            return [self.decode(line, path, number) or "" for number, line in self.lines(path)]
-        lines = text.split("\n")
-        if not lines[-1]:
-            lines.pop()
-        return [line.removesuffix("\r") for line in lines]
+    def blocks(self, path: Path) -> Iterator[tuple[int, bytes]]:
+        """Whole lines, some megabytes at a time: number of the first (1-based), and the lines, the last one's end cut
+        off."""
+        with self.open(path) as file:
+            rest, number = file.read(len(_BOM)).removeprefix(_BOM), 1
+            while block := file.read(BYTES_AT_ONCE):
+                whole, newline, last = block.rpartition(b"\n")
+                if not newline:
+                    rest += block
+                    continue
+                whole, rest = rest + whole, last
+                yield number, whole
+                number += whole.count(b"\n") + 1
+            if rest:
+                yield number, rest.removesuffix(b"\n")
+
+    def texts(self, path: Path) -> pa.ChunkedArray:
+        """A UTF-8 text a line, large_string; a line that is not UTF-8 is noted as a fault and stands as an empty
+        text."""
+        chunks = []
+        for number, lines in self.blocks(path):
+            try:
+                block = pa.array([lines], pa.large_binary()).cast(pa.large_string())
+            except pa.ArrowInvalid:
+                some = enumerate(lines.split(b"\n"), number)
+                decoded = [self.decode(line.rstrip(b"\r"), path, row) or "" for row, line in some]
+                chunks.append(pa.array(decoded, pa.large_string()))
+                continue
+            texts = pc.split_pattern(block, "\n").flatten()
+            chunks.append(pc.replace_substring_regex(texts, "\r$", "") if b"\r" in lines else texts)
+        return pa.chunked_array(chunks, pa.large_string())
 
     def decode(self, line: bytes, path: Path, number: int) -> str | None:
         """UTF-8 to text; a fault is noted and None returned."""
@@ -100,14 +123,49 @@ def read_sparse_text(
     """XMC sparse text: a header `N L`, then `label:relevance ...` a row.
 
     Returns:
-        query_P int64, label_P int64, relevance_P float64, and the line of each pair.
+        query_P int32, label_P int32 (int64 where one is too large for that), relevance_P float64, and the line of each
+        pair.
 
     Raises:
         DataError: a header that does not match the texts, before anything of its size is allocated.
     """
-    data = source.data(path)
-    head, _, body = data.partition(b"\n")
-    name = source.name(path)
+    name, query_blocks, label_blocks, value_blocks, num_lines = source.name(path), [], [], [], -1
+    for number, lines in source.blocks(path):
+        if number == 1:
+            head, newline, lines = lines.partition(b"\n")
+            _check_header(head, path, num_queries, num_labels)
+            num_lines = 0
+            if not newline:
+                continue
+        values, row_T = _parse(lines, per_token=2) or _parse_slowly(source, name, lines, num_lines)
+        # 16 bytes a pair: half of what the parser gives
+        smallest = np.int32 if np.abs(values[:, 0]).max(initial=0) < 2**31 else np.int64
+        label_blocks.append(values[:, 0].astype(smallest))
+        value_blocks.append(values[:, 1].copy())
+        query_blocks.append((row_T + num_lines).astype(np.int32))
+        num_lines += lines.count(b"\n") + 1
+    if num_lines < 0:
+        _check_header(b"", path, num_queries, num_labels)
+    if num_lines != num_queries:
+        raise DataError(
+            "row counts that differ",
+            where=str(path),
+            got=f"{num_lines:,} rows",
+            expected=f"{num_queries:,}, as the header says",
+        )
+    query_P = joined(query_blocks, np.int32)
+    label_P, value_P = joined(label_blocks, np.int32), joined(value_blocks, np.float64)
+    return query_P, label_P, value_P, lambda pairs: query_P[pairs].astype(np.int64) + 2
+
+
+def joined(blocks: list[np.ndarray], dtype: Any) -> np.ndarray:
+    """The blocks one after the other; the list is emptied."""
+    whole = np.concatenate(blocks) if blocks else np.zeros(0, dtype)
+    blocks.clear()
+    return whole
+
+
+def _check_header(head: bytes, path: Path, num_queries: int, num_labels: int) -> None:
     found = head.split()
     if len(found) != 2 or not all(n.isdigit() and len(n) <= 18 for n in found):
         raise DataError(
@@ -121,20 +179,6 @@ def read_sparse_text(
             got=f"{counts[0]:,} queries and {counts[1]:,} labels",
             expected=f"{num_queries:,} queries and {num_labels:,} labels, as the text files have",
         )
-    num_lines = body.count(b"\n") + (not body.endswith(b"\n") and body != b"")
-    if num_lines != num_queries:
-        raise DataError(
-            "row counts that differ",
-            where=str(path),
-            got=f"{num_lines:,} rows",
-            expected=f"{num_queries:,}, as the header says",
-        )
-    parsed = _parse(body, per_token=2)
-    if parsed is None:
-        parsed = _parse_slowly(source, name, body)
-    values, row_T = parsed
-    query_P = row_T
-    return query_P, values[:, 0].astype(np.int64), values[:, 1], lambda pairs: query_P[pairs] + 2
 
 
 def read_filter_text(source: Source, path: Path) -> tuple[np.ndarray, np.ndarray, Lines]:
@@ -189,7 +233,7 @@ def _parse(body: bytes, per_token: int) -> tuple[np.ndarray, np.ndarray] | None:
     return values, line_T
 
 
-def _parse_slowly(source: Source, name: str, body: bytes) -> tuple[np.ndarray, np.ndarray]:
+def _parse_slowly(source: Source, name: str, body: bytes, first_row: int) -> tuple[np.ndarray, np.ndarray]:
     """`_parse` for sparse text with faults: notes each malformed token, returns the others."""
     values: list[tuple[int, float]] = []
     rows: list[int] = []
@@ -201,7 +245,7 @@ def _parse_slowly(source: Source, name: str, body: bytes) -> tuple[np.ndarray, n
             except ValueError:
                 pair = None
             if pair is None:
-                source.problems.add("not `label:relevance`", name, row + 2, _shown(token))
+                source.problems.add("not `label:relevance`", name, first_row + row + 2, _shown(token))
             else:
                 values.append(pair)
                 rows.append(row)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
 from unidec.errors import DataError
@@ -95,7 +96,7 @@ def pair_matrix(
     """Pairs to a float32 CSR matrix with sorted indices, every fault noted; P pairs.
 
     Args:
-        query_P, label_P: int64 rows and columns. relevance_P: float64.
+        query_P, label_P: whole numbers, rows and columns. relevance_P: float64.
         shape: (queries of the split, labels).
         lines: pair number -> line.
 
@@ -116,7 +117,10 @@ def pair_matrix(
     ]
     for kind, bad, details in checks:
         problems.add_rows(kind, file, np.flatnonzero(bad), lines, details)
-    good = np.flatnonzero(~(bad_label | bad_query | bad_value))
+    bad = bad_label | bad_query | bad_value
+    if not bad.any() and _is_sorted(query_P, label_P):  # as most files have them: nothing is copied
+        return sorted_csr(query_P, label_P, value_P, shape)
+    good = np.flatnonzero(~bad)
     key = query_P[good].astype(np.int64) * num_labels + label_P[good]
     if not np.all(key[1:] > key[:-1]):
         order = np.argsort(key, kind="stable")
@@ -135,6 +139,12 @@ def pair_matrix(
     return sorted_csr(query_P[good], label_P[good], value_P[good], shape)
 
 
+def _is_sorted(query_P: np.ndarray, label_P: np.ndarray) -> bool:
+    """By query, then label, each pair once."""
+    same_query = query_P[1:] == query_P[:-1]
+    return bool(np.all((query_P[1:] > query_P[:-1]) | (same_query & (label_P[1:] > label_P[:-1]))))
+
+
 def filter_matrix(
     query_P: np.ndarray, label_P: np.ndarray, shape: tuple[int, int], *, problems: Problems, file: str, lines: Lines
 ) -> csr_matrix:
@@ -151,20 +161,25 @@ def sorted_csr(query_P: np.ndarray, label_P: np.ndarray, value_P: np.ndarray, sh
     """CSR of pairs that are sorted by query, then label, and unique."""
     indptr = np.zeros(shape[0] + 1, dtype=np.int64)
     np.cumsum(np.bincount(query_P, minlength=shape[0]), out=indptr[1:])
-    matrix = csr_matrix((value_P, label_P.astype(np.int32), indptr), shape=shape)
+    matrix = csr_matrix((value_P, label_P.astype(np.int32, copy=False), indptr), shape=shape)
     matrix.has_sorted_indices = True
     matrix.has_canonical_format = True
     return matrix
 
 
-def check_uids(uids: list[str], problems: Problems, file: str, lines: Lines, what: str) -> None:
+def check_uids(
+    uids: list[str] | pa.Array | pa.ChunkedArray, problems: Problems, file: str, lines: Lines, what: str
+) -> None:
     """Note every uid that is there already, and every empty one."""
-    if len(set(uids)) == len(uids) and "" not in uids:
+    column = pa.array(uids, pa.large_string()) if isinstance(uids, list) else uids
+    if pc.count_distinct(column).as_py() == len(column) and not pc.any(pc.equal(column, "")).as_py():
         return
     seen: set[str] = set()
     again = []
-    for row, uid in enumerate(uids):
+    for row, uid in enumerate(column.to_pylist()):
         if uid in seen or not uid:
             again.append(row)
         seen.add(uid)
-    problems.add_rows(f"{what} uid empty or given twice", file, np.asarray(again), lines, lambda row: uids[row])
+    problems.add_rows(
+        f"{what} uid empty or given twice", file, np.asarray(again), lines, lambda row: column[row].as_py()
+    )

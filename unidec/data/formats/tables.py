@@ -189,7 +189,7 @@ class _Table:
 
     def texts(self, what: str) -> pa.Table:
         """uid, title, content; uids checked."""
-        check_uids(self.columns["id"].to_pylist(), self.source.problems, self.name, self.lines, what)
+        check_uids(self.columns["id"], self.source.problems, self.name, self.lines, what)
         return text_table(self.columns["id"], self.columns["text"], self.columns.get("content"))
 
     def _strings(self, table: pa.Table, name: str) -> pa.ChunkedArray:

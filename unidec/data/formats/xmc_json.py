@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from array import array
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from scipy.sparse import csr_matrix
 
-from unidec.data.formats.files import Source, read_filter_text
+from unidec.data.formats.files import Source, joined, read_filter_text
 from unidec.data.formats.problems import check_uids, filter_matrix, pair_matrix, sorted_csr
 from unidec.data.raw import TEXT_SCHEMA, RawData, text_table
 
@@ -73,8 +74,8 @@ class _Objects:
         self.values: list[np.ndarray] = []
         self.ind: list[int] = []
         self.rel: list[float] = []
-        self.per_row: list[int] = []
-        self.line_of_row: list[int] = []
+        self.per_row = array("q")  # a list of numbers would take five times as much
+        self.line_of_row = array("q")
         self.offset = offset
         pending: list[tuple[int, bytes]] = []
         for number, line in source.lines(path):
@@ -87,16 +88,15 @@ class _Objects:
         self.table = pa.concat_tables(self.chunks) if self.chunks else TEXT_SCHEMA.empty_table()
         self.line_N = np.asarray(self.line_of_row, dtype=np.int64)
         what = "query" if targets else "label"
-        check_uids(self.table["uid"].to_pylist(), source.problems, self.name, self.lines, what)
+        check_uids(self.table["uid"], source.problems, self.name, self.lines, what)
 
     def lines(self, rows: np.ndarray) -> np.ndarray:
         return self.line_N[rows]
 
     def relevance(self, shape: tuple[int, int]) -> csr_matrix:
         """The targets as float32 CSR."""
-        query_P = np.repeat(np.arange(shape[0]), self.per_row)
-        label_P = np.concatenate(self.labels) if self.labels else np.zeros(0, dtype=np.int64)
-        value_P = np.concatenate(self.values) if self.values else np.zeros(0)
+        query_P = np.repeat(np.arange(shape[0], dtype=np.int32), self.per_row)
+        label_P, value_P = joined(self.labels, np.int64), joined(self.values, np.float64)
         return pair_matrix(
             query_P,
             label_P,
@@ -145,9 +145,9 @@ class _Objects:
                 return False
             self.labels.append(arrays[0])
             self.values.append(arrays[1])
-            self.per_row += map(len, ind)
+            self.per_row.extend(map(len, ind))
         self.columns = {"uid": uids, "title": titles, "content": contents}
-        self.line_of_row += [number for number, _ in pending]
+        self.line_of_row.extend(number for number, _ in pending)
         return True
 
     def _add(self, number: int, line: bytes) -> None:

@@ -84,7 +84,7 @@ def _read(
     return RawData(source.root.name, queries, labels, relevance, filters)
 
 
-def _table(texts: list[str], offset: int) -> pa.Table:
+def _table(texts: pa.ChunkedArray, offset: int) -> pa.Table:
     uids = pc.cast(pa.array(np.arange(offset, offset + len(texts))), pa.large_string())
     return text_table(uids, texts)
 
