@@ -157,6 +157,81 @@ def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) ->
     return found
 
 
+def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Losses and final weights of trainings: {case: parameters other than those of tests/tiny_training.py}.
+
+    The folder holds dataset/, queries/, labels/, graph/ and bert/ without dropout.
+    """
+    from unidec.data.dataset import XMCDataset
+    from unidec.data.label_graph import load_label_graph
+    from unidec.data.tokens import TokenCache
+    from unidec.training import trainer as module
+
+    module.LOG_EVERY = 1
+    found: dict[str, Any] = {}
+    dataset = XMCDataset.open(folder / "dataset", verify=False)
+    tokens = [TokenCache.open(folder / name, verify=False) for name in ("queries", "labels")]
+    for case, overrides in cases.items():
+        until = overrides.pop("until", steps)
+        run_dir = folder / overrides.pop("run", f"{case} {ranks.world}")
+        params = tiny_params(folder / "bert", **overrides)
+        graph = load_label_graph(folder / "graph") if params.pool.gandalf else None
+        trainer = module.Trainer(
+            params, dataset, *tokens, run_dir, folder / f"cache-{ranks.world}", label_graph=graph, ranks=ranks
+        )
+        found[f"{case}: begins at"] = trainer.step
+        ended = cut_off_at(trainer, until)
+        while not trainer.finished and not ended:
+            if trainer.refresh_due:
+                trainer.refresh()
+            try:
+                trainer.train_round()
+            except CutOff:
+                break
+        trainer.writer.wait()
+        ranks.barrier()
+        lines = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
+        for key in ("loss", "grad_norm", "pool_size", "step"):
+            found[f"{case}: {key}"] = np.array([line[key] for line in lines])
+        for name, weight in trainer.model.state_dict().items():
+            values = weight.float().numpy()
+            sharded = name.removesuffix(".weight") in ("table", "bias")
+            found[f"{case}: weight {name}"] = ranks.gather_array(values) if sharded else values
+        del trainer
+    return found
+
+
+class CutOff(BaseException):
+    """Stands for whatever ends a run."""
+
+
+def cut_off_at(trainer: Any, step: int) -> bool:
+    """The trainer saves after this step and raises `CutOff` at the next one; True: it is there already."""
+    if trainer.step >= step:
+        return True
+    do = trainer.train_step
+
+    def train_step(batch: Any) -> Any:
+        if trainer.step == step:
+            raise CutOff
+        trainer.params.run.__dict__["checkpoint_steps"] = 1 if trainer.step == step - 1 else 0
+        return do(batch)
+
+    trainer.train_step = train_step
+    return False
+
+
+def tiny_params(bert: Path, **overrides: Any) -> Any:
+    """Of tests/tiny_training.py, without any dropout."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("tiny_training", ROOT / "tests" / "tiny_training.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.tiny_params(bert, **{"model.dropout": 0.0, "run.checkpoint_minutes": 0.0} | overrides)
+
+
 def main() -> None:
     """One rank."""
     from unidec.training.distributed import Ranks

@@ -40,7 +40,7 @@ class Prepared:
         clf_sizes: how many of them are in each rank's rows.
         texts: what this rank encodes: its part of the queries, then its part of the pool.
         num_own_queries: how many of the texts are queries.
-        num_tokens: of the texts.
+        num_texts, num_tokens: of all ranks' texts.
     """
 
     pool: PoolBatch
@@ -50,6 +50,7 @@ class Prepared:
     clf_sizes: list[int]
     texts: EncoderInput
     num_own_queries: int
+    num_texts: int
     num_tokens: int
 
 
@@ -140,12 +141,17 @@ class Batches:
             first = sum(clf_sizes[: self.ranks.rank])
             clf_labels = self.rows_to_device(pool.pool_S[first : first + clf_sizes[self.ranks.rank]])
         own_rows = pool.rows_B[slice(*self.ranks.part(len(pool.rows_B)))]
-        parts = self.parts(own_rows)
-        if self.heads != "clf":
-            parts.append(("labels", self.tokens["labels"], pool.pool_S[slice(*self.ranks.part(len(pool.pool_S)))]))
-        num_tokens = sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in parts)
-        texts = self.build(parts)
-        return Prepared(pool, targets, clf_targets, clf_labels, clf_sizes, texts, len(own_rows), num_tokens)
+
+        def pool_part(part: slice) -> TextParts:
+            return [] if self.heads == "clf" else [("labels", self.tokens["labels"], pool.pool_S[part])]
+
+        parts = self.parts(own_rows) + pool_part(slice(*self.ranks.part(len(pool.pool_S))))
+        everyones = parts if self.ranks.alone else [*self.parts(pool.rows_B), *pool_part(slice(None))]
+        return Prepared(
+            pool, targets, clf_targets, clf_labels, clf_sizes, self.build(parts), len(own_rows),
+            num_texts=sum(len(rows) for _, _, rows in everyones),
+            num_tokens=sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in everyones),
+        )  # fmt: skip
 
     def ahead(
         self, batches: list[np.ndarray], epoch: int, first: int, negatives: np.ndarray | None

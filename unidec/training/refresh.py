@@ -18,6 +18,7 @@ from unidec.config import Params
 from unidec.data.storage import MANIFEST, file_sha256, load_array, read_manifest, write_folder
 from unidec.errors import ArtifactError, TrainingError
 from unidec.training.clustering import balanced_clusters
+from unidec.training.distributed import ALONE, Ranks
 from unidec.training.mining import mine_hard_negatives
 from unidec.training.sampler import PoolSampler, clustered_batches, random_batches
 
@@ -84,6 +85,7 @@ def make_refresh(
     query_vectors: Callable[[], np.ndarray],
     label_vectors: Callable[[], np.ndarray],
     device: torch.device,
+    ranks: Ranks = ALONE,
 ) -> tuple[Refresh, dict[str, Any]]:
     """Cluster the training queries and mine hard negatives; what the parameters do not need is left out.
 
@@ -91,7 +93,8 @@ def make_refresh(
         rows: int64 [n] training rows.
         sampler: knows positives and filter pairs.
         query_vectors: gives float32 [n, D] of the training queries; called only when needed.
-        label_vectors: gives float32 [L, D].
+        label_vectors: gives float32 [L, D], with several ranks this rank's part of it.
+        ranks: processes that all call this, and share the work.
 
     Returns:
         the refresh, and figures: seconds of each part, clusters, what mining found.
@@ -105,7 +108,7 @@ def make_refresh(
         query_ND = query_vectors()
         report["encode_queries_seconds"] = time.perf_counter() - begin
         if pool.batches == "clustered":
-            clusters = balanced_clusters(query_ND, pool.batch_size, params.seed, device=device)
+            clusters = balanced_clusters(query_ND, pool.batch_size, params.seed, device=device, ranks=ranks)
             arrays["order"], arrays["offsets"] = rows[clusters.order_N], clusters.offsets
             report |= {"cluster_seconds": clusters.report.seconds, "clusters": clusters.report.num_clusters,
                        "cluster_cosine": clusters.report.objective}  # fmt: skip
@@ -115,7 +118,7 @@ def make_refresh(
             report["encode_labels_seconds"] = time.perf_counter() - now
             mined = mine_hard_negatives(
                 query_ND, rows, label_LD, sampler.relevance, sampler.filter_pairs, pool.eta * pool.refresh,
-                sampler.num_queries, device=device,
+                sampler.num_queries, device=device, ranks=ranks,
             )  # fmt: skip
             arrays["negatives"] = mined.shortlist
             report |= {f"mine_{key}": value for key, value in mined.report.items()}

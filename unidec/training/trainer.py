@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -33,18 +34,12 @@ from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
 from unidec.progress import progress
 from unidec.training.batches import Batches, Prepared
-from unidec.training.checkpoint import (
-    Checkpoint,
-    CheckpointWriter,
-    RowPart,
-    load_checkpoint,
-    random_state,
-    restore_random_state,
-)
+from unidec.training.checkpoint import Checkpoint, CheckpointWriter, RowPart, load_checkpoint
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.identity import check_same, run_identity
 from unidec.training.optim import Optimisers
 from unidec.training.precision import autocast_type, choose_device
+from unidec.training.random_streams import random_states, restore_random_states, start_stream
 from unidec.training.refresh import Refresh, make_refresh
 from unidec.training.sampler import PoolSampler
 from unidec.training.stop import stop_signals
@@ -101,7 +96,7 @@ class Trainer:
             placement=place,
         ).to(self.device)  # fmt: skip
         self.model.encoder.recompute = params.run.recompute
-        self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp)
+        self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp, ranks)
         self.batches = Batches(params, dataset, self.tokens, self.build, self.device, ranks, label_graph)
         self.steps_per_epoch = self._num_batches()
         self.optimisers = Optimisers(self.model, params.optim, self.steps_per_epoch, seed=params.seed)
@@ -147,11 +142,14 @@ class Trainer:
 
     def _restore(self, accept: Collection[str]) -> None:
         self.identity = run_identity(self.params, self.dataset, self.tokens["queries"], self.tokens["labels"])
-        checkpoint, refused = load_checkpoint(self.run_dir)
-        for reason in refused:
+        tables = self.model.tables().items()
+        own = {name: (table.first_row, table.first_row + table.own_rows) for name, table in tables}
+        checkpoint, refused = load_checkpoint(self.run_dir, own)
+        for reason in refused if self.ranks.is_first else ():
             print(f"checkpoint passed over: {reason}")
         if checkpoint is None:
             self._start_weights()
+            start_stream(self.params.seed, 0, self.ranks)
         else:
             check_same(checkpoint.state["identity"], self.identity, accept, str(self.run_dir))
             self._take(checkpoint)
@@ -170,9 +168,9 @@ class Trainer:
             ) from error
         self.optimisers.load_row_states({name: part.tensors for name, part in checkpoint.rows.items()})
         self.optimisers.load_dense_state(checkpoint.dense)
-        restore_random_state(checkpoint.dense, self.device)
         state = checkpoint.state
         self.epoch, self.epoch_step, self.step = (int(state[key]) for key in ("epoch", "epoch_step", "step"))
+        restore_random_states(checkpoint.dense, self.device, self.params.seed, self.step, self.ranks)
         self.seconds, self.notes = float(state["seconds"]), dict(state["notes"])
         self._saved_step = self.step
 
@@ -188,7 +186,7 @@ class Trainer:
             for name, tensors in self.optimisers.row_states().items()
         }
         dense = {f"model.{name}": tensor for name, tensor in self.model.dense_state().items()}
-        dense |= self.optimisers.dense_state() | random_state(self.device)
+        dense |= self.optimisers.dense_state() | random_states(self.device, self.ranks)
         state = {
             "epoch": self.epoch, "epoch_step": self.epoch_step, "step": self.step, "seconds": self.seconds,
             "refresh": self.made.sha256 if self._inside_round else None, "identity": self.identity,
@@ -237,30 +235,37 @@ class Trainer:
             figures: seconds of each part, clusters, what mining found.
         """
         made, report = make_refresh(
-            self.params, self.rows, self.sampler, self._query_vectors, self._label_vectors,
-            self.device,
-        )  # fmt: skip
+            self.params, self.rows, self.sampler, self._query_vectors, self._label_vectors, self.device, self.ranks
+        )
+        if self.ranks.is_first:
+            self._keep(made)
+        self.ranks.barrier()  # the others read it
+        return report
+
+    def _keep(self, made: Refresh) -> None:
         made.save(self._refresh_folder(self.epoch), self.epoch)
         needed = {self._refresh_folder(epoch) for epoch in (self.epoch, self.epoch - self.params.pool.refresh)}
         for old in set((self.run_dir / "refresh").glob("epoch-*")) - needed:
             shutil.rmtree(old, ignore_errors=True)  # no checkpoint that is kept lies inside its round
-        return report
 
     def _encode(self, name: str, rows: np.ndarray | None, desc: str | None) -> np.ndarray:
         with self._autocast():
             return self.model.encode(name, self.tokens[name], rows, self.build, desc=desc)
 
     def _query_vectors(self) -> np.ndarray:
-        parts = self.batches.parts(self.rows)
-        return np.concatenate([self._vectors(name, rows) for name, _, rows in parts])
+        """Of all training rows, each rank having encoded its part."""
+        begin, end = self.ranks.part(len(self.rows))
+        parts = self.batches.parts(self.rows[begin:end])
+        return self.ranks.gather_array(np.concatenate([self._vectors(name, rows) for name, _, rows in parts]))
 
     def _vectors(self, name: str, rows: np.ndarray | None) -> np.ndarray:
         de, clf = self.model.project(self._encode(name, rows, f"encode {name}"))
         return de if de is not None else clf  # type: ignore[return-value]
 
     def _label_vectors(self) -> np.ndarray:
+        """Of this rank's part of the labels."""
         table = self.model.classifier_table()[0] if self.model.heads == "clf" else None
-        return self._vectors("labels", None) if table is None else table
+        return self._vectors("labels", np.arange(*self.ranks.part(self.dataset.num_labels))) if table is None else table
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -275,29 +280,33 @@ class Trainer:
         Returns:
             figures of what was trained here.
         """
-        pool, begin, first_step = self.params.pool, time.perf_counter(), self.step
+        pool, begin, first_step, first = self.params.pool, time.perf_counter(), self.step, self.ranks.is_first
         self.made = Refresh.load(self._refresh_folder(self._round_begin), self._round_begin)
         until = min(self.params.optim.epochs, self._round_begin + pool.refresh)
         total = (until - self.epoch) * self.steps_per_epoch - self.epoch_step
         self.model.train()
+        self.ranks.barrier()  # steps have a short timeout: all begin together
         with (
             stop_signals() as stop,
             progress(total=total, desc=f"epochs {self.epoch + 1} to {until}", unit="step") as bar,
-            open(self.run_dir / "history.jsonl", "a", encoding="utf-8") as history,
+            open(self.run_dir / "history.jsonl" if first else os.devnull, "a", encoding="utf-8") as history,
         ):
             for logs in self._steps(until):
                 bar.update(1)
                 if logs is not None:
                     history.write(json.dumps(logs) + "\n")
                     bar.note(f"loss {logs['loss']:.3f}")
-                    if on_log is not None:
+                    if on_log is not None and first:
                         on_log(self.step - 1, logs)
-                if stop.asked or self._save_is_due() or self.epoch == until:
+                stopping, due = self.ranks.any(stop.asked is not None, self._save_is_due())
+                if stopping or due or self.epoch == until:
                     history.flush()
-                    os.fsync(history.fileno())  # a resumed run keeps the lines before its checkpoint
+                    if first:
+                        os.fsync(history.fileno())  # a resumed run keeps the lines before its checkpoint
                     self.save()
-                if stop.asked:
+                if stopping:
                     self.writer.wait()
+                    stop.asked = stop.asked or signal.SIGTERM  # all ranks leave, also those that nobody asked
                     stop.leave()
         self.writer.wait()
         seconds, steps = time.perf_counter() - begin, self.step - first_step
@@ -339,31 +348,50 @@ class Trainer:
             loss.backward()
         except torch.OutOfMemoryError as error:
             raise self._no_memory(batch) from error
-        norm = self.optimisers.gradient_norm()
+        norm = self._complete_gradients()
         if not bool(torch.isfinite(norm + loss.detach())):
             raise self._not_finite(batch, losses)
         self.optimisers.step(self.step, norm)
         self.seconds += time.perf_counter() - begin
         return self._figures(batch, losses, norm) if self.step % LOG_EVERY == 0 else None
 
+    def _complete_gradients(self) -> Tensor:
+        """Add what the ranks have of the gradients; their norm, 0-d."""
+        optimisers, ranks = self.optimisers, self.ranks
+        if ranks.alone:
+            return optimisers.gradient_norm()
+        tables = optimisers.tables()
+        replicated = [table for name, table in tables.items() if name.startswith("encoder.")]
+        ranks.sum_gradients(optimisers.dense, complete=[self.model.log_scale])
+        ranks.sum_rows(replicated)
+        sharded = [table for name, table in tables.items() if not name.startswith("encoder.")]
+        whole, own = ([t.used[1].grad for t in some if t.used is not None] for some in (replicated, sharded))
+        everyones = [*(p.grad for p in optimisers.dense), *whole]
+        return ranks.norm(*([grad for grad in grads if grad is not None] for grads in (everyones, own)))
+
     def _losses(self, x_BW: Tensor, batch: Prepared) -> dict[str, Tensor]:
-        """Weighted losses of the heads: balance * L_D, (1 - balance) * (L_C + clf_bce * BCE)."""
-        settings, model = self.params.loss, self.model
+        """Weighted losses of the heads: balance * L_D, (1 - balance) * (L_C + clf_bce * BCE).
+
+        Args:
+            x_BW: the encoder's outputs for this rank's texts: queries, then pool labels.
+        """
+        settings, model, ranks, own = self.params.loss, self.model, self.ranks, batch.num_own_queries
         scale = model.log_scale.exp()
-        num_queries = len(batch.pool.rows_B)
+        query_sizes, pool_sizes = ranks.sizes(len(batch.pool.rows_B)), ranks.sizes(len(batch.pool.pool_S))
         both = model.heads == "both"
         losses = {}
         if model.heads != "clf":
             de_BD = model.de(x_BW)
-            logit_BS = de_BD[:num_queries] @ de_BD[num_queries:].T
+            logit_BS = ranks.gather(de_BD[:own], query_sizes) @ ranks.gather(de_BD[own:], pool_sizes).T
             losses["loss_de"] = (settings.balance if both else 1.0) * self._loss(
                 settings.de, logit_BS, scale[0], batch.targets, settings.de_forward
             )
         if model.heads != "de":
             assert model.table is not None
-            logit_BS = model.clf(x_BW[:num_queries]) @ model.table.gather(batch.clf_labels).T
+            clf_BD = ranks.gather(model.clf(x_BW[:own]), query_sizes)
+            logit_BS = clf_BD @ ranks.gather(model.table.gather(batch.clf_labels), batch.clf_sizes).T
             if model.bias is not None:
-                logit_BS = logit_BS + model.bias.gather(batch.clf_labels).T
+                logit_BS = logit_BS + ranks.gather(model.bias.gather(batch.clf_labels), batch.clf_sizes).T
             weight = 1.0 - settings.balance if both else 1.0
             clf = self._loss(settings.clf, logit_BS, scale[1], batch.clf_targets, settings.clf_forward)
             if settings.clf_bce > 0:
@@ -399,7 +427,7 @@ class Trainer:
             "lr_encoder": optim.lr_encoder * factor, "lr_heads": optim.lr_heads * factor,
             "lr_clf": optim.lr_clf * factor, "grad_norm": float(norm), "pool_size": pool_size,
             "positives_per_query": len(batch.pool.positive_row_P) / num_queries,
-            "texts_per_s": batch.texts.num_texts / seconds, "tokens_per_s": batch.num_tokens / seconds,
+            "texts_per_s": batch.num_texts / seconds, "tokens_per_s": batch.num_tokens / seconds,
         }  # fmt: skip
 
     def _not_finite(self, batch: Prepared, losses: dict[str, Tensor]) -> TrainingError:
