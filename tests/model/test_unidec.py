@@ -12,16 +12,18 @@ from safetensors.torch import load_file, save_file
 from unidec.data.storage import write_folder, write_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
+from unidec.model import unidec as module
 from unidec.model.encoder import load_transformer
+from unidec.model.row_table import Placement
 from unidec.model.unidec import KIND, VERSION, UniDEC
 
 NUM_LABELS = 11
 TEXTS = ["river query w3", "", "bread bread", "an unknown wörd 🍞", "music label w10 w11 planet"]
 
 
-def make_model(folder, params, seed=5):
+def make_model(folder, params, seed=5, **options):
     torch.manual_seed(seed)
-    model = UniDEC.create(params.encoder, params.model, NUM_LABELS, folder, 0, params.model_dump())
+    model = UniDEC.create(params.encoder, params.model, NUM_LABELS, folder, 0, params.model_dump(), **options)
     if model.encoder.bag is not None:
         torch.nn.init.normal_(model.encoder.bag.log_weight.weight, std=0.3)
     if model.table is not None:
@@ -162,6 +164,74 @@ def test_the_bag_starts_at_the_transformers_embeddings(tiny_bert, tiny_params):
     start = load_file(tiny_bert / "model.safetensors")["embeddings.word_embeddings.weight"]
     assert model.encoder.bag.embedding.num_rows == 5000  # a tokenizer with more pieces than the transformer has rows
     assert torch.equal(model.encoder.bag.embedding.weight[: len(start)], start)
+
+
+# -- the classifier's table: type and place ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_a_table_in_bfloat16_is_written_and_read_back(tiny_bert, tiny_params, tmp_path, monkeypatch, place):
+    monkeypatch.setattr(module, "COPY_BLOCK", 4)  # rows are read block by block
+    params = tiny_params(**{"model.clf_dtype": "bf16", "model.clf_bias": True})
+    model = make_model(tiny_bert, params, placement=Placement(place, tmp_path / "rows"))
+    weights = load_file(save(model, tmp_path / "model") / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in weights.items() if tensor.dtype != torch.float32} == {
+        "table.weight": torch.bfloat16
+    }
+    read = UniDEC.load(tmp_path / "model")
+    assert read.table.weight.dtype == torch.bfloat16
+    assert torch.equal(read.table.weight, model.table.weight)
+    same(outputs(read), outputs(model.eval()))
+    assert {array.dtype for array in outputs(read)} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize("clf_init", ["label_embedding", "xavier", "normal"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_part_in_every_place_starts_as_the_whole(tiny_bert, tiny_params, tmp_path, monkeypatch, clf_init, dtype):
+    monkeypatch.setattr(module, "START_BLOCK", 4)
+    params = tiny_params(**{"model.clf_init": clf_init, "model.clf_dtype": dtype})
+    x_LW = torch.randn(NUM_LABELS, 32, generator=torch.Generator().manual_seed(1))
+    asked = []
+
+    def encode(begin, end):
+        asked.append((begin, end))
+        return x_LW[begin:end]
+
+    def started(placement):
+        model = make_model(tiny_bert, params, placement=placement)
+        torch.manual_seed(8)
+        model.start_table(encode)
+        return model.table.weight.detach(), torch.get_rng_state()
+
+    whole, after = started(Placement())
+    assert asked == ([(0, 4), (4, 8), (8, 11)] if clf_init == "label_embedding" else [])
+    assert bool(whole.any(1).all())
+    if clf_init == "label_embedding":
+        torch.testing.assert_close(whole.float().norm(dim=1), torch.ones(NUM_LABELS), rtol=1e-2, atol=0)
+    for place in ("host", "disk"):
+        assert torch.equal(started(Placement(place, tmp_path))[0], whole)
+    for first, count in ((0, 5), (5, 6), (3, 0)):
+        part, generator = started(Placement(first_row=first, num_rows=count))
+        # a product of other blocks may differ in its last bit
+        tolerance = 1e-2 if dtype == "bf16" else 1e-6
+        torch.testing.assert_close(part, whole[first : first + count], rtol=tolerance, atol=tolerance)
+        assert torch.equal(generator, after)  # all processes go on with the same random numbers
+
+
+def test_the_state_without_tables_comes_back(tiny_bert, tiny_params):
+    params = tiny_params(**{"encoder.kind": "both", "model.clf_bias": True})
+    one, other = make_model(tiny_bert, params), make_model(tiny_bert, params, seed=6)
+    state = one.dense_state()
+    assert set(one.state_dict()) - set(state) == {f"{name}.weight" for name in one.tables()}
+    tables = {name: table.weight.clone() for name, table in other.tables().items()}
+    other.load_dense_state(state)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in state.items())
+    assert all(torch.equal(tables[name], table.weight) for name, table in other.tables().items())
+    name = next(iter(state))
+    for wrong in ({**state, "more": torch.zeros(1)}, {n: x for n, x in state.items() if n != name},
+                  {**state, name: torch.zeros(2, 2)}):  # fmt: skip
+        with pytest.raises(RuntimeError):
+            other.load_dense_state(wrong)
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

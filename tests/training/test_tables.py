@@ -1,0 +1,84 @@
+"""Whole trainings with the classifier's table in every type, with every state, in every place."""
+
+import json
+
+import pytest
+import torch
+
+TIMES = ("seconds", "texts_per_s", "tokens_per_s")
+SMALL = {"pool.size": 16, "optim.epochs": 2, "pool.refresh": 2}  # of 40 labels: a step leaves most rows alone
+CHOICES = [(dtype, state) for dtype in ("fp32", "bf16") for state in ("adam", "adagrad", "sgd")]
+
+
+def run(trainer):
+    """Train to the end: all weights and states, and the history."""
+    while not trainer.finished:
+        if trainer.refresh_due:
+            trainer.refresh()
+        trainer.train_round()
+    return everything(trainer)
+
+
+def everything(trainer):
+    rows = trainer.optimisers.row_states()
+    state = {f"{table}.{name}": x.clone() for table, part in rows.items() for name, x in part.items()}
+    lines = (trainer.run_dir / "history.jsonl").read_text().splitlines()
+    history = [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+    return {**trainer.model.dense_state(), **trainer.optimisers.dense_state(), **state}, history
+
+
+def assert_same(ours, theirs):
+    assert ours[0].keys() == theirs[0].keys()
+    assert [name for name, value in ours[0].items() if not torch.equal(value, theirs[0][name])] == []
+    assert ours[1] == theirs[1] != []
+
+
+@pytest.mark.parametrize(("dtype", "state"), CHOICES)
+def test_the_place_changes_nothing(open_trainer, dtype, state):
+    values = {**SMALL, "model.clf_dtype": dtype, "optim.clf_state": state, "model.clf_bias": True}
+    device = run(open_trainer("device", **values))
+    for place in ("host", "disk"):
+        trainer = open_trainer(place, **values, **{"run.table_place": place})
+        assert trainer.model.table.placement.place == place
+        assert_same(run(trainer), device)
+
+
+@pytest.mark.parametrize(("dtype", "state"), [choice for choice in CHOICES if choice != ("fp32", "adam")])
+def test_opened_again_for_each_round_it_ends_with_the_same_bits(open_trainer, dtype, state):
+    values = {**SMALL, "pool.refresh": 1, "model.clf_dtype": dtype, "optim.clf_state": state, "model.clf_bias": True}
+    whole = run(open_trainer("whole", **values))
+    for place in ("disk", "device", "host"):  # one that was moved between rounds, too
+        trainer = open_trainer("parts", **values, **{"run.table_place": place})
+        if trainer.finished:
+            break
+        trainer.refresh()
+        trainer.train_round()
+        trainer.writer.wait()
+    assert_same(everything(open_trainer("parts", **values)), whole)
+
+
+def test_every_choice_is_another_training(open_trainer):
+    """The parameters reach the table: no two end with the same rows."""
+    tables = []
+    for dtype, state in CHOICES:
+        values = {**SMALL, "optim.epochs": 1, "model.clf_dtype": dtype, "optim.clf_state": state}
+        trainer = open_trainer(f"{dtype}-{state}", **values)
+        trainer.refresh()
+        start = trainer.model.table.weight.float().clone()
+        trainer.train_round()
+        tables.append(trainer.model.table.weight.detach().float())
+        assert not torch.equal(tables[-1], start)
+    assert all(not torch.equal(one, other) for at, one in enumerate(tables) for other in tables[:at])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize(("dtype", "state"), CHOICES)
+def test_on_a_gpu_the_place_changes_nothing_in_the_table(open_trainer, place, dtype, state):
+    """The classifier alone on frozen vectors: nothing in its training adds in an order that can change."""
+    values = {
+        **SMALL, "device": "cuda", "model.heads": "clf", "encoder.kind": "transformer", "model.clf_dtype": dtype,
+        "optim.clf_state": state, "pool.eta": 0, "pool.batches": "random",
+    }  # fmt: skip
+    device = run(open_trainer("device", **values))
+    assert_same(run(open_trainer(place, **values, **{"run.table_place": place})), device)
