@@ -134,6 +134,25 @@ def test_rows_and_batch_size_do_not_show(tiny_bert, tiny_params, rng):
     assert de.shape == clf.shape == (0, 16)
 
 
+def test_vectors_in_blocks_are_those_of_all_at_once(tiny_bert, tiny_params, rng, monkeypatch):
+    """Bit for bit, and without the encoder's outputs of more than a block."""
+    model = make_model(tiny_bert, tiny_params()).eval()
+    tokens = encode_texts(TEXTS * 5, tiny_bert, 16)
+    rows = rng.permutation(25)
+    expected = model.project(model.encode("queries", tokens, rows, batch_size=2), block=4)
+    monkeypatch.setattr(module, "PROJECT_BLOCK", 4)
+    monkeypatch.setattr(module, "VECTORS_BLOCK", 7)
+    seen = []
+    encode = model.encode
+    monkeypatch.setattr(model, "encode", lambda *a, **k: seen.append(encode(*a, **k)) or seen[-1])
+    assert same(expected, model.vectors("queries", tokens, rows, batch_size=2, desc="encode"))
+    assert [len(x) for x in seen] == [8, 8, 8, 1]
+    de, none = model.vectors("queries", tokens, rows, batch_size=2, only="de")
+    assert none is None and np.array_equal(de, expected[0])
+    none, clf = model.vectors("queries", tokens, rows, batch_size=2, only="clf")
+    assert none is None and np.array_equal(clf, expected[1])
+
+
 @pytest.mark.parametrize("clf_init", ["label_embedding", "xavier", "normal"])
 def test_the_classifiers_start(tiny_bert, tiny_params, clf_init):
     model = make_model(tiny_bert, tiny_params(**{"model.clf_init": clf_init}))

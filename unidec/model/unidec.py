@@ -8,12 +8,13 @@ queries, Psi an L x D table.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,12 +28,14 @@ from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.encoder import InputBuilder, TextEncoder, empty_transformer, load_transformer
 from unidec.model.row_table import HERE, Placement, RowTable
-from unidec.progress import progress
+from unidec.progress import Progress, progress
 
 KIND, VERSION = "model", 1
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COPY_BLOCK = 1 << 17  # rows copied at once
+PROJECT_BLOCK = 1 << 13  # texts that go through the heads at once
+VECTORS_BLOCK = 1 << 16  # texts whose encoder outputs are held at once
 START_BLOCK = 1 << 15  # rows of the table that are made at once (a multiple of the encoder's batches)
 
 
@@ -176,7 +179,7 @@ class UniDEC(nn.Module):
     @torch.no_grad()
     def encode(
         self, name: str, tokens: Tokens, rows: np.ndarray | None = None, build: InputBuilder | None = None,
-        batch_size: int = 1024, desc: str | None = None,
+        batch_size: int = 1024, desc: str | None = None, bar: Progress[Any] | None = None,
     ) -> np.ndarray:  # fmt: skip
         """Encoder outputs float32 [n, W] of texts, without dropout.
 
@@ -186,6 +189,7 @@ class UniDEC(nn.Module):
             rows: which; None: all.
             build: an input builder with caches; None: nothing is cached.
             desc: shows progress under this name.
+            bar: counts the texts instead.
         """
         rows = np.arange(len(tokens)) if rows is None else np.asarray(rows, dtype=np.int64)
         build = build or InputBuilder(self.encoder, self.device)
@@ -196,43 +200,66 @@ class UniDEC(nn.Module):
         for start in progress(starts, desc=desc, unit="batch") if desc else starts:
             batch = build([(name, tokens, rows[start : start + batch_size])])
             x_NW[start : start + batch_size] = self.encoder(batch).float().cpu().numpy()
+            if bar is not None:
+                bar.update(batch.num_texts)
         self.train(was_training)
         return x_NW
 
     @torch.no_grad()
-    def project(self, x_NW: np.ndarray, block: int = 8192) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Both heads of encoder outputs: (Phi_D, Phi_C) float32 [n, D] each, None for a head that is not there.
+    def project(
+        self, x_NW: np.ndarray, block: int = PROJECT_BLOCK, only: Literal["de", "clf"] | None = None
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Both heads of encoder outputs, or one: (Phi_D, Phi_C) float32 [n, D], None for one not there or not wanted.
 
         Computed in float32, also under autocast, as in training and in serving.
         """
         was_training = self.training
         self.eval()
-        de, clf = [], []
+        heads = {name: head for name, head in (("de", self.de), ("clf", self.clf)) if self.heads in ("both", name)}
+        shape = (len(x_NW), self.settings.dim)
+        out = {name: np.empty(shape, dtype=np.float32) for name in heads if only in (None, name)}
         with torch.autocast(self.device.type, enabled=False):
             for start in range(0, len(x_NW), block):
                 x_BW = torch.from_numpy(x_NW[start : start + block]).to(self.device)
-                if self.head_de is not None:
-                    de.append(self.de(x_BW).cpu().numpy())
-                if self.head_clf is not None:
-                    clf.append(self.clf(x_BW).cpu().numpy())
+                for name, vectors_ND in out.items():
+                    vectors_ND[start : start + block] = heads[name](x_BW).cpu().numpy()
         self.train(was_training)
-        empty = np.zeros((0, self.settings.dim), dtype=np.float32)
-        return (
-            (np.concatenate(de or [empty]) if self.head_de is not None else None),
-            (np.concatenate(clf or [empty]) if self.head_clf is not None else None),
-        )
+        return out.get("de"), out.get("clf")
+
+    def vectors(
+        self, name: str, tokens: Tokens, rows: np.ndarray | None = None, build: InputBuilder | None = None,
+        batch_size: int = 1024, desc: str | None = None, only: Literal["de", "clf"] | None = None,
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:  # fmt: skip
+        """`project` of `encode`, block by block: the encoder's outputs of all texts, often wider than both heads, are
+        never held.
+        """
+        rows = np.arange(len(tokens)) if rows is None else np.asarray(rows, dtype=np.int64)
+        # batches and blocks are those of one `encode` and one `project`, so are the bits
+        block = math.lcm(batch_size, PROJECT_BLOCK) if batch_size else PROJECT_BLOCK
+        block *= -(-VECTORS_BLOCK // block)
+        shape = (len(rows), self.settings.dim)
+        wanted = [head for head in ("de", "clf") if self.heads in ("both", head) and only in (None, head)]
+        out = {head: np.empty(shape, dtype=np.float32) for head in wanted}
+        with progress(total=len(rows), desc=desc, unit="text") if desc else contextlib.nullcontext() as bar:
+            for start in range(0, len(rows), block):
+                some = slice(start, start + block)
+                x_BW = self.encode(name, tokens, rows[some], build, batch_size, bar=bar)
+                for head, part_BD in zip(("de", "clf"), self.project(x_BW, only=only), strict=True):
+                    if part_BD is not None:
+                        out[head][some] = part_BD
+        return out.get("de"), out.get("clf")
 
     def encode_queries(
         self, tokens: Tokens, rows: np.ndarray | None = None, build: InputBuilder | None = None, batch_size: int = 1024
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """(Phi_D unit length, Phi_C) float32 [n, D] of query texts; None for a head that is not there."""
-        return self.project(self.encode("queries", tokens, rows, build, batch_size))
+        return self.vectors("queries", tokens, rows, build, batch_size)
 
     def encode_labels(
         self, tokens: Tokens, build: InputBuilder | None = None, batch_size: int = 1024
     ) -> np.ndarray | None:
         """Phi_D of label texts, float32 [L, D] unit length; None without a dual-encoder head."""
-        return self.project(self.encode("labels", tokens, None, build, batch_size))[0]
+        return self.vectors("labels", tokens, None, build, batch_size, only="de")[0]
 
     def classifier_table(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Psi float32 [L, D] and the bias float32 [L] (of the rows held here), None where there is none."""

@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import scipy.sparse as sp
@@ -259,7 +259,11 @@ class Trainer:
         return self.ranks.gather_array(np.concatenate([self._vectors(name, rows) for name, _, rows in parts]))
 
     def _vectors(self, name: str, rows: np.ndarray | None) -> np.ndarray:
-        de, clf = self.model.project(self._encode(name, rows, f"encode {name}"))
+        only: Literal["de", "clf"] = "clf" if self.model.heads == "clf" else "de"
+        with self._autocast():
+            de, clf = self.model.vectors(
+                name, self.tokens[name], rows, self.build, desc=f"encode {name}", only=only
+            )  # fmt: skip
         return de if de is not None else clf  # type: ignore[return-value]
 
     def _label_vectors(self) -> np.ndarray:
