@@ -45,7 +45,7 @@ class Advice:
     fits: bool
 
     def __str__(self) -> str:
-        return " ".join(f"--set {key}={value}" for key, value in self.settings.items())
+        return " ".join(f"--set {key}={str(v).lower() if v is True else v}" for key, v in self.settings.items())
 
 
 def shortages(plan: Plan, machine: Machine, phases: Iterable[str] = tuple(PHASES)) -> list[Shortage]:

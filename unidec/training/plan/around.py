@@ -6,6 +6,8 @@ the encoder, D' width of the searched space.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from unidec.training.plan.items import STATE, Item, times
 from unidec.training.plan.step import BF16, FP32, INT64, Setting, state_items
 
@@ -198,7 +200,8 @@ def _ranking_items(s: Setting) -> list[Item]:
 
 
 def checkpoint_bytes(s: Setting) -> int:
-    """Of one checkpoint: everything that training keeps from step to step."""
+    """Of one checkpoint: everything that training keeps from step to step, of all ranks."""
+    s = replace(s, params=s.params.model_copy(update={"run": s.params.run.model_copy(update={"devices": 1})}))
     return sum(item.num_bytes for item in state_items(s) if item.name in STATE)
 
 

@@ -14,7 +14,7 @@ from unidec.training.plan.step import Setting, state_items, work_items
 def make_plan(
     params: Params, sizes: Sizes, shape: EncoderShape, *, cuda: bool, half: bool, process: int, context: int = 0
 ) -> Plan:
-    """The memory a training takes, by arithmetic.
+    """The memory a training takes, by arithmetic; several ranks as on one machine, a device each.
 
     Args:
         params: all parameters.
@@ -37,6 +37,14 @@ def make_plan(
         items.append(Item("model before it moves", "host", held, "weights are made in host memory", ("start",)))
     else:
         items = [replace(item, place="host") if item.place == "device" else item for item in items]
+    ranks = params.run.devices
+    if ranks > 1:  # each is a process of its own; the files that they map are the same
+        items = [
+            item if item.place != "host" or item.spare else replace(
+                item, num_bytes=ranks * item.num_bytes, formula=f"{item.formula}, {ranks} ranks"
+            )
+            for item in items
+        ]  # fmt: skip
     batch, n = setting.batch, setting.batch.texts
     facts = {
         "queries": sizes.num_queries, "labels": sizes.num_labels, "steps_per_epoch": batch.steps,

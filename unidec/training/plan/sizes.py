@@ -238,7 +238,7 @@ class Texts:
 
     Attributes:
         count: texts. tokens: without padding. padded: with it. squares: token pairs of one text, with padding.
-        longest: tokens of the longest. chunk_padded, chunk_squares: of the largest chunk.
+        longest: tokens of the longest. chunk_padded, chunk_squares: of a chunk of the longest texts.
     """
 
     count: int
@@ -255,9 +255,11 @@ def padded_texts(parts: list[np.ndarray]) -> Texts:
     chunks = [part[start : start + CHUNK_TEXTS] for part in parts for start in range(0, len(part), CHUNK_TEXTS)]
     padded = [len(chunk) * int(chunk[-1]) for chunk in chunks]
     squares = [len(chunk) * int(chunk[-1]) ** 2 for chunk in chunks]
+    longest = max((int(part[-1]) for part in parts if len(part)), default=0)
+    chunk = min(max(map(len, parts), default=0), CHUNK_TEXTS)  # in some batch it is of the longest texts
     return Texts(
-        sum(map(len, parts)), sum(int(part.sum()) for part in parts), sum(padded), sum(squares),
-        max((int(part[-1]) for part in parts if len(part)), default=0), max(padded, default=0), max(squares, default=0),
+        sum(map(len, parts)), sum(int(part.sum()) for part in parts), sum(padded), sum(squares), longest,
+        chunk * longest, chunk * longest**2,
     )  # fmt: skip
 
 
@@ -268,7 +270,7 @@ class Batch:
     Attributes:
         queries: B; labels: S; classifier_labels: labels in the classifier's logits (S or L; 0: no classifier).
         steps: steps an epoch; negatives: H, places of a mined shortlist (0: nothing is mined).
-        texts: queries and pool labels that are encoded.
+        texts: queries and pool labels that one rank encodes.
         unique_tokens: at most so many different tokens among them.
     """
 
@@ -294,9 +296,10 @@ def batch_sizes(params: Params, sizes: Sizes) -> Batch:
     mines = pool.eta > 0 and not (heads == "clf" and pool.clf_labels == "all")
     sampled = math.ceil(num_queries * (positives + (pool.eta if mines else 0)))
     num_labels = max(1, min(sampled, sizes.num_labels, pool.size or sampled))
-    parts = [typical_lengths(sizes.query_lengths, num_queries, params.tokens.max_length)]
+    ranks, longest = params.run.devices, params.tokens.max_length  # each rank encodes its part of both
+    parts = [typical_lengths(sizes.query_lengths, -(-num_queries // ranks), longest)]
     if heads != "clf":
-        parts.append(typical_lengths(sizes.label_lengths, num_labels, params.tokens.max_length))
+        parts.append(typical_lengths(sizes.label_lengths, -(-num_labels // ranks), longest))
     texts = padded_texts(parts)
     classified = {"all": sizes.num_labels, "pool": num_labels}[pool.clf_labels] if heads != "de" else 0
     return Batch(

@@ -299,8 +299,9 @@ def _loss_work(s: Setting) -> list[Item]:
     back = max(de.backward * de_size + clf.kept * clf_size, de.kept * de_size + clf.backward * clf_size)
     peak = int(max(first, second, back))
     all_pairs = pairs * (2 if batch.classifier_labels > batch.labels else 1)  # pool and all labels have their own
-    # a pair: two places and a flag; for each head its masks' places, and 7 floats for each direction of the loss
-    per_pair = 2 * INT64 + 5 + s.num_heads * (2 * INT64 + 2 * 7 * FP32 + 2 * FP32)
+    # a pair: its two places, those of the mask, a flag and a relevance; for each head and direction of the loss its
+    # weight, its logit less the sum, and its loss
+    per_pair = 4 * INT64 + 5 + s.num_heads * 2 * 3 * FP32
     text = [f"{copies.forward:.3g} copies of {times(batch.queries, labels, 4)}"
             for copies, labels in ((de, batch.labels), (clf, batch.classifier_labels)) if copies.kept]  # fmt: skip
     formula = f"at most {gib(peak)}: " + "; ".join(text) + (f", {de.kept:g} kept of the first" if len(text) > 1 else "")
