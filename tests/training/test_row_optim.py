@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unidec.model.row_table import Placement, RowTable
-from unidec.training.row_optim import EPS, ROW_OPTIMISERS, RowAdam, row_optimiser
+from unidec.training.row_optim import EPS, ROW_OPTIMISERS, RowAdam, bytes_per_row, row_optimiser
 
 ROWS, WIDTH, LR = 30, 5, 0.05
 KINDS = sorted(ROW_OPTIMISERS)
@@ -241,6 +241,15 @@ def test_a_step_without_a_gradient_changes_nothing_and_forgets(table, kind):
     optimiser.step(2, 1.0)
     assert torch.equal(table.weight, before)
     assert table.used is None
+
+
+def test_bytes_of_a_row_are_those_of_the_tensors(rng):
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        for kind in KINDS:
+            table = make_table(rng, dtype)
+            state = row_optimiser(kind, table, LR).state()
+            measured = table.weight.nbytes // ROWS, sum(t.nbytes for t in state.values()) // ROWS
+            assert bytes_per_row(name, kind, WIDTH) == measured
 
 
 # -- lazy rows: what docs/tables.md says -------------------------------------------------------------------------------

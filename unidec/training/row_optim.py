@@ -133,6 +133,12 @@ def row_optimiser(kind: State, table: RowTable, lr: float, seed: int | str = 0) 
     return ROW_OPTIMISERS[kind](table, lr, seed)
 
 
+def bytes_per_row(dtype: Literal["fp32", "bf16"], state: State, width: int) -> tuple[int, int]:
+    """Bytes of a row's weight and of its state, which is float32 always."""
+    values = sum(width if wide else 1 for wide in ROW_OPTIMISERS[state].columns.values())
+    return width * (2 if dtype == "bf16" else 4), 4 * values
+
+
 # -- stochastic rounding -----------------------------------------------------------------------------------------------
 
 
