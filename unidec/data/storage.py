@@ -391,13 +391,14 @@ def remove_stale(folder: str | os.PathLike[str], name: str = "*", hours: float =
     removed = []
     for left in sorted(Path(folder).glob(f".{name}.*.tmp")):
         with contextlib.suppress(OSError):  # another process may remove it at the same time
-            if _is_stale(left, hours):
+            if is_stale(left, hours):
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
                 removed.append(left.name)
     return removed
 
 
-def _is_stale(left: Path, hours: float) -> bool:
+def is_stale(left: Path, hours: float = 24) -> bool:
+    """Whether the writer of a temporary folder or file is gone; of another machine's: nothing changed for so long."""
     named = re.search(r"\.(\d+)\.[0-9a-f]{8}\.tmp$", left.name)
     if named is None:
         return False
