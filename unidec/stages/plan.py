@@ -20,7 +20,8 @@ from unidec.training.plan.text import as_dict, show, verdict
 if TYPE_CHECKING:
     from unidec.training.plan.timing import Times
 
-BUILT_LATER = ("index",)  # phases of other processes than the training's
+# what is trained is safe before the index is made, on another machine if need be
+TRAINING = tuple(phase for phase in PHASES if phase != "index")
 # What the driver's context, its libraries' code and cuBLAS's workspaces take of a GPU. An assumption, used only where
 # another machine's memory is given by hand: what a GPU here says is free is less by them already.
 CONTEXT_BYTES = 512 << 20
@@ -63,6 +64,7 @@ def plan_memory(
     *,
     encoder_config: Path | None = None,
     free: dict[str, int | None] | None = None,
+    phases: tuple[str, ...] = tuple(PHASES),
 ) -> Planned:
     """Plan a training and compare it with this machine, or with another one.
 
@@ -71,6 +73,7 @@ def plan_memory(
         sizes: of the data; None: of what is ingested.
         encoder_config: a config.json, where the encoder itself is not on this machine.
         free: bytes of another machine: "device" (plans for a GPU, whatever is here), "host", "disk".
+        phases: those that have to fit.
     """
     free = free or {}
     sizes = sizes or stored_sizes(params)
@@ -83,8 +86,8 @@ def plan_memory(
         return make_plan(other, sizes, shape, cuda=cuda, half=half, process=process, context=context)
 
     plan = plan_of(params)
-    short = shortages(plan, machine)
-    return Planned(plan, machine, short, advice(params, machine, plan_of) if short else None)
+    short = shortages(plan, machine, phases)
+    return Planned(plan, machine, short, advice(params, machine, plan_of, phases) if short else None)
 
 
 def process_bytes() -> int:
@@ -134,7 +137,7 @@ def check_fits(
     given = {"device": device_memory, "host": host_memory, "disk": disk}
     if disk is None:
         given["disk"] = (Machine.here(False, paths.RUNS).disk or 0) + reusable
-    planned = plan_memory(params, free=given)
+    planned = plan_memory(params, free=given, phases=TRAINING)
     if not planned.short:
         return planned
     advised = planned.advised
@@ -159,14 +162,13 @@ def memory_figures(params: Params) -> dict[str, float]:
     sizes, shape = stored_sizes(params), EncoderShape.of(params.encoder.name)
     cuda, half = _device(params, False)
     plan = make_plan(params, sizes, shape, cuda=cuda, half=half, process=_process[0] if _process else _at_import)
-    phases = tuple(phase for phase in PHASES if phase not in BUILT_LATER)
     figures = {
-        "host_planned_gib": plan.peak("host", spare=True, phases=phases)[1] / GIB,
+        "host_planned_gib": plan.peak("host", spare=True, phases=TRAINING)[1] / GIB,
         "host_used_gib": host_peak() / GIB,
     }
     used = device_peak() if cuda else None
     if used is not None:
-        figures |= {"device_planned_gib": plan.peak("device", phases=phases)[1] / GIB, "device_used_gib": used / GIB}
+        figures |= {"device_planned_gib": plan.peak("device", phases=TRAINING)[1] / GIB, "device_used_gib": used / GIB}
     return figures
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +59,9 @@ def shortages(plan: Plan, machine: Machine, phases: Iterable[str] = tuple(PHASES
     return found
 
 
-def fits(plan: Plan, machine: Machine) -> bool:
+def fits(plan: Plan, machine: Machine, phases: Iterable[str] = tuple(PHASES)) -> bool:
     """Whether there is room at every place, less `MARGIN`."""
-    return not shortages(plan, machine)
+    return not shortages(plan, machine, phases)
 
 
 def ladder(params: Params) -> list[dict[str, Any]]:
@@ -113,7 +113,9 @@ def with_settings(params: Params, settings: dict[str, Any]) -> Params | None:
         return None
 
 
-def advice(params: Params, machine: Machine, plan_of: Callable[[Params], Plan]) -> Advice | None:
+def advice(
+    params: Params, machine: Machine, plan_of: Callable[[Params], Plan], phases: Collection[str] = tuple(PHASES)
+) -> Advice | None:
     """The mildest settings with which a training fits a machine; None where it fits as it is.
 
     One rung alone that is enough is taken first, in the ladder's order; else rungs are taken together, from the top,
@@ -121,14 +123,15 @@ def advice(params: Params, machine: Machine, plan_of: Callable[[Params], Plan]) 
 
     Args:
         params: all parameters. machine: what there is. plan_of: the plan of other parameters on the same sizes.
+        phases: those that matter.
     """
     start = plan_of(params)
-    if fits(start, machine):
+    if fits(start, machine, phases):
         return None
     rungs = ladder(params)
     for rung in rungs:
         changed = with_settings(params, rung)
-        if changed is not None and fits(plan := plan_of(changed), machine):
+        if changed is not None and fits(plan := plan_of(changed), machine, phases):
             return Advice(rung, plan, True)
     taken: dict[str, Any] = {}
     best = start
@@ -137,13 +140,13 @@ def advice(params: Params, machine: Machine, plan_of: Callable[[Params], Plan]) 
         if changed is None:
             continue
         plan = plan_of(changed)
-        if _missing(plan, machine) < _missing(best, machine):
+        if _missing(plan, machine, phases) < _missing(best, machine, phases):
             taken, best = taken | rung, plan
-            if fits(plan, machine):
+            if fits(plan, machine, phases):
                 return Advice(taken, plan, True)
     return Advice(taken, best, False)
 
 
-def _missing(plan: Plan, machine: Machine) -> float:
-    """How much is missing, over all places, in shares of what is free."""
-    return sum(shortage.needed / max(shortage.free, 1) for shortage in shortages(plan, machine))
+def _missing(plan: Plan, machine: Machine, phases: Collection[str]) -> float:
+    """How much is needed where too little is free, in shares of that."""
+    return sum(shortage.needed / max(shortage.free, 1) for shortage in shortages(plan, machine, phases))

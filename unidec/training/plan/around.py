@@ -15,6 +15,7 @@ INT32, FP16 = 4, 2
 _BLOCK, _LABELS_AT_ONCE = 512, 1 << 16  # queries and labels of a tile of scores, unidec.model.search
 _CHECKED_AT_ONCE = 1 << 16  # rows looked at for finite values there
 _ENCODED_AT_ONCE = 1024  # texts, UniDEC.encode
+_PROJECTED_AT_ONCE = 1 << 16  # unidec.model.unidec.VECTORS_BLOCK
 _TABLE_ROWS_AT_ONCE = 1 << 15  # unidec.model.unidec.START_BLOCK
 _COUNTED_AT_ONCE = 1 << 16  # texts, unidec.training.trainer.TEXTS_AT_ONCE
 _POINTS_AT_ONCE = {False: 1 << 16, True: 1 << 20}  # on a processor, on a GPU: unidec.training.clustering
@@ -117,8 +118,9 @@ def encoding_bytes(s: Setting, transformer: bool) -> int:
 
 
 def _encoded(rows: int, s: Setting) -> int:
-    """Encoder outputs, and both heads' vectors as they are made (in blocks, then joined)."""
-    return FP32 * rows * (s.width + 2 * s.num_heads * s.params.model.dim)
+    """One head's vectors of all texts, and a block's encoder outputs with its vectors."""
+    dim = s.params.model.dim
+    return FP32 * (rows * dim + min(rows, _PROJECTED_AT_ONCE) * (s.width + dim))
 
 
 def _refresh_items(s: Setting) -> list[Item]:
@@ -129,10 +131,11 @@ def _refresh_items(s: Setting) -> list[Item]:
     n = training_rows(s)
     vectors = FP32 * n * dim
     by_text = params.model.heads != "clf"  # labels are compared by their texts, else by the classifier's rows
-    encoded = max(_encoded(n, s), vectors + _encoded(labels, s) if mines and by_text else 0)
+    # of queries twice, as parts and joined
+    encoded = max(_encoded(n, s), 2 * vectors, vectors + _encoded(labels, s) if mines and by_text else 0)
     items = [
         Item("vectors being encoded", "host", encoded,
-             f"{max(n, labels):,} texts x ({s.width:,} + {2 * s.num_heads} x {dim:,}) x 4", ("refresh",)),
+             f"up to {max(2 * n, n + labels if mines and by_text else n):,} x {dim:,} x 4 and a block", ("refresh",)),
         Item("texts being encoded", "device", encoding_bytes(s, s.trained_layers > 0), "256 texts at a time",
              ("refresh", "validate")),
         Item("query vectors", "host", vectors, times(n, dim, 4), ("cluster", "mine")),
