@@ -34,6 +34,7 @@ import pyarrow.compute as pc
 from unidec.data import dataset as dataset_module
 from unidec.data import tokens as tokens_module
 from unidec.data.dataset import BATCH_ROWS
+from unidec.data.flat_file import FlatFile
 from unidec.data.raw import TEXT_SCHEMA, text_table
 from unidec.data.storage import file_sha256, files_sha256, swap_folder, write_folder
 from unidec.data.tokens import TextTokenizer, TokenCache
@@ -224,28 +225,6 @@ def write_raw(data: Synthetic, folder: Path, block: int = BATCH_ROWS) -> Path:
 # -- the pipeline's own folders ---------------------------------------------------------------------------------------
 
 
-class _GrowingArray:
-    """A flat .npy that is written a piece at a time."""
-
-    def __init__(self, path: Path, dtype: Any) -> None:
-        self.dtype, self.size = np.dtype(dtype), 0
-        self.file = open(path, "wb")  # noqa: SIM115
-        self._header()
-
-    def add(self, piece: np.ndarray) -> None:
-        self.size += len(piece)
-        self.file.write(piece.astype(self.dtype, copy=False).data)
-
-    def close(self) -> None:
-        self.file.seek(0)
-        self._header()  # numpy pads headers so that the first axis can grow in place
-        self.file.close()
-
-    def _header(self) -> None:
-        facts = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.size,)}
-        np.lib.format.write_array_header_1_0(self.file, facts)
-
-
 def write_dataset(data: Synthetic, folder: Path) -> Path:
     """The folder that ingest would write of `write_raw`'s files, without validation queries."""
     num_train, num_test = data.num_train, data.num_test
@@ -257,17 +236,17 @@ def write_dataset(data: Synthetic, folder: Path) -> Path:
     with write_folder(folder, dataset_module.KIND, dataset_module.VERSION, meta) as out:
         _write_table(out.path / "labels.arrow", data, data.label_words, data.num_labels)
         _write_table(out.path / "queries.arrow", data, data.query_words, data.num_queries)
-        indptr = _GrowingArray(out.path / "relevance_indptr.npy", np.int64)
-        indices = _GrowingArray(out.path / "relevance_indices.npy", np.int32)
-        values = _GrowingArray(out.path / "relevance_data.npy", np.float32)
-        indptr.add(np.zeros(1))
-        for rows_B in _blocks("write pairs", 0, data.num_queries):
-            labels, offsets = data.positives(rows_B)
-            indptr.add(offsets[1:] + indices.size)
-            indices.add(labels)
-            values.add(np.ones(len(labels)))
-        for array in (indptr, indices, values):
-            array.close()
+        with (
+            FlatFile(out.path / "relevance_indptr.npy", np.int64) as indptr,
+            FlatFile(out.path / "relevance_indices.npy", np.int32) as indices,
+            FlatFile(out.path / "relevance_data.npy", np.float32) as values,
+        ):
+            indptr.add(np.zeros(1))
+            for rows_B in _blocks("write pairs", 0, data.num_queries):
+                labels, offsets = data.positives(rows_B)
+                indptr.add(offsets[1:] + indices.size)
+                indices.add(labels)
+                values.add(np.ones(len(labels)))
         split_N = np.repeat(np.array([0, 2], np.uint8), [num_train, num_test])
         empty = {"filter_indptr": np.zeros(data.num_queries + 1, np.int64), "filter_indices": np.zeros(0, np.int32)}
         for name, array in {"split": split_N, **empty}.items():
@@ -321,16 +300,16 @@ def write_tokens(data: Synthetic, folder: Path, which: str, tokenizer_folder: Pa
         "text": "title", "vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id, "max_length": max_length,
         "tokenizer_sha256": file_sha256(tokenizer.file), "num_texts": num_texts,
     }  # fmt: skip
-    with write_folder(folder, tokens_module.KIND, tokens_module.VERSION, meta) as out:
-        ids = _GrowingArray(out.path / "ids.npy", encoder.flat.dtype)
-        offsets = _GrowingArray(out.path / "offsets.npy", np.int64)
+    with (
+        write_folder(folder, tokens_module.KIND, tokens_module.VERSION, meta) as out,
+        FlatFile(out.path / "ids.npy", encoder.flat.dtype) as ids,
+        FlatFile(out.path / "offsets.npy", np.int64) as offsets,
+    ):
         offsets.add(np.zeros(1))
         for rows_B in _blocks(f"write tokens of {which}", 0, num_texts):
             id_F, offset_B = encoder.encode(words(rows_B))
             offsets.add(offset_B[1:] + ids.size)
             ids.add(id_F)
-        ids.close()
-        offsets.close()
         out.meta["num_tokens"] = ids.size
     return folder
 
