@@ -6,7 +6,9 @@ Parameters are read and checked before anything heavy is imported, so that a mis
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -208,7 +210,7 @@ def predict(
     column: Annotated[str | None, typer.Option("--column", help="column of --input, if not `query` or `text`")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the best labels for texts, or write those for a file of queries."""
+    """Print the best labels for texts, or write those for a file of queries: killed, the same command goes on."""
     if bool(texts) == bool(source) or bool(source) != bool(target):
         fix = 'unidec predict "text", or unidec predict --input queries.csv --output predictions.parquet'
         raise ConfigError("either texts, or both --input and --output are needed", where="unidec predict", fix=fix)
@@ -216,9 +218,9 @@ def predict(
 
     loaded = Bundle.load(bundle)
     if source is not None and target is not None:
-        from unidec.retrieval.predict_file import predict_file
+        from unidec.retrieval.predict_shards import predict_resumably
 
-        count = predict_file(loaded, source, target, k, column=column)
+        count = predict_resumably(loaded, source, target, k, column=column)
         _show("predict", {"queries": count, "output": str(target)}, as_json)
         return
     import pandas as pd
@@ -376,6 +378,12 @@ def _show_predictions(frame: pd.DataFrame) -> None:
         console.print(table)
 
 
+def _wait_for_nobody(exit_code: int) -> None:
+    """End here if a thread still works: a second Ctrl-C came while a checkpoint was being written."""
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        os._exit(exit_code)
+
+
 def main() -> None:
     """Entry point: an error that a user can mend is a message and an exit code, not a traceback."""
     debug = "--debug" in sys.argv[1:]
@@ -386,7 +394,9 @@ def main() -> None:
     except UnidecError as error:
         if debug:
             raise
-        print(error if isinstance(error, Stopped) else f"error: {error}", file=sys.stderr)
+        print(error if isinstance(error, Stopped) else f"error: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, Stopped):
+            _wait_for_nobody(error.exit_code)
         sys.exit(error.exit_code)
 
 

@@ -83,7 +83,7 @@ def _signals_raise() -> Iterator[None]:
     except _Signal as caught:
         words = "interrupted" if caught.number == signal.SIGINT else "terminated"
         raise Stopped(
-            f"{words}: the same command goes on from the last checkpoint (unidec runs shows it)",
+            f"{words}: run the same command again to go on from the last checkpoint",
             EXIT_CODES[caught.number],
         ) from None
     finally:

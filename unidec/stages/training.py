@@ -253,8 +253,10 @@ def _record_round(params: Params, run_dir: Path, trainer: Trainer, report: dict[
     validation_seconds = time.perf_counter() - begin
     before = [line for line in read_json_lines(run_dir / ROUNDS) if line["epoch"] < trainer.epoch]
     last = before[-1] if before else {}
-    steps = trainer.step - last.get("step", trainer.step - report.get("steps", trainer.step))
-    seconds = max(report.get("train_seconds", 0.0), trainer.seconds - last.get("trained_seconds", 0.0))
+    # a line of an older version says neither
+    steps = trainer.step - int(last.get("step", trainer.step - report.get("steps", 0)) if last else 0)
+    before_it = last.get("trained_seconds", trainer.seconds) if last else 0.0
+    seconds = max(report.get("train_seconds", 0.0), trainer.seconds - before_it)
     report = report | {
         "step": trainer.step, "steps": steps, "train_seconds": seconds, "trained_seconds": trainer.seconds,
         "steps_per_s": steps / max(seconds, 1e-9), "round": -(-trainer.epoch // params.pool.refresh),
