@@ -62,7 +62,7 @@ def tracked(run_dir: str) -> Iterator[None]:
     note.unlink(missing_ok=True)
 
 
-def leave_if_server_left(error: BaseException) -> None:
+def leave_if_server_left(error: BaseException, words: str | None = None) -> None:
     """Ctrl-C reaches Prefect's temporary server too, and without it Prefect tries to report for minutes: end here then.
 
     Training has stopped and the MLflow run is closed when this is called; the system lets go of the lock.
@@ -74,7 +74,7 @@ def leave_if_server_left(error: BaseException) -> None:
         try:
             urllib.request.urlopen(f"{str(context.client.api_url).rstrip('/')}/health", timeout=1).close()
         except OSError:
-            print(FAREWELL[type(error)][1], file=sys.stderr, flush=True)
+            print(words or FAREWELL[type(error)][1], file=sys.stderr, flush=True)
             os._exit(FAREWELL[type(error)][0])
         time.sleep(0.3)
 

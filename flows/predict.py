@@ -17,7 +17,7 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 from prefect import flow
 
 from flows import endings
-from flows.shards import Runner, add_options, merge, on_command_line, write_shards
+from flows.shards import Runner, add_options, at, merge, on_command_line, write_shards
 from unidec.ops.fetch import fetch_bundle
 from unidec.stages import shards as work
 
@@ -56,7 +56,7 @@ def predict(
     endings.one_line_for_known_errors()
     Runner.parse(runner)  # what is wrong shows before the input is read
     folder = work.shards_folder(output)
-    with work.alone(folder):
+    with at(folder):
         work.begin_predictions(
             fetch_bundle(bundle, BUNDLES), input, output, k, column=column, shards=shards, device=device
         )

@@ -48,6 +48,8 @@ ROUNDS = 3  # a pool that broke because a worker died is made anew so often, les
 VARIABLE = "UNIDEC_RUNNER"
 _SYNTAX = "processes, threads, dask or ray, also with :N workers, or dask://host:port, ray://host:port"
 _EXTRAS = {"dask": ("prefect_dask", "DaskTaskRunner"), "ray": ("prefect_ray", "RayTaskRunner")}
+_FAREWELL = "stopped: the same command goes on with the shards that are missing"
+_on_command_line = False  # set by on_command_line(): this process is ours to end
 log = logging.getLogger("unidec.flows")
 
 
@@ -108,6 +110,7 @@ class Runner:
         if self.kind == "dask":
             cluster = {
                 "n_workers": self.workers, "threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": None,
+                "scheduler_kwargs": {"dashboard_address": "127.0.0.1:0"},  # its plain page: any port that is free
                 "memory_limit": None,  # a shard's memory is bounded; Dask would count mapped files too
             }  # fmt: skip
             return made(cluster_kwargs=cluster)
@@ -159,6 +162,18 @@ def shard(folder: str, number: int, threads: int = 0) -> dict[str, Any]:
 def merge(folder: str) -> dict[str, Any]:
     """Writes the result of all shards."""
     return work.merge(folder)
+
+
+@contextlib.contextmanager
+def at(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Holds a work's lock; stopped on the command line, waits for no server that was stopped too."""
+    try:
+        with work.alone(folder):
+            yield
+    except (KeyboardInterrupt, TerminationSignal) as error:
+        if _on_command_line:
+            endings.leave_if_server_left(error, _FAREWELL)
+        raise
 
 
 def write_shards(folder: str | os.PathLike[str], runner: str | None = None) -> int:
@@ -283,7 +298,7 @@ def tokens(
     done: dict[str, Any] = {}
     for which in ("queries", "labels"):
         folder = work.token_shards_folder(which)
-        with work.alone(folder):
+        with at(folder):
             plan = work.tokens_in_shards(params, which, shards)
             small = shards is None and plan.num_shards == 1
             done[which] = {"texts": plan.num_rows, "shards": plan.num_shards}
@@ -327,7 +342,7 @@ def encode(
         if value not in known:
             raise ConfigError("unknown value", where=name, got=value, expected=" or ".join(known))
     folder = work.shards_folder(output)
-    with work.alone(folder):
+    with at(folder):
         work.begin_vectors(
             bundle, source, output, folder, side, dtype=dtype, column=column, shards=shards, device=device
         )  # fmt: skip
@@ -340,6 +355,8 @@ def encode(
 
 def on_command_line(run: Callable[[], Any]) -> int:
     """Runs a flow as a program does: errors in one line, an exit code, Ctrl-C and SIGTERM leave at once and cleanly."""
+    global _on_command_line
+    _on_command_line = True
     before = signal.signal(signal.SIGTERM, endings.terminate)
     endings.one_line_for_known_errors()
     try:
@@ -348,9 +365,10 @@ def on_command_line(run: Callable[[], Any]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except (KeyboardInterrupt, TerminationSignal) as error:
-        print("stopped: the same command goes on with the shards that are missing", file=sys.stderr)
+        print(_FAREWELL, file=sys.stderr)
         return endings.FAREWELL[type(error)][0]
     finally:
+        _on_command_line = False
         signal.signal(signal.SIGTERM, before)
     print(json.dumps(done, indent=2))
     return 0

@@ -80,8 +80,10 @@ def test_a_damaged_plan_is_refused_and_replaced(tmp_path, text):
 def test_only_one_process_is_at_a_work(tmp_path):
     with alone(tmp_path / "w"), pytest.raises(ArtifactError, match="another process"), alone(tmp_path / "w"):
         pass
+    assert not (tmp_path / "w").exists()
     with alone(tmp_path / "w"):
         begin(tmp_path / "w")
+    assert (tmp_path / "w" / "plan.json").exists()
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((0,), np.uint16), ((7,), np.uint32), ((9, 3), np.float16)])

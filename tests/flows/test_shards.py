@@ -106,7 +106,12 @@ def cluster():
     import distributed
 
     with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None, memory_limit=None
+        n_workers=2,
+        threads_per_worker=1,
+        host="127.0.0.1",
+        dashboard_address=None,
+        memory_limit=None,
+        scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
     ) as cluster:
         yield cluster
 
@@ -277,6 +282,7 @@ def test_help_and_deployment(module, predict, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("runner", ["processes:2", "dask:2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_stopped_on_the_way(place, tmp_path, runner, number):
@@ -296,9 +302,9 @@ def test_stopped_on_the_way(place, tmp_path, runner, number):
                 words, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
 
+    process = begin()
     try:
-        process = begin()
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while not list(folder.glob("0*-of-*")):
             assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
             time.sleep(0.002)
@@ -312,10 +318,13 @@ def test_stopped_on_the_way(place, tmp_path, runner, number):
             assert time.monotonic() < end, left
             time.sleep(0.2)
         assert not output.exists() and list(folder.glob("0*-of-*"))
-        assert begin().wait(120) == 0, (tmp_path / "log").read_text()
+        process = begin()
+        assert process.wait(240) == 0, (tmp_path / "log").read_text()
         assert output.read_bytes() == wanted.read_bytes() and not folder.exists()
         assert json.loads((tmp_path / "log").read_text().rsplit("\n{", 1)[1].join(["{", ""]))["rows"] == ROWS
     finally:
+        process.kill()
+        process.wait()
         for pid in [*workers_of(tmp_path / "home", servers=True)]:
             os.kill(pid, signal.SIGKILL)
 

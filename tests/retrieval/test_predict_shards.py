@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -146,7 +147,7 @@ def test_degenerate_inputs(rng, tmp_path):
     for name in ("surrogate.jsonl", "null.parquet", "nothing.csv"):
         with pytest.raises(DataError) as caught:
             predict_resumably(bundle, tmp_path / name, tmp_path / "never.csv")
-        assert name in str(caught.value) and not (tmp_path / "never.csv").exists()
+        assert name in str(caught.value) and not list(tmp_path.glob("never*"))
     with pytest.raises(DataError, match="unknown format"):
         begin_predictions(tmp_path / "b", one, tmp_path / "out.xlsx")
     with pytest.raises(DataError, match="k is out of range"):
@@ -207,9 +208,12 @@ def test_killed_and_started_again(rng, tmp_path, texts):
 @pytest.mark.parametrize("side", ["queries", "labels"])
 def test_vectors_of_shards_are_the_vectors(tmp_path, tiny_params, tiny_tokens, tiny_dataset, monkeypatch, side):
     from unidec.data.storage import write_folder
-    from unidec.model.unidec import UniDEC
+    from unidec.model.unidec import PROJECT_BLOCK, UniDEC
     from unidec.retrieval import vector_shards
 
+    assert vector_shards.BLOCK == PROJECT_BLOCK and vector_shards.ROWS_A_SHARD % PROJECT_BLOCK == 0
+    defaults = inspect.signature(UniDEC.encode).parameters
+    assert defaults["batch_size"].default == vector_shards.BATCH and PROJECT_BLOCK % vector_shards.BATCH == 0
     params = tiny_params(**{"encoder.kind": "bag"})
     model = UniDEC.create(
         params.encoder, params.model, tiny_dataset.num_labels, Path(params.encoder.name), 100,

@@ -229,8 +229,10 @@ def alone(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         lock.release()
-        with contextlib.suppress(OSError):
-            root.rmdir()  # when nothing was begun
+        if not (root / PLAN).exists():  # nothing was begun, or all is done
+            with contextlib.suppress(OSError):
+                (root / ".lock").unlink(missing_ok=True)
+                root.rmdir()
 
 
 def cuts(num_rows: int, shards: int, multiple: int = 1) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from unidec.model.unidec import UniDEC
 
 KIND, VERSION = "vectors", 1
-BATCH, BLOCK = 1024, 8192  # as `UniDEC.encode` and `UniDEC.project` take them
+BATCH, BLOCK = 1024, 8192  # as `UniDEC.encode` and `UniDEC.project` take them (a test says so)
 ROWS_A_SHARD = 8 * BLOCK
 _model = Opened()
 
@@ -105,8 +105,9 @@ def write_vector_shard(work: Work, number: int, show: Callable[[int], None] | No
         }
         start = 0
         for tokens, rows in _blocks(work, (first, last), model):
-            de, clf = model.project(model.encode(told["side"], tokens, rows, batch_size=BATCH), block=BLOCK)
-            for head, vectors in (("de", de), ("clf", clf)):
+            x_NW = model.encode(told["side"], tokens, rows, batch_size=BATCH)
+            found = model.project(x_NW, block=BLOCK, only="de" if told["side"] == "labels" else None)
+            for head, vectors in zip(("de", "clf"), found, strict=True):
                 if head in arrays and vectors is not None:
                     arrays[head][start : start + len(rows)] = vectors
             start += len(rows)

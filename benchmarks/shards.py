@@ -1,0 +1,162 @@
+"""Batch prediction and tokenising in one piece, resumably and in shards: rates and peak memory; writes
+benchmarks/results/shards.json.
+
+    python benchmarks/shards.py                        # 10^5 and 10^6 queries; some minutes on two cores, 1 GB of disk
+    python benchmarks/shards.py --rows 1e4             # a quick look
+    python benchmarks/shards.py --rows 1e5 --runner processes:2 --runner dask:2
+
+The bundle is UniDEC with a bag of tokens of all-MiniLM-L6-v2's vocabulary and the first 5,000 labels of data/dataset,
+untrained (rates do not depend on that), heads 64 wide, an exact index: small, so that what is measured is the way of
+the rows and not the search. Queries are those of data/dataset, repeated. Every measurement is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from measure import MIB, machine, status
+
+from unidec.data.dataset import XMCDataset
+from unidec.data.storage import write_folder, write_json
+
+RESULT = Path(__file__).resolve().parent / "results" / "shards.json"
+DATASET = Path("data/dataset")
+K, LABELS, DIM = 5, 5000, 64
+
+
+def make_bundle(folder: Path) -> None:
+    """An untrained bundle of the data set's labels."""
+    import torch
+
+    from unidec.config import Encoder, Model
+    from unidec.data.tokens import encode_texts
+    from unidec.model.sources import resolve_encoder
+    from unidec.model.unidec import UniDEC
+    from unidec.retrieval.bundle import write_bundle
+    from unidec.retrieval.index import LabelIndex
+    from unidec.retrieval.space import label_vectors
+
+    dataset = XMCDataset.open(DATASET)
+    torch.manual_seed(0)
+    source = resolve_encoder("all-MiniLM-L6-v2")
+    settings = Model(dim=DIM)
+    kept = {"tokens": {"max_length": 32}}
+    model = UniDEC.create(Encoder(kind="bag"), settings, LABELS, source, 30522, kept).eval()
+    with write_folder(folder / "model", "model", 1) as out:
+        model.save_into(out)
+    titles = dataset.label_texts(range(LABELS))
+    de, (clf, bias) = model.encode_labels(encode_texts(titles, model.tokenizer_folder, 32)), model.classifier_table()
+    write_bundle(
+        folder / "bundle", folder / "model", LabelIndex.build(label_vectors(de, clf, bias, "both", True)), de_LD=de,
+        clf_LD=clf, bias_L=bias, uids=dataset.label_uids(range(LABELS)), titles=titles, space="both", clf_weight=0.7,
+        clf_normalize=True,
+    )  # fmt: skip
+
+
+def make_queries(path: Path, num_rows: int) -> None:
+    """The data set's queries, over and over."""
+    texts = pa.chunked_array(XMCDataset.open(DATASET).queries["title"])
+    schema = pa.schema([("query", texts.type)])
+    with pq.ParquetWriter(path, schema) as writer:
+        left = num_rows
+        while left:
+            some = texts.slice(0, min(left, len(texts)))
+            writer.write_table(pa.table({"query": some}))
+            left -= len(some)
+
+
+# -- one measurement, in a process of its own -------------------------------------------------------------------------
+
+
+def one_piece(place: Path, rows: str) -> None:
+    """`predict_file`."""
+    from unidec.retrieval.bundle import Bundle
+    from unidec.retrieval.predict_file import predict_file
+
+    predict_file(Bundle.load(place / "bundle"), place / f"{rows}.parquet", place / f"{rows}-whole.parquet", K)
+
+
+def resumable(place: Path, rows: str) -> None:
+    """`predict_resumably`."""
+    from unidec.retrieval.bundle import Bundle
+    from unidec.retrieval.predict_shards import predict_resumably
+
+    predict_resumably(Bundle.load(place / "bundle"), place / f"{rows}.parquet", place / "out.parquet", K)
+
+
+def flow(place: Path, rows: str, runner: str) -> None:
+    """`python -m flows.predict`."""
+    from flows.predict import predict
+
+    predict(str(place / f"{rows}.parquet"), str(place / "out.parquet"), str(place / "bundle"), K, runner=runner)
+
+
+def measured(place: str, rows: str, what: str) -> None:
+    """Prints seconds and peak memory (of the largest child too) as JSON on the last line."""
+    import resource
+
+    parts: dict[str, Callable[[Path, str], None]] = {"one piece": one_piece, "resumable": resumable}
+    begun = time.monotonic()
+    if what in parts:
+        parts[what](Path(place), rows)
+    else:
+        flow(Path(place), rows, what)
+    seconds = time.monotonic() - begun
+    child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    facts = {"seconds": seconds, "peak_mib": status()["VmHWM"] / MIB}
+    facts["largest_child_mib"] = child / MIB
+    print(json.dumps(facts))
+
+
+def measure(place: Path, rows: int, what: str) -> dict[str, Any]:
+    """One row of the table."""
+    environment = os.environ | {"PREFECT_HOME": str(place / "prefect")}
+    words = [sys.executable, __file__, "--measure", str(place), str(rows), what]
+    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    facts = json.loads(done.stdout.splitlines()[-1])
+    out, whole = place / "out.parquet", place / f"{rows}-whole.parquet"
+    if what != "one piece":
+        facts["same_bytes"] = out.read_bytes() == whole.read_bytes() if whole.is_file() else None
+        out.unlink()
+    facts |= {"rows": rows, "what": what, "rows_a_second": rows / facts["seconds"]}
+    facts["output_bytes"] = whole.stat().st_size if whole.is_file() else None
+    child = "" if what in ("one piece", "resumable") else f"{facts['largest_child_mib']:9.0f}"
+    print(f"{rows:>9,} {what:14} {facts['seconds']:8.1f} s {facts['rows_a_second']:9,.0f} queries/s "
+          f"{facts['peak_mib']:7.0f} MiB {child}", flush=True)  # fmt: skip
+    return facts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1e5,1e6", help="numbers of queries")
+    parser.add_argument("--runner", action="append", help="runners beside one process (default: processes, dask:2)")
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        measured(*options.measure)
+        return
+    print(f"{'queries':>9} {'how':14} {'time':>10} {'rate':>19} {'peak':>11} {'largest worker':>15}")
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        place = Path(folder).resolve()
+        make_bundle(place)
+        results = []
+        for rows in [int(float(text)) for text in options.rows.split(",")]:
+            make_queries(place / f"{rows}.parquet", rows)
+            for what in ("one piece", "resumable", *(options.runner or ("processes:2", "dask:2"))):
+                results.append(measure(place, rows, what))  # noqa: PERF401  one at a time, shown as it comes
+    write_json(RESULT, {"machine": machine(), "labels": LABELS, "dim": DIM, "k": K, "runs": results})
+
+
+if __name__ == "__main__":
+    main()
