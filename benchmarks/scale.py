@@ -110,9 +110,14 @@ class Worker:
         return facts
 
     def close(self) -> None:
+        """End the process, however far it is; again is harmless."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
     def _ask(self, line: str) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -124,6 +129,7 @@ class Worker:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
+            self.close()
             raise SystemExit(f"a worker ended early; the end of {self.log}:\n{_tail(self.log)}")
         return json.loads(line)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +13,6 @@ from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.formats import read_raw
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.model.sources import resolve_encoder
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def synthetic():
-    spec = importlib.util.spec_from_file_location("synthetic", BENCHMARKS / "synthetic.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["synthetic"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
