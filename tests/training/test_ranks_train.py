@@ -73,6 +73,9 @@ def test_two_ranks_train_as_one(ranked, place, names):
         worst = worst_differences(values, alone)
         assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}
         assert sum(key.endswith(": loss") for key in worst) == len(names)
+    if "frozen beside" in names:
+        [ours], [theirs] = ([*(place / f"cache-{world}").glob("vectors-*/values.npy")] for world in (2, 1))
+        assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_resumed_by_another_number_of_ranks(ranked, place):
