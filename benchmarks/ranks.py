@@ -65,7 +65,7 @@ def one_rank(system: str, steps: int, folder: Path) -> dict[str, Any]:
     seconds, sizes, before = [], [], time.perf_counter()
     ranks.barrier()
     ranks.traffic.clear()
-    carried = loopback()
+    carried, cpu = loopback(), time.process_time()
     for batch in trainer.batches.ahead(batches, 0, 0, None):
         used = 0 if batch.texts.unique_U is None else len(batch.texts.unique_U)
         sizes.append({"queries": len(batch.pool.rows_B), "pool": len(batch.pool.pool_S), "bag_rows": used,
@@ -77,7 +77,8 @@ def one_rank(system: str, steps: int, folder: Path) -> dict[str, Any]:
         before = now
     ranks.barrier()
     result = {
-        "seconds": seconds, "loopback": loopback() - carried, "sizes": sizes, "traffic": dict(ranks.traffic), "threads": torch.get_num_threads(),
+        "seconds": seconds, "cpu_seconds": time.process_time() - cpu, "loopback": loopback() - carried, "sizes": sizes,
+        "traffic": dict(ranks.traffic), "threads": torch.get_num_threads(),
         "dense": sum(p.numel() for p in trainer.optimisers.dense), "dim": params.model.dim,
         "bag_width": 0 if trainer.model.encoder.bag is None else trainer.model.encoder.bag.width,
         "heads": params.model.heads,
@@ -125,6 +126,7 @@ def measure(system: str, world: int, threads: int, steps: int) -> dict[str, Any]
     row: dict[str, Any] = {
         "system": system, "ranks": world, "threads": threads, "steps": steps,
         "step_ms": 1000 * statistics.median(ranks[0]["seconds"][warm:]),
+        "cpu_ms_a_rank": 1000 * ranks[0]["cpu_seconds"] / steps,
         "queries": statistics.mean(size["queries"] for size in ranks[0]["sizes"]),
         "pool": statistics.mean(size["pool"] for size in ranks[0]["sizes"]),
         "dense_parameters": ranks[0]["dense"],
@@ -158,7 +160,8 @@ def main() -> None:
             if world > 1:
                 exchanged = (f"MB a step: {row['counted_mb']:.2f} counted, {row['predicted_mb']:.2f} predicted, "
                              f"{row['loopback_mb_a_rank']:.2f} on the loopback")  # fmt: skip
-            print(f"{system:12s} {name:24s} {row['step_ms']:9.1f} ms a step {exchanged}", flush=True)
+            times = f"{row['step_ms']:9.1f} ms a step, {row['cpu_ms_a_rank']:9.1f} CPU ms a rank"
+            print(f"{system:12s} {name:24s} {times} {exchanged}", flush=True)
     about = {"cores": os.cpu_count(), "backend": "gloo, loopback", "load": os.getloadavg()[0], "rows": rows}
     RESULT.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 

@@ -34,10 +34,12 @@ from unidec.training.distributed import ALONE, Ranks
 from unidec.training.stop import stop_signals
 
 GRACE_S = 30.0  # from SIGTERM to SIGKILL: time to finish a step and write a checkpoint (fault 5)
+TOLD_S = 10.0  # from a rank's error to SIGKILL for ranks that do not notice: they hang
 POLL_S = 0.2
 LAUNCHER = "UNIDEC_LAUNCHER"  # process id and start of who must be alive for workers to go on
 
 _ranks: Ranks = ALONE  # of the user's torchrun, inside `led`
+_at_work = False  # these are at work: an error in it reaches the others by itself
 
 
 def needed(params: Params) -> bool:
@@ -66,19 +68,27 @@ def run(
     """
     job = {"name": name, "params": params.model_dump(), "run_dir": str(run_dir), "accept": list(accept)}
     if not _ranks.alone:
-        return work_on(_ranks, _ranks.share(job))
+        return _call(job)
     _check_devices(params)
     # the handlers are the outermost: when the signal takes effect, nothing of ours is left
     with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="unidec-launch-") as folder:
         write_json(Path(folder) / "job.json", job)
         process = _start(params.run.devices, folder, restarts)
+        code = None
         try:
-            code = _wait(process, stop)
+            code = _wait(process, stop, None if restarts else Path(folder))
         finally:
-            _end(process)
-        if stop.asked:
-            return {}
-        return _result(Path(folder), code)
+            _end(process, GRACE_S if code is None else 0.0)
+        return {} if stop.asked else _result(Path(folder), process.returncode if code is None else code)
+
+
+def _call(job: dict[str, Any]) -> dict[str, Any]:
+    """Let all ranks of the user's torchrun do this."""
+    global _at_work
+    _at_work = True
+    result = work_on(_ranks, _ranks.share(job))
+    _at_work = False
+    return result
 
 
 def work_on(ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +108,7 @@ def led(params: Params) -> Iterator[bool]:
 
     Without torchrun this process leads itself, and nothing happens here.
     """
-    global _ranks
+    global _ranks, _at_work
     ranks = Ranks.from_environment(params.device)
     if ranks.alone:
         yield True
@@ -113,13 +123,11 @@ def led(params: Params) -> Iterator[bool]:
         ranks.close()
         yield False
         return
-    _ranks = ranks
+    _ranks, _at_work = ranks, False
     try:
         yield True
     except UnidecError as error:
-        # the others wait for the next call, unless the error came from within one: then this reaches nobody, and they
-        # notice that this process is gone
-        with contextlib.suppress(TrainingError):
+        if not _at_work:  # the others wait for the next call
             ranks.share({"exit_code": error.exit_code})
         raise
     finally:
@@ -160,22 +168,28 @@ def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=env, start_new_session=True)
 
 
-def _wait(process: subprocess.Popen[bytes], stop: Any) -> int:
-    """The exit code; passes a signal on once."""
-    while True:
+def _wait(process: subprocess.Popen[bytes], stop: Any, folder: Path | None) -> int | None:
+    """The exit code; None: it goes on, and was asked to stop.
+
+    Args:
+        folder: where ranks tell of errors; the others end soon after, or are taken to hang. None: torchrun sees to it.
+    """
+    while not stop.asked:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(POLL_S)
-        if stop.asked:
-            return 0  # `_end` sends it on
+        told = [file.stat().st_mtime for file in folder.glob("error-*.json")] if folder is not None else []
+        if told and time.time() - min(told) > TOLD_S:
+            return 1
+    return None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, which saves a checkpoint; what is left after `GRACE_S` is killed, workers included."""
+def _end(process: subprocess.Popen[bytes], grace: float) -> None:
+    """SIGTERM, which saves a checkpoint; what is left `grace` seconds later is killed, workers included."""
     family = _family(process.pid)
-    if process.poll() is None:
+    if process.poll() is None and grace:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
+            process.wait(grace)
     for member in family:  # each worker has a session of its own: no group holds them all
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
@@ -208,14 +222,15 @@ def _result(folder: Path, code: int) -> dict[str, Any]:
 
 def as_json(error: UnidecError, lost: bool) -> dict[str, Any]:
     """An error, to be raised again in another process."""
-    return {"class": type(error).__name__, "message": str(error), "lost": lost}
+    known = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
+    return {"class": known, "message": str(error), "exit_code": error.exit_code, "lost": lost}
 
 
 def error_from(told: dict[str, Any]) -> UnidecError:
     """The error that `as_json` told of, with its words."""
-    kind = getattr(errors, told["class"], UnidecError)
+    kind = getattr(errors, told["class"])
     error: UnidecError = kind.__new__(kind)
-    error.args = (told["message"],)
+    error.args, error.exit_code = (told["message"],), told["exit_code"]
     return error
 
 
