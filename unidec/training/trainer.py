@@ -25,7 +25,7 @@ from torch import Tensor
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import write_bytes_atomic
-from unidec.data.tokens import TokenCache
+from unidec.data.tokens import TokenCache, Tokens
 from unidec.errors import ArtifactError, TrainingError
 from unidec.model.frozen import cached_inputs
 from unidec.model.losses import PoolTargets, symmetric_loss
@@ -130,9 +130,9 @@ class Trainer:
         """What a new model takes from the data: the bag's document frequencies, the classifier's first rows."""
         bag = self.model.encoder.bag
         if bag is not None:
-            frequency_V = sum(
-                _document_frequency(*part[1:], bag.embedding.num_rows) for part in self.batches.parts(self.rows)
-            )
+            frequency_V = np.zeros(bag.embedding.num_rows, dtype=np.int64)
+            for _, tokens, rows in self.batches.parts(self.rows):
+                frequency_V += _document_frequency(tokens, rows, bag.embedding.num_rows)
             bag.start_weights(frequency_V, len(self.rows))
         if self.params.model.heads != "de":
             self.model.start_table(self._encode_labels)
@@ -456,7 +456,7 @@ class Trainer:
         )
 
 
-def _document_frequency(tokens: TokenCache, rows: np.ndarray, vocab: int) -> np.ndarray:
+def _document_frequency(tokens: Tokens, rows: np.ndarray, vocab: int) -> np.ndarray:
     """Texts that have each token, int64 [vocab]."""
     frequency_V = np.zeros(vocab, dtype=np.int64)
     for begin in range(0, len(rows), TEXTS_AT_ONCE):
