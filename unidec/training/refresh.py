@@ -123,4 +123,4 @@ def make_refresh(
             arrays["negatives"] = mined.shortlist
             report |= {f"mine_{key}": value for key, value in mined.report.items()}
     report["refresh_seconds"] = time.perf_counter() - begin
-    return Refresh(**arrays), report
+    return Refresh(arrays.get("order"), arrays.get("offsets"), arrays.get("negatives")), report
