@@ -95,7 +95,7 @@ def test_by_hand(run_cli, tmp_path, monkeypatch):
     assert "classifier table" in out and "1,300,000 x 256 x 4" in out and "GPU memory: " in out
     code, out, _ = run_cli("plan", *BY_HAND, *roomy, "--device-memory", "16GiB")
     lines = out.splitlines()
-    assert code == 1 and lines[-2].startswith("does not fit: device memory")
+    assert code == 1 and lines[-2].startswith("does not fit: GPU memory")
     assert lines[-1].startswith("would fit:  --set run.recompute=true")
     code, out, _ = run_cli("plan", *BY_HAND, *roomy, "--device-memory", "16GiB", "--json")
     result = json.loads(out)

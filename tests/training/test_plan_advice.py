@@ -105,7 +105,7 @@ def test_no_way_to_fit_is_said():
     short = shortages(plan_of(params), roomy(0.1))
     assert [s.place for s in short] == ["device"]
     lines = verdict(short, advised)
-    assert lines[0].startswith("does not fit: device memory") and "does not fit either" in lines[1]
+    assert lines[0].startswith("does not fit: GPU memory") and "does not fit either" in lines[1]
     assert verdict([], None) == ["fits"]
 
 

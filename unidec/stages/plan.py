@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from unidec.config import Params
 from unidec.errors import ConfigError
 from unidec.stages import paths
-from unidec.training.plan.advice import Advice, Shortage, advice, shortages
-from unidec.training.plan.items import GIB, PHASES, Plan, gib
+from unidec.training.plan.advice import MARGIN, Advice, Shortage, advice, shortages
+from unidec.training.plan.items import GIB, PHASES, PLACE_NAMES, Plan, gib
 from unidec.training.plan.machine import Machine, device_peak, host_peak, parse_bytes, resident
 from unidec.training.plan.planning import make_plan
 from unidec.training.plan.sizes import EncoderShape, Sizes
@@ -149,7 +149,7 @@ def check_fits(
     raise ConfigError(
         "the training does not fit into memory", where="unidec plan",
         got="; ".join(str(shortage) for shortage in planned.short),
-        expected=f"at most {gib(first.free)} of {first.place} memory while {PHASES[first.phase]}",
+        expected=f"at most {gib(first.free)} of {PLACE_NAMES[first.place]}, {MARGIN:.0%} of it kept free",
         fix=f"{fix}; `unidec plan` shows the whole reckoning, run.check_memory: false starts all the same",
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from unidec.config import Params
-from unidec.training.plan.items import PHASES, PLACES, Place, Plan, gib
+from unidec.training.plan.items import PHASES, PLACE_NAMES, PLACES, Place, Plan, gib
 from unidec.training.plan.machine import Machine
 
 MARGIN = 0.05  # of what is free: allocators round up and fragment, other processes breathe
@@ -28,7 +28,8 @@ class Shortage:
     free: int
 
     def __str__(self) -> str:
-        return f"{self.place} memory {gib(self.needed)} while {PHASES[self.phase]}, {gib(self.free)} free"
+        during = "" if self.place == "disk" else f" while {PHASES[self.phase]}"
+        return f"{PLACE_NAMES[self.place]} {gib(self.needed)}{during}, {gib(self.free)} free"
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,15 @@ from typing import Any, Literal
 
 Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
+PLACE_NAMES = {"device": "GPU memory", "host": "host memory", "disk": "disk"}
 GIB = 1 << 30
 
 # what a run does one after the other, with what it holds meanwhile beside what is held always
 PHASES = {
-    "start": "the model is made, the classifier's rows start",
-    "forward": "forward pass of a step, its losses and their gradients",
-    "backward": "backward pass through the encoder",
-    "update": "the optimisers' part of a step",
+    "start": "the model is made",
+    "forward": "a step goes forward",  # to the losses' own gradients
+    "backward": "a step goes backward",  # through the encoder
+    "update": "a step changes weights",
     "save": "a checkpoint is written",
     "refresh": "queries and labels are encoded",
     "cluster": "queries are clustered",

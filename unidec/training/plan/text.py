@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from unidec.training.plan.advice import Advice, Shortage
-from unidec.training.plan.items import GIB, PHASES, PLACES, Place, Plan, gib
+from unidec.training.plan.items import GIB, PHASES, PLACE_NAMES, PLACES, Place, Plan, gib
 from unidec.training.plan.machine import Machine
-
-PLACE_NAMES = {"device": "GPU memory", "host": "host memory", "disk": "disk"}
 
 
 def as_dict(plan: Plan, machine: Machine, short: list[Shortage], advised: Advice | None) -> dict[str, Any]:
