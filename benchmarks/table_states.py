@@ -31,7 +31,7 @@ from unidec.stages.ranking import Ranking
 from unidec.stages.training import open_trainer
 from unidec.training.row_optim import row_optimiser
 
-RATES = {"adam": (1e-3, 3e-3, 1e-2), "adagrad": (1e-2, 3e-2, 1e-1), "sgd": (10.0, 30.0, 100.0)}
+RATES = {"adam": (1e-3, 3e-3, 1e-2), "adagrad": (1e-2, 3e-2, 1e-1, 3e-1), "sgd": (1.0, 3.0, 10.0, 30.0, 100.0)}
 CHOICES = (("fp32", "adam"), ("fp32", "adagrad"), ("fp32", "sgd"), ("bf16", "adam"), ("bf16", "adagrad"),
            ("bf16", "sgd"))  # fmt: skip
 SETTINGS: dict[str, Any] = {
