@@ -19,7 +19,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,11 @@ class CheckpointWriter:
             self._join()
         return self._last
 
+    @property
+    def busy(self) -> bool:
+        """A checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
     @contextlib.contextmanager
     def _held_up(self) -> Iterator[None]:
         begin = time.perf_counter()
@@ -241,13 +246,16 @@ class CheckpointWriter:
 
 
 def load_checkpoint(
-    run_dir: Path, row_ranges: Mapping[str, tuple[int, int]] | None = None
+    run_dir: Path,
+    row_ranges: Mapping[str, tuple[int, int]] | None = None,
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole, and what was wrong with newer ones; None where there is none at all.
 
     Args:
         run_dir: the run's folder.
         row_ranges: {table: (begin, end)}: these rows only, from files of any number of ranks; other tables whole.
+        check: called with the state before any tensor is read; what it raises goes on.
 
     Raises:
         ArtifactError: there are checkpoints, and none is whole, or the newest is of a version not known yet.
@@ -256,6 +264,8 @@ def load_checkpoint(
     for path in checkpoint_folders(run_dir):
         try:
             version, state = _check(run_dir, path)
+            if check is not None:
+                check(state)
             return (_load_1(path, state, row_ranges) if version == 1 else _load_2(path, state, row_ranges)), refused
         except NewerFormatError:
             raise  # an older one would go on without what was learnt since, and remove it

@@ -144,14 +144,17 @@ class Trainer:
         self.identity = run_identity(self.params, self.dataset, self.tokens["queries"], self.tokens["labels"])
         tables = self.model.tables().items()
         own = {name: (table.first_row, table.first_row + table.own_rows) for name, table in tables}
-        checkpoint, refused = load_checkpoint(self.run_dir, own)
+
+        def check(state: dict[str, Any]) -> None:
+            check_same(state["identity"], self.identity, accept, str(self.run_dir))
+
+        checkpoint, refused = load_checkpoint(self.run_dir, own, check)
         for reason in refused if self.ranks.is_first else ():
             print(f"checkpoint passed over: {reason}")
         if checkpoint is None:
             self._start_weights()
             start_stream(self.params.seed, 0, self.ranks)
         else:
-            check_same(checkpoint.state["identity"], self.identity, accept, str(self.run_dir))
             self._take(checkpoint)
         if self.ranks.is_first:
             for name, key, last in (("history", "step", self.step - 1), ("rounds", "epoch", self.epoch)):

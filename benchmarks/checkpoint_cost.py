@@ -1,0 +1,145 @@
+"""What checkpoints cost on the default job: how long a save holds training up, and how soon a killed run steps again.
+
+    python benchmarks/checkpoint_cost.py
+    python benchmarks/checkpoint_cost.py --set encoder.kind=bag --saves 5
+
+Prints a table and writes JSON. The trainer is the real one on the ingested data set and its token caches, with clusters
+and hard negatives from token embeddings (`step_cost.py`). A save costs what `save` holds the training thread up for,
+and what the steps beside it take longer while the thread writes: both are counted. "Without a thread" is the save as it
+is made when memory is short; its processor time hardly depends on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from measure import machine
+from step_cost import open_trainer
+
+from unidec.config import Params, load_params, parse_overrides, preset_names
+from unidec.data.storage import write_json
+from unidec.stages import paths
+from unidec.training import checkpoint as checkpoint_module
+from unidec.training.refresh import Refresh
+from unidec.training.trainer import Trainer
+
+
+def endless(trainer: Trainer) -> Iterator[float]:
+    """Seconds of one step after the other, for as long as somebody asks."""
+    steps = trainer._steps(10**9)
+    while True:
+        begin = time.perf_counter()
+        next(steps)
+        yield time.perf_counter() - begin
+
+
+def measure_saves(trainer: Trainer, num_saves: int, num_steps: int) -> dict[str, Any]:
+    """Saves with steps beside them, against steps alone; then saves without a thread."""
+    steps = endless(trainer)
+    for _ in range(3):
+        next(steps)
+    alone: list[float] = []
+    held, slowed, written = [], [], []
+    for _ in range(num_saves):
+        alone += [next(steps) for _ in range(num_steps)]
+        usual = statistics.median(alone)
+        begin = time.perf_counter()
+        trainer.save()
+        held.append(time.perf_counter() - begin)
+        extra = 0.0
+        while trainer.writer.busy:
+            extra += next(steps) - usual
+        slowed.append(extra)
+        trainer.writer.wait()
+        written.append(time.perf_counter() - begin)
+    at_once, processor = [], []
+    free = checkpoint_module.available_host
+    checkpoint_module.available_host = lambda: 0
+    try:
+        for _ in range(num_saves):
+            next(steps)
+            begin, used = time.perf_counter(), time.process_time()
+            trainer.save()
+            at_once.append(time.perf_counter() - begin)
+            processor.append(time.process_time() - used)
+    finally:
+        checkpoint_module.available_host = free
+    return {
+        "step_seconds": statistics.median(alone), "held_seconds": held, "slowed_seconds": slowed,
+        "until_durable_seconds": written, "at_once_seconds": at_once,
+        "processor_seconds": processor,
+    }  # fmt: skip
+
+
+def measure_resume(params: Params, run_dir: Path) -> dict[str, float]:
+    """Seconds from opening the data to the end of the first step, in a process that has imported everything."""
+    begin = time.perf_counter()
+    tokens = (paths.open_tokens("queries"), paths.open_tokens("labels"))
+    trainer = Trainer(params, paths.open_dataset(), *tokens, run_dir, paths.CACHE)
+    opened = time.perf_counter() - begin
+    assert trainer.step > 0
+    trainer.made = Refresh.load(run_dir / "refresh" / "epoch-00000", 0)
+    trainer.model.train()
+    next(endless(trainer))
+    return {"open_seconds": opened, "to_first_step_seconds": time.perf_counter() - begin}
+
+
+def table(result: dict[str, Any], minutes: float) -> str:
+    """The result as people read it."""
+    medians = {key: statistics.median(result[key]) for key in ("held_seconds", "slowed_seconds",
+               "until_durable_seconds", "at_once_seconds", "processor_seconds")}  # fmt: skip
+    cost = medians["held_seconds"] + max(0.0, medians["slowed_seconds"])
+    rows = [
+        ("size of a checkpoint", f"{result['bytes'] / 1e6:.0f} MB"),
+        ("a step", f"{1000 * result['step_seconds']:.0f} ms"),
+        ("save holds training up", f"{medians['held_seconds']:.2f} s"),
+        ("steps beside it take longer, in all", f"{medians['slowed_seconds']:.2f} s"),
+        ("until it is durable and read back", f"{medians['until_durable_seconds']:.2f} s"),
+        ("the same without a thread", f"{medians['at_once_seconds']:.2f} s"),
+        ("the same in processor time", f"{medians['processor_seconds']:.2f} s"),
+        (f"share of training time, one every {minutes:g} minutes", f"{100 * cost / (60 * minutes):.2f}%"),
+        ("resume: data, model and checkpoint open", f"{result['resume']['open_seconds']:.2f} s"),
+        ("resume: first step done", f"{result['resume']['to_first_step_seconds']:.2f} s"),
+    ]
+    return "\n".join(f"{name:52} {value:>10}" for name, value in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=preset_names(), default="unidec")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="other parameters")
+    parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="steps between two saves")
+    parser.add_argument("--folder", type=Path, help="where the run is written (default: the system's temporary one)")
+    parser.add_argument("--output", type=Path, help="JSON (benchmarks/results/checkpoint-cost-<preset>.json)")
+    arguments = parser.parse_args()
+    overrides = parse_overrides(arguments.set)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        file = Path(folder) / "params.yaml"
+        file.write_text(f"preset: {arguments.preset}\n", encoding="utf-8")
+        params = load_params(file, overrides)
+        run_dir = Path(folder) / "run"
+        trainer = open_trainer(params, run_dir)
+        trainer.made.save(run_dir / "refresh" / "epoch-00000", 0)
+        trainer.made = Refresh.load(run_dir / "refresh" / "epoch-00000", 0)
+        result = measure_saves(trainer, arguments.saves, arguments.steps)
+        newest = trainer.writer.wait()
+        assert newest is not None
+        result["bytes"] = sum(path.stat().st_size for path in newest.iterdir())
+        del trainer
+        result["resume"] = measure_resume(params, run_dir)
+    facts = {"preset": arguments.preset, "overrides": overrides, "load": os.getloadavg()[0], **machine()}
+    output = arguments.output or Path(__file__).parent / "results" / f"checkpoint-cost-{arguments.preset}.json"
+    write_json(output, {"facts": facts, "result": result})
+    print(table(result, params.run.checkpoint_minutes))
+
+
+if __name__ == "__main__":
+    main()

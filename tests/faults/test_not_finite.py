@@ -1,0 +1,75 @@
+"""Fault 7: a loss or gradient that is not finite: the step changes nothing and is named, the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from unidec.errors import TrainingError
+from unidec.training.checkpoint import load_checkpoint
+
+BAD_STEP = 6
+
+
+def everything(trainer: Any) -> dict[str, torch.Tensor]:
+    rows = trainer.optimisers.row_states()
+    tables = {f"{table}/{name}": x for table, part in rows.items() for name, x in part.items()}
+    state = {**trainer.model.dense_state(), **trainer.optimisers.dense_state(), **tables}
+    return {name: x.detach().clone() for name, x in state.items()}
+
+
+def spoil_loss(trainer: Any, value: float) -> None:
+    losses = trainer._losses
+    trainer._losses = lambda *given: {name: loss * value for name, loss in losses(*given).items()}
+
+
+def spoil_gradient(trainer: Any, value: float) -> None:
+    """The losses stay finite; one entry of one gradient does not."""
+    norm = trainer.optimisers.gradient_norm
+
+    def spoilt(*given: Any) -> torch.Tensor:
+        trainer.optimisers.gradients()[0].view(-1)[0] = value
+        return norm(*given)
+
+    trainer.optimisers.gradient_norm = spoilt
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("spoil", [spoil_loss, spoil_gradient])
+def test_the_step_changes_nothing_and_the_run_goes_on(
+    open_trainer: Callable[..., Any], spoil: Callable[..., None], value: float
+) -> None:
+    overrides = {"run.checkpoint_steps": 4, "model.dropout": 0.2}
+    trainer = open_trainer("run", **overrides)
+    trainer.refresh()
+    step, before, queries = trainer.train_step, {}, []
+
+    def spoilt_at(batch: Any) -> Any:
+        if trainer.step == BAD_STEP:
+            before.update(everything(trainer))
+            queries.extend(trainer.dataset.query_uids(batch.pool.rows_B[:5]))
+            spoil(trainer, value)
+        return step(batch)
+
+    trainer.train_step = spoilt_at
+    with pytest.raises(TrainingError, match="not finite") as caught:
+        trainer.train_round()
+    text = str(caught.value)
+    assert f"epoch 1, step {BAD_STEP}" in text and all(uid in text for uid in queries) and len(queries) == 5
+    assert "loss_de" in text and "loss_clf" in text and "fix:" in text
+    after = everything(trainer)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+    trainer.writer.wait()
+    loaded, _ = load_checkpoint(trainer.run_dir)
+    assert loaded is not None and loaded.state["step"] == 4
+    resumed = open_trainer("run", **overrides)
+    resumed.train_round()
+    whole = open_trainer("whole", **overrides)
+    whole.refresh()
+    whole.train_round()
+    ours, theirs = everything(resumed), everything(whole)
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []

@@ -1,0 +1,102 @@
+"""Fault 8: out of GPU memory: sizes and a smaller setting are named, nothing has changed, the checkpoint goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from unidec.errors import TrainingError
+
+
+def runs_out(trainer: Any, at_step: int, patch: pytest.MonkeyPatch, place: str) -> None:
+    """From a step on there is no memory, in the encoder's forward pass, in backward or in the update."""
+    step = trainer.train_step
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def short(batch: Any) -> Any:
+        if trainer.step == at_step:
+            if place == "forward":
+                patch.setattr(trainer.model.encoder, "forward", full)
+            elif place == "backward":
+                patch.setattr(torch.Tensor, "backward", full)
+            else:
+                patch.setattr(trainer, "_losses", full)
+        return step(batch)
+
+    patch.setattr(trainer, "train_step", short)
+
+
+@pytest.mark.parametrize("place", ["forward", "losses", "backward"])
+def test_sizes_and_a_smaller_setting(
+    open_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    overrides = {"run.checkpoint_steps": 2, "model.dropout": 0.2}
+    trainer = open_trainer("run", **overrides)
+    trainer.refresh()
+    with monkeypatch.context() as patch:
+        runs_out(trainer, 3, patch, place)
+        with pytest.raises(TrainingError) as caught:
+            trainer.train_round()
+    text = str(caught.value)
+    assert "memory" in text and "step 3" in text
+    assert re.search(r"\d+ queries, \d+ pool labels, up to 16 tokens", text)
+    assert "pool.batch_size: 6" in text and "fix:" in text
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    trainer.writer.wait()
+
+    resumed = open_trainer("run", **overrides)
+    assert resumed.step == 2
+    resumed.train_round()
+    whole = open_trainer("whole", **overrides)
+    whole.refresh()
+    whole.train_round()
+    ours, theirs = resumed.model.state_dict(), whole.model.state_dict()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_real_one(tiny_dataset: Any, tiny_tokens: Any, tiny_params: Callable[..., Any], tmp_path: Path) -> None:
+    """What this process may take is limited to what it holds after the first steps."""
+    from unidec.training.trainer import Trainer
+
+    params = tiny_params(**{
+        "device": "cuda", "encoder.kind": "transformer", "encoder.trainable_layers": -1, "run.checkpoint_steps": 2,
+    })  # fmt: skip
+
+    def open_run() -> Trainer:
+        return Trainer(params, tiny_dataset, *tiny_tokens.values(), tmp_path / "run", tmp_path / "cache")
+
+    trainer = open_run()
+    trainer.refresh()
+    step, ballast = trainer.train_step, []
+
+    def crowded(batch: Any) -> Any:
+        if trainer.step == 3:
+            torch.cuda.empty_cache()
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+            for size in (1 << 20, 1 << 14, 1 << 9):  # what is reserved and free, to the last small block
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    while True:
+                        ballast.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        return step(batch)
+
+    trainer.train_step = crowded  # type: ignore[method-assign]
+    try:
+        with pytest.raises(TrainingError, match="memory is full"):
+            trainer.train_round()
+    finally:
+        ballast.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    trainer.writer.wait()
+    resumed = open_run()
+    assert resumed.step == 2
+    assert resumed.train_round()["epoch"] == 2
