@@ -3,9 +3,9 @@ benchmarks/results/shards.json.
 
     python benchmarks/shards.py                        # 10^5 and 10^6 queries; some minutes on two cores, 1 GB of disk
     python benchmarks/shards.py --rows 1e4             # a quick look
-    python benchmarks/shards.py --rows 1e5 --runner processes:2 --runner dask:2
+    python benchmarks/shards.py --rows 1e5 --how resumable,processes:2     # adds to what was measured
 
-The bundle is UniDEC with a bag of tokens of all-MiniLM-L6-v2's vocabulary and the first 5,000 labels of data/dataset,
+The bundle is UniDEC with a bag of tokens of all-MiniLM-L6-v2's vocabulary and the first 1,000 labels of data/dataset,
 untrained (rates do not depend on that), heads 64 wide, an exact index: small, so that what is measured is the way of
 the rows and not the search. Queries are those of data/dataset, repeated. Every measurement is a process of its own.
 """
@@ -32,7 +32,7 @@ from unidec.data.storage import write_folder, write_json
 
 RESULT = Path(__file__).resolve().parent / "results" / "shards.json"
 DATASET = Path("data/dataset")
-K, LABELS, DIM = 5, 5000, 64
+K, LABELS, DIM = 5, 1000, 64
 
 
 def make_bundle(folder: Path) -> None:
@@ -140,7 +140,7 @@ def measure(place: Path, rows: int, what: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1e5,1e6", help="numbers of queries")
-    parser.add_argument("--runner", action="append", help="runners beside one process (default: processes, dask:2)")
+    parser.add_argument("--how", default="one piece,resumable,processes:2,dask:2", help="ways, runners among them")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -153,8 +153,11 @@ def main() -> None:
         results = []
         for rows in [int(float(text)) for text in options.rows.split(",")]:
             make_queries(place / f"{rows}.parquet", rows)
-            for what in ("one piece", "resumable", *(options.runner or ("processes:2", "dask:2"))):
+            for what in options.how.split(","):
                 results.append(measure(place, rows, what))  # noqa: PERF401  one at a time, shown as it comes
+    before = json.loads(RESULT.read_text()).get("runs", []) if RESULT.is_file() else []
+    known = {(run["rows"], run["what"]): run for run in [*before, *results]}
+    results = [known[key] for key in sorted(known)]
     write_json(RESULT, {"machine": machine(), "labels": LABELS, "dim": DIM, "k": K, "runs": results})
 
 

@@ -17,7 +17,8 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 from prefect import flow
 
 from flows import endings
-from flows.shards import Runner, add_options, at, merge, on_command_line, write_shards
+from flows.runners import Runner
+from flows.shards import add_options, at, merge, on_command_line, write_shards
 from unidec.ops.fetch import fetch_bundle
 from unidec.stages import shards as work
 
@@ -44,7 +45,7 @@ def predict(
         k: labels for each query.
         column: of the queries, if not `query` or `text`.
         shards: how many; default: one for each 65,536 queries.
-        runner: processes, threads, dask, ray, dask://host:port or ray://host:port; see flows/shards.py.
+        runner: processes, threads, dask, ray, dask://host:port or ray://host:port; see docs/shards.md.
         device: "cpu", "cuda" or "auto": where workers run the model.
 
     Returns:

@@ -17,15 +17,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import json
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,106 +31,22 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 # isort: split
 from prefect import flow, task, unmapped
 from prefect.cache_policies import NO_CACHE
+from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
 from prefect.futures import as_completed
-from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import endings
+from flows.runners import SYNTAX, VARIABLE, Runner
 from unidec.config import load_params, parse_overrides
 from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
 from unidec.progress import Progress, progress
 from unidec.stages import shards as work
 
 ROUNDS = 3  # a pool that broke because a worker died is made anew so often, less one
-VARIABLE = "UNIDEC_RUNNER"
-_SYNTAX = "processes, threads, dask or ray, also with :N workers, or dask://host:port, ray://host:port"
-_EXTRAS = {"dask": ("prefect_dask", "DaskTaskRunner"), "ray": ("prefect_ray", "RayTaskRunner")}
 _FAREWELL = "stopped: the same command goes on with the shards that are missing"
 _on_command_line = False  # set by on_command_line(): this process is ours to end
 log = logging.getLogger("unidec.flows")
-
-
-# -- where shards run -------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Runner:
-    """The setting, taken apart.
-
-    Attributes:
-        kind: "processes", "threads", "dask" or "ray".
-        address: of a cluster that is there; None: this machine.
-        workers: on this machine.
-    """
-
-    kind: str
-    address: str | None = None
-    workers: int = 0
-
-    @classmethod
-    def parse(cls, text: str | None) -> Runner:
-        """`text`, else the environment's UNIDEC_RUNNER, else processes.
-
-        Raises:
-            ConfigError: neither of the forms above.
-        """
-        text = text or os.environ.get(VARIABLE) or "processes"
-        if found := re.fullmatch(r"(dask|ray)://(\S+:\d+)", text):
-            return cls(found[1], ("tcp://" if found[1] == "dask" else "ray://") + found[2])
-        if found := re.fullmatch(r"(processes|threads|dask|ray)(?::([1-9]\d{0,3}))?", text):
-            return cls(found[1], workers=int(found[2] or cores()))
-        raise ConfigError("no such runner", where=f"runner (or {VARIABLE})", got=text, expected=_SYNTAX)
-
-    @property
-    def threads(self) -> int:
-        """Cores for each worker; 0 where the cluster decides."""
-        return 0 if self.address else max(1, cores() // self.workers)
-
-    def task_runner(self) -> TaskRunner[Any]:
-        """Prefect's runner, on loopback and without dashboards where it is started here.
-
-        Raises:
-            ConfigError: its package is not installed.
-        """
-        if self.kind == "processes":
-            return ProcessPoolTaskRunner(max_workers=self.workers, initializer=_begin_worker)
-        if self.kind == "threads":
-            return ThreadPoolTaskRunner(max_workers=self.workers)
-        package, name = _EXTRAS[self.kind]
-        try:
-            made = getattr(importlib.import_module(package), name)
-        except ImportError as error:
-            fix = f'pip install -c constraints.txt -e ".[{self.kind}]"'
-            raise ConfigError(f"{package} is needed", where="runner", got=str(error), fix=fix) from error
-        if self.address:
-            return made(address=self.address)
-        if self.kind == "dask":
-            cluster = {
-                "n_workers": self.workers, "threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": None,
-                "scheduler_kwargs": {"dashboard_address": "127.0.0.1:0"},  # its plain page: any port that is free
-                "memory_limit": None,  # a shard's memory is bounded; Dask would count mapped files too
-            }  # fmt: skip
-            return made(cluster_kwargs=cluster)
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        return made(init_kwargs={"num_cpus": self.workers, "include_dashboard": False})
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _begin_worker() -> None:
-    """Ctrl-C is the parent's to handle; a worker whose parent was killed ends with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-
-    def follow() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=follow, name="follow-parent", daemon=True).start()
 
 
 # -- the tasks --------------------------------------------------------------------------------------------------------
@@ -231,7 +144,7 @@ def _round(folder: str, plan: dict[str, Any], where: Runner) -> dict[int, BaseEx
             bar.update(sizes[missing[0]])
         return errors
     where = where if where.address else dataclasses.replace(where, workers=min(where.workers, len(missing)))
-    with bar, _threads(where.threads), where.task_runner() as pool, _no_orphans(where):
+    with bar, _one_server(), _threads(where.threads), where.task_runner() as pool, _no_orphans(where):
         told = {"folder": unmapped(folder), "number": missing, "threads": unmapped(where.threads)}
         futures = pool.map(shard, told)
         number_of = {future.task_run_id: number for future, number in zip(futures, missing, strict=True)}
@@ -244,6 +157,17 @@ def _round(folder: str, plan: dict[str, Any], where: Runner) -> dict[int, BaseEx
             bar.note(f"{done}/{len(missing)} shards")
             bar.update(sizes[number])
     return errors
+
+
+@contextlib.contextmanager
+def _one_server() -> Iterator[None]:
+    """Workers report to this run's server, also when it is Prefect's temporary one: else each would start its own."""
+    context = FlowRunContext.get()
+    if context is None or PREFECT_API_URL.value():
+        yield
+        return
+    with temporary_settings({PREFECT_API_URL: str(context.client.api_url).rstrip("/")}):
+        yield
 
 
 @contextlib.contextmanager
@@ -377,7 +301,7 @@ def on_command_line(run: Callable[[], Any]) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of everything that runs in shards."""
     parser.add_argument("--shards", type=int, metavar="N", help="how many (default: by the number of rows)")
-    parser.add_argument("--runner", metavar="WHERE", help=f"{_SYNTAX} (default: ${VARIABLE}, else processes)")
+    parser.add_argument("--runner", metavar="WHERE", help=f"{SYNTAX} (default: ${VARIABLE}, else processes)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -34,6 +34,13 @@ def module():
 
 
 @pytest.fixture(scope="module")
+def runners(module):
+    from flows import runners
+
+    return runners
+
+
+@pytest.fixture(scope="module")
 def predict(module):
     from flows.predict import predict
 
@@ -243,24 +250,24 @@ def in_tmp(tmp_path, monkeypatch) -> Path:
         ("ray://head:10001", "ray", "ray://head:10001", 0),
     ],
 )
-def test_one_setting_chooses_the_runner(module, monkeypatch, text, kind, address, workers):
-    assert module.Runner.parse(text) == module.Runner(kind, address, workers)
+def test_one_setting_chooses_the_runner(runners, monkeypatch, text, kind, address, workers):
+    assert runners.Runner.parse(text) == runners.Runner(kind, address, workers)
     monkeypatch.setenv("UNIDEC_RUNNER", text)
-    assert module.Runner.parse(None) == module.Runner(kind, address, workers)
+    assert runners.Runner.parse(None) == runners.Runner(kind, address, workers)
 
 
 @pytest.mark.parametrize(
     "text", ["spark", "processes:0", "dask:", "dask://host", "processes://x:1", "tcp://x:1", "ray:x"]
 )
-def test_an_unknown_runner_is_refused(module, text):
+def test_an_unknown_runner_is_refused(runners, text):
     with pytest.raises(ConfigError, match="no such runner"):
-        module.Runner.parse(text)
+        runners.Runner.parse(text)
 
 
-def test_cores_are_shared_among_workers(module, monkeypatch):
+def test_cores_are_shared_among_workers(runners, monkeypatch):
     monkeypatch.delenv("UNIDEC_RUNNER", raising=False)
-    monkeypatch.setattr(module, "cores", lambda: 8)
-    parse = module.Runner.parse
+    monkeypatch.setattr(runners, "cores", lambda: 8)
+    parse = runners.Runner.parse
     assert [parse(text).threads for text in ("processes:2", "processes:3", "dask:16", None, "dask://h:1")] == [
         4, 2, 1, 1, 0,
     ]  # fmt: skip
