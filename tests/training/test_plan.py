@@ -13,6 +13,7 @@ from unidec.errors import ConfigError
 from unidec.model.encoder import InputBuilder, length_chunks
 from unidec.model.losses import PoolTargets, symmetric_loss
 from unidec.training import trainer as trainer_module
+from unidec.training.plan import sizes as sizes_module
 from unidec.training.plan.around import checkpoint_bytes
 from unidec.training.plan.items import PHASES, STATE, STEP
 from unidec.training.plan.planning import make_plan
@@ -386,6 +387,15 @@ def test_distinct_tokens_are_close_to_drawn_ones(data):
         drawn = np.mean([len(np.unique(rng.choice(ids, count))) for _ in range(20)])
         assert 0.9 * drawn <= distinct_tokens(sizes, count) <= 1.6 * drawn + 1
     assert distinct_tokens(dataclasses.replace(sizes, distinct=()), 10**9) == sizes.vocab_size
+
+
+def test_a_sample_of_many_ids(monkeypatch):
+    monkeypatch.setattr(sizes_module, "_SAMPLED_IDS", 2560)
+    ids = np.arange(10_000)
+    sample = sizes_module._sample(ids)
+    assert len(sample) == 2560 and sample[0] == 0 and sample[-1] == 9_999
+    assert abs(sample.mean() - ids.mean()) < 50
+    assert sizes_module._sample(ids[:2560]) is not None and len(sizes_module._sample(ids[:100])) == 100
 
 
 def test_degenerate_sizes(tiny_params):

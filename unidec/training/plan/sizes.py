@@ -33,7 +33,7 @@ NAMED: dict[str, dict[str, Any]] = {
                          "type_vocab_size": 2},
 }  # fmt: skip
 _FAMILIES = ("bert", "roberta", "xlm-roberta", "distilbert", "mpnet")
-_SAMPLED_IDS, _POWERS = 1 << 21, 28
+_SAMPLED_IDS, _RUNS, _POWERS = 1 << 21, 256, 28
 _MPNET_BUCKETS = 32  # relative positions of MPNet, a bias for each and every head
 
 
@@ -206,10 +206,19 @@ def _histogram(tokens: Tokens) -> tuple[int, ...]:
 
 def _distinct(*caches: Tokens) -> tuple[int, ...]:
     """Expected number of different tokens among 2^k drawn ones: sum over tokens of 1 - (1 - share)^(2^k)."""
-    sample = np.concatenate([tokens.ids[:: max(1, len(tokens.ids) // _SAMPLED_IDS)] for tokens in caches])
+    sample = np.concatenate([_sample(tokens.ids) for tokens in caches])
     share_V = np.bincount(sample) / max(len(sample), 1)
     keep = np.log1p(-share_V[(share_V > 0) & (share_V < 1)])
     return tuple(math.ceil(float(-np.expm1(keep * 2.0**k).sum())) + 1 for k in range(_POWERS))
+
+
+def _sample(ids: np.ndarray) -> np.ndarray:
+    """All ids, or of many some runs from everywhere: a run is read at once, where single ids would read every page."""
+    if len(ids) <= _SAMPLED_IDS:
+        return ids
+    run = _SAMPLED_IDS // _RUNS
+    starts = np.linspace(0, len(ids) - run, _RUNS, dtype=np.int64)
+    return np.concatenate([ids[start : start + run] for start in starts])
 
 
 def distinct_tokens(sizes: Sizes, num_tokens: int) -> int:
