@@ -5,6 +5,9 @@ import json
 import pytest
 import torch
 
+from unidec.model.row_store import FetchedRows
+from unidec.model.row_table import RowTable
+
 TIMES = ("seconds", "texts_per_s", "tokens_per_s")
 SMALL = {"pool.size": 16, "optim.epochs": 2, "pool.refresh": 2}  # of 40 labels: a step leaves most rows alone
 CHOICES = [(dtype, state) for dtype in ("fp32", "bf16") for state in ("adam", "adagrad", "sgd")]
@@ -41,6 +44,23 @@ def test_the_place_changes_nothing(open_trainer, dtype, state):
         trainer = open_trainer(place, **values, **{"run.table_place": place})
         assert trainer.model.table.placement.place == place
         assert_same(run(trainer), device)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_rows_that_are_fetched_as_on_a_gpu_train_the_same(open_trainer, monkeypatch, dtype):
+    values = {**SMALL, "model.clf_dtype": dtype, "model.clf_bias": True, "run.checkpoint_steps": 3}
+    device = run(open_trainer("device", **values))
+
+    def open_store(table):
+        if table.placement.place != "device":
+            table.store = FetchedRows(table._columns, torch.device("cpu"))
+
+    fetched, take = [], FetchedRows.take
+    monkeypatch.setattr(RowTable, "_open_store", open_store)
+    monkeypatch.setattr(FetchedRows, "take", lambda *args: fetched.append(1) or take(*args))
+    trainer = open_trainer("host", **values, **{"run.table_place": "host"})
+    assert_same(run(trainer), device)
+    assert len(fetched) == 2 * trainer.step  # table and bias
 
 
 @pytest.mark.parametrize(("dtype", "state"), [choice for choice in CHOICES if choice != ("fp32", "adam")])
