@@ -58,19 +58,17 @@ FROM_RAW = (
 )
 STORED = ("store", "token_cache", "propensity", "label_graph", "sampler", "vectors", "mine")
 LARGEST_RAW, LARGEST_HNSW, MOST_QUERIES = 1_000_000, 100_000, 1_000_000
+PAPERS = {
+    "labels": 1_305_265, "train": 1_000_000, "batch": 1098, "pool": 3000, "dim": 256, "kind": "transformer",
+    "hidden": 768, "layers": 6, "max_length": 32, "steps": 300,
+}  # fmt: skip
 GPU = {
-    "papers-1.3M": {
-        "labels": 1_305_265, "train": 1_000_000, "batch": 1098, "pool": 3000, "dim": 256, "kind": "transformer",
-        "hidden": 768, "layers": 6, "max_length": 32, "steps": 300,
-    },
-    "papers-1.3M-bf16-adagrad": {
-        "labels": 1_305_265, "train": 1_000_000, "batch": 1098, "pool": 3000, "dim": 256, "kind": "transformer",
-        "hidden": 768, "layers": 6, "max_length": 32, "dtype": "bf16", "state": "adagrad", "steps": 300,
-    },
-    "rows-450M": {
-        "labels": 450_000_000, "train": 1_000_000, "batch": 2048, "pool": 4000, "dim": 64, "kind": "transformer",
-        "hidden": 768, "layers": 6, "max_length": 12, "dtype": "bf16", "state": "adagrad", "virtual": True,
-        "steps": 2000,
+    "papers-1.3M": PAPERS,
+    "papers-1.3M-recompute": PAPERS | {"recompute": True},
+    "papers-1.3M-recompute-bf16-adagrad": PAPERS | {"recompute": True, "dtype": "bf16", "state": "adagrad"},
+    "rows-450M": PAPERS | {
+        "labels": 450_000_000, "batch": 2048, "pool": 4000, "dim": 64, "max_length": 12, "dtype": "bf16",
+        "state": "adagrad", "virtual": True, "steps": 2000,
     },
 }  # fmt: skip
 DRY = {"train": 400, "batch": 32, "pool": 128, "dim": 16, "hidden": 64, "layers": 1, "steps": 4, "device": "cpu"}
@@ -360,9 +358,9 @@ def main() -> None:
     parser.add_argument("what", choices=list(COMMANDS))
     parser.add_argument("--labels", help="sizes, such as 1e4,1e6 (10^4 to 10^7)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help=f"step: of {', '.join(VARIANTS)}")
-    parser.add_argument("--rounds", type=int, default=12, help="step: turns of each size (12)")
+    parser.add_argument("--rounds", type=int, default=10, help="step: turns of each size (10)")
     parser.add_argument("--steps", type=int, default=10, help="step: steps a turn (10)")
-    parser.add_argument("--warm-up", type=int, default=100, help="step: steps before the clock starts (100)")
+    parser.add_argument("--warm-up", type=int, default=50, help="step: steps before the clock starts (50)")
     parser.add_argument("--stages", help="data: some of the stages, such as propensity,mine")
     parser.add_argument("--cells", help=f"gpu: of {', '.join(GPU)}")
     parser.add_argument("--dry", action="store_true", help="gpu: tiny, on the CPU")

@@ -20,7 +20,7 @@ from synthetic import Synthetic, Words, write_dataset, write_raw, write_tokens
 
 WIDTH = 64
 BATCH = 512
-MINED = 2048  # queries that are mined: the work is the same for each
+MINED = 2048  # queries that are mined, fewer for more than 10^6 labels: the work is the same for each
 NEGATIVES = 30  # eta x T
 MAX_LENGTH = 32
 Facts = dict[str, Any]
@@ -156,7 +156,7 @@ def _mine(folder: Path, ann_threshold: int | None) -> Facts:
     from unidec.training.mining import mine_hard_negatives
 
     dataset = XMCDataset.open(folder / "dataset", verify=False)
-    rows = dataset.rows("train")[:MINED]
+    rows = dataset.rows("train")[: min(MINED, MINED * 1_000_000 // dataset.num_labels)]
     query_ND, label_LD = np.load(folder / "queries.npy", mmap_mode="r")[rows], np.load(folder / "labels.npy")
     made = mine_hard_negatives(
         query_ND, rows, label_LD, dataset.relevance, dataset.filter_pairs, NEGATIVES, dataset.num_queries,
