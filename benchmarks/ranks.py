@@ -32,8 +32,8 @@ COMMON: dict[str, Any] = {
 SYSTEMS: dict[str, dict[str, Any]] = {
     "bag": {"encoder.kind": "bag", "pool.clf_labels": "pool", "pool.batch_size": 512, "pool.size": 3000},
     "transformer": {
-        "encoder.kind": "transformer", "encoder.trainable_layers": -1, "pool.clf_labels": "pool",
-        "pool.batch_size": 64, "pool.size": 128,
+        "encoder.kind": "transformer", "encoder.trainable_layers": -1, "encoder.bag_dropout": 0.0,
+        "pool.clf_labels": "pool", "pool.batch_size": 32, "pool.size": 64,
     },
 }  # fmt: skip
 WAYS = {"1 rank, 1 thread": (1, 1), "1 rank, 2 threads": (1, 2), "2 ranks, 1 thread each": (2, 1)}
@@ -144,7 +144,7 @@ def measure(system: str, world: int, threads: int, steps: int) -> dict[str, Any]
 def main() -> None:
     """Measure everything, or be one rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rank-of", choices=SYSTEMS)
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()

@@ -212,11 +212,11 @@ def _result(folder: Path, code: int) -> dict[str, Any]:
     result = folder / "result.json"
     if code == 0 and result.is_file():
         return json.loads(result.read_text(encoding="utf-8"))
-    died = -code if code < 0 else code - 256 if code > 128 else code
-    how = f"signal {signal.Signals(abs(died)).name}" if -65 < died < 0 or code < 0 else f"exit code {code}"
+    how = f"torchrun ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} of torchrun"
     raise TrainingError(
         "a process of the training died", where="torchrun", got=how,
-        fix="its words stand above; start again: the run goes on from its last checkpoint, with any run.devices",
+        fix="torchrun says above which, and by what; start again: the run goes on from its last checkpoint, with any "
+        "run.devices",
     )  # fmt: skip
 
 
