@@ -1,4 +1,7 @@
-"""Fault 20: a checkpoint of an older format goes on as it did; a newer one is refused, naming the version needed."""
+"""Fault 20: an older checkpoint goes on, an older bundle predicts as it did; newer ones are refused by their version.
+
+`formats/bundle-1/` was written by unidec 0.1.0 (`tiny_bundle.write_tiny_bundle`, seed 7, HNSW) and is never written anew.
+"""
 
 from __future__ import annotations
 
@@ -85,3 +88,33 @@ def test_a_newer_refresh_is_not_used(open_trainer: Callable[..., Any]) -> None:
     manifest = trainer.run_dir / "refresh" / "epoch-00000" / MANIFEST
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 99}))
     assert open_trainer().refresh_due
+
+
+QUERIES = ["red car", "old house", "big blue boat"]
+
+
+@pytest.fixture
+def bundle_1(helper: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    stub = helper("retrieval/tiny_bundle").StubModel
+    monkeypatch.setattr("unidec.retrieval.bundle._load_model", lambda path, device: stub(path))
+    return Path(shutil.copytree(Path(__file__).with_name("formats") / "bundle-1", tmp_path / "bundle"))
+
+
+def test_a_bundle_of_version_1_predicts_as_it_did(bundle_1: Path) -> None:
+    from unidec.retrieval.bundle import Bundle
+
+    found = Bundle.load(bundle_1).predict(QUERIES, k=3)
+    assert [one.labels for one in found] == [["L1", "L0", "L4"], ["L6", "L9", "L8"], ["L2", "L4", "L10"]]
+    assert found[0].titles == ["green car", "red car", "green boat"]
+    assert found[0].scores == pytest.approx([1.2214067, 1.0964489, 0.9659362], abs=1e-5)
+    assert found[0].de_scores == pytest.approx([0.8670483, 1.0, 0.6538523], abs=1e-5)
+    assert found[0].clf_scores == pytest.approx([0.7087167, 0.1928977, 0.6241677], abs=1e-5)
+
+
+def test_a_newer_bundle_is_refused(bundle_1: Path) -> None:
+    from unidec.retrieval.bundle import Bundle
+
+    about = json.loads((bundle_1 / MANIFEST).read_text())
+    (bundle_1 / MANIFEST).write_text(json.dumps(about | {"version": about["version"] + 1, "unidec": "9.1.0"}))
+    with pytest.raises(ArtifactError, match=r"install unidec 9\.1\.0 or newer"):
+        Bundle.load(bundle_1)
