@@ -211,13 +211,13 @@ def test_activations_computed_again_change_nothing(tiny_bert, texts, trainable):
         encoder = make_encoder(tiny_bert, kind="both", trainable_layers=trainable, dropout=0.1).train()
         encoder.recompute = recompute
         batch = InputBuilder(encoder, CPU)([("queries", texts, np.arange(len(texts)))])
-        kept = {}
-        keep = lambda x: (kept.__setitem__(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()), x)[1]  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: (saved.append(x), x)[1], lambda x: x):
             x_BW = encoder(batch)
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
         x_BW.square().sum().backward()
         gradients = {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
-        results.append((x_BW.detach(), gradients, sum(kept.values())))
+        results.append((x_BW.detach(), gradients, sum(storages.values())))
     (one, one_grad, all_kept), (other, other_grad, few_kept) = results
     assert torch.equal(one, other)
     assert one_grad.keys() == other_grad.keys() and len(one_grad) > 10

@@ -90,7 +90,8 @@ class Trainer:
         torch.manual_seed(params.seed)
         folder = resolve_encoder(params.encoder.name)
         begin, end = ranks.part(dataset.num_labels)
-        place = Placement(params.run.table_place, run_dir / "table" / f"rank-{ranks.rank}", begin, end - begin)
+        scratch = run_dir / "table" / f"rank-{ranks.rank}"
+        place = Placement(params.run.table_place, scratch, begin, end - begin, self.device)
         self.model = UniDEC.create(
             params.encoder, params.model, dataset.num_labels, folder, query_tokens.vocab_size, params.model_dump(),
             placement=place,
