@@ -1,6 +1,6 @@
 """Fault 20: an older checkpoint goes on, an older bundle predicts as it did; newer ones are refused by their version.
 
-`formats/bundle-1/` was written by unidec 0.1.0 (`tiny_bundle.write_tiny_bundle`, seed 7, HNSW) and is never written anew.
+`formats/bundle-1/` was written by unidec 0.1.0 (`tiny_bundle.write_tiny_bundle`, seed 7, HNSW) and is not written anew.
 """
 
 from __future__ import annotations

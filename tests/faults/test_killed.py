@@ -174,29 +174,35 @@ def test_killed_at_random_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("gandalf", [False, True])
-def test_killed_twenty_times_on_the_default_data(
-    lf_debian_path: Path, tiny_params: Any, tmp_path: Path, chance: random.Random, gandalf: bool
-) -> None:
-    """All of the default data, its own tokenizer, bag encoder; small heads, four epochs, a refresh every two."""
-    from unidec.data.dataset import XMCDataset, write_dataset
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("size", "gandalf", "num_kills"), [
+    ("slice", False, 20), ("slice", True, 5), ("whole", False, 20),
+])  # fmt: skip
+def test_killed_on_the_default_data(
+    slice_dataset: Any, lf_debian_path: Path, tiny_params: Any, tmp_path: Path, memory_folder: Path,
+    chance: random.Random, size: str, gandalf: bool, num_kills: int,
+) -> None:  # fmt: skip
+    """The default data or a slice of it, its tokenizer, a bag encoder; small heads, a refresh every two epochs."""
+    from unidec.data.dataset import write_dataset
     from unidec.data.formats import read_raw
     from unidec.data.tokens import build_token_cache
     from unidec.model.sources import resolve_encoder
 
     encoder = resolve_encoder("all-MiniLM-L6-v2")
-    dataset: XMCDataset = write_dataset(tmp_path / "dataset", read_raw(lf_debian_path))
+    dataset = slice_dataset if size == "slice" else write_dataset(tmp_path / "dataset", read_raw(lf_debian_path))
     sizes = {"queries": dataset.num_queries, "labels": dataset.num_labels}
-    for name, size in sizes.items():
-        build_token_cache(dataset.text_batches(name), encoder, 32, tmp_path / name, size)
+    for name, count in sizes.items():
+        build_token_cache(dataset.text_batches(name), encoder, 32, tmp_path / name, count)
+    interval = 4 if size == "slice" else 10
     params = tiny_params(**{
-        "encoder.name": str(encoder), "tokens.max_length": 32, "pool.batch_size": 512, "pool.refresh": 2,
-        "optim.epochs": 4, "encoder.bag_dropout": 0.3, "pool.gandalf": gandalf, "run.checkpoint_steps": 10,
+        "encoder.name": str(encoder), "tokens.max_length": 32, "pool.batch_size": 128 if size == "slice" else 512,
+        "pool.refresh": 2, "optim.epochs": 4, "encoder.bag_dropout": 0.3, "pool.gandalf": gandalf,
+        "run.checkpoint_steps": interval,
     })  # fmt: skip
     job = {
         "params": params.model_dump(), "dataset": str(dataset.path), "cache": str(tmp_path / "cache"),
         "queries": str(tmp_path / "queries"), "labels": str(tmp_path / "labels"),
     }  # fmt: skip
-    found = kill_and_compare(Lives(job, tmp_path, warm=gandalf), chance, 20, interval=10)
-    assert found["total"] == 4 * 64
+    # processes of their own for the whole set; children of a warm one, which imports once, for the slice
+    found = kill_and_compare(Lives(job, memory_folder, warm=size == "slice"), chance, num_kills, interval)
+    assert found["total"] == 4 * (16 if size == "slice" else 64)
