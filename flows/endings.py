@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from prefect.context import FlowRunContext
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import MissingContextError, TerminationSignal
+from prefect.logging import get_run_logger
 from prefect.runtime import flow_run as current_flow_run
 
 from unidec.errors import UnidecError
@@ -32,6 +33,15 @@ FAREWELL: dict[type[BaseException], tuple[int, str]] = {
 def _note(flow_run_id: Any) -> Path:
     """The file that tells hooks (which may run in the worker's process) which training a flow run is at."""
     return _NOTES / f"{flow_run_id}.json"
+
+
+def say(line: str) -> None:
+    """Into the run's log, which people read on the terminal and on its page; the library's own loggers reach the page
+    alone."""
+    try:
+        get_run_logger().info("%s", line)
+    except MissingContextError:
+        logging.getLogger("unidec.flows").info("%s", line)
 
 
 def hook(status: str) -> Callable[..., None]:

@@ -243,7 +243,7 @@ def _fit(params: Params, begun: dict[str, Any]) -> dict[str, Any]:
     total = -(-epochs // a_round)
     epoch, finished = begun.get("epoch", 0), begun["finished"]
     for line in begun.get("lines", []):
-        log.info("%s", line)
+        endings.say(line)
     bar = artifacts.begin_progress(epoch, epochs)
     while not finished:
         number = epoch // a_round + 1

@@ -32,7 +32,7 @@ FLOW = [sys.executable, "-m", "flows.train", "--steps", "train"]
 EPOCHS, A_ROUND, STEPS_AN_EPOCH = 24, 12, 16
 TIMES = ("seconds", "_per_s", "memory")
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +79,7 @@ class Project:
         """To the end; what was said."""
         before = len(self.log)
         process = self.start(command)
-        assert process.wait(300) == 0, self.log
+        assert process.wait(900) == 0, self.log
         return self.log[before:]
 
     @property
@@ -97,7 +97,7 @@ class Project:
     def until_a_checkpoint(self, process: subprocess.Popen[bytes] | None = None) -> None:
         self.until(self.checkpoints, "checkpoint", process)
 
-    def until(self, true: Callable[[], Any], what: str, process: Any = None, seconds: float = 180) -> None:
+    def until(self, true: Callable[[], Any], what: str, process: Any = None, seconds: float = 500) -> None:
         end = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < end, f"no {what}: {self.log}"
