@@ -1,0 +1,61 @@
+"""Fault 4's program: saves checkpoints where the disk, a limit or a read-only mount says no.
+
+    python full_disk_child.py FOLDER full|blind|limit|read-only
+
+FOLDER is a small file system of its own (`unshare -rm`, tmpfs), or for `limit` any folder.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from unidec.errors import ArtifactError
+from unidec.training.checkpoint import Checkpoint, CheckpointWriter, RowPart, load_checkpoint
+
+
+def make(step: int, num_rows: int) -> Checkpoint:
+    table = {name: torch.full((num_rows, 64), float(step)) for name in ("weight", "first", "second")}
+    state = {"epoch": 1, "epoch_step": 0, "step": step, "seconds": 1.0, "refresh": None, "identity": {}, "notes": {}}
+    return Checkpoint(state, {"model.x": torch.tensor(step)}, {"table": RowPart(0, num_rows, table)})
+
+
+def main(folder: Path, how: str) -> None:
+    writer = CheckpointWriter(folder)
+    writer.save(make(5, 100))
+    writer.wait()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    if how == "blind":  # somebody else fills the disk after the space was looked at
+        shutil.disk_usage = lambda _: SimpleNamespace(free=1 << 40)  # type: ignore[assignment,misc]
+    elif how == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    elif how == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+    big = make(10, 8000)  # 6 MB
+    writer.save(big)
+    try:
+        writer.wait()
+    except ArtifactError as error:
+        text = str(error)
+    else:
+        raise SystemExit("it was saved")
+    print(text)
+    assert f"at least {big.num_bytes:,} bytes" in text and "step-0000000010" in text and "fix:" in text, text
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert sorted(os.listdir(folder / "checkpoints")) == ["latest", "step-0000000005"]
+    loaded, refused = load_checkpoint(folder)
+    assert loaded is not None and loaded.state["step"] == 5 and refused == []
+    if how != "read-only":  # it goes on when there is space for what is to be saved
+        writer.save(make(15, 100))
+        assert writer.wait() is not None
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
