@@ -53,7 +53,7 @@ def test_interrupted_in_a_round(tmp_path, number, everyone, code):
             start_new_session=True,
         )
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 400
         while not (tmp_path / "training").exists():
             assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
             time.sleep(0.2)
