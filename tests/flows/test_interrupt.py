@@ -34,6 +34,7 @@ sys.exit(main(["--steps", "train"]))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("number", "everyone", "code"),
     [(signal.SIGINT, True, 130), (signal.SIGTERM, True, 143), (signal.SIGTERM, False, 143)],
