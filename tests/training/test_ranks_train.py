@@ -44,7 +44,9 @@ def place(tiny_dataset, tiny_tokens, tiny_bert, tmp_path_factory):
         shutil.copytree(cache.path, folder / name)
     shutil.copytree(tiny_bert, folder / "bert")
     config = json.loads((folder / "bert" / "config.json").read_text())
-    (folder / "bert" / "config.json").write_text(json.dumps({k: 0.0 if "dropout" in k else v for k, v in config.items()}))
+    (folder / "bert" / "config.json").write_text(
+        json.dumps({k: 0.0 if "dropout" in k else v for k, v in config.items()})
+    )
     build_label_graph(tiny_dataset, 0.1, folder / "graph")
     return folder
 
@@ -78,6 +80,7 @@ def test_two_ranks_train_as_one(ranked, place, names):
         assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.slow
 def test_resumed_by_another_number_of_ranks(ranked, place):
     """In the middle of a round: two ranks stop, one and three go on; one stops, two go on."""
     case = COMMON | CASES["all labels, bias, temperatures"] | {"optim.clf_state": "adagrad", "model.clf_dtype": "fp32"}
@@ -97,6 +100,7 @@ def test_resumed_by_another_number_of_ranks(ranked, place):
             assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}, (world, before)
 
 
+@pytest.mark.slow
 def test_with_dropout_the_same_ranks_resume_to_the_same_bits(ranked, place):
     case = COMMON | {"model.dropout": 0.2, "encoder.bag_dropout": 0.3, "encoder.dropout": 0.1}
     cases = {"whole": case, "begun": case | {"until": 11, "run": "dropped out"}}
