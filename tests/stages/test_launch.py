@@ -65,9 +65,9 @@ def test_a_worker_whose_launcher_is_gone_leaves(tmp_path):
             assert worker.stdout.readline() == b"1\n"
             time.sleep(1.5)
             assert worker.poll() is None
-            parent.kill()
-            parent.wait()
+            parent.kill()  # and not waited for: it is there still, as a zombie
             assert worker.wait(20) == -15
         finally:
             parent.kill()
+            parent.wait()
             worker.kill()

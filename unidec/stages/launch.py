@@ -252,7 +252,9 @@ def watch(*pids: int) -> None:
 
     def gone(name: str) -> bool:
         try:
-            return _name(int(name.split()[0])) != name
+            pid = int(name.split()[0])
+            # dead, but its parent has not looked yet
+            return _name(pid) != name or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
