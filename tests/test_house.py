@@ -113,7 +113,17 @@ def test_tests_mirror_the_library() -> None:
     modules = {
         path.relative_to(ROOT / "unidec").parts[0].removesuffix(".py") for path in (ROOT / "unidec").rglob("*.py")
     }
-    special = {"benchmarks", "faults", "flows", "pipeline", "golden", "test_house", "test_dvc", "conftest", "test_pipeline"}
+    special = {
+        "benchmarks",
+        "faults",
+        "flows",
+        "pipeline",
+        "golden",
+        "test_house",
+        "test_dvc",
+        "conftest",
+        "test_pipeline",
+    }
     for path in (ROOT / "tests").rglob("test_*.py"):
         top = path.relative_to(ROOT / "tests").parts[0].removesuffix(".py")
         assert top in special or top.removeprefix("test_") in modules, f"{path} mirrors nothing"
