@@ -166,7 +166,9 @@ class Run(Section):
     checkpoint_minutes: Annotated[float, Field(ge=0)] = Field(
         5.0, description="minutes between two checkpoints within a round; 0: only at its end"
     )
-    checkpoint_steps: Annotated[int, Field(ge=0)] = Field(0, description="the same in steps; 0: by the clock only")
+    checkpoint_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="the same in steps, each waited for until it is durable; 0: by the clock only"
+    )
     recompute: bool = Field(
         False, description="compute the transformer's activations again in backward: less memory, a third more work"
     )

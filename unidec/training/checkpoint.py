@@ -96,15 +96,17 @@ class CheckpointWriter:
 
     Attributes:
         seconds: how long callers were held up, in all.
+        last_seconds: from the beginning of the last save until it was durable.
     """
 
     def __init__(self, run_dir: Path, ranks: Ranks = ALONE):
         self.root, self.ranks = run_dir / "checkpoints", ranks
         self.run_dir = run_dir
-        self.seconds = 0.0
+        self.seconds = self.last_seconds = 0.0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._last: Path | None = None
+        self._begun = 0.0
         self._whole: set[str] = set()  # names known to be whole: written and read back, or checked, by this process
 
     def save(self, checkpoint: Checkpoint) -> None:
@@ -115,6 +117,7 @@ class CheckpointWriter:
         """
         with self._held_up():
             self._join()
+            self._begun = time.perf_counter()
             if self.ranks.world > 1:
                 self._write_together(checkpoint)
             elif 2 * checkpoint.num_bytes > available_host():
@@ -185,6 +188,7 @@ class CheckpointWriter:
     def _publish(self, path: Path) -> None:
         write_bytes_atomic(self.root / "latest", path.name.encode())
         self._last = path
+        self.last_seconds = time.perf_counter() - self._begun
         self._whole.add(path.name)
         self._purge(path)
 

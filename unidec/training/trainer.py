@@ -201,8 +201,9 @@ class Trainer:
 
     def _save_is_due(self) -> bool:
         run = self.params.run
-        steps, minutes = self.step - self._saved_step, (time.monotonic() - self._saved_at) / 60
-        return 0 < run.checkpoint_steps <= steps or 0 < run.checkpoint_minutes <= minutes
+        # a save begins as much earlier as the last one took until it was durable: no more than an interval is ever lost
+        seconds = time.monotonic() - self._saved_at + self.writer.last_seconds
+        return 0 < run.checkpoint_steps <= self.step - self._saved_step or 0 < 60 * run.checkpoint_minutes <= seconds
 
     @property
     def _inside_round(self) -> bool:
@@ -312,6 +313,8 @@ class Trainer:
                     if first:
                         os.fsync(history.fileno())  # a resumed run keeps the lines before its checkpoint
                     self.save()
+                    if self.params.run.checkpoint_steps:
+                        self.writer.wait()  # counted in steps, an interval leaves no step for a writer beside
                 if stopping:
                     self.writer.wait()
                     stop.asked = stop.asked or signal.SIGTERM  # all ranks leave, also those that nobody asked
