@@ -160,6 +160,9 @@ class Run(Section):
     """Where training runs and how often it saves: nothing here changes what is learnt."""
 
     devices: Count = Field(1, description="processes that train together, a GPU each (more than 1: torchrun)")
+    restarts: Annotated[int, Field(ge=0)] = Field(
+        0, description="how often they start anew, from the newest checkpoint, after one of them died"
+    )
     table_place: Literal["device", "host", "disk"] = Field(
         "device", description="where the classifier's rows and their optimiser's state live"
     )

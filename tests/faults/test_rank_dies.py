@@ -41,8 +41,9 @@ class Work:
                 start_new_session=True,
             )  # fmt: skip
 
-    def train(self, devices: int) -> subprocess.Popen:
-        return self.begin("unidec.cli", "train", "--set", f"run.devices={devices}")
+    def train(self, devices: int, restarts: int = 0) -> subprocess.Popen:
+        settings = f"run.devices={devices}", f"run.restarts={restarts}"
+        return self.begin("unidec.cli", "train", *(word for value in settings for word in ("--set", value)))
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
@@ -148,6 +149,15 @@ def test_torchrun_by_hand_starts_them_again(work, prepared):
         "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval",
         "0.5", "-m", "unidec.cli", "train",
     )  # fmt: skip
+    work.wait_for_checkpoint(process)
+    work.kill_rank(1)
+    assert process.wait(600) == 0, work.said()
+    assert_same_model(work, prepared)
+    work.nothing_left()
+
+
+def test_restarts_are_a_parameter(work, prepared):
+    process = work.train(2, restarts=1)
     work.wait_for_checkpoint(process)
     work.kill_rank(1)
     assert process.wait(600) == 0, work.said()

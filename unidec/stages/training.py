@@ -176,7 +176,7 @@ def _work(name: str, params: Params, run_dir: str) -> dict[str, Any]:
     accept = runs.accepted_keys(Path(run_dir))
     if launch.needed(params):
         forget()
-        return launch.run(name, params, run_dir, accept)
+        return launch.run(name, params, run_dir, accept, params.run.restarts)
     return work(name, params, run_dir, ALONE, accept)
 
 
