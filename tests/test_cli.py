@@ -73,6 +73,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["unidec", *words])
+        monkeypatch.setattr(cli.os, "_exit", sys.exit)  # threads that other tests left are no reason to end pytest
         try:
             cli.main()
             code = 0
