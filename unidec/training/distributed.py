@@ -87,7 +87,10 @@ class Ranks:
             backend = "nccl"
         with _translated():
             if not dist.is_initialized():
-                dist.init_process_group("gloo", timeout=PATIENCE)
+                store, rank, world = next(dist.rendezvous("env://", timeout=PATIENCE))
+                # torchrun keeps its store when it starts all anew: addresses of those that died must not be found there
+                store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
             steps = dist.new_group(backend=backend, timeout=STEP_TIMEOUT)
             flags = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if backend == "nccl" else steps
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
