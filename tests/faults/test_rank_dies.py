@@ -180,6 +180,7 @@ def test_killed_with_its_launcher(work):
     process = work.train(2)
     work.wait_for_checkpoint(process)
     process.kill()
+    assert process.wait(10) == -signal.SIGKILL
     work.nothing_left(40)
 
 
