@@ -16,6 +16,7 @@ from torch import Tensor
 from unidec.config import Params, flatten
 from unidec.data.label_graph import load_label_graph
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_folder, write_json
+from unidec.errors import ArtifactError
 from unidec.model.unidec import KIND, VERSION
 from unidec.ops.provenance import code_tags, dvc_hash
 from unidec.ops.tracking import Tracker
@@ -74,7 +75,12 @@ def _opened(params: Params, run_dir: str | Path, accept: Collection[str] = (), r
         _kept = _Kept(key, trainer, random_state(trainer.device))
     mine, _kept = _kept, None
     restore_random_state(mine.random, mine.trainer.device)
-    yield mine  # an error leaves nothing to keep
+    try:
+        yield mine
+    except BaseException:  # an error leaves nothing to keep, but for the checkpoint that is being written
+        with contextlib.suppress(ArtifactError):
+            mine.trainer.writer.wait()
+        raise
     if ranks.alone:
         _kept = mine
 
@@ -82,6 +88,8 @@ def _opened(params: Params, run_dir: str | Path, accept: Collection[str] = (), r
 def forget() -> None:
     """Let go of the trainer that the next stage would have used."""
     global _kept
+    if _kept is not None:
+        _kept.trainer.writer.wait()
     _kept = None
 
 
@@ -223,7 +231,7 @@ def _train(trainer: Trainer, run_dir: Path) -> dict[str, Any]:
     tracker.catch_up(_records(run_dir))
     try:
         with tracker.system_metrics(), tracker.live():
-            report = trainer.train_round(lambda step, figures: tracker.log(step, _without_step(figures)))
+            report = trainer.train_round(lambda step, figures: tracker.log(step, _without_step(figures)), wait=False)
     except BaseException:
         tracker.flush()  # not forced: whoever stops a training does not wait for a store that is away
         raise

@@ -278,13 +278,17 @@ class Trainer:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train_round(self, on_log: Callable[[int, dict[str, float]], None] | None = None) -> dict[str, Any]:
+    def train_round(
+        self, on_log: Callable[[int, dict[str, float]], None] | None = None, wait: bool = True
+    ) -> dict[str, Any]:
         """Train until the next refresh is due (or the end); checkpoints on the way and at the end.
 
         SIGINT and SIGTERM finish the step and save a checkpoint before they take effect.
 
         Args:
             on_log: called with the step and its figures at logging steps.
+            wait: return when the round's checkpoint is durable; without it what follows goes on beside its writing
+                (`writer.wait()` says when), but for the run's last.
 
         Returns:
             figures of what was trained here.
@@ -319,7 +323,8 @@ class Trainer:
                     self.writer.wait()
                     stop.asked = stop.asked or signal.SIGTERM  # all ranks leave, also those that nobody asked
                     stop.leave()
-        self.writer.wait()
+        if wait or self.finished:
+            self.writer.wait()
         seconds, steps = time.perf_counter() - begin, self.step - first_step
         return {"epoch": self.epoch, "steps": steps, "train_seconds": seconds, "steps_per_s": steps / seconds,
                 "checkpoint_seconds": self.writer.seconds, "finished": self.finished}  # fmt: skip
