@@ -46,10 +46,7 @@ class Lives:
     def __exit__(self, *_: object) -> None:
         if self._server is not None:
             self._server.kill()
-            self._server.wait()
-            for pipe in (self._server.stdin, self._server.stdout):
-                assert pipe is not None
-                pipe.close()
+            _bury(self._server)
 
     def _start(self, name: str, job: dict[str, Any], *options: str) -> subprocess.Popen[str]:
         file = self.folder / f"{name}.json"
@@ -85,8 +82,7 @@ class Lives:
                 lines_after = [one.strip() for one in _until_gone(child)]
                 return lines[:killed_at] + [one for one in lines_after if one.startswith(("step", "end"))]
         if self._server is None:
-            child.wait()
-            child.stdout.close()
+            _bury(child)
         assert lines and lines[-1] == "end", (lines[-3:], (self.folder / self._errors).read_text()[-2000:])
         return lines
 
@@ -101,8 +97,14 @@ def _until_gone(child: subprocess.Popen[str]) -> Iterator[str]:
         if line == "gone\n":
             return
         yield line
+    _bury(child)
+
+
+def _bury(child: subprocess.Popen[str]) -> None:
     child.wait()
-    child.stdout.close()
+    for pipe in (child.stdin, child.stdout):
+        assert pipe is not None
+        pipe.close()
 
 
 def steps_of(lines: list[str]) -> list[int]:
