@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import urllib.request
@@ -23,6 +24,8 @@ from unidec.stages.runs import close_tracking
 
 # set by flows/__init__.py; absolute, because a run may work in another folder
 _NOTES = Path(os.environ["PREFECT_HOME"]).resolve() / "unidec-runs"
+
+_on_command_line = False  # set by on_command_line(): this process is ours to end
 
 FAREWELL: dict[type[BaseException], tuple[int, str]] = {
     KeyboardInterrupt: (130, "interrupted: run again to go on from the last checkpoint"),
@@ -75,10 +78,11 @@ def tracked(run_dir: str) -> Iterator[None]:
 def leave_if_server_left(error: BaseException, words: str | None = None) -> None:
     """Ctrl-C reaches Prefect's temporary server too, and without it Prefect tries to report for minutes: end here then.
 
-    Training has stopped and the MLflow run is closed when this is called; the system lets go of the lock.
+    Training has stopped and the MLflow run is closed when this is called; the system lets go of the lock. Only within
+    `on_command_line`: elsewhere the process is not ours to end.
     """
     context = FlowRunContext.get()
-    if context is None:
+    if not _on_command_line or context is None:
         return
     for _ in range(10):  # it takes a moment to go, if it goes
         try:
@@ -87,6 +91,34 @@ def leave_if_server_left(error: BaseException, words: str | None = None) -> None
             print(words or FAREWELL[type(error)][1], file=sys.stderr, flush=True)
             os._exit(FAREWELL[type(error)][0])
         time.sleep(0.3)
+
+
+def on_command_line(run: Callable[[], Any], words: str | None = None) -> int:
+    """Runs a flow as a program does: errors in one line, an exit code, Ctrl-C and SIGTERM leave cleanly.
+
+    Args:
+        run: calls the flow; what it returns is printed as JSON.
+        words: the farewell when it is stopped.
+    """
+    global _on_command_line
+    _on_command_line = True
+    # Prefect hands SIGTERM back to whoever had it: by default that kills us before its temporary server is stopped
+    before = signal.signal(signal.SIGTERM, terminate)
+    one_line_for_known_errors()
+    try:
+        done = run()
+    except UnidecError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, TerminationSignal) as error:
+        code, usual = FAREWELL[type(error)]
+        print(words or usual, file=sys.stderr)
+        return code
+    finally:
+        _on_command_line = False
+        signal.signal(signal.SIGTERM, before)
+    print(json.dumps(done, indent=2))
+    return 0
 
 
 def terminate(number: int, _frame: Any) -> None:

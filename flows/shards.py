@@ -17,11 +17,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -45,7 +43,6 @@ from unidec.stages import shards as work
 
 ROUNDS = 3  # a pool that broke because a worker died is made anew so often, less one
 _FAREWELL = "stopped: the same command goes on with the shards that are missing"
-_on_command_line = False  # set by on_command_line(): this process is ours to end
 log = logging.getLogger("unidec.flows")
 
 
@@ -84,8 +81,7 @@ def at(folder: str | os.PathLike[str]) -> Iterator[None]:
         with work.alone(folder):
             yield
     except (KeyboardInterrupt, TerminationSignal) as error:
-        if _on_command_line:
-            endings.leave_if_server_left(error, _FAREWELL)
+        endings.leave_if_server_left(error, _FAREWELL)
         raise
 
 
@@ -278,24 +274,8 @@ def encode(
 
 
 def on_command_line(run: Callable[[], Any]) -> int:
-    """Runs a flow as a program does: errors in one line, an exit code, Ctrl-C and SIGTERM leave at once and cleanly."""
-    global _on_command_line
-    _on_command_line = True
-    before = signal.signal(signal.SIGTERM, endings.terminate)
-    endings.one_line_for_known_errors()
-    try:
-        done = run()
-    except UnidecError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except (KeyboardInterrupt, TerminationSignal) as error:
-        print(_FAREWELL, file=sys.stderr)
-        return endings.FAREWELL[type(error)][0]
-    finally:
-        _on_command_line = False
-        signal.signal(signal.SIGTERM, before)
-    print(json.dumps(done, indent=2))
-    return 0
+    """`endings.on_command_line`, with the words for shards."""
+    return endings.on_command_line(run, _FAREWELL)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

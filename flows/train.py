@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -40,7 +38,6 @@ from unidec.ops.tracking_store import tracking_uri
 DATA_STEPS = ("ingest", "validate", "tokens", "propensity", "label_graph")
 STEPS = (*DATA_STEPS, *reproduce.MODEL_STAGES, "register")
 
-_on_command_line = False  # set by main(): this process is ours to end
 log = logging.getLogger("unidec.flows")
 
 
@@ -161,8 +158,7 @@ def train(
                 return _through_dvc(params, force)
             return _in_process(params, wanted)
     except (KeyboardInterrupt, TerminationSignal) as error:
-        if _on_command_line:
-            endings.leave_if_server_left(error)
+        endings.leave_if_server_left(error)
         raise
 
 
@@ -302,27 +298,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-dvc", action="store_true", help="run every step here and now, leave dvc.lock alone")
     parser.add_argument("--force", action="store_true", help="train although nothing changed")
     options = parser.parse_args(arguments)
-    global _on_command_line
-    _on_command_line = True
-    # Prefect hands SIGTERM back to whoever had it: by default that kills us before its temporary server is stopped
-    before = signal.signal(signal.SIGTERM, endings.terminate)
-    try:
+
+    def run() -> dict[str, Any]:
         overrides = parse_overrides(options.set) or None
         parse_steps(options.steps)
         load_params(options.params, overrides)  # what is wrong shows before Prefect starts
-        done = train(options.params, overrides, options.steps, not options.no_dvc, options.force)
-    except UnidecError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except (KeyboardInterrupt, TerminationSignal) as error:
-        code, words = endings.FAREWELL[type(error)]
-        print(words, file=sys.stderr)
-        return code
-    finally:
-        _on_command_line = False
-        signal.signal(signal.SIGTERM, before)
-    print(json.dumps(done, indent=2))
-    return 0
+        return train(options.params, overrides, options.steps, not options.no_dvc, options.force)
+
+    return endings.on_command_line(run)
 
 
 if __name__ == "__main__":
