@@ -23,7 +23,7 @@ from typing import Any
 from measure import machine
 from step_cost import open_trainer
 
-from unidec.config import Params, load_params, parse_overrides, preset_names
+from unidec.config import Params, load_params, parse_overrides, recipe_names
 from unidec.data.storage import write_json
 from unidec.stages import paths
 from unidec.training import checkpoint as checkpoint_module
@@ -113,17 +113,17 @@ def table(result: dict[str, Any], minutes: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=preset_names(), default="unidec")
+    parser.add_argument("--recipe", choices=recipe_names(), default="unidec")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="other parameters")
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="steps between two saves")
     parser.add_argument("--folder", type=Path, help="where the run is written (default: the system's temporary one)")
-    parser.add_argument("--output", type=Path, help="JSON (benchmarks/results/checkpoint-cost-<preset>.json)")
+    parser.add_argument("--output", type=Path, help="JSON (benchmarks/results/checkpoint-cost-<recipe>.json)")
     arguments = parser.parse_args()
     overrides = parse_overrides(arguments.set)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         file = Path(folder) / "params.yaml"
-        file.write_text(f"preset: {arguments.preset}\n", encoding="utf-8")
+        file.write_text(f"recipe: {arguments.recipe}\n", encoding="utf-8")
         params = load_params(file, overrides)
         run_dir = Path(folder) / "run"
         trainer = open_trainer(params, run_dir)
@@ -135,8 +135,8 @@ def main() -> None:
         result["bytes"] = sum(path.stat().st_size for path in newest.iterdir())
         del trainer
         result["resume"] = measure_resume(params, run_dir)
-    facts = {"preset": arguments.preset, "overrides": overrides, "load": os.getloadavg()[0], **machine()}
-    output = arguments.output or Path(__file__).parent / "results" / f"checkpoint-cost-{arguments.preset}.json"
+    facts = {"recipe": arguments.recipe, "overrides": overrides, "load": os.getloadavg()[0], **machine()}
+    output = arguments.output or Path(__file__).parent / "results" / f"checkpoint-cost-{arguments.recipe}.json"
     write_json(output, {"facts": facts, "result": result})
     print(table(result, params.run.checkpoint_minutes))
 

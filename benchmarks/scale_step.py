@@ -69,7 +69,7 @@ def parameters(size: dict[str, Any], encoder: Path) -> Params:
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "params.yaml"
-        file.write_text("preset: null\n", encoding="utf-8")
+        file.write_text("recipe: null\n", encoding="utf-8")
         return load_params(file, overrides)
 
 

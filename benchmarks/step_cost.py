@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unidec.config import Params, load_params, parse_overrides, preset_names
+from unidec.config import Params, load_params, parse_overrides, recipe_names
 from unidec.data.storage import write_json
 from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError
@@ -271,26 +271,26 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=preset_names(), default="unidec")
+    parser.add_argument("--recipe", choices=recipe_names(), default="unidec")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="other parameters")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the clock starts")
-    parser.add_argument("--name", help="of the result; default: the preset's, and the overrides'")
+    parser.add_argument("--name", help="of the result; default: the recipe's, and the overrides'")
     parser.add_argument("--output", type=Path, help="JSON (benchmarks/results/step-cost-<name>.json)")
     arguments = parser.parse_args()
     overrides = parse_overrides(arguments.set)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "params.yaml"
-        file.write_text(f"preset: {arguments.preset}\n", encoding="utf-8")
+        file.write_text(f"recipe: {arguments.recipe}\n", encoding="utf-8")
         params = load_params(file, overrides)
         trainer = open_trainer(params, Path(folder) / "run")
         result = measure(trainer, arguments.steps, arguments.warm_up)
     facts = {
-        "preset": arguments.preset, "overrides": overrides, "steps": arguments.steps, "dataset": trainer.dataset.name,
+        "recipe": arguments.recipe, "overrides": overrides, "steps": arguments.steps, "dataset": trainer.dataset.name,
         "text": params.tokens.text, "device": trainer.device.type, "autocast": str(trainer.amp),
         "torch": torch.__version__, "threads": torch.get_num_threads(), "cpus": os.cpu_count(),
     }  # fmt: skip
-    name = arguments.name or "-".join([arguments.preset, *(str(v) for v in overrides.values())])
+    name = arguments.name or "-".join([arguments.recipe, *(str(v) for v in overrides.values())])
     output = arguments.output or Path(__file__).parent / "results" / f"step-cost-{name}.json"
     write_json(output, {"facts": facts, "result": result})
     print(table(result))

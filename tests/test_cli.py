@@ -68,7 +68,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    (tmp_path / "params.yaml").write_text("preset: unidec\n")
+    (tmp_path / "params.yaml").write_text("recipe: unidec\n")
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> tuple[int, str, str]:
@@ -252,11 +252,11 @@ def test_predict_says_what_it_needs(run, bundle: Path) -> None:
 
 
 def test_config_show_prints_a_file_that_loads_to_the_same_values(run, tmp_path: Path) -> None:
-    code, out, _ = run("config", "show", "--set", "preset=depsl", "--set", "optim.lr_clf=1e-5")
+    code, out, _ = run("config", "show", "--set", "recipe=depsl", "--set", "optim.lr_clf=1e-5")
     assert code == 0
     (tmp_path / "shown.yaml").write_text(out)
-    expected = load_params("params.yaml", {"preset": "depsl", "optim.lr_clf": 1e-5})
-    assert load_params("shown.yaml") == expected.model_copy(update={"preset": None})
+    expected = load_params("params.yaml", {"recipe": "depsl", "optim.lr_clf": 1e-5})
+    assert load_params("shown.yaml") == expected.model_copy(update={"recipe": None})
     _, out, _ = run("config", "show", "--json")
     assert Params.model_validate(json.loads(out)) == load_params("params.yaml")
 
@@ -269,16 +269,16 @@ def test_config_check_and_keys(run) -> None:
 
 
 def test_init_writes_a_file_that_loads_and_has_what_dvc_needs(run, tmp_path: Path) -> None:
-    code, _, err = run("init", "mine", "--data-path", "some/where: x", "--format", "tables", "--preset", "depsl")
+    code, _, err = run("init", "mine", "--data-path", "some/where: x", "--format", "tables", "--recipe", "depsl")
     assert code == 0, err
     params = load_params(tmp_path / "mine" / "params.yaml")
-    assert (params.data.path, params.data.format, params.preset) == ("some/where: x", "tables", "depsl")
+    assert (params.data.path, params.data.format, params.recipe) == ("some/where: x", "tables", "depsl")
     written = yaml.safe_load((tmp_path / "mine" / "params.yaml").read_text())
     shipped = yaml.safe_load((ROOT / "params.yaml").read_text())
     assert set(written) == set(shipped)
     assert set(written["data"]) == set(shipped["data"])
     assert run("init", "mine")[0] == 2
-    assert run("init", "other", "--preset", "nonsense")[0] == 2
+    assert run("init", "other", "--recipe", "nonsense")[0] == 2
     assert not (tmp_path / "other" / "params.yaml").exists()
 
 

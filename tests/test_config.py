@@ -1,4 +1,4 @@
-"""params.yaml: presets, overrides, errors with key paths, flattening, fingerprint."""
+"""params.yaml: recipes, overrides, errors with key paths, flattening, fingerprint."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def problems(tmp_path: Path, text: str, **overrides: object) -> list[str]:
     return caught.value.problems
 
 
-def test_every_shipped_preset_loads_with_the_shipped_file() -> None:
-    assert {"unidec", "depsl", "unidec-gpu", "unidec-gpu-long"} <= set(config.preset_names())
-    for name in config.preset_names():
-        params = config.load_params(ROOT / "params.yaml", {"preset": name})
-        assert params.preset == name
+def test_every_shipped_recipe_loads_with_the_shipped_file() -> None:
+    assert {"unidec", "depsl", "unidec-gpu", "unidec-gpu-long"} <= set(config.recipe_names())
+    for name in config.recipe_names():
+        params = config.load_params(ROOT / "params.yaml", {"recipe": name})
+        assert params.recipe == name
         assert params.data.path == "data/raw/lf-debian"
-    assert config.load_params(ROOT / "params.yaml", {"preset": "depsl"}).model.heads == "de"
-    assert config.load_params(ROOT / "params.yaml", {"preset": "unidec-gpu"}).encoder.trainable_layers == -1
-    assert config.load_params(ROOT / "params.yaml", {"preset": "unidec-gpu-long"}).tokens.text == "title+content"
+    assert config.load_params(ROOT / "params.yaml", {"recipe": "depsl"}).model.heads == "de"
+    assert config.load_params(ROOT / "params.yaml", {"recipe": "unidec-gpu"}).encoder.trainable_layers == -1
+    assert config.load_params(ROOT / "params.yaml", {"recipe": "unidec-gpu-long"}).tokens.text == "title+content"
 
 
-def test_an_override_beats_the_file_and_the_file_beats_the_preset(tmp_path: Path) -> None:
-    preset = load(tmp_path, "preset: unidec-gpu")
-    params = load(tmp_path, "preset: unidec-gpu\npool: {beta: 7, eta: 1}\n", pool__eta=9)
+def test_an_override_beats_the_file_and_the_file_beats_the_recipe(tmp_path: Path) -> None:
+    recipe = load(tmp_path, "recipe: unidec-gpu")
+    params = load(tmp_path, "recipe: unidec-gpu\npool: {beta: 7, eta: 1}\n", pool__eta=9)
     assert (params.pool.beta, params.pool.eta) == (7, 9)
-    assert params.pool.batch_size == preset.pool.batch_size != config.Pool().batch_size
-    assert params.encoder == preset.encoder
+    assert params.pool.batch_size == recipe.pool.batch_size != config.Pool().batch_size
+    assert params.encoder == recipe.encoder
 
 
 def test_defaults_where_nothing_is_said(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_strict_types(tmp_path: Path) -> None:
     }
     for key, values in wrong.items():
         for value in values:
-            found = problems(tmp_path, "preset: unidec", **{key.replace(".", "__"): value})
+            found = problems(tmp_path, "recipe: unidec", **{key.replace(".", "__"): value})
             assert len(found) == 1, (key, value, found)
             assert key in found[0]
             assert "expected:" in found[0]
@@ -217,8 +217,8 @@ def test_nearest_names(tmp_path: Path) -> None:
 
 
 def test_parse_overrides() -> None:
-    parsed = config.parse_overrides(["pool.beta=2", "optim.lr_clf=1e-3", "data.path=a=b", "loss.de=ds", "preset="])
-    assert parsed == {"pool.beta": 2, "optim.lr_clf": 1e-3, "data.path": "a=b", "loss.de": "ds", "preset": None}
+    parsed = config.parse_overrides(["pool.beta=2", "optim.lr_clf=1e-3", "data.path=a=b", "loss.de=ds", "recipe="])
+    assert parsed == {"pool.beta": 2, "optim.lr_clf": 1e-3, "data.path": "a=b", "loss.de": "ds", "recipe": None}
     for wrong in (["beta"], ["=3"], ["a=1", "a=2"], ["a=[1"]):
         with pytest.raises(ConfigError):
             config.parse_overrides(wrong)
@@ -233,7 +233,7 @@ def test_flatten_has_every_key_once_as_text_or_number() -> None:
     assert list(flat) == config.known_keys()
     assert all(type(value) in (str, int, float) for value in flat.values())
     assert flat["model.clf_bias"] == "false"
-    assert flat["preset"] == ""
+    assert flat["recipe"] == ""
     assert flat["pool.beta"] == 3
 
 
@@ -242,7 +242,7 @@ def test_fingerprint_changes_with_every_parameter_and_with_nothing_else() -> Non
     other = {str: lambda v: v + "x", bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v * 0.5 + 0.01}
     everything = config.fingerprint(base)
     for key, value in config.leaves(base):
-        if key == "preset":
+        if key == "recipe":
             continue
         section, _, name = key.rpartition(".")
         change = {name or key: other[type(value)](value)}
@@ -254,9 +254,9 @@ def test_fingerprint_changes_with_every_parameter_and_with_nothing_else() -> Non
         assert config.fingerprint(changed) != everything, key
         top = section or key
         assert config.fingerprint(changed, top) != config.fingerprint(base, top)
-        rest = [name for name in config.Params.model_fields if name not in (top, "preset")]
+        rest = [name for name in config.Params.model_fields if name not in (top, "recipe")]
         assert config.fingerprint(changed, *random.sample(rest, len(rest))) == config.fingerprint(base, *rest)
-    assert config.fingerprint(base.model_copy(update={"preset": "unidec"})) == everything
+    assert config.fingerprint(base.model_copy(update={"recipe": "unidec"})) == everything
     assert config.fingerprint(base, "pool.beta") != config.fingerprint(base, "pool.eta")
     with pytest.raises(KeyError):
         config.fingerprint(base, "pol")

@@ -29,7 +29,7 @@ described = yaml.safe_load(open("dvc.yaml"))["stages"][stage]
 params = yaml.safe_load(open("params.yaml"))
 digest = hashlib.sha256()
 for entry in described.get("deps", []):
-    entry = entry.replace("${{data.path}}", params["data"]["path"]).replace("${{preset}}", params["preset"])
+    entry = entry.replace("${{data.path}}", params["data"]["path"]).replace("${{recipe}}", params["recipe"])
     path = pathlib.Path(entry)
     assert path.exists(), path
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -167,13 +167,13 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
 
     # what is no dependency, and what is one for whom
     project.edit("params.yaml", "device: auto", "device: cpu")
-    project.edit("unidec/presets/depsl.yaml", "optim: {epochs:", "optim: {warmup_epochs: 0.5, epochs:")
+    project.edit("unidec/recipes/depsl.yaml", "optim: {epochs:", "optim: {warmup_epochs: 0.5, epochs:")
     project.edit("unidec/cli.py", "import json", "import json  # changed")
     cache = project.root / "unidec" / "model" / "__pycache__"
     cache.mkdir()
     (cache / "x.pyc").write_bytes(b"x")
     assert project.stale() == []
-    project.edit("unidec/presets/unidec.yaml", "#", "# changed")
+    project.edit("unidec/recipes/unidec.yaml", "#", "# changed")
     project.edit("unidec/evaluation/__init__.py", "", "# changed\n")
     assert project.stale() == ["evaluate", "index", "label_graph", "tokens", "train"]
     (project.root / "data" / "raw" / "lf-debian" / "raw.txt").write_text("other texts")

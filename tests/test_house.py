@@ -76,7 +76,7 @@ def test_constraints_are_exact_free_of_hosts_and_within_the_ranges() -> None:
         assert requirement.specifier.contains(pins[name]), f"{text} and {pins[name]}"
 
 
-def test_presets_and_typing_marker_are_package_data() -> None:
+def test_recipes_and_typing_marker_are_package_data() -> None:
     package = resources.files("unidec")
     assert (package / "py.typed").is_file()
     patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["unidec"]

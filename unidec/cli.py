@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unidec import __version__
-from unidec.config import Params, describe, load_params, parse_overrides, preset_names, to_yaml
+from unidec.config import Params, describe, load_params, parse_overrides, recipe_names, to_yaml
 from unidec.errors import ConfigError, Stopped, UnidecError
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def doctor(
 
 @app.command(
     epilog="Examples: unidec plan  |  unidec plan --set run.table_place=host --json  |  unidec plan --set "
-    "preset=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB --no-measure"
+    "recipe=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB --no-measure"
 )
 def plan(
     params: ParamsFile = DEFAULT_PARAMS,
@@ -235,9 +235,9 @@ def predict(
 # -- parameters -------------------------------------------------------------------------------------------------------
 
 
-@config_app.command("show", epilog="Example: unidec config show --set preset=depsl")
+@config_app.command("show", epilog="Example: unidec config show --set recipe=depsl")
 def config_show(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
-    """Print every parameter as it will be used: file over preset over default."""
+    """Print every parameter as it will be used: file over recipe over default."""
     loaded = _load(params, assignments)
     print(json.dumps(loaded.model_dump(), indent=2) if as_json else to_yaml(loaded), end="\n" if as_json else "")
 
@@ -254,7 +254,7 @@ def config_keys() -> None:
     """Explain every parameter: default, what it takes, what it does."""
     for key, default, takes, about in describe():
         print(f"{key} = {default}\n    {about} ({takes})")
-    print(f"\npresets: {', '.join(preset_names())}")
+    print(f"\nrecipes: {', '.join(recipe_names())}")
 
 
 @app.command(epilog="Example: unidec init my-project --data-path my/folder --format tables")
@@ -262,15 +262,15 @@ def init(
     folder: Annotated[Path, typer.Argument(help="where params.yaml is written")],
     data_path: Annotated[str, typer.Option(help="folder of raw files")] = "data/raw/mine",
     data_format: Annotated[str, typer.Option("--format", help="their layout")] = "auto",
-    preset: Annotated[str, typer.Option(help=f"one of {', '.join(preset_names())}")] = "unidec",
+    recipe: Annotated[str, typer.Option(help=f"one of {', '.join(recipe_names())}")] = "unidec",
 ) -> None:
     """Write a params.yaml for your own data; an existing one is never overwritten."""
     path = folder / "params.yaml"
-    overrides = {"preset": preset, "data.path": data_path, "data.format": data_format}
+    overrides = {"recipe": recipe, "data.path": data_path, "data.format": data_format}
     sections = "".join(
-        f"{name}: {{}}\n" for name in Params.model_fields if name not in ("preset", "seed", "device", "data")
+        f"{name}: {{}}\n" for name in Params.model_fields if name not in ("recipe", "seed", "device", "data")
     )
-    body = f"preset: {preset}\nseed: 0\ndevice: auto\n\ndata:\n"
+    body = f"recipe: {recipe}\nseed: 0\ndevice: auto\n\ndata:\n"
     body += "".join(
         f"  {key}: {json.dumps(overrides.get(f'data.{key}', value))}\n"
         for key, value in Params().data.model_dump().items()
@@ -278,7 +278,7 @@ def init(
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(f"# `unidec config keys` explains every key; keys here override the preset.\n{body}\n{sections}")
+            file.write(f"# `unidec config keys` explains every key; keys here override the recipe.\n{body}\n{sections}")
     except FileExistsError as error:
         raise ConfigError("exists already", where=str(path), fix="edit it, or name another folder") from error
     try:

@@ -1,4 +1,4 @@
-"""params.yaml as frozen, typed sections: unknown keys refused, all errors at once, presets, fingerprint.
+"""params.yaml as frozen, typed sections: unknown keys refused, all errors at once, recipes, fingerprint.
 
 `load_params` is called by the command line and the flows only; everything else takes one section or plain arguments.
 """
@@ -25,6 +25,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+LossName = Literal["ds", "supcon", "infonce", "triplet", "bce", "hinge", "softtopk"]
 
 
 class Section(BaseModel):
@@ -58,9 +59,16 @@ class Tokens(Section):
 
 
 class LabelGraph(Section):
-    """The label co-occurrence graph (Gandalf)."""
+    """The label graph: soft targets of label texts as queries (Gandalf)."""
 
+    kind: Literal["cooccurrence", "random-walk", "glas", "self"] = Field(
+        "cooccurrence",
+        description="share of a label's queries that have the other; the same by random walks; symmetric (GLaS); "
+        "each label for itself alone",
+    )
     threshold: Share = Field(0.1, description="delta: weaker soft targets become 0")
+    share: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="share of the labels whose text is a query")
+    tail_first: bool = Field(False, description="with a share below 1: the rarest labels, else a random draw")
 
 
 class Encoder(Section):
@@ -75,6 +83,8 @@ class Encoder(Section):
     bag_dropout: Share = Field(0.0, description="share of a text's tokens dropped from the bag in training")
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="dropout of the encoder's output")
     residual: bool = Field(False, description="a residual network over a bag or a frozen transformer")
+    start: str = Field("", description="exported model folder whose encoder and heads are the start; empty: none")
+    frozen: bool = Field(False, description="nothing of the encoder trains: every text's vector is computed once")
 
 
 class Model(Section):
@@ -84,6 +94,9 @@ class Model(Section):
     dim: Count = Field(384, description="width of each head")
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="dropout of both heads")
     clf_init: Literal["xavier", "normal", "label_embedding"] = Field("label_embedding", description="start of Psi")
+    clf_residual: bool = Field(
+        False, description="a label's classifier row is its text's embedding plus a free vector (SiameseXML)"
+    )
     clf_bias: bool = Field(False, description="a bias for each label in the classifier's scores")
     clf_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="number format of the classifier's rows; bf16 is written with stochastic rounding"
@@ -97,9 +110,20 @@ class Pool(Section):
 
     batches: Literal["clustered", "random"] = Field("clustered", description="batches of similar queries, or random")
     batch_size: Count = Field(512, description="queries a batch (clusters have N / 2^depth <= this many)")
+    cluster_start: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="queries a cluster at first, doubled at each refresh, whole clusters shuffled into a batch "
+        "(NGAME; 1: random batches at first); 0: a cluster is a batch from the start",
+    )
     beta: Count = Field(3, description="positives sampled for each query")
+    positives: Literal["uniform", "tail"] = Field(
+        "uniform", description="how they are drawn: all alike, or in proportion to their inverse propensity"
+    )
     eta: Annotated[int, Field(ge=0)] = Field(6, description="hard negatives sampled for each query")
     size: Annotated[int, Field(ge=0)] = Field(3000, description="at most so many labels in a pool; 0: no limit")
+    de_labels: Literal["pool", "all"] = Field(
+        "pool", description="the dual encoder's loss runs over the pool, or over all labels' texts (DEXML)"
+    )
     clf_labels: Literal["pool", "all"] = Field(
         "pool", description="the classifier's loss runs over the pool (UniDEC) or over all labels (for up to some 10^5)"
     )
@@ -113,8 +137,8 @@ class Loss(Section):
     """Losses on pool logits, reductions and weights."""
 
     reduction: Literal["psl", "psl-sum", "pal-n", "pol"] = Field("psl", description="which positives take part")
-    de: Literal["ds", "supcon", "infonce", "triplet", "bce"] = Field("ds", description="dual encoder's loss")
-    clf: Literal["ds", "supcon", "infonce", "triplet", "bce"] = Field("ds", description="classifier's loss")
+    de: LossName = Field("ds", description="dual encoder's loss")
+    clf: LossName = Field("ds", description="classifier's loss")
     clf_bce: Annotated[float, Field(ge=0)] = Field(1.0, description="weight of the auxiliary BCE on the classifier")
     bce_normalise: Literal["rows", "entries"] = Field(
         "entries", description="BCE as a mean over all entries, or its sum over a query's pool (thousands at the start)"
@@ -122,7 +146,16 @@ class Loss(Section):
     balance: Share = Field(0.5, description="lambda: weight of the dual encoder's loss; the classifier has the rest")
     de_forward: Share = Field(0.5, description="lambda_D: weight of query to label; label to query has the rest")
     clf_forward: Share = Field(0.5, description="lambda_C: the same for the classifier")
-    margin: Annotated[float, Field(ge=0)] = Field(0.3, description="gamma of the triplet loss (cosine units)")
+    margin: Annotated[float, Field(ge=0)] = Field(
+        0.3, description="gamma of the triplet loss (cosine units), and of the squared hinge"
+    )
+    triplet_negatives: Literal["all", "hardest"] = Field(
+        "all", description="the triplet loss sums over a pool's negatives, or takes the hardest"
+    )
+    topk: Count = Field(5, description="k of the soft top-k loss")
+    weights: Literal["none", "propensity"] = Field(
+        "none", description="propensity: each positive's loss counts its inverse propensity (unbiased for the tail)"
+    )
 
 
 class Optim(Section):
@@ -139,6 +172,11 @@ class Optim(Section):
     warmup_epochs: Annotated[float, Field(ge=0)] = Field(1.0, description="epochs of linear warm-up before the cosine")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.05, description="of the transformer's and heads' matrices")
     clip_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="gradient norm limit; 0: none")
+    encode_chunk: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="texts whose activations are held at once: gradients are cached and dropout replayed, for pools "
+        "that do not fit otherwise; 0: all",
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 where it is faster")
 
 
@@ -154,6 +192,10 @@ class Index(Section):
         1.0, description="weight of the classifier's score beside the dual encoder's; auto: tuned on validation"
     )
     clf_normalize: bool = Field(True, description="cosine of the classifier (the paper), or its raw score")
+    knn_weight: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
+        0.0, description="weight of the votes of similar training queries; 0: none, auto: tuned on validation"
+    )
+    knn_neighbours: Count = Field(100, description="training queries that vote")
 
 
 class Run(Section):
@@ -188,7 +230,7 @@ class Tracking(Section):
 class Params(Section):
     """All of params.yaml."""
 
-    preset: str | None = Field(None, description="a shipped set of values that the file's own keys override")
+    recipe: str | None = Field(None, description="a shipped way to train, in unidec/recipes; the keys here override it")
     seed: Seed = Field(0, description="seed of everything random in training")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
     data: Data = Data()
@@ -226,17 +268,17 @@ def known_keys() -> list[str]:
     return [key for key, _ in leaves(Params())]
 
 
-def preset_names() -> list[str]:
-    """Names of the shipped presets."""
-    folder = resources.files("unidec") / "presets"
+def recipe_names() -> list[str]:
+    """Names of the shipped recipes."""
+    folder = resources.files("unidec") / "recipes"
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def load_params(path: str | Path = "params.yaml", overrides: Mapping[str, Any] | None = None) -> Params:
-    """Read a parameter file: its preset's values, then its own, then `overrides`.
+    """Read a parameter file: its recipe's values, then its own, then `overrides`.
 
     Args:
-        path: YAML file with the sections of `Params`; a missing key has its preset's value, else the default.
+        path: YAML file with the sections of `Params`; a missing key has its recipe's value, else the default.
         overrides: `{"pool.beta": 2}`: values by key path.
 
     Raises:
@@ -249,15 +291,15 @@ def load_params(path: str | Path = "params.yaml", overrides: Mapping[str, Any] |
     for key, value in (overrides or {}).items():
         _put(values, tuple(key.split(".")), value)
         origin[key] = "--set"
-    preset = values.get("preset")
+    recipe = values.get("recipe")
     problems: list[str] = []
-    if isinstance(preset, str):
-        if preset in preset_names():
-            values = _merge(_read_preset(preset), values)
+    if isinstance(recipe, str):
+        if recipe in recipe_names():
+            values = _merge(_read_recipe(recipe), values)
         else:
-            names = preset_names()
-            expected, near = f"one of {', '.join(names)}", nearest(preset, names)
-            problems.append(problem("preset", "no such preset", short(preset), expected, origin, near))
+            names = recipe_names()
+            expected, near = f"one of {', '.join(names)}", nearest(recipe, names)
+            problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
     params, found = _validate(values, origin)
     if found or problems or params is None:
         raise ParamsError(problems + found, str(path))
@@ -290,12 +332,12 @@ def flatten(params: Params) -> dict[str, str | int | float]:
 def fingerprint(params: Params, *sections: str) -> str:
     """sha256 (hex) over the canonical JSON of the named sections or key paths; when none is named, of all.
 
-    The preset's name is never part of all: the values that it stands for are.
+    The recipe's name is never part of all: the values that it stands for are.
     """
     wanted = {
         key: value
         for key, value in leaves(params)
-        if (not sections and key != "preset") or any(key == name or key.startswith(f"{name}.") for name in sections)
+        if (not sections and key != "recipe") or any(key == name or key.startswith(f"{name}.") for name in sections)
     }
     missing = [name for name in sections if not any(key == name or key.startswith(f"{name}.") for key in wanted)]
     if missing:
@@ -304,13 +346,13 @@ def fingerprint(params: Params, *sections: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read_preset(name: str) -> dict[str, Any]:
-    """A shipped preset's values. It says how to train, not on what or where: it has no data, seed or device."""
-    with resources.as_file(resources.files("unidec") / "presets" / f"{name}.yaml") as path:
+def _read_recipe(name: str) -> dict[str, Any]:
+    """A shipped recipe's values. It says how to train, not on what or where: it has no data, seed or device."""
+    with resources.as_file(resources.files("unidec") / "recipes" / f"{name}.yaml") as path:
         values = _no_empty_sections(read_yaml(path)[0])
-    unfit = sorted({"preset", "data", "seed", "device", "run", "tracking"} & values.keys())
+    unfit = sorted({"recipe", "data", "seed", "device", "run", "tracking"} & values.keys())
     if unfit:
-        raise ConfigError(f"a preset cannot set {', '.join(unfit)}", where=f"preset {name}")
+        raise ConfigError(f"a recipe cannot set {', '.join(unfit)}", where=f"recipe {name}")
     return values
 
 
@@ -416,7 +458,7 @@ def _nearest_key(key: KeyPath) -> str | None:
 
 def to_yaml(params: Params) -> str:
     """Every parameter as a file that loads to the same values."""
-    return yaml.safe_dump(params.model_dump(exclude={"preset"}), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(params.model_dump(exclude={"recipe"}), sort_keys=False, allow_unicode=True)
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:

@@ -88,7 +88,7 @@ def test_nothing_ingested(tmp_path, monkeypatch, in_work):
 def test_by_hand(run_cli, tmp_path, monkeypatch):
     """The papers' 1.3M setting needs no data and no encoder here; what is too large ends with exit code 1."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "params.yaml").write_text("preset: unidec-gpu\nmodel: {dim: 256}\npool: {batch_size: 1098}\n")
+    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu\nmodel: {dim: 256}\npool: {batch_size: 1098}\n")
     roomy = ["--host-memory", "256GiB", "--disk", "1TB"]
     code, out, _ = run_cli("plan", *BY_HAND, *roomy, "--device-memory", "44.7GiB")
     assert code == 0 and out.rstrip().endswith("fits")
@@ -108,7 +108,7 @@ def test_by_hand(run_cli, tmp_path, monkeypatch):
 
 def test_mistakes_by_hand(run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "params.yaml").write_text("preset: unidec-gpu\n")
+    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu\n")
     code, _, errors = run_cli("plan", "--labels", "5")
     assert code == 2 and "--queries" in errors
     code, _, errors = run_cli("plan", *BY_HAND, "--device-memory", "much")

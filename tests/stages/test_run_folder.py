@@ -30,7 +30,7 @@ def test_what_decides_a_training_names_its_folder(ingested: SimpleNamespace, cha
 @pytest.mark.parametrize("changes", [
     {"device": "auto"}, {"run.devices": 2}, {"run.checkpoint_steps": 5},
     {"index.kind": "hnsw"}, {"index.clf_weight": 2.0}, {"tracking.experiment": "other"},
-    {"tracking.model_name": "other"}, {"label_graph.threshold": 0.2}, {"data.propensity_a": 0.6}, {"preset": "unidec"},
+    {"tracking.model_name": "other"}, {"label_graph.threshold": 0.2}, {"data.propensity_a": 0.6}, {"recipe": "unidec"},
 ], ids=str)  # fmt: skip
 def test_what_only_shows_or_serves_it_does_not(ingested: SimpleNamespace, changes: dict) -> None:
     assert paths.run_folder(ingested.params(**changes)) == paths.run_folder(ingested.params())

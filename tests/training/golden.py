@@ -1,11 +1,11 @@
-"""Golden losses: the first 20 steps of every shipped preset, scaled down, kept in `golden/<preset>.json`.
+"""Golden losses: the first 20 steps of every shipped recipe, scaled down, kept in `golden/<recipe>.json`.
 
-A refactor leaves them as they are; who changes a preset or the algorithm makes them anew and says so in the commit:
+A refactor leaves them as they are; who changes a recipe or the algorithm makes them anew and says so in the commit:
 
-    python tests/training/golden.py             # all presets
+    python tests/training/golden.py             # all recipes
     python tests/training/golden.py unidec      # this one
 
-Everything of a preset that decides what is computed is kept (losses, weights, dropouts, rates, pools, refresh); sizes,
+Everything of a recipe that decides what is computed is kept (losses, weights, dropouts, rates, pools, refresh); sizes,
 the transformer, the length of the schedule and the number format are replaced by small ones. Processors differ in the
 last bits of sums, exponentials and normal random numbers, so figures are compared to a relative 1e-5, and dropout
 masks come from a generator that other architectures do not have: golden losses count on x86-64 only.
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from unidec.config import Params, load_params, preset_names
+from unidec.config import Params, load_params, recipe_names
 from unidec.data.dataset import write_dataset
 from unidec.data.raw import RawData
 from unidec.data.tokens import TokenCache, build_token_cache
@@ -34,22 +34,22 @@ KEPT = ("loss", "loss_de", "loss_clf", "grad_norm", "pool_size", "positives_per_
 STEPS_PER_EPOCH, EPOCHS, REFRESH = 4, 5, 2
 
 
-def small(preset: str, transformer: Path, folder: Path) -> Params:
-    """A preset's parameters with small sizes."""
+def small(recipe: str, transformer: Path, folder: Path) -> Params:
+    """A recipe's parameters with small sizes."""
     file = folder / "params.yaml"
-    file.write_text(f"preset: {preset}\n", encoding="utf-8")
-    of_preset = load_params(file)
+    file.write_text(f"recipe: {recipe}\n", encoding="utf-8")
+    of_recipe = load_params(file)
     return load_params(file, {
         "seed": 0, "device": "cpu", "encoder.name": str(transformer), "tokens.max_length": 16, "model.dim": 16,
-        "encoder.trainable_layers": min(of_preset.encoder.trainable_layers, 1),
-        "pool.batch_size": 12, "pool.size": min(of_preset.pool.size, 30), "pool.refresh": REFRESH,
+        "encoder.trainable_layers": min(of_recipe.encoder.trainable_layers, 1),
+        "pool.batch_size": 12, "pool.size": min(of_recipe.pool.size, 30), "pool.refresh": REFRESH,
         "optim.epochs": EPOCHS, "optim.warmup_epochs": 1.0, "optim.precision": "fp32",
     })  # fmt: skip
 
 
-def first_steps(preset: str, raw: RawData, transformer: Path, folder: Path) -> list[dict[str, float]]:
+def first_steps(recipe: str, raw: RawData, transformer: Path, folder: Path) -> list[dict[str, float]]:
     """Train 20 steps below a folder; the figures of each."""
-    params = small(preset, transformer, folder)
+    params = small(recipe, transformer, folder)
     dataset = write_dataset(folder / "dataset", raw, validation_share=0.1)
     tokens = []
     for name, size in (("queries", dataset.num_queries), ("labels", dataset.num_labels)):
@@ -93,15 +93,15 @@ def _conftest() -> Any:
     return module
 
 
-def main(presets: list[str]) -> None:
+def main(recipes: list[str]) -> None:
     """Write the golden files and say how far each moved."""
     conftest = _conftest()
     raw = conftest.make_raw()
-    for preset in presets or preset_names():
+    for recipe in recipes or recipe_names():
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            ours = first_steps(preset, raw, conftest.tiny_transformer("bert", raw, folder / "bert"), folder)
-        file = FOLDER / f"{preset}.json"
+            ours = first_steps(recipe, raw, conftest.tiny_transformer("bert", raw, folder / "bert"), folder)
+        file = FOLDER / f"{recipe}.json"
         moved = differences(ours, json.loads(file.read_text())) if file.is_file() else ["new"]
         rows = ",\n".join(json.dumps(row) for row in ours)
         file.write_text(f"[\n{rows}\n]\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Golden losses of every shipped preset: a refactor leaves the first 20 steps as they were (see golden.py)."""
+"""Golden losses of every shipped recipe: a refactor leaves the first 20 steps as they were (see golden.py)."""
 
 import json
 import platform
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unidec.config import preset_names
+from unidec.config import recipe_names
 
 HERE = Path(__file__).parent
 AGAIN = "was it meant? then: python tests/training/golden.py"
@@ -18,17 +18,17 @@ def golden(helper):
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="dropout masks differ by architecture")
-@pytest.mark.parametrize("preset", preset_names())
-def test_first_steps_are_as_they_were(golden, tiny_raw, tiny_bert, tmp_path, preset):
-    file = HERE / "golden" / f"{preset}.json"
-    assert file.is_file(), f"the preset {preset} has no golden losses: python tests/training/golden.py {preset}"
-    ours = golden.first_steps(preset, tiny_raw, tiny_bert, tmp_path)
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_first_steps_are_as_they_were(golden, tiny_raw, tiny_bert, tmp_path, recipe):
+    file = HERE / "golden" / f"{recipe}.json"
+    assert file.is_file(), f"the recipe {recipe} has no golden losses: python tests/training/golden.py {recipe}"
+    ours = golden.first_steps(recipe, tiny_raw, tiny_bert, tmp_path)
     differences = golden.differences(ours, json.loads(file.read_text()))
     assert not differences, "\n".join([*differences[:5], f"{len(differences)} figures differ; {AGAIN}"])
 
 
-def test_no_golden_losses_of_presets_that_are_gone():
-    assert sorted(file.stem for file in (HERE / "golden").glob("*.json")) == preset_names()
+def test_no_golden_losses_of_recipes_that_are_gone():
+    assert sorted(file.stem for file in (HERE / "golden").glob("*.json")) == recipe_names()
 
 
 def test_a_difference_is_seen(golden):

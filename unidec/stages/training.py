@@ -296,7 +296,7 @@ def _open_tracking(params: Params, run_dir: Path, state: dict[str, Any], lines: 
         tags |= {"accepted": "; ".join(accepted)[:5000]}
     about = {"name": dataset.name, "digest": digest, "path": str(paths.DATASET), **facts}
     tracker = Tracker(params.tracking.experiment)
-    name = f"{dataset.name} {params.preset or params.model.heads} {run_dir.name[:6]}"
+    name = f"{dataset.name} {params.recipe or params.model.heads} {run_dir.name[:6]}"
     run_id = state.get("notes", {}).get("mlflow_run_id")
     tracker.start(run_dir, flatten(params), tags, about, run_name=name, run_id=run_id)
     tracker.log_files([paths.VALIDATION / "index.html"], "validation")

@@ -21,7 +21,7 @@ from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError, ConfigError
 
 CHUNK_TEXTS = 256  # as `unidec.model.encoder`, which is not imported here: a plan by hand needs no torch
-# config.json of the models that the papers and the presets name, where no folder is at hand (their model cards)
+# config.json of the models that the papers and the recipes name, where no folder is at hand (their model cards)
 NAMED: dict[str, dict[str, Any]] = {
     "distilbert-base-uncased": {"model_type": "distilbert", "dim": 768, "n_layers": 6, "n_heads": 12,
                                 "hidden_dim": 3072, "vocab_size": 30522, "max_position_embeddings": 512},
