@@ -117,7 +117,7 @@ class CutStep:
     def installed(self) -> Iterator[None]:
         """Within: heads and losses cut the graph, input building and losses keep time."""
         trainer, model, watch = self.trainer, self.trainer.model, self.watch
-        kept = {"de": model.de, "clf": model.clf, "_loss": trainer._loss, "build": trainer.batches.build}
+        kept = {"de": model.de, "clf": model.clf, "loss": trainer.objective.loss, "build": trainer.batches.build}
 
         def head(name: str) -> Any:
             def run(x_BW: Tensor) -> Tensor:
@@ -128,13 +128,13 @@ class CutStep:
 
         def loss(kind: str, similarity_BS: Tensor, *rest: Any) -> Tensor:
             with watch.part("losses forward"):
-                return kept["_loss"](kind, self.at_losses.cut(similarity_BS), *rest)
+                return kept["loss"](kind, self.at_losses.cut(similarity_BS), *rest)
 
         def build(parts: Any) -> Any:
             with watch.part("make the texts' input"):
                 return kept["build"](parts)
 
-        replaced = [(model, "de", head("de")), (model, "clf", head("clf")), (trainer, "_loss", loss)]
+        replaced = [(model, "de", head("de")), (model, "clf", head("clf")), (trainer.objective, "loss", loss)]
         replaced.append((trainer.batches, "build", build))
         for holder, name, function in replaced:
             object.__setattr__(holder, name, function)
@@ -143,7 +143,7 @@ class CutStep:
         finally:
             for holder, name, _ in replaced[:2]:
                 object.__delattr__(holder, name)
-            object.__delattr__(trainer, "_loss")
+            object.__delattr__(trainer.objective, "loss")
             trainer.batches.build = kept["build"]
 
     def run(self, rows_B: np.ndarray, step: int) -> Prepared:
@@ -153,7 +153,7 @@ class CutStep:
         with watch.part("encoder forward"), trainer._autocast():
             x_BW = self.at_encoder.cut(trainer.model.encoder(batch.texts))
         with watch.part("similarities forward"):
-            losses = trainer._losses(x_BW, batch)
+            losses = trainer.objective.losses(x_BW, batch, trainer.step)
             loss = torch.stack(list(losses.values())).sum()
         with watch.part("losses backward"):
             loss.backward()

@@ -22,8 +22,8 @@ def everything(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def spoil_loss(trainer: Any, value: float) -> None:
-    losses = trainer._losses
-    trainer._losses = lambda *given: {name: loss * value for name, loss in losses(*given).items()}
+    losses = trainer.objective.losses
+    trainer.objective.losses = lambda *given: {name: loss * value for name, loss in losses(*given).items()}
 
 
 def spoil_gradient(trainer: Any, value: float) -> None:

@@ -28,7 +28,7 @@ def runs_out(trainer: Any, at_step: int, patch: pytest.MonkeyPatch, place: str) 
             elif place == "backward":
                 patch.setattr(torch.Tensor, "backward", full)
             else:
-                patch.setattr(trainer, "_losses", full)
+                patch.setattr(trainer.objective, "losses", full)
         return step(batch)
 
     patch.setattr(trainer, "train_step", short)

@@ -105,7 +105,7 @@ def test_the_losses_of_a_step_equal_loops(open_trainer, tiny_dataset, everything
     relevance, filtered = tiny_dataset.relevance.toarray() > 0, tiny_dataset.filter_pairs.toarray()
     rows = np.concatenate([np.flatnonzero((filtered & ~relevance).any(1) & (tiny_dataset.split_N == 0)), [0, 1, 2]])
     batch = trainer.prepare(rows, 0)
-    losses = trainer._losses(model.encoder(batch.texts), batch)
+    losses = trainer.objective.losses(model.encoder(batch.texts), batch, 0)
     model.eval()
 
     def dense(head, columns):
@@ -240,8 +240,8 @@ def test_a_refresh_makes_what_is_needed(open_trainer, tiny_dataset, overrides, c
 
 
 def fault_in_loss(trainer, monkeypatch):
-    losses = trainer._losses
-    monkeypatch.setattr(trainer, "_losses", lambda *args: {k: v * math.inf for k, v in losses(*args).items()})
+    losses = trainer.objective.losses
+    monkeypatch.setattr(trainer.objective, "losses", lambda *args: {k: v * math.inf for k, v in losses(*args).items()})
 
 
 def fault_in_dense_gradient(trainer, monkeypatch):

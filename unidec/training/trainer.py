@@ -1,7 +1,6 @@
 """Training: refresh (cluster, mine), then epochs of steps on pools of labels (UniDEC, Algorithm 1).
 
-Legend: B queries in a batch, S labels its classifier sees, N queries, L labels, W width of the encoder, D width of a
-head.
+Legend: B queries in a batch, N queries, L labels, W width of the encoder, D width of a head.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from torch import Tensor
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import write_bytes_atomic
+from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.data.tokens import TokenCache, Tokens
 from unidec.errors import ArtifactError, TrainingError
 from unidec.model.frozen import cached_inputs
-from unidec.model.losses import PoolTargets, symmetric_loss
 from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
@@ -37,6 +35,7 @@ from unidec.training.batches import Batches, Prepared
 from unidec.training.checkpoint import Checkpoint, CheckpointWriter, RowPart, load_checkpoint
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.identity import check_same, run_identity
+from unidec.training.objective import Objective
 from unidec.training.optim import Optimisers
 from unidec.training.precision import autocast_type, choose_device
 from unidec.training.random_streams import random_states, restore_random_states, start_stream
@@ -97,6 +96,7 @@ class Trainer:
             placement=place,
         ).to(self.device)  # fmt: skip
         self.model.encoder.recompute = params.run.recompute
+        self.objective = Objective(params, self.model, ranks)
         self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp, ranks)
         self.batches = Batches(params, dataset, self.tokens, self.build, self.device, ranks, label_graph)
         self.steps_per_epoch = self._num_batches()
@@ -160,7 +160,7 @@ class Trainer:
         if self.ranks.is_first:
             for name, key, last in (("history", "step", self.step - 1), ("rounds", "epoch", self.epoch)):
                 # steps are counted from 0: the next one has the number of those that are done
-                _cut_lines(self.run_dir / f"{name}.jsonl", lambda line, k=key, m=last: line[k] <= m)
+                _cut_lines(self.run_dir / f"{name}.jsonl", key, last)
 
     def _take(self, checkpoint: Checkpoint) -> None:
         weights = {key.removeprefix("model."): x for key, x in checkpoint.dense.items() if key.startswith("model.")}
@@ -359,7 +359,7 @@ class Trainer:
         try:
             with self._autocast():
                 x_BW = self.model.encoder(batch.texts)
-            losses = self._losses(x_BW, batch)
+            losses = self.objective.losses(x_BW, batch, self.step)
             loss = torch.stack(list(losses.values())).sum()
             loss.backward()
         except torch.OutOfMemoryError as error:
@@ -384,47 +384,6 @@ class Trainer:
         whole, own = ([t.used[1].grad for t in some if t.used is not None] for some in (replicated, sharded))
         everyones = [*(p.grad for p in optimisers.dense), *whole]
         return ranks.norm(*([grad for grad in grads if grad is not None] for grads in (everyones, own)))
-
-    def _losses(self, x_BW: Tensor, batch: Prepared) -> dict[str, Tensor]:
-        """Weighted losses of the heads: balance * L_D, (1 - balance) * (L_C + clf_bce * BCE).
-
-        Args:
-            x_BW: the encoder's outputs for this rank's texts: queries, then pool labels.
-        """
-        settings, model, ranks, own = self.params.loss, self.model, self.ranks, batch.num_own_queries
-        scale = model.log_scale.exp()
-        query_sizes, pool_sizes = ranks.sizes(len(batch.pool.rows_B)), ranks.sizes(len(batch.pool.pool_S))
-        both = model.heads == "both"
-        losses = {}
-        if model.heads != "clf":
-            de_BD = model.de(x_BW)
-            logit_BS = ranks.gather(de_BD[:own], query_sizes) @ ranks.gather(de_BD[own:], pool_sizes).T
-            losses["loss_de"] = (settings.balance if both else 1.0) * self._loss(
-                settings.de, logit_BS, scale[0], batch.targets, settings.de_forward
-            )
-        if model.heads != "de":
-            assert model.table is not None
-            clf_BD = ranks.gather(model.clf(x_BW[:own]), query_sizes)
-            logit_BS = clf_BD @ ranks.gather(model.table.gather(batch.clf_labels), batch.clf_sizes).T
-            if model.bias is not None:
-                logit_BS = logit_BS + ranks.gather(model.bias.gather(batch.clf_labels), batch.clf_sizes).T
-            weight = 1.0 - settings.balance if both else 1.0
-            clf = self._loss(settings.clf, logit_BS, scale[1], batch.clf_targets, settings.clf_forward)
-            if settings.clf_bce > 0:
-                clf = clf + settings.clf_bce * self._loss("bce", logit_BS, scale[1], batch.clf_targets, 1.0)
-            losses["loss_clf"] = weight * clf
-        return losses
-
-    def _loss(self, kind: str, similarity_BS: Tensor, scale: Tensor, targets: PoolTargets, forward: float) -> Tensor:
-        settings = self.params.loss
-        options: dict[str, Any] = {"reduction": settings.reduction, "forward": forward}
-        if settings.reduction == "pol":  # which of the sampled positives; a stream of its own for each step
-            options["generator"] = torch.Generator().manual_seed(hash((self.params.seed, self.step)) % 2**63)
-        if kind == "triplet":  # its margin is in units of similarity
-            return symmetric_loss(kind, similarity_BS, targets, margin=settings.margin, **options)
-        if kind == "bce":
-            options["normalise"] = settings.bce_normalise
-        return symmetric_loss(kind, similarity_BS * scale, targets, **options)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None)
@@ -478,8 +437,8 @@ def _document_frequency(tokens: Tokens, rows: np.ndarray, vocab: int) -> np.ndar
     return frequency_V
 
 
-def _cut_lines(path: Path, keep: Any) -> None:
-    """Drop the lines that a resumed run will write again."""
+def _cut_lines(path: Path, key: str, last: int) -> None:
+    """Drop the lines that a resumed run will write again: those whose `key` is above `last`."""
     if path.is_file():
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        write_bytes_atomic(path, "".join(f"{line}\n" for line in lines if keep(json.loads(line))).encode())
+        lines = [json.dumps(line) for line in read_json_lines(path) if line[key] <= last]
+        write_bytes_atomic(path, "".join(f"{line}\n" for line in lines).encode())
