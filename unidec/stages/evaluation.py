@@ -14,6 +14,7 @@ from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
 from unidec.data.storage import read_json_lines, read_manifest, write_bytes_atomic, write_json
+from unidec.evaluation.frequency import frequency_bins
 from unidec.evaluation.metrics import evaluate as all_metrics
 from unidec.evaluation.metrics import remove_filtered
 from unidec.evaluation.plots import plots_csv, save_pngs
@@ -48,6 +49,7 @@ def evaluate(params: Params) -> dict[str, Any]:
         result[space] = ranking.metrics(space, 1.0, info.clf_normalize, propensity)
     result["index"] = _against_exact(bundle, ranking) | {"clf_weight": info.clf_weight}
     result["validation"] = info.metrics.get("validation", {})
+    result["frequency_bins"] = frequency_bins(labels, truth, propensity.counts_L, propensity.inverse_L)
     shown = {name: headline(result[name]) for name in SINGLE_HEADS if name in result}
     write_json(paths.METRICS, result | shown)
     _write_predictions(paths.PREDICTIONS, dataset, ranking.rows, scores, labels)

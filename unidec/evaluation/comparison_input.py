@@ -1,0 +1,192 @@
+"""What the page of a comparison shows, as plain values: it knows no files, and nothing of how cells are run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100", "coverage@5")
+COSTS = {
+    "train_seconds": "training, s",
+    "refresh_seconds": "refreshes, s",
+    "total_seconds": "whole cell, s",
+    "search_ms": "search, ms a query",
+    "encode_ms": "encoding, ms a query",
+    "peak_memory_bytes": "peak memory, MB",
+    "parameters_encoder": "encoder, parameters",
+    "parameters_heads": "heads, parameters",
+    "parameters_classifier": "classifier, parameters",
+    "bundle_bytes": "bundle, MB",
+}
+"""Keys of `Run.costs` that are shown, and their column heads; a name that ends in `_bytes` is shown in MB."""
+
+Records = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set with a choice of text: one headline table.
+
+    Attributes:
+        name: unique, "lf-debian, title". about: one line. card: facts, nested mappings allowed.
+    """
+
+    name: str
+    about: str = ""
+    card: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One seed of a cell.
+
+    Attributes:
+        seed: of the run.
+        metrics: of the test split in percent, as `unidec.evaluation.metrics.evaluate` names them ("P@1", "tail/R@10").
+        validation: the same of the validation split.
+        parts: {"de" | "clf" | "knn": metrics of the test split with that score alone}.
+        costs: keys of `COSTS`: seconds, milliseconds, bytes, numbers of parameters; what was not measured is left out.
+        curve: lines of rounds.jsonl. Peers have none.
+        history: lines of history.jsonl, or any lines with "pool_size" and "positives_per_query".
+        bins: what `unidec.evaluation.frequency.frequency_bins` returned.
+    """
+
+    seed: int
+    metrics: Mapping[str, float]
+    validation: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
+    curve: Records = ()
+    history: Records = ()
+    bins: Records = ()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system on one task, all its seeds.
+
+    Attributes:
+        task: name of its task. name: unique within the task.
+        kind: "recipe" is trained by us, "peer" comes from outside or needs no training.
+        about: one line. recipe: its recipe's name. settings: what is set beyond the recipe and the common settings.
+        runs: the seeds that ended well, may be empty.
+    """
+
+    task: str
+    name: str
+    kind: Literal["recipe", "peer"] = "recipe"
+    about: str = ""
+    recipe: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    runs: Sequence[Run] = ()
+
+    def values(self, metric: str) -> list[float]:
+        """A metric of each seed that has it, finite."""
+        found = [float(run.metrics[metric]) for run in self.runs if metric in run.metrics]
+        return [value for value in found if math.isfinite(value)]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A paired test of one cell against another of the same task.
+
+    Attributes:
+        task, cell, against: names. metric: such as "PSP@5".
+        difference, low, high: cell minus `against` and its 95 % interval, in percentage points.
+        p_value: corrected for the family of tests, 0 to 1.
+    """
+
+    task: str
+    cell: str
+    against: str
+    metric: str
+    difference: float
+    low: float
+    high: float
+    p_value: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that differ in one thing, shown as a small table of differences to the base.
+
+    Attributes:
+        title: heading. base: name of the cell the others are compared with. cells: the others, in order.
+        about: which table of which paper this repeats. finding: one or two sentences on what came out.
+        metrics: columns; empty: the headline.
+    """
+
+    title: str
+    base: str
+    cells: Sequence[str]
+    about: str = ""
+    finding: str = ""
+    metrics: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that has no result. state: "failed", "stopped" or "not run"; reason: its last words; log: relative path."""
+
+    task: str
+    cell: str
+    seed: int | None = None
+    state: str = "failed"
+    reason: str = ""
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class ComparisonInput:
+    """All that the page shows; a part that is not given is left out.
+
+    Attributes:
+        title: heading. date: as it shall read; the clock is not asked. about: one line.
+        notes: paragraphs under the heading: what was found.
+        tasks, cells: shown in this order; a cell's task that is not among `tasks` gets a table without a card.
+        headline: metrics of the headline table.
+        contrasts: paired tests; `contrast_note` says which test, how many samples, how corrected.
+        groups: ablation tables, shown for each task that has their cells.
+        failures: runs without a result.
+        common: settings that all recipes share. lineage: commit, hashes, machine, commands.
+    """
+
+    title: str = "Comparison"
+    date: str = ""
+    about: str = ""
+    notes: Sequence[str] = ()
+    tasks: Sequence[Task] = ()
+    cells: Sequence[Cell] = ()
+    headline: Sequence[str] = HEADLINE
+    contrasts: Sequence[Contrast] = ()
+    contrast_note: str = ""
+    groups: Sequence[Group] = ()
+    failures: Sequence[Failure] = ()
+    common: Mapping[str, Any] = field(default_factory=dict)
+    lineage: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean and spread of a figure over seeds.
+
+    Attributes:
+        mean: NaN where there is no value. spread: standard deviation of a sample (n - 1), NaN below two values.
+        count: values.
+    """
+
+    mean: float
+    spread: float
+    count: int
+
+
+def summary(values: Sequence[float]) -> Summary:
+    """Mean, sample standard deviation and number of the finite values."""
+    finite = [float(value) for value in values if math.isfinite(value)]
+    if not finite:
+        return Summary(math.nan, math.nan, 0)
+    spread = statistics.stdev(finite) if len(finite) > 1 else math.nan
+    return Summary(statistics.fmean(finite), spread, len(finite))
