@@ -291,6 +291,11 @@ def load_params(path: str | Path = "params.yaml", overrides: Mapping[str, Any] |
     for key, value in (overrides or {}).items():
         _put(values, tuple(key.split(".")), value)
         origin[key] = "--set"
+    return build_params(values, origin, str(path))
+
+
+def build_params(values: dict[str, Any], origin: dict[str, str], where: str) -> Params:
+    """Nested values over those of their recipe; `origin` says where a key path was given. Errors: `load_params`."""
     recipe = values.get("recipe")
     problems: list[str] = []
     if isinstance(recipe, str):
@@ -302,7 +307,7 @@ def load_params(path: str | Path = "params.yaml", overrides: Mapping[str, Any] |
             problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
     params, found = _validate(values, origin)
     if found or problems or params is None:
-        raise ParamsError(problems + found, str(path))
+        raise ParamsError(problems + found, where)
     return params
 
 

@@ -1,0 +1,1 @@
+"""Comparisons: many systems on the same data, split, encoder and seeds, each a child process in a folder of its own."""
