@@ -14,7 +14,6 @@ from unidec.evaluation.metrics import (
     Evaluator,
     evaluate,
     filtered_truth,
-    paired_bootstrap,
     per_query,
     remove_filtered,
 )
@@ -253,32 +252,6 @@ def test_per_query_means_are_the_overall_figures(width):
     for name, value_N in per_query(predicted, relevance).items():
         assert value_N.shape == (50,)
         assert value_N.mean() == pytest.approx(overall[name])
-
-
-def test_paired_bootstrap_equals_a_slow_loop_and_behaves(monkeypatch):
-    rng = np.random.default_rng(5)
-    a_N, b_N = rng.normal(0.2, 1, 80), rng.normal(0, 1, 80)
-    got = paired_bootstrap(a_N, b_N, 300, seed=3)
-    resample = np.random.default_rng(3).integers(80, size=(300, 80))
-    means = [np.mean([a_N[i] - b_N[i] for i in row]) for row in resample]
-    assert got["difference"] == pytest.approx(np.mean(a_N) - np.mean(b_N))
-    assert got["low"] == pytest.approx(np.percentile(means, 2.5))
-    assert got["high"] == pytest.approx(np.percentile(means, 97.5))
-    lesser = min(sum(m <= 0 for m in means), sum(m >= 0 for m in means))
-    assert got["p_value"] == pytest.approx(min(1, 2 * (lesser + 1) / 301))
-    assert paired_bootstrap(a_N, b_N, 300, seed=3) == got
-    assert paired_bootstrap(a_N, a_N)["p_value"] == 1.0
-    clear = paired_bootstrap(a_N + 5, b_N)
-    assert clear["p_value"] < 0.01
-    assert clear["low"] > 4
-    large = paired_bootstrap(rng.random(2**20), rng.random(2**20), 5, seed=0)  # several blocks
-    assert large["low"] <= large["difference"] + 0.01
-
-
-@pytest.mark.parametrize(("a", "b", "samples"), [([], [], 10), ([1.0], [1.0, 2.0], 10), ([1.0], [1.0], 0)])
-def test_paired_bootstrap_refuses(a, b, samples):
-    with pytest.raises(DataError):
-        paired_bootstrap(a, b, samples)
 
 
 @pytest.mark.parametrize(("k", "density"), [(1, 0.2), (6, 0.3), (12, 0.2), (20, 0.5), (0, 0.1), (4, 0.0), (4, 1.0)])

@@ -55,7 +55,7 @@ def _shape(matrix: csr_matrix) -> tuple[int, int]:
     return cast("tuple[int, int]", matrix.shape)  # scipy's annotation says that it may be None
 
 
-def _pair_keys(matrix: csr_matrix, positive_only: bool) -> NDArray[np.int64]:
+def pair_keys(matrix: csr_matrix, positive_only: bool) -> NDArray[np.int64]:
     """Stored pairs of a CSR matrix as sorted, unique int64 keys `row * L + label`."""
     num_rows, num_labels = _shape(matrix)
     row_E = np.repeat(np.arange(num_rows, dtype=np.int64), np.diff(matrix.indptr))
@@ -65,7 +65,7 @@ def _pair_keys(matrix: csr_matrix, positive_only: bool) -> NDArray[np.int64]:
     return np.unique(key_E)
 
 
-def _lookup(label_BK: NDArray[np.int64], key_E: NDArray[np.int64], num_labels: int) -> NDArray[np.bool_]:
+def lookup(label_BK: NDArray[np.int64], key_E: NDArray[np.int64], num_labels: int) -> NDArray[np.bool_]:
     """True where (row, label) is among the sorted keys; -1 never is."""
     if key_E.size == 0 or label_BK.size == 0:
         return np.zeros(label_BK.shape, dtype=bool)
@@ -74,7 +74,7 @@ def _lookup(label_BK: NDArray[np.int64], key_E: NDArray[np.int64], num_labels: i
     return (key_E[place_BK] == wanted_BK) & (label_BK >= 0)
 
 
-def _check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> NDArray[np.int64]:
+def check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> NDArray[np.int64]:
     """Predictions as int64 [B, K], or a DataError that names the first faulty row."""
     label_BK = np.asarray(predicted)
     if label_BK.ndim != 2 or (label_BK.size and label_BK.dtype.kind not in "iu"):
@@ -230,16 +230,16 @@ class Evaluator:
             DataError: shapes that do not fit, a label out of range or predicted twice for one query.
         """
         num_labels = len(self._weight_L)
-        label_BK = _check_predictions(predicted_BK, relevance, num_labels)[:, : self._width]
+        label_BK = check_predictions(predicted_BK, relevance, num_labels)[:, : self._width]
         self._num_queries += len(label_BK)
-        key_E = _pair_keys(relevance, positive_only=True)
+        key_E = pair_keys(relevance, positive_only=True)
         if num_labels == 0 or key_E.size == 0:
             return  # nothing is relevant: these queries count as 0 everywhere
         if label_BK.shape[1] == 0:
             label_BK = np.full((len(label_BK), 1), -1, dtype=np.int64)
         row_E, label_E = np.divmod(key_E, num_labels)
         weight_E, group_E = self._weight_L[label_E], self._group_L[label_E]
-        hit_BK = _lookup(label_BK, key_E, num_labels)
+        hit_BK = lookup(label_BK, key_E, num_labels)
         weight_BK = np.where(hit_BK, self._weight_L[label_BK], 0.0)
         self._scopes[0].add(hit_BK, weight_BK, row_E, weight_E)
         group_BK = self._group_L[label_BK]
@@ -279,7 +279,7 @@ def evaluate(
     evaluator = Evaluator(inverse_propensity_L, group_L, ks, propensity_ks)
     predicted_NK = np.asarray(predicted_NK)
     if len(predicted_NK) != _shape(relevance)[0]:
-        _check_predictions(predicted_NK, relevance, _shape(relevance)[1])
+        check_predictions(predicted_NK, relevance, _shape(relevance)[1])
     for start in range(0, len(predicted_NK), _BLOCK):
         evaluator.update(predicted_NK[start : start + _BLOCK], relevance[start : start + _BLOCK])
     return evaluator.compute()
@@ -291,9 +291,9 @@ def per_query(predicted_NK: Any, relevance: csr_matrix) -> dict[str, Floats]:
     Args and errors: as in `Evaluator.update`.
     """
     num_labels = _shape(relevance)[1]
-    label_NK = _check_predictions(predicted_NK, relevance, num_labels)
-    key_E = _pair_keys(relevance, positive_only=True)
-    hit_NK = _lookup(label_NK, key_E, num_labels)
+    label_NK = check_predictions(predicted_NK, relevance, num_labels)
+    key_E = pair_keys(relevance, positive_only=True)
+    hit_NK = lookup(label_NK, key_E, num_labels)
     positives_N = np.bincount(key_E // max(num_labels, 1), minlength=len(label_NK))
     discount_K = 1.0 / np.log2(np.arange(2, 7))
     ideal = np.concatenate([[1.0], np.cumsum(discount_K)])
@@ -302,45 +302,6 @@ def per_query(predicted_NK: Any, relevance: csr_matrix) -> dict[str, Floats]:
         "P@1": 100.0 * hit_NK[:, :1].sum(axis=1),
         "nDCG@5": 100.0 * gain_N / ideal[np.minimum(positives_N, 5)],
         "R@100": 100.0 * hit_NK[:, :100].sum(axis=1) / np.maximum(positives_N, 1),
-    }
-
-
-def paired_bootstrap(a_N: Any, b_N: Any, num_samples: int = 1000, seed: int = 0) -> dict[str, float]:
-    """Paired bootstrap over queries of the mean difference a - b.
-
-    Args:
-        a_N, b_N: one metric of the same N >= 1 queries under two systems (`per_query`).
-        num_samples: resamples of the N queries, at least 1.
-        seed: of the resampling.
-
-    Returns:
-        `difference` (mean of a - b), `low` and `high` (95 % percentile interval of it), `p_value` (two-sided: twice the
-        share of resamples on the lesser side of 0, ties on both, add-one smoothed, at most 1), in the metric's unit.
-
-    Source: Efron and Tibshirani 1993; Koehn 2004 for the paired form. Errors: DataError on unequal or empty input.
-    """
-    a_N, b_N = np.asarray(a_N, dtype=np.float64), np.asarray(b_N, dtype=np.float64)
-    if a_N.ndim != 1 or a_N.shape != b_N.shape or a_N.size == 0 or num_samples < 1:
-        raise DataError(
-            "a paired bootstrap needs two vectors over the same queries and at least one sample",
-            got=f"shapes {a_N.shape} and {b_N.shape}, {num_samples} samples",
-        )
-    difference_N = a_N - b_N
-    generator = np.random.default_rng(seed)
-    block = max(1, 2**21 // a_N.size)  # about 16 MB of indices at a time
-    means = np.concatenate(
-        [
-            difference_N[generator.integers(a_N.size, size=(min(block, num_samples - start), a_N.size))].mean(axis=1)
-            for start in range(0, num_samples, block)
-        ]
-    )
-    lesser = min(np.count_nonzero(means <= 0), np.count_nonzero(means >= 0))
-    low, high = np.percentile(means, [2.5, 97.5])
-    return {
-        "difference": float(difference_N.mean()),
-        "low": float(low),
-        "high": float(high),
-        "p_value": min(1.0, 2.0 * (lesser + 1) / (num_samples + 1)),
     }
 
 
@@ -364,11 +325,11 @@ def remove_filtered(
         DataError: shapes that do not fit, a label out of range or predicted twice.
     """
     num_labels = _shape(filter_pairs)[1]
-    label_NK = _check_predictions(predicted_NK, filter_pairs, num_labels)
+    label_NK = check_predictions(predicted_NK, filter_pairs, num_labels)
     scores_NK = np.asarray(scores_NK)
     if scores_NK.shape != label_NK.shape:
         raise DataError("scores and predictions differ in shape", got=f"{scores_NK.shape} and {label_NK.shape}")
-    keep_NK = (label_NK >= 0) & ~_lookup(label_NK, _pair_keys(filter_pairs, positive_only=False), num_labels)
+    keep_NK = (label_NK >= 0) & ~lookup(label_NK, pair_keys(filter_pairs, positive_only=False), num_labels)
     place_NK = np.cumsum(keep_NK, axis=1) - 1
     row, column = np.nonzero(keep_NK & (place_NK < k))
     place = place_NK[row, column]
@@ -391,6 +352,6 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
     """
     if _shape(relevance) != _shape(filter_pairs):
         raise DataError("relevance and filter differ in shape", got=f"{relevance.shape} and {filter_pairs.shape}")
-    key_E = np.setdiff1d(_pair_keys(relevance, True), _pair_keys(filter_pairs, False), assume_unique=True)
+    key_E = np.setdiff1d(pair_keys(relevance, True), pair_keys(filter_pairs, False), assume_unique=True)
     row_E, label_E = np.divmod(key_E, max(_shape(relevance)[1], 1))
     return csr_matrix((np.ones(len(key_E), dtype=bool), (row_E, label_E)), shape=_shape(relevance))
