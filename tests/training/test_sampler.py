@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unidec.errors import ConfigError, DataError
-from unidec.training.sampler import PoolSampler, clustered_batches, random_batches
+from unidec.training.sampler import PoolSampler, clustered_batches, num_clusters, random_batches
 
 
 @pytest.fixture
@@ -348,3 +348,99 @@ def test_clustered_batches_are_the_clusters_in_another_order_each_epoch():
         assert [batch.tolist() for batch in again] == batches and again[0].dtype == np.int64
         orders.add(str(batches))
     assert len(orders) > 10  # of 24
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(0, 3), (1, 1), (2, 1), (43, 12), (48, 12), (49, 12), (1000, 7)])
+def test_number_of_clusters_is_the_smallest_power_of_two_that_fits(num_rows, size):
+    depth = 0
+    while -(-num_rows // 2**depth) > size:
+        depth += 1
+    assert num_clusters(num_rows, size) == 2**depth
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "cluster", "batch"), [(43, 2, 12), (43, 1, 12), (97, 5, 20), (64, 4, 16), (5, 1, 8)]
+)
+def test_small_clusters_are_dealt_whole_to_batches_of_even_size(num_rows, cluster, batch):
+    offsets = np.linspace(0, num_rows, num_clusters(num_rows, cluster) + 1).astype(np.int64)  # sizes differ by one
+    if cluster == 1:
+        offsets = np.arange(num_rows + 1)
+    order = np.random.default_rng(1).permutation(num_rows)
+    of_row = {int(row): c for c in range(len(offsets) - 1) for row in order[offsets[c] : offsets[c + 1]]}
+    count, together = num_clusters(num_rows, batch), Counter()
+    for epoch in range(12):
+        batches = clustered_batches(order, offsets, seed=0, epoch=epoch, num_batches=count)
+        again = clustered_batches(order, offsets, seed=0, epoch=epoch, num_batches=count)
+        assert [b.tolist() for b in batches] == [b.tolist() for b in again]
+        sizes = [len(b) for b in batches]
+        assert len(batches) == count and max(sizes) <= batch and max(sizes) - min(sizes) <= 1
+        assert sorted(np.concatenate(batches).tolist()) == list(range(num_rows))
+        held = [{of_row[int(row)] for row in b} for b in batches]
+        assert sum(len(h) for h in held) == len(set().union(*held)), "no cluster is torn"
+        together.update(frozenset(h) for h in held)
+    if count > 1:
+        assert len(together) > count, "each epoch deals anew"
+
+
+def test_as_many_batches_as_clusters_are_the_clusters():
+    order, offsets = np.arange(10), np.array([0, 3, 6, 10])
+    plain = clustered_batches(order, offsets, seed=4, epoch=2)
+    for count in (3, 8):
+        assert [b.tolist() for b in clustered_batches(order, offsets, 4, 2, count)] == [b.tolist() for b in plain]
+
+
+def sequential_chances(weights, beta):
+    """Chance of each label to be among `beta` drawn one after the other, by their weights, without replacement."""
+    if beta == 0:
+        return np.zeros(len(weights))
+    chances = np.zeros(len(weights))
+    for first, share in enumerate(weights / weights.sum()):
+        if share > 0:
+            rest = weights.copy()
+            rest[first] = 0
+            chances[first] += share
+            if rest.sum() > 0:
+                chances += share * sequential_chances(rest, beta - 1)
+    return chances
+
+
+@pytest.mark.parametrize("beta", [1, 2, 3])
+def test_weighted_positives_are_drawn_in_proportion_to_their_weights(beta):
+    relevance = sp.csr_matrix(np.array([[1, 1, 1, 1, 0], [0, 1, 0, 0, 1]], dtype=np.float32))
+    weight_L = np.array([1.0, 2.0, 4.0, 9.0, 0.5])
+    nothing = sp.csr_matrix(relevance.shape, dtype=bool)
+    sampler = PoolSampler(relevance, nothing, beta=beta, eta=0, size=0, seed=5, weight_L=weight_L)
+    draws, counts = 4000, np.zeros((2, 5))
+    for step in range(draws):
+        for i, labels in sampled_labels(sampler.batch(np.arange(2), epoch=0, step=step, shortlist_NH=None)).items():
+            assert len(labels) == min(beta, (4, 2)[i])
+            counts[i, list(labels)] += 1
+    expected = np.array([sequential_chances(weight_L * row, beta) for row in relevance.toarray()])
+    np.testing.assert_allclose(counts / draws, expected, atol=4 * 0.5 / np.sqrt(draws))  # four standard errors
+    uniform = PoolSampler(relevance, nothing, beta=beta, eta=0, size=0, seed=5)
+    batch = uniform.batch(np.arange(2), epoch=0, step=0, shortlist_NH=None)
+    assert [len(labels) for labels in sampled_labels(batch).values()] == [min(beta, 4), min(beta, 2)]
+
+
+def test_weights_leave_the_other_draws_as_they_were(rng):
+    """Hard negatives come from the same random numbers; a batch depends on seed, epoch and step only."""
+    world = World(rng)
+    weight_L = rng.random(30) + 0.1
+    for step in range(5):
+        batches = [
+            world.sampler(beta=99, **options).batch(np.arange(20), epoch=1, step=step, shortlist_NH=world.shortlist)
+            for options in ({}, {"weight_L": weight_L}, {"weight_L": weight_L})
+        ]
+        assert as_bytes(batches[0]) == as_bytes(batches[1]) == as_bytes(batches[2])
+        few = [
+            world.sampler(beta=1, weight_L=weight_L).batch(np.arange(20), epoch=1, step=step, shortlist_NH=None)
+            for _ in range(2)
+        ]
+        check_pairs(world, few[0])
+        assert as_bytes(few[0]) == as_bytes(few[1])
+
+
+@pytest.mark.parametrize("bad", [np.ones(4), np.zeros(30), np.full(30, np.nan), -np.ones(30)])
+def test_weights_that_are_none_are_refused(bad, rng):
+    with pytest.raises(DataError, match="weights of labels"):
+        World(rng).sampler(weight_L=bad)

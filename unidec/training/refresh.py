@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from unidec.config import Params
+from unidec.config import Params, Pool
 from unidec.data.storage import MANIFEST, file_sha256, load_array, read_manifest, write_folder
 from unidec.errors import ArtifactError, TrainingError
 from unidec.training.clustering import balanced_clusters
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.mining import mine_hard_negatives
-from unidec.training.sampler import PoolSampler, clustered_batches, random_batches
+from unidec.training.sampler import PoolSampler, clustered_batches, num_clusters, random_batches
 
 KIND, VERSION = "refresh", 1
 _NDIM = {"order": 1, "offsets": 1, "negatives": 2}
@@ -31,7 +31,8 @@ class Refresh:
     """What a round trains on.
 
     Attributes:
-        order: int64 [n] training rows, cluster after cluster, with offsets int64 [C + 1]; None: random batches.
+        order: int64 [n] training rows, cluster after cluster, with offsets int64 [C + 1]; several clusters make a batch
+            where they are smaller than one (`pool.cluster_start`). None: random batches.
         negatives: int32 [N, H] by training row, -1 where there is none; None: none are mined.
         sha256: of the manifest it was loaded with: a checkpoint inside its round names it.
     """
@@ -44,7 +45,8 @@ class Refresh:
     def batches(self, rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
         """Rows of each batch of an epoch."""
         if self.order is not None and self.offsets is not None:
-            return clustered_batches(self.order, self.offsets, seed, epoch)
+            count = num_clusters(len(self.order), batch_size)
+            return clustered_batches(self.order, self.offsets, seed, epoch, count)
         return random_batches(rows, batch_size, seed, epoch)
 
     def save(self, path: Path, epoch: int) -> None:
@@ -78,6 +80,17 @@ class Refresh:
         return cls(**present, sha256=file_sha256(path / MANIFEST))
 
 
+def cluster_size(pool: Pool, epoch: int) -> int:
+    """Largest number of queries in a cluster of the round that begins after `epoch` epochs.
+
+    A batch's, or NGAME's curriculum: it starts at `pool.cluster_start` and doubles at each refresh up to a batch's.
+    """
+    if pool.cluster_start == 0:
+        return pool.batch_size
+    doublings = min(epoch // pool.refresh, pool.batch_size.bit_length())
+    return min(pool.cluster_start << doublings, pool.batch_size)
+
+
 def make_refresh(
     params: Params,
     rows: np.ndarray,
@@ -86,6 +99,7 @@ def make_refresh(
     label_vectors: Callable[[], np.ndarray],
     device: torch.device,
     ranks: Ranks = ALONE,
+    epoch: int = 0,
 ) -> tuple[Refresh, dict[str, Any]]:
     """Cluster the training queries and mine hard negatives; what the parameters do not need is left out.
 
@@ -95,6 +109,7 @@ def make_refresh(
         query_vectors: gives float32 [n, D] of the training queries; called only when needed.
         label_vectors: gives float32 [L, D], with several ranks this rank's part of it.
         ranks: processes that all call this, and share the work.
+        epoch: finished epochs, which decide the size of the clusters.
 
     Returns:
         the refresh, and figures: seconds of each part, clusters, what mining found.
@@ -104,14 +119,18 @@ def make_refresh(
     mines = pool.eta > 0 and not (params.model.heads == "clf" and pool.clf_labels == "all")
     arrays: dict[str, np.ndarray] = {}
     report: dict[str, Any] = {}
-    if pool.batches == "clustered" or mines:
+    size = cluster_size(pool, epoch)
+    if pool.batches == "clustered" and size == 1:  # a query is its own cluster: nothing to compare
+        arrays["order"], arrays["offsets"] = rows, np.arange(len(rows) + 1)
+    clusters_queries = pool.batches == "clustered" and size > 1
+    if clusters_queries or mines:
         query_ND = query_vectors()
         report["encode_queries_seconds"] = time.perf_counter() - begin
-        if pool.batches == "clustered":
-            clusters = balanced_clusters(query_ND, pool.batch_size, params.seed, device=device, ranks=ranks)
+        if clusters_queries:
+            clusters = balanced_clusters(query_ND, size, params.seed, device=device, ranks=ranks)
             arrays["order"], arrays["offsets"] = rows[clusters.order_N], clusters.offsets
             report |= {"cluster_seconds": clusters.report.seconds, "clusters": clusters.report.num_clusters,
-                       "cluster_cosine": clusters.report.objective}  # fmt: skip
+                       "cluster_size": size, "cluster_cosine": clusters.report.objective}  # fmt: skip
         if mines:
             now = time.perf_counter()
             label_LD = label_vectors()

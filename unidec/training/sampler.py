@@ -86,12 +86,10 @@ def _canonical_csr(matrix: sp.csr_matrix) -> sp.csr_matrix:
 class PoolSampler:
     """Draws the pool of a batch: sampled positives, hard negatives, and the pairs among them.
 
-    Up to `beta` positives a query without replacement and `eta` hard negatives a query, uniformly from its shortlist;
-    never one of its positives, never one of its filter pairs. With a size limit (detail 5 of the published
-    implementations): sampled positives first, then hard negatives, then (`fill`) further true positives; within each,
-    the most frequent in the batch first, ties at random.
-
-    One instance serves one thread: it keeps an int32 label -> pool position table of L entries between calls.
+    Up to `beta` positives a query without replacement, all alike or in proportion to a weight of the label, and `eta`
+    hard negatives a query, uniformly from its shortlist; never one of its positives, never one of its filter pairs.
+    With a size limit (detail 5 of the published implementations): sampled positives first, then hard negatives, then
+    (`fill`) further true positives; within each, the most frequent in the batch first, ties at random.
 
     Args:
         relevance: csr [N, L], positive entries are the positives.
@@ -102,9 +100,11 @@ class PoolSampler:
         seed: seed of every draw.
         fill: further true positives of the batch's queries take the room that is left (without a limit: all of them).
         full: the pool is all labels; `size`, `eta` and `fill` are not used.
+        weight_L: float [L], finite and above 0: of a query's positives that are left, each is the next one drawn with
+            a chance in proportion to its weight (inverse propensities: tail labels more often); None: all alike.
 
     Raises:
-        DataError: the matrices differ in shape, or a relevance is not positive and finite.
+        DataError: the matrices differ in shape, or a relevance or weight is not positive and finite.
         ConfigError: beta < 1, or eta or size below 0.
     """
 
@@ -119,6 +119,7 @@ class PoolSampler:
         seed: int,
         fill: bool = False,
         full: bool = False,
+        weight_L: np.ndarray | None = None,
     ) -> None:
         if relevance.shape != filter_pairs.shape:
             raise DataError(
@@ -136,6 +137,7 @@ class PoolSampler:
         self.num_queries, self.num_labels = self.relevance.shape
         self.beta, self.eta, self.size, self.seed = beta, eta, size, seed
         self.fill, self.full = fill, full
+        self.weight_L = None if weight_L is None else _checked_weights(weight_L, self.num_labels)
         self._position_L = np.full(self.num_labels, -1, dtype=np.int32)
         self._all_labels = np.arange(self.num_labels) if full else None
 
@@ -155,7 +157,7 @@ class PoolSampler:
         filter_row_Q, filter_place_Q, _ = _gather(self.filter_pairs, rows_B)
         filter_label_Q = self.filter_pairs.indices[filter_place_Q].astype(np.int64)
 
-        sampled_Q = self._sample_positives(row_Q, count_B, rng)
+        sampled_Q = self._sample_positives(row_Q, label_Q, count_B, rng)
         if self._all_labels is not None:
             pool_S = self._all_labels
         else:
@@ -186,10 +188,20 @@ class PoolSampler:
             ignored_col_F=ignored_col_F[negative_F],
         )
 
-    def _sample_positives(self, row_Q: np.ndarray, count_B: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Marks at most beta entries a row, uniformly without replacement: bool [Q]."""
-        # Row number + a random fraction: one sort shuffles each row within itself, rows staying in order.
-        order_Q = np.argsort(row_Q + rng.random(len(row_Q)))
+    def _sample_positives(
+        self, row_Q: np.ndarray, label_Q: np.ndarray, count_B: np.ndarray, rng: np.random.Generator
+    ) -> np.ndarray:
+        """Marks at most beta entries a row, without replacement: bool [Q].
+
+        With weights the entries of a row are ordered by exponential times whose rates are the weights: the first is an
+        entry with a chance in proportion to its weight, the next is so among the rest (Efraimidis and Spirakis, 2006).
+        """
+        draw_Q = rng.random(len(row_Q))
+        if self.weight_L is None:
+            # Row number + a random fraction: one sort shuffles each row within itself, rows staying in order.
+            order_Q = np.argsort(row_Q + draw_Q)
+        else:
+            order_Q = np.lexsort((-np.log1p(-draw_Q) / self.weight_L[label_Q], row_Q))
         first_B = np.cumsum(count_B) - count_B
         rank_Q = np.arange(len(row_Q)) - first_B[row_Q]
         sampled_Q = np.zeros(len(row_Q), dtype=bool)
@@ -276,8 +288,15 @@ def random_batches(rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> 
     return np.array_split(shuffled, -(-len(rows) // batch_size))
 
 
-def clustered_batches(order: np.ndarray, offsets: np.ndarray, seed: int, epoch: int) -> list[np.ndarray]:
-    """One batch a cluster, clusters in random order; empty clusters are left out.
+def num_clusters(num_rows: int, size: int) -> int:
+    """2^depth with the smallest depth that leaves at most `size` rows in a cluster (as `balanced_clusters` cuts)."""
+    return 2 ** max(-(-num_rows // size) - 1, 0).bit_length() if num_rows else 1
+
+
+def clustered_batches(
+    order: np.ndarray, offsets: np.ndarray, seed: int, epoch: int, num_batches: int | None = None
+) -> list[np.ndarray]:
+    """One batch a cluster, or several whole clusters a batch, in random order; empty batches are left out.
 
     Args:
         order: int [n], members, cluster after cluster. `balanced_clusters` gives positions in what was clustered:
@@ -285,7 +304,25 @@ def clustered_batches(order: np.ndarray, offsets: np.ndarray, seed: int, epoch: 
         offsets: int [C + 1], where each cluster begins in `order`.
         seed: seed of the order.
         epoch: each epoch has its own order.
+        num_batches: with more clusters than this they are dealt to so many batches at random; sizes of batches then
+            differ by at most one where those of clusters do. None: a batch a cluster.
     """
     order, offsets = np.asarray(order, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
     clusters = _rng(seed, epoch, 0, _CLUSTER_ORDER).permutation(len(offsets) - 1)
+    if num_batches is not None and num_batches < len(clusters):
+        # dealt in turn, larger ones first: each batch gets its even share of both sizes
+        dealt = clusters[np.argsort(-np.diff(offsets)[clusters], kind="stable")]
+        of_batch = [dealt[number::num_batches] for number in range(num_batches)]
+        batches = [np.concatenate([order[offsets[c] : offsets[c + 1]] for c in some]) for some in of_batch]
+        return [batch for batch in batches if len(batch)]
     return [order[offsets[c] : offsets[c + 1]] for c in clusters if offsets[c + 1] > offsets[c]]
+
+
+def _checked_weights(weight_L: np.ndarray, num_labels: int) -> np.ndarray:
+    weight_L = np.asarray(weight_L, dtype=np.float64)
+    if weight_L.shape != (num_labels,) or not (np.isfinite(weight_L).all() and (weight_L > 0).all()):
+        raise DataError(
+            "weights of labels must be positive and finite, one a label", where="pool.positives",
+            got=f"shape {list(weight_L.shape)}", expected=f"{num_labels} values above 0",
+        )  # fmt: skip
+    return weight_L

@@ -24,8 +24,9 @@ from torch import Tensor
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, write_bytes_atomic
-from unidec.data.tokens import TokenCache, Tokens
+from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError, TrainingError
+from unidec.model.encoder import InputBuilder
 from unidec.model.frozen import cached_inputs
 from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
@@ -41,9 +42,9 @@ from unidec.training.precision import autocast_type, choose_device
 from unidec.training.random_streams import random_states, restore_random_states, start_stream
 from unidec.training.refresh import Refresh, make_refresh
 from unidec.training.sampler import PoolSampler
+from unidec.training.start import start_bag
 from unidec.training.stop import stop_signals
 
-TEXTS_AT_ONCE = 1 << 16  # of which document frequencies are counted
 LOG_EVERY = 10  # steps between two lines of history: the only steps at which the host waits for the device
 
 
@@ -97,8 +98,12 @@ class Trainer:
         ).to(self.device)  # fmt: skip
         self.model.encoder.recompute = params.run.recompute
         self.objective = Objective(params, self.model, ranks)
+        not_cached = InputBuilder(self.model.encoder, self.device)
+        self.batches = Batches(params, dataset, self.tokens, not_cached, self.device, ranks, label_graph)
+        start_bag(self.model, self.batches.parts(self.rows))  # before what is frozen is computed
         self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp, ranks)
-        self.batches = Batches(params, dataset, self.tokens, self.build, self.device, ranks, label_graph)
+        self.batches.build = self.build
+        self.model.label_input = self._encode_labels if params.model.clf_residual else None
         self.steps_per_epoch = self._num_batches()
         self.optimisers = Optimisers(self.model, params.optim, self.steps_per_epoch, seed=params.seed)
         self.batches.rows_to_device = self.optimisers.prefetch
@@ -127,17 +132,6 @@ class Trainer:
         batches = math.ceil(len(self.rows) / self.params.pool.batch_size)
         return 2 ** math.ceil(math.log2(batches)) if self.params.pool.batches == "clustered" else batches
 
-    def _start_weights(self) -> None:
-        """What a new model takes from the data: the bag's document frequencies, the classifier's first rows."""
-        bag = self.model.encoder.bag
-        if bag is not None:
-            frequency_V = np.zeros(bag.embedding.num_rows, dtype=np.int64)
-            for _, tokens, rows in self.batches.parts(self.rows):
-                frequency_V += _document_frequency(tokens, rows, bag.embedding.num_rows)
-            bag.start_weights(frequency_V, len(self.rows))
-        if self.params.model.heads != "de":
-            self.model.start_table(self._encode_labels)
-
     def _encode_labels(self, begin: int, end: int) -> Tensor:
         return torch.from_numpy(self._encode("labels", np.arange(begin, end), None)).to(self.device)
 
@@ -153,7 +147,7 @@ class Trainer:
         for reason in refused if self.ranks.is_first else ():
             print(f"checkpoint passed over: {reason}")
         if checkpoint is None:
-            self._start_weights()
+            self.model.start_table(self._encode_labels)
             start_stream(self.params.seed, 0, self.ranks)
         else:
             self._take(checkpoint)
@@ -240,8 +234,9 @@ class Trainer:
             figures: seconds of each part, clusters, what mining found.
         """
         made, report = make_refresh(
-            self.params, self.rows, self.sampler, self._query_vectors, self._label_vectors, self.device, self.ranks
-        )
+            self.params, self.rows, self.sampler, self._query_vectors, self._label_vectors, self.device, self.ranks,
+            epoch=self.epoch,
+        )  # fmt: skip
         if self.ranks.is_first:
             self._keep(made)
         self.ranks.barrier()  # the others read it
@@ -425,16 +420,6 @@ class Trainer:
             fix=f"pool.batch_size: {max(1, self.params.pool.batch_size // 2)}, a smaller pool.size or max_length; "
             "the run goes on from its last checkpoint",
         )
-
-
-def _document_frequency(tokens: Tokens, rows: np.ndarray, vocab: int) -> np.ndarray:
-    """Texts that have each token, int64 [vocab]."""
-    frequency_V = np.zeros(vocab, dtype=np.int64)
-    for begin in range(0, len(rows), TEXTS_AT_ONCE):
-        flat, offsets = tokens.ragged(rows[begin : begin + TEXTS_AT_ONCE])
-        text = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-        frequency_V += np.bincount(np.unique(text * vocab + flat) % vocab, minlength=vocab)
-    return frequency_V
 
 
 def _cut_lines(path: Path, key: str, last: int) -> None:

@@ -1,0 +1,111 @@
+"""The refresh: clusters of a growing size, and what is computed for them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from unidec.config import Pool
+from unidec.errors import ConfigError
+from unidec.training.refresh import Refresh, cluster_size, make_refresh
+from unidec.training.sampler import PoolSampler, num_clusters
+
+CPU = torch.device("cpu")
+ROWS = np.arange(100, 143)
+
+
+def never():
+    raise AssertionError("not needed")
+
+
+def unit_vectors(count, seed=0):
+    vectors = np.random.default_rng(seed).standard_normal((count, 8)).astype(np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def refresh(params, epoch, query_vectors=lambda: unit_vectors(len(ROWS)), label_vectors=lambda: unit_vectors(20, 1)):
+    relevance = sp.csr_matrix(np.random.default_rng(2).random((143, 20)) < 0.1, dtype=np.float32)
+    sampler = PoolSampler(relevance, sp.csr_matrix((143, 20), dtype=bool), beta=1, eta=params.pool.eta, size=0, seed=0)
+    return make_refresh(params, ROWS, sampler, query_vectors, label_vectors, CPU, epoch=epoch)
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [(0, [512] * 6), (1, [1, 2, 4, 8, 16, 32]), (100, [100, 200, 400, 512, 512, 512]), (512, [512] * 6)],
+)
+def test_clusters_double_at_each_refresh_up_to_a_batch(start, expected):
+    pool = Pool(cluster_start=start, batch_size=512, refresh=5)
+    assert [cluster_size(pool, epoch) for epoch in range(0, 30, 5)] == expected
+    assert cluster_size(pool, 4) == expected[0], "within a round it stays"
+    assert cluster_size(pool, 10**9) == 512
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 12])
+def test_batches_of_a_round_hold_every_query_once_whatever_the_size_of_clusters(tiny_params, tmp_path, start):
+    params = tiny_params(**{"pool.cluster_start": start})
+    batch, count = params.pool.batch_size, num_clusters(len(ROWS), params.pool.batch_size)
+    for epoch in range(0, 10, params.pool.refresh):
+        made, report = refresh(params, epoch)
+        size = cluster_size(params.pool, epoch)
+        assert np.diff(made.offsets).max() <= size
+        assert report.get("cluster_size", 1) == size
+        made.save(tmp_path / f"{start}-{epoch}", epoch)
+        for loaded in (made, Refresh.load(tmp_path / f"{start}-{epoch}", epoch)):
+            batches = loaded.batches(ROWS, batch, seed=1, epoch=epoch)
+            assert len(batches) == count and max(len(b) for b in batches) <= batch
+            assert sorted(np.concatenate(batches).tolist()) == ROWS.tolist()
+
+
+def test_similar_queries_share_a_small_cluster_and_clusters_are_mixed_anew_each_epoch(tiny_params):
+    """Pairs of equal vectors: clusters of two keep them together, and the pairs meet other pairs in each epoch."""
+    params = tiny_params(**{"pool.cluster_start": 2, "pool.eta": 0, "pool.batch_size": 16})
+    rows, vectors = np.arange(64), np.repeat(unit_vectors(32), 2, axis=0)
+    relevance = sp.csr_matrix(np.ones((64, 1), dtype=np.float32))
+    sampler = PoolSampler(relevance, sp.csr_matrix((64, 1), dtype=bool), beta=1, eta=0, size=0, seed=0)
+    made, _ = make_refresh(params, rows, sampler, lambda: vectors, never, CPU)
+    pairs = [set((made.order[a:b] // 2).tolist()) for a, b in zip(made.offsets, made.offsets[1:], strict=False)]
+    assert np.mean([len(pair) == 1 for pair in pairs]) > 0.8
+    epochs = [{frozenset(b.tolist()) for b in made.batches(rows, 16, seed=0, epoch=e)} for e in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_random_batches_at_first_need_no_vectors(tiny_params):
+    params = tiny_params(**{"pool.cluster_start": 1, "pool.eta": 0})
+    made, report = refresh(params, 0, never, never)
+    assert made.order.tolist() == ROWS.tolist() and np.diff(made.offsets).tolist() == [1] * len(ROWS)
+    assert "clusters" not in report
+    batches = made.batches(ROWS, 12, seed=0, epoch=0)
+    assert {len(b) for b in batches} <= {10, 11} and batches[0].tolist() != sorted(batches[0].tolist())
+    with pytest.raises(AssertionError, match="not needed"):
+        refresh(params, params.pool.refresh, never, never)
+
+
+def test_negatives_are_mined_also_while_batches_are_random(tiny_params):
+    made, _ = refresh(tiny_params(**{"pool.cluster_start": 1}), 0)
+    assert made.negatives is not None and (made.negatives[ROWS] >= 0).any()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"pool.cluster_start": 4, "pool.batches": "random"}, "no clusters that could grow"),
+        ({"pool.cluster_start": 13}, "larger than a batch"),
+    ],
+)
+def test_curricula_that_make_no_sense_are_refused(tiny_params, values, said):
+    with pytest.raises((ConfigError, ValueError), match=said):
+        tiny_params(**values)
+
+
+def test_a_training_goes_through_the_curriculum(open_trainer):
+    """Every round has as many steps as without it, so the schedule and the counters stay right."""
+    trainer = open_trainer(**{"pool.cluster_start": 1, "optim.epochs": 6})
+    sizes = []
+    while not trainer.finished:
+        trainer.refresh()
+        trainer.train_round()
+        sizes.append(int(np.diff(trainer.made.offsets).max()))
+    assert sizes == [1, 2, 3] or sizes == [1, 2, 4]
+    assert trainer.step == 6 * trainer.steps_per_epoch
