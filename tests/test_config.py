@@ -156,6 +156,7 @@ CONFLICTING = [
     ("optim.warmup_epochs", {"optim.epochs": 2, "optim.warmup_epochs": 2.5}),
     ("index.clf_weight", {"index.space": "de", "index.clf_weight": 0.5}),
     ("index.clf_weight", {"index.clf_weight": "auto", "data.validation_share": 0.0}),
+    ("index.knn_weight", {"index.knn_weight": "auto", "data.validation_share": 0.0}),
 ]
 
 

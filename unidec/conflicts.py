@@ -102,6 +102,66 @@ CONFLICTS = (
         "there is no validation split to tune the classifier's weight on",
         "data.validation_share above 0, or a number as index.clf_weight",
     ),
+    Conflict(
+        ("index.knn_weight", "data.validation_share"),
+        lambda p: p.index.knn_weight == "auto" and p.data.validation_share == 0,
+        "there is no validation split to tune the weight of the votes on",
+        "data.validation_share above 0, or a number as index.knn_weight",
+    ),
+    Conflict(
+        ("pool.cluster_start", "pool.batches"),
+        lambda p: p.pool.cluster_start > 0 and p.pool.batches == "random",
+        "random batches have no clusters that could grow",
+        "pool.batches: clustered, or pool.cluster_start: 0",
+    ),
+    Conflict(
+        ("pool.cluster_start", "pool.batch_size"),
+        lambda p: p.pool.cluster_start > p.pool.batch_size,
+        "the first clusters are larger than a batch",
+        "pool.cluster_start well below pool.batch_size (1: random at first), or 0 for clusters of a batch's size",
+    ),
+    Conflict(
+        ("label_graph.tail_first", "label_graph.share"),
+        lambda p: p.label_graph.tail_first and p.label_graph.share == 1,
+        "all labels take part: there is none to come first",
+        "label_graph.share below 1, or label_graph.tail_first: false",
+    ),
+    Conflict(
+        ("encoder.frozen", "encoder.trainable_layers"),
+        lambda p: p.encoder.frozen and p.encoder.trainable_layers != 0,
+        "a frozen encoder has no layers that train",
+        "encoder.trainable_layers: 0, or encoder.frozen: false",
+    ),
+    Conflict(
+        ("encoder.frozen", "encoder.bag_dropout"),
+        lambda p: p.encoder.frozen and p.encoder.bag_dropout > 0,
+        "a frozen encoder's vectors are computed once: no tokens can be dropped from them",
+        "encoder.bag_dropout: 0 (encoder.dropout works), or encoder.frozen: false",
+    ),
+    Conflict(
+        ("encoder.residual", "encoder.frozen", "encoder.start"),
+        lambda p: p.encoder.residual and p.encoder.frozen and not p.encoder.start,
+        "a frozen residual network without a start does nothing",
+        "encoder.residual: false, or encoder.start: a model that has trained one",
+    ),
+    Conflict(
+        ("model.clf_residual", "model.clf_init", "model.heads"),
+        lambda p: p.model.heads != "de" and p.model.clf_residual and p.model.clf_init != "label_embedding",
+        "a residual classifier starts from its labels' embeddings",
+        "model.clf_init: label_embedding, or model.clf_residual: false",
+    ),
+    Conflict(
+        ("model.clf_residual", "pool.clf_labels", "model.heads"),
+        lambda p: p.model.heads != "de" and p.model.clf_residual and p.pool.clf_labels == "all",
+        "a residual classifier over all labels would encode every label's text in each step",
+        "pool.clf_labels: pool, or model.clf_residual: false",
+    ),
+    Conflict(
+        ("model.clf_residual", "run.devices", "model.heads"),
+        lambda p: p.model.heads != "de" and p.model.clf_residual and p.run.devices > 1,
+        "a residual classifier trains on one device: texts and rows of a label are held by different ones otherwise",
+        "run.devices: 1, or model.clf_residual: false",
+    ),
 )
 
 
