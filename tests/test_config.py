@@ -157,6 +157,15 @@ CONFLICTING = [
     ("index.clf_weight", {"index.space": "de", "index.clf_weight": 0.5}),
     ("index.clf_weight", {"index.clf_weight": "auto", "data.validation_share": 0.0}),
     ("index.knn_weight", {"index.knn_weight": "auto", "data.validation_share": 0.0}),
+    ("pool.cluster_start", {"pool.cluster_start": 8, "pool.batches": "random"}),
+    ("pool.cluster_start", {"pool.cluster_start": 513, "pool.batch_size": 512}),
+    ("label_graph.tail_first", {"label_graph.tail_first": True}),
+    ("encoder.frozen", {"encoder.frozen": True, "encoder.trainable_layers": 1}),
+    ("encoder.frozen", {"encoder.frozen": True, "encoder.bag_dropout": 0.1}),
+    ("encoder.residual", {"encoder.frozen": True, "encoder.residual": True}),
+    ("model.clf_residual", {"model.clf_residual": True, "model.clf_init": "normal"}),
+    ("model.clf_residual", {"model.clf_residual": True, "pool.clf_labels": "all"}),
+    ("model.clf_residual", {"model.clf_residual": True, "run.devices": 2}),
 ]
 
 
