@@ -7,10 +7,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.sparse import csr_matrix
 
+from unidec.config import Loss
 from unidec.errors import ConfigError
-from unidec.model.losses import LOSSES, PoolTargets, bce, decoupled_softmax, supcon, symmetric_loss, triplet
+from unidec.model.hinge import squared_hinge, triplet
+from unidec.model.losses import (
+    ENTRYWISE,
+    LOSSES,
+    UNSCALED,
+    PoolTargets,
+    bce,
+    decoupled_softmax,
+    loss_options,
+    supcon,
+    symmetric_loss,
+)
 from unidec.model.reductions import REDUCTIONS
+from unidec.model.soft_topk import soft_topk
 
 # name of the case -> (loss, options)
 VARIANTS = {
@@ -21,6 +35,9 @@ VARIANTS = {
     "triplet-hardest": ("triplet", {"margin": 0.7, "negatives": "hardest"}),
     "bce-rows": ("bce", {}),
     "bce-entries": ("bce", {"normalise": "entries"}),
+    "hinge-rows": ("hinge", {"margin": 0.8}),
+    "hinge-entries": ("hinge", {"margin": 1.5, "normalise": "entries"}),
+    "softtopk": ("softtopk", {"topk": 2}),
 }
 
 
@@ -46,11 +63,14 @@ class Case:
     def pairs(self):
         return self.row, self.col, self.weight_P, self.ignored_row, self.ignored_col
 
-    def targets(self, rng, soft=False, extra=0):
+    def targets(self, rng, soft=False, extra=0, importance_L=None):
         sampled = torch.from_numpy(rng.random(len(self.row)) < 0.6)
         counts = torch.from_numpy(self.positive.sum(1)) + extra
         relevance = self.weight_P if soft else None
-        return PoolTargets(self.row, self.col, sampled, relevance, counts, self.ignored_row, self.ignored_col)
+        importance = None if importance_L is None else torch.from_numpy(importance_L)[self.col]
+        return PoolTargets(
+            self.row, self.col, sampled, relevance, counts, self.ignored_row, self.ignored_col, importance
+        )
 
 
 def random_case(rng, num_rows=6, num_cols=11, scale=4.0):
@@ -88,8 +108,25 @@ def degenerate_cases(rng):
 DEGENERATE = list(degenerate_cases(np.random.default_rng(0)))
 
 
+def slow_threshold(x, k):
+    """t with sum of sigmoid(x + t) = k by bisection, then one Newton step that autograd follows; x: the row's entries.
+
+    The step does not move t, and its derivative is that of the implicit function.
+    """
+    low, high = -x.max().item() - 50.0, -x.min().item() + 50.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if torch.sigmoid(x.detach() + middle).sum() < k else (low, middle)
+    p = torch.sigmoid(x + low)
+    return low - (p.sum() - k) / (p * (1 - p)).sum().detach()
+
+
 def loop_pair_loss(name, options, x_i, p, negatives, everything):
     s_p = x_i[p]
+    if name == "softtopk":
+        if len(everything) <= options["topk"]:
+            return x_i.sum() * 0
+        return -F.logsigmoid(s_p + slow_threshold(x_i[everything], options["topk"]))
     if name == "ds":
         return torch.logsumexp(torch.stack([s_p] + [x_i[n] for n in negatives]), 0) - s_p
     if name in ("supcon", "infonce"):
@@ -102,7 +139,7 @@ def loop_pair_loss(name, options, x_i, p, negatives, everything):
     return sum(hinges)
 
 
-def loop_loss(name, options, logit, positive, ignored, weight):
+def loop_loss(name, options, logit, positive, ignored, weight, importance_L=None):
     """The formulas of the docstrings, one pair at a time."""
     num_rows, num_cols = logit.shape
     total, active, entries = logit.sum() * 0, 0, 0
@@ -113,10 +150,16 @@ def loop_loss(name, options, logit, positive, ignored, weight):
         everything = [n for n in range(num_cols) if not ignored[i, n]]
         negatives = [n for n in everything if not positive[i, n]]
         entries += len(everything)
-        if name == "bce":
+        if name in ("bce", "hinge"):
             for n in everything:
                 target = min(weight[i, n], 1.0)
-                total = total - target * F.logsigmoid(logit[i, n]) - (1 - target) * F.logsigmoid(-logit[i, n])
+                up = 1.0 if importance_L is None else importance_L[n]
+                if name == "bce":
+                    yes, no = -F.logsigmoid(logit[i, n]), -F.logsigmoid(-logit[i, n])
+                else:
+                    yes = torch.clamp(options["margin"] - logit[i, n], min=0) ** 2
+                    no = torch.clamp(options["margin"] + logit[i, n], min=0) ** 2
+                total = total + up * target * yes + (1 - target) * no
         else:
             for p in np.flatnonzero(positive[i]):
                 total = total + weight[i, p] * loop_pair_loss(name, options, logit[i], p, negatives, everything)
@@ -157,6 +200,10 @@ def test_degenerate_cases_equal_a_double_loop(variant, degenerate, rng):
     case = degenerate_cases(rng)[degenerate]
     if degenerate == "row weight zero":
         case.weight[1], case.weight_P[case.row == 1] = 0, 0
+    if name == "softtopk" and degenerate == "huge logits":  # t is free between far entries, in the loops too
+        value, gradient = value_and_gradient(lambda x: LOSSES[name](x, *case.pairs(), **options), case.logit)
+        assert 0 <= value < 1e5 and torch.isfinite(gradient).all()
+        return
     if name == "triplet" and degenerate in ("duplicated logits", "huge logits"):
         # A hinge between equal scores has no unique gradient when it is the hardest of several: values only.
         value = LOSSES[name](case.logit, *case.pairs(), **options)
@@ -254,17 +301,17 @@ def test_under_bf16_autocast(kind, rng):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logit = F.normalize(query) @ F.normalize(label).T * 18
         assert logit.dtype == torch.bfloat16
-        loss = symmetric_loss(kind, logit, case.targets(rng), reduction="psl", forward=0.5)
+        loss = symmetric_loss(kind, logit, case.targets(rng), reduction="psl", forward=direction(kind, 0.5))
     assert loss.dtype == torch.float32
     loss.backward()
     assert torch.isfinite(query.grad).all() and (query.grad != 0).any()
 
 
-def loop_symmetric(kind, options, case, targets, reduction, forward, logit):
+def loop_symmetric(kind, options, case, targets, reduction, forward, logit, importance_L=None):
     """Both directions with weights from loops."""
-    if kind == "bce":
+    if kind in ("bce", "hinge"):
         weight = case.weight if targets.relevance_P is not None else case.positive.astype(float)
-        return loop_loss(kind, options, logit, case.positive, case.ignored, weight)
+        return loop_loss(kind, options, logit, case.positive, case.ignored, weight, importance_L)
     relevance = case.weight if targets.relevance_P is not None else case.positive.astype(float)
     pairs = list(zip(targets.row_P.tolist(), targets.col_P.tolist(), targets.sampled_P.tolist(), strict=True))
 
@@ -285,9 +332,19 @@ def loop_symmetric(kind, options, case, targets, reduction, forward, logit):
                 weight[i, p] = 1
         return weight
 
-    there = loop_loss(kind, options, logit, case.positive, case.ignored, weights(0))
+    weight = weights(0)
+    if importance_L is not None and weight.any():
+        weight = weight * importance_L * weight.sum() / (weight * importance_L).sum()
+    there = loop_loss(kind, options, logit, case.positive, case.ignored, weight)
+    if forward == 1:
+        return there
     back = loop_loss(kind, options, logit.T, case.positive.T, case.ignored.T, weights(1).T)
     return forward * there + (1 - forward) * back
+
+
+def direction(kind, forward):
+    """Soft top-k has query to label only."""
+    return 1.0 if kind == "softtopk" else forward
 
 
 @pytest.mark.parametrize("forward", [0.0, 0.3, 1.0])
@@ -295,15 +352,17 @@ def loop_symmetric(kind, options, case, targets, reduction, forward, logit):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_symmetric_equals_both_directions_looped(variant, reduction, forward, rng):
     name, options = VARIANTS[variant]
-    for soft in (False, True):
+    forward = direction(name, forward)
+    for soft, weighted in ((False, False), (True, False), (False, True), (True, True)):
         case = random_case(rng)
-        targets = case.targets(rng, soft=soft, extra=2)
+        importance = 1 + 20 * rng.random(11) if weighted else None
+        targets = case.targets(rng, soft=soft, extra=2, importance_L=importance)
 
         def fast(x, targets=targets):
             return symmetric_loss(name, x, targets, reduction=reduction, forward=forward, **options)
 
-        def slow(x, case=case, targets=targets):
-            return loop_symmetric(name, options, case, targets, reduction, forward, x)
+        def slow(x, case=case, targets=targets, importance=importance):
+            return loop_symmetric(name, options, case, targets, reduction, forward, x, importance)
 
         value, gradient = value_and_gradient(fast, case.logit)
         expected, expected_gradient = value_and_gradient(slow, case.logit)
@@ -315,7 +374,7 @@ def test_symmetric_equals_both_directions_looped(variant, reduction, forward, rn
 @pytest.mark.parametrize("kind", list(LOSSES))
 def test_symmetric_on_degenerate_cases_is_finite(kind, rng):
     for name, case in degenerate_cases(rng).items():
-        for forward in (0.0, 0.5, 1.0):
+        for forward in {direction(kind, share) for share in (0.0, 0.5, 1.0)}:
             logit = case.logit.float().requires_grad_()
             loss = symmetric_loss(kind, logit, case.targets(rng), reduction="psl", forward=forward)
             loss.backward()
@@ -328,10 +387,10 @@ def test_symmetric_on_degenerate_cases_is_finite(kind, rng):
 def test_nothing_depends_on_values_on_the_host(kind, reduction, rng):
     """On the meta device there are no values: `.item()`, `nonzero` and boolean indexing raise."""
     case = random_case(rng)
-    given = case.targets(rng, soft=True)
+    given = case.targets(rng, soft=True, importance_L=np.linspace(1, 5, 11))
     targets = PoolTargets(**{name: tensor.to("meta") for name, tensor in vars(given).items()})
     logit = torch.empty(6, 11, device="meta", requires_grad=True)
-    loss = symmetric_loss(kind, logit, targets, reduction=reduction, forward=0.5)
+    loss = symmetric_loss(kind, logit, targets, reduction=reduction, forward=direction(kind, 0.5))
     loss.backward()
     assert loss.shape == () and logit.grad.shape == (6, 11)
 
@@ -341,18 +400,19 @@ def test_nothing_depends_on_values_on_the_host(kind, reduction, rng):
 @pytest.mark.parametrize("reduction", list(REDUCTIONS))
 def test_gpu_equals_cpu_and_never_waits(variant, reduction, rng):
     name, options = VARIANTS[variant]
+    forward = direction(name, 0.5)
     case = random_case(rng, 16, 60)
-    given = case.targets(rng)
+    given = case.targets(rng, importance_L=np.linspace(1, 5, 60))
     on_gpu = {field: None if tensor is None else tensor.cuda() for field, tensor in vars(given).items()}
     targets, logit = PoolTargets(**on_gpu), case.logit.float().cuda().requires_grad_()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = symmetric_loss(name, logit, targets, reduction=reduction, forward=0.5, **options)
+        loss = symmetric_loss(name, logit, targets, reduction=reduction, forward=forward, **options)
         loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     value, gradient = value_and_gradient(
-        lambda x: symmetric_loss(name, x, given, reduction=reduction, forward=0.5, **options), case.logit.float()
+        lambda x: symmetric_loss(name, x, given, reduction=reduction, forward=forward, **options), case.logit.float()
     )
     torch.testing.assert_close(loss.detach().cpu(), value, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logit.grad.cpu(), gradient, rtol=1e-4, atol=1e-6)
@@ -376,11 +436,11 @@ def test_pol_needs_one_positive_and_supcon_with_it_is_infonce(rng):
 
 
 def test_triplet_in_several_blocks(rng, monkeypatch):
-    from unidec.model import losses
+    from unidec.model import hinge
 
     case = random_case(rng)
     whole = value_and_gradient(lambda x: triplet(x, *case.pairs()), case.logit)
-    monkeypatch.setattr(losses._TripletAll, "BLOCK", 23)  # two pairs a block
+    monkeypatch.setattr(hinge._TripletAll, "BLOCK", 23)  # two pairs a block
     blocks = value_and_gradient(lambda x: triplet(x, *case.pairs()), case.logit)
     torch.testing.assert_close(blocks, whole)
 
@@ -403,5 +463,67 @@ def test_unknown_names_are_refused(rng):
         triplet(case.logit, *case.pairs(), negatives="semi")
     with pytest.raises(ConfigError, match="labels"):
         bce(case.logit, *case.pairs(), normalise="labels")
+    with pytest.raises(ConfigError, match="labels"):
+        squared_hinge(case.logit, *case.pairs(), normalise="labels")
+    with pytest.raises(ConfigError, match="label to query"):
+        symmetric_loss("softtopk", case.logit, targets, reduction="psl", forward=0.5)
+    with pytest.raises(ConfigError, match="topk"):
+        soft_topk(case.logit, *case.pairs(), topk=0)
     with pytest.raises(TypeError, match="margin"):
         symmetric_loss("ds", case.logit, targets, reduction="psl", forward=0.5, margin=0.3)
+
+
+# -- what a loss is told -----------------------------------------------------------------------------------------------
+
+
+def test_section_loss_gives_each_loss_its_own_options(rng):
+    settings = Loss(margin=0.7, triplet_negatives="hardest", bce_normalise="rows", topk=3)
+    given = {kind: loss_options(kind, settings) for kind in LOSSES}
+    assert given["triplet"] == {"margin": 0.7, "negatives": "hardest"}
+    assert given["hinge"] == {"margin": 0.7, "normalise": "rows"}
+    assert given["bce"] == {"normalise": "rows"} and given["softtopk"] == {"topk": 3}
+    case = random_case(rng)
+    for kind, options in given.items():
+        symmetric_loss(kind, case.logit, case.targets(rng), reduction="psl", forward=1.0, **options)
+    assert set(LOSSES) >= ENTRYWISE | UNSCALED
+
+
+def test_propensities_reach_the_pairs_of_a_pool(rng):
+    from unidec.training.sampler import PoolSampler
+
+    relevance = csr_matrix((rng.random((9, 12)) < 0.3).astype(np.float32))
+    sampler = PoolSampler(relevance, csr_matrix((9, 12), dtype=bool), beta=2, eta=0, size=6, seed=1)
+    batch = sampler.batch(np.array([3, 1, 8]), epoch=0, step=0, shortlist_NH=None)
+    inverse_L = 1 + rng.random(12)
+    targets = PoolTargets.from_batch(batch, importance_L=inverse_L)
+    expected = [inverse_L[batch.pool_S[col]] for col in batch.positive_col_P]
+    np.testing.assert_allclose(targets.importance_P.numpy(), expected, rtol=1e-6)
+    assert PoolTargets.from_batch(batch).importance_P is None
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equal_propensities_change_a_softmax_not_at_all(variant, rng):
+    """Only the ratio of propensities counts where weights are rescaled; entry by entry the positive side grows."""
+    name, options = VARIANTS[variant]
+    case = random_case(rng)
+    plain, weighted = (
+        symmetric_loss(name, case.logit, case.targets(rng, importance_L=given), reduction="psl", forward=1.0, **options)
+        for given in (None, np.full(11, 7.0))
+    )
+    if name in ENTRYWISE:
+        assert weighted > plain
+    else:
+        torch.testing.assert_close(weighted, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_rare_labels_weigh_as_their_inverse_propensity(rng):
+    """Two queries with a positive each, one of a label nine times as often missed: nine times the gradient."""
+    logit = torch.zeros(2, 3, dtype=torch.float64)
+    case = Case(logit, np.eye(2, 3, dtype=bool), np.zeros((2, 3), bool), np.ones((2, 3)), rng)
+    targets = case.targets(rng, importance_L=np.array([9.0, 1.0, 1.0]))
+    for kind in ("ds", "supcon", "softtopk", "bce", "hinge"):
+        options = {"topk": 1} if kind == "softtopk" else {}
+        _, gradient = value_and_gradient(
+            lambda x, k=kind, o=options: symmetric_loss(k, x, targets, reduction="psl", forward=1.0, **o), logit
+        )
+        assert gradient[0, 0] == pytest.approx(9 * gradient[1, 1].item()) and gradient[1, 1] < 0

@@ -1,4 +1,7 @@
-"""Losses on the logits of a pool: decoupled softmax, SupCon / InfoNCE, triplet, binary cross entropy.
+"""Losses on the logits of a pool: decoupled softmax, SupCon / InfoNCE, binary cross entropy, and how all are applied.
+
+Triplet and squared hinge are in `unidec.model.hinge`, soft top-k in `unidec.model.soft_topk`, BCE over all labels
+without the logits in `unidec.model.full_bce`.
 
 Legend: B queries (rows), S pool labels (columns), P positive pairs in the pool, F ignored pairs (filter pairs), M
 masked pairs.
@@ -6,7 +9,8 @@ masked pairs.
 Common contract of the functions in `LOSSES`:
 - `logit_BS`: float [B, S], similarity / temperature; half precision is computed in float32.
 - `row_P`, `col_P`: int64 [P], positions of all true positives in the pool, each pair once, any order.
-- `weight_P`: float [P], the reduction's weight of each (`unidec.model.reductions`); for `bce` the target itself.
+- `weight_P`: float [P], the reduction's weight of each (`unidec.model.reductions`); for `bce` and `hinge` the target
+  itself.
 - `ignored_row_F`, `ignored_col_F`: int64 [F], pairs that are neither positive nor negative; they leave every
   denominator.
 - result: 0-d float32 (float64 for float64 logits), `sum_P weight * loss / number of rows with positive total weight`.
@@ -24,27 +28,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from unidec.config import Loss
 from unidec.errors import ConfigError
+from unidec.model.hinge import squared_hinge, triplet
+from unidec.model.pairs import MASKED, entry_count, mask_, masked_pairs, mean_over_rows
 from unidec.model.reductions import target_weights
-
-# Stands for minus infinity: exp of it is exactly 0 beside any real logit, and a row that holds nothing else still has
-# a finite logsumexp, hence a loss and gradients of exactly 0 where minus infinity gives NaN. Fits float32 and
-# float64.
-_MASKED = -1e30
-
-
-def _computable(logit_BS: Tensor) -> Tensor:
-    return logit_BS if logit_BS.dtype == torch.float64 else logit_BS.float()
-
-
-def _mask_(x_BS: Tensor, row_M: Tensor, col_M: Tensor) -> Tensor:
-    # The value is filled in on the device: a Python number made into a tensor there would wait for it.
-    return x_BS.index_put_((row_M, col_M), torch.full((), _MASKED, dtype=x_BS.dtype, device=x_BS.device))
+from unidec.model.soft_topk import soft_topk
 
 
 class _PoolTerms(torch.autograd.Function):
@@ -66,7 +61,7 @@ class _PoolTerms(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.float64 if logit_BS.dtype == torch.float64 else torch.float32
         s_P = logit_BS[row_P, col_P].to(dtype)
-        x_BS = _mask_(logit_BS.to(dtype, copy=True), row_M, col_M)
+        x_BS = mask_(logit_BS.to(dtype, copy=True), row_M, col_M)
         sums: list[Tensor | None] = [None, None]
         exps: list[Tensor | None] = [None, None]
         lses = [s_P.new_empty(0), s_P.new_empty(0)]
@@ -74,7 +69,7 @@ class _PoolTerms(torch.autograd.Function):
         for dim in wanted:
             size = x_BS.shape[dim]
             if size == 0:
-                lses[1 - dim] = s_P.new_full((x_BS.shape[1 - dim],), _MASKED)
+                lses[1 - dim] = s_P.new_full((x_BS.shape[1 - dim],), MASKED)
                 continue
             top = x_BS.amax(dim, keepdim=True)
             # The last direction may overwrite the copy.
@@ -102,22 +97,6 @@ class _PoolTerms(torch.autograd.Function):
         return grad_BS.to(ctx.dtype), None, None, None, None, None, None
 
 
-def _mean_over_rows(loss_P: Tensor, weight_P: Tensor, row_P: Tensor, num_rows: int) -> Tensor:
-    """Weighted sum over pairs / number of rows with positive total weight (at least 1)."""
-    weight_P = weight_P.to(loss_P.dtype)
-    total_B = weight_P.new_zeros(num_rows).index_add_(0, row_P, weight_P)
-    return (weight_P * loss_P).sum() / (total_B > 0).sum().clamp_min(1)
-
-
-def _masked_pairs(
-    kind: str, row_P: Tensor, col_P: Tensor, ignored_row_F: Tensor, ignored_col_F: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Pairs outside the denominators. SupCon keeps the positives in; decoupled softmax takes all of them out."""
-    if kind == "ds":
-        return torch.cat([row_P, ignored_row_F]), torch.cat([col_P, ignored_col_F])
-    return ignored_row_F, ignored_col_F
-
-
 def _pair_loss(kind: str, s_P: Tensor, lse_P: Tensor) -> Tensor:
     # ds: -log(e^s / (e^s + sum over negatives)) = softplus(lse - s); logsigmoid is exact at both ends.
     return -F.logsigmoid(s_P - lse_P) if kind == "ds" else lse_P - s_P
@@ -132,9 +111,9 @@ def _softmax_loss(
     ignored_row_F: Tensor,
     ignored_col_F: Tensor,
 ) -> Tensor:
-    row_M, col_M = _masked_pairs(kind, row_P, col_P, ignored_row_F, ignored_col_F)
+    row_M, col_M = masked_pairs(kind, row_P, col_P, ignored_row_F, ignored_col_F)
     s_P, lse_B, _ = _PoolTerms.apply(logit_BS, row_P, col_P, row_M, col_M, True, False)
-    return _mean_over_rows(_pair_loss(kind, s_P, lse_B[row_P]), weight_P, row_P, logit_BS.shape[0])
+    return mean_over_rows(_pair_loss(kind, s_P, lse_B[row_P]), weight_P, row_P, logit_BS.shape[0])
 
 
 def decoupled_softmax(
@@ -164,93 +143,9 @@ def supcon(
     return _softmax_loss("supcon", logit_BS, row_P, col_P, weight_P, ignored_row_F, ignored_col_F)
 
 
-class _TripletAll(torch.autograd.Function):
-    """sum_P weight_P * sum_{negatives n of the row} [s_n - s_p + margin]_+, in blocks of pairs; the gradient is made
-    on the way.
-    """
-
-    BLOCK = 1 << 22  # entries of the largest temporary, 16 MB of float32
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logit_BS: Tensor,
-        row_P: Tensor,
-        col_P: Tensor,
-        weight_P: Tensor,
-        row_M: Tensor,
-        col_M: Tensor,
-        margin: float,
-    ) -> Tensor:
-        x_BS = _computable(logit_BS)
-        s_P = x_BS[row_P, col_P]
-        x_BS = _mask_(x_BS.clone(), row_M, col_M)
-        grad_BS = torch.zeros_like(x_BS)
-        grad_P = torch.zeros_like(s_P)
-        loss = s_P.new_zeros(())
-        step = max(1, _TripletAll.BLOCK // max(x_BS.shape[1], 1))
-        for begin in range(0, row_P.shape[0], step):
-            part = slice(begin, begin + step)
-            hinge_PS = (x_BS[row_P[part]] - (s_P[part] - margin).unsqueeze(1)).clamp_min_(0)
-            loss += (hinge_PS.sum(1) * weight_P[part]).sum()
-            active_PS = (hinge_PS > 0).to(x_BS.dtype).mul_(weight_P[part].unsqueeze(1))
-            grad_P[part] = -active_PS.sum(1)
-            grad_BS.index_add_(0, row_P[part], active_PS)
-        grad_BS.index_put_((row_P, col_P), grad_P, accumulate=True)
-        ctx.save_for_backward(grad_BS)
-        ctx.dtype = logit_BS.dtype
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_BS,) = ctx.saved_tensors
-        return (grad_BS * grad).to(ctx.dtype), None, None, None, None, None, None
-
-
-def triplet(
-    logit_BS: Tensor,
-    row_P: Tensor,
-    col_P: Tensor,
-    weight_P: Tensor,
-    ignored_row_F: Tensor,
-    ignored_col_F: Tensor,
-    *,
-    margin: float = 0.3,
-    negatives: str = "all",
-) -> Tensor:
-    """Triplet with margin: `[s_in - s_ip + gamma]_+`, n among the pool labels that are neither positive nor ignored
-    for i.
-
-    Source: NGAME; UniDEC v1, L_Triplet (a sum over negatives, not a mean).
-
-    Args:
-        logit_BS: the similarities themselves, not divided by a temperature, so that `margin` is in cosine units.
-        margin: gamma.
-        negatives: "all": sum over the negatives; "hardest": the negative with the highest similarity only.
-
-    Raises:
-        ConfigError: another value of `negatives`.
-    """
-    row_M, col_M = _masked_pairs("ds", row_P, col_P, ignored_row_F, ignored_col_F)
-    weight_P = weight_P.to(torch.float64 if logit_BS.dtype == torch.float64 else torch.float32)
-    if negatives == "all":
-        total = _TripletAll.apply(logit_BS, row_P, col_P, weight_P, row_M, col_M, margin)
-        total_B = weight_P.new_zeros(logit_BS.shape[0]).index_add_(0, row_P, weight_P)
-        return total / (total_B > 0).sum().clamp_min(1)
-    if negatives != "hardest":
-        raise ConfigError("unknown choice of negatives", where="triplet", got=negatives, expected="all, hardest")
-    x_BS = _computable(logit_BS)
-    if x_BS.shape[1] == 0:
-        return x_BS.sum()
-    masked_BS = x_BS.index_put((row_M, col_M), torch.full((), _MASKED, dtype=x_BS.dtype, device=x_BS.device))
-    hardest_B = masked_BS.max(dim=1).values
-    return _mean_over_rows(F.relu(hardest_B[row_P] - x_BS[row_P, col_P] + margin), weight_P, row_P, x_BS.shape[0])
-
-
 class _BinaryRows(torch.autograd.Function):
     """sum over rows of `active_B * sum over unmasked entries of softplus(x)` - sum over pairs of `target * x` (active
-    rows).
+    rows), + sum over pairs of `extra * softplus(-x)` where there is an extra.
     """
 
     @staticmethod
@@ -263,22 +158,27 @@ class _BinaryRows(torch.autograd.Function):
         row_M: Tensor,
         col_M: Tensor,
         active_B: Tensor,
+        extra_P: Tensor | None,
     ) -> Tensor:
-        x_BS = _mask_(
+        x_BS = mask_(
             logit_BS.to(target_P.dtype, copy=True), row_M, col_M
         )  # softplus and sigmoid of the mask are exactly 0
-        positive = (target_P * x_BS[row_P, col_P]).sum()
-        ctx.save_for_backward(x_BS, row_P, col_P, target_P, active_B)
+        x_P = x_BS[row_P, col_P]
+        positive = (target_P * x_P).sum()
+        if extra_P is not None:
+            positive = positive - (extra_P * F.softplus(-x_P)).sum()
+        ctx.save_for_backward(x_BS, row_P, col_P, target_P, active_B, extra_P)
         ctx.dtype = logit_BS.dtype
         return (F.softplus(x_BS).sum(1) * active_B).sum() - positive
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_BS, row_P, col_P, target_P, active_B = ctx.saved_tensors
+        x_BS, row_P, col_P, target_P, active_B, extra_P = ctx.saved_tensors
         grad_BS = torch.sigmoid(x_BS).mul_((active_B * grad).unsqueeze(1))
-        grad_BS.index_put_((row_P, col_P), -target_P * grad, accumulate=True)
-        return grad_BS.to(ctx.dtype), None, None, None, None, None, None
+        pull_P = target_P if extra_P is None else target_P + extra_P * torch.sigmoid(-x_BS[row_P, col_P])
+        grad_BS.index_put_((row_P, col_P), -pull_P * grad, accumulate=True)
+        return grad_BS.to(ctx.dtype), *(None,) * 7
 
 
 def bce(
@@ -290,6 +190,7 @@ def bce(
     ignored_col_F: Tensor,
     *,
     normalise: str = "rows",
+    importance_P: Tensor | None = None,
 ) -> Tensor:
     """OvA binary cross entropy on each (query, pool label) entry; `weight_P` are the targets in [0, 1] (clipped), 0
     elsewhere.
@@ -301,20 +202,18 @@ def bce(
         normalise: "rows": sum over the pool, mean over the queries that take part (the equation). "entries": mean
             over the entries of those queries, ignored ones not counted: some |pool| times smaller, comparable to a
             softmax loss at the start of training.
+        importance_P: float [P], factor of each pair's positive side, `target * importance * softplus(-x)`; None: 1.
+            With inverse propensities these are the weighted positives of Jain et al. 2016 and Qaraei et al. 2021; what
+            is not relevant keeps weight 1, so nothing is rescaled.
 
     Raises:
         ConfigError: another value of `normalise`.
     """
-    if normalise not in ("rows", "entries"):
-        raise ConfigError("unknown normalisation", where="bce", got=normalise, expected="rows, entries")
     target_P = weight_P.to(torch.float64 if logit_BS.dtype == torch.float64 else torch.float32).clamp(0, 1)
-    num_rows, num_cols = logit_BS.shape
-    active_B = target_P.new_zeros(num_rows).index_add_(0, row_P, target_P).gt(0).to(target_P.dtype)
-    total = _BinaryRows.apply(logit_BS, row_P, col_P, target_P, ignored_row_F, ignored_col_F, active_B)
-    count = active_B.sum()
-    if normalise == "entries":
-        count = count * num_cols - active_B[ignored_row_F].sum()
-    return total / count.clamp_min(1)
+    active_B, count = entry_count(target_P, row_P, logit_BS.shape, ignored_row_F, normalise)
+    extra_P = None if importance_P is None else (importance_P.to(target_P.dtype) - 1) * target_P
+    total = _BinaryRows.apply(logit_BS, row_P, col_P, target_P, ignored_row_F, ignored_col_F, active_B, extra_P)
+    return total / count
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -323,13 +222,32 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "infonce": supcon,
     "triplet": triplet,
     "bce": bce,
+    "hinge": squared_hinge,
+    "softtopk": soft_topk,
 }
+ENTRYWISE = frozenset({"bce", "hinge"})  # a term for each entry: no direction, no reduction
+UNSCALED = frozenset({"triplet", "hinge"})  # a margin in units of the similarities: not divided by a temperature
+
+
+def loss_options(kind: str, settings: Loss) -> dict[str, Any]:
+    """What section `loss` says of a loss's own options."""
+    of = settings
+    every: dict[str, dict[str, Any]] = {
+        "triplet": {"margin": of.margin, "negatives": of.triplet_negatives},
+        "hinge": {"margin": of.margin, "normalise": of.bce_normalise},
+        "bce": {"normalise": of.bce_normalise},
+        "softtopk": {"topk": of.topk},
+    }
+    return every.get(kind, {})
 
 
 @dataclass(frozen=True)
 class PoolTargets:
     """The pairs of a pool as tensors on the device of the logits; see `unidec.training.sampler.PoolBatch` for the
     fields.
+
+    Attributes:
+        importance_P: float [P], inverse propensity of each pair's label, or None: 1 each.
     """
 
     row_P: Tensor
@@ -339,11 +257,22 @@ class PoolTargets:
     num_positives_B: Tensor
     ignored_row_F: Tensor
     ignored_col_F: Tensor
+    importance_P: Tensor | None = None
 
     @classmethod
-    def from_batch(cls, batch: Any, device: torch.device | str = "cpu", *, soft: bool = False) -> PoolTargets:
-        """Copies a `PoolBatch` to the device; `soft`: keep the stored relevances as soft targets, else every positive
-        counts 1.
+    def from_batch(
+        cls,
+        batch: Any,
+        device: torch.device | str = "cpu",
+        *,
+        soft: bool = False,
+        importance_L: np.ndarray | None = None,
+    ) -> PoolTargets:
+        """Copies a `PoolBatch` to the device.
+
+        Args:
+            soft: keep the stored relevances as soft targets; else every positive counts 1.
+            importance_L: float [L], inverse propensities of all labels, for propensity-weighted losses.
         """
 
         def on_device(array: Any) -> Tensor:
@@ -357,7 +286,16 @@ class PoolTargets:
             num_positives_B=on_device(batch.num_positives_B),
             ignored_row_F=on_device(batch.ignored_row_F),
             ignored_col_F=on_device(batch.ignored_col_F),
+            importance_P=None
+            if importance_L is None
+            else on_device(importance_L[batch.pool_S[batch.positive_col_P]].astype(np.float32)),
         )
+
+
+def _important(weight_P: Tensor, importance_P: Tensor) -> Tensor:
+    """Weights times importance, rescaled so that all of them together weigh what they did."""
+    product_P = weight_P * importance_P.to(weight_P.dtype)
+    return product_P * (weight_P.sum() / product_P.sum().clamp_min(torch.finfo(product_P.dtype).tiny))
 
 
 def _directions(
@@ -381,6 +319,8 @@ def _directions(
                 num_positives_B=num_positives,
                 generator=generator,
             )
+            if t.importance_P is not None and index_P is t.row_P:
+                weight_P = _important(weight_P, t.importance_P)
             parts.append((share, index_P, weight_P))
     return parts
 
@@ -401,8 +341,13 @@ def symmetric_loss(
     The second runs on the transpose: rows are pool labels, P^l = the batch's queries that have l; "pal-n" has no
     |P_l| to divide by beyond the batch and counts P^l, like "psl". A direction of weight 0 is not computed.
 
-    `bce` is a sum over entries and has no direction: it is computed once, whatever `forward`, its targets the
-    relevances.
+    `bce` and `hinge` are sums over entries and have no direction: they are computed once, whatever `forward`, their
+    targets the relevances. `softtopk` counts a query's labels and has query -> label only.
+
+    With `targets.importance_P` the losses are propensity-weighted (Jain et al. 2016). Entry by entry (bce, hinge) the
+    positive side of a pair counts its label's inverse propensity. Else the pair's weight does, query -> label, rescaled
+    so that a batch's positives together weigh what the reduction gave them: learning rates and the balance of the heads
+    keep their meaning. Label -> query needs none: a row's pairs share one propensity, their mean is unbiased as it is.
 
     Args:
         kind: a key of `LOSSES`.
@@ -411,31 +356,36 @@ def symmetric_loss(
         reduction: a key of `REDUCTIONS`.
         forward: weight of query -> label, 0 to 1.
         generator: passed to the reduction ("pol").
-        options: passed to the loss: `margin`, `negatives` of triplet, `normalise` of bce.
+        options: passed to the loss: `loss_options`.
 
     Raises:
         TypeError: an option that the loss does not have.
-        ConfigError: an unknown loss, reduction or option value.
+        ConfigError: an unknown loss, reduction or option value; softtopk with `forward` below 1.
     """
     if kind not in LOSSES:
         raise ConfigError("unknown loss", where="loss", got=kind, expected=", ".join(LOSSES))
     num_queries, num_labels = logit_BS.shape
     t = targets
-    if kind == "bce":
+    if kind in ENTRYWISE:
         target_P = t.relevance_P if t.relevance_P is not None else torch.ones(t.row_P.shape[0], device=t.row_P.device)
-        return bce(logit_BS, t.row_P, t.col_P, target_P, t.ignored_row_F, t.ignored_col_F, **options)
+        options["importance_P"] = t.importance_P
+        return LOSSES[kind](logit_BS, t.row_P, t.col_P, target_P, t.ignored_row_F, t.ignored_col_F, **options)
+    if kind == "softtopk" and forward < 1:
+        raise ConfigError(
+            "soft top-k counts the labels of a query: there is no label to query", where="loss", got=forward, expected=1
+        )
 
     parts = _directions(t, (num_queries, num_labels), reduction, forward, generator)
     if LOSSES[kind] in (decoupled_softmax, supcon):
         if options:
             raise TypeError(f"the loss {kind} has no option {', '.join(options)}")
         softmax = "ds" if kind == "ds" else "supcon"
-        row_M, col_M = _masked_pairs(softmax, t.row_P, t.col_P, t.ignored_row_F, t.ignored_col_F)
+        row_M, col_M = masked_pairs(softmax, t.row_P, t.col_P, t.ignored_row_F, t.ignored_col_F)
         s_P, lse_B, lse_S = _PoolTerms.apply(logit_BS, t.row_P, t.col_P, row_M, col_M, forward > 0, forward < 1)
         losses = []
         for share, index_P, weight_P in parts:
             lse, num_rows = (lse_B, num_queries) if index_P is t.row_P else (lse_S, num_labels)
-            losses.append(share * _mean_over_rows(_pair_loss(softmax, s_P, lse[index_P]), weight_P, index_P, num_rows))
+            losses.append(share * mean_over_rows(_pair_loss(softmax, s_P, lse[index_P]), weight_P, index_P, num_rows))
         return sum(losses[1:], losses[0])
     losses = []
     for share, index_P, weight_P in parts:

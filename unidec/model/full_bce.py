@@ -1,0 +1,168 @@
+"""Binary cross entropy of a classifier over all labels, label chunk by label chunk: the logits are never held.
+
+Legend: B queries, L labels, C labels of a chunk, D width of a head, P positive pairs, F ignored pairs, E pairs of a
+block.
+
+Source: Renee (Jain et al. 2023): the loss needs no graph, since its gradient is known, `sigmoid(x) - y`; loss and
+gradients are made in one pass over the labels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from unidec.model.losses import PoolTargets
+from unidec.model.pairs import entry_count
+
+CHUNK = 8192  # labels at once
+
+
+class _Sums:
+    """The sum of a loss over entries, and its gradients, each where it is wanted.
+
+    Args:
+        query_BD, row_LD, bias_L1: what the scores are made of; bias may be None.
+        scale: 1 / tau, 0-d; a logit is `scale * (query . row + bias)`.
+        wanted: which of query, row, bias and scale need a gradient.
+    """
+
+    def __init__(
+        self, query_BD: Tensor, row_LD: Tensor, bias_L1: Tensor | None, scale: Tensor, wanted: tuple[bool, ...]
+    ):
+        self.query_BD, self.row_LD, self.bias_L1, self.scale = query_BD, row_LD, bias_L1, scale
+        inputs = (query_BD, row_LD, bias_L1, scale)
+        self.grads = [
+            torch.zeros_like(x, dtype=query_BD.dtype) if x is not None and want else None
+            for x, want in zip(inputs, wanted, strict=True)
+        ]
+        self.loss = query_BD.new_zeros(())
+
+    def add_chunk(self, begin: int, end: int, active_B: Tensor) -> None:
+        """Every entry of some labels as a negative: softplus(x), of the rows that take part."""
+        row_CD = self.row_LD[begin:end].to(self.query_BD.dtype)
+        score_BC = (self.query_BD @ row_CD.T).to(self.query_BD.dtype)  # of autocast's type
+        if self.bias_L1 is not None:
+            score_BC += self.bias_L1[begin:end].T
+        logit_BC = score_BC * self.scale
+        self.loss += (F.softplus(logit_BC).sum(1) * active_B).sum()
+        slope_BC = logit_BC.sigmoid_().mul_(active_B.unsqueeze(1))
+        query_BD, row_LD, bias_L1, scale = self.grads
+        if scale is not None:
+            scale += torch.linalg.vecdot(slope_BC.flatten(), score_BC.flatten())
+        slope_BC.mul_(self.scale)
+        if query_BD is not None:
+            query_BD += slope_BC @ row_CD
+        if row_LD is not None:
+            row_LD[begin:end] = slope_BC.T @ self.query_BD
+        if bias_L1 is not None:
+            bias_L1[begin:end, 0] = slope_BC.sum(0)
+
+    def add_pairs(self, row_E: Tensor, col_E: Tensor, softplus_E: Tensor, target_E: Tensor, extra_E: Tensor) -> None:
+        """`softplus_E * softplus(x) - target_E * x + extra_E * softplus(-x)` of some pairs."""
+        query_ED, label_ED = self.query_BD[row_E], self.row_LD[col_E].to(self.query_BD.dtype)
+        score_E = torch.linalg.vecdot(query_ED, label_ED)
+        if self.bias_L1 is not None:
+            score_E = score_E + self.bias_L1[col_E, 0]
+        x_E = score_E * self.scale
+        self.loss += (softplus_E * F.softplus(x_E) - target_E * x_E + extra_E * F.softplus(-x_E)).sum()
+        slope_E = softplus_E * x_E.sigmoid() - target_E - extra_E * torch.sigmoid(-x_E)
+        query_BD, row_LD, bias_L1, scale = self.grads
+        if scale is not None:
+            scale += torch.linalg.vecdot(slope_E, score_E)
+        slope_E = slope_E * self.scale
+        if query_BD is not None:
+            query_BD.index_add_(0, row_E, slope_E.unsqueeze(1) * label_ED)
+        if row_LD is not None:
+            row_LD.index_add_(0, col_E, slope_E.unsqueeze(1) * query_ED)
+        if bias_L1 is not None:
+            bias_L1[:, 0].index_add_(0, col_E, slope_E)
+
+
+class _FullBCE(torch.autograd.Function):
+    """The loss's sum over entries; gradients are made on the way and kept until backward, which happens once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_BD: Tensor,
+        row_LD: Tensor,
+        bias_L1: Tensor | None,
+        scale: Tensor,
+        pairs: PoolTargets,
+        target_P: Tensor,
+        active_B: Tensor,
+        chunk: int,
+        grad: bool,
+    ) -> Tensor:
+        wanted = tuple(grad and need for need in ctx.needs_input_grad[:4])
+        sums = _Sums(query_BD, row_LD, bias_L1, scale, wanted)
+        for begin in range(0, len(row_LD), chunk):
+            sums.add_chunk(begin, min(begin + chunk, len(row_LD)), active_B)
+        extra_P = torch.zeros_like(target_P)
+        if pairs.importance_P is not None:
+            extra_P = (pairs.importance_P.to(target_P.dtype) - 1) * target_P
+        # blocks of pairs take no more memory than a chunk
+        block = max(1, chunk * len(query_BD) // max(2 * query_BD.shape[1], 1))
+        zero = target_P.new_zeros(())
+        for begin in range(0, len(target_P), block):
+            some = slice(begin, begin + block)
+            sums.add_pairs(pairs.row_P[some], pairs.col_P[some], zero, target_P[some], extra_P[some])
+        for begin in range(0, len(pairs.ignored_row_F), block):
+            some = slice(begin, begin + block)
+            row_E = pairs.ignored_row_F[some]
+            sums.add_pairs(row_E, pairs.ignored_col_F[some], -active_B[row_E], zero, zero)
+        ctx.grads = sums.grads
+        return sums.loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads, ctx.grads = ctx.grads, None  # freed as they are used: the rows' is as large as the table
+        return *(None if x is None else x.mul_(grad) for x in grads), *(None,) * 5
+
+
+def full_bce(
+    query_BD: Tensor,
+    row_LD: Tensor,
+    bias_L1: Tensor | None,
+    scale: Tensor,
+    targets: PoolTargets,
+    *,
+    normalise: str = "rows",
+    chunk: int = CHUNK,
+) -> Tensor:
+    """`symmetric_loss("bce", scale * (query_BD @ row_LD.T + bias), targets, ...)` without its B x L logits.
+
+    Equal to it in value and in all gradients. Memory: a few [B, chunk], and the gradients, the rows' [L, D] among them.
+    Nothing waits for the device. Under autocast the chunks' products are of its type, as they would be there.
+
+    Args:
+        query_BD: float32 or float64 [B, D], the classifier head's vectors.
+        row_LD: float [L, D], rows of all labels; bfloat16 ones are computed in the queries' type.
+        bias_L1: float [L, 1], or None.
+        scale: 0-d, 1 / tau.
+        targets: pairs, columns being label ids; soft targets and importances count as in `unidec.model.losses.bce`.
+        normalise: "rows" or "entries", as there.
+        chunk: labels at once, at least 1.
+
+    Returns:
+        0-d, of the queries' dtype; backward can run through it once.
+
+    Raises:
+        ConfigError: another value of `normalise`.
+    """
+    target_P = targets.relevance_P
+    if target_P is None:
+        target_P = torch.ones(len(targets.row_P), device=query_BD.device)
+    target_P = target_P.to(query_BD.dtype).clamp(0, 1)
+    shape = (len(query_BD), len(row_LD))
+    active_B, count = entry_count(target_P, targets.row_P, shape, targets.ignored_row_F, normalise)
+    total: Tensor = _FullBCE.apply(
+        query_BD, row_LD, bias_L1, scale, targets, target_P, active_B, chunk, torch.is_grad_enabled()
+    )
+    return total / count
