@@ -114,7 +114,9 @@ def test_a_bundle_of_version_1_predicts_as_it_did(bundle_1: Path) -> None:
 def test_a_newer_bundle_is_refused(bundle_1: Path) -> None:
     from unidec.retrieval.bundle import Bundle
 
+    from unidec.retrieval.bundle_folder import VERSION as BUNDLE_VERSION
+
     about = json.loads((bundle_1 / MANIFEST).read_text())
-    (bundle_1 / MANIFEST).write_text(json.dumps(about | {"version": about["version"] + 1, "unidec": "9.1.0"}))
+    (bundle_1 / MANIFEST).write_text(json.dumps(about | {"version": BUNDLE_VERSION + 1, "unidec": "9.1.0"}))
     with pytest.raises(ArtifactError, match=r"install unidec 9\.1\.0 or newer"):
         Bundle.load(bundle_1)

@@ -23,6 +23,7 @@ import pytest
 from unidec.data.storage import read_manifest, write_manifest
 from unidec.errors import ArtifactError
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.bundle_folder import VERSION
 
 
 def _tiny() -> ModuleType:
@@ -271,8 +272,8 @@ def test_an_index_header_that_promises_too_much(bundle):
 
 
 def test_a_newer_format_is_refused_by_its_version(bundle):
-    manifest = read_manifest(bundle, "bundle", 1)
-    (bundle / "manifest.json").write_text(json.dumps(manifest | {"version": 2, "unidec": "9.1.0"}))
+    manifest = read_manifest(bundle, "bundle", VERSION)
+    (bundle / "manifest.json").write_text(json.dumps(manifest | {"version": VERSION + 1, "unidec": "9.1.0"}))
     with pytest.raises(ArtifactError, match=r"9\.1\.0"):
         Bundle.load(bundle)
     (bundle / "manifest.json").write_text(json.dumps(manifest | {"kind": "model"}))

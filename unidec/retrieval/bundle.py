@@ -5,9 +5,10 @@
     vectors/*.npy        float32: de [L, D] label embeddings, clf [L, D] classifier rows, bias [L]; those that exist
     index.faiss          the label index over the searched space
     labels.arrow         uid and title of each label
+    neighbours/          where training queries vote: their vectors float16 [M, D], labels (CSR), uids and titles
     manifest.json        size and sha256 of every file
 
-Legend: B queries, L labels, K results, D width of a head.
+Legend: B queries, L labels, K results, M training queries, D width of a head.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,8 @@ from unidec.retrieval.bundle_folder import (
     write_bundle,
 )
 from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.space import head_scores, query_vectors
+from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, read_neighbours
+from unidec.retrieval.space import head_scores, pair_scores, query_vectors
 from unidec.retrieval.text_file import text_column
 
 if TYPE_CHECKING:
@@ -55,8 +57,10 @@ class Prediction:
 
     Attributes:
         labels, titles: uid and title of each label.
-        scores: what they are ranked by: in the space "both" de_scores + clf_weight x clf_scores.
+        scores: what they are ranked by: in the space "both" de_scores + clf_weight x clf_scores; where training queries
+            vote, knn_weight x knn_scores more.
         de_scores, clf_scores: each head's own score; empty where the model has no such head.
+        knn_scores: votes of similar training queries, 0 to 1; empty where none vote.
     """
 
     labels: list[str]
@@ -64,6 +68,7 @@ class Prediction:
     scores: list[float]
     de_scores: list[float]
     clf_scores: list[float]
+    knn_scores: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,14 @@ class Predictions:
         rows: int64 [B, K], row of each label; -1 where there are fewer than K.
         scores: float32 [B, K]; -inf there.
         de_scores, clf_scores: float32 [B, K], each head's own score; NaN there; None where the model has no such head.
+        knn_scores: float32 [B, K], votes of similar training queries; NaN there; None where none vote.
     """
 
     rows: Labels
     scores: Floats
     de_scores: Floats | None
     clf_scores: Floats | None
+    knn_scores: Floats | None = None
 
 
 class Bundle:
@@ -90,6 +97,7 @@ class Bundle:
         info: `bundle.json`.
         uids, titles: Arrow string arrays [L].
         model: the encoder with its heads. index: the label index.
+        neighbours: the training queries that vote; None where none do.
     """
 
     def __init__(
@@ -100,10 +108,11 @@ class Bundle:
         index: LabelIndex,
         vectors: Mapping[str, Floats],
         labels: pa.Table,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.path, self.info, self.model, self.index = path, info, model, index
         self.sha256 = folder_sha256(path)
-        self._vectors = dict(vectors)
+        self._vectors, self.neighbours = dict(vectors), neighbours
         self.uids, self.titles = (labels.column(name).combine_chunks() for name in ("uid", "title"))
 
     @classmethod
@@ -129,9 +138,12 @@ class Bundle:
         index = LabelIndex.load(
             root / "index.faiss", info.num_labels, info.width, kind=info.index_kind, search=info.index_search
         )
+        neighbours = None
+        if (knn := info.knn) is not None:
+            neighbours = read_neighbours(root, knn.num_queries, knn.num_pairs, info.num_labels, info.dim, knn.vote)
         model = _load_model(root / "model", device)
         _check_model(root / "model", model, info)
-        return cls(root, info, model, index, vectors, labels)
+        return cls(root, info, model, index, vectors, labels, neighbours)
 
     @property
     def num_labels(self) -> int:
@@ -166,9 +178,10 @@ class Bundle:
         rows = np.maximum(found.rows, 0)
         names = [_taken(column, rows) for column in (self.uids, self.titles)]
         nothing: list[list[float]] = [[] for _ in counts]
-        parts = [nothing if part is None else part.tolist() for part in (found.de_scores, found.clf_scores)]
+        each = (found.de_scores, found.clf_scores, found.knn_scores)
+        parts = [nothing if part is None else part.tolist() for part in each]
         columns = zip(*names, found.scores.tolist(), *parts, counts.tolist(), strict=True)
-        return [Prediction(u[:n], t[:n], s[:n], d[:n], c[:n]) for u, t, s, d, c, n in columns]
+        return [Prediction(u[:n], t[:n], s[:n], d[:n], c[:n], v[:n]) for u, t, s, d, c, v, n in columns]
 
     def predict_arrays(
         self,
@@ -191,12 +204,14 @@ class Bundle:
         if not parts:
             nothing = np.zeros((0, k), dtype=np.float32)
             de, clf = (nothing if name in self._vectors else None for name in ("de", "clf"))
-            return Predictions(np.zeros((0, k), dtype=np.int64), nothing, de, clf)
+            knn = None if self.neighbours is None else nothing
+            return Predictions(np.zeros((0, k), dtype=np.int64), nothing, de, clf, knn)
         return Predictions(
             np.concatenate([part.rows for part in parts]),
             np.concatenate([part.scores for part in parts]),
             _stacked([part.de_scores for part in parts]),
             _stacked([part.clf_scores for part in parts]),
+            _stacked([part.knn_scores for part in parts]),
         )
 
     def predict_frame(self, frame: Any, k: int = 5, column: str | None = None, batch_size: int = 256) -> pd.DataFrame:
@@ -242,26 +257,55 @@ class Bundle:
         """uid -> label row; made on first use."""
         return dict(zip(self.uids.to_pylist(), range(self.num_labels), strict=True))
 
+    def rank(self, de_BD: Floats | None, clf_BD: Floats | None, k: int, excluded: Labels | None = None) -> Ranked:
+        """The k best labels of encoded queries: the heads' score, and the votes of training queries where they vote.
+
+        Exact where the index is: of a label without votes only the heads' place decides, and every label with votes
+        is looked at.
+
+        Args:
+            de_BD, clf_BD: queries as `model.encode_queries` gives them.
+            k: at least 1; may exceed L.
+            excluded: int64, unique keys query * L + label of the pairs that must not be returned.
+        """
+        info, vectors, excluded = self.info, self._vectors, np.zeros(0, np.int64) if excluded is None else excluded
+        query_BD = query_vectors(de_BD, clf_BD, info.space, info.clf_weight, info.clf_normalize, "bias" in vectors)
+        rows_BK, scores_BK = self._search(query_BD, k, excluded)
+        if self.neighbours is None or info.knn is None:
+            return Ranked(rows_BK, scores_BK)
+        compared_BD = de_BD if info.knn.space == "de" else clf_BD
+        assert compared_BD is not None
+        candidates = Candidates.of(
+            rows_BK,
+            self.neighbours.votes(compared_BD, info.knn.neighbours),
+            lambda query_P, label_P: pair_scores(
+                query_BD, query_P, label_P, vectors.get("de"), vectors.get("clf"), vectors.get("bias"), info.space,
+                info.clf_normalize,
+            ),
+            excluded,
+        )  # fmt: skip
+        return candidates.top(info.knn.weight, k)
+
     def _predict_batch(self, texts: Sequence[str], k: int, exclude: Sequence[Sequence[str]] | None) -> Predictions:
         tokens = encode_texts(texts, self.model.tokenizer_folder, self.model.max_length)
         de_BD, clf_BD = self.model.encode_queries(tokens, np.arange(len(texts)), batch_size=len(texts))
         info, vectors = self.info, self._vectors
-        query_BD = query_vectors(de_BD, clf_BD, info.space, info.clf_weight, info.clf_normalize, "bias" in vectors)
-        rows_BK, scores_BK = self._search(query_BD, k, exclude)
-        de = head_scores(de_BD, vectors["de"], rows_BK) if "de" in vectors else None
+        found = self.rank(de_BD, clf_BD, k, self._excluded_pairs(exclude))
+        de = head_scores(de_BD, vectors["de"], found.rows) if "de" in vectors else None
         clf = None
         if "clf" in vectors:
-            clf = head_scores(clf_BD, vectors["clf"], rows_BK, bias_L=vectors.get("bias"), normalize=info.clf_normalize)
-        return Predictions(rows_BK, scores_BK, de, clf)
+            clf = head_scores(
+                clf_BD, vectors["clf"], found.rows, bias_L=vectors.get("bias"), normalize=info.clf_normalize
+            )
+        return Predictions(found.rows, found.scores, de, clf, found.votes)
 
-    def _search(self, query_BD: Floats, k: int, exclude: Sequence[Sequence[str]] | None) -> tuple[Labels, Floats]:
+    def _search(self, query_BD: Floats, k: int, excluded: Labels) -> tuple[Labels, Floats]:
         """Search k + the most excluded labels of a query, remove those, cut to k."""
-        pairs = self._excluded_pairs(exclude)
-        most = int(np.bincount(pairs // self.num_labels).max()) if pairs.size else 0
+        most = int(np.bincount(excluded // self.num_labels).max()) if excluded.size else 0
         scores, rows = self.index.search(query_BD, min(k + most, max(k, self.num_labels)))
-        if pairs.size:
+        if excluded.size:
             place = np.arange(len(rows), dtype=np.int64)[:, None] * self.num_labels + rows
-            removed = np.isin(place, pairs) & (rows >= 0)
+            removed = np.isin(place, excluded) & (rows >= 0)
             scores[removed], rows[removed] = -np.inf, -1
             order = np.argsort(rows < 0, axis=1, kind="stable")[:, :k]
             scores, rows = np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)

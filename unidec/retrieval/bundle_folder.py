@@ -29,10 +29,12 @@ from unidec.data.storage import (
 from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_plain_table
 from unidec.retrieval.index import Kind, LabelIndex
+from unidec.retrieval.neighbours import FILES as NEIGHBOURS
+from unidec.retrieval.neighbours import Neighbours, Vote
 from unidec.retrieval.space import Space, label_vectors, width
 
 KIND = "bundle"
-VERSION = 1
+VERSION = 2  # 1 had no neighbours
 MAX_INFO_BYTES = 16 << 20
 LABEL_SCHEMA = pa.schema([pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)])
 LABEL_ROWS = 65_536
@@ -46,6 +48,25 @@ _TRAINING_RECORDS = (".jsonl", "train.json")  # hold wall times: no two training
 _FIX = "write the bundle again: unidec index"
 
 
+class KnnInfo(BaseModel):
+    """How similar training queries vote; see `neighbours.py`.
+
+    Attributes:
+        weight: of their votes beside the heads' score. neighbours: how many of them vote.
+        vote: what a vote counts by its cosine. space: the head in whose space queries are compared.
+        num_queries, num_pairs: training queries, and their labels in all.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    neighbours: Count
+    vote: Vote
+    space: Literal["de", "clf"]
+    num_queries: Count
+    num_pairs: Annotated[int, Field(ge=0, le=1 << 40)]
+
+
 class BundleInfo(BaseModel):
     """`bundle.json`.
 
@@ -57,6 +78,7 @@ class BundleInfo(BaseModel):
         vectors: shape of each array under vectors/.
         index_kind, index_search: kind of index, and efSearch of HNSW.
         index_bytes: size of index.faiss.
+        knn: the votes of similar training queries; None where there are none.
         default_k, max_k: what a server offers.
         text: which text of a query the model was trained on: "title" or "title+content".
         dataset: name and sha256 of the data set. metrics: their summary. params: all parameters of the training.
@@ -75,6 +97,7 @@ class BundleInfo(BaseModel):
     index_kind: Kind
     index_search: Count
     index_bytes: Count
+    knn: KnnInfo | None = None
     default_k: Count = 5
     max_k: Count = 100
     text: str
@@ -97,6 +120,9 @@ def write_bundle(
     space: Space,
     clf_weight: float,
     clf_normalize: bool,
+    neighbours: Neighbours | None = None,
+    knn_weight: float = 0.0,
+    knn_neighbours: int = 100,
     text: str = "title",
     dataset: Mapping[str, Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
@@ -113,6 +139,8 @@ def write_bundle(
         bias_L: float32 [L] biases of the classifier.
         uids, titles: of the L labels; uids are unique.
         space, clf_weight, clf_normalize: what is searched and how it is blended; see `space.py`.
+        neighbours: training queries that vote, compared by de_LD's head, or by clf_LD's where there is no de_LD.
+        knn_weight, knn_neighbours: weight of the votes, above 0 with `neighbours`, and how many vote.
         text: "title" or "title+content".
         dataset, metrics, params, card: facts kept in bundle.json, JSON-able.
 
@@ -130,7 +158,9 @@ def write_bundle(
     }
     labels = pa.table({"uid": _strings(uids), "title": _strings(titles)}, schema=LABEL_SCHEMA)
     dim = _check_parts(index, vectors, labels, space, clf_normalize)
+    knn = _knn_info(neighbours, (index.num_labels, dim), knn_weight, knn_neighbours, "de" if "de" in vectors else "clf")
     size = sum(array.nbytes for array in vectors.values()) + 4 * index.num_labels * index.dim
+    size += neighbours.num_bytes if neighbours is not None else 0
     with write_folder(path, KIND, VERSION, num_bytes=size) as out:
         _copy_model(Path(model_path), out.path / "model")
         (out.path / "vectors").mkdir()
@@ -138,6 +168,8 @@ def write_bundle(
             np.save(out.path / "vectors" / f"{name}.npy", array, allow_pickle=False)
         index.save(out.path / "index.faiss")
         _write_labels(out.path / "labels.arrow", labels)
+        if neighbours is not None:
+            neighbours.write(out.path)
         info = BundleInfo(
             space=space,
             clf_weight=float(clf_weight),
@@ -149,6 +181,7 @@ def write_bundle(
             index_kind=index.kind,
             index_search=index.search_width,
             index_bytes=(out.path / "index.faiss").stat().st_size,
+            knn=knn,
             text=text,
             dataset=dict(dataset or {}),
             metrics=dict(metrics or {}),
@@ -169,7 +202,7 @@ def check_names(root: Path, files: Iterable[str]) -> None:
     names = set(files)
     for missing in sorted((_FILES | {f"model/{MANIFEST}"}) - names):
         raise ArtifactError("a file of a bundle is missing", where=str(root / missing), fix=_FIX)
-    for name in sorted(names - _FILES - _VECTORS):
+    for name in sorted(names - _FILES - _VECTORS - NEIGHBOURS):
         if not name.startswith("model/") or name.endswith((".pkl", ".pickle", ".pt", ".pth", ".bin", ".py")):
             raise ArtifactError(
                 "a file that has no place in a bundle", where=str(root / name), fix="do not use this bundle"
@@ -203,6 +236,8 @@ def read_info(root: Path) -> BundleInfo:
             got=info.vectors,
             expected=f"{', '.join(sorted(needed))} of shape {matrix}",
         )
+    if info.knn is not None and info.knn.space not in info.vectors:
+        raise ArtifactError("votes in the space of a head that is not there", where=str(where), got=info.knn.space)
     if info.width != expected:
         raise ArtifactError("a space of another width", where=str(where), got=info.width, expected=expected)
     size = (root / "index.faiss").stat().st_size
@@ -274,6 +309,27 @@ def _check_parts(
     if index.kind == "flat" and (scores[:, 0] < own - 1e-3 * np.maximum(1.0, own)).any():
         raise ValueError("the index holds other vectors than de_LD, clf_LD and bias_L give")
     return matrices[0].shape[1]
+
+
+def _knn_info(
+    neighbours: Neighbours | None, shape: tuple[int, int], weight: float, num: int, space: Literal["de", "clf"]
+) -> KnnInfo | None:
+    """Votes that fit the labels and the heads."""
+    if neighbours is None:
+        if weight:
+            raise ValueError(f"a weight of the votes ({weight}) without neighbours")
+        return None
+    if (neighbours.num_labels, neighbours.vectors_MD.shape[1]) != shape:
+        got = (neighbours.num_labels, neighbours.vectors_MD.shape[1])
+        raise ValueError(f"neighbours of {got[0]} labels and width {got[1]}, the bundle has {shape[0]} and {shape[1]}")
+    return KnnInfo(
+        weight=float(weight),
+        neighbours=num,
+        vote=neighbours.vote,
+        space=space,
+        num_queries=neighbours.num_queries,
+        num_pairs=int(neighbours.labels_ML.nnz),
+    )
 
 
 def _copy_model(source: Path, target: Path) -> None:

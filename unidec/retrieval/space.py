@@ -1,6 +1,7 @@
 """The vector space that is searched: both heads side by side, or one of them.
 
-Legend: L labels, B queries, K results, D width of a head; D' width of the space.
+Legend: L labels, B queries, K results, P pairs of both, U the labels of some pairs, D width of a head; D' width of the
+space.
 
 A search by inner product in this space ranks labels by
 
@@ -133,6 +134,39 @@ def head_scores(
         elif bias_L is not None:
             scores = scores + bias_L[np.maximum(labels, 0)]
         out[start : start + step] = np.where(labels >= 0, scores, np.float32(np.nan))
+    return out
+
+
+def pair_scores(
+    query_BD: Floats,
+    query_P: npt.NDArray[np.int64],
+    label_P: npt.NDArray[np.int64],
+    de_LD: Floats | None,
+    clf_LD: Floats | None,
+    bias_L: Floats | None,
+    space: Space,
+    clf_normalize: bool,
+    *,
+    block: int = 1 << 22,
+) -> Floats:
+    """Scores of single pairs in a space. A pair's score has the same bits whatever other pairs are asked for.
+
+    Args:
+        query_BD: float32 [B, D'], of `query_vectors`.
+        query_P, label_P: int64 [P], rows of queries and labels.
+        de_LD, clf_LD, bias_L, space, clf_normalize: as for `label_vectors`, whose rows are made as they are needed.
+        block: at most so many floats are gathered at once for each side.
+
+    Returns:
+        float32 [P].
+    """
+    out = np.empty(len(query_P), dtype=np.float32)
+    step = max(1, block // query_BD.shape[1])
+    for start in range(0, len(query_P), step):
+        label_U, place = np.unique(label_P[start : start + step], return_inverse=True)
+        de, clf, bias = (None if array is None else array[label_U] for array in (de_LD, clf_LD, bias_L))
+        label_UD = label_vectors(de, clf, bias, space, clf_normalize)
+        out[start : start + step] = np.einsum("pd,pd->p", query_BD[query_P[start : start + step]], label_UD[place])
     return out
 
 

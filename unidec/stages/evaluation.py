@@ -16,7 +16,6 @@ from unidec.data.propensity import load_propensity
 from unidec.data.storage import read_json_lines, read_manifest, write_bytes_atomic, write_json
 from unidec.evaluation.frequency import frequency_bins
 from unidec.evaluation.metrics import evaluate as all_metrics
-from unidec.evaluation.metrics import remove_filtered
 from unidec.evaluation.plots import plots_csv, save_pngs
 from unidec.evaluation.report import write_report
 from unidec.model.search import exact_search
@@ -25,15 +24,18 @@ from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import recall
 from unidec.retrieval.space import Space
 from unidec.stages import paths
-from unidec.stages.ranking import K, Ranking, headline
+from unidec.stages.ranking import K, Ranking, headline, pair_keys
 from unidec.stages.report import report_input
 
 SINGLE_HEADS: tuple[Space, ...] = ("de", "clf")
+PARTS = (*SINGLE_HEADS, "heads", "knn")  # of a result, beside the whole: each head, their blend, the votes
+QUERIES_AT_ONCE = 4096  # a multiple of faiss's own blocks; votes of each take some kilobytes
 ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
 
 
 def evaluate(params: Params) -> dict[str, Any]:
-    """Search the index for every test query and measure; also each head alone, and the index against exact search.
+    """Rank labels for every test query as the bundle serves them, and measure; also each head alone, where training
+    queries vote also both heads without them and the votes alone, and the index against exact search.
 
     Writes outputs/metrics.json, outputs/plots/, outputs/predictions.parquet and outputs/report.html.
     """
@@ -47,10 +49,15 @@ def evaluate(params: Params) -> dict[str, Any]:
     result: dict[str, Any] = {"test": all_metrics(labels, truth, propensity.inverse_L, propensity.group_L)}
     for space in SINGLE_HEADS if bundle.model.heads == "both" else ():
         result[space] = ranking.metrics(space, 1.0, info.clf_normalize, propensity)
-    result["index"] = _against_exact(bundle, ranking) | {"clf_weight": info.clf_weight}
+    if bundle.neighbours is not None and info.knn is not None:
+        result["heads"] = ranking.metrics(info.space, info.clf_weight, info.clf_normalize, propensity)
+        votes = ranking.votes(bundle.neighbours, info.knn.neighbours)
+        result["knn"] = ranking.metrics_of_votes(votes, propensity)
+    weights = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight if info.knn else 0.0}
+    result["index"] = _against_exact(bundle, ranking) | weights
     result["validation"] = info.metrics.get("validation", {})
     result["frequency_bins"] = frequency_bins(labels, truth, propensity.counts_L, propensity.inverse_L)
-    shown = {name: headline(result[name]) for name in SINGLE_HEADS if name in result}
+    shown = {name: headline(result[name]) for name in PARTS if name in result}
     write_json(paths.METRICS, result | shown)
     _write_predictions(paths.PREDICTIONS, dataset, ranking.rows, scores, labels)
     history, rounds = (read_json_lines(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds"))
@@ -61,13 +68,13 @@ def evaluate(params: Params) -> dict[str, Any]:
 
 
 def _search(bundle: Bundle, ranking: Ranking) -> tuple[np.ndarray, np.ndarray]:
-    """The index's answer for each query of the split, filtered pairs removed: (scores [n, K], labels [n, K])."""
-    info = bundle.info
-    query = ranking.queries(info.space, info.clf_weight, info.clf_normalize)
-    most = int(np.diff(ranking.filter_pairs.indptr).max(initial=0))
-    scores, labels = bundle.index.search(query, min(K + most, bundle.num_labels))
-    labels, scores = remove_filtered(labels, scores, ranking.filter_pairs, K)
-    return scores, labels
+    """The bundle's answer for each query of the split, filtered pairs removed: (scores [n, K], labels [n, K])."""
+    parts = []
+    for start in range(0, max(len(ranking.rows), 1), QUERIES_AT_ONCE):
+        some = slice(start, start + QUERIES_AT_ONCE)
+        de, clf = (None if part is None else part[some] for part in (ranking.query_de, ranking.query_clf))
+        parts.append(bundle.rank(de, clf, K, pair_keys(ranking.filter_pairs[some])))
+    return np.concatenate([part.scores for part in parts]), np.concatenate([part.rows for part in parts])
 
 
 def _against_exact(bundle: Bundle, ranking: Ranking) -> dict[str, float]:
@@ -104,7 +111,7 @@ def _track(result: dict[str, Any], history: list[dict[str, Any]], rounds: list[d
     run = read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
     tracker = Tracker.resume(paths.RUNS / run)
     named = {f"test/{name}": value for name, value in result["test"].items()}
-    for part in SINGLE_HEADS:
+    for part in PARTS:
         named |= {f"{part}/{name}": value for name, value in headline(result.get(part, {})).items()}
     named |= {f"index/{name}": value for name, value in result["index"].items()}
     tracker.log_final(named)

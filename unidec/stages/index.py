@@ -1,4 +1,4 @@
-"""Stage `index`: label vectors, the blend of the heads, the search index -> outputs/bundle."""
+"""Stage `index`: label vectors, the blend of the scores, the search index -> outputs/bundle."""
 
 from __future__ import annotations
 
@@ -9,30 +9,35 @@ from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle_folder import write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.stages import paths
-from unidec.stages.ranking import Ranking, headline, tuned_clf_weight
+from unidec.stages.ranking import Ranking, headline, training_neighbours, tuned_blend
 from unidec.training.precision import choose_device
 
 
 def index(params: Params) -> dict[str, Any]:
-    """Build the bundle of outputs/model; the classifier's weight is tuned on the validation split where it is
-    "auto"."""
+    """Build the bundle of outputs/model; the classifier's and the votes' weights are tuned on the validation split
+    where they are "auto". Training queries that get no weight are left out of the bundle."""
     settings = params.index
     dataset = paths.open_dataset()
     model = UniDEC.load(paths.MODEL, device=str(choose_device(params.device)), verify=False)
     ranking = Ranking.of_model(model, dataset, "validation", params.optim.precision)
-    weight = tuned_clf_weight(ranking, params)
-    metrics = {}
-    if len(ranking.rows):
-        metrics = headline(ranking.metrics(settings.space, weight, settings.clf_normalize))
+    neighbours = None
+    if settings.knn_weight != 0:
+        neighbours = training_neighbours(model, dataset, params.optim.precision)
+    blend = tuned_blend(ranking, params, neighbours)
+    metrics = headline(blend.metrics) if len(ranking.rows) else {}
     label_index = LabelIndex.build(
         ranking.labels(settings.space, settings.clf_normalize), settings.kind, links=settings.hnsw_links,
         build=settings.hnsw_build, search=settings.hnsw_search,
     )  # fmt: skip
     write_bundle(
         paths.BUNDLE, paths.MODEL, label_index, de_LD=ranking.label_de, clf_LD=ranking.label_clf, bias_L=ranking.bias,
-        uids=dataset.label_uids(), titles=dataset.label_texts(), space=settings.space, clf_weight=weight,
-        clf_normalize=settings.clf_normalize, text=params.tokens.text,
+        uids=dataset.label_uids(), titles=dataset.label_texts(), space=settings.space, clf_weight=blend.clf_weight,
+        clf_normalize=settings.clf_normalize, neighbours=neighbours if blend.knn_weight else None,
+        knn_weight=blend.knn_weight, knn_neighbours=settings.knn_neighbours, text=params.tokens.text,
         dataset={"name": dataset.name, "sha256": dataset.sha256}, metrics={"validation": metrics},
-        params=params.model_dump(exclude={"device", "tracking"}),
+        params=params.model_dump(exclude={"device", "tracking"}), card={"tuning": blend.tried} if blend.tried else {},
     )  # fmt: skip
-    return {"bundle": str(paths.BUNDLE), "labels": dataset.num_labels, "clf_weight": weight, "validation": metrics}
+    return {
+        "bundle": str(paths.BUNDLE), "labels": dataset.num_labels, "clf_weight": blend.clf_weight,
+        "knn_weight": blend.knn_weight, "validation": metrics,
+    }  # fmt: skip

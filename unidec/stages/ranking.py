@@ -1,11 +1,12 @@
 """Labels ranked for the queries of a split, and their metrics: for validation in training, for the index, for the test.
 
-Legend: N queries, n queries of a split, L labels, D width of a head, K places.
+Legend: N queries, n queries of a split, M training queries, L labels, D width of a head, K places.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import scipy.sparse as sp
@@ -18,14 +19,18 @@ from unidec.evaluation.metrics import evaluate, filtered_truth
 from unidec.model.frozen import cached_inputs
 from unidec.model.search import exact_search
 from unidec.model.unidec import UniDEC
-from unidec.retrieval.space import Space, label_vectors, query_vectors
+from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, votes_alone
+from unidec.retrieval.space import Space, label_vectors, pair_scores, query_vectors
 from unidec.stages import paths
 from unidec.training.precision import autocast_type
 
 K = 100
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@3", "PSP@5", "R@10", "R@100", "coverage@5", "MRR")
 CLF_WEIGHTS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
+KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)
+VOTE: Vote = "square"
 TUNED_ON = "nDCG@5"
+MAX_TURNS = 3  # of tuning one weight after the other: the second changes little
 
 
 def headline(metrics: dict[str, float]) -> dict[str, float]:
@@ -94,18 +99,130 @@ class Ranking:
         query, label = self.queries(space, clf_weight, clf_normalize), self.labels(space, clf_normalize)
         return exact_search(query, label, min(k, len(label)), exclude=self.filter_pairs)
 
+    @property
+    def excluded(self) -> np.ndarray:
+        """Keys query * L + label of the filter pairs, int64, sorted."""
+        return pair_keys(self.filter_pairs)
+
+    def votes(self, neighbours: Neighbours, num: int) -> sp.csr_matrix:
+        """Votes of the `num` nearest training queries: float32 CSR [n, L]."""
+        compared = self.query_de if self.query_de is not None else self.query_clf
+        assert compared is not None
+        return neighbours.votes(compared, num)
+
+    def candidates(
+        self, space: Space, clf_weight: float, clf_normalize: bool, votes: sp.csr_matrix, k: int = K
+    ) -> Candidates:
+        """What can be among the k best labels of the heads' score and the votes, whatever the votes' weight."""
+        query = self.queries(space, clf_weight, clf_normalize)
+        return Candidates.of(
+            self.top(space, clf_weight, clf_normalize, k)[1],
+            votes,
+            lambda query_P, label_P: pair_scores(
+                query, query_P, label_P, self.label_de, self.label_clf, self.bias, space, clf_normalize
+            ),
+            self.excluded,
+        )
+
     def metrics(
         self, space: Space, clf_weight: float, clf_normalize: bool, propensity: Propensity | None = None
     ) -> dict[str, float]:
-        """Every metric of the split under one space."""
+        """Every metric of the split under one space, by the heads alone."""
+        return self.metrics_of(self.top(space, clf_weight, clf_normalize)[1], propensity)
+
+    def metrics_of(self, labels: np.ndarray, propensity: Propensity | None = None) -> dict[str, float]:
+        """Every metric of the split for these labels, int [n, K], best first, -1 where there are none."""
         propensity = propensity or load_propensity(paths.PROPENSITY, verify=False)
-        return evaluate(
-            self.top(space, clf_weight, clf_normalize)[1], self.truth, propensity.inverse_L, propensity.group_L
-        )
+        return evaluate(labels, self.truth, propensity.inverse_L, propensity.group_L)
+
+    def metrics_of_votes(self, votes: sp.csr_matrix, propensity: Propensity | None = None) -> dict[str, float]:
+        """Every metric of the split by the votes of similar training queries alone."""
+        return self.metrics_of(votes_alone(votes, K, self.excluded).rows, propensity)
+
+
+def pair_keys(pairs: sp.csr_matrix) -> np.ndarray:
+    """Keys row * columns + column of a CSR matrix's stored pairs, int64, ascending, each once."""
+    rows = np.repeat(np.arange(pairs.shape[0], dtype=np.int64), np.diff(pairs.indptr))
+    return np.unique(rows * pairs.shape[1] + pairs.indices)
+
+
+def training_neighbours(model: UniDEC, dataset: XMCDataset, precision: str, vote: Vote = VOTE) -> Neighbours:
+    """The training split's queries as neighbours: in the dual encoder's space, or the classifier's where it is alone.
+
+    Queries of other splits never vote, nor do filtered pairs.
+    """
+    rows = dataset.rows("train")
+    head: Literal["de", "clf"] = "clf" if model.heads == "clf" else "de"
+    tokens = paths.open_tokens("queries")
+    amp = autocast_type(precision, model.device)
+    build = cached_inputs(model.encoder, {"queries": tokens}, paths.CACHE, model.device, amp)
+    with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
+        de, clf = model.vectors("queries", tokens, rows, build, desc="training queries", only=head)
+    vectors = de if head == "de" else clf
+    assert vectors is not None
+    labels = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
+    return Neighbours(vectors, labels, dataset.query_uids(rows), dataset.query_texts(rows), vote)
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Weights of the served score.
+
+    Attributes:
+        clf_weight, knn_weight: of the classifier's score, and of the votes (0: none).
+        metrics: of the ranking's split under it.
+        tried: what was tried to find the weights, {clf_weight, knn_weight, `TUNED_ON`}, in order; [] without votes.
+    """
+
+    clf_weight: float
+    knn_weight: float
+    metrics: dict[str, float]
+    tried: list[dict[str, float]] = field(default_factory=list)
+
+
+def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None) -> Blend:
+    """The weights: as given, or tuned on the ranking's split ("auto"), one after the other until neither changes.
+
+    The classifier's weight starts as the best without votes. Of equals the smaller weight is taken.
+    """
+    index = params.index
+    propensity = load_propensity(paths.PROPENSITY, verify=False)
+    if neighbours is None:
+        weight = tuned_clf_weight(ranking, params)
+        return Blend(weight, 0.0, ranking.metrics(index.space, weight, index.clf_normalize, propensity))
+    clf_weights = CLF_WEIGHTS if index.clf_weight == "auto" else (float(index.clf_weight),)
+    knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (float(index.knn_weight),)
+    votes = ranking.votes(neighbours, index.knn_neighbours)
+    found: dict[tuple[float, float], dict[str, float]] = {}
+
+    def best(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+        """The best of some (clf_weight, knn_weight), those with one clf_weight next to each other."""
+        for clf_weight, knn_weight in pairs:
+            if (clf_weight, knn_weight) in found:
+                continue
+            if clf_weight not in candidates:
+                candidates.clear()
+                candidates[clf_weight] = ranking.candidates(index.space, clf_weight, index.clf_normalize, votes)
+            labels = candidates[clf_weight].top(knn_weight, K).rows
+            found[clf_weight, knn_weight] = ranking.metrics_of(labels, propensity)
+        return max(pairs, key=lambda pair: found[pair][TUNED_ON])
+
+    candidates: dict[float, Candidates] = {}  # of the last clf_weight: they serve every weight of the votes
+    at = (tuned_clf_weight(ranking, params), knn_weights[0])
+    for _ in range(MAX_TURNS):
+        before = at
+        at = best([(at[0], weight) for weight in knn_weights])
+        if not at[1]:  # without votes the classifier's weight is the best already
+            break
+        at = best([(weight, at[1]) for weight in clf_weights])
+        if at == before:
+            break
+    tried = [{"clf_weight": c, "knn_weight": v, TUNED_ON: metrics[TUNED_ON]} for (c, v), metrics in found.items()]
+    return Blend(*at, found[at], tried)
 
 
 def tuned_clf_weight(ranking: Ranking, params: Params) -> float:
-    """The classifier's weight: as given, or the best of `CLF_WEIGHTS` on the ranking's split ("auto").
+    """The classifier's weight without votes: as given, or the best of `CLF_WEIGHTS` on the ranking's split ("auto").
 
     Raw classifier scores are training logits times tau, of the order of cosines: one range serves both forms.
     """
@@ -118,7 +235,8 @@ def tuned_clf_weight(ranking: Ranking, params: Params) -> float:
 
 
 def validation_metrics(ranking: Ranking, params: Params) -> dict[str, float]:
-    """Metrics of the validation split in the space that will be served; empty when there is no such split."""
+    """Metrics of the validation split in the space that will be served, without votes; {} where there is no such
+    split."""
     if not len(ranking.rows):
         return {}
     index = params.index
