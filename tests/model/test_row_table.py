@@ -96,6 +96,46 @@ def test_a_copy_shares_nothing(table, tmp_path):
         assert not original.state["first"].any()
 
 
+# -- in parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ROW_OPTIMISERS)
+def test_parts_of_a_step_add_up(rng, kind):
+    """Parts that overlap, gathered again and again, against one gather of everything."""
+    values = torch.from_numpy(rng.normal(size=(ROWS, WIDTH)).astype(np.float32))
+    one, other = make_table(values), make_table(values)
+    optimisers = [row_optimiser(kind, table, 0.1) for table in (one, other)]
+    rows = np.sort(rng.choice(ROWS, 12, replace=False))
+    for step in range(1, 4):
+        pieces = [np.sort(rng.choice(rows, size, replace=False)) for size in (5, 1, 12, 7)]
+        factors = [torch.from_numpy(rng.normal(size=(len(piece), WIDTH)).astype(np.float32)) for piece in pieces]
+        leaf = one.gather(torch.from_numpy(rows))
+        sum((leaf[np.searchsorted(rows, piece)] * f).sum() for piece, f in zip(pieces, factors)).backward()
+        with other.parts(torch.from_numpy(rows)):
+            for piece, factor in zip(pieces, factors):
+                part = other.gather(torch.from_numpy(piece))
+                assert torch.equal(part.detach(), other.weight[torch.from_numpy(piece)])
+                (part * factor).sum().backward()
+        assert torch.allclose(other.used[1].grad, one.used[1].grad, rtol=1e-5, atol=1e-6)
+        for optimiser in optimisers:
+            optimiser.step(step, 1.0)
+        assert torch.allclose(other.weight, one.weight, rtol=1e-5, atol=1e-6)
+        assert one.used is None and other.used is None
+
+
+def test_parts_of_a_table_are_not_another_gather(table):
+    with table.parts(torch.tensor([1, 2])):
+        pass
+    with pytest.raises(RuntimeError, match="once a training step"):
+        table.gather(torch.tensor([3]))
+    with pytest.raises(RuntimeError, match="once a training step"), table.parts(torch.tensor([3])):
+        pass
+    table.forget()
+    with table.parts(torch.tensor([1, 2])), torch.no_grad():  # outside training nothing is kept
+        assert table.gather(torch.tensor([5])).shape == (1, WIDTH)
+    table.forget()
+
+
 # -- places ------------------------------------------------------------------------------------------------------------
 
 

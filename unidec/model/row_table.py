@@ -13,7 +13,8 @@ the model's device everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +77,7 @@ class RowTable(nn.Module):
         self.state: dict[str, Tensor] = {}
         self.used: tuple[Tensor | None, Tensor] | None = None
         self._fetched: Fetched | None = None
+        self._in_parts = False
         self.store: FetchedRows | None = None
         self._open_store()
         self.register_state_dict_pre_hook(_flush)
@@ -140,14 +142,16 @@ class RowTable(nn.Module):
             rows_U: int64 [U], each once, of the rows held here; None: all of them.
 
         Raises:
-            RuntimeError: gathered twice in one training step (rows in both would be updated twice); all rows of a
-                table that is not on the device.
+            RuntimeError: gathered twice in one training step (rows in both would be updated twice; see `parts`); all
+                rows of a table that is not on the device.
         """
         if not (self.training and torch.is_grad_enabled()):
             self.flush()
             local = None if rows_U is None else self._local(rows_U).to(self.weight.device)
             rows = self.weight if local is None else self.weight[local]
             return _at_least_float(rows.detach().to(self.device))
+        if self._in_parts:
+            return self._gather_part(rows_U)
         if self.used is not None:
             raise RuntimeError("a table's rows are gathered once a training step")
         if self.store is None:
@@ -160,6 +164,38 @@ class RowTable(nn.Module):
         leaf = _at_least_float(rows.detach()).requires_grad_()
         self.used = (rows_U, leaf)
         return leaf
+
+    @contextlib.contextmanager
+    def parts(self, rows_U: Tensor) -> Iterator[None]:
+        """Gathers rows for a step whose texts come in chunks: within, each `gather` takes some of them, any number of
+        times, and all its gradients add up in the one leaf that the optimiser reads.
+
+        A part has a leaf of its own, so that a chunk's backward pass touches its rows only, not all U.
+
+        Args:
+            rows_U: int64 [U], ascending, each once: all rows that the parts take.
+        """
+        self.gather(rows_U)
+        self._in_parts = True
+        try:
+            yield
+        finally:
+            self._in_parts = False
+
+    def _gather_part(self, rows_C: Tensor | None) -> Tensor:
+        assert self.used is not None and self.used[0] is not None and rows_C is not None
+        leaf_UD, place_C = self.used[1], torch.searchsorted(self.used[0], rows_C)
+        part_CD = leaf_UD.detach()[place_C].requires_grad_()
+
+        def add(part: Tensor) -> None:
+            assert part.grad is not None
+            if leaf_UD.grad is None:
+                leaf_UD.grad = torch.zeros_like(leaf_UD)
+            leaf_UD.grad.index_add_(0, place_C, part.grad)
+            part.grad = None
+
+        part_CD.register_post_accumulate_grad_hook(add)
+        return part_CD
 
     def used_state(self) -> dict[str, Tensor]:
         """The used rows' state [U, ...]: copies, or the state itself where all rows are used."""

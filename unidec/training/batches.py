@@ -3,7 +3,7 @@
 Legend: B queries in a batch, S pool labels, N queries of the data set, n training queries, L labels.
 
 With Gandalf (Gandalf, section 3) label texts are training queries too: label l is row N + l, and its relevance is row
-l of the label graph, soft targets in (0, 1].
+l of the label graph, soft targets in (0, 1]. A label whose row is empty is no query.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -19,14 +20,15 @@ from torch import Tensor
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.tokens import TokenCache, Tokens
+from unidec.data.propensity import inverse_propensity, label_counts
+from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError, DataError
 from unidec.model.encoder import EncoderInput, InputBuilder
 from unidec.model.losses import PoolTargets
 from unidec.training.distributed import ALONE, Ranks
+from unidec.training.gradient_cache import TextChunks, TextParts, text_chunks
+from unidec.training.needs import encoded_labels, head_labels
 from unidec.training.sampler import PoolBatch, PoolSampler
-
-TextParts = list[tuple[str, Tokens, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,15 @@ class Prepared:
     """A batch on the device.
 
     Attributes:
-        pool: all of the batch's queries and pool labels, whatever part of them this rank encodes.
-        targets, clf_targets: pairs of the pool, and of what the classifier sees.
+        pool: all of the batch's queries and the dual encoder's labels, whatever part of them this rank encodes (a
+            classifier alone: its pool).
+        targets, clf_targets: pairs of those labels, and of what the classifier sees.
         clf_labels: int64 label ids that the classifier sees, those of this rank's rows; None: all of them.
         clf_sizes: how many of them are in each rank's rows.
-        texts: what this rank encodes: its part of the queries, then its part of the pool.
+        clf_places: int64, where they are among the encoded labels, for rows that hold their label's text; None: they
+            are the encoded labels, or nobody asks.
+        texts: what this rank encodes: its part of the queries, then its part of the labels; in chunks where
+            gradients are cached.
         num_own_queries: how many of the texts are queries.
         num_texts, num_tokens: of all ranks' texts.
     """
@@ -48,7 +54,8 @@ class Prepared:
     clf_targets: PoolTargets
     clf_labels: Tensor | None
     clf_sizes: list[int]
-    texts: EncoderInput
+    clf_places: Tensor | None
+    texts: EncoderInput | TextChunks
     num_own_queries: int
     num_texts: int
     num_tokens: int
@@ -68,8 +75,10 @@ class Batches:
 
     Attributes:
         rows: int64 [n], training rows: the data set's, with Gandalf those of the labels behind them.
+        inverse_L: float64 [L], inverse propensities by the training queries alone, where something is weighted by
+            them, else None.
         sampler: draws pools.
-        all_labels: the same where the classifier sees all labels, else None.
+        all_labels: the same where a head sees all labels, else None.
         rows_to_device: puts ids of table rows on the device, and may begin to fetch the rows.
 
     Raises:
@@ -87,29 +96,30 @@ class Batches:
         ranks: Ranks = ALONE,
         label_graph: sp.csr_matrix | None = None,
     ):
-        self.heads, self.tokens, self.build, self.device, self.ranks = params.model.heads, tokens, build, device, ranks
+        self.params, self.tokens, self.build, self.device, self.ranks = params, tokens, build, device, ranks
         self.num_queries, self.soft = dataset.num_queries, params.pool.gandalf
+        (self.de_labels, self.clf_labels), self.encoded = head_labels(params), encoded_labels(params)
         self.rows = dataset.rows("train")
         if not np.diff(dataset.relevance.indptr)[self.rows].any():
             raise DataError(
                 "nothing to train on: no training query has a positive", where=str(dataset.path),
                 got=f"{len(self.rows)} training queries", fix="look at the raw files' pairs and splits",
             )  # fmt: skip
+        self.inverse_L = _inverse_propensities(params, dataset)
         relevance, filter_pairs = dataset.relevance, dataset.filter_pairs
         if params.pool.gandalf:
-            relevance, filter_pairs = _with_labels(relevance, filter_pairs, label_graph)
-            self.rows = np.concatenate([self.rows, np.arange(self.num_queries, relevance.shape[0])])
+            relevance, filter_pairs, chosen = _with_labels(relevance, filter_pairs, label_graph)
+            self.rows = np.concatenate([self.rows, self.num_queries + chosen])
         pool = params.pool
-        self.sampler = PoolSampler(
-            relevance, filter_pairs, beta=pool.beta, eta=pool.eta, size=pool.size, seed=params.seed
-        )
+        draws: dict[str, Any] = {"beta": pool.beta, "seed": params.seed}
+        if pool.positives == "tail":
+            draws["weight_L"] = self.inverse_L
+        self.sampler = PoolSampler(relevance, filter_pairs, eta=pool.eta, size=pool.size, **draws)
         self.rows_to_device: Callable[[np.ndarray], Tensor] = lambda ids: torch.from_numpy(ids).to(device)
         self.all_labels: PoolSampler | None = None
-        if pool.clf_labels == "all" and self.heads != "de":
-            self.all_labels = PoolSampler(
-                self.sampler.relevance, self.sampler.filter_pairs, beta=pool.beta, eta=0, size=0, seed=params.seed,
-                full=True,
-            )  # fmt: skip
+        if "all" in (self.de_labels, self.clf_labels):
+            sampler = self.sampler
+            self.all_labels = PoolSampler(sampler.relevance, sampler.filter_pairs, eta=0, size=0, full=True, **draws)
 
     def parts(self, rows: np.ndarray) -> TextParts:
         """Texts of training rows; rows of labels follow those of queries."""
@@ -129,29 +139,58 @@ class Batches:
         """
         if self.soft:  # queries first, then label texts, as `parts` has them
             rows_B = rows_B[np.argsort(rows_B >= self.num_queries, kind="stable")]
-        pool = self.sampler.batch(rows_B, epoch=epoch, step=step, shortlist_NH=negatives)
-        targets = clf_targets = PoolTargets.from_batch(pool, self.device, soft=self.soft)
-        clf_labels, num_labels = None, self.sampler.relevance.shape[1]
-        clf_sizes = self.ranks.sizes(num_labels)
+        drawn = full = None
+        if self.de_labels != "all" or self.clf_labels == "pool":
+            drawn = self._draw(self.sampler, rows_B, epoch, step, negatives)
         if self.all_labels is not None:
-            full = self.all_labels.batch(rows_B, epoch=epoch, step=step, shortlist_NH=None)
-            clf_targets = PoolTargets.from_batch(full, self.device, soft=self.soft)
-        elif self.heads != "de":
-            clf_sizes = self.ranks.sizes_among(pool.pool_S, num_labels)
-            first = sum(clf_sizes[: self.ranks.rank])
-            clf_labels = self.rows_to_device(pool.pool_S[first : first + clf_sizes[self.ranks.rank]])
+            full = self._draw(self.all_labels, rows_B, epoch, step, None)
+        seen = full if self.de_labels == "all" else drawn
+        assert seen is not None
+        pool, targets = seen
+        clf_pool, clf_targets = (full if self.clf_labels == "all" else drawn) or seen
         own_rows = pool.rows_B[slice(*self.ranks.part(len(pool.rows_B)))]
-
-        def pool_part(part: slice) -> TextParts:
-            return [] if self.heads == "clf" else [("labels", self.tokens["labels"], pool.pool_S[part])]
-
-        parts = self.parts(own_rows) + pool_part(slice(*self.ranks.part(len(pool.pool_S))))
-        everyones = parts if self.ranks.alone else [*self.parts(pool.rows_B), *pool_part(slice(None))]
+        encoded = self._encoded(pool, clf_pool)
+        parts = self.parts(own_rows) + self._label_parts(encoded[slice(*self.ranks.part(len(encoded)))])
+        everyones = parts if self.ranks.alone else [*self.parts(pool.rows_B), *self._label_parts(encoded)]
         return Prepared(
-            pool, targets, clf_targets, clf_labels, clf_sizes, self.build(parts), len(own_rows),
+            pool, targets, clf_targets, *self._classified(clf_pool, encoded), self._texts(parts), len(own_rows),
             num_texts=sum(len(rows) for _, _, rows in everyones),
             num_tokens=sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in everyones),
         )  # fmt: skip
+
+    def _draw(
+        self, sampler: PoolSampler, rows_B: np.ndarray, epoch: int, step: int, negatives: np.ndarray | None
+    ) -> tuple[PoolBatch, PoolTargets]:
+        pool = sampler.batch(rows_B, epoch=epoch, step=step, shortlist_NH=negatives)
+        weighted = {"importance_L": self.inverse_L} if self.params.loss.weights == "propensity" else {}
+        return pool, PoolTargets.from_batch(pool, self.device, soft=self.soft, **weighted)
+
+    def _encoded(self, pool: PoolBatch, clf_pool: PoolBatch) -> np.ndarray:
+        """Labels whose texts the step encodes, ascending."""
+        if self.encoded == "none":
+            return np.empty(0, dtype=np.int64)
+        return clf_pool.pool_S if self.de_labels == "none" else pool.pool_S
+
+    def _label_parts(self, labels: np.ndarray) -> TextParts:
+        return [("labels", self.tokens["labels"], labels)] if len(labels) else []
+
+    def _texts(self, parts: TextParts) -> EncoderInput | TextChunks:
+        size = self.params.optim.encode_chunk
+        return text_chunks(parts, self.build, size, self.device) if size else self.build(parts)
+
+    def _classified(self, clf_pool: PoolBatch, encoded: np.ndarray) -> tuple[Tensor | None, list[int], Tensor | None]:
+        """Ids of this rank's rows among those that the classifier sees, each rank's number of them, and their places
+        among the encoded labels."""
+        num_labels = self.sampler.relevance.shape[1]
+        if self.clf_labels != "pool":
+            return None, self.ranks.sizes(num_labels), None
+        sizes = self.ranks.sizes_among(clf_pool.pool_S, num_labels)
+        first = sum(sizes[: self.ranks.rank])
+        ids = self.rows_to_device(clf_pool.pool_S[first : first + sizes[self.ranks.rank]])
+        places = None
+        if self.params.model.clf_residual and len(encoded) > len(clf_pool.pool_S):
+            places = torch.from_numpy(np.searchsorted(encoded, clf_pool.pool_S)).to(self.device)
+        return ids, sizes, places
 
     def ahead(
         self, batches: list[np.ndarray], epoch: int, first: int, negatives: np.ndarray | None
@@ -171,10 +210,20 @@ class Batches:
                 yield prepared
 
 
+def _inverse_propensities(params: Params, dataset: XMCDataset) -> np.ndarray | None:
+    """Of all labels, float64 [L], from the training queries as they are; None where nothing reads them."""
+    if params.loss.weights != "propensity" and params.pool.positives != "tail":
+        return None
+    rows = dataset.rows("train")
+    counts_L = label_counts(dataset.relevance, rows)
+    return inverse_propensity(counts_L, len(rows), params.data.propensity_a, params.data.propensity_b)
+
+
 def _with_labels(
     relevance: sp.csr_matrix, filter_pairs: sp.csr_matrix, label_graph: sp.csr_matrix | None
-) -> tuple[sp.csr_matrix, sp.csr_matrix]:
-    """Relevance and filter pairs of N + L rows: queries (every positive counts 1), then labels."""
+) -> tuple[sp.csr_matrix, sp.csr_matrix, np.ndarray]:
+    """Relevance and filter pairs of N + L rows, queries (every positive counts 1), then labels; and the labels that
+    have targets, int64."""
     num_labels = relevance.shape[1]
     if label_graph is None or label_graph.shape != (num_labels, num_labels):
         raise ConfigError(
@@ -184,4 +233,5 @@ def _with_labels(
         )  # fmt: skip
     ones = sp.csr_matrix((np.ones(relevance.nnz, np.float32), relevance.indices, relevance.indptr), relevance.shape)
     nothing = sp.csr_matrix((num_labels, num_labels), dtype=filter_pairs.dtype)
-    return sp.vstack([ones, label_graph], format="csr"), sp.vstack([filter_pairs, nothing], format="csr")
+    chosen = np.flatnonzero(np.diff(label_graph.indptr))
+    return sp.vstack([ones, label_graph], format="csr"), sp.vstack([filter_pairs, nothing], format="csr"), chosen

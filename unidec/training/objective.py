@@ -40,30 +40,43 @@ class Objective:
         Returns:
             "loss_de", "loss_clf": 0-d, of the heads that the model has.
         """
-        settings, model, ranks, own = self.settings, self.model, self.ranks, batch.num_own_queries
-        scale = model.log_scale.exp()
-        query_sizes, pool_sizes = ranks.sizes(len(batch.pool.rows_B)), ranks.sizes(len(batch.pool.pool_S))
-        both = model.heads == "both"
+        settings, both = self.settings, self.model.heads == "both"
         losses = {}
-        if model.heads != "clf":
-            de_BD = model.de(x_BW)
-            logit_BS = ranks.gather(de_BD[:own], query_sizes) @ ranks.gather(de_BD[own:], pool_sizes).T
-            losses["loss_de"] = (settings.balance if both else 1.0) * self.loss(
-                settings.de, logit_BS, scale[0], batch.targets, settings.de_forward, step
-            )
-        if model.heads != "de":
-            assert model.table is not None
-            clf_BD = ranks.gather(model.clf(x_BW[:own]), query_sizes)
-            logit_BS = clf_BD @ ranks.gather(model.table.gather(batch.clf_labels), batch.clf_sizes).T
-            if model.bias is not None:
-                logit_BS = logit_BS + ranks.gather(model.bias.gather(batch.clf_labels), batch.clf_sizes).T
-            weight = 1.0 - settings.balance if both else 1.0
-            clf = self.loss(settings.clf, logit_BS, scale[1], batch.clf_targets, settings.clf_forward, step)
-            if settings.clf_bce > 0:
-                bce = self.loss("bce", logit_BS, scale[1], batch.clf_targets, 1.0, step)
-                clf = clf + settings.clf_bce * bce
-            losses["loss_clf"] = weight * clf
+        if self.model.heads != "clf":
+            losses["loss_de"] = (settings.balance if both else 1.0) * self._de_loss(x_BW, batch, step)
+        if self.model.heads != "de":
+            losses["loss_clf"] = (1.0 - settings.balance if both else 1.0) * self._clf_loss(x_BW, batch, step)
         return losses
+
+    def _de_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
+        """L_D: queries against the texts of the labels."""
+        ranks, own, pool, settings = self.ranks, batch.num_own_queries, batch.pool, self.settings
+        de_BD = self.model.de(x_BW)
+        query_BD = ranks.gather(de_BD[:own], ranks.sizes(len(pool.rows_B)))
+        label_SD = ranks.gather(de_BD[own:], ranks.sizes(len(pool.pool_S)))
+        scale = self.model.log_scale.exp()[0]
+        return self.loss(settings.de, query_BD @ label_SD.T, scale, batch.targets, settings.de_forward, step)
+
+    def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
+        """L_C + clf_bce * BCE: queries against the classifier's rows."""
+        model, ranks, own, settings = self.model, self.ranks, batch.num_own_queries, self.settings
+        scale, targets = model.log_scale.exp()[1], batch.clf_targets
+        query_BD = ranks.gather(model.clf(x_BW[:own]), ranks.sizes(len(batch.pool.rows_B)))
+        assert model.table is not None
+        row_SD = ranks.gather(model.table.gather(batch.clf_labels), batch.clf_sizes)
+        if model.settings.clf_residual:  # on one rank alone: it encodes all of the pool's texts
+            text_SW = x_BW[own:] if batch.clf_places is None else x_BW[own:][batch.clf_places]
+            row_SD = row_SD + model.text_rows(text_SW)
+        bias_S1 = None
+        if model.bias is not None:
+            bias_S1 = ranks.gather(model.bias.gather(batch.clf_labels), batch.clf_sizes)
+        logit_BS = query_BD @ row_SD.T
+        if bias_S1 is not None:
+            logit_BS = logit_BS + bias_S1.T
+        loss = self.loss(settings.clf, logit_BS, scale, targets, settings.clf_forward, step)
+        if settings.clf_bce > 0:
+            loss = loss + settings.clf_bce * self.loss("bce", logit_BS, scale, targets, 1.0, step)
+        return loss
 
     def loss(
         self, kind: str, similarity_BS: Tensor, scale: Tensor, targets: PoolTargets, forward: float, step: int

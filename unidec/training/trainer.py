@@ -35,6 +35,7 @@ from unidec.progress import progress
 from unidec.training.batches import Batches, Prepared
 from unidec.training.checkpoint import Checkpoint, CheckpointWriter, RowPart, load_checkpoint
 from unidec.training.distributed import ALONE, Ranks
+from unidec.training.gradient_cache import encode_texts
 from unidec.training.identity import check_same, run_identity
 from unidec.training.objective import Objective
 from unidec.training.optim import Optimisers
@@ -352,11 +353,10 @@ class Trainer:
         """
         begin = time.perf_counter()
         try:
-            with self._autocast():
-                x_BW = self.model.encoder(batch.texts)
-            losses = self.objective.losses(x_BW, batch, self.step)
+            encoding = encode_texts(self.model.encoder, batch.texts, self._autocast)
+            losses = self.objective.losses(encoding.x_BW, batch, self.step)
             loss = torch.stack(list(losses.values())).sum()
-            loss.backward()
+            encoding.backward(loss)
         except torch.OutOfMemoryError as error:
             raise self._no_memory(batch) from error
         norm = self._complete_gradients()

@@ -1,0 +1,164 @@
+"""Gradient caching: a step whose texts are encoded in chunks, so that the activations of one chunk are held at a time.
+
+Legend: B texts of a step, C texts of a chunk, U distinct tokens, W width of the encoder.
+
+1. Every chunk is encoded without a graph; what is kept of it are its vectors and the random state it began with.
+2. The loss is computed on all vectors together, and its gradient with regard to them.
+3. Every chunk is encoded again from its random state, so with the same dropout, and takes its part of that gradient.
+
+The gradient is that of one pass over all chunks; it costs a second forward pass. Source: Gao et al. 2021, "Scaling
+Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache), with the replay that DEXML's recipe
+needs; the cut is at the encoder's output, the heads and the classifier are computed once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from unidec.data.tokens import Tokens
+from unidec.model.encoder import EncoderInput, InputBuilder, TextEncoder, length_chunks
+from unidec.model.row_table import RowTable
+from unidec.training.checkpoint import random_state, restore_random_state
+
+TextParts = list[tuple[str, Tokens, np.ndarray]]
+Context = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class TextChunks:
+    """The texts of a step, cut into chunks of similar length.
+
+    Attributes:
+        num_texts: B.
+        chunks: (places int64 [C] among the step's texts, input) of each chunk.
+        unique_U: int64, distinct token ids of all texts, ascending, each once; None without a bag.
+    """
+
+    num_texts: int
+    chunks: tuple[tuple[Tensor, EncoderInput], ...]
+    unique_U: Tensor | None = None
+
+
+def text_chunks(parts: TextParts, build: InputBuilder, size: int, device: torch.device) -> TextChunks:
+    """Cut a step's texts into chunks; no chunk mixes queries and labels.
+
+    Args:
+        parts: (name of the source, its tokens, rows int64) each, as `InputBuilder` takes them.
+        build: makes each chunk's input.
+        size: texts a chunk, at least 1.
+        device: of the places and ids.
+    """
+    chunks: list[tuple[Tensor, EncoderInput]] = []
+    first = 0
+    for name, tokens, rows in parts:
+        chunks += [
+            (torch.from_numpy(places + first).to(device), build([(name, tokens, rows[places])]))
+            for places in length_chunks(tokens.lengths(rows), size)
+        ]
+        first += len(rows)
+    unique_U = None
+    if any(given.unique_U is not None for _, given in chunks):
+        unique_U = torch.from_numpy(_distinct(parts)).to(device)
+    return TextChunks(first, tuple(chunks), unique_U)
+
+
+def _distinct(parts: TextParts) -> np.ndarray:
+    """Token ids of some texts, int64 [U], ascending, each once."""
+    flats = [tokens.ragged(rows)[0] for _, tokens, rows in parts]
+    # a flag for each token: a tenth of the time of sorting the tokens of all labels
+    seen_V = np.zeros(1 + max((int(flat.max(initial=-1)) for flat in flats), default=-1), dtype=bool)
+    for flat in flats:
+        seen_V[flat] = True
+    return np.flatnonzero(seen_V)
+
+
+class Encoding:
+    """Vectors of a step's texts in one pass; `backward` is the loss's own.
+
+    Attributes:
+        x_BW: the encoder's outputs, float32, with their graph.
+    """
+
+    def __init__(self, encoder: TextEncoder, texts: EncoderInput, context: Context):
+        with context():
+            self.x_BW: Tensor = encoder(texts)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of everything that trains."""
+        loss.backward()
+
+
+class CachedEncoding:
+    """Vectors of a step's texts, chunk by chunk; `backward` encodes each chunk a second time.
+
+    Args:
+        encoder: of the model; in training its tables must not have been gathered from in this step.
+        texts: of the step.
+        context: entered around each pass (autocast); a new one for each, since its casts of the weights are kept
+            until it ends, and those of a pass without a graph have none.
+
+    Attributes:
+        x_BW: the encoder's outputs, float32 [B, W], a leaf.
+    """
+
+    def __init__(self, encoder: TextEncoder, texts: TextChunks, context: Context):
+        self.encoder, self.texts, self.context = encoder, texts, context
+        self.device = next(encoder.parameters()).device
+        self._states = []
+        x_BW: Tensor | None = None
+        with torch.no_grad(), context():
+            for places, chunk in texts.chunks:
+                self._states.append(random_state(self.device))
+                x_CW = encoder(chunk)
+                if x_BW is None:
+                    x_BW = x_CW.new_empty(texts.num_texts, x_CW.shape[1], dtype=torch.float32)
+                x_BW[places] = x_CW.float()
+        if x_BW is None:
+            x_BW = torch.zeros(0, encoder.width, device=self.device)
+        self.x_BW: Tensor = x_BW.requires_grad_()
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of everything that trains: behind the vectors from the loss's graph, before them chunk by chunk.
+
+        The random state is afterwards what it was before.
+        """
+        loss.backward()
+        grad_BW = self.x_BW.grad
+        if grad_BW is None:
+            return
+        after = random_state(self.device)
+        with self._tables():
+            for state, (places, chunk) in zip(self._states, self.texts.chunks, strict=True):
+                restore_random_state(state, self.device)
+                with self.context():
+                    x_CW = self.encoder(chunk)
+                if not x_CW.requires_grad:  # nothing of the encoder trains
+                    break
+                x_CW.backward(grad_BW[places].to(x_CW.dtype))
+        restore_random_state(after, self.device)
+
+    @contextlib.contextmanager
+    def _tables(self) -> Iterator[None]:
+        """Within: chunks gather parts of the rows of all texts from the encoder's tables."""
+        with contextlib.ExitStack() as stack:
+            if self.texts.unique_U is not None:
+                for table in _tables_of(self.encoder):
+                    stack.enter_context(table.parts(self.texts.unique_U))
+            yield
+
+
+def _tables_of(encoder: nn.Module) -> list[RowTable]:
+    return [module for module in encoder.modules() if isinstance(module, RowTable)]
+
+
+def encode_texts(encoder: TextEncoder, texts: EncoderInput | TextChunks, context: Context) -> Encoding | CachedEncoding:
+    """Vectors of a step's texts, in one pass or in chunks."""
+    if isinstance(texts, TextChunks):
+        return CachedEncoding(encoder, texts, context)
+    return Encoding(encoder, texts, context)
