@@ -157,10 +157,40 @@ CONFLICTS = (
         "pool.clf_labels: pool, or model.clf_residual: false",
     ),
     Conflict(
+        ("optim.encode_chunk", "run.devices"),
+        lambda p: p.optim.encode_chunk > 0 and p.run.devices > 1,
+        "gradients are cached on one device: with several each encodes its part of a step's texts at once",
+        "optim.encode_chunk: 0 (run.recompute saves memory too), or run.devices: 1",
+    ),
+    Conflict(
         ("model.clf_residual", "run.devices", "model.heads"),
         lambda p: p.model.heads != "de" and p.model.clf_residual and p.run.devices > 1,
         "a residual classifier trains on one device: texts and rows of a label are held by different ones otherwise",
         "run.devices: 1, or model.clf_residual: false",
+    ),
+    Conflict(
+        ("loss.de_forward", "loss.de", "model.heads"),
+        lambda p: p.model.heads != "clf" and p.loss.de == "softtopk" and p.loss.de_forward < 1,
+        "soft top-k counts the labels of a query: there is no label to query",
+        "loss.de_forward: 1, or another loss.de",
+    ),
+    Conflict(
+        ("loss.clf_forward", "loss.clf", "model.heads"),
+        lambda p: p.model.heads != "de" and p.loss.clf == "softtopk" and p.loss.clf_forward < 1,
+        "soft top-k counts the labels of a query: there is no label to query",
+        "loss.clf_forward: 1, or another loss.clf",
+    ),
+    Conflict(
+        ("loss.topk", "pool.size"),
+        lambda p: _uses(p, "softtopk") and 0 < p.pool.size <= p.loss.topk,
+        "all labels of a pool are among the first k: nothing is learnt",
+        "loss.topk far below pool.size",
+    ),
+    Conflict(
+        ("loss.margin", "loss.de", "loss.clf", "model.heads"),
+        lambda p: _uses(p, "hinge") and p.loss.margin == 0,
+        "a squared hinge without a margin is 0 where all scores are",
+        "loss.margin: 1 for the classifier's scores, below 1 for cosines",
     ),
 )
 
