@@ -13,23 +13,33 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from unidec.evaluation.plots import plots_csv, refresh_parts, save_pngs
+from unidec.evaluation.page import Shown, table
+from unidec.evaluation.plots import plots_csv, refresh_parts, save_pngs, wall_seconds
 from unidec.evaluation.report import ReportInput, calibration_bins, render, write_report
-from unidec.evaluation.svg import Line, bar_chart, line_chart
+from unidec.evaluation.svg import Line, bar_chart, line_chart, range_chart
+from unidec.evaluation.training_sections import validation_by_time
 
 HOSTILE = "</td></table><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\ud800"
-METRICS = {"P@1": 45.125, "P@5": 21.0, "R@100": 71.0, "num_queries": 8088} | {
-    f"{g}/{m}": v for g, v in (("tail", 1.5), ("torso", 2.5), ("head", 3.5)) for m in ("P@1", "R@10")
-}
+METRICS = (
+    {"P@1": 45.125, "P@5": 21.0, "R@100": 71.0, "num_queries": 8088}
+    | {f"{g}/{m}": v for g, v in (("tail", 1.5), ("torso", 2.5), ("head", 3.5)) for m in ("P@1", "R@10", "coverage@1")}
+    | {"coverage@1": 12.5, "coverage@100": 44.0}
+)
+BINS = [{"bin": b, "labels": 10 * b, "train_pairs": 50, "most": 9 - b, "least": 8 - b, "mean_frequency": 8.5,
+         "test_pairs": 5, "P@5": 3.25, "PSP@5": 1.0, "recall@5": 50.0, "coverage@5": 60.0} for b in (1, 2)]  # fmt: skip
+GRID = [{"beta": b, "eta": e, "pool_size": 100.0 * (b + e), "positives": 2.0 * b} for e in (0, 1) for b in (1, 2)]
+STUDY = {"batches": 3, "queries": 100.0, "beta": 2, "eta": 1, "size": 900, "share": 71.5,
+         "histogram": [0, 5, 15] + [0] * 30, "grid": GRID}  # fmt: skip
 HISTORY = [{"step": s, "loss": 5 / s, "loss_de": 3 / s, "lr_heads": 1e-4, "grad_norm": 1.0, "pool_size": 3000,
             "positives_per_query": 3.5, "texts_per_s": 900} for s in range(1, 900)]  # fmt: skip
-ROUNDS = [{"round": r, "epoch": 5 * r, "seconds": 60.0 * r, "refresh_seconds": 9.0, "cluster_seconds": 2.0,
-           "mine_seconds": 3.0, "train_seconds": 50.0, "validation": {"P@1": 30.0 + r, "R@100": 60.0}}
-          for r in (1, 2, 3)]  # fmt: skip
+ROUNDS = [{"round": r, "epoch": 5 * r, "seconds": 60.0, "refresh_seconds": 9.0, "cluster_seconds": 2.0,
+           "mine_seconds": 3.0, "train_seconds": 50.0, "steps_per_s": 2.0, "memory": {"host_used_gib": 1.25},
+           "mine_positive_first": 0.25, "validation": {"P@1": 30.0 + r, "R@100": 60.0}} for r in (1, 2, 3)]  # fmt: skip
 
 
 def _example(text: str) -> dict:
-    rows = [{"label": text, "title": text, "score": 1.0, "de": 0.5, "clf": None, "correct": c} for c in (True, False)]
+    rows = [{"label": text, "title": text, "score": 1.0, "de": 0.5, "clf": None, "knn": 0.25, "correct": c}
+            for c in (True, False)]  # fmt: skip
     return {"query": text, "truth": [text] * 20, "predictions": rows, "missed": [text]}
 
 
@@ -37,10 +47,12 @@ def _full(text: str = "some text") -> ReportInput:
     return ReportInput(
         title=text, date=text, dataset=text, model=text, metrics={"both": METRICS, "de": METRICS, text: METRICS},
         baselines={text: {"P@1": 50.0}}, baseline_note=text, history=[*HISTORY, {"step": 901, f"lr_{text}": 1.0}],
-        rounds=[{**r, f"{text}_seconds": 1.0} for r in ROUNDS], index={"recall@10": 99.5, text: text},
+        rounds=[{**r, f"{text}_seconds": 1.0} for r in ROUNDS], bins=BINS, pools=STUDY,
+        index={"recall@10": 99.5, text: text},
         calibration={"score": np.linspace(0, 1, 200).reshape(40, 5), "correct": np.arange(200).reshape(40, 5) > 100},
         right=[_example(text)], wrong=[_example(text)], card={text: {text: text}}, params={text: [text, 1]},
         lineage={text: text, "dirty": True}, notes=[text],
+        distributions=[{"title": text, "x": text, "y": text, "bars": {text: 7, "2": 3}}],
     )  # fmt: skip
 
 
@@ -94,25 +106,52 @@ def test_the_page_loads_nothing():
 
 def test_all_parts_are_there():
     page = _Page(render(_full()))
-    anchors = [value for name, value in page.attributes if name == "id"]
-    assert anchors == ["metrics", "groups", "training", "pools", "rounds", "index", "calibration", "examples", "data",
-                       "parameters", "lineage"]  # fmt: skip
-    assert [v for n, v in page.attributes if n == "href"] == [f"#{anchor}" for anchor in anchors]
-    for text in ("45.12", "8,088 queries", "99.50", "and 8 more", "both heads", "dual encoder alone", "tail (< 10)"):
+    content, *anchors = [value for name, value in page.attributes if name == "id"]
+    assert anchors == ["metrics", "groups", "coverage", "training", "pools", "rounds", "index", "calibration",
+                       "examples", "data", "parameters", "lineage"]  # fmt: skip
+    assert [v for n, v in page.attributes if n == "href"] == [f"#{anchor}" for anchor in (content, *anchors)]
+    for text in (
+        "45.12",
+        "8,088 queries",
+        "99.50",
+        "and 8 more",
+        "both heads",
+        "dual encoder alone",
+        "tail (< 10)",
+        "7 to 8",
+        "71.5 % of its queries",
+        "peak memory, GiB",
+        "1.25",
+        "at most 900 labels",
+        "beta 2, eta 1",
+    ):
         assert text in page.words, text
-    assert page.tags.count("svg") == 4 - 2 + 6 + 2 + 2 + 1  # groups without PSP@5 and R@100, training, pools, ...
+    # groups without PSP@5 and R@100, bins, coverage, training, pools, rounds, calibration, distribution
+    assert page.tags.count("svg") == 4 - 2 + 2 + 2 + 6 + 4 + 2 + 1 + 1
 
 
 @pytest.mark.parametrize("missing", [f.name for f in dataclasses.fields(ReportInput)])
 def test_a_missing_part_is_left_out(missing):
     default = ReportInput()
+    assert getattr(_full(), missing) != getattr(default, missing)
     report = dataclasses.replace(_full(), **{missing: getattr(default, missing)})
     html = render(report)
     assert _Page(html).open == []
-    section = {"metrics": "groups", "history": "pools", "rounds": "rounds", "index": "index", "card": "data",
+    section = {"metrics": "coverage", "rounds": "rounds", "index": "index",
                "calibration": "calibration", "params": "parameters", "lineage": "lineage"}.get(missing)  # fmt: skip
     if section:
         assert f'id="{section}"' not in html
+
+
+def test_a_keyboard_reaches_all():
+    page = _Page(render(_full()))
+    assert ("class", "skip") in page.attributes and ("href", "#content") in page.attributes
+    wide = [value for name, value in page.attributes if name == "class" and value == "wide"]
+    assert len(wide) == page.attributes.count(("tabindex", "0")) == page.attributes.count(("role", "region"))
+    assert page.tags.count("summary") == page.tags.count("details") == 4  # parameters, pools, seconds, refreshes
+    assert page.attributes.count(("scope", "row")) > 20 and ("lang", "en") in page.attributes
+    words = [value for name, value in page.attributes if name == "aria-label"]
+    assert {"right", "wrong", "sections"} <= set(words) and all(words)
 
 
 def test_an_empty_report_is_a_page():
@@ -204,6 +243,41 @@ def test_parts_of_a_round():
     assert refresh_parts([{"round": 1}]) == ([], [[]])
 
 
+def test_wall_time_is_training_and_refreshes_summed_up():
+    nested = [{"train_seconds": 50.0, "refresh": {"refresh_seconds": 9.0}, "seconds": 99.0}] * 3
+    assert wall_seconds(ROUNDS) == wall_seconds(nested) == [59.0, 118.0, 177.0]
+    assert wall_seconds([{"seconds": 5.0}, {}, {"train_seconds": 1.0}]) == [5.0, 5.0, 6.0]
+    measured = validation_by_time([{**r, "validation": {"P@1": 1.0}} for r in nested])
+    assert [row["minutes"] for row in measured] == pytest.approx([59 / 60, 118 / 60, 177 / 60])
+
+
+def test_ranges_lie_where_their_numbers_are():
+    svg = range_chart([("a", 10.0, 1.0, [9.0, 11.0]), ("b", 20.0, float("nan"), []), ("c", float("nan"), 1.0, [])], "x")
+    tree = ElementTree.fromstring(svg[svg.index("<svg") :])
+    (spread,) = [n for n in tree.iter("line") if n.get("class") == "spread"]
+    at = {n[0].text: float(n.get("cx", "")) for n in tree.iter("circle")}
+    assert float(spread.get("x1", "")) == pytest.approx(at["a: 9.00"], abs=0.1)
+    assert float(spread.get("x2", "")) == pytest.approx(at["a: 11.00"], abs=0.1)
+    assert at["b: 20.00"] - at["a: 10.00 ± 1.00"] == pytest.approx(5 * (at["a: 11.00"] - at["a: 9.00"]), abs=0.5)
+    assert not [text for text in at if text.startswith("c")] and range_chart([], "x") == ""
+    assert "…" in range_chart([("a very long name " * 5, 1.0, 0.0, [])], "x")
+
+
+def test_more_lines_than_colours_differ_by_their_strokes():
+    html = line_chart([Line(f"l{i}", [0, 1], [i, i + 1.0]) for i in range(18)], "x", "y")
+    strokes = re.findall(r'class="(line[^"]*)" style="([^"]*)"', html)
+    assert len(strokes) == len(set(strokes)) == 18
+    assert len(set(re.findall(r'<i class="(key[^"]*)" style="([^"]*)"', html))) == 18
+
+
+def test_cells_of_a_table():
+    rows = [["a", Shown("1.50", 1.5, " ± 0.1", "right"), 7.0], ["<b>", Shown("–"), 3.0], ["c", 1.25, None]]
+    html = table(["name", "up", "down"], rows, best=True, lowest=[2], kinds=["base"], caption="cap<")
+    assert re.findall(r'<b class="best">([^<]*)</b>', html) == ["1.50", "3.00"]
+    assert '<tr class="base">' in html and "cap&lt;" in html and "<b>" not in html and "<small> ± 0.1</small>" in html
+    assert _Page(html).open == [] and table(["a"], []) == ""
+
+
 def test_tables_for_dvc_plots(tmp_path):
     files = plots_csv(HISTORY, ROUNDS, METRICS | {"P@3": float("nan"), "R@1": 9.87654321}, tmp_path / "plots")
     tables = {path.name: list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) for path in files}
@@ -212,6 +286,7 @@ def test_tables_for_dvc_plots(tmp_path):
     assert float(tables["training.csv"][3]["loss"]) == pytest.approx(HISTORY[3]["loss"], rel=1e-5)
     assert "loss_clf" not in tables["training.csv"][0] and "lr_heads" in tables["training.csv"][0]
     assert [row["epoch"] for row in tables["validation.csv"]] == ["5", "10", "15"]
+    assert [float(row["seconds"]) for row in tables["validation.csv"]] == [59, 118, 177]
     assert [float(row["P_at_1"]) for row in tables["validation.csv"]] == [31, 32, 33]
     at_k = tables["at_k.csv"]
     assert [row["k"] for row in at_k] == ["1", "3", "5"] and at_k[1]["precision"] == ""

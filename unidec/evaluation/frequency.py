@@ -91,6 +91,22 @@ def volume_bins(count_L: Any, num_bins: int) -> np.ndarray:
     return bin_of_value[place_L]
 
 
+def doubling_histogram(count: Any) -> dict[str, int]:
+    """How many of the counts are 0, 1, 2, 3 to 4, 5 to 8, 9 to 16, ...: {"0": 7, "1": 3, "2": 0, "3–4": 5}.
+
+    Args:
+        count: int [any length], at least 0.
+    """
+    count = np.asarray(count, dtype=np.int64)
+    power = np.where(count > 0, np.ceil(np.log2(np.maximum(count, 1))).astype(np.int64) + 1, 0)
+    bars = np.bincount(power, minlength=1)
+
+    def name(i: int) -> str:
+        return str(i) if i < 3 else f"{2 ** (i - 2) + 1}–{2 ** (i - 1)}"
+
+    return {name(i): int(bar) for i, bar in enumerate(bars.tolist())}
+
+
 def _hits(predicted_NK: np.ndarray, key_E: np.ndarray, num_labels: int) -> np.ndarray:
     """Labels of the predictions that are right, int64 [hits], a label once for each query it is right for."""
     row_N1 = np.arange(len(predicted_NK), dtype=np.int64)[:, None]

@@ -27,7 +27,8 @@ def plots_csv(
 ) -> list[Path]:
     """Write the tables that `dvc plots` draws; "@" in a name becomes "_at_", a missing number an empty cell.
 
-    training.csv: a row a logged step. validation.csv: a row a round with validation metrics. at_k.csv: k, precision,
+    training.csv: a row a logged step. validation.csv: a row a round with validation metrics,
+    `seconds` of training and refreshes until then. at_k.csv: k, precision,
     recall, ndcg. groups.csv: a row a frequency group with its metrics. A table without rows has its header only.
 
     Args:
@@ -39,8 +40,8 @@ def plots_csv(
         the files.
     """
     validation = [
-        {"epoch": r.get("epoch"), "round": r.get("round"), "seconds": r.get("seconds"), **r["validation"]}
-        for r in rounds
+        {"epoch": r.get("epoch"), "round": r.get("round"), "seconds": second, **r["validation"]}
+        for r, second in zip(rounds, wall_seconds(rounds), strict=True)
         if isinstance(r.get("validation"), Mapping)
     ]
     measured = sorted({name for row in validation for name in row} - {"epoch", "round", "seconds"})
@@ -120,19 +121,36 @@ def refresh_parts(rounds: Records) -> tuple[list[str], list[list[float]]]:
     rounds = [{**r, **r["refresh"]} if isinstance(r.get("refresh"), Mapping) else r for r in rounds]
     ends = [key for r in rounds for key in r if key.endswith("_seconds")]
     parts = [key for key in dict.fromkeys(ends) if key not in ("refresh_seconds", "train_seconds")]
-    rest = [max(0.0, _finite(r, "refresh_seconds") - sum(_finite(r, p) for p in parts)) for r in rounds]
+    rest = [max(0.0, finite(r, "refresh_seconds") - sum(finite(r, p) for p in parts)) for r in rounds]
     names = [part.removesuffix("_seconds").replace("_", " ") for part in parts]
-    values = [[_finite(r, part) for part in parts] for r in rounds]
+    values = [[finite(r, part) for part in parts] for r in rounds]
     if any(second > 0.05 for second in rest):
         names.append("other refresh" if parts else "refresh")
         values = [[*row, second] for row, second in zip(values, rest, strict=True)]
     if "train_seconds" in ends:
         names.append("train")
-        values = [[*row, _finite(r, "train_seconds")] for row, r in zip(values, rounds, strict=True)]
+        values = [[*row, finite(r, "train_seconds")] for row, r in zip(values, rounds, strict=True)]
     return names, values
 
 
-def _finite(row: Mapping[str, Any], name: str) -> float:
+def wall_seconds(rounds: Records) -> list[float]:
+    """Seconds of training and refreshes from the start until the end of each round, without measuring.
+
+    A line that says neither counts with its `seconds`.
+    """
+    total, out = 0.0, []
+    for r in rounds:
+        known = {**r, **r["refresh"]} if isinstance(r.get("refresh"), Mapping) else r
+        if "train_seconds" in known:
+            total += finite(known, "train_seconds") + finite(known, "refresh_seconds")
+        else:
+            total += finite(known, "seconds")
+        out.append(total)
+    return out
+
+
+def finite(row: Mapping[str, Any], name: str) -> float:
+    """A record's figure, 0 where there is none."""
     value = row.get(name)
     return float(value) if value is not None and math.isfinite(value) else 0.0
 

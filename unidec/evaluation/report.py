@@ -12,17 +12,35 @@ from typing import Any
 import numpy as np
 
 from unidec.data.storage import write_bytes_atomic
-from unidec.evaluation.page import charts, document, facts, figure, note, number, section, table
-from unidec.evaluation.plots import refresh_parts
-from unidec.evaluation.svg import Line, bar_chart, line_chart
+from unidec.evaluation import training_sections
+from unidec.evaluation.page import (
+    charts,
+    document,
+    facts,
+    figure,
+    folded,
+    navigation,
+    note,
+    number,
+    section,
+    table,
+)  # fmt: skip
+from unidec.evaluation.svg import bar_chart
 
 HEADLINE = (
     "P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@3", "PSP@5", "R@10", "R@100", "coverage@5", "MRR",
 )  # fmt: skip
-HEADS = {"both": "both heads", "de": "dual encoder alone", "clf": "classifier alone"}
+HEADS = {
+    "both": "both heads",
+    "heads": "both heads, without votes",
+    "de": "dual encoder alone",
+    "clf": "classifier alone",
+    "knn": "votes of similar queries alone",
+}
 GROUPS = {"tail": "tail (< 10)", "torso": "torso (10 to 100)", "head": "head (> 100)"}
 GROUP_CHARTS = ("P@1", "PSP@5", "R@10", "R@100")
-VALIDATION = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
+COVERAGE = (1, 3, 5, 10, 100)
+SCORES = {"score": "score", "de": "DE", "clf": "CLF", "knn": "votes"}
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -33,14 +51,19 @@ class ReportInput:
     Attributes:
         title: heading of the page. date: as it shall read; the clock is not asked.
         dataset, model: one line about each.
-        metrics: {"both" | "de" | "clf" | any name: {metric: percent}}, group metrics as "tail/R@10".
+        metrics: {"both" | "heads" | "de" | "clf" | "knn" | any name: {metric: percent}}, what is served first; group
+            metrics as "tail/R@10".
         baselines: {name: {metric: percent}}; baseline_note: where they come from.
         history: lines of history.jsonl. rounds: lines of rounds.jsonl.
+        bins: what `unidec.evaluation.frequency.frequency_bins` returned.
+        pools: what `unidec.evaluation.pools.pool_study` returned.
         index: facts about the index, such as {"recall@10": 99.8}.
         calibration: {"score": [any shape], "correct": [same shape]} of predictions.
         right, wrong: examples {"query", "truth": [title], "predictions": [{"label", "title", "score", "de", "clf",
-            "correct"}], "missed": [title]}.
-        card: facts about the data set. params: all parameters. lineage: git commit, hashes, run id.
+            "knn", "correct"}], "missed": [title]}.
+        card: facts about the data set. distributions: of the data set, {"title", "x", "y", "bars": {bar: count}}
+            each, x and y named with their units.
+        params: all parameters. lineage: git commit, hashes, run id.
         notes: paragraphs under the headline figures.
     """
 
@@ -53,11 +76,14 @@ class ReportInput:
     baseline_note: str = ""
     history: Records = ()
     rounds: Records = ()
+    bins: Records = ()
+    pools: Mapping[str, Any] = field(default_factory=dict)
     index: Mapping[str, Any] = field(default_factory=dict)
     calibration: Mapping[str, Any] | None = None
     right: Records = ()
     wrong: Records = ()
     card: Mapping[str, Any] = field(default_factory=dict)
+    distributions: Records = ()
     params: Mapping[str, Any] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -76,24 +102,24 @@ def render(report: ReportInput) -> str:
     """The page as text. All texts of the input are escaped."""
     parts = {
         "metrics": ("Metrics", _headline(report)),
-        "groups": ("By frequency of the label", _groups(report)),
-        "training": ("Training", _training(report)),
-        "pools": ("Pools", _pools(report.history)),
-        "rounds": ("Cost of the rounds", _rounds(report.rounds)),
+        "groups": ("By frequency of the label", _groups(report) + _bins(report.bins)),
+        "coverage": ("Coverage", _coverage(report)),
+        "training": ("Training", training_sections.curves(report.history, report.rounds)),
+        "pools": ("Pools", training_sections.pools(report.history, report.pools)),
+        "rounds": ("Cost of the rounds", training_sections.costs(report.rounds)),
         "index": ("Index", _index(report)),
         "calibration": ("Calibration", _calibration(report.calibration)),
         "examples": ("Examples", _examples(report)),
-        "data": ("Data set", facts(report.card)),
-        "parameters": ("Parameters", _folded("all parameters", facts(report.params), opened=True)),
+        "data": ("Data set", facts(report.card) + _distributions(report.distributions)),
+        "parameters": ("Parameters", folded("all parameters", facts(report.params), opened=True)),
         "lineage": ("Lineage", facts(report.lineage)),
     }
     sections = {anchor: section(anchor, heading, body) for anchor, (heading, body) in parts.items()}
-    links = "".join(f'<a href="#{anchor}">{escape(parts[anchor][0])}</a>' for anchor in sections if sections[anchor])
+    links = navigation([(anchor, parts[anchor][0]) for anchor in sections if sections[anchor]])
     about = " · ".join(escape(text) for text in (report.dataset, report.model, report.date) if text)
     top = f'<h1>{escape(report.title)}</h1><p class="muted">{about}</p>' + _cards(report)
     notes = "".join(f"<p>{escape(text)}</p>" for text in report.notes)
-    navigation = f"<nav>{links}</nav>" if links else ""
-    return document(report.title, [top + notes + navigation, *sections.values()])
+    return document(report.title, [top + notes + links, *sections.values()])
 
 
 def _main_metrics(report: ReportInput) -> Mapping[str, float]:
@@ -147,64 +173,77 @@ def _groups(report: ReportInput) -> str:
     return charts(*figures) + table(["system, group", *columns], rows) + note(about)
 
 
-def _column(records: Records, name: str) -> list[float]:
-    return [float(value) if (value := record.get(name)) is not None else np.nan for record in records]
-
-
-def _lines(records: Records, x: str, names: Mapping[str, str], dots: bool = False) -> list[Line]:
-    kept = [record for record in records if record.get(x) is not None]
-    steps = _column(kept, x)
-    lines = [Line(shown, steps, _column(kept, name), dots=dots) for name, shown in names.items()]
-    return [line for line in lines if np.isfinite(line.y).any()]
-
-
-def _training(report: ReportInput) -> str:
-    history = report.history
-    losses = _lines(history, "step", {"loss": "loss", "loss_de": "dual encoder", "loss_clf": "classifier"})
-    rates = _lines(history, "step", {name: name.removeprefix("lr_") for name in _keys(history, "lr_")})
-    norm = _lines(history, "step", {"grad_norm": "gradient norm"})
-    speed = _lines(history, "step", {"texts_per_s": "texts a second"})
-    validation = [{**r, **r["validation"]} for r in report.rounds if isinstance(r.get("validation"), Mapping)]
-    names = {name: name for name in VALIDATION}
-    by_epoch = _lines(validation, "epoch", names, dots=True)
-    minutes = [{**r, "minutes": r["seconds"] / 60} for r in validation if r.get("seconds") is not None]
-    by_time = _lines(minutes, "minutes", names, dots=True)
-    figures = [
-        figure("Loss", line_chart(losses, "step", "loss", y_from_zero=True)),
-        figure("Validation split by epoch, percent", line_chart(by_epoch, "epoch", "percent")),
-        figure("Validation split by time, percent", line_chart(by_time, "minutes", "percent")),
-        figure("Learning rates", line_chart(rates, "step", "learning rate", y_from_zero=True)),
-        figure("Gradient norm before clipping", line_chart(norm, "step", "norm", y_from_zero=True)),
-        figure("Speed", line_chart(speed, "step", "texts a second", y_from_zero=True)),
-    ]
-    return charts(*figures)
-
-
-def _keys(records: Records, prefix: str) -> list[str]:
-    return sorted({key for record in records for key in record if key.startswith(prefix)})
-
-
-def _pools(history: Records) -> str:
-    size = _lines(history, "step", {"pool_size": "labels in the pool"})
-    positives = _lines(history, "step", {"positives_per_query": "positives a query"})
-    in_pool = line_chart(size, "step", "labels", y_from_zero=True)
-    per_query = line_chart(positives, "step", "positives", y_from_zero=True)
-    return charts(figure("Labels in the pool", in_pool), figure("Positives a query in the pool", per_query))
-
-
-def _rounds(rounds: Records) -> str:
-    parts, values = refresh_parts(rounds)
-    if not parts:
+def _bins(bins: Records) -> str:
+    """What labels of each frequency add to P@5 and PSP@5 (thesis, figure 1.3)."""
+    if not bins:
         return ""
-    groups = [str(r.get("round", i + 1)) for i, r in enumerate(rounds)]
-    bars = [(name, [row[i] for row in values]) for i, name in enumerate(parts)]
-    refresh = [(name, column) for name, column in bars if name != "train"]
-    rows = [[group, *row, sum(row)] for group, row in zip(groups, values, strict=True)]
-    shown = charts(
-        figure("Seconds a round", bar_chart(groups, bars, "seconds", x_label="round", stacked=True)),
-        figure("Of these, refresh", bar_chart(groups, refresh, "seconds", x_label="round", stacked=True)),
+    names = [bin_name(row) for row in bins]
+    added = [(metric, [row[metric] for row in bins]) for metric in ("P@5", "PSP@5")]
+    found = [(shown, [row[key] for row in bins]) for key, shown in (("recall@5", "R@5"), ("coverage@5", "coverage@5"))]
+    x_label = "training queries of a label; bins of equal volume, head to tail"
+    columns = {"labels": "labels", "mean_frequency": "training queries a label", "test_pairs": "test pairs",
+               "P@5": "adds to P@5", "PSP@5": "adds to PSP@5", "recall@5": "its pairs found in the first 5, percent",
+               "coverage@5": "coverage@5"}  # fmt: skip
+    rows = [[name, *(row[key] for key in columns)] for name, row in zip(names, bins, strict=True)]
+    about = (
+        "Labels in order of their training queries, cut into bins that hold about equally many (query, label) pairs of "
+        "the training data. The contributions add up to the metric of the whole."
     )
-    return shown + _folded("seconds, as a table", table(["round", *parts, "sum"], rows))
+    return (
+        "<h3>Bins of equal volume</h3>"
+        + charts(
+            figure("Contribution to P@5 and PSP@5", bar_chart(names, added, "percentage points", x_label=x_label)),
+            figure("Found within the first 5", bar_chart(names, found, "percent", x_label=x_label)),
+        )
+        + table(["training queries", *columns.values()], rows, caption="by bin, most frequent labels first")
+        + note(about)
+    )
+
+
+def bin_name(row: Mapping[str, Any]) -> str:
+    """Frequencies of a bin: "12 to 40"."""
+    return f"{row['least']:,} to {row['most']:,}" if row["least"] != row["most"] else f"{row['most']:,}"
+
+
+def _coverage(report: ReportInput) -> str:
+    """Share of the labels that are found for some query, by depth."""
+    found = [(name, values) for name, values in report.metrics.items() if f"coverage@{COVERAGE[0]}" in values]
+    if not found:
+        return ""
+    depths = [k for k in COVERAGE if any(f"coverage@{k}" in values for _, values in found)]
+    groups, about_x = [f"at {k}" for k in depths], "first labels of a query"
+
+    def bars(prefix: str, values: Mapping[str, float]) -> list[float]:
+        return [values.get(f"{prefix}coverage@{k}", np.nan) for k in depths]
+
+    by_head = [(HEADS.get(name, name), bars("", values)) for name, values in found]
+    main_name, main = found[0]
+    by_group = [(GROUPS[g], bars(f"{g}/", main)) for g in GROUPS if f"{g}/coverage@{depths[0]}" in main]
+    rows = [[name, *values] for name, values in [*by_head, *((f"of these, {n}", v) for n, v in by_group)]]
+    about = "Share of the labels of the test split that are right for at least one query within the first k, percent."
+    return (
+        charts(
+            figure(
+                "Coverage of labels, percent",
+                bar_chart(groups, by_head, "labels, percent", x_label=about_x),
+            ),
+            figure(
+                f"The same by frequency of the label, {HEADS.get(main_name, main_name)}",
+                bar_chart(groups, by_group, "labels, percent", x_label=about_x),
+            ),
+        )
+        + table(["system", *(f"coverage@{k}" for k in depths)], rows)
+        + note(about)
+    )
+
+
+def _distributions(distributions: Records) -> str:
+    drawn = []
+    for shown in distributions:
+        bars = [(shown["y"], list(shown["bars"].values()))]
+        chart = bar_chart(list(shown["bars"]), bars, shown["y"], x_label=shown["x"], digits=0)
+        drawn.append(figure(shown["title"], chart))
+    return charts(*drawn)
 
 
 def _index(report: ReportInput) -> str:
@@ -214,7 +253,7 @@ def _index(report: ReportInput) -> str:
     about = "recall@k: share of the k labels of exact search that the index finds, percent." if any(
         str(name).startswith("recall") for name, _ in rows
     ) else ""  # fmt: skip
-    return table(["", ""], rows) + (note(about) if about else "")
+    return table(["figure", "value"], rows) + (note(about) if about else "")
 
 
 def _calibration(calibration: Mapping[str, Any] | None) -> str:
@@ -274,17 +313,17 @@ def _examples(report: ReportInput) -> str:
 
 def _example(example: Mapping[str, Any]) -> str:
     predictions = example.get("predictions", ())
-    parts = [name for name in ("score", "de", "clf") if any(p.get(name) is not None for p in predictions)]
-    titles = {"score": "score", "de": "DE", "clf": "CLF"}
-    head = "".join(f"<th>{titles[name]}</th>" for name in parts)
+    parts = [name for name in SCORES if any(p.get(name) is not None for p in predictions)]
+    head = "".join(f'<th scope="col">{SCORES[name]}</th>' for name in parts)
     rows = []
     for prediction in predictions:
         right = bool(prediction.get("correct"))
-        mark = f'<td class="{"right" if right else "wrong"}">{"✓" if right else "✗"}</td>'
+        word, sign = ("right", "✓") if right else ("wrong", "✗")
+        mark = f'<td class="{word}"><span role="img" aria-label="{word}">{sign}</span></td>'
         values = "".join(f"<td>{_score(prediction.get(name))}</td>" for name in parts)
         text = escape(str(prediction.get("title") or prediction.get("label", "")))
         rows.append(f'<tr>{mark}<td class="text">{text}</td>{values}</tr>')
-    header = f'<tr><th></th><th class="text">prediction</th>{head}</tr>'
+    header = f'<tr><td></td><th scope="col" class="text">prediction</th>{head}</tr>'
     body = f"<table><thead>{header}</thead><tbody>{''.join(rows)}</tbody></table>"
     missed = _listed("missed", example.get("missed", ()))
     truth = _listed("true labels", example.get("truth", ()))
@@ -299,8 +338,3 @@ def _listed(name: str, titles: Sequence[Any]) -> str:
     shown = "; ".join(str(title) for title in titles[:12])
     more = f"; and {len(titles) - 12} more" if len(titles) > 12 else ""
     return f'<p class="note"><b>{escape(name)} ({len(titles)}):</b> {escape(shown + more)}</p>' if titles else ""
-
-
-def _folded(summary: str, body: str, opened: bool = False) -> str:
-    state = " open" if opened else ""
-    return f"<details{state}><summary>{escape(summary)}</summary>{body}</details>" if body else ""

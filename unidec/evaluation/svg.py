@@ -1,6 +1,7 @@
-"""Charts as inline SVG: lines and bars whose colours follow the page (light, dark, print).
+"""Charts as inline SVG: lines, bars and ranges whose colours follow the page (light, dark, print).
 
-Colours are CSS variables `--s0` to `--s7` of the page; nothing here needs a script or a network.
+Colours are CSS variables `--s0` to `--s7` of the page; from the ninth on they come again with broken strokes. Nothing
+here needs a script or a network.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from html import escape
 
 WIDTH, HEIGHT = 520, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 44
+ROW = 20  # height of a row of `range_chart`
 MAX_POINTS = 300
 NUM_COLOURS = 8
 
@@ -36,6 +38,7 @@ def line_chart(
     y_label: str,
     *,
     y_from_zero: bool = False,
+    x_from_zero: bool = False,
     y_range: tuple[float, float] | None = None,
     x_range: tuple[float, float] | None = None,
 ) -> str:
@@ -45,12 +48,13 @@ def line_chart(
     if not points:
         return ""
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    x_axis = _Axis(*(x_range or (min(xs), max(xs))), LEFT, WIDTH - RIGHT, tight=True)
+    x_axis = _Axis(*(x_range or (0.0 if x_from_zero else min(xs), max(xs))), LEFT, WIDTH - RIGHT, tight=True)
     low, high = y_range or (0.0 if y_from_zero else min(ys), max(ys))
     y_axis = _Axis(low, high, HEIGHT - BOTTOM, TOP, tight=y_range is not None)
     body = [_frame(x_axis, y_axis, x_label, y_label)]
     for i, line in enumerate(lines):
-        style = f'class="line{" dashed" if line.dashed else ""}" style="stroke:var(--s{i % NUM_COLOURS})"'
+        dashes = " dashed" if line.dashed else _again(i)
+        style = f'class="line{dashes}" style="stroke:var(--s{i % NUM_COLOURS})"'
         body.extend(f'<polyline {style} points="{run}"/>' for run in _runs(line, x_axis, y_axis))
         if line.dots:
             body.extend(_dots(line, i, x_axis, y_axis))
@@ -94,6 +98,43 @@ def bar_chart(
                 body.append(_text("value", x + each / 2, high - 3, f"{value:.{digits}f}"))
             base += value if stacked else 0.0
     return _figure(body, [name for name, _ in bars])
+
+
+def range_chart(rows: Sequence[tuple[str, float, float, Sequence[float]]], x_label: str) -> str:
+    """A row each with a mean, its spread to both sides and the values behind it: (name, mean, spread, values).
+
+    A row without a finite mean is left out; a spread that is not finite is not drawn.
+    """
+    rows = [row for row in rows if math.isfinite(row[1])]
+    if not rows:
+        return ""
+    ends = [v for _, mean, spread, values in rows for v in (*values, mean, *_ends(mean, spread)) if math.isfinite(v)]
+    name_width = min(200, 12 + max(len(name) for name, *_ in rows) * 7)
+    x_axis = _Axis(min(ends), max(ends), name_width, WIDTH - RIGHT - 40)
+    bottom = TOP + ROW * len(rows)
+    body = []
+    for tick in x_axis.ticks:
+        x = x_axis.at(tick)
+        body.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
+        body.append(_text("tick", x, bottom + 16, x_axis.label(tick)))
+    for r, (name, mean, spread, values) in enumerate(rows):
+        y = TOP + ROW * (r + 0.5)
+        shown = name if len(name) * 7 <= name_width else name[: name_width // 7 - 1] + "…"
+        body.append(_text("name", name_width - 10, y + 4, shown, "end"))
+        if math.isfinite(spread):
+            low, high = (x_axis.at(end) for end in _ends(mean, spread))
+            line = f'x1="{low:.1f}" x2="{high:.1f}" y1="{y:.1f}" y2="{y:.1f}"'
+            body.append(f'<line class="spread" style="stroke:var(--s0)" {line}/>')
+        body += [_dot(1, x_axis.at(v), y, 2.5, f"{name}: {v:.2f}") for v in values if math.isfinite(v)]
+        tip = f"{name}: {mean:.2f}" + (f" ± {spread:.2f}" if math.isfinite(spread) else "")
+        body.append(_dot(0, x_axis.at(mean), y, 4.5, tip))
+        body.append(_text("value", x_axis.end + 8, y + 4, f"{mean:.2f}", "start"))
+    body.append(_text("axis", (x_axis.start + x_axis.end) / 2, bottom + 34, x_label))
+    return _figure(body, [f"{name} {mean:.2f}" for name, mean, *_ in rows], height=bottom + 40, legend=False)
+
+
+def _ends(mean: float, spread: float) -> tuple[float, float]:
+    return mean - spread, mean + spread
 
 
 class _Axis:
@@ -160,11 +201,20 @@ def _runs(line: Line, x_axis: _Axis, y_axis: _Axis) -> list[str]:
 
 def _dots(line: Line, i: int, x_axis: _Axis, y_axis: _Axis) -> list[str]:
     return [
-        f'<circle r="3" style="fill:var(--s{i % NUM_COLOURS})" cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}">'
-        f"<title>{escape(line.name)}: {y:.4g} at {x:.4g}</title></circle>"
+        _dot(i, x_axis.at(x), y_axis.at(y), 3, f"{line.name}: {y:.4g} at {x:.4g}")
         for x, y in zip(line.x, line.y, strict=True)
         if math.isfinite(y)
     ]
+
+
+def _dot(colour: int, x: float, y: float, radius: float, tip: str) -> str:
+    place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"'
+    return f'<circle style="fill:var(--s{colour % NUM_COLOURS})" {place}><title>{escape(tip)}</title></circle>'
+
+
+def _again(i: int) -> str:
+    """Class of strokes whose colour has been used before."""
+    return f" again{min(i // NUM_COLOURS, 2)}" if i >= NUM_COLOURS else ""
 
 
 def _text(kind: str, x: float, y: float, text: str, anchor: str = "middle") -> str:
@@ -199,11 +249,11 @@ def _x_title(text: str) -> str:
     return _text("axis", (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, text)
 
 
-def _figure(body: Sequence[str], names: Sequence[str]) -> str:
+def _figure(body: Sequence[str], names: Sequence[str], height: int = HEIGHT, legend: bool = True) -> str:
     keys = "".join(
-        f'<span><i style="background:var(--s{i % NUM_COLOURS})"></i>{escape(name)}</span>'
+        f'<span><i class="key{_again(i)}" style="--c:var(--s{i % NUM_COLOURS})"></i>{escape(name)}</span>'
         for i, name in enumerate(names)
     )
-    legend = f'<div class="legend">{keys}</div>' if len(names) > 1 else ""
+    above = f'<div class="legend">{keys}</div>' if legend and len(names) > 1 else ""
     about = f'role="img" aria-label="{escape(", ".join(names), quote=True)}"'
-    return f'{legend}<svg viewBox="0 0 {WIDTH} {HEIGHT}" {about}>{"".join(body)}</svg>'
+    return f'{above}<svg viewBox="0 0 {WIDTH} {height}" {about}>{"".join(body)}</svg>'
