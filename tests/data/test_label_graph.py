@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
-from unidec.data import label_graph, storage
-from unidec.data.label_graph import build_label_graph, load_label_graph, soft_targets
+from unidec.config import LabelGraph
+from unidec.data import label_graph, random_walk, storage
+from unidec.data.label_graph import build_label_graph, chosen_labels, load_label_graph, soft_targets
 from unidec.errors import ArtifactError, DataError
 
 
@@ -84,6 +85,154 @@ def test_threshold_out_of_range(threshold):
         soft_targets(csr_matrix((2, 2)), threshold)
 
 
+# -- variants ----------------------------------------------------------------------------------------------------------
+
+
+def dense_glas(truth, threshold):
+    """Sigmoid of the symmetrised conditional probabilities, by loops over label pairs."""
+    graph = truth.astype(np.float64).T @ truth
+    out = np.zeros(graph.shape)
+    for j in range(len(graph)):
+        for i in range(len(graph)):
+            if graph[j, i] > 0:
+                both = (graph[j, i] / graph[j, j] + graph[j, i] / graph[i, i]) / 2
+                out[j, i] = 1 / (1 + np.exp(-both)) if both >= threshold else 0
+        if graph[j, j] == 0:
+            out[j, j] = 1 / (1 + np.exp(-1))
+    return out
+
+
+@pytest.mark.parametrize("pairs_at_once", [1, 30, 1 << 22])
+@pytest.mark.parametrize("threshold", [0.0, 0.1, 0.35, 1.0])
+def test_glas_equals_its_formula(monkeypatch, threshold, pairs_at_once):
+    monkeypatch.setattr(label_graph, "_PAIRS_AT_ONCE", pairs_at_once)
+    relevance = random_relevance(int(100 * threshold))
+    got = soft_targets(relevance, threshold, kind="glas")
+    expected = dense_glas(relevance.toarray() > 0, threshold)
+    np.testing.assert_allclose(got.toarray(), expected, rtol=1e-6)
+    np.testing.assert_array_equal(got.toarray(), got.toarray().T)
+    assert got.dtype == np.float32 and got.has_sorted_indices
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0])
+def test_self_is_one_hot(threshold):
+    got = soft_targets(random_relevance(1), threshold, kind="self")
+    assert np.array_equal(got.toarray(), np.eye(20)) and got.nnz == 20
+
+
+def expected_visits(truth, hops):
+    """Mean visits of a walk with restarts, hop by hop, from the dense chance of each hop."""
+    to_query, to_label = truth.T.astype(np.float64), truth.astype(np.float64)
+    to_query /= np.maximum(to_query.sum(1, keepdims=True), 1)
+    to_label /= np.maximum(to_label.sum(1, keepdims=True), 1)
+    hop, at, visits = to_query @ to_label, np.eye(truth.shape[1]), np.zeros((truth.shape[1],) * 2)
+    for _ in range(hops):
+        reached = at @ hop
+        visits += reached
+        at = random_walk.RESTART * np.eye(truth.shape[1]) + (1 - random_walk.RESTART) * reached
+    return visits
+
+
+def test_a_long_walk_visits_labels_as_often_as_chance_says(monkeypatch):
+    monkeypatch.setattr(random_walk, "HOPS", 40_000)
+    relevance = random_relevance(2)
+    truth = relevance.toarray() > 0
+    visits, got = expected_visits(truth, 40_000), soft_targets(relevance, 0.0, kind="random-walk").toarray()
+    seen = truth.any(0)
+    expected = np.minimum(visits / np.maximum(np.diag(visits)[:, None], 1e-9), 1)
+    expected[np.arange(20), np.arange(20)] = 1
+    np.testing.assert_allclose(got[seen], expected[seen], atol=0.05)  # some 6,000 visits of the label itself
+    assert np.abs(got[seen] - expected[seen]).mean() < 0.004
+    monkeypatch.setattr(random_walk, "RESTART", 0.5)
+    other = expected_visits(truth, 40_000)[seen]
+    assert np.abs(other / other[:, seen].diagonal()[:, None] - expected[seen]).mean() > 0.012, (
+        "it can tell restarts apart"
+    )
+    assert np.array_equal(got[~seen], np.eye(20)[~seen])
+    one_hop = soft_targets(relevance, 0.0).toarray() > 0
+    assert (got > 0).sum() > one_hop.sum(), "further hops reach labels that no query shares"
+    assert (got[~one_hop].max(), got[one_hop].min()) < (0.3, 1)
+
+
+def slow_walk(relevance, label, lane, lanes, draws):
+    """Visits of one label's walk, hop by hop."""
+    columns, rows, at, visits = relevance.tocsc(), relevance, label, np.zeros(relevance.shape[1])
+    for draw in draws:
+        to_query, to_label, again = draw[:, lane]
+        queries = columns.indices[columns.indptr[at] : columns.indptr[at + 1]]
+        query = queries[int(to_query * len(queries))]
+        labels = rows.indices[rows.indptr[query] : rows.indptr[query + 1]]
+        at = labels[int(to_label * len(labels))]
+        visits[at] += 1
+        at = label if again < random_walk.RESTART else at
+    return visits
+
+
+@pytest.mark.parametrize("labels_at_once", [1, 7, 64])
+@pytest.mark.parametrize("threshold", [0.0, 0.1, 1.0])
+def test_walks_equal_walks_one_by_one(monkeypatch, threshold, labels_at_once):
+    monkeypatch.setattr(random_walk, "LABELS_AT_ONCE", labels_at_once)
+    relevance = label_graph._ones(random_relevance(6))
+    expected = np.eye(20)
+    for number, start in enumerate(range(0, 20, labels_at_once)):
+        lanes, rng = min(labels_at_once, 20 - start), np.random.default_rng([random_walk._SEED, number])
+        draws = [rng.random((3, lanes)) for _ in range(random_walk.HOPS)]
+        for label in range(start, start + lanes):
+            if relevance[:, [label]].nnz:
+                visits = slow_walk(relevance, label, label - start, lanes, draws)
+                row = np.minimum(visits / max(visits[label], 1), 1)
+                row[label] = 1
+                expected[label] = np.where(row >= threshold, row, 0)
+    got = soft_targets(random_relevance(6), threshold, kind="random-walk")
+    np.testing.assert_allclose(got.toarray(), expected, rtol=1e-6)
+    assert got.has_sorted_indices and got.dtype == np.float32
+    assert np.array_equal(soft_targets(random_relevance(6), threshold, kind="random-walk").toarray(), got.toarray())
+
+
+# -- share -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pairs_at_once", [1, 1 << 20])
+@pytest.mark.parametrize("kind", ["cooccurrence", "random-walk", "glas", "self"])
+@pytest.mark.parametrize("tail_first", [False, True])
+def test_a_share_is_some_rows_of_the_whole_and_part_of_a_larger_share(monkeypatch, kind, tail_first, pairs_at_once):
+    monkeypatch.setattr(label_graph, "_PAIRS_AT_ONCE", pairs_at_once)
+    relevance = random_relevance(7)
+    whole, count = soft_targets(relevance, 0.1, kind=kind).toarray(), (relevance.toarray() > 0).sum(0)
+    before: set[int] = set()
+    for share in (0.01, 0.25, 0.5, 0.95, 1.0):
+        got = soft_targets(relevance, 0.1, kind=kind, share=share, tail_first=tail_first).toarray()
+        rows = np.flatnonzero(got.any(1))
+        assert len(rows) == max(1, round(share * 20)) and before <= set(rows.tolist())
+        np.testing.assert_array_equal(got[rows], whole[rows])
+        if tail_first and share < 1:
+            assert count[rows].max() <= np.delete(count, rows).min()
+        before = set(rows.tolist())
+
+
+def test_equally_rare_labels_are_drawn_at_random():
+    chosen = chosen_labels(np.zeros(1000, dtype=np.int64), 0.3, tail_first=True)
+    assert chosen.sum() == 300 and 60 < chosen[:300].sum() < 120
+    assert not chosen_labels(np.zeros(0, dtype=np.int64), 0.3, tail_first=True).any()
+
+
+@pytest.mark.parametrize("kind", ["cooccurrence", "random-walk", "glas", "self"])
+@pytest.mark.parametrize("shape", [(0, 4), (3, 1), (3, 4), (2, 0)])
+def test_every_kind_takes_data_without_positives(kind, shape):
+    got = soft_targets(csr_matrix(shape), 0.1, kind=kind)
+    own = 1 / (1 + np.exp(-1)) if kind == "glas" else 1
+    np.testing.assert_allclose(got.toarray(), own * np.eye(shape[1]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.1, float("nan")])
+def test_share_out_of_range(share):
+    with pytest.raises(DataError, match="share"):
+        soft_targets(csr_matrix((2, 2)), 0.1, share=share)
+
+
+# -- on disk -----------------------------------------------------------------------------------------------------------
+
+
 def fake_dataset():
     rows = {"train": np.arange(0, 50, 2), "test": np.arange(1, 50, 2)}
     return SimpleNamespace(relevance=random_relevance(8), num_labels=20, rows=rows.__getitem__)
@@ -91,7 +240,7 @@ def fake_dataset():
 
 def test_stored_graph_sees_training_rows_only(tmp_path):
     dataset = fake_dataset()
-    build_label_graph(dataset, 0.2, tmp_path / "graph")
+    build_label_graph(dataset, LabelGraph(threshold=0.2), tmp_path / "graph")
     got = load_label_graph(tmp_path / "graph")
     truth = dataset.relevance.toarray()[::2] > 0
     np.testing.assert_allclose(got.toarray(), dense_reference(truth, 0.2), rtol=1e-6)
@@ -101,9 +250,26 @@ def test_stored_graph_sees_training_rows_only(tmp_path):
     assert arrays == [np.float32, np.int32, np.int64]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LabelGraph(kind="random-walk", threshold=0.05),
+        LabelGraph(kind="glas", share=0.4),
+        LabelGraph(kind="self"),
+        LabelGraph(share=0.3, tail_first=True),
+    ],
+)
+def test_what_is_stored_is_what_the_settings_say(tmp_path, settings):
+    dataset = fake_dataset()
+    folder = build_label_graph(dataset, settings, tmp_path / "graph")
+    expected = soft_targets(dataset.relevance[::2], **settings.model_dump())
+    np.testing.assert_array_equal(load_label_graph(folder).toarray(), expected.toarray())
+    assert settings.model_dump().items() <= storage.read_manifest(folder, "label_graph", 1)["meta"].items()
+
+
 @pytest.mark.parametrize("name", ["data", "indices", "indptr"])
 def test_faulty_folder_is_refused(tmp_path, name):
-    folder = build_label_graph(fake_dataset(), 0.2, tmp_path / "graph")
+    folder = build_label_graph(fake_dataset(), LabelGraph(threshold=0.2), tmp_path / "graph")
     meta = storage.read_manifest(folder, "label_graph", 1)["meta"]
     array = np.load(folder / f"{name}.npy")
     np.save(folder / f"{name}.npy", array[:-1])
@@ -115,7 +281,7 @@ def test_faulty_folder_is_refused(tmp_path, name):
 
 
 def test_columns_out_of_range_are_refused(tmp_path):
-    folder = build_label_graph(fake_dataset(), 0.2, tmp_path / "graph")
+    folder = build_label_graph(fake_dataset(), LabelGraph(threshold=0.2), tmp_path / "graph")
     meta = storage.read_manifest(folder, "label_graph", 1)["meta"]
     indices = np.load(folder / "indices.npy")
     indices[4] = 20

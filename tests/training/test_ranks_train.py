@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
+from unidec.config import LabelGraph
 from unidec.data.label_graph import build_label_graph
 from unidec.training.distributed import ALONE
 
@@ -47,7 +48,7 @@ def place(tiny_dataset, tiny_tokens, tiny_bert, tmp_path_factory):
     (folder / "bert" / "config.json").write_text(
         json.dumps({k: 0.0 if "dropout" in k else v for k, v in config.items()})
     )
-    build_label_graph(tiny_dataset, 0.1, folder / "graph")
+    build_label_graph(tiny_dataset, LabelGraph(), folder / "graph")
     return folder
 
 

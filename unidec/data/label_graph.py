@@ -1,6 +1,7 @@
-"""The label co-occurrence graph and its soft targets, for label texts as extra training queries (Gandalf).
+"""The label graph: soft targets of label texts as extra training queries (Gandalf).
 
-Source: thesis, chapter 1: `G = Y^T Y`, `y_ij = G_ij / G_jj` for label j's text as a query, cut at delta.
+Source: thesis, chapter 1: `G = Y^T Y`, `y_ij = G_ij / G_jj` for label j's text as a query, cut at delta; variants of
+section 1.3 (one-hot targets, GLaS) and 1.5 (random walks).
 
 Shape legend: N training queries, L labels, J labels of one block.
 """
@@ -10,12 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from scipy.sparse import csr_matrix, vstack
 
+from unidec.config import LabelGraph
 from unidec.data.flat_file import FlatFile
+from unidec.data.random_walk import visit_blocks
 from unidec.data.storage import load_array, read_manifest, write_folder
 from unidec.errors import ArtifactError, DataError
 from unidec.progress import progress
@@ -28,54 +31,125 @@ VERSION = 1
 
 _PAIRS_AT_ONCE = 1 << 20  # co-occurrences counted in one block: bounds its memory at about 40 MB
 _LABELS_AT_ONCE = 1 << 20  # labels of one block: those without a query cost a row start and their own target
+_SEED = 1707  # of the share of labels that is drawn
+
+Kind = Literal["cooccurrence", "random-walk", "glas", "self"]
 
 
-def soft_targets(relevance: csr_matrix, threshold: float) -> csr_matrix:
+def soft_targets(
+    relevance: csr_matrix,
+    threshold: float,
+    *,
+    kind: Kind = "cooccurrence",
+    share: float = 1.0,
+    tail_first: bool = False,
+) -> csr_matrix:
     """Soft targets of every label's text: float32 CSR [L, L], row j the targets of label j, sorted.
 
-    Entry (j, i) = share of label j's queries that also have label i, kept where it is at least the threshold and not
-    0. The diagonal is 1 for every label, also for one without a training query. Row blocks of G are counted, divided
-    and cut one after the other (`target_blocks`), so neither G nor anything L x L is ever held.
+    Kept where at least the threshold and not 0. Row blocks are counted, divided and cut one after the other
+    (`target_blocks`), so neither G nor anything L x L is ever held. By kind, entry (j, i) is
+
+    - "cooccurrence": the share of label j's queries that also have label i, P(i | j) (Gandalf, equation 1.6);
+    - "random-walk": visits of i over visits of j, at most 1, of a random walk from j (`unidec.data.random_walk`);
+    - "glas": sigmoid(S_ji), S_ji = (P(i | j) + P(j | i)) / 2 being at least the threshold (section 1.3.2);
+    - "self": the label itself alone, 1 (Z' of table 1.2).
+
+    A label's own target is 1 (with "glas", as its formula says, sigmoid(1)), also for one without a training query.
 
     Args:
         relevance: CSR [N, L], training queries; relevant where > 0.
         threshold: delta, 0 to 1.
+        kind: how targets are estimated.
+        share: of the labels that have targets, above 0, at most 1; the rows of the others are empty.
+        tail_first: the share is of the labels with the fewest training queries (ties at random), else drawn at random.
+            A smaller share is a part of a larger one.
 
     Raises:
-        DataError: the threshold is out of range.
+        DataError: the threshold or the share is out of range.
     """
-    if not 0 <= threshold <= 1:
-        raise DataError("the label graph's threshold must lie in 0 to 1", where="label_graph.threshold", got=threshold)
-    blocks = list(target_blocks(relevance, threshold))
+    blocks = list(target_blocks(relevance, threshold, kind=kind, share=share, tail_first=tail_first))
     if not blocks:
         return csr_matrix((relevance.shape[1],) * 2, dtype=np.float32)
     return csr_matrix(vstack(blocks, format="csr", dtype=np.float32))
 
 
-def target_blocks(relevance: csr_matrix, threshold: float) -> Iterator[csr_matrix]:
+def target_blocks(
+    relevance: csr_matrix,
+    threshold: float,
+    *,
+    kind: Kind = "cooccurrence",
+    share: float = 1.0,
+    tail_first: bool = False,
+) -> Iterator[csr_matrix]:
     """`soft_targets`, some rows at a time, from the first label to the last: float32 CSR [J, L] each.
 
-    Memory: two copies of the pairs' columns, and a block.
+    Memory: two copies of the pairs' columns (three for a share or random walks), and a block.
     """
     if not 0 <= threshold <= 1:
         raise DataError("the label graph's threshold must lie in 0 to 1", where="label_graph.threshold", got=threshold)
+    if not 0 < share <= 1:
+        raise DataError("the share of labels must lie above 0, at most at 1", where="label_graph.share", got=share)
     positive_NL = _ones(relevance)
     label_LN = csr_matrix(positive_NL.T)
-    num_labels = len(label_LN.indptr) - 1
     count_L = np.diff(label_LN.indptr)
-    with progress(total=num_labels, desc="label graph", unit="label") as bar:
-        for start, stop in _blocks(positive_NL, label_LN):
-            graph_JL = (label_LN[start:stop] @ positive_NL).tocsr()
-            share = graph_JL.data / np.repeat(count_L[start:stop], np.diff(graph_JL.indptr))
-            graph_JL.data = np.where(share >= threshold, share, 0).astype(np.float32)
+    chosen_L = chosen_labels(count_L, share, tail_first)
+    if not chosen_L.all():
+        label_LN = _only_rows(label_LN, chosen_L)
+    with progress(total=len(count_L), desc="label graph", unit="label") as bar:
+        for start, graph_JL in _graph_blocks(positive_NL, label_LN, count_L, kind):
+            stop = start + graph_JL.shape[0]
+            graph_JL.data = np.where(graph_JL.data >= threshold, graph_JL.data, 0).astype(np.float32)
             graph_JL.eliminate_zeros()
-            unseen = np.flatnonzero(count_L[start:stop] == 0)
-            if len(unseen):  # their rows are empty: each gets its own target
-                own = (np.ones(len(unseen), np.float32), (unseen, start + unseen))
+            alone = np.flatnonzero(chosen_L[start:stop] & ((count_L[start:stop] == 0) | (kind == "self")))
+            if len(alone):  # their rows are empty: each gets its own target
+                own = (np.ones(len(alone), np.float32), (alone, start + alone))
                 graph_JL = csr_matrix(graph_JL + csr_matrix(own, shape=graph_JL.shape))
+            if kind == "glas":
+                graph_JL.data = (1 / (1 + np.exp(-graph_JL.data.astype(np.float64)))).astype(np.float32)
             graph_JL.sort_indices()
             yield graph_JL
             bar.update(stop - start)
+
+
+def chosen_labels(count_L: np.ndarray, share: float, tail_first: bool) -> np.ndarray:
+    """Which labels' texts are queries: bool [L], at least one of them where there is one."""
+    order_L = np.random.default_rng(_SEED).permutation(len(count_L))
+    if tail_first:
+        order_L = order_L[np.argsort(count_L[order_L], kind="stable")]
+    chosen_L = np.zeros(len(count_L), dtype=bool)
+    chosen_L[order_L[: max(1, round(share * len(count_L)))]] = True
+    return chosen_L
+
+
+def _graph_blocks(
+    positive_NL: csr_matrix, label_LN: csr_matrix, count_L: np.ndarray, kind: Kind
+) -> Iterator[tuple[int, csr_matrix]]:
+    """(first label, float64 CSR [J, L] targets before the cut) a block; a label without a query has an empty row."""
+    if kind == "random-walk":
+        for start, visits_JL in visit_blocks(label_LN, positive_NL):
+            row_Q = np.repeat(np.arange(visits_JL.shape[0]), np.diff(visits_JL.indptr))
+            own_Q = np.maximum(visits_JL.diagonal(start)[row_Q], 1)
+            visits_JL.data = np.where(visits_JL.indices == start + row_Q, 1.0, np.minimum(visits_JL.data / own_Q, 1.0))
+            yield start, visits_JL
+        return
+    for start, stop in _blocks(positive_NL, label_LN):
+        if kind == "self":
+            yield start, csr_matrix((stop - start, len(count_L)), dtype=np.float64)
+            continue
+        graph_JL = (label_LN[start:stop] @ positive_NL).tocsr()
+        share_Q = graph_JL.data / np.repeat(count_L[start:stop], np.diff(graph_JL.indptr))
+        if kind == "glas":
+            share_Q = (share_Q + graph_JL.data / count_L[graph_JL.indices]) / 2
+        graph_JL.data = share_Q
+        yield start, graph_JL
+
+
+def _only_rows(matrix: csr_matrix, kept_R: np.ndarray) -> csr_matrix:
+    """The matrix with all other rows empty."""
+    count_R = np.diff(matrix.indptr)
+    indptr = np.concatenate([[0], np.cumsum(np.where(kept_R, count_R, 0))])
+    kept_Q = np.repeat(kept_R, count_R)
+    return csr_matrix((matrix.data[kept_Q], matrix.indices[kept_Q], indptr), matrix.shape)
 
 
 def _ones(relevance: csr_matrix) -> csr_matrix:
@@ -104,15 +178,16 @@ def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> list[tuple[int, in
     return blocks
 
 
-def build_label_graph(dataset: XMCDataset, threshold: float, out: str | os.PathLike[str]) -> Path:
+def build_label_graph(dataset: XMCDataset, settings: LabelGraph, out: str | os.PathLike[str]) -> Path:
     """Stores `soft_targets` of the training rows: indptr.npy (int64), indices.npy (int32), data.npy (float32).
 
     Raises:
-        DataError: the threshold is out of range.
+        DataError: the threshold or share is out of range.
         ArtifactError: the folder cannot be written.
     """
     train_rows = dataset.rows("train")
-    meta = {"threshold": float(threshold), "num_labels": dataset.num_labels, "num_train": len(train_rows)}
+    chosen = settings.model_dump()
+    meta = {**chosen, "num_labels": dataset.num_labels, "num_train": len(train_rows)}
     with (
         write_folder(out, KIND, VERSION, meta) as folder,
         FlatFile(folder.path / "indptr.npy", np.int64) as indptr,
@@ -120,7 +195,7 @@ def build_label_graph(dataset: XMCDataset, threshold: float, out: str | os.PathL
         FlatFile(folder.path / "data.npy", np.float32) as data,
     ):
         indptr.add(np.zeros(1, np.int64))
-        for block_JL in target_blocks(dataset.relevance[train_rows], threshold):
+        for block_JL in target_blocks(dataset.relevance[train_rows], **chosen):
             indptr.add(block_JL.indptr[1:].astype(np.int64) + indices.size)
             indices.add(block_JL.indices)
             data.add(block_JL.data)

@@ -85,6 +85,6 @@ def propensity(params: Params) -> dict[str, Any]:
 
 def label_graph(params: Params) -> dict[str, Any]:
     """Label co-occurrence -> data/label_graph."""
-    build_label_graph(paths.open_dataset(), params.label_graph.threshold, paths.LABEL_GRAPH)
+    build_label_graph(paths.open_dataset(), params.label_graph, paths.LABEL_GRAPH)
     graph = load_label_graph(paths.LABEL_GRAPH)
     return {"labels": graph.shape[0], "edges": int(graph.nnz)}
