@@ -192,6 +192,48 @@ _add_stage(
 _add_stage("register", "register", "Register outputs/bundle in MLflow under the alias `challenger`.", "unidec register")
 
 
+# -- comparison -------------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog="Examples: unidec compare comparison/small.yaml  |  unidec compare comparison/small.yaml --list  |  "
+    'unidec compare comparison/full.yaml --only "lf-debian titles/unidec/0" --jobs 2'
+)
+def compare(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="comparison file (docs/comparing.md)")],
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="CELL", help="cell, data/cell or data/cell/seed; repeatable")
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="list the runs and whether they are done; run nothing")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="runs at a time: their times are then no measure")] = 1,
+    report_only: Annotated[bool, typer.Option("--report-only", help="write the report of what there is")] = False,
+    assignments: Assignments = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option("--accept", metavar="KEY", help="take results for done though this differs (code); repeatable"),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="of the workspace, instead of runs/compare/<name>")
+    ] = None,
+) -> None:
+    """Run every system of a comparison file on the same data and seeds, and report; what is done is not run again."""
+    extra = parse_overrides(assignments or [])
+    from unidec.comparison import command
+
+    if show:
+        _show_table(*command.listing(file, only or [], extra, folder, accept or []))
+        return
+    outcomes, page = command.compare(
+        file, only or [], extra, at_once=jobs, folder=folder, accepted=accept or [], report_only=report_only
+    )
+    _show_table(*command.show_table(file, extra, folder))
+    lost = [outcome for outcome in outcomes if outcome.state != "done"]
+    for outcome in lost:
+        print(f"{outcome.task.key}: {outcome.state}: {outcome.reason}", file=sys.stderr)
+    print(f"report: {page}")
+    sys.exit(1 if lost else 0)
+
+
 # -- prediction -------------------------------------------------------------------------------------------------------
 
 

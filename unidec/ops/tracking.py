@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import threading
 import time
 import uuid
@@ -39,6 +40,9 @@ Point = tuple[str, float, int, int]  # name, value, step, milliseconds since 197
 _STATE, _PENDING = "tracking.json", "pending-metrics.jsonl"
 _PARAMS_A_BATCH, _METRICS_A_BATCH, _VALUE_LIMIT, _DIGEST_LIMIT = 100, 1000, 6000, 36  # MLflow's limits
 _KEY_TAG = "unidec.run_key"
+RUN_TAGS = "UNIDEC_RUN_TAGS"
+"""Environment variable: tags (JSON) of every run begun in this process, set by who started it: `mlflow.parentRunId`
+puts it below another run; `mlflow.runName` is what people see."""
 _WAIT = 5.0  # seconds that a flush waits for one that another thread is at
 
 log = logging.getLogger(__name__)
@@ -108,6 +112,8 @@ class Tracker:
         """
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        outer = json.loads(os.environ.get(RUN_TAGS, "{}"))
+        run_name = outer.pop("mlflow.runName", run_name)
         old = _read_json(self.run_dir / _STATE)
         same = old.get("uri") == self.uri and old.get("experiment") == self.experiment
         self._state = {
@@ -118,7 +124,7 @@ class Tracker:
             "run_id": old.get("run_id") if same else None if old else run_id,
             "experiment_id": old.get("experiment_id") if same else None,
             "params": {key: str(value)[:_VALUE_LIMIT] for key, value in params_flat.items()},
-            "tags": dict(tags or {}),
+            "tags": {**(tags or {}), **outer},
             "dataset": dict(dataset) if dataset else None,
             "files": old.get("files", []) if same else [],
             "status": None,

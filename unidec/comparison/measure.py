@@ -1,0 +1,247 @@
+"""What one run is worth and costs, as it goes into its result.json.
+
+Legend: n test queries, K labels a query.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unidec.config import Params, flatten
+from unidec.data.storage import read_json_lines
+
+K = 100
+TIMED_QUERIES = 512  # queries whose prediction is timed, in batches of 256
+PREDICTIONS = "labels.npy"
+_TIMED_K = 10
+_HISTORY_LINES = 200
+
+
+def serve(params: Params) -> dict[str, float]:
+    """Index and evaluate outputs/model; the seconds of both."""
+    from unidec import stages
+
+    begin = time.perf_counter()
+    stages.index(params)
+    indexed = time.perf_counter()
+    stages.evaluate(params)
+    return {"index_seconds": indexed - begin, "evaluate_seconds": time.perf_counter() - indexed}
+
+
+def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> dict[str, Any]:
+    """Result of a model of ours whose bundle is in outputs/.
+
+    Args:
+        costs: what was measured so far.
+        run_dir: the training's folder; None: trained by another cell.
+    """
+    import pyarrow.parquet as pq
+
+    from unidec.ops.tracking import Tracker
+    from unidec.retrieval.bundle import Bundle
+    from unidec.stages import paths
+    from unidec.stages.ranking import headline
+    from unidec.training.identity import code_sha256
+
+    metrics = _json(paths.METRICS)
+    table = pq.read_table(paths.PREDICTIONS, columns=["labels"])
+    np.save(PREDICTIONS, padded(table["labels"].to_pylist()), allow_pickle=False)
+    records = paths.MODEL if run_dir is None else run_dir
+    curve, history = (read_json_lines(records / f"{name}.jsonl") for name in ("rounds", "history"))
+    bundle = Bundle.load(paths.BUNDLE, verify=False)
+    costs = costs | _search_times(bundle, params) | _sizes(bundle, paths.BUNDLE)
+    if run_dir is not None:
+        costs["train_seconds"] = float(sum(line["train_seconds"] for line in curve))
+        costs["refresh_seconds"] = float(sum(line.get("refresh", {}).get("refresh_seconds", 0) for line in curve))
+        costs["validation_seconds"] = float(sum(line.get("validation_seconds", 0) for line in curve))
+    parts = {name: headline(metrics[name]) for name in ("de", "clf", "heads", "knn") if name in metrics}
+    tracker = Tracker.resume(run_dir) if run_dir is not None else None
+    return {
+        "metrics": metrics["test"], "validation": metrics.get("validation", {}), "parts": parts,
+        "index": metrics.get("index", {}), "bins": metrics.get("frequency_bins", []), "costs": costs,
+        "curve": curve if run_dir is not None else [], "history": thinned(history), "params": flatten(params),
+        "dataset": _card(params), "machine": machine(), "code": code_tags() | {"training": code_sha256()},
+        "mlflow_run": tracker.run_id if tracker is not None else None,
+        "report": str(paths.REPORT) if paths.REPORT.is_file() else "",
+    }  # fmt: skip
+
+
+def of_peer(params: Params, spec: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """Result of a peer that wrote outputs/labels.npy and scores.npy: filters removed, measured as ours are."""
+    from unidec.evaluation.metrics import evaluate
+    from unidec.stages import paths
+
+    dataset, propensity = paths.open_dataset(), _propensity()
+    figures: dict[str, dict[str, float]] = {}
+    for split, suffix in (("test", ""), ("validation", "_validation")):
+        if split == "validation" and not Path(f"outputs/labels{suffix}.npy").is_file():
+            continue
+        labels, truth = _without_filtered(dataset, split, suffix)
+        figures[split] = evaluate(labels, truth, propensity.inverse_L, propensity.group_L)
+        if split == "test":
+            np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
+    known = ("train_seconds", "search_ms", "encode_ms", "parameters", "peak_rss_bytes")
+    costs = {key: float(facts[key]) for key in known if facts.get(key) is not None}
+    costs["peak_memory_bytes"] = max(costs.pop("peak_rss_bytes", 0.0), peak_bytes())
+    if "parameters" in costs:
+        costs["parameters_classifier"] = costs.pop("parameters")
+    about = {key: value for key, value in facts.items() if key not in known}
+    result = {
+        "metrics": figures["test"], "validation": figures.get("validation", {}), "parts": {}, "index": {}, "bins": [],
+        "costs": costs, "curve": [], "history": [], "facts": about,
+        "params": {"peer": spec["peer"], "options": spec["options"], "seed": spec["seed"]},
+        "dataset": _card(params), "machine": machine(), "code": code_tags(), "report": "",
+    }  # fmt: skip
+    return result | {"mlflow_run": _tracked(params, spec, result)}
+
+
+def padded(lists: list[list[int]]) -> np.ndarray:
+    """Lists of label rows as int32 [n, K], -1 behind the last."""
+    found = np.full((len(lists), K), -1, dtype=np.int32)
+    for row, labels in enumerate(lists):
+        found[row, : min(len(labels), K)] = labels[:K]
+    return found
+
+
+def thinned(lines: list[dict[str, Any]], most: int = _HISTORY_LINES) -> list[dict[str, Any]]:
+    """At most so many lines, evenly, the first and the last among them."""
+    if len(lines) <= most:
+        return lines
+    return [lines[round(place)] for place in np.linspace(0, len(lines) - 1, most)]
+
+
+def peak_bytes() -> float:
+    """Most memory that this process has held so far, its children not counted."""
+    # VmHWM begins with the program; ru_maxrss may still be that of the process that forked it
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024.0 * int(line.split()[1])
+    except OSError:
+        pass
+    unit = 1.0 if sys.platform == "darwin" else 1024.0
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on; no names."""
+    import torch
+
+    found: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def code_tags() -> dict[str, str]:
+    """Commit and version, where they can be had."""
+    from unidec.ops import provenance
+
+    tags = provenance.code_tags()
+    names = {"mlflow.source.git.commit": "commit", "git.dirty": "edited", "unidec.version": "unidec"}
+    return {short: tags[name] for name, short in names.items() if name in tags}
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _search_times(bundle: Any, params: Params) -> dict[str, float]:
+    """Milliseconds a test query: encoding (tokens and heads), and the rest of a prediction."""
+    from unidec.data.tokens import encode_texts
+    from unidec.stages import paths
+
+    dataset = paths.open_dataset()
+    rows = dataset.rows("test")[:TIMED_QUERIES]
+    if not len(rows):
+        return {}
+    texts = dataset.query_texts(rows, params.tokens.text)
+    bundle.predict_arrays(texts[:8], k=_TIMED_K)  # what is loaded at the first call is no search time
+    begin = time.perf_counter()
+    bundle.predict_arrays(texts, k=_TIMED_K)
+    whole = time.perf_counter() - begin
+    begin = time.perf_counter()
+    for start in range(0, len(texts), 256):
+        part = texts[start : start + 256]
+        tokens = encode_texts(part, bundle.model.tokenizer_folder, bundle.model.max_length)
+        bundle.model.encode_queries(tokens, np.arange(len(part)), batch_size=len(part))
+    encoding = time.perf_counter() - begin
+    return {"encode_ms": 1000 * encoding / len(texts), "search_ms": 1000 * max(whole - encoding, 0) / len(texts)}
+
+
+def _sizes(bundle: Any, folder: Path) -> dict[str, float]:
+    """Numbers of parameters by part, those that do not train included, and the bundle's bytes."""
+    model = bundle.model
+    heads = [head for head in (model.head_de, model.head_clf) if head is not None]
+    tables = [table for table in (model.table, model.bias) if table is not None]
+    count = {
+        "parameters_encoder": sum(parameter.numel() for parameter in model.encoder.parameters()),
+        "parameters_heads": sum(parameter.numel() for head in heads for parameter in head.parameters()),
+        "parameters_classifier": sum(table.weight.numel() for table in tables),
+    }
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return {name: float(value) for name, value in count.items()} | {"bundle_bytes": float(size)}
+
+
+def _propensity() -> Any:
+    from unidec.data.propensity import load_propensity
+    from unidec.stages import paths
+
+    return load_propensity(paths.PROPENSITY, verify=False)
+
+
+def _without_filtered(dataset: Any, split: Any, suffix: str) -> tuple[np.ndarray, Any]:
+    """A peer's labels int64 [n, K] without filtered pairs, and the truth."""
+    from unidec.data.storage import load_array
+    from unidec.evaluation.metrics import filtered_truth, remove_filtered
+
+    rows = dataset.rows(split)
+    labels = load_array(f"outputs/labels{suffix}.npy", np.int64, ndim=2)
+    scores = load_array(f"outputs/scores{suffix}.npy", np.float32, ndim=2)
+    filters = dataset.filter_pairs[rows]
+    kept, _ = remove_filtered(labels, scores, filters, K)
+    return kept, filtered_truth(dataset.relevance[rows], filters)
+
+
+def _card(params: Params) -> dict[str, Any]:
+    from unidec.stages import paths
+
+    dataset = paths.open_dataset()
+    meta = dataset.manifest["meta"]
+    return {
+        "name": dataset.name, "text": params.tokens.text, "tokens a text": params.tokens.max_length, **meta["splits"],
+        "labels": dataset.num_labels, "pairs": meta["num_pairs"], "filter pairs": meta["num_filter_pairs"],
+        "propensity A, B": f"{params.data.propensity_a}, {params.data.propensity_b}", "sha256": dataset.sha256,
+    }  # fmt: skip
+
+
+def _tracked(params: Params, spec: dict[str, Any], result: dict[str, Any]) -> str | None:
+    """An MLflow run for a peer: its settings and figures."""
+    from unidec.ops.tracking import Tracker
+
+    tracker = Tracker(params.tracking.experiment)
+    about = {"name": result["dataset"]["name"], "digest": result["dataset"]["sha256"], "path": "data/dataset"}
+    options = {f"options.{key}": value for key, value in spec["options"].items()}
+    tracker.start("runs/peer", {"peer": spec["peer"], "seed": spec["seed"], **options}, {}, about)
+    tracker.log_final(
+        {f"test/{name}": value for name, value in result["metrics"].items()}
+        | {f"cost/{name}": value for name, value in result["costs"].items()}
+    )
+    tracker.finish("FINISHED")
+    return tracker.run_id
+
+
+def _json(path: Path) -> dict[str, Any]:
+    import json
+
+    return json.loads(path.read_text(encoding="utf-8"))
