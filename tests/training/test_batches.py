@@ -9,6 +9,8 @@ from unidec.data.label_graph import soft_targets
 from unidec.errors import ConfigError, DataError
 from unidec.training.batches import Batches
 from unidec.training.distributed import Ranks
+from unidec.training.gradient_cache import TextChunks
+from unidec.training.needs import encoded_labels
 
 CPU = torch.device("cpu")
 
@@ -16,7 +18,7 @@ CPU = torch.device("cpu")
 class Recorded:
     """Stands for the input builder: keeps what it was asked for."""
 
-    num_texts = 0
+    num_texts, unique_U = 0, None
 
     def __call__(self, parts):
         self.parts = parts
@@ -106,6 +108,83 @@ def test_batches_of_an_epoch_from_any_step_on(make):
         assert np.array_equal(one.pool.pool_S, other.pool.pool_S)
         assert np.array_equal(one.pool.sampled_P, other.pool.sampled_P)
     assert list(batches.ahead(cut, 3, 4, None)) == []
+
+
+def test_a_share_of_the_labels_are_queries(make, tiny_dataset, tiny_tokens):
+    """Labels whose row of the graph is empty stay labels only."""
+    graph = soft_targets(tiny_dataset.relevance[tiny_dataset.rows("train")], 0.1).tolil()
+    chosen = [2, 3, 11, 30]
+    for label in set(range(tiny_dataset.num_labels)) - set(chosen):
+        graph[label] = 0
+    graph = sp.csr_matrix(graph)
+    graph.eliminate_zeros()
+    batches = make(None, graph, **{"pool.gandalf": True})
+    num_queries = tiny_dataset.num_queries
+    extra = batches.rows[batches.rows >= num_queries] - num_queries
+    assert extra.tolist() == chosen
+    batch = batches.prepare(batches.rows, 0, 0, None)
+    assert set(range(batch.num_own_queries)) == set(batch.targets.row_P.tolist()), "each has a positive"
+
+
+ALL, POOL = {"pool.de_labels": "all"}, {"pool.de_labels": "pool"}
+
+
+@pytest.mark.parametrize(("overrides", "encoded", "clf"), [
+    (POOL, "pool", "pool"), (ALL, "all", "pool"), (POOL | {"pool.clf_labels": "all"}, "pool", "all"),
+    (ALL | {"pool.clf_labels": "all"}, "all", "all"), (ALL | {"model.heads": "de"}, "all", None),
+    (ALL | {"model.heads": "clf"}, None, "pool"), (ALL | {"model.heads": "clf", "pool.clf_labels": "all"}, None, "all"),
+    (ALL | {"model.clf_residual": True}, "all", "pool"), (POOL | {"model.clf_residual": True}, "pool", "pool"),
+    ({"model.heads": "clf", "model.clf_residual": True}, "pool", "pool"),
+], ids=str)  # fmt: skip
+def test_which_labels_are_encoded_and_which_classified(make, tiny_dataset, tiny_tokens, overrides, encoded, clf):
+    batches = make(**overrides)
+    drawn = make().prepare(batches.rows[:9], 1, 2, None).pool.pool_S.tolist()
+    labels = {"all": list(range(tiny_dataset.num_labels)), "pool": drawn, None: []}
+    assert len(drawn) < tiny_dataset.num_labels
+    batch = batches.prepare(batches.rows[:9], 1, 2, None)
+    expected = [tiny_tokens["labels"].ragged([label])[0].tolist() for label in labels[encoded]]
+    assert texts(batch, tiny_tokens)[9:] == expected
+    assert encoded_labels(batches.params) == (encoded or "none")
+    seen = [None if clf is None else labels[clf], None if batch.clf_labels is None else batch.clf_labels.tolist()]
+    assert seen[1] == (seen[0] if clf == "pool" else None)
+    if encoded and batches.params.model.heads != "clf":
+        assert batch.pool.pool_S.tolist() == labels[encoded]
+    if overrides.get("model.clf_residual"):
+        places = range(len(drawn)) if batch.clf_places is None else batch.clf_places.tolist()
+        assert [labels[encoded][place] for place in places] == drawn
+    # pairs of either head, against a dense matrix
+    relevance = tiny_dataset.relevance[batches.rows[:9]].toarray() > 0
+    for which, targets in ((encoded, batch.targets), (clf, batch.clf_targets)):
+        if which is not None and not (which == encoded and batches.params.model.heads == "clf"):
+            dense = np.zeros((9, len(labels[which])), dtype=bool)
+            dense[targets.row_P.numpy(), targets.col_P.numpy()] = True
+            assert np.array_equal(dense, relevance[:, labels[which]])
+
+
+def test_texts_come_in_chunks_where_gradients_are_cached(make, tiny_tokens):
+    batches = make(**{"optim.encode_chunk": 4})
+    batch = batches.prepare(batches.rows[:9], 0, 0, None)
+    assert isinstance(batch.texts, TextChunks)
+    assert batch.texts.num_texts == batch.num_texts == 9 + len(batch.pool.pool_S)
+    assert max(len(places) for places, _ in batch.texts.chunks) == 4
+
+
+def test_importance_is_the_inverse_propensity_of_the_label(make, tiny_dataset):
+    """From training queries alone, Gandalf's label texts not counted."""
+    train = tiny_dataset.rows("train")
+    graph = soft_targets(tiny_dataset.relevance[train], 0.1)
+    count = (tiny_dataset.relevance[train].toarray() > 0).sum(0)
+    c = (np.log(len(train)) - 1) * (2.0 + 1) ** 0.7
+    expected = 1 + c * (count + 2.0) ** -0.7
+    assert make().inverse_L is None
+    for overrides in ({}, {"pool.gandalf": True}, {"pool.positives": "tail"}):
+        given = {"loss.weights": "propensity", "data.propensity_a": 0.7, "data.propensity_b": 2.0} | overrides
+        batches = make(None, graph, **given)
+        assert np.allclose(batches.inverse_L, expected)
+        targets = (batch := batches.prepare(batches.rows[:9], 0, 0, None)).targets
+        assert np.allclose(targets.importance_P.numpy(), expected[batch.pool.pool_S[targets.col_P.numpy()]])
+    tail = make(**{"pool.positives": "tail"})
+    assert tail.inverse_L is not None and tail.prepare(tail.rows[:9], 0, 0, None).targets.importance_P is None
 
 
 def test_nothing_to_train_on(raw_factory, tiny_tokens, tiny_params, tmp_path):

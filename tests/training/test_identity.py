@@ -32,6 +32,15 @@ def test_the_label_graph_decides_with_gandalf_alone(identify):
     assert "label_graph.threshold" in identify(**{"pool.gandalf": True})
 
 
+@pytest.mark.parametrize("overrides", [{"loss.weights": "propensity"}, {"pool.positives": "tail"}], ids=str)
+def test_propensities_decide_where_something_is_weighted_by_them(identify, overrides):
+    keys = {"data.propensity_a", "data.propensity_b"}
+    assert not keys & identify().keys()
+    assert keys < identify(**overrides).keys()
+    assert identify(**overrides) != identify(**overrides, **{"data.propensity_a": 0.9})
+    assert identify() == identify(**{"data.propensity_a": 0.9})
+
+
 def test_changes_are_named_one_a_line(identify):
     old, new = identify(), identify(**{"optim.lr_clf": 0.5, "pool.beta": 1})
     assert differences(old, new) == ["pool.beta: 2 when the run began, 1 now",

@@ -63,6 +63,24 @@ SYSTEMS = {
     "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "optim.epochs": 2},
     "gandalf": {"pool.gandalf": True, "pool.clf_labels": "all"},
     "all layers": {"encoder.kind": "transformer", "encoder.trainable_layers": -1, "optim.epochs": 2},
+    "dexml, all labels": {
+        "model.heads": "de",
+        "pool.de_labels": "all",
+        "loss.reduction": "pol",
+        "pool.beta": 1,
+        "optim.encode_chunk": 9,
+    },
+    "soft top-k": {"model.heads": "de", "pool.de_labels": "all", "loss.de": "softtopk", "loss.de_forward": 1.0},
+    "hardest": {"loss.de": "triplet", "loss.triplet_negatives": "hardest", "loss.clf": "hinge", "loss.margin": 0.5},
+    "renee": {
+        "model.heads": "clf",
+        "pool.clf_labels": "all",
+        "loss.clf": "bce",
+        "loss.clf_bce": 0.0,
+        "pool.gandalf": True,
+    },
+    "residual": {"model.heads": "clf", "model.clf_residual": True, "loss.clf": "bce", "loss.clf_bce": 0.0},
+    "for the tail": {"loss.weights": "propensity", "pool.positives": "tail", "pool.de_labels": "all"},
 }
 
 

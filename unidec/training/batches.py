@@ -27,7 +27,7 @@ from unidec.model.encoder import EncoderInput, InputBuilder
 from unidec.model.losses import PoolTargets
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.gradient_cache import TextChunks, TextParts, text_chunks
-from unidec.training.needs import encoded_labels, head_labels
+from unidec.training.needs import encoded_labels, head_labels, weighs_by_propensity
 from unidec.training.sampler import PoolBatch, PoolSampler
 
 
@@ -212,7 +212,7 @@ class Batches:
 
 def _inverse_propensities(params: Params, dataset: XMCDataset) -> np.ndarray | None:
     """Of all labels, float64 [L], from the training queries as they are; None where nothing reads them."""
-    if params.loss.weights != "propensity" and params.pool.positives != "tail":
+    if not weighs_by_propensity(params):
         return None
     rows = dataset.rows("train")
     counts_L = label_counts(dataset.relevance, rows)

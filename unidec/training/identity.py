@@ -19,6 +19,7 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.storage import files_sha256, read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
+from unidec.training.needs import weighs_by_propensity
 
 # the sections that decide what is learnt; the others say where it runs, how it is shown or served
 SECTIONS = ("seed", "tokens", "encoder", "model", "pool", "loss", "optim")
@@ -34,7 +35,8 @@ def run_identity(
         "tokenizer" and "code".
     """
     sections = (*SECTIONS, "label_graph") if params.pool.gandalf else SECTIONS
-    identity = {key: json.dumps(value) for key, value in leaves(params) if key.partition(".")[0] in sections}
+    keys = ("data.propensity_a", "data.propensity_b") if weighs_by_propensity(params) else ()
+    identity = {k: json.dumps(v) for k, v in leaves(params) if k.partition(".")[0] in sections or k in keys}
     identity["data"] = dataset.sha256
     for name, cache in (("queries", query_tokens), ("labels", label_tokens)):
         files = read_manifest(cache.path, tokens.KIND, tokens.VERSION, verify=False)["files"]

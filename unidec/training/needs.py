@@ -1,4 +1,4 @@
-"""Which labels the heads see in a step, and what follows from it."""
+"""What a step needs under its parameters: which labels the heads see, which texts are encoded, what is weighted."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def encoded_labels(params: Params) -> Labels:
     label's text."""
     de, clf = head_labels(params)
     return clf if de == "none" and params.model.clf_residual else de
+
+
+def weighs_by_propensity(params: Params) -> bool:
+    """Whether inverse propensities of labels weight losses or the draw of positives."""
+    return params.loss.weights == "propensity" or params.pool.positives == "tail"

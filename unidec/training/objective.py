@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from unidec.config import Params
-from unidec.model.losses import PoolTargets, symmetric_loss
+from unidec.model.full_bce import full_bce
+from unidec.model.losses import UNSCALED, PoolTargets, loss_options, symmetric_loss
 from unidec.model.unidec import UniDEC
 from unidec.training.batches import Prepared
 from unidec.training.distributed import Ranks
@@ -70,6 +71,8 @@ class Objective:
         bias_S1 = None
         if model.bias is not None:
             bias_S1 = ranks.gather(model.bias.gather(batch.clf_labels), batch.clf_sizes)
+        if settings.clf == "bce" and batch.clf_labels is None:  # of all labels: no logits of all of them are held
+            return full_bce(query_BD, row_SD, bias_S1, scale, targets, normalise=settings.bce_normalise)
         logit_BS = query_BD @ row_SD.T
         if bias_S1 is not None:
             logit_BS = logit_BS + bias_S1.T
@@ -92,11 +95,8 @@ class Objective:
             step: as in `losses`.
         """
         settings = self.settings
-        options: dict[str, Any] = {"reduction": settings.reduction, "forward": forward}
+        options: dict[str, Any] = loss_options(kind, settings)
         if settings.reduction == "pol":  # which of the sampled positives; a stream of its own for each step
             options["generator"] = torch.Generator().manual_seed(hash((self.seed, step)) % 2**63)
-        if kind == "triplet":  # its margin is in units of similarity
-            return symmetric_loss(kind, similarity_BS, targets, margin=settings.margin, **options)
-        if kind == "bce":
-            options["normalise"] = settings.bce_normalise
-        return symmetric_loss(kind, similarity_BS * scale, targets, **options)
+        logit_BS = similarity_BS if kind in UNSCALED else similarity_BS * scale
+        return symmetric_loss(kind, logit_BS, targets, reduction=settings.reduction, forward=forward, **options)
