@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-faults lint types format ui repro clean
+.PHONY: help setup train test test-faults lint types format ui repro compare clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -77,6 +77,9 @@ format: $(STAMP)  ## rewrite in the house's format
 
 repro: $(STAMP)  ## dvc repro: the same pipeline through DVC, without registration
 	$(BIN)/dvc repro $(ARGS)
+
+compare: $(STAMP)  ## every recipe and peer on the same small data: runs/compare/small/report.html
+	$(BIN)/unidec compare comparison/small.yaml --jobs 2 $(ARGS)
 
 ui: $(STAMP)  ## MLflow and Prefect pages on this machine; Ctrl-C stops both
 	@BIN=$(BIN) PORT_MLFLOW=$(PORT_MLFLOW) PORT_PREFECT=$(PORT_PREFECT) bash bin/ui

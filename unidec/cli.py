@@ -215,6 +215,10 @@ def compare(
     folder: Annotated[
         Path | None, typer.Option("--folder", help="of the workspace, instead of runs/compare/<name>")
     ] = None,
+    metrics: Annotated[
+        Path | None,
+        typer.Option("--metrics", metavar="FILE", help="write the figures of the one run of --only as JSON"),
+    ] = None,
 ) -> None:
     """Run every system of a comparison file on the same data and seeds, and report; what is done is not run again."""
     extra = parse_overrides(assignments or [])
@@ -224,8 +228,9 @@ def compare(
         _show_table(*command.listing(file, only or [], extra, folder, accept or []))
         return
     outcomes, page = command.compare(
-        file, only or [], extra, at_once=jobs, folder=folder, accepted=accept or [], report_only=report_only
-    )
+        file, only or [], extra, at_once=jobs, folder=folder, accepted=accept or [], report_only=report_only,
+        metrics=metrics,
+    )  # fmt: skip
     _show_table(*command.show_table(file, extra, folder))
     lost = [outcome for outcome in outcomes if outcome.state != "done"]
     for outcome in lost:

@@ -11,7 +11,8 @@ from typing import Any
 
 from unidec.comparison.engine import Outcome, run_tasks
 from unidec.comparison.plan import EXPERIMENT, Comparison, Job, load_comparison, select
-from unidec.comparison.workspace import Task, Workspace
+from unidec.comparison.workspace import RESULT, Task, Workspace, read_json
+from unidec.data.storage import write_json
 from unidec.errors import Stopped, UnidecError
 
 REPORT, SUMMARY, TRACKING = "report.html", "summary.json", "tracking"
@@ -26,6 +27,7 @@ def compare(
     folder: Path | None = None,
     accepted: Sequence[str] = (),
     report_only: bool = False,
+    metrics: Path | None = None,
 ) -> tuple[list[Outcome], Path]:
     """Run what is not done yet, and write report.html and summary.json.
 
@@ -33,6 +35,7 @@ def compare(
         path: the comparison file. only: patterns of cells. extra: parameters by key path, for all cells.
         at_once: child processes at a time. folder: of the workspace; None: runs/compare/<name>.
         accepted: keys of a result's identity that may differ ("code"). report_only: nothing is run.
+        metrics: a file for the figures of the last run that was asked for, for `dvc metrics`.
 
     Returns:
         Outcomes of the cells that were asked for, and the report's path.
@@ -61,7 +64,10 @@ def compare(
         if tracker is not None:
             tracker.log_files([page, workspace.root / SUMMARY, path])
             tracker.finish(status)
-    return [outcome for outcome in outcomes if outcome.task.job is not None], page
+    cells = [outcome for outcome in outcomes if outcome.task.job is not None]
+    if metrics is not None and cells[-1].state == "done":
+        _write_metrics(metrics, cells[-1].task)
+    return cells, page
 
 
 def report(comparison: Comparison, root: Path, tested: bool = True) -> Path:
@@ -73,8 +79,8 @@ def report(comparison: Comparison, root: Path, tested: bool = True) -> Path:
     found = results.gather(workspace)
     page = results.page_input(comparison, found, results.contrasts(workspace, found) if tested else ())
     root.mkdir(parents=True, exist_ok=True)
-    write_comparison(root / REPORT, page)
     results.write_summary(root / SUMMARY, page)
+    write_comparison(root / REPORT, page)
     return root / REPORT
 
 
@@ -101,6 +107,15 @@ def show_table(comparison_file: Path, extra: Mapping[str, Any] | None, folder: P
     comparison = load_comparison(comparison_file, extra)
     workspace = Workspace.of(comparison, comparison.jobs, folder)
     return results.table(results.page_input(comparison, results.gather(workspace)))
+
+
+def _write_metrics(path: Path, task: Task) -> None:
+    """The figures of one run, small enough for git; DVC takes no `@` in a name."""
+    result = read_json(task.folder / RESULT) or {}
+    names = {name: name.replace("@", "_at_") for name in ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@100")}
+    figures = {key: round(result["metrics"][name], 3) for name, key in names.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"run": task.key, **figures, "train_seconds": round(result["costs"].get("train_seconds", 0.0), 1)})
 
 
 def _what(job: Job) -> str:

@@ -256,9 +256,7 @@ class _Plan:
         for key in flat(cell.set):
             section = key.partition(".")[0]
             if section in (*OURS, *OF_THE_DATA):
-                fix = (
-                    "set it in `data`: what is compared, not who" if section in OF_THE_DATA else "leave it out"
-                )
+                fix = "set it in `data`: what is compared, not who" if section in OF_THE_DATA else "leave it out"
                 self._say(f"{where}.set.{key}", "is alike for all cells", cell.set, fix=fix)
             elif cell.model_of is not None and section != "index":
                 self._say(f"{where}.set.{key}", "would need another training", cell.set, "keys of index",

@@ -157,6 +157,7 @@ def table(page: ComparisonInput) -> tuple[list[str], list[list[str]]]:
 
 def _cells(comparison: Comparison, found: Sequence[Found]) -> list[Cell]:
     cells = []
+    before = {one.job.key: one for one in found}
     for data in comparison.file.data:
         for name, entry in comparison.file.cells.items():
             mine = [one for one in found if one.job.data == data and one.job.cell == name]
@@ -169,19 +170,28 @@ def _cells(comparison: Comparison, found: Sequence[Found]) -> list[Cell]:
             settings.pop("encoder.start", None)
             if job.needs is not None:
                 settings["model of" if job.kind == "model_of" else "after"] = job.needs.split("/")[1]
-            runs = [_run(one) for one in mine if one.result is not None]
+            runs = [_run(one, before) for one in mine if one.result is not None]
             kind = "peer" if job.kind == "peer" else "recipe"
             recipe = "" if job.kind == "peer" else job.params.recipe or ""
             cells.append(Cell(data, name, kind, about, recipe, settings, runs))  # type: ignore[arg-type]
     return cells
 
 
-def _run(entry: Found) -> Run:
+def _run(entry: Found, before: Mapping[str, Found]) -> Run:
+    """One seed; the seconds of the trainings that it builds on are counted with its own."""
     result = entry.result
     assert result is not None
+    costs, curve = dict(result["costs"]), [dict(line) for line in result.get("curve", ())]
+    needed = before.get(entry.job.needs or "")
+    if needed is not None and needed.result is not None:
+        earlier = _run(needed, before).costs
+        for name in ("train_seconds", "refresh_seconds", "total_seconds"):
+            costs[name] = costs.get(name, 0.0) + earlier.get(name, 0.0)
+        if curve:
+            curve[0]["train_seconds"] += earlier.get("train_seconds", 0.0) + earlier.get("refresh_seconds", 0.0)
     return Run(
-        entry.job.seed, result["metrics"], result.get("validation", {}), result.get("parts", {}), result["costs"],
-        result.get("curve", ()), result.get("history", ()), result.get("bins", ()),
+        entry.job.seed, result["metrics"], result.get("validation", {}), result.get("parts", {}), costs, curve,
+        result.get("history", ()), result.get("bins", ()),
     )  # fmt: skip
 
 
