@@ -113,7 +113,6 @@ def test_a_bundle_of_version_1_predicts_as_it_did(bundle_1: Path) -> None:
 
 def test_a_newer_bundle_is_refused(bundle_1: Path) -> None:
     from unidec.retrieval.bundle import Bundle
-
     from unidec.retrieval.bundle_folder import VERSION as BUNDLE_VERSION
 
     about = json.loads((bundle_1 / MANIFEST).read_text())

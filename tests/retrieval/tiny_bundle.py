@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+from scipy.sparse import csr_matrix
 
 from unidec.data.storage import write_folder
 from unidec.data.tokens import Tokens, encode_texts
 from unidec.retrieval.bundle import write_bundle
 from unidec.retrieval.index import LabelIndex
+from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.space import label_vectors, unit_rows
 
 WORDS = ["red", "green", "blue", "car", "boat", "house", "old", "new", "big"]
@@ -59,10 +63,25 @@ def write_model(path: Path, rng: np.random.Generator, heads: str = "both") -> Pa
     return path
 
 
+def tiny_neighbours(model: StubModel, rng: np.random.Generator, vote: Any, num: int = 30) -> Neighbours:
+    """Training queries of three words each (the first without any) with some labels (the second and third without).
+
+    No two have the same words: which of two that are equally near votes would be chance.
+    """
+    of_three = list(itertools.combinations_with_replacement(WORDS, 3))
+    texts = ["", *(" ".join(of_three[i]) for i in rng.permutation(len(of_three))[: num - 1])]
+    labels_ML = rng.random((num, len(TITLES))) < 0.15
+    labels_ML[1:3] = False
+    de, clf = model.encode_queries(encode_texts(texts, model.tokenizer_folder, 8), np.arange(num))
+    uids = [f"Q{i}" for i in range(num)]
+    return Neighbours(de if de is not None else clf, csr_matrix(labels_ML), uids, texts, vote)
+
+
 def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "both", space: str = "both",
                       kind: str = "flat", clf_normalize: bool = True, bias: bool = False,
-                      clf_weight: float = 0.5) -> dict:  # fmt: skip
-    """Write model and bundle beside each other; returns the arrays it was made of."""
+                      clf_weight: float = 0.5, vote: str | None = None, knn_weight: float = 0.7,
+                      knn_neighbours: int = 7) -> dict:  # fmt: skip
+    """Write model and bundle beside each other; returns what it was made of; with `vote` training queries vote."""
     model_path = write_model(path.parent / "model", rng, heads)
     model = StubModel(model_path)
     tokens = encode_texts(TITLES, model.tokenizer_folder, model.max_length)
@@ -70,9 +89,12 @@ def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "bot
     clf_LD = rng.normal(size=(len(TITLES), DIM)).astype(np.float32) if heads != "de" else None
     bias_L = rng.normal(size=len(TITLES)).astype(np.float32) if bias else None
     index = LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize), kind=kind)
+    neighbours = None if vote is None else tiny_neighbours(model, rng, vote)
+    votes = {} if vote is None else {"knn_weight": knn_weight, "knn_neighbours": knn_neighbours}
     write_bundle(
         path, model_path, index, de_LD=de_LD, clf_LD=clf_LD, bias_L=bias_L, uids=UIDS, titles=TITLES, space=space,
         clf_weight=clf_weight, clf_normalize=clf_normalize, dataset={"name": "tiny", "sha256": "0" * 64},
         metrics={"validation": {"P@1": 50.0}}, params={"seed": 0},
+        neighbours=neighbours, **votes,
     )  # fmt: skip
-    return {"de_LD": de_LD, "clf_LD": clf_LD, "bias_L": bias_L, "model": model}
+    return {"de_LD": de_LD, "clf_LD": clf_LD, "bias_L": bias_L, "model": model, "neighbours": neighbours}

@@ -6,10 +6,10 @@ a label that may be among the best, K results.
     votes(x, l) = sum over the N nearest m of w(cos(x, m)) y_ml, divided by its largest value over all labels
     score(x, l) = heads(x, l) + weight * votes(x, l)
 
-with w(c) = max(c, 0)^2, or exp((c - the largest c) / 0.05). Sources: the distance-weighted vote of nearest neighbours
-(Dudani 1976); a model's score beside that of its nearest training examples, softmax over their similarities
-(Khandelwal et al. 2020, kNN-LM, section 2). The largest vote is taken before anything is excluded, so that a label's
-score does not depend on what else may be returned.
+with w(c) = c^2, or exp((c - the largest c) / 0.05), for c above 0, else 0. Sources: the distance-weighted vote of
+nearest neighbours (Dudani 1976); a model's score beside that of its nearest training examples, softmax over their
+similarities (Khandelwal et al. 2020, kNN-LM, section 2). The largest vote is taken before anything is excluded, so that
+a label's score does not depend on what else may be returned.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def square_vote(cosine_BN: Floats) -> Floats:
 
 
 def softmax_vote(cosine_BN: Floats) -> Floats:
-    """exp of the cosine over `TEMPERATURE`, the nearest's vote being 1; float32 [B, N]."""
+    """exp of the cosine over `TEMPERATURE`, the nearest's vote being 1, 0 where it is not positive; float32 [B, N]."""
     nearest_B1 = cosine_BN.max(axis=1, keepdims=True, initial=-1.0)
-    return np.exp((cosine_BN - nearest_B1) / np.float32(TEMPERATURE)).astype(np.float32)
+    return np.where(cosine_BN > 0, np.exp((cosine_BN - nearest_B1) / np.float32(TEMPERATURE)), np.float32(0))
 
 
 VOTES: dict[Vote, Callable[[Floats], Floats]] = {"square": square_vote, "softmax": softmax_vote}
@@ -77,6 +77,8 @@ class Neighbours:
         if vote not in VOTES:
             raise ValueError(f"unknown vote {vote!r}, expected one of {', '.join(VOTES)}")
         own = np.asarray(vectors_MD)
+        if not np.isfinite(own).all():
+            raise ValueError("vectors_MD must be finite")
         self.vectors_MD = own if own.dtype == np.float16 else unit_rows(own).astype(np.float16)
         self.uids, self.titles, self.vote = _strings(uids), _strings(titles), vote
         counts = (len(own), _rows_of(labels_ML), len(self.uids), len(self.titles))
@@ -175,7 +177,7 @@ def read_neighbours(
         raise ArtifactError(
             "labels that do not exist", where=str(place / "labels.npy"), expected=f"0 to {num_labels - 1}", fix=_FIX
         )
-    if not all(np.isfinite(vectors_MD[i : i + _BATCH_ROWS]).all() for i in range(0, num_queries, _BATCH_ROWS)):
+    if not np.isfinite(vectors_MD).all():
         raise ArtifactError("numbers that are not finite", where=str(place / "vectors.npy"), fix=_FIX)
     where = place / "queries.arrow"
     try:
