@@ -190,7 +190,7 @@ def test_the_bag_starts_at_the_transformers_embeddings(tiny_bert, tiny_params):
 
 @pytest.mark.parametrize("place", ["device", "disk"])
 def test_a_table_in_bfloat16_is_written_and_read_back(tiny_bert, tiny_params, tmp_path, monkeypatch, place):
-    monkeypatch.setattr(module, "COPY_BLOCK", 4)  # rows are read block by block
+    monkeypatch.setattr("unidec.model.weights.COPY_BLOCK", 4)  # rows are read block by block
     params = tiny_params(**{"model.clf_dtype": "bf16", "model.clf_bias": True})
     model = make_model(tiny_bert, params, placement=Placement(place, tmp_path / "rows"))
     weights = load_file(save(model, tmp_path / "model") / "model.safetensors")

@@ -5,7 +5,7 @@ parts.
 
 A part of the encoder is either trained or frozen. What is frozen is computed once for each text
 (`unidec.model.frozen`) and given to the encoder as input: the whole transformer's vectors, or the hidden states below
-the layers that train.
+the layers that train; of an encoder that is frozen as a whole, its output.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class EncoderInput:
         chunks: of the transformer, each (places int64 [b], ids int64 [b, t] or hidden states float [b, t, D], mask bool
             [b, t]), texts of similar length together.
         vector_BD: frozen transformer's pooled outputs.
+        output_BW: what a frozen encoder makes of the texts; no other field is set then.
         unique_U: distinct token ids of the bag, each once; local_F: place in it of each token; offsets_B: where each
         text starts.
     """
@@ -51,6 +52,7 @@ class EncoderInput:
     unique_U: Tensor | None = None
     local_F: Tensor | None = None
     offsets_B: Tensor | None = None
+    output_BW: Tensor | None = None
 
 
 def length_chunks(lengths_B: np.ndarray, size: int = CHUNK_TEXTS) -> Iterator[np.ndarray]:
@@ -215,6 +217,14 @@ class TextEncoder(nn.Module):
             nn.init.zeros_(last.weight)  # starts as the identity
             nn.init.zeros_(last.bias)
             self.residual = nn.Sequential(nn.Linear(self.width, self.width), nn.GELU(), nn.Dropout(0.1), last)
+        if settings.frozen:
+            self.requires_grad_(False)
+            self.train()
+
+    @property
+    def frozen(self) -> bool:
+        """Nothing in it trains: its outputs are its input."""
+        return self.settings.frozen
 
     @property
     def takes_vectors(self) -> bool:
@@ -223,12 +233,27 @@ class TextEncoder(nn.Module):
 
     def train(self, mode: bool = True) -> TextEncoder:
         super().train(mode)
+        for part in (self.transformer, self.bag, self.residual) if self.frozen else ():
+            if part is not None:
+                part.eval()  # no dropout but of the output
         if self.takes_vectors and self.transformer is not None:
             self.transformer.eval()  # frozen: no dropout either
         return self
 
     def forward(self, batch: EncoderInput) -> Tensor:
         """Texts to float32 [B, W]."""
+        if batch.output_BW is not None:
+            return self.dropout(batch.output_BW.float())
+        x_BW = self.dropout(self._parts(batch))
+        return x_BW if self.residual is None else x_BW + self.residual(x_BW)
+
+    @torch.no_grad()
+    def frozen_output(self, batch: EncoderInput) -> Tensor:
+        """What a frozen encoder makes of texts before its dropout, float32 [B, W]."""
+        x_BW = self._parts(batch)
+        return x_BW if self.residual is None else x_BW + self.residual(x_BW)
+
+    def _parts(self, batch: EncoderInput) -> Tensor:
         parts = []
         if batch.vector_BD is not None:
             parts.append(F.normalize(batch.vector_BD.float(), dim=-1))
@@ -247,8 +272,7 @@ class TextEncoder(nn.Module):
             parts.append(F.normalize(vector_BD, dim=-1) if self.bag is not None else vector_BD)
         if self.bag is not None:
             parts.append(self.bag(batch))
-        x_BW = self.dropout(torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0])
-        return x_BW if self.residual is None else x_BW + self.residual(x_BW)
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 
 class InputBuilder:
@@ -258,6 +282,7 @@ class InputBuilder:
         encoder: whose parts decide what is needed.
         frozen_vectors: float [N, D] for each source, where the transformer is frozen as a whole and cached.
         frozen_hidden: float [all tokens, D] for each source, where its lower layers are frozen and cached.
+        frozen_outputs: float [N, W] for each source, where the whole encoder is frozen and cached.
     """
 
     def __init__(
@@ -266,9 +291,11 @@ class InputBuilder:
         device: torch.device,
         frozen_vectors: dict[str, np.ndarray] | None = None,
         frozen_hidden: dict[str, np.ndarray] | None = None,
+        frozen_outputs: dict[str, np.ndarray] | None = None,
     ):
         self.encoder, self.device = encoder, device
         self.frozen_vectors, self.frozen_hidden = frozen_vectors or {}, frozen_hidden or {}
+        self.frozen_outputs = frozen_outputs or {}
         self._pin = device.type == "cuda"
 
     def __call__(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> EncoderInput:
@@ -277,6 +304,16 @@ class InputBuilder:
         Args:
             parts: (name of the source, its tokens, rows int64) each.
         """
+        if not self.encoder.frozen:
+            return self.texts(parts)
+        if all(name in self.frozen_outputs for name, _, _ in parts):
+            outputs = [self.frozen_outputs[name][rows] for name, _, rows in parts]
+            return EncoderInput(sum(map(len, outputs)), output_BW=self._to(np.concatenate(outputs)))
+        texts = self.texts(parts)
+        return EncoderInput(texts.num_texts, output_BW=self.encoder.frozen_output(texts))
+
+    def texts(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> EncoderInput:
+        """The same of an encoder that computes, also where it is frozen."""
         encoder = self.encoder
         num_texts = sum(len(rows) for _, _, rows in parts)
         vector_BD: Tensor | None = None

@@ -1,10 +1,10 @@
-"""What a frozen transformer says about each text, computed once and kept on disk.
+"""What a frozen transformer, or a frozen encoder, says about each text, computed once and kept on disk.
 
-Legend: N texts, F tokens in all, D width.
+Legend: N texts, F tokens in all, D width of the transformer, W of the encoder.
 
-Frozen as a whole: its pooled vector of each text, float16 [N, D]. Frozen in its lower layers: the hidden state of
-each token below the layers that train, float16 [F, D]. A cache is named by what decides its content: weights, tokens,
-pooling, layers.
+A transformer frozen as a whole: its pooled vector of each text, float16 [N, D]. Frozen in its lower layers: the hidden
+state of each token below the layers that train, float16 [F, D]. An encoder frozen as a whole, bag of tokens and all:
+its output for each text, float16 [N, W]. A cache is named by what decides its content: weights, tokens, pooling, ...
 
 Several processes fill one memory-mapped file, each its share of the chunks of texts, and the first one seals it. Only
 those of the first machine do: pages that two machines map and write over a network file system can be lost.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,6 +75,13 @@ def cached_inputs(
     """
     vectors: dict[str, np.ndarray] = {}
     hidden: dict[str, np.ndarray] = {}
+    if encoder.frozen:
+        weights = frozen_sha256(encoder)
+        outputs = {
+            name: frozen_outputs(encoder, weights, name, cache, folder, device, amp, together)
+            for name, cache in tokens.items()
+        }
+        return InputBuilder(encoder, device, frozen_outputs=outputs)
     if encoder.transformer is not None and (encoder.takes_vectors or encoder.transformer.partly_frozen):
         weights = frozen_sha256(encoder.transformer)
         what, target = ("vectors", vectors) if encoder.takes_vectors else ("hidden", hidden)
@@ -83,10 +90,11 @@ def cached_inputs(
     return InputBuilder(encoder, device, vectors, hidden)
 
 
-def frozen_sha256(encoder: TransformerEncoder) -> str:
+def frozen_sha256(encoder: TransformerEncoder | TextEncoder) -> str:
     """Hash of the parameters that do not train, by content: the same before and after training, from any file."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(encoder.transformer.named_parameters()):
+    module = encoder.transformer if isinstance(encoder, TransformerEncoder) else encoder
+    for name, parameter in sorted(module.named_parameters()):
         if not parameter.requires_grad:
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -122,30 +130,114 @@ def cached_outputs(
         "weights": weights_sha256, "tokens": read_manifest(tokens.path, "tokens", 1, verify=False)["files"],
         "pooling": encoder.pooling, "frozen_layers": encoder.num_frozen_layers, "what": what, "amp": str(amp),
     }  # fmt: skip
+    num_rows = tokens.num_texts if what == "vectors" else int(tokens.offsets[-1])
+
+    def fill(values: np.ndarray | None, together: Together) -> None:
+        if values is not None:
+            _fill(values, encoder.to(device).eval(), tokens, what, device, amp, together)
+
+    return _kept(folder, what, facts, (num_rows, encoder.width), fill, together or _Alone())
+
+
+def frozen_outputs(
+    encoder: TextEncoder,
+    weights_sha256: str,
+    name: str,
+    tokens: TokenCache,
+    folder: Path,
+    device: torch.device,
+    amp: torch.dtype | None,
+    together: Together | None = None,
+) -> np.ndarray:
+    """Outputs of a frozen encoder for all texts of a token cache, memory-mapped; computed at the first call.
+
+    Where its transformer is computed for it, that is kept too: it is the same beside other bags of tokens.
+
+    Args:
+        encoder: frozen, on the device; its parameters decide the values.
+        weights_sha256: of what is frozen (`frozen_sha256`): names the cache.
+        name: of the texts' source.
+        tokens: N texts.
+        folder: where caches are kept, one folder each.
+        device: where to compute.
+        amp: autocast to this type, or None.
+        together: processes that all call this, and share the work.
+
+    Returns:
+        float16 [N, W], read-only.
+    """
+    facts = {
+        "weights": weights_sha256, "tokens": read_manifest(tokens.path, "tokens", 1, verify=False)["files"],
+        "pooling": encoder.settings.pooling, "kind": encoder.settings.kind, "what": "outputs", "amp": str(amp),
+    }  # fmt: skip
+
+    def fill(values: np.ndarray | None, together: Together) -> None:
+        vectors = {}
+        transformer = encoder.transformer
+        if transformer is not None:
+            weights = frozen_sha256(transformer)
+            vectors[name] = cached_outputs(transformer, weights, tokens, folder, "vectors", device, amp, together)
+        if values is not None:
+            _fill_outputs(values, InputBuilder(encoder, device, vectors), name, tokens, amp, together)
+
+    return _kept(folder, "outputs", facts, (tokens.num_texts, encoder.width), fill, together or _Alone())
+
+
+def _kept(
+    folder: Path,
+    what: str,
+    facts: dict[str, Any],
+    shape: tuple[int, int],
+    fill: Callable[[np.ndarray | None, Together], None],
+    together: Together,
+) -> np.ndarray:
+    """The cache that is named by some facts, float16, read-only; filled by all processes where it is not there yet.
+
+    Those that are not on the first one's machine are given no file to fill.
+    """
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     path = folder / f"{what}-{key}"
-    together = together or _Alone()
     is_first = together.rank == 0
 
-    def fill(file: str) -> None:
-        if together.rank < together.local_world:
-            values = np.load(file, mmap_mode="r+", allow_pickle=False)
-            _fill(values, encoder.to(device).eval(), tokens, what, device, amp, together)
+    def fill_file(file: str) -> None:
+        local = together.rank < together.local_world
+        values = np.load(file, mmap_mode="r+", allow_pickle=False) if local else None
+        fill(values, together)
+        if values is not None:
             values.flush()
         together.barrier()
 
     if not together.share(path.is_dir() if is_first else None):
         if is_first:
-            num_rows = tokens.num_texts if what == "vectors" else int(tokens.offsets[-1])
-            with write_folder(path, KIND, VERSION, {"num_rows": num_rows, "width": encoder.width}) as out:
+            with write_folder(path, KIND, VERSION, {"num_rows": shape[0], "width": shape[1]}) as out:
                 file = str(out.path / "values.npy")
-                np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=(num_rows, encoder.width)).flush()
-                fill(together.share(file))
+                np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=shape).flush()
+                fill_file(together.share(file))
         else:
-            fill(together.share())
+            fill_file(together.share())
         together.barrier()
     read_manifest(path, KIND, VERSION, verify=is_first)
     return load_array(path / "values.npy", np.float16, ndim=2)
+
+
+def _fill_outputs(
+    values: np.ndarray,
+    build: InputBuilder,
+    name: str,
+    tokens: TokenCache,
+    amp: torch.dtype | None,
+    together: Together,
+) -> None:
+    encoder, device = build.encoder, build.device
+    with progress(total=tokens.num_texts, desc="encode once (outputs)", unit="text") as bar:
+        for number, start in enumerate(range(0, tokens.num_texts, TEXTS_AT_ONCE)):
+            rows = np.arange(start, min(start + TEXTS_AT_ONCE, tokens.num_texts))
+            bar.update(len(rows))
+            if number % together.local_world != together.rank:
+                continue
+            texts = build.texts([(name, tokens, rows)])
+            with torch.autocast(device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
+                values[rows] = encoder.frozen_output(texts).float().cpu().numpy()
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 Legend: B texts, N texts in all, L labels, D width of a head, W width of the encoder.
 
 Source: UniDEC (thesis, chapter 2): Phi_D(t) = normalize(g1(Phi(t))) for queries and labels, Phi_C(x) = g2(Phi(x)) for
-queries, Psi an L x D table.
+queries, Psi an L x D table. With `clf_residual` a row of Psi is its label's text plus a free vector (SiameseXML).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,12 +28,11 @@ from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.encoder import InputBuilder, TextEncoder, empty_transformer, load_transformer
 from unidec.model.row_table import HERE, Placement, RowTable
+from unidec.model.weights import KIND, VERSION, copy_into, take_start
 from unidec.progress import Progress, progress
 
-KIND, VERSION = "model", 1
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-COPY_BLOCK = 1 << 17  # rows copied at once
 PROJECT_BLOCK = 1 << 13  # texts that go through the heads at once
 VECTORS_BLOCK = 1 << 16  # texts whose encoder outputs are held at once
 START_BLOCK = 1 << 15  # rows of the table that are made at once (a multiple of the encoder's batches)
@@ -51,8 +50,10 @@ class UniDEC(nn.Module):
 
     Attributes:
         heads: "both", "de" or "clf".
-        table: Psi, `RowTable` [L, D]; bias: `RowTable` [L, 1] or None.
+        table: Psi, `RowTable` [L, D] (with `clf_residual` its free vectors); bias: `RowTable` [L, 1] or None.
         log_scale: float [2], log(1 / tau) of the two heads.
+        label_input: gives encoder outputs [end - begin, W] of the labels from begin to end; set by who trains a
+            residual classifier, whose whole rows are computed with it.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class UniDEC(nn.Module):
         self.log_scale = nn.Parameter(
             torch.full((2,), -float(np.log(settings.temperature))), requires_grad=settings.learn_temperature
         )
+        self.label_input: Callable[[int, int], Tensor] | None = None
         # set by `create` and `load`
         self.config_folder: Path | None = None
         self.tokenizer_folder: Path = Path()
@@ -121,20 +123,23 @@ class UniDEC(nn.Module):
         model.max_length, model.params = int(params["tokens"]["max_length"]), params
         if model.head_clf is not None:
             nn.init.orthogonal_(model.head_clf[0].get_parameter("weight"))  # keeps the angles of the encoder's space
+        if encoder_settings.start:
+            take_start(model, encoder_settings.start)
         return model
 
     @torch.no_grad()
     def start_table(self, label_input: Tensor | Callable[[int, int], Tensor] | None = None) -> None:
         """Psi's start: unit label embeddings through the classifier's own head, Xavier, or N(0, 0.02) (Renee).
 
-        Block by block, so that no second table is in memory. Random rows are drawn for all labels from the default
-        generator of the model's device: the same wherever the table lives and whatever part of it is held here.
+        A residual classifier's free vectors start at 0. Block by block, so that no second table is in memory. Random
+        rows are drawn for all labels from the default generator of the model's device: the same wherever the table
+        lives and whatever part of it is held here.
 
         Args:
             label_input: only read for "label_embedding": encoder outputs [L, W] of all label texts, or what gives
                 those of labels from begin to end, [end - begin, W].
         """
-        if self.table is None or self.head_clf is None:
+        if self.table is None or self.head_clf is None or self.settings.clf_residual:
             return
         first, last = self.table.first_row, self.table.first_row + self.table.own_rows
         embeds = self.settings.clf_init == "label_embedding"
@@ -144,7 +149,7 @@ class UniDEC(nn.Module):
             if embeds:
                 assert label_input is not None
                 x_BW = label_input(start, end) if callable(label_input) else label_input[start:end]
-                rows_BD = F.normalize(self.head_clf[0](x_BW), dim=-1)
+                rows_BD = self._text_rows(x_BW)
             else:
                 rows_BD = self._random_rows(end - start)
             begin, until = max(start, first), min(end, last)
@@ -157,6 +162,19 @@ class UniDEC(nn.Module):
             return rows_BD.normal_(std=0.02)
         bound = math.sqrt(3.0) * math.sqrt(2.0 / (self.num_labels + self.settings.dim))  # of the whole table
         return rows_BD.uniform_(-bound, bound)
+
+    def text_rows(self, x_SW: Tensor) -> Tensor:
+        """What labels' texts add to their rows of a residual classifier: Phi_C at unit length, float32 [S, D].
+
+        Args:
+            x_SW: the encoder's outputs of the texts; in training the head's dropout is at work, as for queries.
+        """
+        return F.normalize(self.clf(x_SW), dim=-1)
+
+    def _text_rows(self, x_BW: Tensor) -> Tensor:
+        """The same without dropout."""
+        assert self.head_clf is not None
+        return F.normalize(self.head_clf[0](x_BW), dim=-1)
 
     def de(self, x_BW: Tensor) -> Tensor:
         """Phi_D, unit length, float32 [B, D]."""
@@ -262,10 +280,26 @@ class UniDEC(nn.Module):
         return self.vectors("labels", tokens, None, build, batch_size, only="de")[0]
 
     def classifier_table(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Psi float32 [L, D] and the bias float32 [L] (of the rows held here), None where there is none."""
+        """Psi float32 [L, D] and the bias float32 [L] (of the rows held here), None where there is none.
+
+        A residual classifier's rows are whole here: text and free vector.
+        """
         weight = None if self.table is None else self.table.numpy()
+        if weight is not None and self.settings.clf_residual:
+            weight = self._with_texts(weight)
         bias = None if self.bias is None else self.bias.numpy()[:, 0]
         return weight, bias
+
+    @torch.no_grad()
+    def _with_texts(self, free_LD: np.ndarray) -> np.ndarray:
+        """Rows of a residual classifier from its free vectors, float32 [n, D]."""
+        assert self.table is not None and self.label_input is not None, "a residual classifier needs its labels' texts"
+        first, rows_LD = self.table.first_row, np.empty_like(free_LD)
+        for begin in range(0, len(free_LD), START_BLOCK):
+            end = min(begin + START_BLOCK, len(free_LD))
+            text_BD = self._text_rows(self.label_input(first + begin, first + end).to(self.device))
+            rows_LD[begin:end] = free_LD[begin:end] + text_BD.float().cpu().numpy()
+        return rows_LD
 
     def dense_state(self) -> dict[str, Tensor]:
         """The state without the tables' weights."""
@@ -279,16 +313,24 @@ class UniDEC(nn.Module):
             RuntimeError: names or shapes of another model.
         """
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-        _copy_into(
+        copy_into(
             self.dense_state(),
             shapes,
             lambda name, *rows: tensors[name][slice(*rows)] if rows[0] is not None else tensors[name],
         )
 
     def save_into(self, folder: Folder, extra: dict[str, Any] | None = None) -> None:
-        """Write weights, configuration and tokenizer into a folder that `storage.write_folder` opened."""
+        """Write weights, configuration and tokenizer into a folder that `storage.write_folder` opened.
+
+        A residual classifier becomes an ordinary one, with a second table in memory meanwhile.
+        """
         assert self.config_folder is not None
-        write_tensors(folder.path / "model.safetensors", self.state_dict())
+        state, settings = self.state_dict(), self.settings
+        rows_LD = self.classifier_table()[0] if settings.clf_residual else None
+        if rows_LD is not None:
+            state["table.weight"] = torch.from_numpy(rows_LD).to(DTYPES[settings.clf_dtype])
+            settings = settings.model_copy(update={"clf_residual": False})
+        write_tensors(folder.path / "model.safetensors", state)
         for name, source, names in (
             ("tokenizer", self.tokenizer_folder, TOKENIZER_FILES),
             ("encoder_config", self.config_folder, ("config.json",)),
@@ -299,7 +341,7 @@ class UniDEC(nn.Module):
                     shutil.copyfile(source / file, folder.path / name / file)
         bag = self.encoder.bag
         config = {
-            "encoder": self.encoder_settings.model_dump(), "model": self.settings.model_dump(),
+            "encoder": self.encoder_settings.model_dump(), "model": settings.model_dump(),
             "num_labels": self.num_labels, "max_length": self.max_length, "params": self.params,
             "num_tokens": bag.embedding.num_rows if bag else 0,
             "encoder_width": self.encoder.width // (2 if self.encoder_settings.kind == "both" else 1),
@@ -328,7 +370,7 @@ class UniDEC(nn.Module):
             )
             with open_tensors(path / "model.safetensors") as file:
                 shapes = {name: file.shape(name) for name in file.names}
-                _copy_into(model.state_dict(), shapes, file.read)
+                copy_into(model.state_dict(), shapes, file.read)
             model.max_length, model.params = int(config["max_length"]), config["params"]
         except (KeyError, ValueError, TypeError, RuntimeError, OSError, ConfigError, ArtifactError) as error:
             raise ArtifactError(
@@ -336,28 +378,3 @@ class UniDEC(nn.Module):
             ) from error
         model.config_folder, model.tokenizer_folder = path / "encoder_config", path / "tokenizer"
         return model.to(device).eval()
-
-
-def _copy_into(
-    own: dict[str, Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str, int | None, int | None], Tensor],
-) -> None:
-    """Copy tensors of the same names and shapes, a block of rows at a time.
-
-    Raises:
-        RuntimeError: other names or shapes.
-    """
-    missing, unknown = own.keys() - shapes.keys(), shapes.keys() - own.keys()
-    if missing or unknown:
-        raise RuntimeError(f"missing: {', '.join(sorted(missing)) or 'nothing'}; "
-                           f"unknown: {', '.join(sorted(unknown)) or 'nothing'}")  # fmt: skip
-    for name, tensor in own.items():
-        if shapes[name] != tuple(tensor.shape):
-            raise RuntimeError(f"{name}: shape {list(shapes[name])} instead of {list(tensor.shape)}")
-        if tensor.dim() == 0:
-            tensor.copy_(read(name, None, None))
-            continue
-        for begin in range(0, len(tensor), COPY_BLOCK):
-            end = min(begin + COPY_BLOCK, len(tensor))
-            tensor[begin:end].copy_(read(name, begin, end))

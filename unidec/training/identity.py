@@ -19,6 +19,7 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.storage import files_sha256, read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
+from unidec.model.weights import start_sha256
 from unidec.training.needs import weighs_by_propensity
 
 # the sections that decide what is learnt; the others say where it runs, how it is shown or served
@@ -32,11 +33,16 @@ def run_identity(
 
     Returns:
         `{"optim.lr_clf": "0.003", ...}` (values as JSON), and sha256 as "data", "tokens.queries", "tokens.labels",
-        "tokenizer" and "code".
+        "tokenizer" and "code", and as "encoder.start" where there is one.
+
+    Raises:
+        ArtifactError: there is no model where `encoder.start` says.
     """
     sections = (*SECTIONS, "label_graph") if params.pool.gandalf else SECTIONS
     keys = ("data.propensity_a", "data.propensity_b") if weighs_by_propensity(params) else ()
     identity = {k: json.dumps(v) for k, v in leaves(params) if k.partition(".")[0] in sections or k in keys}
+    if params.encoder.start:  # by content, wherever it lies
+        identity["encoder.start"] = start_sha256(params.encoder.start)
     identity["data"] = dataset.sha256
     for name, cache in (("queries", query_tokens), ("labels", label_tokens)):
         files = read_manifest(cache.path, tokens.KIND, tokens.VERSION, verify=False)["files"]

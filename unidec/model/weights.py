@@ -1,0 +1,137 @@
+"""A model's weights from a file: all of another model's, or those that a new model starts from.
+
+Legend: W width of the encoder, D width of a head.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from unidec.data.storage import MANIFEST, file_sha256, read_manifest
+from unidec.data.tensor_file import open_tensors
+from unidec.errors import ArtifactError, ConfigError
+
+if TYPE_CHECKING:
+    from unidec.model.unidec import UniDEC
+
+KIND, VERSION = "model", 1
+COPY_BLOCK = 1 << 17  # rows copied at once
+# of a transformer's config.json: says by whom it was written, not what it computes
+_NOTES = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
+
+Read = Callable[[str, int | None, int | None], Tensor]
+
+
+def copy_into(own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], read: Read) -> None:
+    """Copy tensors of the same names and shapes, a block of rows at a time.
+
+    Args:
+        own: by name, written to.
+        shapes: of what is there to be read, by name.
+        read: gives rows from begin to end of a tensor, or with None all of it.
+
+    Raises:
+        RuntimeError: other names or shapes.
+    """
+    missing, unknown = own.keys() - shapes.keys(), shapes.keys() - own.keys()
+    if missing or unknown:
+        raise RuntimeError(f"missing: {', '.join(sorted(missing)) or 'nothing'}; "
+                           f"unknown: {', '.join(sorted(unknown)) or 'nothing'}")  # fmt: skip
+    for name, tensor in own.items():
+        if shapes[name] != tuple(tensor.shape):
+            raise RuntimeError(f"{name}: shape {list(shapes[name])} instead of {list(tensor.shape)}")
+        if tensor.dim() == 0:
+            tensor.copy_(read(name, None, None))
+            continue
+        for begin in range(0, len(tensor), COPY_BLOCK):
+            end = min(begin + COPY_BLOCK, len(tensor))
+            tensor[begin:end].copy_(read(name, begin, end))
+
+
+def start_sha256(folder: str | Path) -> str:
+    """Hash of an exported model, by content: of its manifest, which has those of its files.
+
+    Raises:
+        ArtifactError: no such model.
+    """
+    read_manifest(folder, KIND, VERSION, verify=False)
+    return file_sha256(Path(folder) / MANIFEST)
+
+
+@torch.no_grad()
+def take_start(model: UniDEC, folder: str | Path) -> None:
+    """Give a new model the encoder and heads of an exported one (`encoder.start`).
+
+    The encoder must be the same, but for a residual network that the start does not have: it begins as the identity. A
+    head that the start does not have begins as its other head's linear layer: a classifier that follows a dual encoder
+    alone (NGAME's second stage) begins in the space that was learnt. Table, bias and temperatures are not taken.
+
+    Args:
+        model: `model.tokenizer_folder` and `model.config_folder` are set.
+        folder: of an exported model.
+
+    Raises:
+        ArtifactError: no exported model, or a damaged one.
+        ConfigError: its encoder or a head is another one.
+    """
+    folder = Path(folder)
+    read_manifest(folder, KIND, VERSION)
+    _check_texts(model, folder)
+    own = dict(model.state_dict())
+    with open_tensors(folder / "model.safetensors") as file:
+        shapes = {name: file.shape(name) for name in file.names}
+        sources = {name: name for name in [*own, *shapes] if name.startswith("encoder.")}
+        if not any(name.startswith("encoder.residual.") for name in shapes):
+            sources = {name: name for name in sources if not name.startswith("encoder.residual.")}
+        for head, other in (("head_de", "head_clf"), ("head_clf", "head_de")):
+            given = head if f"{head}.0.weight" in shapes else other
+            sources |= {f"{head}.0.{x}": f"{given}.0.{x}" for x in ("weight", "bias") if f"{head}.0.{x}" in own}
+        there = {name: shapes[source] for name, source in sources.items() if source in shapes}
+
+        def read(name: str, *rows: Any) -> Tensor:
+            return file.read(sources[name], *rows)
+
+        try:
+            copy_into({name: own[name] for name in sources if name in own}, there, read)
+        except RuntimeError as error:
+            raise ConfigError(
+                "the model to start from has another encoder or another width of its heads",
+                where="encoder.start",
+                got=f"{folder}: {error}"[:300],
+                fix="set encoder.kind, encoder.name, encoder.residual and model.dim as in its config.json",
+            ) from error
+
+
+def _check_texts(model: UniDEC, folder: Path) -> None:
+    """The same tokens, and the same transformer around the weights.
+
+    Raises:
+        ConfigError: another tokenizer or architecture.
+        ArtifactError: one of the files is not readable.
+    """
+    assert model.config_folder is not None
+    try:
+        tokens_differ = _json(model.tokenizer_folder / "tokenizer.json") != _json(folder / "tokenizer/tokenizer.json")
+        configs = [_json(place / "config.json") for place in (model.config_folder, folder / "encoder_config")]
+    except (OSError, ValueError) as error:
+        raise ArtifactError("no readable model to start from", where=str(folder), got=str(error)[:200]) from error
+    differing = sorted(
+        key for key in configs[0].keys() | configs[1].keys() if configs[0].get(key) != configs[1].get(key)
+    )
+    differing = [] if model.encoder.transformer is None else [key for key in differing if key not in _NOTES]
+    if tokens_differ or differing:
+        raise ConfigError(
+            "the model to start from is on another transformer", where="encoder.start",
+            got=f"{folder}: " + ("another tokenizer" if tokens_differ else f"another {', '.join(differing[:5])}"),
+            fix="set encoder.name to the one that it was trained with",
+        )  # fmt: skip
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
