@@ -56,6 +56,11 @@ def test_more_positives_sampled_more_positives_in_the_pool():
     assert all(row["positives"] >= min(row["beta"], 3) for row in grid)
 
 
+def test_an_eta_that_the_shortlist_cannot_fill_is_left_out():
+    grid = pool_study(_sampler(), BATCHES, _shortlist()[:, :2], 0, etas=(0, 2, 3))["grid"]
+    assert {row["eta"] for row in grid} == {0, 1, 2}
+
+
 def test_degenerate_input():
     assert pool_study(_sampler(), [], None, 0) == {}
     study = pool_study(_sampler(density=0.0), BATCHES[:1], _shortlist(), 0, num_batches=50)

@@ -240,6 +240,10 @@ def test_parts_of_a_round():
     assert refresh_parts(ROUNDS) == (["cluster", "mine", "other refresh", "train"], [[2.0, 3.0, 4.0, 50.0]] * 3)
     assert refresh_parts([{"refresh_seconds": 2.0, "train_seconds": 5.0}]) == (["refresh", "train"], [[2.0, 5.0]])
     assert refresh_parts([{"refresh": {"mine_seconds": 2.0}}]) == (["mine"], [[2.0]])
+    # sums over rounds, and what runs beside the training, are no parts of a round; validation is none of its refresh
+    whole = {"train_seconds": 5.0, "trained_seconds": 50.0, "checkpoint_seconds": 3.0, "validation_seconds": 1.5,
+             "refresh": {"mine_seconds": 2.0, "refresh_seconds": 2.0}}  # fmt: skip
+    assert refresh_parts([whole]) == (["mine", "train", "validation"], [[2.0, 5.0, 1.5]])
     assert refresh_parts([{"round": 1}]) == ([], [[]])
 
 

@@ -32,9 +32,10 @@ th{font-weight:600;color:var(--muted)}tbody th{font-weight:400;color:var(--fg)}
 thead th{vertical-align:bottom;white-space:normal;min-width:5em}
 th:first-child,td:first-child,td.text,th.text{text-align:left}tbody th{white-space:normal;min-width:9em;max-width:26em}
 td.text{white-space:normal;overflow-wrap:anywhere}tbody tr:hover{background:var(--soft)}b.best{color:var(--fg)}
+table.facts th{min-width:14em}
 table.facts td{width:99%}td small{color:var(--muted);font-size:12px}tr.base th,tr.base td{background:var(--soft)}
 tr.reference th,tr.reference td{color:var(--muted)}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:20px 28px}
+.charts{margin:0 0 14px;display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:20px 28px}
 figure{margin:0;min-width:0}figcaption{font-size:14px;margin:0 0 4px;font-weight:600}
 svg{width:100%;min-width:400px;height:auto;display:block}svg text{fill:var(--muted);font:12px system-ui,sans-serif}
 svg .value{font-size:11px;fill:var(--fg)}svg .name{fill:var(--fg)}svg .grid{stroke:var(--rule)}
@@ -52,11 +53,12 @@ font-size:13px}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:4px 28px;align-items:start}
 .example{border:1px solid var(--rule);border-radius:8px;padding:10px 14px;margin:0 0 14px;overflow-wrap:anywhere}
 .example h4{margin:0 0 6px;font-size:15px}.example table{width:100%;margin:0;font-size:13px}.example td,.example th{
-padding:3px 8px}.example thead th{min-width:0}.example td.text{width:99%}
+padding:3px 8px}.example thead th{min-width:0;white-space:nowrap}.example td.text{width:99%}
 .right{color:var(--good);font-weight:600}.wrong{color:var(--bad);font-weight:600}
 details{margin:4px 0 12px}details summary{cursor:pointer;color:var(--s0)}
 code{font:13px ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere;white-space:pre-wrap}
-@media (max-width:600px){main{padding:16px 14px 48px}th,td{padding:4px 7px}thead th{min-width:0}}
+@media (max-width:600px){main{padding:16px 14px 48px}th,td{padding:4px 7px}thead th{min-width:0}
+table.facts th{min-width:9em}}
 @media print{:root{--bg:#fff;--fg:#000;--muted:#444;--rule:#bbb;--soft:#fff;--good:#1b7f4b;--bad:#b3382c;--s0:#2463a6;
 --s1:#c8610a;--s2:#2c8a57;--s3:#7d4bb5;--s4:#b83a5e;--s5:#64748b;--s6:#0e8a94;--s7:#8a6d1a}
 @page{margin:13mm}html{color-scheme:light;print-color-adjust:exact;-webkit-print-color-adjust:exact}

@@ -20,6 +20,8 @@ TRAINING = (
 )  # fmt: skip
 AT_K = (1, 3, 5, 10, 100)
 GROUPS = ("tail", "torso", "head")
+AFTER = ("train", "validation")  # parts of a round that follow its refresh
+_NO_PARTS = ("train_seconds", "validation_seconds", "trained_seconds", "checkpoint_seconds")  # of the refresh
 
 
 def plots_csv(
@@ -116,20 +118,22 @@ def save_pngs(
 def refresh_parts(rounds: Records) -> tuple[list[str], list[list[float]]]:
     """Seconds of each part of each round: the parts' names, and a row of values for each round.
 
-    The parts are a round's keys that end in "_seconds"; what they leave of `refresh_seconds` is "other refresh".
+    The parts of a refresh are its keys that end in "_seconds"; what they leave of `refresh_seconds` is "other refresh".
+    Then come "train" and "validation". Other seconds of a round are sums over rounds, or run beside the training.
     """
     rounds = [{**r, **r["refresh"]} if isinstance(r.get("refresh"), Mapping) else r for r in rounds]
     ends = [key for r in rounds for key in r if key.endswith("_seconds")]
-    parts = [key for key in dict.fromkeys(ends) if key not in ("refresh_seconds", "train_seconds")]
+    parts = [key for key in dict.fromkeys(ends) if key not in ("refresh_seconds", *_NO_PARTS)]
     rest = [max(0.0, finite(r, "refresh_seconds") - sum(finite(r, p) for p in parts)) for r in rounds]
     names = [part.removesuffix("_seconds").replace("_", " ") for part in parts]
     values = [[finite(r, part) for part in parts] for r in rounds]
     if any(second > 0.05 for second in rest):
         names.append("other refresh" if parts else "refresh")
         values = [[*row, second] for row, second in zip(values, rest, strict=True)]
-    if "train_seconds" in ends:
-        names.append("train")
-        values = [[*row, finite(r, "train_seconds")] for row, r in zip(values, rounds, strict=True)]
+    for name in AFTER:
+        if f"{name}_seconds" in ends:
+            names.append(name)
+            values = [[*row, finite(r, f"{name}_seconds")] for row, r in zip(values, rounds, strict=True)]
     return names, values
 
 

@@ -34,7 +34,8 @@ def pool_study(
         batches: rows of the batches of an epoch; `num_batches` of them, evenly spaced, are drawn.
         shortlist_NH: int32 [N, H] mined hard negatives of the round, or None: eta is 0 in every setting.
         epoch: of the batches.
-        betas, etas: sampled positives and hard negatives a query to try, beside the run's own.
+        betas, etas: sampled positives and hard negatives a query to try, beside the run's own; an eta that the
+            shortlist cannot fill is left out.
 
     Returns:
         {"batches", "queries" (of a batch, mean), "beta", "eta", "size" (the run's own), "histogram": queries with 0, 1,
@@ -55,7 +56,8 @@ def pool_study(
 
     histogram, grid = np.zeros(MOST + 1, dtype=np.int64), []
     inside = whole = 0
-    for eta in sorted({*(etas if mined else ()), own[1]}):
+    width = shortlist_NH.shape[1] if mined and shortlist_NH is not None else 0
+    for eta in sorted({*(eta for eta in etas if eta <= width and mined), own[1]}):
         for beta in sorted({*betas, own[0]}):
             drawn = draw(beta, eta)
             positives = np.concatenate([_positives(batch) for batch in drawn])

@@ -146,7 +146,8 @@ def _headline(report: ReportInput) -> str:
     about = "Test split, percent, filter pairs removed; the best of each column in bold."
     if queries:
         about = f"{int(queries):,} queries. {about}"
-    return table(["system", *columns], rows, best=True) + note(f"{about} {report.baseline_note}".strip())
+    kinds = [*("" for _ in ours), *("reference" for _ in report.baselines)]
+    return table(["system", *columns], rows, best=True, kinds=kinds) + note(f"{about} {report.baseline_note}".strip())
 
 
 def _groups(report: ReportInput) -> str:
@@ -181,7 +182,7 @@ def _bins(bins: Records) -> str:
     added = [(metric, [row[metric] for row in bins]) for metric in ("P@5", "PSP@5")]
     found = [(shown, [row[key] for row in bins]) for key, shown in (("recall@5", "R@5"), ("coverage@5", "coverage@5"))]
     x_label = "training queries of a label; bins of equal volume, head to tail"
-    columns = {"labels": "labels", "mean_frequency": "training queries a label", "test_pairs": "test pairs",
+    columns = {"labels": "labels", "mean_frequency": "training queries, mean", "test_pairs": "test pairs",
                "P@5": "adds to P@5", "PSP@5": "adds to PSP@5", "recall@5": "its pairs found in the first 5, percent",
                "coverage@5": "coverage@5"}  # fmt: skip
     rows = [[name, *(row[key] for key in columns)] for name, row in zip(names, bins, strict=True)]
@@ -218,8 +219,9 @@ def _coverage(report: ReportInput) -> str:
 
     by_head = [(HEADS.get(name, name), bars("", values)) for name, values in found]
     main_name, main = found[0]
+    first = HEADS.get(main_name, main_name)
     by_group = [(GROUPS[g], bars(f"{g}/", main)) for g in GROUPS if f"{g}/coverage@{depths[0]}" in main]
-    rows = [[name, *values] for name, values in [*by_head, *((f"of these, {n}", v) for n, v in by_group)]]
+    rows = [[name, *values] for name, values in [*by_head, *((f"{first}, {n}", v) for n, v in by_group)]]
     about = "Share of the labels of the test split that are right for at least one query within the first k, percent."
     return (
         charts(
@@ -228,7 +230,7 @@ def _coverage(report: ReportInput) -> str:
                 bar_chart(groups, by_head, "labels, percent", x_label=about_x),
             ),
             figure(
-                f"The same by frequency of the label, {HEADS.get(main_name, main_name)}",
+                f"The same by frequency of the label, {first}",
                 bar_chart(groups, by_group, "labels, percent", x_label=about_x),
             ),
         )
@@ -325,8 +327,9 @@ def _example(example: Mapping[str, Any]) -> str:
         rows.append(f'<tr>{mark}<td class="text">{text}</td>{values}</tr>')
     header = f'<tr><td></td><th scope="col" class="text">prediction</th>{head}</tr>'
     body = f"<table><thead>{header}</thead><tbody>{''.join(rows)}</tbody></table>"
-    missed = _listed("missed", example.get("missed", ()))
-    truth = _listed("true labels", example.get("truth", ()))
+    true, lost = example.get("truth", ()), example.get("missed", ())
+    missed = _listed("missed", lost) if len(lost) < len(true) else ""
+    truth = _listed("true labels" if len(lost) < len(true) else "true labels, all missed", true)
     return f'<div class="example"><h4>{escape(str(example.get("query", "")))}</h4>{body}{missed}{truth}</div>'
 
 

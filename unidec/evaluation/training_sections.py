@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unidec.evaluation.page import charts, facts, figure, folded, note, table
-from unidec.evaluation.plots import finite, refresh_parts, wall_seconds
+from unidec.evaluation.plots import AFTER, finite, refresh_parts, wall_seconds
 from unidec.evaluation.svg import Line, bar_chart, line_chart
 
 VALIDATION = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
@@ -65,15 +65,18 @@ def pools(history: Records, study: Mapping[str, Any]) -> str:
     """Sizes of pools and positives a query as training went on, and what `unidec.evaluation.pools` found."""
     size = lines(history, "step", {"pool_size": "labels in the pool"})
     positives = lines(history, "step", {"positives_per_query": "positives a query"})
-    return charts(
+    over_time = (
         figure("Labels in the pool", line_chart(size, "step", "labels", y_from_zero=True)),
         figure("Positives a query in the pool", line_chart(positives, "step", "positives, mean", y_from_zero=True)),
-    ) + _study(study)
+    )
+    drawn, about = _study(study)
+    return charts(*over_time, *drawn) + about
 
 
-def _study(study: Mapping[str, Any]) -> str:
+def _study(study: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+    """Figures, and what is said of them."""
     if not study:
-        return ""
+        return (), ""
     counts: list[int] = list(study["histogram"])
     total = max(sum(counts), 1)
     last = len(counts) - 1
@@ -100,14 +103,12 @@ def _study(study: Mapping[str, Any]) -> str:
         f"{study['share']:.1f} % of its queries' true labels are in the pool. A line joins settings of one eta, beta "
         f"rising from left to right: {', '.join(map(str, sorted({row['beta'] for row in study['grid']})))}."
     )
-    return (
-        charts(
-            figure("Queries by their true labels in the pool, this run's setting", histogram),
-            figure("Positives a query for other settings of beta and eta", scatter),
-        )
-        + note(about)
-        + folded("pools, as a table", table(["setting", "labels in the pool", "positives a query"], rows, kinds=kinds))
+    as_table = table(["setting", "labels in the pool", "positives a query"], rows, kinds=kinds)
+    drawn = (
+        figure("Queries by their true labels in the pool, this run's setting", histogram),
+        figure("Positives a query for other settings of beta and eta", scatter),
     )
+    return drawn, note(about) + folded("pools, as a table", as_table)
 
 
 def costs(rounds: Records) -> str:
@@ -117,7 +118,7 @@ def costs(rounds: Records) -> str:
         return ""
     groups = [str(r.get("round", i + 1)) for i, r in enumerate(rounds)]
     bars = [(name, [row[i] for row in values]) for i, name in enumerate(parts)]
-    refresh = [(name, column) for name, column in bars if name != "train"]
+    refresh = [(name, column) for name, column in bars if name not in AFTER]
     rows: list[list[Any]] = [[group, *row, sum(row)] for group, row in zip(groups, values, strict=True)]
     rows.append(["all", *(sum(column) for _, column in bars), sum(sum(row) for row in values)])
     kinds = [*("" for _ in groups), "base"]

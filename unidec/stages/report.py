@@ -12,22 +12,32 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+import torch
 
 import unidec
 from unidec.config import Params, flatten
+from unidec.data.dataset import XMCDataset
+from unidec.data.label_graph import load_label_graph
+from unidec.data.propensity import load_propensity
 from unidec.data.storage import read_manifest
-from unidec.evaluation.metrics import per_query
+from unidec.evaluation.frequency import doubling_histogram
+from unidec.evaluation.metrics import GROUPS, per_query
+from unidec.evaluation.pools import pool_study
 from unidec.evaluation.report import ReportInput
+from unidec.model.encoder import InputBuilder
 from unidec.ops.provenance import code_tags, dvc_hash
 from unidec.ops.tracking import Tracker
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.space import head_scores
 from unidec.stages import paths
 from unidec.stages.ranking import Ranking, headline
+from unidec.training.batches import Batches
+from unidec.training.needs import draws_pools
+from unidec.training.refresh import Refresh
 
 EXAMPLES = 6  # queries answered right and as many answered wrong
 SHOWN = 5  # labels shown for each
-BASELINE_NOTE = "Below ours: benchmarks/baselines.py, same split and metric code, trained on train and validation."
+BASELINE_NOTE = "Below ours: peers measured on the same split with the same metric code, trained on {}."
 CALIBRATED = 5  # predictions a query that the calibration plot counts
 
 
@@ -49,16 +59,14 @@ def report_input(
         result: what outputs/metrics.json holds. history, rounds: the records of training.
     """
     dataset = ranking.dataset
-    meta = dataset.manifest["meta"]
     heads = {"both": result["test"]} if bundle.model.heads == "both" else {bundle.model.heads: result["test"]}
-    heads |= {name: result[name] for name in ("de", "clf") if name in result}
+    heads |= {name: result[name] for name in ("heads", "de", "clf", "knn") if name in result}
     correct = np.asarray(truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()).astype(bool)
     correct &= labels >= 0
     right, wrong = _examples(bundle, ranking, truth, scores, labels, correct)
-    baselines = _baselines(dataset.name, params.tokens.text)
-    card = {"name": dataset.name, "task": params.tokens.text, **meta["splits"], "labels": dataset.num_labels,
-            "pairs": meta["num_pairs"], "filter pairs": meta["num_filter_pairs"],
-            "propensity A, B": f"{params.data.propensity_a}, {params.data.propensity_b}"}  # fmt: skip
+    baselines, trained_on = _baselines(dataset.name, params.tokens.text)
+    card, distributions = _card(params, dataset)
+    run_dir = paths.RUNS / read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
     return ReportInput(
         title=f"{dataset.name}: {(bundle.model.heads == 'both' and 'UniDEC') or bundle.model.heads}",
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -66,26 +74,72 @@ def report_input(
         model=f"{params.encoder.kind} encoder ({params.encoder.name})",
         metrics=heads,
         baselines=baselines,
-        baseline_note=BASELINE_NOTE if baselines else "",
+        baseline_note=BASELINE_NOTE.format(trained_on) if baselines else "",
         history=history,
         rounds=rounds,
+        bins=result.get("frequency_bins", ()),
+        pools=_pools(params, bundle, dataset, run_dir),
         index={"kind": bundle.info.index_kind, **result["index"]},
         calibration={"score": scores[:, :CALIBRATED], "correct": correct[:, :CALIBRATED]},
         right=right,
         wrong=wrong,
         card=card,
+        distributions=distributions,
         params=flatten(params),
-        lineage=_lineage(bundle, dataset.sha256),
+        lineage=_lineage(bundle, dataset.sha256, run_dir),
     )
 
 
-def _baselines(name: str, text: str) -> dict[str, dict[str, float]]:
-    """What `benchmarks/baselines.py` measured on this data set, if it did."""
+def _baselines(name: str, text: str) -> tuple[dict[str, dict[str, float]], str]:
+    """What was measured of peers on this data set, if anything was, and what they were trained on."""
     path = Path("benchmarks/results") / f"baselines-{name}-{text.replace('+', '-')}.json"
     if not path.is_file():
+        return {}, ""
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    shown = {system: headline(entry["metrics"]) for system, entry in stored["results"].items()}
+    return shown, str(stored.get("facts", {}).get("train_on", "train")).replace("+", " and ")
+
+
+def _card(params: Params, dataset: XMCDataset) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Facts about the data set, and how its labels and queries are distributed."""
+    meta, propensity = dataset.manifest["meta"], load_propensity(paths.PROPENSITY, verify=False)
+    labels_N = np.diff(dataset.relevance.indptr)
+    counts_L, train_N = propensity.counts_L, labels_N[dataset.rows("train")]
+    groups = np.bincount(propensity.group_L, minlength=len(GROUPS))
+    card = {
+        "name": dataset.name, "text": params.tokens.text, "tokens a text, at most": params.tokens.max_length,
+        **{f"{split} queries": count for split, count in meta["splits"].items()}, "labels": dataset.num_labels,
+        "pairs": meta["num_pairs"], "filter pairs": meta["num_filter_pairs"],
+        "labels a training query, mean": round(float(train_N.mean()), 2) if len(train_N) else None,
+        "training queries a label, mean": round(float(counts_L.mean()), 2) if len(counts_L) else None,
+        **{f"{group} labels": int(count) for group, count in zip(GROUPS, groups, strict=True)},
+        "labels without a training query": int((counts_L == 0).sum()),
+        "propensity A, B": f"{params.data.propensity_a}, {params.data.propensity_b}",
+    }  # fmt: skip
+    distributions = [
+        {"title": "Labels by their training queries", "x": "training queries", "y": "labels",
+         "bars": doubling_histogram(counts_L)},
+        {"title": "Training queries by their labels", "x": "labels", "y": "queries",
+         "bars": doubling_histogram(train_N)},
+    ]  # fmt: skip
+    return card, distributions
+
+
+def _pools(params: Params, bundle: Bundle, dataset: XMCDataset, run_dir: Path) -> dict[str, Any]:
+    """Pools of the last round, drawn again; nothing where no loss runs over a pool or the round's clusters are gone."""
+    folders = sorted((run_dir / "refresh").glob("epoch-*"))
+    if not draws_pools(params) or not folders:
         return {}
-    results = json.loads(path.read_text(encoding="utf-8"))["results"]
-    return {system: headline(entry["metrics"]) for system, entry in results.items()}
+    epoch = int(folders[-1].name.removeprefix("epoch-"))
+    if not Refresh.is_made(folders[-1], epoch):
+        return {}
+    refresh = Refresh.load(folders[-1], epoch)
+    graph = load_label_graph(paths.LABEL_GRAPH) if params.pool.gandalf else None
+    cpu = torch.device("cpu")
+    builder = InputBuilder(bundle.model.encoder, cpu)  # pools are drawn without texts: it is not called
+    batches = Batches(params, dataset, {}, builder, cpu, label_graph=graph)
+    of_epoch = refresh.batches(batches.rows, params.pool.batch_size, params.seed, epoch)
+    return pool_study(batches.sampler, of_epoch, refresh.negatives, epoch)
 
 
 def _examples(
@@ -121,6 +175,10 @@ def _example(
         parts["clf"] = head_scores(
             ranking.query_clf[i : i + 1], ranking.label_clf, shown, bias_L=ranking.bias, normalize=info.clf_normalize
         )[0]
+    compared = ranking.query_de if ranking.query_de is not None else ranking.query_clf
+    if bundle.neighbours is not None and info.knn is not None and compared is not None:
+        votes = bundle.neighbours.votes(compared[i : i + 1], info.knn.neighbours)
+        parts["knn"] = votes[:, np.maximum(shown[0], 0)].toarray()[0]
     true_rows = truth.indices[truth.indptr[i] : truth.indptr[i + 1]]
     found = [label for label in shown[0] if label >= 0]
     uids, titles = dataset.label_uids(np.array(found)), dataset.label_texts(np.array(found))
@@ -138,13 +196,12 @@ def _example(
     }
 
 
-def _lineage(bundle: Bundle, dataset_sha256: str) -> dict[str, str]:
-    run = read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
+def _lineage(bundle: Bundle, dataset_sha256: str, run_dir: Path) -> dict[str, str]:
     tags = code_tags()
     found = {
         "git commit": tags.get("mlflow.source.git.commit"), "edited since": tags.get("git.dirty"),
         "unidec": unidec.__version__, "data set": dataset_sha256, "data set in DVC": dvc_hash(str(paths.DATASET)),
-        "dvc.lock": tags.get("dvc.lock.sha256"), "bundle": bundle.sha256, "run folder": str(paths.RUNS / run),
-        "MLflow run": Tracker.resume(paths.RUNS / run).run_id,
+        "dvc.lock": tags.get("dvc.lock.sha256"), "bundle": bundle.sha256, "run folder": str(run_dir),
+        "MLflow run": Tracker.resume(run_dir).run_id,
     }  # fmt: skip
     return {key: value for key, value in found.items() if value}

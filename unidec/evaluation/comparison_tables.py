@@ -1,0 +1,258 @@
+"""Tables of a comparison's page: what each shows of some cells of one task, or of one group of cells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from unidec.evaluation.comparison_input import COSTS, Cell, Contrast, Group, Run, Summary, Task, summary
+from unidec.evaluation.page import Shown, facts, folded, number, table
+
+ALPHA = 0.05  # of the corrected p-values
+BETTER, WORSE = " ▲", " ▼"
+MEGABYTE = 1e6
+GROUPS = ("tail", "torso", "head")
+GROUP_METRICS = ("P@5", "PSP@5", "R@10", "coverage@5")
+PARTS = {"de": "dual encoder", "clf": "classifier", "heads": "both heads, without votes", "knn": "votes"}
+PART_METRICS = ("P@1", "nDCG@5", "PSP@5", "R@100")
+Contrasts = Mapping[tuple[str, str, str, str], Contrast]
+
+
+def indexed(contrasts: Sequence[Contrast]) -> dict[tuple[str, str, str, str], Contrast]:
+    """Contrasts by (task, cell, against, metric)."""
+    return {(c.task, c.cell, c.against, c.metric): c for c in contrasts}
+
+
+def ranked(cells: Sequence[Cell], metric: str) -> list[Cell]:
+    """Cells by falling mean of a metric; those without one last, in the order given."""
+    return sorted(cells, key=lambda cell: -_or(summary(cell.values(metric)).mean, -math.inf))
+
+
+def best_of(cells: Sequence[Cell], kind: str, metric: str) -> Cell | None:
+    """The cell of a kind with the largest mean of a metric."""
+    found = [cell for cell in cells if cell.kind == kind and cell.values(metric)]
+    return max(found, key=lambda cell: summary(cell.values(metric)).mean, default=None)
+
+
+def headline(cells: Sequence[Cell], metrics: Sequence[str], contrasts: Contrasts) -> str:
+    """Mean and spread of each cell, marked where it differs from the best peer."""
+    columns = [metric for metric in metrics if any(cell.values(metric) for cell in cells)]
+    shown = [cell for cell in ranked(cells, columns[0]) if cell.runs] if columns else []
+    rows = [
+        [
+            cell.name,
+            "peer" if cell.kind == "peer" else "recipe",
+            len(cell.runs),
+            *(_marked(cell, metric, _against_peer(cell, metric, cells, contrasts)) for metric in columns),
+        ]
+        for cell in shown
+    ]
+    kinds = ["reference" if cell.kind == "peer" else "" for cell in shown]
+    return _bold_from(table, ["system", "kind", "seeds", *columns], rows, 3, kinds)
+
+
+def _bold_from(
+    make: Callable[..., str], header: Sequence[str], rows: list[list[Any]], first: int, kinds: Sequence[str]
+) -> str:
+    """A table whose columns from `first` on have their best in bold: those before are made text."""
+    rows = [[Shown(number(cell)) if 0 < c < first else cell for c, cell in enumerate(row)] for row in rows]
+    return make(header, rows, best=True, kinds=kinds)
+
+
+def _marked(cell: Cell, metric: str, contrast: Contrast | None) -> Shown:
+    value = mean_and_spread(summary(cell.values(metric)))
+    mark = ""
+    if contrast is not None and contrast.p_value < ALPHA:
+        mark = BETTER if contrast.difference > 0 else WORSE
+    return Shown(value.text, value.value, value.small + mark)
+
+
+def _against_peer(cell: Cell, metric: str, cells: Sequence[Cell], contrasts: Contrasts) -> Contrast | None:
+    peer = best_of(cells, "peer", metric)
+    return contrasts.get((cell.task, cell.name, peer.name, metric)) if peer else None
+
+
+def mean_and_spread(of: Summary) -> Shown:
+    """ "45.12 ± 0.10", compared by the mean."""
+    small = f" ± {of.spread:.2f}" if math.isfinite(of.spread) else ""
+    return Shown(number(of.mean), of.mean, small)
+
+
+def recipe_against_peer(cells: Sequence[Cell], metrics: Sequence[str], contrasts: Contrasts) -> str:
+    """The best recipe and the best peer on each metric."""
+    rows = []
+    for metric in metrics:
+        recipe, peer = best_of(cells, "recipe", metric), best_of(cells, "peer", metric)
+        if recipe is None or peer is None:
+            continue
+        ours, theirs = summary(recipe.values(metric)), summary(peer.values(metric))
+        contrast = contrasts.get((recipe.task, recipe.name, peer.name, metric))
+        interval, p_value = (
+            (f"{contrast.low:+.2f} to {contrast.high:+.2f}", _p(contrast.p_value)) if contrast else (None, None)
+        )
+        difference = ours.mean - theirs.mean
+        sign = "right" if difference > 0 else "wrong" if difference < 0 else ""
+        rows.append(
+            [metric, recipe.name, mean_and_spread(ours), peer.name, mean_and_spread(theirs),
+             Shown(f"{difference:+.2f}", difference, kind=sign), interval, p_value]
+        )  # fmt: skip
+    header = ["metric", "best recipe", "", "best peer", "", "difference", "95 % interval", "p, corrected"]
+    return table(header, rows)
+
+
+def costs(cells: Sequence[Cell], metric: str) -> str:
+    """Means over seeds of time, memory, parameters and search time; cells by falling `metric`."""
+    shown = [cell for cell in ranked(cells, metric) if any(run.costs for run in cell.runs)]
+    columns = [key for key in COSTS if any(key in run.costs for cell in shown for run in cell.runs)]
+    rows = [
+        [cell.name, *(_cost(key, summary([r.costs[key] for r in cell.runs if key in r.costs])) for key in columns)]
+        for cell in shown
+    ]
+    kinds = ["reference" if cell.kind == "peer" else "" for cell in shown]
+    return table(["system", *(COSTS[key] for key in columns)], rows, kinds=kinds)
+
+
+def _cost(key: str, of: Summary) -> Shown:
+    if not math.isfinite(of.mean):
+        return Shown(number(None))
+    if key.startswith("parameters"):
+        return Shown(f"{of.mean:,.0f}", of.mean)
+    value = of.mean / MEGABYTE if key.endswith("_bytes") else of.mean
+    return Shown(f"{value:,.0f}" if value >= 100 else f"{value:.3g}", value)
+
+
+def by_group(cells: Sequence[Cell], metric: str) -> str:
+    """Metrics of tail, torso and head labels, means over seeds; cells by falling `metric`."""
+    names = [f"{g}/{m}" for m in GROUP_METRICS for g in GROUPS]
+    columns = [name for name in names if any(cell.values(name) for cell in cells)]
+    shown = [cell for cell in ranked(cells, metric) if any(cell.values(name) for name in columns)]
+    rows = [[cell.name, *(summary(cell.values(name)).mean for name in columns)] for cell in shown]
+    heads = [f"{name.split('/')[1]} {name.split('/')[0]}" for name in columns]
+    kinds = ["reference" if cell.kind == "peer" else "" for cell in shown]
+    return table(["system", *heads], rows, best=True, kinds=kinds)
+
+
+def parts(cells: Sequence[Cell], metric: str) -> str:
+    """Each score alone, for cells whose predictions blend several; means over seeds."""
+    rows, kinds = [], []
+    for cell in ranked(cells, metric):
+        names = [name for name in PARTS if any(name in run.parts for run in cell.runs)]
+        if not names:
+            continue
+        rows.append([f"{cell.name}, as served", *(summary(cell.values(m)).mean for m in PART_METRICS)])
+        kinds.append("base")
+        for name in names:
+            found = [run.parts[name] for run in cell.runs if name in run.parts]
+            means = (summary([part[m] for part in found if m in part]).mean for m in PART_METRICS)
+            rows.append([f"{cell.name}, {PARTS[name]} alone" if name != "heads" else f"{cell.name}, {PARTS[name]}",
+                         *means])  # fmt: skip
+            kinds.append("")
+    return table(["system", *PART_METRICS], rows, kinds=kinds)
+
+
+def pools(cells: Sequence[Cell]) -> str:
+    """Labels in the pool and positives a query, means over logged steps and seeds."""
+    columns = {"pool_size": "labels in the pool", "positives_per_query": "positives a query in the pool"}
+    rows = []
+    for cell in cells:
+        means = [summary([_mean_of(run, key) for run in cell.runs]) for key in columns]
+        if any(of.count for of in means):
+            ratio = means[0].mean / means[1].mean if means[1].mean else math.nan
+            rows.append([cell.name, *(of.mean for of in means), ratio])
+    return table(["system", *columns.values(), "pool labels for one positive"], rows)
+
+
+def _mean_of(run: Run, key: str) -> float:
+    return summary([float(line[key]) for line in run.history if line.get(key) is not None]).mean
+
+
+def group_table(group: Group, task: str, cells: Sequence[Cell], headline: Sequence[str], contrasts: Contrasts) -> str:
+    """The base's figures, and the others' differences to it; nothing where the task has no such cells with results."""
+    by_name = {cell.name: cell for cell in cells if cell.task == task and cell.runs}
+    base = by_name.get(group.base)
+    others = [by_name[name] for name in group.cells if name in by_name]
+    if base is None or not others:
+        return ""
+    columns = [metric for metric in group.metrics or headline if base.values(metric)]
+    rows: list[list[Any]] = [
+        [base.name, Shown(str(len(base.runs))), *(mean_and_spread(summary(base.values(m))) for m in columns)]
+    ]
+    for cell in others:
+        told = [contrasts.get((task, cell.name, base.name, metric)) for metric in columns]
+        differences = [
+            _difference(difference_to(cell, base, metric), contrast)
+            for metric, contrast in zip(columns, told, strict=True)
+        ]
+        rows.append([cell.name, Shown(str(len(cell.runs))), *differences])
+    return table(["system", "seeds", *columns], rows, kinds=["base"], caption=task)
+
+
+def difference_to(cell: Cell, base: Cell, metric: str) -> Summary:
+    """Differences cell - base: seed by seed where both have the same seeds, else of the means (then without spread)."""
+    ours = {run.seed: run.metrics[metric] for run in cell.runs if metric in run.metrics}
+    theirs = {run.seed: run.metrics[metric] for run in base.runs if metric in run.metrics}
+    if ours and ours.keys() == theirs.keys():
+        return summary([ours[seed] - theirs[seed] for seed in sorted(ours)])
+    difference = summary(list(ours.values())).mean - summary(list(theirs.values())).mean
+    return Summary(difference, math.nan, min(len(ours), len(theirs)))
+
+
+def _difference(of: Summary, contrast: Contrast | None) -> Shown:
+    if not math.isfinite(of.mean):
+        return Shown(number(None))
+    small = f" ± {of.spread:.2f}" if math.isfinite(of.spread) else ""
+    kind = mark = ""
+    if contrast is not None and contrast.p_value < ALPHA:
+        kind, mark = ("right", BETTER) if contrast.difference > 0 else ("wrong", WORSE)
+    return Shown(f"{of.mean:+.2f}", of.mean, small + mark, kind)
+
+
+def all_contrasts(contrasts: Sequence[Contrast]) -> str:
+    """Every paired test."""
+    rows = [
+        [c.task, c.cell, c.against, c.metric, Shown(f"{c.difference:+.2f}"), f"{c.low:+.2f} to {c.high:+.2f}",
+         _p(c.p_value)]
+        for c in contrasts
+    ]  # fmt: skip
+    header = ["task", "system", "against", "metric", "difference", "95 % interval", "p, corrected"]
+    return folded(f"all {len(rows):,} paired tests", table(header, rows, text_columns=4))
+
+
+def _p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def overview(tasks: Sequence[Task], cells: Sequence[Cell], metrics: Sequence[str]) -> str:
+    """A table a metric: systems down, tasks across; for comparisons of several tasks."""
+    if len(tasks) < 2:
+        return ""
+    names = list(dict.fromkeys(cell.name for cell in cells))
+    peers = {cell.name for cell in cells if cell.kind == "peer"}
+    found = {(cell.task, cell.name): cell for cell in cells}
+
+    def mean(task: Task, name: str, metric: str) -> float | None:
+        cell = found.get((task.name, name))
+        return summary(cell.values(metric)).mean if cell is not None else None
+
+    shown = []
+    for metric in metrics:
+        rows = [[name, *(mean(task, name, metric) for task in tasks)] for name in names]
+        kinds = ["reference" if name in peers else "" for name in names]
+        shown.append(table(["system", *(t.name for t in tasks)], rows, best=True, kinds=kinds, caption=metric))
+    return "".join(shown)
+
+
+def settings(cells: Sequence[Cell], common: Mapping[str, Any]) -> str:
+    """What all recipes share, and what each cell sets."""
+    rows: dict[str, list[Any]] = {}
+    for cell in cells:
+        about = cell.about or cell.recipe
+        said = ", ".join(f"{key} {number(value, exact=True)}" for key, value in cell.settings.items())
+        rows.setdefault(f"{cell.name}\0{about}\0{said}", [cell.name, cell.recipe or cell.kind, cell.about, said])
+    own = table(["system", "recipe", "about", "set for it"], list(rows.values()), text_columns=4)
+    return own + (f"<h3>In common</h3>{facts(common)}" if common else "")
+
+
+def _or(value: float, other: float) -> float:
+    return value if math.isfinite(value) else other
