@@ -4,6 +4,6 @@
 """
 
 from unidec.comparison.peers.registry import NAMES, PeerInfo, check_options, info
-from unidec.comparison.peers.run import run
+from unidec.comparison.peers.running import run
 
 __all__ = ["NAMES", "PeerInfo", "check_options", "info", "run"]

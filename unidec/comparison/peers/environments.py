@@ -128,7 +128,8 @@ def _base_python(versions: Sequence[str]) -> str:
         return sys.executable
     for version in versions:
         found = shutil.which(f"python{version}")
-        if found:
+        # a shim of a version manager may be there for a version that is not
+        if found and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
             return found
     raise ArtifactError(
         "no Python for this peer", got=f"{own}, and no other on the path", expected=f"one of {', '.join(versions)}"

@@ -103,8 +103,16 @@ def _static(folder: Path, texts: list[str], max_length: int) -> Any:
 def _transformer(folder: Path, max_length: int, pooling: str) -> Any:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers.utils import logging
 
-    words = Transformer(str(folder), max_seq_length=max_length)
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would report the pooling head that no file has and nothing uses
+    try:
+        words = Transformer(str(folder), max_seq_length=max_length)
+    finally:
+        logging.set_verbosity(before)
+    if getattr(words.model, "pooler", None) is not None:
+        words.model.pooler = None
     return SentenceTransformer(modules=[words, Pooling(words.get_embedding_dimension(), pooling_mode=pooling)])
 
 

@@ -103,7 +103,7 @@ def _ours(name: str, task: Any, options: Mapping[str, Any]) -> tuple[Predictions
 
     start = time.perf_counter()
     score, stored = tfidf.scorer(name, task, options)
-    facts = {"train_seconds": time.perf_counter() - start, "parameters": int(stored), "search_ms": {},
+    facts: dict[str, Any] = {"train_seconds": time.perf_counter() - start, "parameters": int(stored), "search_ms": {},
              "version": f"unidec, features of scikit-learn {sklearn.__version__}"}  # fmt: skip
     most = max(task.facts["num_train"], task.matrix("labels").shape[0])
     found = {}
