@@ -342,3 +342,20 @@ def test_foreign_systems_learn(name, tiny_dataset, cell, tmp_path):
     first = labels
     peers.run(name, cell, 0, {})
     np.testing.assert_array_equal(predictions(cell)[0], first)
+
+
+def test_the_program_keeps_what_it_is_not_asked_for(tiny_dataset, tmp_path, capsys):
+    from unidec.comparison.peers.__main__ import main
+
+    given = [str(tiny_dataset.path), "--work", str(tmp_path / "work"), "--output", str(tmp_path / "out.json")]
+    main([*given, "--peers", "knn", "mix"])
+    first = json.loads((tmp_path / "out.json").read_text())
+    assert list(first["results"]) == ["kNN", "mix"]
+    assert first["facts"]["train_on"] == "train+validation" and first["facts"]["num_train"] == 48
+    main([*given, "--peers", "label-match"])
+    second = json.loads((tmp_path / "out.json").read_text())
+    assert list(second["results"]) == ["kNN", "mix", "label match"]
+    assert second["results"]["kNN"] == first["results"]["kNN"]
+    assert "| label match | " in capsys.readouterr().out
+    main([*given, "--peers", "knn", "--propensity-a", "0.6"])
+    assert list(json.loads((tmp_path / "out.json").read_text())["results"]) == ["kNN"], "other propensities, other PSP"
