@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.sparse import csr_matrix
 
 from unidec.config import Params, load_params, recipe_names
-from unidec.data.dataset import write_dataset
+from unidec.data.dataset import XMCDataset, write_dataset
+from unidec.data.label_graph import soft_targets
 from unidec.data.raw import RawData
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.training import trainer as trainer_module
@@ -31,11 +33,11 @@ from unidec.training.trainer import Trainer
 
 FOLDER = Path(__file__).with_name("golden")
 KEPT = ("loss", "loss_de", "loss_clf", "grad_norm", "pool_size", "positives_per_query")
-STEPS_PER_EPOCH, EPOCHS, REFRESH = 4, 5, 2
+STEPS, EPOCHS, REFRESH = 20, 5, 2
 
 
-def small(recipe: str, transformer: Path, folder: Path) -> Params:
-    """A recipe's parameters with small sizes."""
+def small(recipe: str, transformer: Path, folder: Path, **overrides: Any) -> Params:
+    """A recipe's parameters with small sizes, and what is given by key path."""
     file = folder / "params.yaml"
     file.write_text(f"recipe: {recipe}\n", encoding="utf-8")
     of_recipe = load_params(file)
@@ -44,7 +46,15 @@ def small(recipe: str, transformer: Path, folder: Path) -> Params:
         "encoder.trainable_layers": min(of_recipe.encoder.trainable_layers, 1),
         "pool.batch_size": 12, "pool.size": min(of_recipe.pool.size, 30), "pool.refresh": REFRESH,
         "optim.epochs": EPOCHS, "optim.warmup_epochs": 1.0, "optim.precision": "fp32",
-    })  # fmt: skip
+        "optim.encode_chunk": min(of_recipe.optim.encode_chunk, 16),
+    } | overrides)  # fmt: skip
+
+
+def label_graph(params: Params, dataset: XMCDataset) -> csr_matrix:
+    """What stage `label_graph` makes of the training queries."""
+    graph = params.label_graph
+    relevance = dataset.relevance[dataset.rows("train")]
+    return soft_targets(relevance, graph.threshold, kind=graph.kind, share=graph.share, tail_first=graph.tail_first)
 
 
 def first_steps(recipe: str, raw: RawData, transformer: Path, folder: Path) -> list[dict[str, float]]:
@@ -55,11 +65,14 @@ def first_steps(recipe: str, raw: RawData, transformer: Path, folder: Path) -> l
     for name, size in (("queries", dataset.num_queries), ("labels", dataset.num_labels)):
         texts = dataset.text_batches(name, params.tokens.text)  # type: ignore[arg-type]
         tokens.append(TokenCache.open(build_token_cache(texts, transformer, 16, folder / name, size)))
+    graph = label_graph(params, dataset) if params.pool.gandalf else None
     log_every, trainer_module.LOG_EVERY = trainer_module.LOG_EVERY, 1
     try:
         while True:
             # opened again for each round, as the stages do
-            trainer = Trainer(params, dataset, tokens[0], tokens[1], folder / "run", folder / "cache")
+            trainer = Trainer(
+                params, dataset, tokens[0], tokens[1], folder / "run", folder / "cache", label_graph=graph
+            )
             if trainer.finished:
                 break
             trainer.refresh()
@@ -67,8 +80,8 @@ def first_steps(recipe: str, raw: RawData, transformer: Path, folder: Path) -> l
     finally:
         trainer_module.LOG_EVERY = log_every
     lines = [json.loads(line) for line in (folder / "run" / "history.jsonl").read_text().splitlines()]
-    assert len(lines) == STEPS_PER_EPOCH * EPOCHS
-    return [{key: line[key] for key in KEPT if key in line} for line in lines]
+    assert len(lines) == trainer.steps_per_epoch * EPOCHS >= STEPS
+    return [{key: line[key] for key in KEPT if key in line} for line in lines[:STEPS]]
 
 
 def differences(ours: list[dict[str, float]], golden: list[dict[str, float]]) -> list[str]:

@@ -1,0 +1,263 @@
+"""Each system's loss as its paper writes it, in dense float64 loops, against what a step of its recipe computes (in
+float32, as always): value and gradient to the encoder's outputs and to the classifier's rows.
+
+What is compared is the whole path of a recipe: its parameters, the pool drawn for it, `Objective` with heads, both
+directions and weights. The formulas here know of a pool only its labels, whatever the code does to be fast.
+
+Legend: B queries, S labels of the pool, L all labels, W width of the encoder.
+"""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from unidec.config import recipe_names
+from unidec.training.trainer import Trainer
+
+TAU, DEXML_TAU = 1 / 18, 0.05
+
+
+# -- the papers' formulas: s scores, y true pairs, skip filter pairs, picked the sampled positives, all [B, S] ---------
+
+
+def mean(terms, zero):
+    """Over the queries that have a positive."""
+    return sum(terms) / len(terms) if terms else zero.sum() * 0
+
+
+def supcon(s, y, skip):
+    """Mean over i of 1/|P_i| sum over p of -log e^s_ip / sum over all l of e^s_il (v1)."""
+    rows = []
+    for i in range(len(s)):
+        seen = [s[i, j] for j in range(s.shape[1]) if not skip[i, j]]
+        terms = [torch.logsumexp(torch.stack(seen), 0) - s[i, p] for p in np.flatnonzero(y[i])]
+        rows += [sum(terms) / len(terms)] if terms else []
+    return mean(rows, s)
+
+
+def decoupled(s, y, skip, carries=None):
+    """Mean over i of 1/|P_i| sum over p of -log e^s_ip / (e^s_ip + sum over negatives n of e^s_in) (v2, DEXML).
+
+    carries: the positives that have a loss; all of them are left out of the denominators.
+    """
+    rows = []
+    for i in range(len(s)):
+        negatives = [s[i, j] for j in range(s.shape[1]) if not skip[i, j] and not y[i, j]]
+        carrying = np.flatnonzero((y if carries is None else carries)[i])
+        terms = [torch.logsumexp(torch.stack([s[i, p], *negatives]), 0) - s[i, p] for p in carrying]
+        rows += [sum(terms) / len(terms)] if terms else []
+    return mean(rows, s)
+
+
+def both_ways(loss, s, y, skip):
+    """Half query to label, half label to query."""
+    return (loss(s, y, skip) + loss(s.T, y.T, skip.T)) / 2
+
+
+def infonce(s, picked, skip):
+    """Cross entropy with the sampled positive as the class (DPR, ANCE)."""
+    rows = []
+    for i in range(len(s)):
+        seen = [s[i, j] for j in range(s.shape[1]) if not skip[i, j]]
+        rows += [torch.logsumexp(torch.stack(seen), 0) - s[i, p] for p in np.flatnonzero(picked[i])]
+    return mean(rows, s)
+
+
+def triplet_hardest(cosine, y, skip, picked, margin):
+    """[highest cosine of a negative - cosine of the sampled positive + margin]_+ (NGAME)."""
+    rows = []
+    for i in range(len(cosine)):
+        negatives = [cosine[i, j] for j in range(cosine.shape[1]) if not skip[i, j] and not y[i, j]]
+        hardest = torch.stack(negatives).max()
+        rows += [torch.clamp(hardest - cosine[i, p] + margin, min=0) for p in np.flatnonzero(picked[i])]
+    return mean(rows, cosine)
+
+
+def soft_topk(s, y, skip, k):
+    """Mean over i of 1/|P_i| sum over p of -log sigmoid(s_ip + t_i), sum over l of sigmoid(s_il + t_i) = k (DEXML)."""
+    rows = []
+    for i in range(len(s)):
+        seen = s[i][~skip[i]]
+        low, high = -seen.max().item() - 40.0, -seen.min().item() + 40.0
+        for _ in range(100):
+            t = (low + high) / 2
+            low, high = (t, high) if torch.sigmoid(seen.detach() + t).sum() < k else (low, t)
+        p = torch.sigmoid(seen + low)
+        t = low - (p.sum() - k) / (p * (1 - p)).sum().detach()  # no step, but the root's derivative
+        terms = [-F.logsigmoid(s[i, j] + t) for j in np.flatnonzero(y[i])]
+        rows += [sum(terms) / len(terms)] if terms else []
+    return mean(rows, s)
+
+
+def ova(s, target, skip):
+    """Mean over i of the sum over l of the binary cross entropy (Renee, NGAME's and SiameseXML's classifiers)."""
+    rows = []
+    for i in np.flatnonzero((target > 0).any(1)):
+        seen = np.flatnonzero(~skip[i])
+        yes, no = F.logsigmoid(s[i, seen]), F.logsigmoid(-s[i, seen])
+        share = torch.from_numpy(target[i, seen])
+        rows.append(-(share * yes + (1 - share) * no).sum())
+    return mean(rows, s)
+
+
+# -- the systems -------------------------------------------------------------------------------------------------------
+
+
+def unidec_v2(c):
+    return (both_ways(decoupled, c.de / TAU, *c.pool) + both_ways(decoupled, c.clf / TAU, *c.pool)) / 2
+
+
+def unidec_v2_bce(c):
+    y, skip = c.pool
+    entries = sum((~skip[i]).sum() for i in range(len(y)) if y[i].any())
+    bce = ova(c.clf / TAU, y.astype(float), skip) * y.any(1).sum() / entries
+    return unidec_v2(c) + bce / 2
+
+
+def unidec_v1(c):
+    return (both_ways(supcon, c.de / TAU, *c.pool) + both_ways(supcon, c.clf / TAU, *c.pool)) / 2
+
+
+def unidec_cpu(c):
+    """Both heads; the classifier over all labels, query to label only."""
+    return (both_ways(decoupled, c.de / TAU, *c.pool) + decoupled(c.clf / TAU, *c.every)) / 2
+
+
+def siamesexml(c):
+    return sum(ova(s / TAU, c.pool[0].astype(float), c.pool[1]) for s in (c.de, c.clf)) / 2
+
+
+FORMULAS = {
+    "unidec": unidec_cpu,
+    "unidec-v2": unidec_v2,
+    "unidec-v2-bce": unidec_v2_bce,
+    "unidec-gpu": unidec_v2_bce,
+    "unidec-gpu-long": unidec_v2_bce,
+    "unidec-v1": unidec_v1,
+    "depsl": lambda c: both_ways(decoupled, c.de / TAU, *c.pool),
+    "supconde": lambda c: both_ways(supcon, c.de / TAU, *c.pool),
+    "dpr": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
+    "ance": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
+    "ngame": lambda c: triplet_hardest(c.de, *c.pool, c.picked, margin=0.3),
+    "ngame-classifier": lambda c: ova(c.clf / TAU, c.pool[0].astype(float), c.pool[1]),
+    "siamesexml": siamesexml,
+    "dexml": lambda c: decoupled(c.de / DEXML_TAU, *c.pool, carries=c.picked),
+    "dexml-all": lambda c: decoupled(c.de / DEXML_TAU, *c.every),
+    "dexml-topk": lambda c: soft_topk(c.de / DEXML_TAU, *c.every, k=5),
+    "renee": lambda c: ova(c.clf / TAU, c.soft, c.every[1]),
+}
+ALL_LABELS = {"dexml-all", "dexml-topk"}  # of the dual encoder
+
+
+def linear(layer, x):
+    return x @ layer.weight.detach().double().T + layer.bias.detach().double()
+
+
+class Case:
+    """One batch of a recipe on the tiny set, its encoder's outputs drawn at random."""
+
+    def __init__(self, recipe, golden, dataset, tokens, transformer, folder, rng):
+        folder.mkdir(exist_ok=True)
+        params = golden.small(recipe, transformer, folder, **{"model.dropout": 0.0})
+        graph = golden.label_graph(params, dataset) if params.pool.gandalf else None
+        torch.manual_seed(int(rng.integers(2**31)))
+        trainer = Trainer(params, dataset, *tokens.values(), folder / "run", folder / "cache", label_graph=graph)
+        model = self.model = trainer.model.train()
+        self.trainer, self.params = trainer, params
+        for table in model.tables().values():
+            torch.nn.init.normal_(table.weight, std=0.3)
+        relevance, filtered = dataset.relevance.toarray() > 0, dataset.filter_pairs.toarray()
+        mined = np.flatnonzero((filtered & ~relevance).any(1) & (dataset.split_N == 0))
+        rows = np.concatenate([mined[:4], np.setdiff1d(trainer.rows[:9], mined)])
+        target = relevance.astype(np.float32)
+        if graph is not None:  # some label texts too
+            rows = np.concatenate([rows, dataset.num_queries + np.array([0, 5, 11])])
+            target = np.concatenate([target, graph.toarray()])
+            filtered = np.concatenate([filtered, np.zeros((dataset.num_labels,) * 2, bool)])
+        hard = rng.integers(0, dataset.num_labels, (len(target), 6)).astype(np.int32)
+        self.batch = trainer.batches.prepare(rows, 0, 0, hard)
+        own, pool = self.batch.num_own_queries, self.batch.pool.pool_S
+        self.soft = target[self.batch.pool.rows_B]
+        y, skip = self.soft > 0, filtered[self.batch.pool.rows_B] & (self.soft == 0)
+        self.every, self.pool = (y, skip), (y[:, pool], skip[:, pool])
+        self.picked = np.zeros_like(self.pool[0])
+        pairs, t = np.zeros_like(self.picked), self.batch.targets
+        pairs[t.row_P, t.col_P] = True
+        assert (pairs == self.pool[0]).all()
+        self.picked[t.row_P, t.col_P] = t.sampled_P.numpy()
+        self.num_labels = len(pool) if model.heads != "clf" or params.model.clf_residual else 0
+        self.x, self.own = torch.from_numpy(rng.normal(size=(own + self.num_labels, model.encoder.width))), own
+
+    def computed(self):
+        """The recipe's loss, gradients to the encoder's outputs and to the classifier's rows."""
+        x = self.x.float().requires_grad_()
+        loss = sum(self.trainer.objective.losses(x, self.batch, 0).values())
+        leaves = [x] + ([self.model.table.used[1]] if self.model.table is not None else [])
+        grads = torch.autograd.grad(loss, leaves)
+        self.model.table.forget() if self.model.table is not None else None
+        return loss.detach().double(), [grad.double() for grad in grads]
+
+    def written(self, formula):
+        """The same by a formula on scores that are made here."""
+        model, x, rows = self.model, self.x.clone().requires_grad_(), None
+        labels = self.batch.clf_labels
+        if model.head_de is not None:
+            vectors = F.normalize(torch.tanh(linear(model.head_de[0], x)), dim=1)
+            self.de = vectors[: self.own] @ vectors[self.own :].T
+        if model.table is not None:
+            weight = model.table.weight.detach().double()
+            rows = (weight if labels is None else weight[labels]).clone().requires_grad_()
+            psi = rows
+            if self.params.model.clf_residual:
+                psi = rows + F.normalize(linear(model.head_clf[0], x[self.own :]), dim=1)
+            self.clf = linear(model.head_clf[0], x[: self.own]) @ psi.T
+        loss = formula(self)
+        return loss.detach(), torch.autograd.grad(loss, [x] if rows is None else [x, rows])
+
+
+@pytest.fixture
+def golden(helper):
+    return helper("training/golden")
+
+
+def test_every_recipe_has_a_formula():
+    assert sorted(FORMULAS) == recipe_names()
+
+
+@pytest.mark.parametrize("recipe", FORMULAS)
+def test_a_recipes_loss_and_gradients_equal_the_papers_formula(
+    recipe, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, rng
+):
+    case = Case(recipe, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path / "case", rng)
+    loss, grads = case.computed()
+    expected, expected_grads = case.written(FORMULAS[recipe])
+    assert expected.dtype == torch.float64 and expected > 0.01
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    for grad, other in zip(grads, expected_grads, strict=True):
+        largest = other.abs().max().item()
+        assert largest > 1e-6
+        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5 * largest)
+    # a recipe's batch is what its formula is about
+    assert (len(case.batch.pool.pool_S) == tiny_dataset.num_labels) == (recipe in ALL_LABELS)
+    assert case.pool[1].any() or recipe in ("dpr", "ngame")  # a filter pair lies in the pool
+    if case.params.loss.reduction == "pol":
+        assert (case.picked.sum(1) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "other"),
+    [
+        ("unidec-v2", "unidec-v1"),
+        ("unidec-v2-bce", "unidec-v2"),
+        ("depsl", "supconde"),
+        ("dexml", "ance"),
+        ("dexml", "depsl"),
+        ("dexml-topk", "dexml-all"),
+        ("renee", "ngame-classifier"),
+    ],
+)
+def test_the_formulas_tell_systems_apart(recipe, other, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, rng):
+    case = Case(recipe, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path / "case", rng)
+    own, foreign = (case.written(FORMULAS[name])[0].item() for name in (recipe, other))
+    assert abs(own - foreign) > 1e-3 * own
