@@ -86,7 +86,7 @@ def _on_features(
     """Peers that take TF-IDF: the features' seconds count as training."""
     from unidec.comparison.peers.task import peer_task
 
-    shared = Path(settings["shared"])
+    shared = (folder / settings["shared"]).absolute()
     task = peer_task(dataset, settings["text"], options["train_on"], shared / "peer-tasks")
     if name in PROGRAMS:
         found, facts = _foreign(name, task, shared / "environments", folder, seed, settings["threads"], options)
