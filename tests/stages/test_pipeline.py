@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from scipy.sparse import csr_matrix
 
 from unidec import stages
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import folder_sha256, read_manifest
+from unidec.evaluation.metrics import per_query
 from unidec.model.unidec import UniDEC
 from unidec.ops.tracking import Tracker
 from unidec.retrieval.bundle import Bundle
 from unidec.stages import paths
-from unidec.stages.ranking import CLF_WEIGHTS, Ranking
+from unidec.stages.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline, training_neighbours
 
 pytestmark = pytest.mark.timeout(240)
 TIMES = ("seconds", "texts_per_s", "tokens_per_s")
@@ -233,6 +237,7 @@ def test_a_head_alone_goes_through(done: SimpleNamespace, heads: str) -> None:
     params = done.params(**{
         "model.heads": heads, "optim.epochs": 1, "index.clf_weight": 1.0, "index.clf_normalize": False,
         "index.kind": "hnsw", "model.clf_bias": heads == "clf", "loss.clf_bce": 0.0 if heads == "de" else 0.1,
+        "index.knn_weight": 0.3,
     })  # fmt: skip
     started, _, rounds = run_rounds(params)
     stages.export(params, started["run_dir"])
@@ -241,4 +246,102 @@ def test_a_head_alone_goes_through(done: SimpleNamespace, heads: str) -> None:
     result = json.loads(paths.METRICS.read_text())
     assert rounds[-1]["finished"] and 1 < metrics["P@1"] < 100
     assert result["index"]["recall@10"] > 90
-    assert not {"de", "clf"} & result.keys()
+    assert not {"de", "clf"} & result.keys() and {"heads", "knn"} <= result.keys()
+    assert Bundle.load(paths.BUNDLE).info.knn.space == heads and result["knn"]["P@1"] > 1
+
+
+@pytest.fixture
+def other_bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The model of `done`, all that follows elsewhere."""
+    for name in ("BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
+        monkeypatch.setattr(paths, name, tmp_path / getattr(paths, name).name)
+
+
+def dense_ndcg(bundle: Bundle, split: Any, clf_weight: float, knn_weight: float) -> float:
+    """nDCG@5 of a split with every label of every query scored, in double precision."""
+    dataset, info = XMCDataset.open(paths.DATASET), bundle.info
+    ranking = Ranking.of_model(bundle.model, dataset, split, "fp32")
+    query = ranking.queries(info.space, clf_weight, info.clf_normalize).astype(float)
+    score_NL = query @ ranking.labels(info.space, info.clf_normalize).astype(float).T
+    if knn_weight:
+        score_NL += knn_weight * bundle.neighbours.votes(ranking.query_de, info.knn.neighbours).toarray()
+    score_NL[ranking.filter_pairs.nonzero()] = -np.inf
+    best = np.argsort(-score_NL, axis=1, kind="stable")[:, :5]
+    return float(per_query(best, ranking.truth)["nDCG@5"].mean())
+
+
+@pytest.mark.usefixtures("other_bundle")
+def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleNamespace) -> None:
+    params = done.params(**{"index.knn_weight": "auto", "index.knn_neighbours": 20})
+    said = stages.index(params)
+    bundle, dataset = Bundle.load(paths.BUNDLE), XMCDataset.open(paths.DATASET)
+    info, tried = bundle.info, bundle.info.card["tuning"]
+    assert info.knn is not None and said["knn_weight"] == info.knn.weight in KNN_WEIGHTS
+    best = max(tried, key=lambda line: line["nDCG@5"])
+    assert best["nDCG@5"] == said["validation"]["nDCG@5"] == info.metrics["validation"]["nDCG@5"]
+    chosen = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight}
+    assert any(line["nDCG@5"] == best["nDCG@5"] and chosen.items() <= line.items() for line in tried)
+    # neither weight can be bettered alone
+    assert {line["knn_weight"] for line in tried if line["clf_weight"] == info.clf_weight} == set(KNN_WEIGHTS)
+    assert {line["clf_weight"] for line in tried if line["knn_weight"] == info.knn.weight} == set(CLF_WEIGHTS)
+    # better than the heads alone, and what a dense computation says
+    assert said["validation"]["nDCG@5"] > done.said["index"]["validation"]["nDCG@5"]
+    for line in (best, tried[0], tried[-1]):
+        dense = dense_ndcg(bundle, "validation", line["clf_weight"], line["knn_weight"])
+        assert line["nDCG@5"] == pytest.approx(dense, abs=0.3)  # ties: the tiny tokenizer reads some titles alike
+    # training queries vote, no others, and no filtered pair
+    rows = dataset.rows("train")
+    assert bundle.neighbours.uids.to_pylist() == dataset.query_uids(rows)
+    assert bundle.neighbours.titles.to_pylist() == dataset.query_texts(rows)
+    voting = bundle.neighbours.labels_ML > 0
+    assert (voting != (dataset.relevance[rows] > 0)).nnz == voting.multiply(dataset.filter_pairs[rows]).nnz == 0
+    altered = copy.copy(dataset)
+    altered.filter_pairs = csr_matrix(dataset.relevance.multiply(dataset.relevance.toarray().cumsum(axis=1) == 1))
+    left = training_neighbours(bundle.model, altered, "fp32").labels_ML  # all but each query's first label
+    assert left.nnz == voting.nnz - (voting.getnnz(axis=1) > 0).sum()
+    before = folder_sha256(paths.BUNDLE)
+    assert stages.index(params) == said and folder_sha256(paths.BUNDLE) == before
+
+
+@pytest.mark.usefixtures("other_bundle")
+def test_the_evaluation_tells_what_votes_add(done: SimpleNamespace) -> None:
+    params = done.params(**{"index.knn_weight": 0.5, "index.clf_weight": done.said["index"]["clf_weight"]})
+    assert stages.index(params)["knn_weight"] == 0.5
+    stages.evaluate(params)
+    result = json.loads(paths.METRICS.read_text())
+    bundle, dataset = Bundle.load(paths.BUNDLE), XMCDataset.open(paths.DATASET)
+    without = json.loads((done.folder / "outputs" / "metrics.json").read_text())
+    assert result["index"]["knn_weight"] == 0.5 and without["index"]["knn_weight"] == 0
+    assert not {"heads", "knn"} & without.keys()
+    # without votes as in a bundle that has none; with them, as the dense computation says
+    assert result["heads"] == pytest.approx(headline(without["test"]), abs=0.2)
+    assert result["de"] == without["de"] and result["clf"] == without["clf"]
+    dense = dense_ndcg(bundle, "test", bundle.info.clf_weight, 0.5)
+    assert result["test"]["nDCG@5"] == pytest.approx(dense, abs=0.3)
+    assert result["test"]["nDCG@5"] != result["heads"]["nDCG@5"] != result["knn"]["nDCG@5"]
+    assert 1 < result["knn"]["P@1"] < 100
+    # the file holds the bundle's own answers, filtered pairs removed
+    uids = dataset.label_uids()
+    for line in pq.read_table(paths.PREDICTIONS).to_pylist()[:40]:
+        filtered = dataset.filter_pairs[line["query_row"]].indices.tolist()
+        assert not set(filtered) & set(line["labels"]) and len(set(line["labels"])) == 100
+        exclude = [[uids[label] for label in filtered]]
+        (answer,) = bundle.predict(dataset.query_texts([line["query_row"]]), k=5, exclude=exclude)
+        np.testing.assert_allclose(answer.scores, line["scores"][:5], rtol=1e-3, atol=1e-4)
+    from mlflow import MlflowClient
+
+    run = MlflowClient(f"sqlite:///{done.folder}/mlflow.db").get_run(
+        Tracker.resume(done.said["start_run"]["run_dir"]).run_id
+    )
+    assert run.data.metrics["knn/P_at_1"] == result["knn"]["P@1"]
+    assert run.data.metrics["heads/P_at_1"] == result["heads"]["P@1"]
+
+
+@pytest.mark.usefixtures("other_bundle")
+def test_votes_that_do_not_help_are_left_out(done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unidec.stages.ranking.KNN_WEIGHTS", (0.0, 1e9))
+    monkeypatch.setattr(Ranking, "votes", lambda self, *_: csr_matrix((len(self.rows), self.dataset.num_labels)))
+    said = stages.index(done.params(**{"index.knn_weight": "auto"}))
+    bundle = Bundle.load(paths.BUNDLE)
+    assert said["knn_weight"] == 0 and said["clf_weight"] == done.said["index"]["clf_weight"]
+    assert bundle.neighbours is None and bundle.info.card["tuning"]

@@ -147,26 +147,32 @@ def pair_scores(
     space: Space,
     clf_normalize: bool,
     *,
-    block: int = 1 << 22,
+    queries: int = 128,
+    labels: int = 4096,
 ) -> Floats:
-    """Scores of single pairs in a space. A pair's score has the same bits whatever other pairs are asked for.
+    """Scores of some pairs in a space: a block of queries against all labels of its pairs, and what is asked for kept.
+
+    That is quicker than pair by pair: neighbours have labels in common.
 
     Args:
         query_BD: float32 [B, D'], of `query_vectors`.
-        query_P, label_P: int64 [P], rows of queries and labels.
+        query_P, label_P: int64 [P], rows of queries and labels, ascending by query.
         de_LD, clf_LD, bias_L, space, clf_normalize: as for `label_vectors`, whose rows are made as they are needed.
-        block: at most so many floats are gathered at once for each side.
+        queries, labels: at most so many of them in one product.
 
     Returns:
         float32 [P].
     """
     out = np.empty(len(query_P), dtype=np.float32)
-    step = max(1, block // query_BD.shape[1])
-    for start in range(0, len(query_P), step):
-        label_U, place = np.unique(label_P[start : start + step], return_inverse=True)
-        de, clf, bias = (None if array is None else array[label_U] for array in (de_LD, clf_LD, bias_L))
-        label_UD = label_vectors(de, clf, bias, space, clf_normalize)
-        out[start : start + step] = np.einsum("pd,pd->p", query_BD[query_P[start : start + step]], label_UD[place])
+    for first in range(0, len(query_BD), queries):
+        begin, end = np.searchsorted(query_P, (first, first + queries))
+        label_U, place_P = np.unique(label_P[begin:end], return_inverse=True)
+        for start in range(0, len(label_U), labels):
+            some = label_U[start : start + labels]
+            de, clf, bias = (None if array is None else array[some] for array in (de_LD, clf_LD, bias_L))
+            score_BU = query_BD[first : first + queries] @ label_vectors(de, clf, bias, space, clf_normalize).T
+            here = np.flatnonzero((place_P >= start) & (place_P < start + labels))
+            out[begin + here] = score_BU[query_P[begin + here] - first, place_P[here] - start]
     return out
 
 
