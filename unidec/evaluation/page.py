@@ -68,6 +68,8 @@ table{font-size:7.5pt}th,td{padding:2pt 4pt}thead th{min-width:0}tbody th{min-wi
 thead{display:table-header-group}
 figure,tr,.example,.card{break-inside:avoid}.charts{grid-template-columns:1fr 1fr;gap:10pt 14pt}
 .pair{grid-template-columns:1fr 1fr;gap:4pt 12pt}.example table{font-size:7pt}
+.example h4,h3,figcaption{font-size:8.5pt}.note,.legend,.example .note{font-size:7.5pt}code{font-size:7.5pt}.legend i{height:7px}
+.charts,section p{margin-bottom:8pt}.card{padding:4pt 8pt}.card b{font-size:14pt}.cards{grid-template-columns:repeat(6,1fr)}.example{padding:5pt 8pt}
 details::details-content{content-visibility:visible;block-size:auto;display:block}summary{list-style:none}}
 """
 

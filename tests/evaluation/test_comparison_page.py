@@ -1,0 +1,235 @@
+"""The comparison's page: means, spreads, marks, differences; hostile, missing and odd input."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import statistics
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from unidec.evaluation.comparison_input import (
+    Cell,
+    ComparisonInput,
+    Contrast,
+    Failure,
+    Group,
+    Run,
+    Task,
+    summary,
+)
+from unidec.evaluation.comparison_page import render_comparison, write_comparison
+from unidec.evaluation.comparison_tables import best_of, difference_to, ranked
+
+HOSTILE = "</td></table><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\ud800"
+METRICS = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@10", "R@100", "coverage@5")
+SEEDS = (0, 1, 2)
+GRID = {"tail": 1.5, "torso": 2.5, "head": 3.5}
+
+
+def _run(seed: int, level: float, text: str = "x", peer: bool = False) -> Run:
+    metrics = {name: level + seed / 10 + i for i, name in enumerate(METRICS)}
+    metrics |= {f"{g}/{m}": v + level for g, v in GRID.items() for m in ("P@5", "PSP@5", "R@10", "coverage@5")}
+    costs = {"train_seconds": 100.0 + level, "total_seconds": 200.0, "peak_memory_bytes": 5e8, "search_ms": 0.25,
+             "parameters_encoder": 123456, text: 1.0}  # fmt: skip
+    if peer:
+        return Run(seed, metrics, validation={"P@1": level, "PSP@5": level, "R@100": level}, costs=costs)
+    curve = [{"round": r, "train_seconds": 60.0, "refresh": {"refresh_seconds": 30.0},
+              "validation": {"P@1": level * r / 3, "PSP@5": level, "R@100": level}} for r in (1, 2, 3)]  # fmt: skip
+    history = [{"step": s, "pool_size": 400 + s, "positives_per_query": 2.0} for s in (0, 10)]
+    bins = [
+        {"bin": b, "labels": 5, "most": 20 // b, "least": 10 // b, "P@5": level / b, "PSP@5": level} for b in (1, 2)
+    ]
+    parts = {"de": {"P@1": level - 1}, "clf": {"P@1": level - 2}, "heads": {"P@1": level}, text: {"P@1": 0.0}}
+    return Run(seed, metrics, parts=parts, costs=costs, curve=curve, history=history, bins=bins)
+
+
+def _full(text: str = "some text", tasks: int = 2) -> ComparisonInput:
+    names = [f"{text} {t}" for t in range(tasks)]
+    cells = []
+    for t, task in enumerate(names):
+        for i, name in enumerate((f"{text} a", f"{text} b", f"{text} c")):
+            runs = [_run(seed, 40.0 + i + t, text) for seed in SEEDS[: 3 - t]]
+            cells.append(Cell(task, name, "recipe", text, text, {text: text}, runs))
+        cells.append(Cell(task, f"{text} peer", "peer", text, runs=[_run(0, 41.5, text, peer=True)]))
+        cells.append(Cell(task, f"{text} failed", "recipe"))
+    return ComparisonInput(
+        title=text, date=text, about=text, notes=[text], tasks=[Task(name, text, {text: {text: 1}}) for name in names],
+        cells=cells, contrasts=[
+            Contrast(names[0], f"{text} c", f"{text} peer", "P@1", 0.6, 0.1, 1.1, 0.01),
+            Contrast(names[0], f"{text} a", f"{text} peer", "P@1", -1.4, -2.0, -1.0, 0.0001),
+            Contrast(names[0], f"{text} b", f"{text} peer", "P@1", -0.4, -1.0, 0.2, 0.4),
+            Contrast(names[0], f"{text} b", f"{text} a", "P@1", 1.0, 0.5, 1.5, 0.02),
+        ],
+        contrast_note=text, groups=[Group(text, f"{text} a", [f"{text} b", f"{text} c", "no such cell"], text, text)],
+        failures=[Failure(names[0], f"{text} failed", 1, "failed", text, text)], common={text: text},
+        lineage={text: text},
+    )  # fmt: skip
+
+
+class _Page(HTMLParser):
+    """Rows of all tables as texts, tags seen and left open."""
+
+    VOID = frozenset({"meta", "img", "br", "input", "link"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.rows: list[list[str]] = []
+        self.words = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th") and self.rows:
+            self.rows[-1].append("")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words += data
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+    def row(self, *begin: str) -> list[str]:
+        """The first row that begins so."""
+        return next(row for row in self.rows if tuple(row[: len(begin)]) == begin)
+
+
+def _section(html: str, anchor: str) -> str:
+    return re.search(rf'<section id="{anchor}">.*?</section>', html, re.S).group()
+
+
+def test_every_text_is_escaped(tmp_path):
+    plain, hostile = _Page(render_comparison(_full())), _Page(render_comparison(_full(HOSTILE)))
+    assert hostile.open == [] and plain.open == []
+    assert "script" not in hostile.tags and "img" not in hostile.tags
+    assert not [name for name, _ in hostile.attributes if name.startswith("on")]
+    assert sorted(hostile.tags) == sorted(plain.tags)
+    write_comparison(tmp_path / "c.html", _full(HOSTILE))
+    html = (tmp_path / "c.html").read_text(encoding="utf-8")
+    assert "alert(1)" in html and "default-src 'none'" in html
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|url\(|@import|<link|<script|https?:""", html)
+    write_comparison(tmp_path / "d.html", _full(HOSTILE))
+    assert (tmp_path / "c.html").read_bytes() == (tmp_path / "d.html").read_bytes()
+
+
+def test_all_parts_are_there():
+    page = _Page(render_comparison(_full()))
+    content, *anchors = [value for name, value in page.attributes if name == "id"]
+    assert anchors == ["results", "time", "costs", "frequency", "parts", "ablations", "pools", "tests", "failures",
+                       "settings", "data", "lineage"]  # fmt: skip
+    assert [v for n, v in page.attributes if n == "href"] == [f"#{anchor}" for anchor in (content, *anchors)]
+    # a range chart and a chart of curves for 3 metrics, two charts of bins; for each task
+    assert page.tags.count("svg") == 2 * (3 + 3 + 2)
+
+
+def test_the_headline_table():
+    page = _Page(_section(render_comparison(_full(tasks=1)), "results"))
+    values = [42.0, 42.1, 42.2]
+    mean, spread = statistics.fmean(values), statistics.stdev(values)
+    row = page.row("some text c", "recipe", "3")
+    assert row[3] == f"{mean:.2f} ± {spread:.2f} ▲"
+    assert page.row("some text a", "recipe")[3].endswith("▼") and page.row("some text b", "recipe")[3].endswith("0.10")
+    assert page.row("some text peer", "peer", "1")[3] == "41.50"
+    order = [row[0][-1] for row in page.rows if len(row) > 2 and row[1] in ("recipe", "peer")]
+    assert order == ["c", "r", "b", "a"]  # by P@1; what failed is not in it
+    best = page.row("P@1", "some text c")
+    assert best[3] == "some text peer" and best[5] == f"{mean - 41.5:+.2f}" and best[6] == "+0.10 to +1.10"
+    assert best[7] == "0.010"
+    bold = re.findall(r'<b class="best">([^<]*)</b>', _section(render_comparison(_full(tasks=1)), "results"))
+    assert bold[0] == f"{mean:.2f}" and "recipe" not in bold and len(bold) == len(METRICS)
+
+
+def test_overview_across_tasks():
+    page = _Page(_section(render_comparison(_full()), "results"))
+    assert page.row("some text a", "40.10")[2] == "41.05"  # three seeds, then two of the second task
+
+
+def test_ablations_are_differences_to_the_base():
+    page = _Page(_section(render_comparison(_full(tasks=1)), "ablations"))
+    assert page.row("some text a", "3")[2] == "40.10 ± 0.10"
+    assert page.row("some text b", "3")[2:4] == ["+1.00 ± 0.00 ▲", "+1.00 ± 0.00"]
+    assert page.row("some text c", "3")[2] == "+2.00 ± 0.00"
+    assert "no such cell" not in page.words
+
+
+def test_differences_seed_by_seed():
+    base = Cell("t", "base", runs=[Run(s, {"m": v}) for s, v in ((0, 10.0), (1, 20.0))])
+    same = Cell("t", "same", runs=[Run(s, {"m": v}) for s, v in ((1, 23.0), (0, 11.0))])
+    other = Cell("t", "other", runs=[Run(7, {"m": 30.0})])
+    of = difference_to(same, base, "m")
+    assert (of.mean, of.count) == (2.0, 2) and of.spread == pytest.approx(statistics.stdev([1.0, 3.0]))
+    of = difference_to(other, base, "m")
+    assert of.mean == 15.0 and math.isnan(of.spread)
+    assert math.isnan(difference_to(Cell("t", "none"), base, "m").mean)
+
+
+def test_costs_curves_pools_and_parts():
+    html = render_comparison(_full(tasks=1))
+    row = _Page(_section(html, "costs")).row("some text a")
+    assert row[1:] == ["140", "200", "0.25", "500", "123,456"]
+    assert _Page(_section(html, "pools")).row("some text a")[1:] == ["405.00", "2.00", "202.50"]
+    parts = _Page(_section(html, "parts"))
+    assert parts.row("some text a, dual encoder alone")[1] == "39.00"
+    assert parts.row("some text a, both heads, without votes")[1] == "40.00"
+    tips = re.findall(r"<title>some text a: ([^<]*)</title>", _section(html, "time"))
+    assert tips[:3] == ["13.33 at 1.5", "26.67 at 3", "40 at 4.5"]
+    assert f"some text peer: 41.5 at {141.5 / 60:.4g}" in html
+
+
+def test_bins_are_means_over_seeds():
+    page = _Page(_section(render_comparison(_full(tasks=1)), "frequency"))
+    assert page.row("some text a", "40.00", "20.00")[3:] == ["40.00", "40.00"]
+    assert "10 to 20" in page.words and "5 to 10" in page.words
+    assert page.row("some text a", "41.50", "42.50", "43.50")
+
+
+@pytest.mark.parametrize("missing", [f.name for f in dataclasses.fields(ComparisonInput)])
+def test_a_missing_part_is_left_out(missing):
+    default = ComparisonInput()
+    full = _full() if missing != "headline" else dataclasses.replace(_full(), headline=("P@1",))
+    assert getattr(full, missing) != getattr(default, missing)
+    html = render_comparison(dataclasses.replace(full, **{missing: getattr(default, missing)}))
+    assert _Page(html).open == []
+    section = {"contrasts": "tests", "groups": "ablations", "failures": "failures", "lineage": "lineage"}.get(missing)
+    if section:
+        assert f'id="{section}"' not in html
+
+
+def test_odd_input():
+    assert _Page(render_comparison(ComparisonInput())).open == []
+    nan = Run(0, {"P@1": math.nan, "P@5": 3.0}, costs={"train_seconds": math.nan}, curve=[{"round": 1}])
+    one = ComparisonInput(cells=[Cell("t", "only", runs=[nan]), Cell("t", "failed")], headline=())
+    html = render_comparison(one)
+    assert _Page(html).open == [] and "nan" not in html.lower().replace("finance", "")
+    many = [Cell("t", f"cell {i}", runs=[_run(0, 10.0 + i)]) for i in range(30)]
+    html = render_comparison(ComparisonInput(cells=many))
+    assert "The 12 best are drawn; 18 more are in the tables." in html and "The 6 best are drawn." in html
+
+
+def test_summaries():
+    rng = np.random.default_rng(1)
+    for count in (2, 3, 10):
+        values = rng.normal(size=count).tolist()
+        of = summary([*values, math.nan, math.inf])
+        assert (of.mean, of.spread, of.count) == pytest.approx((np.mean(values), np.std(values, ddof=1), count))
+    assert math.isnan(summary([]).mean) and math.isnan(summary([1.0]).spread) and summary([1.0]).mean == 1.0
+    cells = [Cell("t", name, runs=[Run(0, {"m": v})] if v else ()) for name, v in (("a", 1.0), ("b", None), ("c", 2.0))]
+    assert [cell.name for cell in ranked(cells, "m")] == ["c", "a", "b"]
+    assert best_of(cells, "recipe", "m").name == "c" and best_of(cells, "peer", "m") is None
