@@ -7,7 +7,7 @@ import torch
 from unidec.config import Encoder
 from unidec.errors import ArtifactError
 from unidec.model.encoder import InputBuilder, TextEncoder, load_transformer
-from unidec.model.frozen import cached_outputs
+from unidec.model.frozen import cached_inputs, cached_outputs, frozen_sha256
 
 CPU = torch.device("cpu")
 
@@ -82,3 +82,81 @@ def test_nothing_is_left_of_an_encoding_that_failed(tiny_bert, tiny_tokens, tmp_
     with pytest.raises(KeyboardInterrupt):
         cached(encoder, tiny_tokens["labels"], tmp_path, "vectors")
     assert list(tmp_path.iterdir()) == []
+
+
+# -- encoders that are frozen as a whole -------------------------------------------------------------------------------
+
+WHOLE = {
+    "bag": {"kind": "bag"},
+    "transformer": {"kind": "transformer"},
+    "both": {"kind": "both", "pooling": "cls"},
+    "residual": {"kind": "both", "residual": True},
+}
+
+
+def make_whole(folder, seed=0, **settings):
+    torch.manual_seed(seed)
+    transformer = load_transformer(folder)
+    num_tokens, width = transformer.get_input_embeddings().weight.shape
+    encoder = TextEncoder(Encoder(frozen=True, **settings), transformer, num_tokens, width)
+    if encoder.bag is not None:
+        torch.nn.init.normal_(encoder.bag.embedding.weight)
+        torch.nn.init.normal_(encoder.bag.log_weight.weight)
+    if encoder.residual is not None:
+        torch.nn.init.normal_(encoder.residual[-1].weight, std=0.3)
+    return encoder
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_frozen_encoder_reads_what_it_would_compute(tiny_bert, tiny_tokens, tmp_path, rng, monkeypatch, kind):
+    monkeypatch.setattr("unidec.model.frozen.TEXTS_AT_ONCE", 17)
+    encoder = make_whole(tiny_bert, **WHOLE[kind]).train()
+    parts = [(n, t, rng.permutation(len(t))[:30]) for n, t in tiny_tokens.items()]
+    plain = InputBuilder(encoder, CPU)(parts)
+    build = cached_inputs(encoder, tiny_tokens, tmp_path, CPU, None)
+    assert all(x.dtype == np.float16 and x.shape[1] == encoder.width for x in build.frozen_outputs.values())
+    like = TextEncoder(encoder.settings.model_copy(update={"frozen": False}), load_transformer(tiny_bert),
+                       encoder.bag.embedding.num_rows if encoder.bag else 0, 32)  # fmt: skip
+    like.load_state_dict(encoder.state_dict())
+    expected = like.eval()(InputBuilder(like, CPU)(parts)).detach()
+    monkeypatch.setattr(encoder, "_parts", None)  # nothing is computed any more
+    fast = encoder(build(parts))
+    torch.testing.assert_close(encoder(plain), expected)
+    torch.testing.assert_close(fast, expected, rtol=5e-3, atol=5e-3)
+    assert (expected[0] - expected[1]).abs().max() > 0.05  # texts differ by more than the tolerance
+    assert fast.dtype == torch.float32 and not fast.requires_grad
+    assert build([(n, t, rows[:0]) for n, t, rows in parts]).num_texts == 0
+    again = cached_inputs(encoder, tiny_tokens, tmp_path, CPU, None).frozen_outputs
+    assert all(np.array_equal(again[name], values) for name, values in build.frozen_outputs.items())
+
+
+def test_of_a_frozen_encoder_the_output_alone_has_dropout(tiny_bert, tiny_tokens):
+    encoder = make_whole(tiny_bert, kind="both", residual=True, dropout=0.5).train()
+    texts = InputBuilder(encoder, CPU)([("labels", tiny_tokens["labels"], np.arange(20))])
+    again = InputBuilder(encoder, CPU)([("labels", tiny_tokens["labels"], np.arange(20))])
+    assert torch.equal(texts.output_BW, again.output_BW)
+    assert 0.3 < (encoder(texts) == 0).float().mean() < 0.7
+    assert torch.equal(encoder.eval()(texts), texts.output_BW)
+    assert encoder.bag.embedding.used is None and not any(p.requires_grad for p in encoder.parameters())
+
+
+def test_whatever_decides_a_frozen_encoders_output_decides_the_name(tiny_bert, tiny_tokens, tmp_path):
+    def made(amp=None, **settings):
+        cached_inputs(make_whole(tiny_bert, **settings), tiny_tokens, tmp_path, CPU, amp)
+        return len(list(tmp_path.glob("outputs-*")))
+
+    numbers = [made(kind="bag"), made(kind="bag"), made(kind="bag", seed=1), made(kind="bag", amp=torch.bfloat16),
+               made(kind="transformer"), made(kind="transformer", pooling="cls"), made(kind="both"),
+               made(kind="both", residual=True)]  # fmt: skip
+    assert numbers == [2, 2, 4, 6, 8, 10, 12, 14]
+    kept = len(list(tmp_path.glob("vectors-*")))
+    assert kept == 4, "the transformer's vectors are shared by all that are beside it"
+
+
+def test_hash_of_a_frozen_encoder_is_of_all_its_weights(tiny_bert):
+    encoder = make_whole(tiny_bert, kind="both", residual=True)
+    seen = {frozen_sha256(encoder)}
+    for parameter in encoder.parameters():
+        parameter.data[..., -1] += 1
+        seen.add(frozen_sha256(encoder))
+    assert len(seen) == 1 + len(list(encoder.parameters()))

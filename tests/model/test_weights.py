@@ -1,0 +1,237 @@
+"""A model that starts from another one: what it takes, what it leaves, and what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from unidec.data.storage import write_folder, write_manifest
+from unidec.data.tokens import encode_texts
+from unidec.errors import ArtifactError, ConfigError
+from unidec.model.unidec import UniDEC
+from unidec.model.weights import KIND, VERSION, start_sha256
+
+TEXTS = ["river query w3", "bread bread", "music label w10 w11 planet"]
+
+
+def create(folder, params, seed):
+    torch.manual_seed(seed)
+    return UniDEC.create(params.encoder, params.model, 7, folder, 0, params.model_dump())
+
+
+def trained(folder, params, path, seed=1):
+    """An exported model, every weight of which is unlike that of a new one."""
+    model = create(folder, params, seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    with write_folder(path, KIND, VERSION) as out:
+        model.save_into(out)
+    return model.eval()
+
+
+@pytest.fixture
+def start(tiny_bert, tiny_params, tmp_path):
+    """`start(begin, **now)`: (exported model with `begin`, new model that starts from it with `now`)."""
+
+    def start(begin, **now):
+        old = trained(tiny_bert, tiny_params(**begin), tmp_path / "old")
+        return old, create(tiny_bert, tiny_params(**begin | {"encoder.start": str(tmp_path / "old")} | now), 2).eval()
+
+    return start
+
+
+def encode(model, texts=TEXTS):
+    return torch.from_numpy(model.encode("queries", encode_texts(texts, model.tokenizer_folder, 16)))
+
+
+KINDS = {
+    "bag": {},
+    "residual": {"encoder.residual": True},
+    "transformer": {"encoder.kind": "transformer"},
+    "both": {"encoder.kind": "both", "encoder.trainable_layers": 1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encoder_and_heads_are_the_starts_and_the_table_is_new(start, kind):
+    old, new = start(KINDS[kind], **{"model.learn_temperature": True})
+    assert torch.equal(encode(new), encode(old))
+    x_BW = encode(old)
+    for head in ("de", "clf"):
+        assert torch.equal(getattr(new, head)(x_BW), getattr(old, head)(x_BW))
+    assert not new.table.weight.any() and old.table.weight.any(), "rows belong to the start's labels"
+    assert not torch.equal(new.log_scale, old.log_scale)
+
+
+def test_weights_after_the_start_do_not_depend_on_the_seed(tiny_bert, tiny_params, tmp_path):
+    trained(tiny_bert, tiny_params(), tmp_path / "old")
+    params = tiny_params(**{"encoder.start": str(tmp_path / "old")})
+    one, two = (create(tiny_bert, params, seed).dense_state() for seed in (2, 3))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize(("had", "missing"), [("de", "clf"), ("clf", "de")])
+def test_a_head_that_the_start_lacks_begins_as_its_other_one(start, had, missing):
+    old, new = start({"model.heads": had, "index.space": had}, **{"model.heads": "both", "index.space": "both"})
+    given, taken = getattr(old, f"head_{had}")[0], getattr(new, f"head_{missing}")[0]
+    assert torch.equal(given.weight, taken.weight) and torch.equal(given.bias, taken.bias)
+    assert torch.equal(getattr(new, f"head_{had}")[0].weight, given.weight)
+
+
+def test_a_second_stage_has_the_classifiers_head_alone(start):
+    """NGAME: a dual encoder first, then a classifier on its frozen encoder; rows start at the labels' embeddings."""
+    old, new = start({"model.heads": "de", "index.space": "de"},
+                     **{"model.heads": "clf", "index.space": "clf", "encoder.frozen": True})  # fmt: skip
+    label_LW = encode(old, TEXTS + TEXTS + TEXTS[:1])
+    new.start_table(label_LW)
+    expected = F.normalize(F.linear(label_LW, old.head_de[0].weight, old.head_de[0].bias), dim=1)
+    torch.testing.assert_close(new.table.weight.data, expected.detach())
+    assert not any(p.requires_grad for p in new.encoder.parameters())
+
+
+def test_a_residual_network_that_the_start_lacks_begins_as_the_identity(start):
+    old, new = start({}, **{"encoder.residual": True})
+    assert torch.equal(encode(new), encode(old))
+    assert new.encoder.residual is not None
+
+
+@pytest.mark.parametrize(
+    ("begin", "now", "said"),
+    [
+        ({}, {"model.dim": 24}, r"head_de.0.weight: shape \[16, 32\] instead of \[24, 32\]"),
+        ({}, {"encoder.kind": "both"}, "missing: encoder.transformer"),
+        ({"encoder.kind": "both"}, {"encoder.kind": "bag"}, "unknown: encoder.transformer"),
+        ({"encoder.residual": True}, {"encoder.residual": False}, "unknown: encoder.residual"),
+    ],
+)
+def test_another_encoder_or_width_is_refused(start, begin, now, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        start(begin, **now)
+    assert "encoder.start" in str(caught.value) and "fix" in str(caught.value)
+
+
+def edit(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "kind", "said"),
+    [
+        ("tokenizer/tokenizer.json", lambda c: c["model"]["vocab"].update(extra=9999), "bag", "another tokenizer"),
+        ("encoder_config/config.json", lambda c: c.update(num_attention_heads=1), "transformer", "num_attention_heads"),
+    ],
+)
+def test_another_transformer_is_refused_also_where_every_shape_fits(
+    tiny_bert, tiny_params, tmp_path, file, change, kind, said
+):
+    folder = tmp_path / "old"
+    trained(tiny_bert, tiny_params(**{"encoder.kind": kind}), folder)
+    edit(folder / file, change)
+    write_manifest(folder, KIND, VERSION, {})
+    with pytest.raises(ConfigError, match=said):
+        create(tiny_bert, tiny_params(**{"encoder.kind": kind, "encoder.start": str(folder)}), 2)
+
+
+def test_who_wrote_a_config_does_not_matter(tiny_bert, tiny_params, tmp_path):
+    folder = tmp_path / "old"
+    old = trained(tiny_bert, tiny_params(**{"encoder.kind": "transformer"}), folder)
+    edit(folder / "encoder_config/config.json", lambda c: c.update(transformers_version="0.1", _name_or_path="x"))
+    write_manifest(folder, KIND, VERSION, {})
+    new = create(tiny_bert, tiny_params(**{"encoder.kind": "transformer", "encoder.start": str(folder)}), 2).eval()
+    assert torch.equal(encode(new), encode(old))
+
+
+def test_no_model_and_a_damaged_one_are_refused(tiny_bert, tiny_params, tmp_path):
+    folder = tmp_path / "old"
+    params = tiny_params(**{"encoder.start": str(folder)})
+    for call in (lambda: create(tiny_bert, params, 1), lambda: start_sha256(folder)):
+        with pytest.raises(ArtifactError, match="old"):
+            call()
+    trained(tiny_bert, tiny_params(), folder)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-3] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ArtifactError, match="damaged"):
+        create(tiny_bert, params, 1)
+
+
+def test_a_start_is_named_by_its_content(tiny_bert, tiny_params, tmp_path):
+    hashes = []
+    for name, seed in (("one", 1), ("two", 1), ("three", 2)):
+        trained(tiny_bert, tiny_params(), tmp_path / name, seed)
+        hashes.append(start_sha256(tmp_path / name))
+    assert hashes[0] == hashes[1] != hashes[2] and len(hashes[0]) == 64
+
+
+# -- residual classifiers ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def residual(tiny_bert, tiny_params, rng):
+    """A residual classifier with free vectors of seven labels, and the encoder's outputs of their texts."""
+    model = create(tiny_bert, tiny_params(**{"model.clf_residual": True, "model.dropout": 0.5}), 3)
+    label_LW = encode(model, TEXTS + TEXTS + TEXTS[:1]) + torch.from_numpy(rng.normal(size=(7, 32)).astype(np.float32))
+    model.label_input = lambda begin, end: label_LW[begin:end]
+    return model, label_LW
+
+
+def test_free_vectors_start_at_zero_and_rows_at_the_texts(residual):
+    model, label_LW = residual
+    model.start_table(model.label_input)
+    assert not model.table.weight.any()
+    rows_LD = F.normalize(F.linear(label_LW, model.head_clf[0].weight, model.head_clf[0].bias), dim=1)
+    torch.testing.assert_close(torch.from_numpy(model.classifier_table()[0]), rows_LD.detach())
+
+
+@pytest.mark.parametrize("block", [2, 7, 100])
+def test_whole_rows_are_text_and_free_vector(residual, monkeypatch, block, rng):
+    monkeypatch.setattr("unidec.model.unidec.START_BLOCK", block)
+    model, label_LW = residual
+    free_LD = torch.from_numpy(rng.normal(size=(7, 16)).astype(np.float32))
+    model.table.weight.data.copy_(free_LD)
+    for mode in (True, False):  # without dropout in either
+        model.train(mode)
+        expected = [
+            free + F.normalize(model.head_clf[0].weight @ x + model.head_clf[0].bias, dim=0)
+            for x, free in zip(label_LW, free_LD, strict=True)
+        ]
+        got_LD = torch.from_numpy(model.classifier_table()[0])
+        torch.testing.assert_close(got_LD, torch.stack(expected).detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.text_rows(label_LW), got_LD - free_LD, rtol=1e-4, atol=1e-6)
+    assert torch.equal(model.table.weight, free_LD), "the free vectors stay"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_exported_it_is_an_ordinary_classifier(tiny_bert, tiny_params, tmp_path, rng, dtype):
+    model = create(tiny_bert, tiny_params(**{"model.clf_residual": True, "model.clf_dtype": dtype}), 3)
+    label_LW = encode(model, TEXTS + TEXTS + TEXTS[:1])
+    model.label_input = lambda begin, end: label_LW[begin:end]
+    model.table.weight.data.copy_(torch.from_numpy(rng.normal(size=(7, 16))))
+    rows_LD = torch.from_numpy(model.classifier_table()[0])
+    with write_folder(tmp_path / "model", KIND, VERSION) as out:
+        model.save_into(out)
+    loaded = UniDEC.load(tmp_path / "model")
+    assert not loaded.settings.clf_residual and model.settings.clf_residual
+    got_LD = torch.from_numpy(loaded.classifier_table()[0])
+    assert torch.equal(got_LD, rows_LD.to(loaded.table.weight.dtype).float())
+    assert torch.equal(encode(loaded), encode(model.eval()))
+
+
+def test_the_free_vector_and_the_head_get_the_gradient_of_their_sum(residual):
+    model, label_LW = residual
+    model.head_clf[1].p = 0.0
+    model.train()
+    ids, weight_SD = torch.tensor([1, 4, 6]), torch.randn(3, 16)
+    leaf = model.table.gather(ids)
+    (weight_SD * (leaf + model.text_rows(label_LW[ids]))).sum().backward()
+    torch.testing.assert_close(leaf.grad, weight_SD)
+    w, b = (model.head_clf[0].weight.detach().double().requires_grad_(), model.head_clf[0].bias.detach().double())
+    rows = [torch.nn.functional.normalize(w @ x.double() + b, dim=0) for x in label_LW[ids]]
+    sum((g.double() * row).sum() for g, row in zip(weight_SD, rows, strict=True)).backward()
+    torch.testing.assert_close(model.head_clf[0].weight.grad, w.grad.float(), rtol=1e-4, atol=1e-5)
+    model.table.forget()
