@@ -171,7 +171,7 @@ def test_seeds_drawn_anew_widen_the_interval():
     assert same == one, "one seed leaves nothing to draw"
 
 
-def test_holm_equals_a_slow_reference_and_its_published_form():
+def test_holm_equals_a_slow_reference_and_a_worked_example():
     rng = np.random.default_rng(3)
     for size in (1, 2, 7, 30):
         p = np.round(rng.random(size) ** 3, 2)
