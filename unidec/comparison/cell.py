@@ -179,7 +179,7 @@ def _link(links: dict[str, str]) -> None:
         place = Path(name)
         place.parent.mkdir(parents=True, exist_ok=True)
         if name == "data/cache":
-            (place.parent / target).resolve().mkdir(parents=True, exist_ok=True)
+            Path(target).mkdir(parents=True, exist_ok=True)
         wanted = os.path.join(*[".."] * len(place.parent.parts), target)
         if place.is_symlink() and os.readlink(place) == wanted:
             continue
