@@ -121,6 +121,7 @@ def test_tests_mirror_the_library() -> None:
         "golden",
         "test_house",
         "test_dvc",
+        "test_recipes",
         "conftest",
         "test_pipeline",
     }

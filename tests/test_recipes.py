@@ -1,0 +1,196 @@
+"""Every shipped recipe: a complete head, the settings of the spec's tables, training with and without Gandalf."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unidec.config import load_params, parse_overrides, recipe_names, to_yaml
+from unidec.training import trainer as trainer_module
+from unidec.training.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "unidec" / "recipes"
+FIELDS = ["Recipe", "Paper", "Reproduces", "Follows", "Differs", "Expected", "Time"]
+
+# the systems' table of the spec, and its table of settings, as parameters
+UNIDEC = {
+    "model.heads": "both", "loss.reduction": "psl", "pool.batches": "clustered", "loss.balance": 0.5,
+    "loss.de_forward": 0.5, "loss.clf_forward": 0.5, "pool.beta": 3, "pool.eta": 6, "model.temperature": 1 / 18,
+    "index.space": "both",
+}  # fmt: skip
+ENCODER_ALONE = {
+    "model.heads": "de", "loss.reduction": "psl", "pool.batches": "clustered", "loss.de_forward": 0.5,
+    "model.temperature": 1 / 18, "index.space": "de",
+}  # fmt: skip
+ONE_POSITIVE = {"model.heads": "de", "loss.reduction": "pol", "pool.beta": 1, "loss.de_forward": 1.0,
+                "index.space": "de"}  # fmt: skip
+PAPER = {"encoder.trainable_layers": -1, "optim.lr_encoder": 1e-4, "optim.lr_heads": 2e-4, "optim.lr_clf": 1e-3,
+         "optim.warmup_epochs": 3, "optim.weight_decay": 0.05, "pool.refresh": 5, "model.dim": 384}  # fmt: skip
+OVA = {"model.heads": "clf", "loss.clf": "bce", "loss.clf_bce": 0.0, "index.space": "clf"}
+SPEC = {
+    "unidec": {"model.heads": "both", "loss.reduction": "psl", "loss.de": "ds", "loss.clf": "ds"},
+    "unidec-v2": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "pool.size": 3000},
+    "unidec-v2-bce": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 1.0, "pool.size": 3000},
+    "unidec-v1": UNIDEC | {"loss.de": "supcon", "loss.clf": "supcon", "loss.clf_bce": 0.0, "pool.size": 1500},
+    "unidec-gpu": UNIDEC | PAPER | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 1.0, "tokens.max_length": 32},
+    "unidec-gpu-long": UNIDEC | PAPER | {"loss.de": "ds", "loss.clf": "ds", "pool.batch_size": 576,
+                                         "tokens.max_length": 128, "tokens.text": "title+content"},
+    "depsl": ENCODER_ALONE | {"loss.de": "ds"},
+    "supconde": ENCODER_ALONE | {"loss.de": "supcon"},
+    "dpr": ONE_POSITIVE | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 0, "pool.size": 0},
+    "ance": ONE_POSITIVE | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 4},
+    "ngame": ONE_POSITIVE | {"loss.de": "triplet", "loss.margin": 0.3, "loss.triplet_negatives": "hardest",
+                             "pool.batches": "clustered", "pool.cluster_start": 1, "pool.eta": 0},
+    "ngame-classifier": OVA | {"encoder.frozen": True, "model.clf_init": "label_embedding", "pool.clf_labels": "pool",
+                               "pool.batches": "clustered", "pool.eta": 6},
+    "siamesexml": {"model.heads": "both", "encoder.kind": "bag", "model.clf_residual": True, "loss.de": "bce",
+                   "loss.clf": "bce", "pool.batches": "clustered", "pool.clf_labels": "pool"},
+    "dexml": ONE_POSITIVE | {"loss.de": "ds", "pool.batches": "random", "model.temperature": 0.05, "pool.eta": 4},
+    "dexml-all": {"model.heads": "de", "loss.reduction": "pal-n", "loss.de": "ds", "pool.de_labels": "all",
+                  "model.temperature": 0.05, "pool.batches": "random", "loss.de_forward": 1.0},
+    "dexml-topk": {"model.heads": "de", "loss.de": "softtopk", "loss.topk": 5, "pool.de_labels": "all",
+                   "model.temperature": 0.05, "pool.batches": "random"},
+    "renee": OVA | {"pool.clf_labels": "all", "pool.batches": "random", "model.clf_init": "normal",
+                    "pool.gandalf": True, "label_graph.kind": "self"},
+}  # fmt: skip
+SAME_ENCODER = sorted(set(SPEC) - {"siamesexml", "ngame-classifier", "unidec-gpu", "unidec-gpu-long"})
+
+
+def parsed(name, **overrides):
+    return load_params(ROOT / "params.yaml", {"recipe": name} | overrides)
+
+
+def value(params, key):
+    section, name = key.split(".")
+    return getattr(getattr(params, section), name)
+
+
+def head(name):
+    """The fields of a recipe's head, in order."""
+    fields = []
+    for line in (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if line.startswith("#   "):
+            fields[-1] = (fields[-1][0], f"{fields[-1][1]} {line[4:]}")
+        else:
+            key, colon, text = line[2:].partition(": ")
+            assert colon, line
+            fields.append((key, text))
+    return fields
+
+
+def test_the_specs_systems_are_all_there():
+    assert sorted(SPEC) == recipe_names()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_head_says_what_is_reproduced_and_what_to_expect(name):
+    fields = head(name)
+    assert [key for key, _ in fields] == FIELDS
+    assert all(len(text) > 5 and text.endswith(".") for _, text in fields), fields
+    # what it refers to exists
+    text = " ".join(text for _, text in fields)
+    for page in re.findall(r"docs/\S+?\.md", text):
+        assert (ROOT / page).is_file(), page
+    settings = [f"{key}={given}" for key, given in re.findall(r"\b([a-z]+\.[a-z_]+): ([\w.]*\w)", text)]
+    parsed(name, **parse_overrides(settings))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_settings_are_those_of_the_specs_tables(name):
+    params = parsed(name)
+    assert {key: value(params, key) for key in SPEC[name]} == SPEC[name]
+
+
+def test_recipes_at_cpu_scale_share_encoder_width_and_epochs():
+    """What a comparison holds equal is equal as shipped."""
+    ours = {name: parsed(name) for name in SAME_ENCODER}
+    assert len({params.encoder for params in ours.values()}) == 1
+    for key in ("model.dim", "optim.epochs", "optim.lr_bag", "optim.lr_heads", "pool.batch_size", "tokens.max_length"):
+        assert len({value(params, key) for params in ours.values()}) == 1, key
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_is_overridden_key_by_key_and_written_out_as_it_is(name, tmp_path):
+    recipe, changed = parsed(name), parsed(name, **{"optim.epochs": 7, "pool.beta": 5})
+    assert (changed.optim.epochs, changed.pool.beta) == (7, 5)
+    assert changed.encoder == recipe.encoder and changed.loss == recipe.loss
+    written = tmp_path / "all.yaml"
+    written.write_text(to_yaml(recipe), encoding="utf-8")
+    assert load_params(written).model_copy(update={"recipe": name}) == recipe
+
+
+@pytest.fixture
+def golden(helper, monkeypatch):
+    monkeypatch.setattr(trainer_module, "LOG_EVERY", 1)
+    return helper("training/golden")
+
+
+@pytest.mark.parametrize("gandalf", [False, True], ids=["plain", "gandalf"])
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path):
+    """An epoch: finite losses, weights that move, vectors for the index; with Gandalf label texts among the queries."""
+    params = golden.small(name, tiny_bert, tmp_path, **{
+        "pool.gandalf": gandalf, "optim.epochs": 1, "pool.refresh": 1, "optim.warmup_epochs": 0.0,
+    })  # fmt: skip
+    graph = golden.label_graph(params, tiny_dataset) if gandalf else None
+    trainer = Trainer(
+        params, tiny_dataset, *tiny_tokens.values(), tmp_path / "run", tmp_path / "cache", label_graph=graph
+    )
+    before = {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
+    trainer.refresh()
+    trainer.train_round()
+    assert trainer.finished
+    lines = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
+    assert len(lines) == trainer.steps_per_epoch >= 4
+    assert all(np.isfinite(line["loss"]) and 0 < line["grad_norm"] < np.inf for line in lines)
+    num_train = len(tiny_dataset.rows("train"))
+    assert len(trainer.rows) == num_train + (tiny_dataset.num_labels if gandalf else 0)
+
+    moved = {key for key, tensor in trainer.model.state_dict().items() if not tensor.equal(before[key])}
+    heads = {"both": {"head_de", "head_clf", "table"}, "de": {"head_de"}, "clf": {"head_clf", "table"}}
+    expected = heads[params.model.heads] | (set() if params.encoder.frozen else {"encoder"})
+    assert {key.split(".")[0] for key in moved} - {"log_scale"} == expected
+
+    de, clf = trainer.model.encode_queries(trainer.tokens["queries"], np.arange(5), trainer.build)
+    table = trainer.model.classifier_table()[0]
+    for vectors, there in ((de, "de"), (clf, "clf"), (table, "clf")):
+        assert (vectors is not None) == (params.model.heads in ("both", there))
+        assert vectors is None or np.isfinite(vectors).all()
+
+
+@pytest.mark.parametrize(
+    "name", sorted({"unidec-v2", "ngame", "dexml-topk", "renee", "siamesexml", "ngame-classifier"})
+)
+def test_a_recipe_learns_its_training_queries(name, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path):
+    """Ten epochs with higher rates, no dropout: the first label is right more often than before."""
+    params = golden.small(name, tiny_bert, tmp_path, **{
+        "optim.epochs": 10, "pool.refresh": 5, "optim.lr_bag": 1e-2, "optim.lr_heads": 1e-2, "optim.lr_clf": 3e-2,
+        "model.dropout": 0.0, "encoder.dropout": 0.0, "encoder.bag_dropout": 0.0,
+    })  # fmt: skip
+    graph = golden.label_graph(params, tiny_dataset) if params.pool.gandalf else None
+    trainer = Trainer(
+        params, tiny_dataset, *tiny_tokens.values(), tmp_path / "run", tmp_path / "cache", label_graph=graph
+    )
+    rows = tiny_dataset.rows("train")
+    relevance = tiny_dataset.relevance.toarray()[rows] > 0
+
+    def precision():
+        model, tokens = trainer.model, trainer.tokens
+        de, clf = model.encode_queries(tokens["queries"], rows, trainer.build)
+        score = 0.0
+        if de is not None:
+            score = score + de @ model.encode_labels(tokens["labels"], trainer.build).T
+        if clf is not None:
+            score = score + clf @ model.classifier_table()[0].T
+        return relevance[np.arange(len(rows)), score.argmax(1)].mean()
+
+    before = precision()
+    while not trainer.finished:
+        trainer.refresh()
+        trainer.train_round()
+    assert precision() > max(0.5, before), (before, precision())
