@@ -12,6 +12,7 @@ from unidec.config import Params
 from unidec.training.plan.items import PHASES, PLACE_NAMES, PLACES, Place, Plan, gib
 from unidec.training.plan.machine import Machine
 
+_ENCODE_CHUNK = 256  # texts: smaller ones leave a device idle
 MARGIN = 0.05  # of what is free: allocators round up and fragment, other processes breathe
 # Settings in order of least harm: first what changes nothing that is learnt, then what changes how finely, at last what
 # changes what a step sees. Each is tried on top of those before it, as long as it makes the plan smaller.
@@ -72,6 +73,8 @@ def ladder(params: Params) -> list[dict[str, Any]]:
     has_table = model.heads != "de"
     if params.encoder.kind != "bag" and params.encoder.trainable_layers != 0 and not run.recompute:
         rungs.append({"run.recompute": True})
+    if run.devices == 1 and not params.encoder.frozen and not 0 < params.optim.encode_chunk <= _ENCODE_CHUNK:
+        rungs.append({"optim.encode_chunk": _ENCODE_CHUNK})
     if has_table:
         rungs += [{"run.table_place": place} for place in ("host", "disk") if _after(run.table_place, place)]
         if model.clf_dtype == "fp32":
@@ -81,6 +84,8 @@ def ladder(params: Params) -> list[dict[str, Any]]:
         rungs.append({"index.kind": "flat"})
     if has_table and pool.clf_labels == "all":
         rungs.append({"pool.clf_labels": "pool"})
+    if model.heads != "clf" and pool.de_labels == "all":
+        rungs.append({"pool.de_labels": "pool"})
     if params.tokens.max_length > 32:
         rungs.append({"tokens.max_length": 32})
     size = pool.size or pool.batch_size * (pool.beta + pool.eta)

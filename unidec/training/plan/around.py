@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from unidec.training.needs import head_labels, weighs_by_propensity
 from unidec.training.plan.items import STATE, Item, times
+from unidec.training.plan.sizes import training_rows
 from unidec.training.plan.step import BF16, FP32, INT64, Setting, state_items
 
-INT32, FP16 = 4, 2
+INT32, FP16, FP64 = 4, 2, 8
 _BLOCK, _LABELS_AT_ONCE = 512, 1 << 16  # queries and labels of a tile of scores, unidec.model.search
 _CHECKED_AT_ONCE = 1 << 16  # rows looked at for finite values there
 _ENCODED_AT_ONCE = 1024  # texts, UniDEC.encode
@@ -33,24 +35,20 @@ def host_items(s: Setting, process: int) -> list[Item]:
     return [*items, *_data_items(s), *_start_items(s), *_refresh_items(s), *_ranking_items(s)]
 
 
-def training_rows(s: Setting) -> int:
-    """n: training queries, with Gandalf label texts too."""
-    return s.sizes.num_train + (s.sizes.num_labels if s.params.pool.gandalf else 0)
-
-
 def shortlist_rows(s: Setting) -> int:
     """Rows of the mined shortlist: queries of every split, with Gandalf labels too."""
     return s.sizes.num_queries + (s.sizes.num_labels if s.params.pool.gandalf else 0)
 
 
 def _data_items(s: Setting) -> list[Item]:
-    sizes, params, rows, listed = s.sizes, s.params, training_rows(s), shortlist_rows(s)
+    sizes, params, rows, listed = s.sizes, s.params, training_rows(s.params, s.sizes), shortlist_rows(s)
     texts = sizes.num_queries + sizes.num_labels
     id_bytes = 2 if sizes.vocab_size < 65536 else 4
     num_tokens = sizes.query_tokens + sizes.label_tokens
     pointers = INT64 * (sizes.num_queries + 1)
-    everything = params.pool.clf_labels == "all" and params.model.heads != "de"
+    everything = "all" in head_labels(params)
     per_label = INT32 + ((INT32 + INT64 + INT32) if everything else 0)
+    per_label += FP64 * weighs_by_propensity(params)
     items = [
         Item("token ids", "host", id_bytes * num_tokens, times(num_tokens, id_bytes), spare=True),
         Item("token offsets", "host", INT64 * (texts + 2), times(texts, 8), spare=True),
@@ -128,7 +126,7 @@ def _refresh_items(s: Setting) -> list[Item]:
     clusters, mines = params.pool.batches == "clustered", s.batch.negatives > 0
     if not (clusters or mines):
         return []
-    n = training_rows(s)
+    n = training_rows(s.params, s.sizes)
     vectors = FP32 * n * dim
     by_text = params.model.heads != "clf"  # labels are compared by their texts, else by the classifier's rows
     # of queries twice, as parts and joined
@@ -213,7 +211,7 @@ def disk_items(s: Setting) -> list[Item]:
     sizes, dim = s.sizes, s.params.model.dim
     state = checkpoint_bytes(s)
     weights = sum(i.num_bytes for i in state_items(s) if i.name in STATE and not i.name.endswith(("state", "moments")))
-    refresh = INT64 * training_rows(s) + INT32 * shortlist_rows(s) * s.batch.negatives
+    refresh = INT64 * training_rows(s.params, s.sizes) + INT32 * shortlist_rows(s) * s.batch.negatives
     links = sizes.num_labels * 2 * s.params.index.hnsw_links * INT32 if s.params.index.kind == "hnsw" else 0
     vectors = FP32 * sizes.num_labels * dim * s.num_heads
     index = FP32 * sizes.num_labels * _space_width(s) + links

@@ -19,6 +19,7 @@ from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError, ConfigError
+from unidec.training.needs import draws_pools, encoded_labels, head_labels
 
 CHUNK_TEXTS = 256  # as `unidec.model.encoder`, which is not imported here: a plan by hand needs no torch
 # config.json of the models that the papers and the recipes name, where no folder is at hand (their model cards)
@@ -248,6 +249,7 @@ class Texts:
     Attributes:
         count: texts. tokens: without padding. padded: with it. squares: token pairs of one text, with padding.
         longest: tokens of the longest. chunk_padded, chunk_squares: of a chunk of the longest texts.
+        held: what is encoded with a graph at once where gradients are cached; None: all of this.
     """
 
     count: int
@@ -257,10 +259,25 @@ class Texts:
     longest: int
     chunk_padded: int
     chunk_squares: int
+    held: Texts | None = None
+
+    @property
+    def graph(self) -> Texts:
+        """Those whose activations are held at once."""
+        return self.held or self
 
 
-def padded_texts(parts: list[np.ndarray]) -> Texts:
-    """What `InputBuilder` makes of parts (queries, labels) with these ascending lengths."""
+def padded_texts(parts: list[np.ndarray], encode_chunk: int = 0) -> Texts:
+    """What `InputBuilder` makes of parts (queries, labels) with these ascending lengths.
+
+    Args:
+        encode_chunk: as in section `optim`.
+    """
+    held = None
+    if encode_chunk:
+        parts = [part[start : start + encode_chunk] for part in parts for start in range(0, len(part), encode_chunk)]
+        largest = max(parts, key=lambda part: len(part) * int(part[-1]), default=None)
+        held = None if largest is None else padded_texts([largest])
     chunks = [part[start : start + CHUNK_TEXTS] for part in parts for start in range(0, len(part), CHUNK_TEXTS)]
     padded = [len(chunk) * int(chunk[-1]) for chunk in chunks]
     squares = [len(chunk) * int(chunk[-1]) ** 2 for chunk in chunks]
@@ -268,7 +285,7 @@ def padded_texts(parts: list[np.ndarray]) -> Texts:
     chunk = min(max(map(len, parts), default=0), CHUNK_TEXTS)  # in some batch it is of the longest texts
     return Texts(
         sum(map(len, parts)), sum(int(part.sum()) for part in parts), sum(padded), sum(squares), longest,
-        chunk * longest, chunk * longest**2,
+        chunk * longest, chunk * longest**2, held,
     )  # fmt: skip
 
 
@@ -277,10 +294,11 @@ class Batch:
     """Sizes of one training step.
 
     Attributes:
-        queries: B; labels: S; classifier_labels: labels in the classifier's logits (S or L; 0: no classifier).
+        queries: B; labels: in the dual encoder's logits (S or L; a classifier alone: S); classifier_labels: in the
+            classifier's (S or L; 0: no classifier).
         steps: steps an epoch; negatives: H, places of a mined shortlist (0: nothing is mined).
-        texts: queries and pool labels that one rank encodes.
-        unique_tokens: at most so many different tokens among them.
+        texts: queries and labels that one rank encodes.
+        unique_tokens: at most so many different tokens among them; held_tokens: among those encoded at once.
     """
 
     queries: int
@@ -290,28 +308,41 @@ class Batch:
     negatives: int
     texts: Texts
     unique_tokens: int
+    held_tokens: int
 
 
 def batch_sizes(params: Params, sizes: Sizes) -> Batch:
     """The largest step these parameters make on this data (`Trainer`, `PoolSampler`)."""
-    pool, heads = params.pool, params.model.heads
-    num_train = sizes.num_train + (sizes.num_labels if pool.gandalf else 0)
+    pool = params.pool
+    num_train = training_rows(params, sizes)
     batches = math.ceil(num_train / pool.batch_size)
     if pool.batches == "clustered":
         batches = 2 ** math.ceil(math.log2(batches))
     num_queries = math.ceil(num_train / batches)
     # mean of min(count, beta) <= min(mean count, beta): a batch's queries sample no more positives than this
     positives = min(pool.beta, sizes.num_pairs / sizes.num_queries)
-    mines = pool.eta > 0 and not (heads == "clf" and pool.clf_labels == "all")
+    mines = pool.eta > 0 and draws_pools(params)
     sampled = math.ceil(num_queries * (positives + (pool.eta if mines else 0)))
-    num_labels = max(1, min(sampled, sizes.num_labels, pool.size or sampled))
+    drawn = max(1, min(sampled, sizes.num_labels, pool.size or sampled))
+    count = {"none": 0, "pool": drawn, "all": sizes.num_labels}
+    de_labels, clf_labels = (count[labels] for labels in head_labels(params))
+    encoded = count[encoded_labels(params)]
     ranks, longest = params.run.devices, params.tokens.max_length  # each rank encodes its part of both
     parts = [typical_lengths(sizes.query_lengths, -(-num_queries // ranks), longest)]
-    if heads != "clf":
-        parts.append(typical_lengths(sizes.label_lengths, -(-num_labels // ranks), longest))
-    texts = padded_texts(parts)
-    classified = {"all": sizes.num_labels, "pool": num_labels}[pool.clf_labels] if heads != "de" else 0
+    if encoded:
+        parts.append(typical_lengths(sizes.label_lengths, -(-encoded // ranks), longest))
+    texts = padded_texts(parts, params.optim.encode_chunk)
     return Batch(
-        num_queries, num_labels, classified, batches, pool.eta * pool.refresh if mines else 0, texts,
-        distinct_tokens(sizes, texts.tokens),
+        num_queries, de_labels or drawn, clf_labels, batches, pool.eta * pool.refresh if mines else 0, texts,
+        distinct_tokens(sizes, texts.tokens), distinct_tokens(sizes, texts.graph.tokens),
     )  # fmt: skip
+
+
+def label_rows(params: Params, sizes: Sizes) -> int:
+    """Labels whose texts are training queries too (Gandalf)."""
+    return math.ceil(params.label_graph.share * sizes.num_labels) if params.pool.gandalf else 0
+
+
+def training_rows(params: Params, sizes: Sizes) -> int:
+    """n: training queries, with Gandalf label texts too."""
+    return sizes.num_train + label_rows(params, sizes)

@@ -17,7 +17,8 @@ from unidec.training.plan.sizes import Batch, EncoderShape, Sizes
 FP32, BF16, INT64 = 4, 2, 8
 STATE_BYTES = {"adam": "two float32 moments a value", "adagrad": "one float32 a row", "sgd": "nothing"}
 _SETS_OF_ROWS = 4  # fetched ahead, in use, and unidec.model.row_store.WRITES_AHEAD being written
-_TRIPLET_BLOCK = 1 << 22  # unidec.model.losses._TripletAll.BLOCK
+_TRIPLET_BLOCK = 1 << 22  # unidec.model.hinge._TripletAll.BLOCK
+_FULL_BCE_CHUNK = 8192  # labels at once, unidec.model.full_bce.CHUNK
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,12 @@ def _activations(s: Setting) -> list[Item]:
     texts, h = s.batch.texts, s.shape.hidden
     token, pair = layer_bytes(s)
     passes: tuple[str, ...] = ("forward", "backward")
-    padded, squares, of = texts.padded, texts.squares, ""
+    held = texts.graph  # with cached gradients a chunk's activations, made in backward
+    padded, squares, of = held.padded, held.squares, ""
+    if texts.held is not None:
+        of, passes = f" of {held.count:,} texts", ("backward",)
     if s.params.run.recompute:  # one chunk at a time, made again in backward
-        padded, squares, of, passes = texts.chunk_padded, texts.chunk_squares, " of a chunk", ("backward",)
+        padded, squares, of, passes = held.chunk_padded, held.chunk_squares, " of a chunk", ("backward",)
     kept = s.trained_layers * (padded * token + squares * pair)
     formula = f"{s.trained_layers} layers x {padded:,} tokens{of} x {token:,}"
     if pair:
@@ -197,31 +201,44 @@ def _activations(s: Setting) -> list[Item]:
 def _vectors(s: Setting) -> list[Item]:
     """Text vectors [n, W] and what the heads make of them."""
     n, dim, model = s.batch.texts.count, s.params.model.dim, s.params.model
+    held = s.batch.texts.graph.count
     wide = 2 + (s.params.encoder.dropout > 0) + (5 if s.params.encoder.residual else 0)
     parts = (2 if s.has_transformer else 0) + (2 if s.has_bag else 0)
-    values = n * (wide * s.width + parts * s.shape.hidden)
+    values = held * (wide * s.width + parts * s.shape.hidden)
+    formula = f"{held:,} texts x ({wide} x {s.width:,} + {parts} x {s.shape.hidden:,})"
+    if held < n:  # all vectors and their gradients, while chunks are encoded
+        values += 2 * n * s.width
+        formula += f", {n:,} x 2 x {s.width:,}"
     masked = 1 if model.dropout > 0 else 0
     if model.heads != "clf":
         values += n * dim * (3 + masked)  # tanh, (mask,) dropped, unit length
     if model.heads != "de":
         values += s.batch.queries * dim * (1 + masked)
-    formula = f"{n:,} texts x ({wide} x {s.width:,} + {parts} x {s.shape.hidden:,}) and heads {dim:,} wide, x 4"
+    if model.clf_residual and model.heads != "de":  # as the head gives them, of unit length, and added to the rows
+        values += s.batch.classifier_labels * dim * (3 + masked)
+    formula += f" and heads {dim:,} wide, x 4"
     return [Item("text vectors and heads", "device", FP32 * values, formula, ("forward", "backward"))]
 
 
 def _bag_work(s: Setting) -> list[Item]:
     if not s.has_bag:
         return []
-    unique, tokens, h = s.batch.unique_tokens, s.batch.texts.tokens, s.shape.hidden
+    texts, h = s.batch.texts, s.shape.hidden
+    unique, tokens, held = s.batch.unique_tokens, texts.tokens, texts.graph.tokens
     # of a token: its place, its text, its weight before and after exp and dropout; of a row: itself and its gradient
-    return [
-        Item("bag of tokens", "device", FP32 * unique * (h + 1) + tokens * (2 * INT64 + 3 * FP32),
-             f"{unique:,} rows x ({h:,} + 1) x 4 + {tokens:,} tokens x 28", STEP),
+    items = [
+        Item("bag of tokens", "device", FP32 * unique * (h + 1) + tokens * 2 * INT64 + held * 3 * FP32,
+             f"{unique:,} rows x ({h:,} + 1) x 4 + {tokens:,} tokens x 16 + {held:,} x 12", STEP),
         Item("bag gradients", "device", FP32 * unique * (h + 1), f"{unique:,} rows x ({h:,} + 1) x 4",
              ("backward", "update")),
         Item("bag rows' moments", "device", 2 * FP32 * unique * (h + 1), f"{unique:,} rows gathered x ({h:,} + 1) x 8",
              ("update",)),
     ]  # fmt: skip
+    if texts.held is not None:
+        rows = s.batch.held_tokens
+        items.append(Item("bag rows of a chunk", "device", 2 * FP32 * rows * (h + 1),
+                          f"{rows:,} rows and their gradients x ({h:,} + 1) x 4", ("backward",)))  # fmt: skip
+    return items
 
 
 def _classifier_rows(s: Setting) -> list[Item]:
@@ -263,12 +280,19 @@ def loss_copies(kind: str, forward: float, aux_bce: bool, learn_temperature: boo
     """Copies of one head's logits under a loss of `unidec.model.losses`.
 
     Softmax losses keep an exponential a direction, made beside the logits, the scaled logits and a masked copy; BCE
-    keeps its masked copy and makes a softplus; triplet works in blocks of pairs. A trained temperature keeps the
-    logits.
+    and soft top-k keep their masked copy and make another; the squared hinge keeps what is above its margin; triplet
+    works in blocks of pairs, but for the hardest negatives masks a copy. A trained temperature keeps the logits.
+
+    Args:
+        kind: the loss's name, or "hardest": triplet with the hardest negatives.
     """
-    directions = int(forward > 0) + int(forward < 1)
-    if kind == "bce":
-        kept, peak = 1.0, 4.0
+    directions, more = int(forward > 0) + int(forward < 1), 0.0  # more: of the backward pass
+    if kind in ("bce", "softtopk"):
+        kept, peak, more = 1.0, 4.0, float(kind == "softtopk")
+    elif kind == "hinge":
+        kept, peak = 1.0, 3.0
+    elif kind == "hardest":
+        kept, peak, more = 0.0, 2.0, 2.0
     elif kind == "triplet":
         size = max(queries * labels, 1)
         block = max(min(pairs * width, max(_TRIPLET_BLOCK, width)) for width in
@@ -278,19 +302,25 @@ def loss_copies(kind: str, forward: float, aux_bce: bool, learn_temperature: boo
         kept, peak = float(directions), 2.0 + directions
     if aux_bce:
         peak, kept = max(peak, kept + 4.0), kept + 1.0
-    scaled = learn_temperature and (kind != "triplet" or aux_bce)
-    return LossCopies(kept + scaled, peak, kept + 1.0 + 2.0 * scaled)
+    scaled = learn_temperature and (kind not in ("triplet", "hardest", "hinge") or aux_bce)
+    return LossCopies(kept + scaled, peak, kept + 1.0 + more + 2.0 * scaled)
 
 
 def _loss_work(s: Setting) -> list[Item]:
     loss, model, batch = s.params.loss, s.params.model, s.batch
     pairs = int(batch.queries * s.sizes.num_pairs / s.sizes.num_queries) + 1
     learn = model.learn_temperature
+    de_kind, clf_kind = (
+        "hardest" if kind == "triplet" and loss.triplet_negatives == "hardest" else kind for kind in (loss.de, loss.clf)
+    )
     de = clf = LossCopies(0, 0, 0)
     if model.heads != "clf":
-        de = loss_copies(loss.de, loss.de_forward, False, learn, pairs, batch.queries, batch.labels)
-    if model.heads != "de":
-        clf = loss_copies(loss.clf, loss.clf_forward, loss.clf_bce > 0, learn, pairs, batch.queries,
+        de = loss_copies(de_kind, loss.de_forward, False, learn, pairs, batch.queries, batch.labels)
+    if model.heads != "de" and loss.clf == "bce" and s.params.pool.clf_labels == "all":
+        part = min(batch.classifier_labels, _FULL_BCE_CHUNK) / batch.classifier_labels
+        clf = LossCopies(0.0, (4.0 + (model.dim / batch.queries)) * part, 0.0)
+    elif model.heads != "de":
+        clf = loss_copies(clf_kind, loss.clf_forward, loss.clf_bce > 0, learn, pairs, batch.queries,
                           batch.classifier_labels)  # fmt: skip
     de_size, clf_size = FP32 * batch.queries * batch.labels, FP32 * batch.queries * batch.classifier_labels
     first = de.forward * de_size
@@ -298,14 +328,15 @@ def _loss_work(s: Setting) -> list[Item]:
     second = de.kept * de_size + max(clf.forward * clf_size, de_size + clf_size if clf.kept else 0)
     back = max(de.backward * de_size + clf.kept * clf_size, de.kept * de_size + clf.backward * clf_size)
     peak = int(max(first, second, back))
-    all_pairs = pairs * (2 if batch.classifier_labels > batch.labels else 1)  # pool and all labels have their own
+    all_pairs = pairs * (1 + (0 < batch.classifier_labels != batch.labels))  # pool and all labels have their own
     # a pair: its two places, those of the mask, a flag and a relevance; for each head and direction of the loss its
     # weight, its logit less the sum, and its loss
-    per_pair = 4 * INT64 + 5 + s.num_heads * 2 * 3 * FP32
+    held, used = 4 * INT64 + 5, s.num_heads * 2 * 3 * FP32
     text = [f"{copies.forward:.3g} copies of {times(batch.queries, labels, 4)}"
-            for copies, labels in ((de, batch.labels), (clf, batch.classifier_labels)) if copies.kept]  # fmt: skip
+            for copies, labels in ((de, batch.labels), (clf, batch.classifier_labels)) if copies.forward]  # fmt: skip
     formula = f"at most {gib(peak)}: " + "; ".join(text) + (f", {de.kept:g} kept of the first" if len(text) > 1 else "")
     return [
         Item("logits and losses", "device", peak, formula, ("forward",)),
-        Item("positive pairs", "device", all_pairs * per_pair, f"{all_pairs:,} pairs x {per_pair}", ("forward",)),
-    ]
+        Item("positive pairs", "device", all_pairs * held + pairs * used,
+             f"{all_pairs:,} pairs x {held} + {pairs:,} x {used}", ("forward",)),
+    ]  # fmt: skip

@@ -33,6 +33,7 @@ from unidec.model import frozen
 from unidec.model.encoder import InputBuilder
 from unidec.training.clustering import balanced_clusters
 from unidec.training.mining import mine_hard_negatives
+from unidec.training.needs import head_labels
 from unidec.training.plan.advice import with_settings
 from unidec.training.plan.sizes import CHUNK_TEXTS, NAMED, Batch, EncoderShape, Sizes, batch_sizes, typical_lengths
 from unidec.training.precision import autocast_type, choose_device
@@ -137,11 +138,16 @@ class _Runner:
             "encoder.name": str(self.encoder), "pool.batch_size": queries, "pool.batches": "random",
             "pool.size": max(labels, queries) if pool.size else 0, "pool.refresh": 1, "pool.gandalf": False,
             "pool.eta": pool.eta if self.batch.negatives else 0, "optim.epochs": 2, "optim.warmup_epochs": 1.0,
-            "model.clf_init": "xavier", "run.devices": 1, "run.checkpoint_minutes": 0.0, "run.checkpoint_steps": 0,
+            "pool.cluster_start": 0, "encoder.start": "", "run.devices": 1, "run.checkpoint_minutes": 0.0,
+            "run.checkpoint_steps": 0, "model.clf_init": "xavier",
         }  # fmt: skip
+        if self.params.model.clf_residual:
+            values["model.clf_init"] = "label_embedding"
+        if self.params.encoder.frozen:  # its vectors are read, whatever made them
+            values["encoder.residual"] = False
         params = with_settings(self.params, values)
         assert params is not None
-        everything = pool.clf_labels == "all" and params.model.heads != "de"
+        everything = "all" in head_labels(params)
         num_labels = self.sizes.num_labels if everything else min(self.sizes.num_labels, 4 * labels)
         dataset, tokens = _data(
             self.folder / f"data-{part}", queries * steps, num_labels, self.sizes, params, self.shape
