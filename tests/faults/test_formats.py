@@ -1,6 +1,7 @@
 """Fault 20: an older checkpoint goes on, an older bundle predicts as it did; newer ones are refused by their version.
 
-`formats/bundle-1/` was written by unidec 0.1.0 (`tiny_bundle.write_tiny_bundle`, seed 7, HNSW) and is not written anew.
+`formats/bundle-1/` was written by unidec 0.1.0 (`tiny_bundle.write_tiny_bundle`, seed 7, HNSW) and is not written anew;
+`bundle-2/` is the same with training queries that vote (softmax).
 """
 
 from __future__ import annotations
@@ -94,21 +95,41 @@ QUERIES = ["red car", "old house", "big blue boat"]
 
 
 @pytest.fixture
-def bundle_1(helper: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stub_model(helper: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     stub = helper("retrieval/tiny_bundle").StubModel
     monkeypatch.setattr("unidec.retrieval.bundle._load_model", lambda path, device: stub(path))
+
+
+@pytest.fixture
+def bundle_1(stub_model: None, tmp_path: Path) -> Path:
     return Path(shutil.copytree(Path(__file__).with_name("formats") / "bundle-1", tmp_path / "bundle"))
 
 
 def test_a_bundle_of_version_1_predicts_as_it_did(bundle_1: Path) -> None:
     from unidec.retrieval.bundle import Bundle
 
-    found = Bundle.load(bundle_1).predict(QUERIES, k=3)
+    bundle = Bundle.load(bundle_1)
+    assert bundle.neighbours is None
+    found = bundle.predict(QUERIES, k=3)
     assert [one.labels for one in found] == [["L1", "L0", "L4"], ["L6", "L9", "L8"], ["L2", "L4", "L10"]]
     assert found[0].titles == ["green car", "red car", "green boat"]
     assert found[0].scores == pytest.approx([1.2214067, 1.0964489, 0.9659362], abs=1e-5)
     assert found[0].de_scores == pytest.approx([0.8670483, 1.0, 0.6538523], abs=1e-5)
     assert found[0].clf_scores == pytest.approx([0.7087167, 0.1928977, 0.6241677], abs=1e-5)
+
+
+@pytest.mark.usefixtures("stub_model")
+def test_a_bundle_of_version_2_predicts_as_it_did() -> None:
+    from unidec.retrieval.bundle import Bundle
+
+    bundle = Bundle.load(Path(__file__).with_name("formats") / "bundle-2")
+    found = bundle.predict(QUERIES, k=3)
+    assert [one.labels for one in found] == [["L4", "L1", "L3"], ["L6", "L9", "L8"], ["L4", "L2", "L8"]]
+    assert found[0].scores == pytest.approx([1.6659362, 1.2214067, 1.1296076], abs=1e-5)
+    assert found[0].de_scores == pytest.approx([0.6538523, 0.8670483, 0.3385780], abs=1e-5)
+    assert found[0].clf_scores == pytest.approx([0.6241677, 0.7087167, 0.2605411], abs=1e-5)
+    assert found[0].knn_scores == pytest.approx([1.0, 0.0, 0.9439413], abs=1e-5)
+    assert bundle.neighbours is not None and bundle.neighbours.titles.to_pylist()[:2] == ["", "green boat big"]
 
 
 def test_a_newer_bundle_is_refused(bundle_1: Path) -> None:

@@ -69,7 +69,7 @@ def test_votes_are_those_of_a_loop(rng, vote, num_train, num_labels, share, num)
 
 
 def test_no_queries_and_only_opposite_neighbours():
-    neighbours = Neighbours(np.eye(3, dtype=np.float32), csr_matrix(np.eye(3)), list("abc"), list("abc"))
+    neighbours = Neighbours(np.eye(3, dtype=np.float32), csr_matrix(np.eye(3)), list("abc"), list("abc"), "square")
     assert neighbours.votes(np.zeros((0, 3), dtype=np.float32), 2).shape == (0, 3)
     assert neighbours.votes(-np.ones((2, 3), dtype=np.float32), 2).nnz == 0
     assert (votes_alone(neighbours.votes(-np.ones((2, 3), dtype=np.float32), 2), 4).rows == -1).all()

@@ -72,7 +72,7 @@ class Neighbours:
     """
 
     def __init__(
-        self, vectors_MD: npt.NDArray[Any], labels_ML: csr_matrix, uids: Any, titles: Any, vote: Vote = "square"
+        self, vectors_MD: npt.NDArray[Any], labels_ML: csr_matrix, uids: Any, titles: Any, vote: Vote = "softmax"
     ) -> None:
         if vote not in VOTES:
             raise ValueError(f"unknown vote {vote!r}, expected one of {', '.join(VOTES)}")
