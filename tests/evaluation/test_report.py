@@ -16,7 +16,7 @@ import pytest
 from unidec.evaluation.page import Shown, table
 from unidec.evaluation.plots import plots_csv, refresh_parts, save_pngs, wall_seconds
 from unidec.evaluation.report import ReportInput, calibration_bins, render, write_report
-from unidec.evaluation.svg import Line, bar_chart, line_chart, range_chart
+from unidec.evaluation.svg import Line, Range, bar_chart, line_chart, range_chart
 from unidec.evaluation.training_sections import validation_by_time
 
 HOSTILE = "</td></table><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\ud800"
@@ -256,7 +256,8 @@ def test_wall_time_is_training_and_refreshes_summed_up():
 
 
 def test_ranges_lie_where_their_numbers_are():
-    svg = range_chart([("a", 10.0, 1.0, [9.0, 11.0]), ("b", 20.0, float("nan"), []), ("c", float("nan"), 1.0, [])], "x")
+    nan = float("nan")
+    svg = range_chart([Range("a", 10.0, 1.0, [9.0, 11.0]), Range("b", 20.0, nan, [], 5), Range("c", nan, 1.0)], "x")
     tree = ElementTree.fromstring(svg[svg.index("<svg") :])
     (spread,) = [n for n in tree.iter("line") if n.get("class") == "spread"]
     at = {n[0].text: float(n.get("cx", "")) for n in tree.iter("circle")}
@@ -264,7 +265,7 @@ def test_ranges_lie_where_their_numbers_are():
     assert float(spread.get("x2", "")) == pytest.approx(at["a: 11.00"], abs=0.1)
     assert at["b: 20.00"] - at["a: 10.00 ± 1.00"] == pytest.approx(5 * (at["a: 11.00"] - at["a: 9.00"]), abs=0.5)
     assert not [text for text in at if text.startswith("c")] and range_chart([], "x") == ""
-    assert "…" in range_chart([("a very long name " * 5, 1.0, 0.0, [])], "x")
+    assert "…" in range_chart([Range("a very long name " * 5, 1.0, 0.0)], "x")
 
 
 def test_more_lines_than_colours_differ_by_their_strokes():

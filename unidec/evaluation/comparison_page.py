@@ -12,11 +12,12 @@ from unidec.evaluation import comparison_tables as tables
 from unidec.evaluation.comparison_input import Cell, ComparisonInput, Run, Task, summary
 from unidec.evaluation.page import charts, document, facts, figure, navigation, note, number, section, table
 from unidec.evaluation.report import bin_name
-from unidec.evaluation.svg import Line, bar_chart, line_chart, range_chart
+from unidec.evaluation.svg import Line, Range, bar_chart, line_chart, range_chart
 from unidec.evaluation.training_sections import validation_by_time
 
 MAIN = ("P@1", "PSP@5", "R@100")  # drawn
 CURVES = 12  # systems in a chart of curves: more cannot be told apart
+PEER_COLOUR = 5
 BINS = 6  # systems in a chart of bins
 
 
@@ -120,8 +121,10 @@ def _ranges(cells: Sequence[Cell], metric: str) -> str:
     rows = []
     for cell in tables.ranked(cells, metric):
         of = summary(cell.values(metric))
-        rows.append((cell.name, of.mean, of.spread, cell.values(metric) if of.count > 1 else []))
-    return figure(f"{metric}, test split", range_chart(rows, "percent; mean ± standard deviation, dots: seeds"))
+        colour = PEER_COLOUR if cell.kind == "peer" else 0
+        rows.append(Range(cell.name, of.mean, of.spread, cell.values(metric) if of.count > 1 else [], colour))
+    about = "percent; mean ± standard deviation, small dots: seeds, grey: peers"
+    return figure(f"{metric}, test split", range_chart(rows, about))
 
 
 def _curves(cells: Sequence[Cell]) -> str:

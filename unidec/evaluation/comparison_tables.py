@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unidec.evaluation.comparison_input import COSTS, Cell, Contrast, Group, Run, Summary, Task, summary
@@ -41,23 +41,22 @@ def headline(cells: Sequence[Cell], metrics: Sequence[str], contrasts: Contrasts
     shown = [cell for cell in ranked(cells, columns[0]) if cell.runs] if columns else []
     rows = [
         [
-            cell.name,
-            "peer" if cell.kind == "peer" else "recipe",
-            len(cell.runs),
+            named(cell),
+            Shown(str(len(cell.runs))),
             *(_marked(cell, metric, _against_peer(cell, metric, cells, contrasts)) for metric in columns),
         ]
         for cell in shown
     ]
-    kinds = ["reference" if cell.kind == "peer" else "" for cell in shown]
-    return _bold_from(table, ["system", "kind", "seeds", *columns], rows, 3, kinds)
+    return table(["system", "seeds", *columns], rows, best=True, kinds=_kinds(shown), dense=True)
 
 
-def _bold_from(
-    make: Callable[..., str], header: Sequence[str], rows: list[list[Any]], first: int, kinds: Sequence[str]
-) -> str:
-    """A table whose columns from `first` on have their best in bold: those before are made text."""
-    rows = [[Shown(number(cell)) if 0 < c < first else cell for c, cell in enumerate(row)] for row in rows]
-    return make(header, rows, best=True, kinds=kinds)
+def named(cell: Cell) -> Shown:
+    """A cell's name; a peer's with that word."""
+    return Shown(cell.name, small=" peer" if cell.kind == "peer" else "")
+
+
+def _kinds(cells: Sequence[Cell]) -> list[str]:
+    return ["reference" if cell.kind == "peer" else "" for cell in cells]
 
 
 def _marked(cell: Cell, metric: str, contrast: Contrast | None) -> Shown:
@@ -94,11 +93,11 @@ def recipe_against_peer(cells: Sequence[Cell], metrics: Sequence[str], contrasts
         difference = ours.mean - theirs.mean
         sign = "right" if difference > 0 else "wrong" if difference < 0 else ""
         rows.append(
-            [metric, recipe.name, mean_and_spread(ours), peer.name, mean_and_spread(theirs),
+            [metric, recipe.name, peer.name, mean_and_spread(ours), mean_and_spread(theirs),
              Shown(f"{difference:+.2f}", difference, kind=sign), interval, p_value]
         )  # fmt: skip
-    header = ["metric", "best recipe", "", "best peer", "", "difference", "95 % interval", "p, corrected"]
-    return table(header, rows)
+    header = ["metric", "best recipe", "best peer", "recipe", "peer", "difference", "95 % interval", "p, corrected"]
+    return table(header, rows, text_columns=3)
 
 
 def costs(cells: Sequence[Cell], metric: str) -> str:
@@ -106,11 +105,10 @@ def costs(cells: Sequence[Cell], metric: str) -> str:
     shown = [cell for cell in ranked(cells, metric) if any(run.costs for run in cell.runs)]
     columns = [key for key in COSTS if any(key in run.costs for cell in shown for run in cell.runs)]
     rows = [
-        [cell.name, *(_cost(key, summary([r.costs[key] for r in cell.runs if key in r.costs])) for key in columns)]
+        [named(cell), *(_cost(key, summary([r.costs[key] for r in cell.runs if key in r.costs])) for key in columns)]
         for cell in shown
     ]
-    kinds = ["reference" if cell.kind == "peer" else "" for cell in shown]
-    return table(["system", *(COSTS[key] for key in columns)], rows, kinds=kinds)
+    return table(["system", *(COSTS[key] for key in columns)], rows, kinds=_kinds(shown), dense=True)
 
 
 def _cost(key: str, of: Summary) -> Shown:
@@ -127,10 +125,9 @@ def by_group(cells: Sequence[Cell], metric: str) -> str:
     names = [f"{g}/{m}" for m in GROUP_METRICS for g in GROUPS]
     columns = [name for name in names if any(cell.values(name) for cell in cells)]
     shown = [cell for cell in ranked(cells, metric) if any(cell.values(name) for name in columns)]
-    rows = [[cell.name, *(summary(cell.values(name)).mean for name in columns)] for cell in shown]
+    rows = [[named(cell), *(summary(cell.values(name)).mean for name in columns)] for cell in shown]
     heads = [f"{name.split('/')[1]} {name.split('/')[0]}" for name in columns]
-    kinds = ["reference" if cell.kind == "peer" else "" for cell in shown]
-    return table(["system", *heads], rows, best=True, kinds=kinds)
+    return table(["system", *heads], rows, best=True, kinds=_kinds(shown), dense=True)
 
 
 def parts(cells: Sequence[Cell], metric: str) -> str:
@@ -224,23 +221,33 @@ def _p(value: float) -> str:
 
 
 def overview(tasks: Sequence[Task], cells: Sequence[Cell], metrics: Sequence[str]) -> str:
-    """A table a metric: systems down, tasks across; for comparisons of several tasks."""
+    """Systems down, metrics and tasks across, for comparisons of several tasks; systems by the mean of their places."""
     if len(tasks) < 2:
         return ""
-    names = list(dict.fromkeys(cell.name for cell in cells))
-    peers = {cell.name for cell in cells if cell.kind == "peer"}
-    found = {(cell.task, cell.name): cell for cell in cells}
+    found = {(cell.task, cell.name): cell for cell in cells if cell.runs}
+    one = {cell.name: cell for cell in cells if cell.runs}
+    columns = [(metric, task) for metric in metrics for task in tasks]
+    means = {
+        (metric, task.name, name): summary(found[task.name, name].values(metric)).mean
+        for metric, task in columns
+        for name in one
+        if (task.name, name) in found
+    }
 
-    def mean(task: Task, name: str, metric: str) -> float | None:
-        cell = found.get((task.name, name))
-        return summary(cell.values(metric)).mean if cell is not None else None
+    def place(name: str) -> float:
+        """Mean over columns of how many do better; last where nothing was measured."""
+        places = []
+        for metric, task in columns:
+            own = means.get((metric, task.name, name), math.nan)
+            if math.isfinite(own):
+                places.append(sum(means.get((metric, task.name, other), -math.inf) > own for other in one))
+        return sum(places) / len(places) if places else math.inf
 
-    shown = []
-    for metric in metrics:
-        rows = [[name, *(mean(task, name, metric) for task in tasks)] for name in names]
-        kinds = ["reference" if name in peers else "" for name in names]
-        shown.append(table(["system", *(t.name for t in tasks)], rows, best=True, kinds=kinds, caption=metric))
-    return "".join(shown)
+    names = sorted(one, key=place)
+    rows = [[named(one[name]), *(means.get((metric, task.name, name)) for metric, task in columns)] for name in names]
+    header = ["system", *(f"{metric} {task.name}" for metric, task in columns)]
+    kinds = _kinds([one[name] for name in names])
+    return table(header, rows, best=True, kinds=kinds, dense=True, caption="all data sets, by mean place")
 
 
 def settings(cells: Sequence[Cell], common: Mapping[str, Any]) -> str:

@@ -33,7 +33,9 @@ thead th{vertical-align:bottom;white-space:normal;min-width:5em}
 th:first-child,td:first-child,td.text,th.text{text-align:left}tbody th{white-space:normal;min-width:9em;max-width:26em}
 td.text{white-space:normal;overflow-wrap:anywhere}tbody tr:hover{background:var(--soft)}b.best{color:var(--fg)}
 table.facts th{min-width:14em}
-table.facts td{width:99%}td small{color:var(--muted);font-size:12px}tr.base th,tr.base td{background:var(--soft)}
+table.facts td{width:99%}.dense th,.dense td{padding:4px 6px}
+.dense thead th{min-width:0}.dense tbody th{min-width:8em}
+td small,th small{color:var(--muted);font-size:12px}tr.base th,tr.base td{background:var(--soft)}
 tr.reference th,tr.reference td{color:var(--muted)}
 .charts{margin:0 0 14px;display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:20px 28px}
 figure{margin:0;min-width:0}figcaption{font-size:14px;margin:0 0 4px;font-weight:600}
@@ -68,8 +70,9 @@ table{font-size:7.5pt}th,td{padding:2pt 4pt}thead th{min-width:0}tbody th{min-wi
 thead{display:table-header-group}
 figure,tr,.example,.card{break-inside:avoid}.charts{grid-template-columns:1fr 1fr;gap:10pt 14pt}
 .pair{grid-template-columns:1fr 1fr;gap:4pt 12pt}.example table{font-size:7pt}
-.example h4,h3,figcaption{font-size:8.5pt}.note,.legend,.example .note{font-size:7.5pt}code{font-size:7.5pt}.legend i{height:7px}
-.charts,section p{margin-bottom:8pt}.card{padding:4pt 8pt}.card b{font-size:14pt}.cards{grid-template-columns:repeat(6,1fr)}.example{padding:5pt 8pt}
+.example h4,h3,figcaption{font-size:8.5pt}.note,.legend,.example .note{font-size:7.5pt}code{font-size:7.5pt}
+.legend i{height:7px}.charts,section p{margin-bottom:8pt}.card{padding:4pt 8pt}.card b{font-size:14pt}
+.cards{grid-template-columns:repeat(6,1fr)}.example{padding:5pt 8pt}
 details::details-content{content-visibility:visible;block-size:auto;display:block}summary{list-style:none}}
 """
 
@@ -150,6 +153,7 @@ def table(
     lowest: Collection[int] = (),
     kinds: Sequence[str] = (),
     caption: str = "",
+    dense: bool = False,
 ) -> str:
     """A table: `text_columns` of text, then numbers or `Shown`.
 
@@ -157,6 +161,7 @@ def table(
         best: the largest value of each column is set in bold; of the columns `lowest`, the smallest.
         kinds: a CSS class for each row ("base", "reference" or "").
         caption: shown above; also what the region is called that the keyboard can scroll.
+        dense: less room between columns, for wide tables.
     """
     if not rows:
         return ""
@@ -169,7 +174,8 @@ def table(
         body.append(f"<tr{kind}>{cells}</tr>")
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
     region = f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption or "table", quote=True)}">'
-    return f"{region}<table>{title}<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+    close = ' class="dense"' if dense else ""
+    return f"{region}<table{close}>{title}<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
 
 
 def _tops(

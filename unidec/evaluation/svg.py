@@ -100,16 +100,24 @@ def bar_chart(
     return _figure(body, [name for name, _ in bars])
 
 
-def range_chart(rows: Sequence[tuple[str, float, float, Sequence[float]]], x_label: str) -> str:
-    """A row each with a mean, its spread to both sides and the values behind it: (name, mean, spread, values).
+@dataclass(frozen=True)
+class Range:
+    """A row of `range_chart`: a mean, its spread to both sides (NaN: none), the values behind it, its colour."""
 
-    A row without a finite mean is left out; a spread that is not finite is not drawn.
-    """
-    rows = [row for row in rows if math.isfinite(row[1])]
+    name: str
+    mean: float
+    spread: float
+    values: Sequence[float] = ()
+    colour: int = 0
+
+
+def range_chart(rows: Sequence[Range], x_label: str) -> str:
+    """Means with their spreads, a row each; one without a finite mean is left out."""
+    rows = [row for row in rows if math.isfinite(row.mean)]
     if not rows:
         return ""
-    ends = [v for _, mean, spread, values in rows for v in (*values, mean, *_ends(mean, spread)) if math.isfinite(v)]
-    name_width = min(200, 12 + max(len(name) for name, *_ in rows) * 7)
+    ends = [v for row in rows for v in (*row.values, row.mean, *_ends(row)) if math.isfinite(v)]
+    name_width = min(200, 12 + max(len(row.name) for row in rows) * 7)
     x_axis = _Axis(min(ends), max(ends), name_width, WIDTH - RIGHT - 40)
     bottom = TOP + ROW * len(rows)
     body = []
@@ -117,24 +125,24 @@ def range_chart(rows: Sequence[tuple[str, float, float, Sequence[float]]], x_lab
         x = x_axis.at(tick)
         body.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
         body.append(_text("tick", x, bottom + 16, x_axis.label(tick)))
-    for r, (name, mean, spread, values) in enumerate(rows):
+    for r, row in enumerate(rows):
         y = TOP + ROW * (r + 0.5)
-        shown = name if len(name) * 7 <= name_width else name[: name_width // 7 - 1] + "…"
+        shown = row.name if len(row.name) * 7 <= name_width else row.name[: name_width // 7 - 1] + "…"
         body.append(_text("name", name_width - 10, y + 4, shown, "end"))
-        if math.isfinite(spread):
-            low, high = (x_axis.at(end) for end in _ends(mean, spread))
+        if math.isfinite(row.spread):
+            low, high = (x_axis.at(end) for end in _ends(row))
             line = f'x1="{low:.1f}" x2="{high:.1f}" y1="{y:.1f}" y2="{y:.1f}"'
-            body.append(f'<line class="spread" style="stroke:var(--s0)" {line}/>')
-        body += [_dot(1, x_axis.at(v), y, 2.5, f"{name}: {v:.2f}") for v in values if math.isfinite(v)]
-        tip = f"{name}: {mean:.2f}" + (f" ± {spread:.2f}" if math.isfinite(spread) else "")
-        body.append(_dot(0, x_axis.at(mean), y, 4.5, tip))
-        body.append(_text("value", x_axis.end + 8, y + 4, f"{mean:.2f}", "start"))
+            body.append(f'<line class="spread" style="stroke:var(--s{row.colour % NUM_COLOURS})" {line}/>')
+        body += [_dot(1, x_axis.at(v), y, 2.5, f"{row.name}: {v:.2f}") for v in row.values if math.isfinite(v)]
+        tip = f"{row.name}: {row.mean:.2f}" + (f" ± {row.spread:.2f}" if math.isfinite(row.spread) else "")
+        body.append(_dot(row.colour, x_axis.at(row.mean), y, 4.5, tip))
+        body.append(_text("value", x_axis.end + 8, y + 4, f"{row.mean:.2f}", "start"))
     body.append(_text("axis", (x_axis.start + x_axis.end) / 2, bottom + 34, x_label))
-    return _figure(body, [f"{name} {mean:.2f}" for name, mean, *_ in rows], height=bottom + 40, legend=False)
+    return _figure(body, [f"{row.name} {row.mean:.2f}" for row in rows], height=bottom + 40, legend=False)
 
 
-def _ends(mean: float, spread: float) -> tuple[float, float]:
-    return mean - spread, mean + spread
+def _ends(row: Range) -> tuple[float, float]:
+    return row.mean - row.spread, row.mean + row.spread
 
 
 class _Axis:
