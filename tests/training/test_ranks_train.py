@@ -26,7 +26,14 @@ CASES = {
     "frozen beside": {"encoder.kind": "both", "loss.reduction": "pol", "optim.clf_state": "adagrad"},
     "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "model.learn_temperature": True},
     "all layers": {"encoder.kind": "both", "encoder.trainable_layers": -1, "pool.size": 17},
+    "every label for both heads, weighted": {
+        "pool.de_labels": "all", "pool.clf_labels": "all", "loss.clf": "bce", "loss.clf_bce": 0.0, "pool.beta": 1,
+        "model.clf_bias": True, "model.learn_temperature": True, "loss.reduction": "pol", "loss.weights": "propensity",
+    },
     "gandalf": {"pool.gandalf": True, "pool.batch_size": 22},
+    "frozen, growing clusters, tail": {
+        "encoder.kind": "both", "encoder.frozen": True, "pool.cluster_start": 2, "pool.positives": "tail",
+    },
 }  # fmt: skip
 COMMON = {"optim.epochs": 5, "optim.lr_clf": 3e-3, "optim.lr_bag": 3e-3, "optim.lr_heads": 3e-3}
 
@@ -68,7 +75,8 @@ def worst_differences(found, alone):
 @pytest.mark.parametrize("names", [
     ["unidec", "all labels, bias, temperatures", "one layer"],
     pytest.param(["depsl", "classifier", "frozen beside", "all layers", "gandalf"], marks=pytest.mark.slow),
-], ids=["three", "five more"])  # fmt: skip
+    pytest.param(["frozen, growing clusters, tail", "every label for both heads, weighted"], marks=pytest.mark.slow),
+], ids=["three", "five more", "two more"])  # fmt: skip
 def test_two_ranks_train_as_one(ranked, place, names):
     cases = {name: COMMON | CASES[name] for name in names}
     alone = ranked.train(ALONE, place, {name: dict(case) for name, case in cases.items()}, STEPS)

@@ -58,7 +58,7 @@ class Optimisers:
         )  # fmt: skip
         self.device = model.device
         self.row = {
-            name: row_optimiser("adam", table, settings.lr_bag)
+            name: row_optimiser("sgd" if model.encoder.frozen else "adam", table, settings.lr_bag)  # sgd keeps nothing
             if name.startswith("encoder.")
             else row_optimiser(settings.clf_state, table, settings.lr_clf, f"{seed} {name}")
             for name, table in model.tables().items()
