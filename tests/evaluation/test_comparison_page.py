@@ -194,6 +194,14 @@ def test_costs_curves_pools_and_parts():
     assert f"some text peer: 41.5 at {141.5 / 60:.4g}" in html
 
 
+def test_a_system_has_one_colour_in_all_charts_of_curves():
+    cells = [Cell("t", f"cell {i}", runs=[_run(0, 10.0 + i)]) for i in range(4)]
+    odd = dataclasses.replace(_run(0, 50.0), curve=[{"train_seconds": 1.0, "validation": {"PSP@5": 1.0}}])
+    html = _section(render_comparison(ComparisonInput(cells=[*cells, Cell("t", "odd", runs=[odd])])), "time")
+    keys = re.findall(r'<div class="legend">(.*?)</div>', html)
+    assert len(keys) == 3 and len(set(keys)) == 1 and keys[0].index("cell 3") < keys[0].index("cell 0")
+
+
 def test_bins_are_means_over_seeds():
     page = _Page(_section(render_comparison(_full(tasks=1)), "frequency"))
     assert page.row("some text a", "40.00", "20.00")[3:] == ["40.00", "40.00"]
@@ -221,7 +229,7 @@ def test_odd_input():
     assert _Page(html).open == [] and "nan" not in html.lower().replace("finance", "")
     many = [Cell("t", f"cell {i}", runs=[_run(0, 10.0 + i)]) for i in range(30)]
     html = render_comparison(ComparisonInput(cells=many))
-    assert "The 12 best are drawn; 18 more are in the tables." in html and "The 6 best are drawn." in html
+    assert "The 12 best by P@1 are drawn; 18 more are in the tables." in html and "The 6 best are drawn." in html
 
 
 def test_summaries():

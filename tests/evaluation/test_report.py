@@ -225,6 +225,16 @@ def test_lines_lie_where_their_numbers_are():
     assert line_chart([Line("a", [], [])], "x", "y") == ""
 
 
+@pytest.mark.parametrize("high", [0.07, 1.2, 11.0, 12.5, 99.0, 1234.0])
+def test_ticks_say_where_they_are(high):
+    svg = line_chart([Line("a", [0, 1], [0.0, high])], "x", "y", y_from_zero=True)
+    ticks = re.findall(r'text-anchor="end" x="[^"]*" y="([^"]*)">([^<]*)<', svg)
+    places, values = np.array([[float(y), float(text.replace(",", ""))] for y, text in ticks]).T
+    assert len(values) >= 4
+    slope, start = np.polyfit(places, values, 1)
+    np.testing.assert_allclose(slope * places + start, values, atol=high * 1e-3)
+
+
 def test_bars_are_as_high_as_their_numbers():
     svg = bar_chart(["g", "h"], [("a", [10.0, 5.0]), ("b", [0.0, float("nan")])], "y")
     height = [float(n.get("height", "")) for n in ElementTree.fromstring(svg[svg.index("<svg") :]).iter("rect")]

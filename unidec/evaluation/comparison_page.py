@@ -129,17 +129,20 @@ def _ranges(cells: Sequence[Cell], metric: str) -> str:
 
 def _curves(cells: Sequence[Cell]) -> str:
     """Validation metrics against minutes of training and refreshes, means over seeds; peers are dots."""
-    drawn, left_out = [], 0
-    for metric in MAIN:
-        lines = [line for cell in cells if (line := _curve(cell, metric)) is not None]
-        lines.sort(key=lambda line: -max(line.y))
-        left_out = max(left_out, len(lines) - CURVES)
-        chart = line_chart(lines[:CURVES], "minutes of training and refreshes", "percent", x_from_zero=True)
+    lines = {metric: {cell.name: line for cell in cells if (line := _curve(cell, metric))} for metric in MAIN}
+    names = [cell.name for cell in cells if any(cell.name in of for of in lines.values())]
+    first = lines[MAIN[0]]
+    names.sort(key=lambda name: -max(first[name].y) if name in first else math.inf)
+    left_out = len(names) - CURVES
+    drawn = []  # the same colours in each
+    for metric, of in lines.items():
+        chosen = [of.get(name, Line(name, [], [])) for name in names[:CURVES]]
+        chart = line_chart(chosen, "minutes of training and refreshes", "percent", x_from_zero=True)
         drawn.append(figure(f"{metric}, validation split", chart))
     shown = charts(*drawn)
     if not shown:
         return ""
-    limit = f" The {CURVES} best are drawn; {left_out} more are in the tables." if left_out > 0 else ""
+    limit = f" The {CURVES} best by {MAIN[0]} are drawn; {left_out} more are in the tables." if left_out > 0 else ""
     return shown + note(
         "A point a round, mean over seeds. Validation and export are not counted as time. A dot without a line: a "
         f"peer, after its training.{limit}"

@@ -34,7 +34,7 @@ th:first-child,td:first-child,td.text,th.text{text-align:left}tbody th{white-spa
 td.text{white-space:normal;overflow-wrap:anywhere}tbody tr:hover{background:var(--soft)}b.best{color:var(--fg)}
 table.facts th{min-width:14em}
 table.facts td{width:99%}.dense th,.dense td{padding:4px 6px}
-.dense thead th{min-width:0}.dense tbody th{min-width:8em}
+.dense thead th{min-width:0}.dense tbody th{min-width:0;white-space:nowrap}
 td small,th small{color:var(--muted);font-size:12px}tr.base th,tr.base td{background:var(--soft)}
 tr.reference th,tr.reference td{color:var(--muted)}
 .charts{margin:0 0 14px;display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:20px 28px}

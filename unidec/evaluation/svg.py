@@ -158,7 +158,8 @@ class _Axis:
         self.low, self.high, self.start, self.end = low, high, start, end
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         self.ticks = [i * step for i in range(first, last + 1)]
-        self.digits = max(0, -math.floor(math.log10(step) + 1e-9))
+        power = math.floor(math.log10(step) + 1e-9)
+        self.digits = max(0, -power + (abs(step / 10.0**power - 2.5) < 1e-6))  # a step of 2.5 wants one more
 
     def at(self, value: float) -> float:
         """Pixel of a value."""
