@@ -25,6 +25,7 @@ from unidec.progress import progress
 
 State = Literal["done", "failed", "not run"]
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+COMMAND = (sys.executable, "-m", "unidec.comparison.cell")
 POLL_S = 0.2
 GRACE_S = 120.0  # for the checkpoint of a child that is stopped
 _LOG_LINES = 6
@@ -131,7 +132,7 @@ def _start(task: Task, environment: Mapping[str, str]) -> subprocess.Popen[bytes
     with open(task.folder / LOG, "ab") as log:
         # a group of its own: Ctrl-C reaches it through us, and whatever it starts ends with it
         return subprocess.Popen(
-            [sys.executable, "-m", "unidec.comparison.cell", str(task.folder.resolve())],
+            [*COMMAND, str(task.folder.resolve())],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(environment), process_group=0,
         )  # fmt: skip
 

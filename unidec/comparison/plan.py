@@ -99,7 +99,7 @@ def load_comparison(path: str | Path, extra: Mapping[str, Any] | None = None) ->
     file, origin, formal = read_file(path)
     if file is None:
         raise ComparisonError([text for _, text in formal], str(path))
-    plan = _Plan(file, origin, dict(extra or {}), {key[:2] for key, _ in formal})
+    plan = _Plan(file, origin, dict(extra or {}), {part for key, _ in formal for part in (key, key[:2])})
     jobs = plan.jobs()
     problems = [text for _, text in formal] + plan.problems
     if problems:
@@ -201,7 +201,7 @@ class _Plan:
 
     def _check_data(self) -> None:
         for name, entry in self.file.data.items():
-            if not Path(entry.path).is_dir() and ("data", name) not in self.skip:
+            if not Path(entry.path).is_dir() and ("data", name, "path") not in self.skip:
                 self._say(f"data.{name}.path", "no such folder", entry.path, "a folder of raw files, from here",
                           fix="run in the project's folder, or correct the path")  # fmt: skip
             for key in flat(entry.set):

@@ -1,0 +1,234 @@
+"""Comparison files: what is wrong with one is told at once; what is right becomes jobs in an order that works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from unidec.comparison.file import flat
+from unidec.comparison.plan import Comparison, Job, load_comparison, nested, select, slug
+from unidec.config import Params, load_params, recipe_names
+from unidec.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted(path for path in (ROOT / "comparison").glob("*.yaml") if path.name != "dvc.yaml")
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Writes a comparison file beside a folder of raw data, `raw`."""
+    (tmp_path / "raw").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> Path:
+        path = tmp_path / "comparison.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+HEAD = "name: t\ndata:\n  d: {path: raw}\n"
+
+
+def problems(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_comparison(path)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def job(comparison: Comparison, key: str) -> Job:
+    return comparison.by_key()[key]
+
+
+# -- right ones -------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_have_the_recipes_values_under_common_data_and_cell(write: Write) -> None:
+    path = write(
+        "name: t\nseeds: [3, 5]\n"
+        "common: {pool: {beta: 7, eta: 5}, optim.epochs: 9}\n"
+        "data:\n"
+        "  short: {path: raw, max_length: 16}\n"
+        "  long: {path: raw, text: title+content, max_length: 64, set: {pool.eta: 4, data: {propensity_a: 0.6}}}\n"
+        "cells:\n"
+        "  one: {recipe: depsl, set: {pool.beta: 2}}\n"
+        "  two: {like: one, set: {model.dim: 64}}\n"
+        "  kNN: {peer: knn, options: {neighbours: 20}}\n"
+    )
+    comparison = load_comparison(path)
+    assert [j.key for j in comparison.jobs] == [
+        "short/one/3", "short/two/3", "short/kNN/3", "long/one/3", "long/two/3", "long/kNN/3",
+        "short/one/5", "short/two/5", "long/one/5", "long/two/5",  # kNN has no seed
+    ]  # fmt: skip
+    recipe = load_params(write("recipe: depsl\n")).model_dump()
+    expected = recipe | {
+        "seed": 5, "data": recipe["data"] | {"path": "raw", "propensity_a": 0.6},
+        "tokens": {"text": "title+content", "max_length": 64},
+        "model": recipe["model"] | {"dim": 64}, "pool": recipe["pool"] | {"beta": 2, "eta": 4},
+        "optim": recipe["optim"] | {"epochs": 9},
+        "tracking": recipe["tracking"] | {"experiment": "unidec comparisons"},
+    }  # fmt: skip
+    assert job(comparison, "long/two/5").params.model_dump() == expected
+    assert job(comparison, "long/two/5").settings == {"pool.beta": 2, "model.dim": 64}
+    peer = job(comparison, "short/kNN/3")
+    assert (peer.kind, peer.peer, peer.options, peer.params.optim.epochs) == ("peer", "knn", {"neighbours": 20}, 9)
+
+
+def test_what_a_cell_needs_comes_before_it(write: Write) -> None:
+    path = write(
+        HEAD + "cells:\n"
+        "  second: {recipe: ngame-classifier, after: first}\n"
+        "  votes: {model_of: second, set: {index.knn_weight: 0.5}}\n"
+        "  third: {like: second, set: {pool.beta: 1}}\n"
+        "  first: {recipe: ngame}\n"
+    )
+    comparison = load_comparison(path)
+    order = [j.cell for j in comparison.jobs]
+    assert order == ["first", "second", "votes", "third"]
+    assert [j.needs for j in comparison.jobs] == [None, "d/first/0", "d/second/0", "d/first/0"]
+    second, votes = job(comparison, "d/second/0"), job(comparison, "d/votes/0")
+    assert second.params.encoder.start == "../../first/0/outputs/model"
+    assert (votes.kind, votes.params.index.knn_weight) == ("model_of", 0.5)
+    without = {"encoder": {"start"}, "index": True}
+    assert votes.params.model_dump(exclude=without) == second.params.model_dump(exclude=without)
+    assert [j.cell for j in select(comparison, ["votes"])] == ["first", "second", "votes"]
+    assert [j.cell for j in select(comparison, ["d/first"])] == ["first"]
+    assert [j.cell for j in select(comparison, ["*/third/0", "first"])] == ["first", "third"]
+    assert select(comparison, []) == list(comparison.jobs)
+
+
+def test_set_from_the_command_line_goes_over_everything(write: Write) -> None:
+    path = write(HEAD + "cells:\n  a: {recipe: depsl, set: {pool.beta: 2}}\n")
+    assert job(load_comparison(path, {"pool.beta": 4}), "d/a/0").params.pool.beta == 4
+    with pytest.raises(ConfigError, match=r"pool\.betta \(--set\): unknown key[\s\S]*nearest: pool\.beta"):
+        load_comparison(path, {"pool.betta": 4})
+
+
+def test_cells_may_keep_to_some_data_and_seeds(write: Write) -> None:
+    path = write(
+        "name: t\nseeds: [0, 1]\ndata:\n  d: {path: raw}\n  e: {path: raw, max_length: 16}\n"
+        "cells:\n  a: {recipe: depsl}\n  b: {recipe: dpr, data: [e], seeds: [7]}\n  c: {like: b}\n"
+    )
+    keys = {j.key for j in load_comparison(path).jobs}
+    assert keys == {"d/a/0", "e/a/0", "d/a/1", "e/a/1", "e/b/7", "e/c/7"}
+
+
+def test_overrides_nested_or_by_key_path() -> None:
+    assert flat({"pool": {"beta": 2}, "pool.eta": 1, "loss": {}, "optim": None}) == {"pool.beta": 2, "pool.eta": 1}
+    assert nested({"pool.beta": 2, "seed": 0}) == {"pool": {"beta": 2}, "seed": 0}
+    assert slug("UniDEC + Gandalf (25 %)") == "unidec-gandalf-25" and slug("%") == "x"
+
+
+# -- wrong ones -------------------------------------------------------------------------------------------------------
+
+
+def test_everything_that_is_wrong_is_told_at_once_with_its_line(write: Write) -> None:
+    said = problems(
+        write(
+            "name: t\n"
+            "seed: [0]\n"
+            "common: {optim: {epoch: 3}}\n"
+            "data:\n"
+            "  d: {path: rav, texts: title}\n"
+            "cells:\n"
+            "  a: {recipe: depls}\n"
+            "  b: {recipe: dpr, set: {pool: {beta: 0}}}\n"
+            "  c: {like: bb}\n"
+            "  e: {recipe: dpr, peer: knn}\n"
+            "  f: {peer: xr-lineer}\n"
+            "  g: {peer: knn, options: {neighbors: 5}}\n"
+            "groups:\n"
+            "  G: {base: b, cells: [z]}\n"
+        )
+    )
+    for part in (
+        "comparison.yaml: 11 problems in the comparison file",
+        "seed (line 2): unknown key", "nearest: seeds",
+        "optim.epoch (line 3, common): unknown key", "nearest: optim.epochs",
+        "data.d.texts (line 5): unknown key", "nearest: text",
+        "cells.a.recipe (line 7): no such recipe", "nearest: depsl",
+        "pool.beta (line 8, cells.b.set): wrong value", "expected: at least 1",
+        "cells.c.like (line 9): no such cell", "cells.e (line 10): says twice what it is",
+        "cells.f.peer (line 11): no such peer", "nearest: xr-linear",
+        "cells.g.options", "neighbours",
+        "groups.G.cells (line 14): no such cell",
+    ):  # fmt: skip
+        assert part in said, f"{part!r} is missing in:\n{said}"
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ("{}", "at least one"),
+        ("a: {}", "says not what it is"),
+        ("a: {recipe: depsl, set: {tokens.max_length: 8}}", "is alike for all cells"),
+        ("a: {recipe: depsl, set: {seed: 8}}", "is alike for all cells"),
+        ("a: {recipe: depsl, set: {index: {clf_weight: 0.5}}}", "the classifier's weight counts only"),
+        ("a: {recipe: depsl}\n  A: {recipe: depsl}", "has the same folder as 'a'"),
+        ("a: {like: b}\n  b: {like: a}", "goes in a circle"),
+        ("a: {recipe: ngame, after: b}\n  b: {recipe: ngame, after: a}", "needs itself"),
+        ("a: {peer: knn}\n  b: {recipe: depsl, after: a}", "has no model of its own"),
+        ("a: {peer: knn}\n  b: {model_of: a}", "has no model of its own"),
+        ("a: {peer: knn, set: {pool.beta: 1}}", "a peer has no parameters of ours"),
+        ("a: {recipe: unidec}\n  b: {model_of: a, set: {pool.beta: 1}}", "would need another training"),
+        ("a: {recipe: depsl, seeds: [1]}\n  b: {recipe: depsl, after: a}", "does not run on this data set"),
+        ("a: {recipe: depsl, data: [x]}", "no such data set"),
+        ("a/b: {recipe: depsl}", "a name that matches"),
+        ("a: {recipe: depsl, set: 3}", "not a section"),
+        ("a: {recipe: depsl, seeds: [-1]}", "at least 0"),
+    ],
+)
+def test_one_thing_wrong(write: Write, cells: str, words: str) -> None:
+    body = f"cells: {cells}\n" if cells == "{}" else f"cells:\n  {cells}\n"
+    assert words in problems(write(HEAD + body))
+
+
+def test_no_file_no_folder_no_cell(write: Write) -> None:
+    with pytest.raises(ConfigError, match="no such comparison file"):
+        load_comparison("nothing.yaml")
+    path = write("name: t\ndata:\n  d: {path: nowhere}\ncells:\n  a: {recipe: depsl}\n")
+    assert "data.d.path (line 3): no such folder" in problems(path)
+    comparison = load_comparison(write(HEAD + "cells:\n  classifier: {recipe: renee}\n"))
+    with pytest.raises(ConfigError, match=r"no such cell[\s\S]*nearest: classifier"):
+        select(comparison, ["clasifier"])
+
+
+# -- shipped ones -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_comparisons_are_valid(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for entry in yaml.safe_load(path.read_text())["data"].values():  # lf-wordnet is not in every checkout
+        (tmp_path / entry["path"]).mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    comparison = load_comparison(path)
+    assert comparison.file.name == path.stem and comparison.file.title and comparison.file.about
+    defaults = Params().model_dump()
+    assert all(j.params.model_dump() != defaults for j in comparison.jobs)
+    used = {job.cell for job in comparison.jobs}
+    assert used == set(comparison.file.cells)
+    if path.stem in ("small", "full"):
+        recipes = {job.params.recipe for job in comparison.jobs if job.kind == "recipe"}
+        assert recipes == {name for name in recipe_names() if "gpu" not in name}
+
+
+def test_the_dvc_matrix_has_every_trained_cell_of_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    stage = yaml.safe_load((ROOT / "comparison" / "dvc.yaml").read_text())["stages"]["run"]
+    comparison = load_comparison("comparison/small.yaml")
+    trained = [job for job in comparison.jobs if job.kind != "peer"]
+    assert set(stage["matrix"]["cell"]) == {slug(job.cell) for job in trained}
+    assert set(stage["matrix"]["seed"]) == set(comparison.file.seeds)
+    for cell in stage["matrix"]["cell"]:
+        found = select(comparison, [f"*/{cell}/1"])
+        assert slug(found[-1].cell) == cell and {job.seed for job in found} == {1}
+    for dependency in stage["deps"]:
+        assert (ROOT / dependency).exists(), dependency
