@@ -10,7 +10,7 @@ from html import escape
 from unidec.data.storage import write_bytes_atomic
 from unidec.evaluation import comparison_tables as tables
 from unidec.evaluation.comparison_input import Cell, ComparisonInput, Run, Task, summary
-from unidec.evaluation.page import charts, document, facts, figure, navigation, note, number, section, table
+from unidec.evaluation.page import charts, document, facts, figure, folded, navigation, note, number, section, table
 from unidec.evaluation.report import bin_name
 from unidec.evaluation.svg import Line, Range, bar_chart, line_chart, range_chart
 from unidec.evaluation.training_sections import validation_by_time
@@ -193,7 +193,8 @@ def _frequency(cells: Sequence[Cell]) -> str:
         "many (query, label) pairs of the training data; their contributions add up to the metric. "
     )
     limit = f"The {BINS} best are drawn." if len(with_bins) > BINS else ""
-    return groups + charts(*figures) + table(header, rows, best=True, caption="contributions") + note(about + limit)
+    contributions = folded("contributions, as a table", table(header, rows, best=True, dense=True))
+    return groups + charts(*figures) + contributions + note(about + limit)
 
 
 def _bin(cell: Cell, number_of_bin: int, metric: str) -> float:

@@ -59,6 +59,8 @@ padding:3px 8px}.example thead th{min-width:0;white-space:nowrap}.example td.tex
 .right{color:var(--good);font-weight:600}.wrong{color:var(--bad);font-weight:600}
 details{margin:4px 0 12px}details summary{cursor:pointer;color:var(--s0)}
 code{font:13px ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere;white-space:pre-wrap}
+@media (max-width:900px){.wide tr>:first-child{position:sticky;left:0;background:var(--bg)}
+.wide tr.base>:first-child{background:var(--soft)}}
 @media (max-width:600px){main{padding:16px 14px 48px}th,td{padding:4px 7px}thead th{min-width:0}
 table.facts th{min-width:9em}}
 @media print{:root{--bg:#fff;--fg:#000;--muted:#444;--rule:#bbb;--soft:#fff;--good:#1b7f4b;--bad:#b3382c;--s0:#2463a6;
@@ -66,7 +68,7 @@ table.facts th{min-width:9em}}
 @page{margin:13mm}html{color-scheme:light;print-color-adjust:exact;-webkit-print-color-adjust:exact}
 body{font-size:9.5pt}nav,.skip{display:none}main{max-width:none;padding:0}h1{font-size:17pt}
 h2{font-size:13pt;margin-top:18pt;break-after:avoid}h3,figcaption,caption{break-after:avoid}.wide,.plot{overflow:visible}svg{min-width:0}
-table{font-size:7.5pt}th,td{padding:2pt 4pt}thead th{min-width:0}tbody th{min-width:6em}
+table{font-size:7.5pt}td small,th small{font-size:6pt}th,td{padding:2pt 4pt}thead th{min-width:0}tbody th{min-width:6em}
 thead{display:table-header-group}
 figure,tr,.example,.card{break-inside:avoid}.charts{grid-template-columns:1fr 1fr;gap:10pt 14pt}
 .pair{grid-template-columns:1fr 1fr;gap:4pt 12pt}.example table{font-size:7pt}
