@@ -78,6 +78,7 @@ def amounts(items):
         {"model.clf_dtype": "bf16", "optim.clf_state": "adam", "model.clf_bias": True, **FROZEN},
         {"model.clf_dtype": "bf16", "optim.clf_state": "adagrad", "run.table_place": "disk", **ONE},
         {"run.table_place": "host", "encoder.kind": "both", "encoder.trainable_layers": -1},
+        {"encoder.kind": "both", "encoder.frozen": True},
         {"encoder.kind": "both", "encoder.trainable_layers": 2, "distilbert": True},
         {**ALL, "distilbert": True, "run.recompute": True},
     ],

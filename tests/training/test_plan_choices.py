@@ -65,6 +65,8 @@ PEAKS = {
     "residual rows": {"model.heads": "clf", "model.clf_residual": True},
     "soft top-k": {"model.heads": "de", "loss.de": "softtopk", "loss.de_forward": 1.0, "pool.de_labels": "all"},
     "hinge": {"model.heads": "clf", "loss.clf": "hinge", "loss.clf_bce": 0.0, "pool.clf_labels": "all"},
+    "frozen bag": {"encoder.frozen": True, "model.heads": "clf", "pool.clf_labels": "all"},
+    "frozen both, dropout": {"encoder.kind": "both", "encoder.frozen": True, "encoder.dropout": 0.2},
     "hardest": {"model.heads": "de", "loss.de": "triplet", "loss.triplet_negatives": "hardest"},
 }
 

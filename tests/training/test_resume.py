@@ -72,6 +72,12 @@ SYSTEMS = {
     "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "encoder.bag_dropout": 0.0},
     "bf16": {"encoder.kind": "both", "encoder.trainable_layers": 1, "optim.precision": "bf16"},
     "gandalf": {"pool.gandalf": True},
+    "all labels' texts, cached gradients": {
+        "pool.de_labels": "all",
+        "optim.encode_chunk": 9,
+        "encoder.bag_dropout": 0.3,
+        "loss.weights": "propensity",
+    },
     "gandalf, all labels": {"pool.gandalf": True, "pool.clf_labels": "all"},
     "adagrad": {"optim.clf_state": "adagrad", "model.clf_bias": True},
     "bf16 rows without state": {"optim.clf_state": "sgd", "model.clf_dtype": "bf16", "optim.lr_clf": 0.1},

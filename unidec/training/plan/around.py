@@ -77,7 +77,9 @@ def _data_items(s: Setting) -> list[Item]:
 
 
 def frozen_bytes(s: Setting) -> int:
-    """Of the caches of a transformer that is frozen, wholly or in its lower layers."""
+    """Of the caches of an encoder that is frozen, or of a transformer that is, wholly or in its lower layers."""
+    if s.frozen:
+        return FP16 * (s.sizes.num_queries + s.sizes.num_labels) * s.width
     if not s.has_transformer or (s.trained_layers == s.shape.layers and s.params.encoder.trainable_layers < 0):
         return 0
     texts = s.sizes.num_queries + s.sizes.num_labels

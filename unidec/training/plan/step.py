@@ -46,6 +46,11 @@ class Setting:
         return self.params.encoder.kind != "transformer"
 
     @property
+    def frozen(self) -> bool:
+        """The encoder's outputs are its input."""
+        return self.params.encoder.frozen
+
+    @property
     def width(self) -> int:
         """W."""
         return self.shape.hidden * (2 if self.params.encoder.kind == "both" else 1)
@@ -103,7 +108,12 @@ def _encoder_state(s: Setting) -> list[Item]:
         values = s.vocab * (shape.hidden + 1)
         items += [
             Item("token table", "device", FP32 * values, f"{s.vocab:,} x ({shape.hidden:,} + 1) x 4"),
-            Item("token table state", "device", 2 * FP32 * values, f"{s.vocab:,} x ({shape.hidden:,} + 1) x 8 (Adam)"),
+            Item(
+                "token table state",
+                "device",
+                0 if s.frozen else 2 * FP32 * values,
+                f"{s.vocab:,} x ({shape.hidden:,} + 1) x 8 (Adam)",
+            ),
         ]
     return items
 
@@ -113,7 +123,8 @@ def _head_state(s: Setting) -> list[Item]:
     values = s.num_heads * (s.width * dim + dim)
     trained = values + (2 if s.params.model.learn_temperature else 0)
     if s.params.encoder.residual:
-        values, trained = values + 2 * (s.width**2 + s.width), trained + 2 * (s.width**2 + s.width)
+        residual = 2 * (s.width**2 + s.width)
+        values, trained = values + residual, trained + (0 if s.frozen else residual)
     values += 2  # temperatures
     return [
         Item("head weights", "device", FP32 * values, f"{values:,} x 4"),
@@ -202,8 +213,8 @@ def _vectors(s: Setting) -> list[Item]:
     """Text vectors [n, W] and what the heads make of them."""
     n, dim, model = s.batch.texts.count, s.params.model.dim, s.params.model
     held = s.batch.texts.graph.count
-    wide = 2 + (s.params.encoder.dropout > 0) + (5 if s.params.encoder.residual else 0)
-    parts = (2 if s.has_transformer else 0) + (2 if s.has_bag else 0)
+    wide = 2 + (s.params.encoder.dropout > 0) + (5 if s.params.encoder.residual and not s.frozen else 0)
+    parts = 0 if s.frozen else (2 if s.has_transformer else 0) + (2 if s.has_bag else 0)
     values = held * (wide * s.width + parts * s.shape.hidden)
     formula = f"{held:,} texts x ({wide} x {s.width:,} + {parts} x {s.shape.hidden:,})"
     if held < n:  # all vectors and their gradients, while chunks are encoded
@@ -221,7 +232,7 @@ def _vectors(s: Setting) -> list[Item]:
 
 
 def _bag_work(s: Setting) -> list[Item]:
-    if not s.has_bag:
+    if not s.has_bag or s.frozen:
         return []
     texts, h = s.batch.texts, s.shape.hidden
     unique, tokens, held = s.batch.unique_tokens, texts.tokens, texts.graph.tokens

@@ -172,7 +172,8 @@ class _Runner:
         """Texts a second in a refresh, and through a frozen transformer before the first step (0: there is none)."""
         model, tokens = self.trainer.model, self.trainer.tokens["labels"]
         rows = np.arange(min(len(tokens), 2 * CHUNK_TEXTS))
-        reads = model.encoder.transformer is not None and self.params.encoder.trainable_layers >= 0
+        has_transformer = model.encoder.transformer is not None
+        reads = model.encoder.frozen or (has_transformer and self.params.encoder.trainable_layers >= 0)
         whole = InputBuilder(model.encoder, self.device)
         amp = autocast_type(self.params.optim.precision, self.device)
 
@@ -190,6 +191,9 @@ class _Runner:
 
 def _cached(model: Any, tokens: TokenCache, device: torch.device) -> InputBuilder:
     """An input builder with caches of zeros: what a refresh costs when the frozen part is read from disk."""
+    if model.encoder.frozen:
+        outputs = np.zeros((len(tokens), model.encoder.width), np.float16)
+        return InputBuilder(model.encoder, device, frozen_outputs={"labels": outputs})
     width = model.encoder.transformer.width
     if model.encoder.takes_vectors:
         return InputBuilder(model.encoder, device, {"labels": np.zeros((len(tokens), width), np.float16)})
