@@ -261,6 +261,8 @@ def _own_folder(params: Params) -> Iterator[Params]:
     encoder = params.encoder
     if Path(encoder.name).exists():
         encoder = encoder.model_copy(update={"name": str(Path(encoder.name).resolve())})
+    if encoder.start:
+        encoder = encoder.model_copy(update={"start": str(Path(encoder.start).resolve())})
     data = params.data.model_copy(update={"path": str(Path(params.data.path).resolve())})
     folder = Path("runs") / "own" / fingerprint(params)[:12]
     folder.mkdir(parents=True, exist_ok=True)

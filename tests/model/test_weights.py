@@ -122,6 +122,8 @@ def edit(path, change):
 @pytest.mark.parametrize(
     ("file", "change", "kind", "said"),
     [
+        ("config.json", lambda c: c["encoder"].update(pooling="cls"), "transformer", "encoder.pooling"),
+        ("config.json", lambda c: c["encoder"].update(pooling="cls"), "both", "encoder.pooling"),
         ("tokenizer/tokenizer.json", lambda c: c["model"]["vocab"].update(extra=9999), "bag", "another tokenizer"),
         ("encoder_config/config.json", lambda c: c.update(num_attention_heads=1), "transformer", "num_attention_heads"),
     ],

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from unidec.data.label_graph import soft_targets
 from unidec.data.storage import write_folder
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.unidec import KIND, VERSION, UniDEC
@@ -190,3 +191,22 @@ def test_tail_positives_are_drawn_by_inverse_propensity(open_trainer, tiny_datas
             drawn[name] += weight_L[batch.pool_S[batch.positive_col_P[batch.sampled_P]]].sum()
     assert drawn["tail"] > drawn["uniform"] * 1.005
     train(trainer)
+
+
+@pytest.mark.parametrize("kind", ["cooccurrence", "random-walk", "glas", "self"])
+def test_gandalf_trains_on_any_graph_and_on_a_share_of_the_labels(
+    tiny_params, tiny_dataset, tiny_tokens, tmp_path, kind
+):
+    settings = {"label_graph.kind": kind, "label_graph.share": 0.5, "label_graph.tail_first": True}
+    params = tiny_params(**settings | {"pool.gandalf": True, "pool.cluster_start": 1, "optim.epochs": 2})
+    train_rows = tiny_dataset.rows("train")
+    graph = soft_targets(tiny_dataset.relevance[train_rows], **params.label_graph.model_dump())
+    trainer = Trainer(
+        params, tiny_dataset, *tiny_tokens.values(), tmp_path / "run", tmp_path / "cache", label_graph=graph
+    )
+    chosen = np.flatnonzero(np.diff(graph.indptr))
+    assert len(chosen) == tiny_dataset.num_labels // 2
+    assert trainer.rows.tolist() == [*train_rows.tolist(), *(tiny_dataset.num_queries + chosen).tolist()]
+    train(trainer)
+    assert trainer.step == 2 * trainer.steps_per_epoch
+    assert f'"{kind}"' == trainer.identity["label_graph.kind"]

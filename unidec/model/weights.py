@@ -119,7 +119,10 @@ def _check_texts(model: UniDEC, folder: Path) -> None:
     try:
         tokens_differ = _json(model.tokenizer_folder / "tokenizer.json") != _json(folder / "tokenizer/tokenizer.json")
         configs = [_json(place / "config.json") for place in (model.config_folder, folder / "encoder_config")]
-    except (OSError, ValueError) as error:
+        settings = (model.encoder_settings.model_dump(), _json(folder / "config.json")["encoder"])
+        for config, given in zip(configs, settings, strict=True):
+            config["encoder.pooling"] = given["pooling"]
+    except (OSError, ValueError, KeyError) as error:
         raise ArtifactError("no readable model to start from", where=str(folder), got=str(error)[:200]) from error
     differing = sorted(
         key for key in configs[0].keys() | configs[1].keys() if configs[0].get(key) != configs[1].get(key)
@@ -129,7 +132,7 @@ def _check_texts(model: UniDEC, folder: Path) -> None:
         raise ConfigError(
             "the model to start from is on another transformer", where="encoder.start",
             got=f"{folder}: " + ("another tokenizer" if tokens_differ else f"another {', '.join(differing[:5])}"),
-            fix="set encoder.name to the one that it was trained with",
+            fix="set encoder.name and encoder.pooling to those that it was trained with",
         )  # fmt: skip
 
 
