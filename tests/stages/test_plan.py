@@ -124,6 +124,8 @@ def test_mistakes_by_hand(run_cli, tmp_path, monkeypatch):
         {},
         {"encoder.kind": "both"},
         {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "model.heads": "de", "index.clf_weight": 1.0},
+        {"pool.de_labels": "all", "pool.clf_labels": "pool", "optim.encode_chunk": 16, "model.clf_residual": True},
+        {"encoder.frozen": True, "encoder.residual": False, "encoder.bag_dropout": 0.0, "pool.cluster_start": 4},
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ import torch
 
 from unidec.model.row_table import RowTable
 from unidec.training import gradient_cache as module
-from unidec.training.gradient_cache import CachedEncoding, TextChunks, encode_texts, text_chunks
+from unidec.training.gradient_cache import CachedEncoding, ChunkBuilder, TextChunks, encode_texts
 from unidec.training.refresh import Refresh
 
 ENCODERS = {
@@ -79,7 +79,7 @@ def step(trainer, encode, size, rows, seed=11):
     """Losses, gradients and the random state behind a step that is encoded in one way."""
     batch = trainer.prepare(rows, 0)
     parts = [*trainer.batches.parts(batch.pool.rows_B), ("labels", trainer.tokens["labels"], batch.pool.pool_S)]
-    texts = text_chunks(parts, trainer.batches.build, size, trainer.device) if size else batch.texts
+    texts = ChunkBuilder(size, trainer.device)(parts, trainer.batches.build) if size else batch.texts
     torch.manual_seed(seed)
     encoding = encode(trainer.model.encoder, texts, trainer._autocast)
     losses = trainer.objective.losses(encoding.x_BW, batch, 0)
@@ -180,7 +180,7 @@ def test_chunks_hold_each_text_once(open_trainer, rng):
         queries = rng.choice(trainer.dataset.num_queries, 13, replace=False)
         labels = rng.choice(trainer.dataset.num_labels, 17, replace=False)
         parts = [("queries", trainer.tokens["queries"], queries), ("labels", trainer.tokens["labels"], labels)]
-        texts = text_chunks(parts, trainer.batches.build, size, trainer.device)
+        texts = ChunkBuilder(size, trainer.device)(parts, trainer.batches.build)
         places = torch.cat([places for places, _ in texts.chunks])
         assert sorted(places.tolist()) == list(range(30)) and texts.num_texts == 30
         assert all(given.num_texts == len(some) <= size for some, given in texts.chunks)
@@ -194,7 +194,33 @@ def test_chunks_hold_each_text_once(open_trainer, rng):
 def test_no_texts_at_all(open_trainer):
     trainer = begun(open_trainer())
     none = [("labels", trainer.tokens["labels"], np.empty(0, np.int64))]
-    encoding = encode_texts(trainer.model.encoder, text_chunks(none, trainer.batches.build, 3, trainer.device),
-                            trainer._autocast)  # fmt: skip
+    texts = ChunkBuilder(3, trainer.device)(none, trainer.batches.build)
+    encoding = encode_texts(trainer.model.encoder, texts, trainer._autocast)
     assert encoding.x_BW.shape == (0, trainer.model.encoder.width)
     encoding.backward(encoding.x_BW.sum())
+
+
+def test_chunks_of_all_labels_are_made_once(open_trainer):
+    """And hold the same as those made anew, wherever the labels stand among the texts."""
+    trainer = begun(open_trainer(**{"encoder.kind": "both"}))
+    tokens, every = trainer.tokens, np.arange(trainer.dataset.num_labels)
+    asked = []
+
+    def build(parts):
+        asked.append(parts[0][0])
+        return trainer.batches.build(parts)
+
+    keeping, plain = ChunkBuilder(6, trainer.device, every), ChunkBuilder(6, trainer.device)
+    for number, rows in enumerate(([3, 1, 4], [5, 9, 2, 6, 0, 7, 8])):
+        gandalf = every[::-1][:7]  # label texts as queries
+        parts = [("queries", tokens["queries"], np.array(rows)), ("labels", tokens["labels"], gandalf),
+                 ("labels", tokens["labels"], every.copy())]  # fmt: skip
+        asked.clear()
+        ours = keeping(parts, build)
+        assert asked.count("labels") == (2 if number else 2 + -(-len(every) // 6))
+        theirs = plain(parts, trainer.batches.build)
+        assert ours.num_texts == theirs.num_texts == len(rows) + 7 + len(every)
+        assert torch.equal(ours.unique_U, theirs.unique_U)
+        for (places, given), (other_places, other) in zip(ours.chunks, theirs.chunks, strict=True):
+            assert torch.equal(places, other_places)
+            assert torch.equal(given.local_F, other.local_F) and torch.equal(given.vector_BD, other.vector_BD)

@@ -26,7 +26,7 @@ from unidec.errors import ConfigError, DataError
 from unidec.model.encoder import EncoderInput, InputBuilder
 from unidec.model.losses import PoolTargets
 from unidec.training.distributed import ALONE, Ranks
-from unidec.training.gradient_cache import TextChunks, TextParts, text_chunks
+from unidec.training.gradient_cache import ChunkBuilder, TextChunks, TextParts
 from unidec.training.needs import encoded_labels, head_labels, weighs_by_propensity
 from unidec.training.sampler import PoolBatch, PoolSampler
 
@@ -116,6 +116,10 @@ class Batches:
             draws["weight_L"] = self.inverse_L
         self.sampler = PoolSampler(relevance, filter_pairs, eta=pool.eta, size=pool.size, **draws)
         self.rows_to_device: Callable[[np.ndarray], Tensor] = lambda ids: torch.from_numpy(ids).to(device)
+        self._chunks: ChunkBuilder | None = None
+        if params.optim.encode_chunk:
+            kept = np.arange(relevance.shape[1]) if self.encoded == "all" else None
+            self._chunks = ChunkBuilder(params.optim.encode_chunk, device, kept)
         self.all_labels: PoolSampler | None = None
         if "all" in (self.de_labels, self.clf_labels):
             sampler = self.sampler
@@ -175,8 +179,7 @@ class Batches:
         return [("labels", self.tokens["labels"], labels)] if len(labels) else []
 
     def _texts(self, parts: TextParts) -> EncoderInput | TextChunks:
-        size = self.params.optim.encode_chunk
-        return text_chunks(parts, self.build, size, self.device) if size else self.build(parts)
+        return self.build(parts) if self._chunks is None else self._chunks(parts, self.build)
 
     def _classified(self, clf_pool: PoolBatch, encoded: np.ndarray) -> tuple[Tensor | None, list[int], Tensor | None]:
         """Ids of this rank's rows among those that the classifier sees, each rank's number of them, and their places

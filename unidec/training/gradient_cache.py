@@ -14,6 +14,7 @@ needs; the cut is at the encoder's output, the heads and the classifier are comp
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -45,36 +46,65 @@ class TextChunks:
     unique_U: Tensor | None = None
 
 
-def text_chunks(parts: TextParts, build: InputBuilder, size: int, device: torch.device) -> TextChunks:
-    """Cut a step's texts into chunks; no chunk mixes queries and labels.
+class ChunkBuilder:
+    """Cuts a step's texts into chunks; no chunk mixes queries and labels.
 
     Args:
-        parts: (name of the source, its tokens, rows int64) each, as `InputBuilder` takes them.
-        build: makes each chunk's input.
         size: texts a chunk, at least 1.
-        device: of the places and ids.
+        device: of places and ids.
+        kept: rows of labels whose chunks are made once and kept, since every step has them; None: none are.
     """
-    chunks: list[tuple[Tensor, EncoderInput]] = []
-    first = 0
-    for name, tokens, rows in parts:
-        chunks += [
-            (torch.from_numpy(places + first).to(device), build([(name, tokens, rows[places])]))
-            for places in length_chunks(tokens.lengths(rows), size)
-        ]
-        first += len(rows)
-    unique_U = None
-    if any(given.unique_U is not None for _, given in chunks):
-        unique_U = torch.from_numpy(_distinct(parts)).to(device)
-    return TextChunks(first, tuple(chunks), unique_U)
+
+    def __init__(self, size: int, device: torch.device, kept: np.ndarray | None = None):
+        self.size, self.device, self.kept = size, device, kept
+        self._kept_part: _Part | None = None
+
+    def __call__(self, parts: TextParts, build: InputBuilder) -> TextChunks:
+        """The chunks of a step's texts.
+
+        Args:
+            parts: (name of the source, its tokens, rows int64) each, as `InputBuilder` takes them.
+            build: makes each chunk's input.
+        """
+        made = [self._part(part, build) for part in parts]
+        chunks: list[tuple[Tensor, EncoderInput]] = []
+        first = 0
+        for part in made:
+            chunks += [(places + first, given) for places, given in part.chunks]
+            first += part.num_texts
+        unique_U = None
+        if any(given.unique_U is not None for _, given in chunks):
+            ids_U = functools.reduce(np.union1d, [part.unique_U for part in made])
+            unique_U = torch.from_numpy(ids_U).to(self.device)
+        return TextChunks(first, tuple(chunks), unique_U)
+
+    def _part(self, part: tuple[str, Tokens, np.ndarray], build: InputBuilder) -> _Part:
+        name, tokens, rows = part
+        is_kept = self.kept is not None and name == "labels" and np.array_equal(rows, self.kept)
+        if is_kept and self._kept_part is not None:
+            return self._kept_part
+        cut = length_chunks(tokens.lengths(rows), self.size)
+        chunks = [(torch.from_numpy(places).to(self.device), build([(name, tokens, rows[places])])) for places in cut]
+        made = _Part(len(rows), chunks, _distinct(tokens, rows))
+        if is_kept:
+            self._kept_part = made
+        return made
 
 
-def _distinct(parts: TextParts) -> np.ndarray:
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one source: how many, their chunks with places among them, their distinct token ids int64 [U]."""
+
+    num_texts: int
+    chunks: list[tuple[Tensor, EncoderInput]]
+    unique_U: np.ndarray
+
+
+def _distinct(tokens: Tokens, rows: np.ndarray) -> np.ndarray:
     """Token ids of some texts, int64 [U], ascending, each once."""
-    flats = [tokens.ragged(rows)[0] for _, tokens, rows in parts]
-    # a flag for each token: a tenth of the time of sorting the tokens of all labels
-    seen_V = np.zeros(1 + max((int(flat.max(initial=-1)) for flat in flats), default=-1), dtype=bool)
-    for flat in flats:
-        seen_V[flat] = True
+    flat = tokens.ragged(rows)[0]
+    seen_V = np.zeros(1 + int(flat.max(initial=-1)), dtype=bool)  # flags: a tenth of the time of sorting the tokens
+    seen_V[flat] = True
     return np.flatnonzero(seen_V)
 
 

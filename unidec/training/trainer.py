@@ -417,8 +417,8 @@ class Trainer:
             where=f"epoch {self.epoch}, step {self.step}",
             got=f"{len(batch.pool.rows_B)} queries, {len(batch.pool.pool_S)} pool labels, "
             f"up to {self.params.tokens.max_length} tokens",
-            fix=f"pool.batch_size: {max(1, self.params.pool.batch_size // 2)}, a smaller pool.size or max_length; "
-            "the run goes on from its last checkpoint",
+            fix=f"pool.batch_size: {max(1, self.params.pool.batch_size // 2)}, a smaller pool.size or max_length, "
+            "run.recompute or optim.encode_chunk; the run goes on from its last checkpoint",
         )
 
 
