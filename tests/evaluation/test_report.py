@@ -171,6 +171,12 @@ def test_the_best_of_a_column_is_bold():
     assert re.findall(r"<b class=\"best\">([^<]*)</b>", html) == ["22.00", "46.00"]
 
 
+def test_a_frequency_group_without_test_queries_is_left_out():
+    metrics = METRICS | {"head/num_queries": 0.0, "tail/num_queries": 5.0}
+    words = _Page(render(ReportInput(metrics={"both": metrics}))).words
+    assert "tail (< 10)" in words and "head (> 100)" not in words and "both heads, head" not in words
+
+
 def test_numbers_that_are_not_finite_do_not_break_it():
     history = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": None}]
     report = ReportInput(metrics={"both": {"P@1": float("nan"), "P@3": 1.0}}, history=history, rounds=[{"round": 1}],
@@ -244,6 +250,8 @@ def test_bars_are_as_high_as_their_numbers():
     assert float(high.get("height", "")) == pytest.approx(3 * float(low.get("height", "")), abs=0.3)
     assert float(high.get("y", "")) + float(high.get("height", "")) == pytest.approx(float(low.get("y", "")), abs=0.2)
     assert bar_chart([], [], "y") == ""
+    many = bar_chart([*map(str, range(32)), "32+"], [("a", [1.0] * 33)], "y")
+    assert re.findall(r'class="tick" text-anchor="middle"[^>]*>([^<]*)<', many) == [*map(str, range(0, 31, 3)), "32+"]
 
 
 def test_parts_of_a_round():

@@ -32,7 +32,6 @@ HEADLINE = (
 )  # fmt: skip
 HEADS = {
     "both": "both heads",
-    "heads": "both heads, without votes",
     "de": "dual encoder alone",
     "clf": "classifier alone",
     "knn": "votes of similar queries alone",
@@ -51,8 +50,8 @@ class ReportInput:
     Attributes:
         title: heading of the page. date: as it shall read; the clock is not asked.
         dataset, model: one line about each.
-        metrics: {"both" | "heads" | "de" | "clf" | "knn" | any name: {metric: percent}}, what is served first; group
-            metrics as "tail/R@10".
+        metrics: {"both" | "de" | "clf" | "knn" | any name: {metric: percent}}, what is served first; group metrics as
+            "tail/R@10".
         baselines: {name: {metric: percent}}; baseline_note: where they come from.
         history: lines of history.jsonl. rounds: lines of rounds.jsonl.
         bins: what `unidec.evaluation.frequency.frequency_bins` returned.
@@ -152,7 +151,7 @@ def _headline(report: ReportInput) -> str:
 
 def _groups(report: ReportInput) -> str:
     names = list(report.metrics)
-    groups = [g for g in GROUPS if any(key.startswith(f"{g}/") for name in names for key in report.metrics[name])]
+    groups = [g for g in GROUPS if any(_has_group(report.metrics[name], g) for name in names)]
     if not groups:
         return ""
     figures = []
@@ -172,6 +171,11 @@ def _groups(report: ReportInput) -> str:
         "their ranks, so P@k of the three groups add up to the whole."
     )
     return charts(*figures) + table(["system, group", *columns], rows) + note(about)
+
+
+def _has_group(metrics: Mapping[str, float], group: str) -> bool:
+    """Whether labels of a frequency group were measured; without test queries of it all its figures are 0."""
+    return metrics.get(f"{group}/num_queries", 1) > 0 and any(key.startswith(f"{group}/") for key in metrics)
 
 
 def _bins(bins: Records) -> str:
@@ -220,7 +224,7 @@ def _coverage(report: ReportInput) -> str:
     by_head = [(HEADS.get(name, name), bars("", values)) for name, values in found]
     main_name, main = found[0]
     first = HEADS.get(main_name, main_name)
-    by_group = [(GROUPS[g], bars(f"{g}/", main)) for g in GROUPS if f"{g}/coverage@{depths[0]}" in main]
+    by_group = [(GROUPS[g], bars(f"{g}/", main)) for g in GROUPS if _has_group(main, g)]
     rows = [[name, *values] for name, values in [*by_head, *((f"{first}, {n}", v) for n, v in by_group)]]
     about = "Share of the labels of the test split that are right for at least one query within the first k, percent."
     return (

@@ -86,7 +86,8 @@ def bar_chart(
     every = max(1, math.ceil(len(groups) / 12))
     for g, group in enumerate(groups):
         left, base = LEFT + slot * g + (slot - inner) / 2, 0.0
-        if g % every == 0:
+        last = g == len(groups) - 1 and 2 * (g % every) >= every
+        if g % every == 0 or last:
             body.append(_text("tick", LEFT + slot * (g + 0.5), HEIGHT - BOTTOM + 16, group))
         for i, (name, _) in enumerate(bars):
             value = columns[i][g]

@@ -38,6 +38,7 @@ from unidec.training.refresh import Refresh
 EXAMPLES = 6  # queries answered right and as many answered wrong
 SHOWN = 5  # labels shown for each
 BASELINE_NOTE = "Below ours: peers measured on the same split with the same metric code, trained on {}."
+WITH_VOTES = {"both": "both heads", "de": "dual encoder", "clf": "classifier"}
 CALIBRATED = 5  # predictions a query that the calibration plot counts
 
 
@@ -59,8 +60,6 @@ def report_input(
         result: what outputs/metrics.json holds. history, rounds: the records of training.
     """
     dataset = ranking.dataset
-    heads = {"both": result["test"]} if bundle.model.heads == "both" else {bundle.model.heads: result["test"]}
-    heads |= {name: result[name] for name in ("heads", "de", "clf", "knn") if name in result}
     correct = np.asarray(truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()).astype(bool)
     correct &= labels >= 0
     right, wrong = _examples(bundle, ranking, truth, scores, labels, correct)
@@ -72,7 +71,7 @@ def report_input(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         dataset=f"{dataset.name}, {params.tokens.text}",
         model=f"{params.encoder.kind} encoder ({params.encoder.name})",
-        metrics=heads,
+        metrics=_metrics(result, bundle.model.heads),
         baselines=baselines,
         baseline_note=BASELINE_NOTE.format(trained_on) if baselines else "",
         history=history,
@@ -88,6 +87,14 @@ def report_input(
         params=flatten(params),
         lineage=_lineage(bundle, dataset.sha256, run_dir),
     )
+
+
+def _metrics(result: dict[str, Any], heads: str) -> dict[str, dict[str, float]]:
+    """Metrics by what was searched: what is served, then without the votes, each head alone, the votes alone."""
+    shown = {f"{WITH_VOTES[heads]} and votes" if "knn" in result else heads: result["test"]}
+    if "heads" in result:
+        shown[heads] = result["heads"]
+    return shown | {name: result[name] for name in ("de", "clf", "knn") if name in result}
 
 
 def _baselines(name: str, text: str) -> tuple[dict[str, dict[str, float]], str]:
