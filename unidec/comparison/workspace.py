@@ -150,7 +150,7 @@ class Workspace:
         values = _leaves(job.params, ("data", "tokens"))
         values.pop("data.path")
         values |= {"encoder.name": job.params.encoder.name, "train": job.entry.train, "test": job.entry.test}
-        values |= {"raw": raw_sha256(job.entry.path), "code": code_sha256(READERS)}
+        values |= {"raw": raw_sha256(str(Path(job.entry.path).resolve())), "code": code_sha256(READERS)}
         return _digest(values)[:16]
 
     def _identity(self, job: Job, data: Task) -> dict[str, str]:
@@ -199,7 +199,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 @cache
 def raw_sha256(path: str) -> str:
-    """Of a folder of raw files; read once a process."""
+    """Of a folder of raw files, by its whole path; read once a process."""
     return folder_sha256(path)
 
 
