@@ -196,7 +196,7 @@ def _train(
             "too few different queries and labels for one batch", got=f"{len(query_E)} pairs", expected=f"{size}",
             fix="a smaller batch_size",
         )  # fmt: skip
-    optimiser = torch.optim.AdamW(model.parameters(), lr=options["learning_rate"], weight_decay=0.0)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=options["learning_rate"], weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate(step, steps, options["warmup"]))
     model.train()
     with progress(total=steps, desc="sentence-transformers", unit="step") as bar:
