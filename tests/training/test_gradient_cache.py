@@ -124,7 +124,7 @@ def test_dropout_that_is_not_replayed_would_be_seen(open_trainer, monkeypatch):
 
 
 def test_in_half_precision_every_weight_gets_its_gradient(open_trainer):
-    """Autocast keeps casts of weights: one made in the pass without a graph must not serve in the other."""
+    """Under autocast too; casts of weights made in the pass without a graph must not serve in the other."""
     trainer = begun(open_trainer(**ENCODERS["all layers"], **{"optim.precision": "bf16"}))
     rows = trainer.rows[:11]
     assert_same(step(trainer, CachedEncoding, 5, rows), step(trainer, InOneGraph, 5, rows), tolerance=0.02)

@@ -130,8 +130,8 @@ class CachedEncoding:
     Args:
         encoder: of the model; in training its tables must not have been gathered from in this step.
         texts: of the step.
-        context: entered around each pass (autocast); a new one for each, since its casts of the weights are kept
-            until it ends, and those of a pass without a graph have none.
+        context: entered around each pass (autocast), a new one for each: it keeps casts of the weights until it ends,
+            and those of a pass without a graph have none (some versions of torch would take them for the other pass).
 
     Attributes:
         x_BW: the encoder's outputs, float32 [B, W], a leaf.
