@@ -296,7 +296,8 @@ def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleN
     voting = bundle.neighbours.labels_ML > 0
     assert (voting != (dataset.relevance[rows] > 0)).nnz == voting.multiply(dataset.filter_pairs[rows]).nnz == 0
     altered = copy.copy(dataset)
-    altered.filter_pairs = csr_matrix(dataset.relevance.multiply(dataset.relevance.toarray().cumsum(axis=1) == 1))
+    relevant = dataset.relevance.toarray() > 0
+    altered.filter_pairs = csr_matrix(relevant & (relevant.cumsum(axis=1) == 1))
     left = training_neighbours(bundle.model, altered, "fp32").labels_ML  # all but each query's first label
     assert left.nnz == voting.nnz - (voting.getnnz(axis=1) > 0).sum()
     before = folder_sha256(paths.BUNDLE)

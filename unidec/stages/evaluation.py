@@ -24,12 +24,11 @@ from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import recall
 from unidec.retrieval.space import Space
 from unidec.stages import paths
-from unidec.stages.ranking import K, Ranking, headline, pair_keys
+from unidec.stages.ranking import QUERIES_AT_ONCE, K, Ranking, headline, pair_keys
 from unidec.stages.report import report_input
 
 SINGLE_HEADS: tuple[Space, ...] = ("de", "clf")
 PARTS = (*SINGLE_HEADS, "heads", "knn")  # of a result, beside the whole: each head, their blend, the votes
-QUERIES_AT_ONCE = 4096  # a multiple of faiss's own blocks; votes of each take some kilobytes
 ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
 
 
@@ -51,8 +50,7 @@ def evaluate(params: Params) -> dict[str, Any]:
         result[space] = ranking.metrics(space, 1.0, info.clf_normalize, propensity)
     if bundle.neighbours is not None and info.knn is not None:
         result["heads"] = ranking.metrics(info.space, info.clf_weight, info.clf_normalize, propensity)
-        votes = ranking.votes(bundle.neighbours, info.knn.neighbours)
-        result["knn"] = ranking.metrics_of_votes(votes, propensity)
+        result["knn"] = ranking.metrics_of_votes(bundle.neighbours, info.knn.neighbours, propensity)
     weights = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight if info.knn else 0.0}
     result["index"] = _against_exact(bundle, ranking) | weights
     result["validation"] = info.metrics.get("validation", {})

@@ -27,6 +27,7 @@ from unidec.training.precision import autocast_type
 K = 100
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@3", "PSP@5", "R@10", "R@100", "coverage@5", "MRR")
 CLF_WEIGHTS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
+QUERIES_AT_ONCE = 4096  # a multiple of faiss's own blocks; the votes of a query take some kilobytes
 KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)
 VOTE: Vote = "softmax"
 TUNED_ON = "nDCG@5"
@@ -106,9 +107,14 @@ class Ranking:
 
     def votes(self, neighbours: Neighbours, num: int) -> sp.csr_matrix:
         """Votes of the `num` nearest training queries: float32 CSR [n, L]."""
+        return neighbours.votes(self.compared, num)
+
+    @property
+    def compared(self) -> np.ndarray:
+        """The queries' vectors that are compared with those of training queries, float32 [n, D]."""
         compared = self.query_de if self.query_de is not None else self.query_clf
         assert compared is not None
-        return neighbours.votes(compared, num)
+        return compared
 
     def candidates(
         self, space: Space, clf_weight: float, clf_normalize: bool, votes: sp.csr_matrix, k: int = K
@@ -135,9 +141,16 @@ class Ranking:
         propensity = propensity or load_propensity(paths.PROPENSITY, verify=False)
         return evaluate(labels, self.truth, propensity.inverse_L, propensity.group_L)
 
-    def metrics_of_votes(self, votes: sp.csr_matrix, propensity: Propensity | None = None) -> dict[str, float]:
+    def metrics_of_votes(
+        self, neighbours: Neighbours, num: int, propensity: Propensity | None = None
+    ) -> dict[str, float]:
         """Every metric of the split by the votes of similar training queries alone."""
-        return self.metrics_of(votes_alone(votes, K, self.excluded).rows, propensity)
+        labels = np.full((len(self.rows), K), -1, dtype=np.int64)
+        for start in range(0, len(labels), QUERIES_AT_ONCE):
+            some = slice(start, start + QUERIES_AT_ONCE)
+            votes = neighbours.votes(self.compared[some], num)
+            labels[some] = votes_alone(votes, K, pair_keys(self.filter_pairs[some])).rows
+        return self.metrics_of(labels, propensity)
 
 
 def pair_keys(pairs: sp.csr_matrix) -> np.ndarray:
