@@ -146,6 +146,7 @@ CONFLICTING = [
     ("encoder.trainable_layers", {"encoder.kind": "bag", "encoder.trainable_layers": 2}),
     ("encoder.pooling", {"encoder.kind": "bag", "encoder.pooling": "cls"}),
     ("encoder.bag_dropout", {"encoder.kind": "transformer", "encoder.bag_dropout": 0.1}),
+    ("encoder.bag_words", {"encoder.kind": "transformer", "encoder.bag_words": 8}),
     ("pool.size", {"pool.size": 100, "pool.batch_size": 101}),
     ("loss.reduction", {"loss.de": "infonce"}),
     ("loss.clf_bce", {"loss.clf": "bce", "loss.clf_bce": 0.5}),

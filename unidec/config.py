@@ -81,6 +81,9 @@ class Encoder(Section):
         0, description="top transformer layers that train; 0: frozen, its vectors cached once; -1: all and embeddings"
     )
     bag_dropout: Share = Field(0.0, description="share of a text's tokens dropped from the bag in training")
+    bag_words: Annotated[int, Field(ge=0, le=2**24)] = Field(
+        0, description="rows of the bag that words of several pieces share by a hash; 0: pieces alone"
+    )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="dropout of the encoder's output")
     residual: bool = Field(False, description="a residual network over a bag or a frozen transformer")
     start: str = Field("", description="exported model folder whose encoder and heads are the start; empty: none")

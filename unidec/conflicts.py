@@ -55,6 +55,12 @@ CONFLICTS = (
         "encoder.bag_dropout: 0, or encoder.kind: bag or both",
     ),
     Conflict(
+        ("encoder.bag_words", "encoder.kind"),
+        lambda p: p.encoder.kind == "transformer" and p.encoder.bag_words > 0,
+        "there is no bag of tokens to add words to",
+        "encoder.bag_words: 0, or encoder.kind: bag or both",
+    ),
+    Conflict(
         ("pool.size", "pool.batch_size"),
         lambda p: 0 < p.pool.size < p.pool.batch_size,
         "the pool is smaller than the batch: queries would be left without a positive and drop out of the loss",

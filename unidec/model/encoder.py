@@ -28,6 +28,7 @@ from unidec.config import Encoder
 from unidec.data.tokens import Tokens
 from unidec.errors import ConfigError
 from unidec.model.row_table import RowTable
+from unidec.model.words import with_words
 
 CHUNK_TEXTS = 256  # texts padded together: chunks of similar length waste few padding tokens
 
@@ -158,14 +159,33 @@ class BagEncoder(nn.Module):
     """Weighted sum of token embeddings at unit length: `normalize(sum_t exp(w_t) e_t)`, both w and e trained.
 
     `w` starts at the log of the tokens' inverse document frequency, so the bag starts as a TF-IDF mean of the
-    transformer's token embeddings (Astec and SiameseXML start there too).
+    transformer's token embeddings (Astec and SiameseXML start there too). Rows of whole words start at 0.
+
+    Args:
+        num_tokens: V, rows of the vocabulary. num_words: rows behind them, for words of several pieces.
+        dropout: share of the tokens left out in training.
     """
 
-    def __init__(self, num_tokens: int, width: int, dropout: float):
+    continues: Tensor
+
+    def __init__(self, num_tokens: int, width: int, dropout: float, num_words: int = 0):
         super().__init__()
-        self.width, self.dropout = width, dropout
-        self.embedding = RowTable(num_tokens, width)
-        self.log_weight = RowTable(num_tokens, 1)
+        self.width, self.dropout, self.num_words = width, dropout, num_words
+        self.embedding = RowTable(num_tokens + num_words, width)
+        self.log_weight = RowTable(num_tokens + num_words, 1)
+        if num_words:  # bool [V], which pieces continue a word
+            self.register_buffer("continues", torch.zeros(num_tokens, dtype=torch.bool))
+
+    @property
+    def num_tokens(self) -> int:
+        """V."""
+        return self.embedding.num_rows - self.num_words
+
+    def features(self, flat_F: np.ndarray, lengths_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the table that some texts use, and how many each: their tokens, and whole words where wanted."""
+        if not self.num_words:
+            return flat_F, lengths_B
+        return with_words(flat_F, lengths_B, self.continues.cpu().numpy(), self.num_words)
 
     @torch.no_grad()
     def start_weights(self, document_frequency_V: np.ndarray, num_documents: int) -> None:
@@ -208,7 +228,7 @@ class TextEncoder(nn.Module):
             assert transformer is not None
             self.transformer = TransformerEncoder(transformer, settings.pooling, settings.trainable_layers)
         if settings.kind != "transformer":
-            self.bag = BagEncoder(num_tokens, width, settings.bag_dropout)
+            self.bag = BagEncoder(num_tokens, width, settings.bag_dropout, settings.bag_words)
         self.width = width * (2 if settings.kind == "both" else 1)
         self.dropout = nn.Dropout(settings.dropout)
         self.residual: nn.Sequential | None = None
@@ -327,6 +347,7 @@ class InputBuilder:
         ragged = [tokens.ragged(rows) for _, tokens, rows in parts]
         flat_F = np.concatenate([flat for flat, _ in ragged])
         lengths_B = np.concatenate([np.diff(offsets) for _, offsets in ragged])
+        flat_F, lengths_B = encoder.bag.features(flat_F, lengths_B)
         unique_U, local_F = np.unique(flat_F, return_inverse=True)
         offsets_B = np.cumsum(lengths_B) - lengths_B
         return EncoderInput(

@@ -29,6 +29,7 @@ from unidec.errors import ArtifactError, ConfigError
 from unidec.model.encoder import InputBuilder, TextEncoder, empty_transformer, load_transformer
 from unidec.model.row_table import HERE, Placement, RowTable
 from unidec.model.weights import KIND, VERSION, copy_into, take_start
+from unidec.model.words import continuing_pieces
 from unidec.progress import Progress, progress
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
@@ -118,6 +119,8 @@ class UniDEC(nn.Module):
         if encoder.bag is not None:
             with torch.no_grad():
                 encoder.bag.embedding.weight[: start_VD.shape[0]].copy_(start_VD)
+                if encoder.bag.num_words:
+                    encoder.bag.continues.copy_(torch.from_numpy(continuing_pieces(folder, encoder.bag.num_tokens)))
         model = cls(encoder_settings, settings, num_labels, encoder, placement)
         model.config_folder = model.tokenizer_folder = folder
         model.max_length, model.params = int(params["tokens"]["max_length"]), params
@@ -343,7 +346,7 @@ class UniDEC(nn.Module):
         config = {
             "encoder": self.encoder_settings.model_dump(), "model": settings.model_dump(),
             "num_labels": self.num_labels, "max_length": self.max_length, "params": self.params,
-            "num_tokens": bag.embedding.num_rows if bag else 0,
+            "num_tokens": bag.num_tokens if bag else 0,
             "encoder_width": self.encoder.width // (2 if self.encoder_settings.kind == "both" else 1),
         } | (extra or {})  # fmt: skip
         (folder.path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,94 @@
+"""Whole words as further tokens of a bag: a word that the tokenizer cut into pieces keeps an identity of its own.
+
+A bag of pieces cannot tell "lib ##ssl" from "lib" here and "##ssl" there, and a linear classifier over words can. Each
+word of several pieces gets one more row of the bag's table, found by a hash of its pieces (the hashing trick:
+Weinberger et al. 2009): no vocabulary to build, to keep or to miss at prediction.
+
+Legend: F tokens of all texts, B texts, V tokens of the vocabulary, M words of several pieces.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unidec.errors import ConfigError
+
+_STARTS = ("▁", "Ġ")  # how SentencePiece and byte-level BPE mark the first piece of a word; WordPiece marks the rest
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and multipliers
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> NDArray[np.bool_]:
+    """Which tokens continue a word, bool [V], by the marks of the tokenizer's model.
+
+    Raises:
+        ConfigError: a tokenizer whose pieces do not say where a word begins.
+    """
+    from tokenizers import Tokenizer
+
+    file = tokenizer_folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    kind = json.loads(file.read_text(encoding="utf-8"))["model"]
+    whole = tokenizer.get_vocab(with_added_tokens=True)
+    prefix = kind.get("continuing_subword_prefix")
+    if prefix:
+        found = [number for token, number in whole.items() if token.startswith(prefix)]
+    elif any(token.startswith(_STARTS) for token in whole):
+        added = set(whole) - set(tokenizer.get_vocab(with_added_tokens=False))
+        added |= {token["content"] for token in json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])}
+        found = [number for token, number in whole.items() if not token.startswith(_STARTS) and token not in added]
+    else:
+        raise ConfigError(
+            "this tokenizer's pieces do not say where a word begins", where="encoder.bag_words", got=str(file),
+            expected="WordPiece, SentencePiece or byte-level BPE", fix="encoder.bag_words: 0",
+        )  # fmt: skip
+    continues_V = np.zeros(num_tokens, dtype=bool)
+    continues_V[[number for number in found if number < num_tokens]] = True
+    return continues_V
+
+
+def with_words(
+    flat_F: NDArray[np.int64],
+    lengths_B: NDArray[np.int64],
+    continues_V: NDArray[np.bool_],
+    num_buckets: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens of some texts, each followed by its words of several pieces: ids int64 from V to V + num_buckets.
+
+    Args:
+        flat_F: int64 ids below V, text after text.
+        lengths_B: int64, tokens of each text.
+        continues_V: of `continuing_pieces`.
+        num_buckets: rows that the words share.
+
+    Returns:
+        (ids int64 [F + M], lengths int64 [B]): a word's own id stands right behind its last piece.
+    """
+    begins_F = ~continues_V[flat_F]
+    ends_B = np.cumsum(lengths_B)
+    begins_F[(ends_B - lengths_B)[lengths_B > 0]] = True  # no word goes on from one text to the next
+    start_W = np.flatnonzero(begins_F)
+    pieces_W = np.diff(np.append(start_W, len(flat_F)))
+    several = np.flatnonzero(pieces_W > 1)
+    if not len(several):
+        return flat_F, lengths_B
+    # a sum of mixed (piece, place in the word): order matters, and words of any length take one pass
+    place_F = np.arange(len(flat_F)) - np.repeat(start_W, pieces_W)
+    key_F = _mixed(flat_F.astype(np.uint64) * np.uint64(1 << 20) + place_F.astype(np.uint64))
+    key_M = _mixed(np.add.reduceat(key_F, start_W)[several])
+    bucket_M = len(continues_V) + (key_M % np.uint64(num_buckets)).astype(np.int64)
+    after_M = start_W[several] + pieces_W[several]
+    text_M = np.searchsorted(ends_B, after_M - 1, side="right")
+    return np.insert(flat_F, after_M, bucket_M), lengths_B + np.bincount(text_M, minlength=len(lengths_B))
+
+
+def _mixed(key: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finaliser: every bit of the key moves every bit of the result. Overflow is meant."""
+    key = key + _ODD
+    key = (key ^ (key >> np.uint64(30))) * _MIX[0]
+    key = (key ^ (key >> np.uint64(27))) * _MIX[1]
+    return key ^ (key >> np.uint64(31))
