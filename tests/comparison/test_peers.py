@@ -95,6 +95,14 @@ def test_run_refuses_what_it_does_not_know(cell):
         peers.run("knn", cell, 0, {})
 
 
+def test_a_package_that_is_not_there_is_named(cell, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name, package in (("mix", "sklearn"), ("xr-linear", "sklearn"), ("st-static", "sentence_transformers")):
+        with pytest.raises(ArtifactError, match=f"no {package}") as error:
+            peers.run(name, cell, 0, {})
+        assert "bench" in str(error.value)
+
+
 # -- features ---------------------------------------------------------------------------------------------------------
 
 

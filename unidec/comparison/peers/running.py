@@ -5,6 +5,7 @@ Shape legend: n queries that are predicted, L labels, K labels to predict (100 a
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import resource
 import shutil
@@ -60,6 +61,7 @@ def run(name: str, folder: str | Path, seed: int, options: Mapping[str, Any]) ->
     problems = check_options(name, options)
     if problems:
         raise ConfigError("; ".join(problems), where=f"options of {name}")
+    _need("sentence_transformers" if name.startswith("st-") else "sklearn", name)
     folder, chosen = Path(folder), full_options(name, options)
     settings = _settings(folder / "peer.json")
     dataset = XMCDataset.open(folder / "data" / "dataset", verify=False)
@@ -174,6 +176,13 @@ def _settings(path: Path) -> dict[str, Any]:
     if missing:
         raise ArtifactError("settings are missing", where=str(path), got=", ".join(sorted(missing)))
     return settings
+
+
+def _need(module: str, name: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ArtifactError(
+            f"{name} needs a package that is not installed", got=f"no {module}", fix="pip install 'unidec-xmc[bench]'"
+        )
 
 
 def _of_comparison(facts: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
