@@ -251,7 +251,7 @@ def test_a_head_alone_goes_through(done: SimpleNamespace, heads: str) -> None:
 
 
 @pytest.fixture
-def other_bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def other_bundle(done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The model of `done`, all that follows elsewhere."""
     for name in ("BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
         monkeypatch.setattr(paths, name, tmp_path / getattr(paths, name).name)
