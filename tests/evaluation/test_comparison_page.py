@@ -6,7 +6,10 @@ import dataclasses
 import math
 import re
 import statistics
+import subprocess
+import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -230,6 +233,13 @@ def test_odd_input():
     many = [Cell("t", f"cell {i}", runs=[_run(0, 10.0 + i)]) for i in range(30)]
     html = render_comparison(ComparisonInput(cells=many))
     assert "The 12 best by P@1 are drawn; 18 more are in the tables." in html and "The 6 best are drawn." in html
+
+
+def test_the_program_in_the_documentation_runs(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60)
+    assert "45.10" in (tmp_path / "comparison.html").read_text(encoding="utf-8")
 
 
 def test_summaries():

@@ -151,7 +151,7 @@ def test_a_keyboard_reaches_all():
     assert page.tags.count("summary") == page.tags.count("details") == 4  # parameters, pools, seconds, refreshes
     assert page.attributes.count(("scope", "row")) > 20 and ("lang", "en") in page.attributes
     words = [value for name, value in page.attributes if name == "aria-label"]
-    assert {"right", "wrong", "sections"} <= set(words) and all(words)
+    assert {"right", "wrong", "sections", "loss by step: loss, dual encoder"} <= set(words) and all(words)
 
 
 def test_an_empty_report_is_a_page():

@@ -58,7 +58,7 @@ def line_chart(
         body.extend(f'<polyline {style} points="{run}"/>' for run in _runs(line, x_axis, y_axis))
         if line.dots:
             body.extend(_dots(line, i, x_axis, y_axis))
-    return _figure(body, [line.name for line in lines])
+    return _figure(body, [line.name for line in lines], f"{y_label} by {x_label}")
 
 
 def bar_chart(
@@ -98,7 +98,7 @@ def bar_chart(
             if not stacked and each >= 24:
                 body.append(_text("value", x + each / 2, high - 3, f"{value:.{digits}f}"))
             base += value if stacked else 0.0
-    return _figure(body, [name for name, _ in bars])
+    return _figure(body, [name for name, _ in bars], f"{y_label} by {x_label}" if x_label else y_label)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def range_chart(rows: Sequence[Range], x_label: str) -> str:
         body.append(_dot(row.colour, x_axis.at(row.mean), y, 4.5, tip))
         body.append(_text("value", x_axis.end + 8, y + 4, f"{row.mean:.2f}", "start"))
     body.append(_text("axis", (x_axis.start + x_axis.end) / 2, bottom + 34, x_label))
-    return _figure(body, [f"{row.name} {row.mean:.2f}" for row in rows], height=bottom + 40, legend=False)
+    named = [f"{row.name} {row.mean:.2f}" for row in rows]
+    return _figure(body, named, x_label, height=bottom + 40, legend=False)
 
 
 def _ends(row: Range) -> tuple[float, float]:
@@ -259,11 +260,12 @@ def _x_title(text: str) -> str:
     return _text("axis", (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, text)
 
 
-def _figure(body: Sequence[str], names: Sequence[str], height: int = HEIGHT, legend: bool = True) -> str:
+def _figure(body: Sequence[str], names: Sequence[str], about: str, height: int = HEIGHT, legend: bool = True) -> str:
+    """The chart with its legend; `about` and the names are what is read aloud."""
     keys = "".join(
         f'<span><i class="key{_again(i)}" style="--c:var(--s{i % NUM_COLOURS})"></i>{escape(name)}</span>'
         for i, name in enumerate(names)
     )
     above = f'<div class="legend">{keys}</div>' if legend and len(names) > 1 else ""
-    about = f'role="img" aria-label="{escape(", ".join(names), quote=True)}"'
-    return f'{above}<svg viewBox="0 0 {WIDTH} {height}" {about}>{"".join(body)}</svg>'
+    spoken = escape(f"{about}: {', '.join(names)}", quote=True)
+    return f'{above}<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{spoken}">{"".join(body)}</svg>'
