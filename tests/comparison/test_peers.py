@@ -325,6 +325,32 @@ def test_an_environment_that_cannot_be_made_says_how(tmp_path, monkeypatch):
     assert not is_ready("plt", tmp_path)
 
 
+def test_an_environment_is_made_once_and_a_half_made_one_anew(tmp_path, monkeypatch):
+    """A stand-in for Python that takes down what it is asked for."""
+    monkeypatch.delenv(environments.VARIABLE, raising=False)
+    stand_in = tmp_path / "python"
+    stand_in.write_text(
+        f"#!{sys.executable}\nimport pathlib, shutil, sys\n"
+        f"with open({str(tmp_path / 'asked')!r}, 'a') as file: file.write(' '.join(sys.argv[1:]) + chr(10))\n"
+        "if 'venv' in sys.argv:\n"
+        "    root = pathlib.Path(sys.argv[-1])\n"
+        "    (root / 'bin').mkdir(parents=True)\n"
+        "    shutil.copy(sys.argv[0], root / 'bin' / 'python')\n"
+        'if "list" in sys.argv: print(\'[{"name": "napkinxc", "version": "0.7.2"}]\')\n'
+    )
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(environments, "_base_python", lambda versions: str(stand_in))
+    root = environments.place("plt", tmp_path)
+    (root / "left").mkdir(parents=True)
+    assert environments.install("plt", tmp_path) == root / "bin" / "python"
+    assert not (root / "left").exists() and environments.versions("plt", tmp_path) == {"napkinxc": "0.7.2"}
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert [line.split()[1] for line in asked] == ["venv", "pip", "pip", "pip"]
+    assert "--no-deps" not in asked[1] and asked[2].endswith("--no-deps napkinxc==0.7.2")
+    environments.install("plt", tmp_path)
+    assert (tmp_path / "asked").read_text().splitlines() == asked, "it is there"
+
+
 def test_environments_may_be_shared_and_change_with_what_is_in_them(tmp_path, monkeypatch):
     monkeypatch.setenv(environments.VARIABLE, str(tmp_path / "common"))
     assert environments.place("plt", tmp_path).parent == tmp_path / "common"
