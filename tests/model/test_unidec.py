@@ -72,6 +72,7 @@ VARIANTS = {
     "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "encoder.pooling": "cls"},
     "all layers": {"encoder.kind": "transformer", "encoder.trainable_layers": -1},
     "both": {"encoder.kind": "both", "encoder.residual": True},
+    "nothing trains": {"encoder.kind": "both", "encoder.frozen": True},
 }
 
 

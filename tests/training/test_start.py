@@ -120,6 +120,17 @@ def test_a_frozen_encoder_is_never_computed_in_a_step(two_stages, monkeypatch):
     train(second)
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_with_cached_gradients_a_residual_classifier_trains_the_same(open_trainer, frozen):
+    """Chunks of texts, a frozen encoder's too; no dropout, since chunks draw it in another order."""
+    common = {"model.clf_residual": True, "model.dropout": 0.0, "encoder.frozen": frozen, "optim.epochs": 2}
+    plain, chunked = (
+        weights(train(open_trainer(f"chunks of {size}", **common | {"optim.encode_chunk": size}))) for size in (0, 7)
+    )
+    for name, value in plain.items():
+        torch.testing.assert_close(chunked[name], value, rtol=1e-4, atol=2e-4, msg=name)
+
+
 def test_a_frozen_encoder_without_a_start_keeps_its_first_weights(open_trainer):
     """A bag's weights come from the training texts before its outputs are computed."""
     trainer, plain = open_trainer("frozen", **{"encoder.frozen": True}), open_trainer("plain")

@@ -84,7 +84,8 @@ def propensity(params: Params) -> dict[str, Any]:
 
 
 def label_graph(params: Params) -> dict[str, Any]:
-    """Label co-occurrence -> data/label_graph."""
+    """Soft targets of label texts -> data/label_graph."""
     build_label_graph(paths.open_dataset(), params.label_graph, paths.LABEL_GRAPH)
     graph = load_label_graph(paths.LABEL_GRAPH)
-    return {"labels": graph.shape[0], "edges": int(graph.nnz)}
+    texts = int((graph.indptr[1:] > graph.indptr[:-1]).sum())
+    return {"labels": graph.shape[0], "texts": texts, "edges": int(graph.nnz)}
