@@ -147,8 +147,12 @@ class _Runner:
             values["encoder.residual"] = False
         params = with_settings(self.params, values)
         assert params is not None
-        everything = "all" in head_labels(params)
-        num_labels = self.sizes.num_labels if everything else min(self.sizes.num_labels, 4 * labels)
+        of_de, of_clf = head_labels(params)
+        num_labels = min(self.sizes.num_labels, 4 * labels)
+        if of_de == "all":  # whose texts take the time: a part of them
+            num_labels = max(1, self.sizes.num_labels // part)
+        elif of_clf == "all":
+            num_labels = self.sizes.num_labels
         dataset, tokens = _data(
             self.folder / f"data-{part}", queries * steps, num_labels, self.sizes, params, self.shape
         )
