@@ -145,7 +145,7 @@ def _curves(cells: Sequence[Cell]) -> str:
     limit = f" The {CURVES} best by {MAIN[0]} are drawn; {left_out} more are in the tables." if left_out > 0 else ""
     return shown + note(
         "A point a round, mean over seeds. Validation and export are not counted as time. A dot without a line: a "
-        f"peer, after its training.{limit}"
+        f"system without rounds of its own, after its training.{limit}"
     )
 
 

@@ -14,7 +14,7 @@ BETTER, WORSE = " ▲", " ▼"
 MEGABYTE = 1e6
 GROUPS = ("tail", "torso", "head")
 GROUP_METRICS = ("P@5", "PSP@5", "R@10", "coverage@5")
-PARTS = {"de": "dual encoder", "clf": "classifier", "heads": "both heads, without votes", "knn": "votes"}
+PARTS = {"de": "dual encoder", "clf": "classifier", "heads": "without votes", "knn": "votes"}
 PART_METRICS = ("P@1", "nDCG@5", "PSP@5", "R@100")
 Contrasts = Mapping[tuple[str, str, str, str], Contrast]
 
@@ -61,9 +61,7 @@ def _kinds(cells: Sequence[Cell]) -> list[str]:
 
 def _marked(cell: Cell, metric: str, contrast: Contrast | None) -> Shown:
     value = mean_and_spread(summary(cell.values(metric)))
-    mark = ""
-    if contrast is not None and contrast.p_value < ALPHA:
-        mark = BETTER if contrast.difference > 0 else WORSE
+    mark = {"right": BETTER, "wrong": WORSE, "": ""}[_colour(contrast)]
     return Shown(value.text, value.value, value.small + mark)
 
 
@@ -91,7 +89,7 @@ def recipe_against_peer(cells: Sequence[Cell], metrics: Sequence[str], contrasts
             (f"{contrast.low:+.2f} to {contrast.high:+.2f}", _p(contrast.p_value)) if contrast else (None, None)
         )
         difference = ours.mean - theirs.mean
-        sign = "right" if difference > 0 else "wrong" if difference < 0 else ""
+        sign = _colour(contrast)
         rows.append(
             [metric, recipe.name, peer.name, mean_and_spread(ours), mean_and_spread(theirs),
              Shown(f"{difference:+.2f}", difference, kind=sign), interval, p_value]
@@ -123,7 +121,7 @@ def _cost(key: str, of: Summary) -> Shown:
 def by_group(cells: Sequence[Cell], metric: str) -> str:
     """Metrics of tail, torso and head labels, means over seeds; cells by falling `metric`."""
     names = [f"{g}/{m}" for m in GROUP_METRICS for g in GROUPS]
-    columns = [name for name in names if any(cell.values(name) for cell in cells)]
+    columns = [name for name in names if any(any(cell.values(name)) for cell in cells)]  # 0 for all: no such labels
     shown = [cell for cell in ranked(cells, metric) if any(cell.values(name) for name in columns)]
     rows = [[named(cell), *(summary(cell.values(name)).mean for name in columns)] for cell in shown]
     heads = [f"{name.split('/')[1]} {name.split('/')[0]}" for name in columns]
@@ -182,7 +180,7 @@ def group_table(group: Group, task: str, cells: Sequence[Cell], headline: Sequen
             for metric, contrast in zip(columns, told, strict=True)
         ]
         rows.append([cell.name, Shown(str(len(cell.runs))), *differences])
-    return table(["system", "seeds", *columns], rows, kinds=["base"], caption=task)
+    return table(["system", "seeds", *columns], rows, kinds=["base"], caption=task, dense=True)
 
 
 def difference_to(cell: Cell, base: Cell, metric: str) -> Summary:
@@ -199,10 +197,16 @@ def _difference(of: Summary, contrast: Contrast | None) -> Shown:
     if not math.isfinite(of.mean):
         return Shown(number(None))
     small = f" ± {of.spread:.2f}" if math.isfinite(of.spread) else ""
-    kind = mark = ""
-    if contrast is not None and contrast.p_value < ALPHA:
-        kind, mark = ("right", BETTER) if contrast.difference > 0 else ("wrong", WORSE)
+    kind = _colour(contrast)
+    mark = {"right": BETTER, "wrong": WORSE, "": ""}[kind]
     return Shown(f"{of.mean:+.2f}", of.mean, small + mark, kind)
+
+
+def _colour(contrast: Contrast | None) -> str:
+    """ "right" or "wrong" where a test tells two systems apart."""
+    if contrast is None or contrast.p_value >= ALPHA:
+        return ""
+    return "right" if contrast.difference > 0 else "wrong"
 
 
 def all_contrasts(contrasts: Sequence[Contrast]) -> str:

@@ -16,7 +16,7 @@ STYLE = """
 --s7:#d8bd66}}
 *{box-sizing:border-box}html{color-scheme:light dark;scroll-behavior:smooth}
 body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:1120px;margin:0 auto;padding:28px 24px 64px}
+main{max-width:1200px;margin:0 auto;padding:28px 24px 64px}
 h1{font-size:27px;line-height:1.25;margin:0 0 4px;overflow-wrap:anywhere}
 h2{font-size:20px;margin:40px 0 12px;padding-top:12px;border-top:1px solid var(--rule)}
 h3{font-size:15px;margin:20px 0 6px}
@@ -35,7 +35,8 @@ td.text{white-space:normal;overflow-wrap:anywhere}tbody tr:hover{background:var(
 table.facts th{min-width:14em}
 table.facts td{width:99%}.dense th,.dense td{padding:4px 6px}
 .dense thead th{min-width:0}.dense tbody th{min-width:0;white-space:nowrap}
-td small,th small{color:var(--muted);font-size:12px}tr.base th,tr.base td{background:var(--soft)}
+td small,th small{color:var(--muted);font-size:12px}.dense small{font-size:11px}
+tr.base th,tr.base td{background:var(--soft)}
 tr.reference th,tr.reference td{color:var(--muted)}
 .charts{margin:0 0 14px;display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:20px 28px}
 figure{margin:0;min-width:0}figcaption{font-size:14px;margin:0 0 4px;font-weight:600}
@@ -186,7 +187,7 @@ def _tops(
     tops = {}
     for c in range(text_columns, len(header)):
         values = [value for row in rows if math.isfinite(value := _value(row[c]))]
-        if values:
+        if len(values) == 1 or len(set(values)) > 1:  # where all are the same none is best
             tops[c] = min(values) if c in lowest else max(values)
     return tops
 

@@ -14,6 +14,7 @@ from html import escape
 
 WIDTH, HEIGHT = 520, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 44
+NAME_WIDTH, CHARACTER = 215, 7.6  # of the names in `range_chart`: at most, and of a letter
 ROW = 20  # height of a row of `range_chart`
 MAX_POINTS = 300
 NUM_COLOURS = 8
@@ -118,7 +119,7 @@ def range_chart(rows: Sequence[Range], x_label: str) -> str:
     if not rows:
         return ""
     ends = [v for row in rows for v in (*row.values, row.mean, *_ends(row)) if math.isfinite(v)]
-    name_width = min(200, 12 + max(len(row.name) for row in rows) * 7)
+    name_width = min(NAME_WIDTH, 16 + int(max(len(row.name) for row in rows) * CHARACTER))
     x_axis = _Axis(min(ends), max(ends), name_width, WIDTH - RIGHT - 40)
     bottom = TOP + ROW * len(rows)
     body = []
@@ -128,7 +129,8 @@ def range_chart(rows: Sequence[Range], x_label: str) -> str:
         body.append(_text("tick", x, bottom + 16, x_axis.label(tick)))
     for r, row in enumerate(rows):
         y = TOP + ROW * (r + 0.5)
-        shown = row.name if len(row.name) * 7 <= name_width else row.name[: name_width // 7 - 1] + "…"
+        most = int((name_width - 16) / CHARACTER)
+        shown = row.name if len(row.name) <= most else row.name[: most - 1] + "…"
         body.append(_text("name", name_width - 10, y + 4, shown, "end"))
         if math.isfinite(row.spread):
             low, high = (x_axis.at(end) for end in _ends(row))
