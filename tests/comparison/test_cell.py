@@ -134,7 +134,7 @@ def test_figures_are_those_of_the_predictions(project: SimpleNamespace, name: st
 def test_costs(project: SimpleNamespace) -> None:
     first, both, served, knn = (result(project, name) for name in ("first", "both heads", "served", "kNN"))
     for made in (first, both):
-        for name in ("train_seconds", "refresh_seconds", "total_seconds", "search_ms", "encode_ms", "bundle_bytes"):
+        for name in ("train_seconds", "refresh_seconds", "total_seconds", "cpu_seconds", "search_ms", "encode_ms", "bundle_bytes"):
             assert made["costs"][name] > 0, name
         assert made["costs"]["peak_memory_bytes"] > 50e6
         assert [line["epoch"] for line in made["curve"]] == [2] and made["history"]

@@ -135,6 +135,7 @@ def _finish(spec: dict[str, Any], result: dict[str, Any], begin: float) -> None:
     # an attempt that was cut off before has left the seconds of its training only
     recorded = sum(line["seconds"] + line.get("refresh", {}).get("refresh_seconds", 0) for line in result["curve"])
     result["costs"]["total_seconds"] = max(time.time() - begin, recorded)
+    result["costs"]["cpu_seconds"] = time.process_time()  # what it took of a machine that others work on too
     write_json(RESULT, {"name": spec["name"], "kind": spec["kind"], "identity": spec["identity"], **result})
     for folder in [*Path("runs").glob("*/checkpoints"), *Path("runs").glob("*/refresh")]:
         shutil.rmtree(folder, ignore_errors=True)

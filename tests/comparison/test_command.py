@@ -1,0 +1,109 @@
+"""`unidec compare` as people call it: real child processes, the report, exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from unidec.data.formats import write_raw
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def project(
+    tiny_bert: Path, helper: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:  # fmt: skip
+    """A working folder with raw data and c.yaml: two peers, one of which cannot work, and a recipe."""
+    write_raw(helper("conftest").make_raw(num_train=96, num_test=40), tmp_path / "raw", "xmc-json")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    values = {
+        "name": "tiny", "seeds": [0],
+        "common": {
+            "encoder": {"name": str(tiny_bert), "kind": "bag", "trainable_layers": 0}, "model.dim": 16,
+            "optim.epochs": 20, "pool": {"batch_size": 16, "size": 60, "refresh": 1}, "run.check_memory": False,
+        },
+        "data": {"d": {"path": "raw", "max_length": 16, "set": {"data.validation_share": 0.1}}},
+        "cells": {"depsl": {"recipe": "depsl"}, "kNN": {"peer": "knn"}, "mix": {"peer": "mix"}},
+    }  # fmt: skip
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    return tmp_path
+
+
+def unidec(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "unidec.cli", "compare", "c.yaml", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_from_nothing_to_a_report(project: Path) -> None:
+    listed = unidec("--list")
+    assert listed.returncode == 0
+    assert [line.split("\t")[2] for line in listed.stdout.splitlines()[1:]] == ["to do"] * 3
+    assert not (project / "runs").exists()
+
+    done = unidec("--only", "kNN", "--metrics", "figures/knn.json")
+    assert done.returncode == 0, done.stderr
+    workspace = project / "runs" / "compare" / "tiny"
+    assert f"report: {workspace.relative_to(project)}/report.html" in done.stdout
+    page = (workspace / "report.html").read_text()
+    assert "kNN" in page and "depsl" in page  # what did not run is named too
+    figures = json.loads((project / "figures" / "knn.json").read_text())
+    result = json.loads((workspace / "cells/d/knn/0/result.json").read_text())
+    assert figures["run"] == "d/kNN/0" and figures["P_at_1"] == pytest.approx(result["metrics"]["P@1"], abs=1e-3)
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{project}/mlflow.db")
+    child = client.get_run(result["mlflow_run"])
+    parent = client.get_run(child.data.tags["mlflow.parentRunId"])
+    assert (child.info.run_name, parent.info.run_name) == ("d/kNN/0", "compare tiny")
+    assert parent.info.status == "FINISHED"
+    assert {file.path for file in client.list_artifacts(parent.info.run_id)} >= {"report.html", "summary.json"}
+
+    states = [line.split("\t")[2] for line in unidec("--list").stdout.splitlines()[1:]]
+    assert states == ["to do", "done", "to do"]
+    # what fails is told, and the exit code says so; the rest is there all the same
+    (workspace / "cells/d/mix").mkdir(parents=True)
+    (workspace / "cells/d/mix/0").write_text("a file where a folder should be")
+    broken = unidec("--only", "mix", "--only", "kNN")
+    assert broken.returncode != 0
+
+
+def test_wrong_files_and_names(project: Path) -> None:
+    wrong = unidec("--only", "KNN")
+    assert wrong.returncode == 2 and "no such cell" in wrong.stderr and "Traceback" not in wrong.stderr
+    assert unidec("--set", "pool.betta=3", "--list").returncode == 2
+    assert not (project / "runs").exists()
+
+
+def test_terminated_and_started_again(project: Path) -> None:
+    """SIGTERM to the comparison ends the training with a checkpoint; the same command goes on from it."""
+    command = [sys.executable, "-m", "unidec.cli", "compare", "c.yaml", "--only", "depsl"]
+    folder = project / "runs/compare/tiny/cells/d/depsl/0"
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not list(folder.glob("runs/*/rounds.jsonl")):
+        assert time.monotonic() < end and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 143 and "goes on where it stopped" in said
+    (run,) = (folder / "runs").glob("*/run.json")
+    before = (run.parent / "rounds.jsonl").read_text().splitlines()
+    assert 0 < len(before) < 20 and not (folder / "result.json").exists()
+    # with its code edited meanwhile it would begin anew; this says that it need not
+    done = unidec("--only", "depsl", "--accept", "code")
+    assert done.returncode == 0, done.stderr
+    after = (run.parent / "rounds.jsonl").read_text().splitlines()
+    assert len(after) == 20 and after[: len(before)] == before
+    assert "goes on after epoch" in (folder / "log.txt").read_text()
