@@ -171,6 +171,20 @@ def test_the_best_of_a_column_is_bold():
     assert re.findall(r"<b class=\"best\">([^<]*)</b>", html) == ["22.00", "46.00"]
 
 
+@pytest.mark.parametrize(
+    ("index", "shown"),
+    [
+        ({"space": "both", "clf_weight": 2.0, "knn_weight": 0.5}, "score = DE + 2.00 × CLF + 0.50 × votes;"),
+        ({"space": "both", "clf_weight": 2.0, "knn_weight": 0.0}, "score = DE + 2.00 × CLF"),
+        ({"space": "clf", "clf_weight": 2.0}, "score = CLF"),
+        ({"clf_weight": 2.0}, ""),
+    ],
+)
+def test_examples_say_how_a_score_comes_about(index, shown):
+    words = _Page(render(ReportInput(index=index, wrong=[_example("text")]))).words
+    assert shown in words and ("votes;" in words) == ("votes" in shown) and ("score = " in words) == bool(shown)
+
+
 def test_a_frequency_group_without_test_queries_is_left_out():
     metrics = METRICS | {"head/num_queries": 0.0, "tail/num_queries": 5.0}
     words = _Page(render(ReportInput(metrics={"both": metrics}))).words

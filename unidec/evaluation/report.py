@@ -314,7 +314,18 @@ def _examples(report: ReportInput) -> str:
     for heading, examples in (("Got right", report.right), ("Got wrong", report.wrong)):
         if examples:
             columns.append(f"<div><h3>{heading}</h3>{''.join(map(_example, examples))}</div>")
-    return f'<div class="pair">{"".join(columns)}</div>' if columns else ""
+    return f'<div class="pair">{"".join(columns)}</div>' + _formula(report.index) if columns else ""
+
+
+def _formula(index: Mapping[str, Any]) -> str:
+    """How a score comes from its parts."""
+    heads = {"both": f"DE + {number(index.get('clf_weight'))} × CLF", "de": "DE", "clf": "CLF"}
+    if index.get("space") not in heads:
+        return ""
+    if not index.get("knn_weight"):
+        return note(f"score = {heads[index['space']]}")
+    votes = f"{number(index['knn_weight'])} × votes"
+    return note(f"score = {heads[index['space']]} + {votes}; a query's largest vote is 1")
 
 
 def _example(example: Mapping[str, Any]) -> str:

@@ -78,7 +78,7 @@ def report_input(
         rounds=rounds,
         bins=result.get("frequency_bins", ()),
         pools=_pools(params, bundle, dataset, run_dir),
-        index={"kind": bundle.info.index_kind, **result["index"]},
+        index={"kind": bundle.info.index_kind, "space": bundle.info.space, **result["index"]},
         calibration={"score": scores[:, :CALIBRATED], "correct": correct[:, :CALIBRATED]},
         right=right,
         wrong=wrong,
