@@ -1,5 +1,7 @@
 """Batches: which texts a step encodes, on one rank and on several; Gandalf's label texts as queries."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -18,7 +20,7 @@ CPU = torch.device("cpu")
 class Recorded:
     """Stands for the input builder: keeps what it was asked for."""
 
-    num_texts, unique_U = 0, None
+    num_texts, unique_U, encoder = 0, None, SimpleNamespace(bag=None)
 
     def __call__(self, parts):
         self.parts = parts

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from unidec.model.encoder import InputBuilder
 from unidec.model.row_table import RowTable
 from unidec.training import gradient_cache as module
 from unidec.training.gradient_cache import CachedEncoding, ChunkBuilder, TextChunks, encode_texts
@@ -13,6 +14,7 @@ from unidec.training.refresh import Refresh
 
 ENCODERS = {
     "bag": {"encoder.bag_dropout": 0.3, "encoder.dropout": 0.2},
+    "words": {"encoder.bag_words": 50, "encoder.bag_dropout": 0.3},
     "beside, residual": {"encoder.kind": "both", "encoder.bag_dropout": 0.3, "encoder.residual": True},
     "frozen transformer": {"encoder.kind": "transformer", "encoder.dropout": 0.5, "encoder.residual": True},
     "one layer": {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "encoder.dropout": 0.2},
@@ -206,10 +208,13 @@ def test_chunks_of_all_labels_are_made_once(open_trainer):
     tokens, every = trainer.tokens, np.arange(trainer.dataset.num_labels)
     asked = []
 
-    def build(parts):
-        asked.append(parts[0][0])
-        return trainer.batches.build(parts)
+    class Build(InputBuilder):
+        def __call__(self, parts):
+            asked.append(parts[0][0])
+            return super().__call__(parts)
 
+    given = trainer.batches.build
+    build = Build(given.encoder, given.device, given.frozen_vectors)
     keeping, plain = ChunkBuilder(6, trainer.device, every), ChunkBuilder(6, trainer.device)
     for number, rows in enumerate(([3, 1, 4], [5, 9, 2, 6, 0, 7, 8])):
         gandalf = every[::-1][:7]  # label texts as queries
@@ -221,6 +226,6 @@ def test_chunks_of_all_labels_are_made_once(open_trainer):
         theirs = plain(parts, trainer.batches.build)
         assert ours.num_texts == theirs.num_texts == len(rows) + 7 + len(every)
         assert torch.equal(ours.unique_U, theirs.unique_U)
-        for (places, given), (other_places, other) in zip(ours.chunks, theirs.chunks, strict=True):
+        for (places, one), (other_places, other) in zip(ours.chunks, theirs.chunks, strict=True):
             assert torch.equal(places, other_places)
-            assert torch.equal(given.local_F, other.local_F) and torch.equal(given.vector_BD, other.vector_BD)
+            assert torch.equal(one.local_F, other.local_F) and torch.equal(one.vector_BD, other.vector_BD)

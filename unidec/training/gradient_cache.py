@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from unidec.data.tokens import Tokens
-from unidec.model.encoder import EncoderInput, InputBuilder, TextEncoder, length_chunks
+from unidec.model.encoder import BagEncoder, EncoderInput, InputBuilder, TextEncoder, length_chunks
 from unidec.model.row_table import RowTable
 from unidec.training.checkpoint import random_state, restore_random_state
 
@@ -85,7 +85,7 @@ class ChunkBuilder:
             return self._kept_part
         cut = length_chunks(tokens.lengths(rows), self.size)
         chunks = [(torch.from_numpy(places).to(self.device), build([(name, tokens, rows[places])])) for places in cut]
-        made = _Part(len(rows), chunks, _distinct(tokens, rows))
+        made = _Part(len(rows), chunks, _distinct(tokens, rows, build.encoder.bag))
         if is_kept:
             self._kept_part = made
         return made
@@ -100,9 +100,11 @@ class _Part:
     unique_U: np.ndarray
 
 
-def _distinct(tokens: Tokens, rows: np.ndarray) -> np.ndarray:
-    """Token ids of some texts, int64 [U], ascending, each once."""
-    flat = tokens.ragged(rows)[0]
+def _distinct(tokens: Tokens, rows: np.ndarray, bag: BagEncoder | None) -> np.ndarray:
+    """Rows of the bag's table that some texts use, int64 [U], ascending, each once."""
+    flat, offsets = tokens.ragged(rows)
+    if bag is not None:
+        flat, _ = bag.features(flat, np.diff(offsets))
     seen_V = np.zeros(1 + int(flat.max(initial=-1)), dtype=bool)  # flags: a tenth of the time of sorting the tokens
     seen_V[flat] = True
     return np.flatnonzero(seen_V)
@@ -163,15 +165,20 @@ class CachedEncoding:
         if grad_BW is None:
             return
         after = random_state(self.device)
-        with self._tables():
-            for state, (places, chunk) in zip(self._states, self.texts.chunks, strict=True):
-                restore_random_state(state, self.device)
-                with self.context():
-                    x_CW = self.encoder(chunk)
-                if not x_CW.requires_grad:  # nothing of the encoder trains
-                    break
-                x_CW.backward(grad_BW[places].to(x_CW.dtype))
-        restore_random_state(after, self.device)
+        try:
+            with self._tables():
+                self._encode_again(grad_BW)
+        finally:
+            restore_random_state(after, self.device)
+
+    def _encode_again(self, grad_BW: Tensor) -> None:
+        for state, (places, chunk) in zip(self._states, self.texts.chunks, strict=True):
+            restore_random_state(state, self.device)
+            with self.context():
+                x_CW = self.encoder(chunk)
+            if not x_CW.requires_grad:  # nothing of the encoder trains
+                return
+            x_CW.backward(grad_BW[places].to(x_CW.dtype))
 
     @contextlib.contextmanager
     def _tables(self) -> Iterator[None]:
