@@ -102,8 +102,9 @@ def test_a_residual_network_that_the_start_lacks_begins_as_the_identity(start):
     ("begin", "now", "said"),
     [
         ({}, {"model.dim": 24}, r"head_de.0.weight: shape \[16, 32\] instead of \[24, 32\]"),
-        ({}, {"encoder.kind": "both"}, "missing: encoder.transformer"),
-        ({"encoder.kind": "both"}, {"encoder.kind": "bag"}, "unknown: encoder.transformer"),
+        ({}, {"encoder.kind": "both"}, "another encoder.kind"),
+        ({"encoder.kind": "both"}, {"encoder.kind": "bag"}, "another encoder.kind"),
+        ({}, {"encoder.bag_words": 8}, "another encoder.bag_words"),
         ({"encoder.residual": True}, {"encoder.residual": False}, "unknown: encoder.residual"),
     ],
 )
@@ -137,6 +138,14 @@ def test_another_transformer_is_refused_also_where_every_shape_fits(
     write_manifest(folder, KIND, VERSION, {})
     with pytest.raises(ConfigError, match=said):
         create(tiny_bert, tiny_params(**{"encoder.kind": kind, "encoder.start": str(folder)}), 2)
+
+
+def test_how_the_start_was_trained_does_not_matter(start):
+    begin = {"encoder.kind": "both", "encoder.bag_dropout": 0.3, "encoder.dropout": 0.2, "encoder.trainable_layers": 1}
+    old, new = start(begin, **{"encoder.frozen": True, "encoder.bag_dropout": 0.0, "encoder.dropout": 0.0,
+                               "encoder.trainable_layers": 0})  # fmt: skip
+    torch.testing.assert_close(encode(new), F.normalize(encode(old).view(-1, 2, 32), dim=-1).view(-1, 64))
+    assert torch.equal(new.encoder.bag.log_weight.weight, old.encoder.bag.log_weight.weight)
 
 
 def test_who_wrote_a_config_does_not_matter(tiny_bert, tiny_params, tmp_path):

@@ -24,6 +24,7 @@ import torch
 from unidec.data.storage import load_array, read_manifest, write_folder
 from unidec.data.tokens import TokenCache, Tokens
 from unidec.model.encoder import InputBuilder, TextEncoder, TransformerEncoder, length_chunks
+from unidec.model.weights import output_settings
 from unidec.progress import progress
 
 KIND, VERSION = "encoder-cache", 1
@@ -168,7 +169,7 @@ def frozen_outputs(
     """
     facts = {
         "weights": weights_sha256, "tokens": read_manifest(tokens.path, "tokens", 1, verify=False)["files"],
-        "pooling": encoder.settings.pooling, "kind": encoder.settings.kind, "what": "outputs", "amp": str(amp),
+        "settings": output_settings(encoder.settings), "what": "outputs", "amp": str(amp),
     }  # fmt: skip
 
     def fill(values: np.ndarray | None, together: Together) -> None:

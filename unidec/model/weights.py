@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from unidec.config import Encoder
 from unidec.data.storage import MANIFEST, file_sha256, read_manifest
 from unidec.data.tensor_file import open_tensors
 from unidec.errors import ArtifactError, ConfigError
@@ -24,6 +25,9 @@ KIND, VERSION = "model", 1
 COPY_BLOCK = 1 << 17  # rows copied at once
 # of a transformer's config.json: says by whom it was written, not what it computes
 _NOTES = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
+
+# of section `encoder`: where the weights come from and how they train, not what they compute
+_TRAINING = {"name", "start", "frozen", "trainable_layers", "dropout", "bag_dropout"}
 
 Read = Callable[[str, int | None, int | None], Tensor]
 
@@ -52,6 +56,11 @@ def copy_into(own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], 
         for begin in range(0, len(tensor), COPY_BLOCK):
             end = min(begin + COPY_BLOCK, len(tensor))
             tensor[begin:end].copy_(read(name, begin, end))
+
+
+def output_settings(settings: Encoder) -> dict[str, Any]:
+    """What decides an encoder's outputs beside its weights: all keys but those that say how it trains."""
+    return settings.model_dump(exclude=_TRAINING)
 
 
 def start_sha256(folder: str | Path) -> str:
@@ -109,7 +118,7 @@ def take_start(model: UniDEC, folder: str | Path) -> None:
 
 
 def _check_texts(model: UniDEC, folder: Path) -> None:
-    """The same tokens, and the same transformer around the weights.
+    """The same tokens, and the same encoder around the weights.
 
     Raises:
         ConfigError: another tokenizer or architecture.
@@ -119,20 +128,19 @@ def _check_texts(model: UniDEC, folder: Path) -> None:
     try:
         tokens_differ = _json(model.tokenizer_folder / "tokenizer.json") != _json(folder / "tokenizer/tokenizer.json")
         configs = [_json(place / "config.json") for place in (model.config_folder, folder / "encoder_config")]
-        settings = (model.encoder_settings.model_dump(), _json(folder / "config.json")["encoder"])
-        for config, given in zip(configs, settings, strict=True):
-            config["encoder.pooling"] = given["pooling"]
-    except (OSError, ValueError, KeyError) as error:
+        given = Encoder(**_json(folder / "config.json")["encoder"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError("no readable model to start from", where=str(folder), got=str(error)[:200]) from error
-    differing = sorted(
-        key for key in configs[0].keys() | configs[1].keys() if configs[0].get(key) != configs[1].get(key)
-    )
-    differing = [] if model.encoder.transformer is None else [key for key in differing if key not in _NOTES]
+    own, theirs = (output_settings(settings) for settings in (model.encoder_settings, given))
+    differing = [f"encoder.{key}" for key in own if key != "residual" and own[key] != theirs[key]]
+    if model.encoder.transformer is not None:
+        keys = sorted((configs[0].keys() | configs[1].keys()) - _NOTES)
+        differing += [key for key in keys if configs[0].get(key) != configs[1].get(key)]
     if tokens_differ or differing:
         raise ConfigError(
-            "the model to start from is on another transformer", where="encoder.start",
+            "the model to start from is on another transformer, or has another encoder", where="encoder.start",
             got=f"{folder}: " + ("another tokenizer" if tokens_differ else f"another {', '.join(differing[:5])}"),
-            fix="set encoder.name and encoder.pooling to those that it was trained with",
+            fix="set section encoder as the start was trained with; its config.json has it",
         )  # fmt: skip
 
 
