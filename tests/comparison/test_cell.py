@@ -128,7 +128,7 @@ def test_figures_are_those_of_the_predictions(project: SimpleNamespace, name: st
     assert made["metrics"]["P@1"] == pytest.approx(100 * first / 40)
     assert made["metrics"]["R@10"] == pytest.approx(100 * recall / 40)
     assert made["dataset"]["test"] == 40 and made["machine"]["threads"] >= 1
-    assert "P@1" in made["validation"]
+    assert "P@1" in made["validation"] and made["bins"]
 
 
 def test_costs(project: SimpleNamespace) -> None:

@@ -73,7 +73,7 @@ def test_jobs_have_the_recipes_values_under_common_data_and_cell(write: Write) -
         "tokens": {"text": "title+content", "max_length": 64},
         "model": recipe["model"] | {"dim": 64}, "pool": recipe["pool"] | {"beta": 2, "eta": 4},
         "optim": recipe["optim"] | {"epochs": 9},
-        "tracking": recipe["tracking"] | {"experiment": "unidec comparisons"},
+        "tracking": recipe["tracking"] | {"experiment": "unidec-compare"},
     }  # fmt: skip
     assert job(comparison, "long/two/5").params.model_dump() == expected
     assert job(comparison, "long/two/5").settings == {"pool.beta": 2, "model.dim": 64}

@@ -76,17 +76,20 @@ def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> 
 
 def of_peer(params: Params, spec: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """Result of a peer that wrote outputs/labels.npy and scores.npy: filters removed, measured as ours are."""
+    from unidec.evaluation.frequency import frequency_bins
     from unidec.evaluation.metrics import evaluate
     from unidec.stages import paths
 
     dataset, propensity = paths.open_dataset(), _propensity()
     figures: dict[str, dict[str, float]] = {}
+    bins: list[dict[str, float]] = []
     for split, suffix in (("test", ""), ("validation", "_validation")):
         if split == "validation" and not Path(f"outputs/labels{suffix}.npy").is_file():
             continue
         labels, truth = _without_filtered(dataset, split, suffix)
         figures[split] = evaluate(labels, truth, propensity.inverse_L, propensity.group_L)
         if split == "test":
+            bins = frequency_bins(labels, truth, propensity.counts_L, propensity.inverse_L)
             np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
     known = ("train_seconds", "search_ms", "encode_ms", "parameters", "peak_rss_bytes")
     costs = {key: float(facts[key]) for key in known if facts.get(key) is not None}
@@ -95,7 +98,7 @@ def of_peer(params: Params, spec: dict[str, Any], facts: dict[str, Any]) -> dict
         costs["parameters_classifier"] = costs.pop("parameters")
     about = {key: value for key, value in facts.items() if key not in known}
     result = {
-        "metrics": figures["test"], "validation": figures.get("validation", {}), "parts": {}, "index": {}, "bins": [],
+        "metrics": figures["test"], "validation": figures.get("validation", {}), "parts": {}, "index": {}, "bins": bins,
         "costs": costs, "curve": [], "history": [], "facts": about,
         "params": {"peer": spec["peer"], "options": spec["options"], "seed": spec["seed"]},
         "dataset": _card(params), "machine": machine(), "code": code_tags(), "report": "",

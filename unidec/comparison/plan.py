@@ -29,7 +29,7 @@ Kind = Literal["recipe", "model_of", "peer"]
 SOURCES = ("recipe", "like", "model_of", "peer")
 OF_THE_DATA = ("data", "tokens")  # alike for every cell: else a table would compare data, not systems
 OURS = ("recipe", "seed", "tracking")
-EXPERIMENT = "unidec comparisons"
+EXPERIMENT = "unidec-compare"
 
 
 @dataclass(frozen=True)
