@@ -46,8 +46,9 @@ SPEC = {
                              "pool.batches": "clustered", "pool.cluster_start": 1, "pool.eta": 0},
     "ngame-classifier": OVA | {"encoder.frozen": True, "model.clf_init": "label_embedding", "pool.clf_labels": "pool",
                                "pool.batches": "clustered", "pool.eta": 6},
-    "siamesexml": {"model.heads": "both", "encoder.kind": "bag", "model.clf_residual": True, "loss.de": "bce",
-                   "loss.clf": "bce", "pool.batches": "clustered", "pool.clf_labels": "pool"},
+    "siamesexml": {"model.heads": "both", "encoder.kind": "bag", "model.clf_residual": True, "model.clf_bias": True,
+                   "loss.de": "triplet", "loss.triplet_negatives": "hardest", "loss.clf": "bce",
+                   "pool.batches": "clustered", "pool.clf_labels": "pool"},
     "dexml": ONE_POSITIVE | {"loss.de": "ds", "pool.batches": "random", "model.temperature": 0.05, "pool.eta": 4},
     "dexml-all": {"model.heads": "de", "loss.reduction": "pal-n", "loss.de": "ds", "pool.de_labels": "all",
                   "model.temperature": 0.05, "pool.batches": "random", "loss.de_forward": 1.0},
@@ -153,6 +154,7 @@ def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_
 
     moved = {key for key, tensor in trainer.model.state_dict().items() if not tensor.equal(before[key])}
     heads = {"both": {"head_de", "head_clf", "table"}, "de": {"head_de"}, "clf": {"head_clf", "table"}}
+    heads["both"] |= {"bias"} if params.model.clf_bias else set()
     expected = heads[params.model.heads] | (set() if params.encoder.frozen else {"encoder"})
     assert {key.split(".")[0] for key in moved} - {"log_scale"} == expected
 

@@ -65,12 +65,13 @@ def infonce(s, picked, skip):
 
 
 def triplet_hardest(cosine, y, skip, picked, margin):
-    """[highest cosine of a negative - cosine of the sampled positive + margin]_+ (NGAME)."""
+    """[highest cosine of a negative - cosine of the picked positive + margin]_+ (NGAME), mean over those picked."""
     rows = []
     for i in range(len(cosine)):
-        negatives = [cosine[i, j] for j in range(cosine.shape[1]) if not skip[i, j] and not y[i, j]]
-        hardest = torch.stack(negatives).max()
-        rows += [torch.clamp(hardest - cosine[i, p] + margin, min=0) for p in np.flatnonzero(picked[i])]
+        negatives = cosine[i][~(skip[i] | y[i])]
+        hardest = negatives.max() if len(negatives) else cosine[i].detach().min() - 9
+        terms = [torch.clamp(hardest - cosine[i, p] + margin, min=0) for p in np.flatnonzero(picked[i])]
+        rows += [sum(terms) / len(terms)] if terms else []
     return mean(rows, cosine)
 
 
@@ -108,11 +109,14 @@ def unidec_v2(c):
     return (both_ways(decoupled, c.de / TAU, *c.pool) + both_ways(decoupled, c.clf / TAU, *c.pool)) / 2
 
 
-def unidec_v2_bce(c):
-    y, skip = c.pool
+def ova_entries(s, y, skip):
+    """The mean over entries instead of the sum over a query's."""
     entries = sum((~skip[i]).sum() for i in range(len(y)) if y[i].any())
-    bce = ova(c.clf / TAU, y.astype(float), skip) * y.any(1).sum() / entries
-    return unidec_v2(c) + bce / 2
+    return ova(s, y.astype(float), skip) * y.any(1).sum() / entries
+
+
+def unidec_v2_bce(c):
+    return unidec_v2(c) + ova_entries(c.clf / TAU, *c.pool) / 2
 
 
 def unidec_v1(c):
@@ -125,7 +129,9 @@ def unidec_cpu(c):
 
 
 def siamesexml(c):
-    return sum(ova(s / TAU, c.pool[0].astype(float), c.pool[1]) for s in (c.de, c.clf)) / 2
+    """Triplet with the hardest negative, every positive, both ways; one-vs-all on scores and biases."""
+    triplet = both_ways(lambda s, y, skip: triplet_hardest(s, y, skip, y, margin=0.3), c.de, *c.pool)
+    return (triplet + ova_entries(c.clf / TAU, *c.pool)) / 2
 
 
 FORMULAS = {
@@ -195,7 +201,8 @@ class Case:
         loss = sum(self.trainer.objective.losses(x, self.batch, 0).values())
         leaves = [x] + ([self.model.table.used[1]] if self.model.table is not None else [])
         grads = torch.autograd.grad(loss, leaves)
-        self.model.table.forget() if self.model.table is not None else None
+        for table in self.model.tables().values():
+            table.forget()
         return loss.detach().double(), [grad.double() for grad in grads]
 
     def written(self, formula):
@@ -212,6 +219,8 @@ class Case:
             if self.params.model.clf_residual:
                 psi = rows + F.normalize(linear(model.head_clf[0], x[self.own :]), dim=1)
             self.clf = linear(model.head_clf[0], x[: self.own]) @ psi.T
+            if model.bias is not None:
+                self.clf = self.clf + model.bias.weight.detach().double()[labels].T
         loss = formula(self)
         return loss.detach(), torch.autograd.grad(loss, [x] if rows is None else [x, rows])
 
