@@ -138,8 +138,8 @@ def test_all_parts_are_there():
     assert anchors == ["results", "time", "costs", "frequency", "parts", "ablations", "pools", "tests", "failures",
                        "settings", "data", "lineage"]  # fmt: skip
     assert [v for n, v in page.attributes if n == "href"] == [f"#{anchor}" for anchor in (content, *anchors)]
-    # a range chart and a chart of curves for 3 metrics, two charts of bins; for each task
-    assert page.tags.count("svg") == 2 * (3 + 3 + 2)
+    # a range chart and a chart of curves for 3 metrics, charts of bins (all, and of the group), pools; for each task
+    assert page.tags.count("svg") == 2 * (3 + 3 + 2 + 2 + 1)
 
 
 def test_the_headline_table():
@@ -171,6 +171,9 @@ def test_ablations_are_differences_to_the_base():
     assert page.row("some text b", "3")[2:4] == ["+1.00 ± 0.00 ▲", "+1.00 ± 0.00"]
     assert page.row("some text c", "3")[2] == "+2.00 ± 0.00"
     assert "no such cell" not in page.words
+    tips = [f"10 to 20, some text {name}: {value:.1f}" for name, value in (("a", 40.0), ("b", 41.0), ("c", 42.0))]
+    assert all(tip in page.words for tip in tips)  # the base's bins first, then the others'
+    assert page.words.index(tips[0]) < page.words.index(tips[1])
 
 
 def test_differences_seed_by_seed():

@@ -9,7 +9,7 @@ from html import escape
 
 from unidec.data.storage import write_bytes_atomic
 from unidec.evaluation import comparison_tables as tables
-from unidec.evaluation.comparison_input import Cell, ComparisonInput, Run, Task, summary
+from unidec.evaluation.comparison_input import Cell, ComparisonInput, Group, Run, Task, summary
 from unidec.evaluation.page import charts, document, facts, figure, folded, navigation, note, number, section, table
 from unidec.evaluation.report import bin_name
 from unidec.evaluation.svg import Line, Range, bar_chart, line_chart, range_chart
@@ -18,6 +18,7 @@ from unidec.evaluation.training_sections import validation_by_time
 MAIN = ("P@1", "PSP@5", "R@100")  # drawn
 CURVES = 12  # systems in a chart of curves: more cannot be told apart
 PEER_COLOUR = 5
+BIN_METRICS = ("P@5", "PSP@5")
 BINS = 6  # systems in a chart of bins
 
 
@@ -40,7 +41,7 @@ def render_comparison(comparison: ComparisonInput) -> str:
         "frequency": ("By frequency of the label", _each(comparison, tasks, _frequency)),
         "parts": ("Scores alone", _each(comparison, tasks, lambda c: tables.parts(c, _first(comparison)))),
         "ablations": ("Ablations", _ablations(comparison, tasks)),
-        "pools": ("Pools", _each(comparison, tasks, tables.pools)),
+        "pools": ("Pools", _each(comparison, tasks, _pools)),
         "tests": ("Paired tests", tables.all_contrasts(comparison.contrasts) if comparison.contrasts else ""),
         "failures": ("Without a result", _failures(comparison)),
         "settings": ("Settings", tables.settings(comparison.cells, comparison.common)),
@@ -170,31 +171,43 @@ def _points(run: Run, metric: str) -> list[tuple[float, float]]:
 def _frequency(cells: Sequence[Cell]) -> str:
     """Metrics by tail, torso and head, and by bins of equal volume (thesis, figure 1.3)."""
     groups = tables.by_group(cells, MAIN[0])
-    with_bins = [cell for cell in tables.ranked(cells, MAIN[0]) if any(run.bins for run in cell.runs)]
+    with_bins = _with_bins(tables.ranked(cells, MAIN[0]))
     if not with_bins:
         return groups
-    first = next(run for run in with_bins[0].runs if run.bins)
-    numbers = [row["bin"] for row in first.bins]
-    names = [bin_name(row) for row in first.bins]
-    figures = [
-        figure(
-            f"Contribution to {metric}, test split",
-            bar_chart(
-                names, [(cell.name, [_bin(cell, b, metric) for b in numbers]) for cell in with_bins[:BINS]],
-                "percentage points", x_label="training queries of a label; bins of equal volume, head to tail",
-            ),
-        )
-        for metric in ("P@5", "PSP@5")
-    ]  # fmt: skip
-    rows = [[cell.name, *(_bin(cell, b, metric) for metric in ("P@5", "PSP@5") for b in numbers)] for cell in with_bins]
-    header = ["system", *(f"{metric}, {name}" for metric in ("P@5", "PSP@5") for name in names)]
+    names, numbers = _bins_of(with_bins)
+    rows = [
+        [tables.named(cell), *(_bin(cell, b, metric) for metric in BIN_METRICS for b in numbers)] for cell in with_bins
+    ]
+    header = ["system", *(f"{metric}, {name}" for metric in BIN_METRICS for name in names)]
     about = (
         "tail: labels with fewer than 10 training queries, torso: 10 to 100, head: over 100. Bins hold about equally "
         "many (query, label) pairs of the training data; their contributions add up to the metric. "
     )
     limit = f"The {BINS} best are drawn." if len(with_bins) > BINS else ""
     contributions = folded("contributions, as a table", table(header, rows, best=True, dense=True))
-    return groups + charts(*figures) + contributions + note(about + limit)
+    return groups + _bin_charts(with_bins) + contributions + note(about + limit)
+
+
+def _with_bins(cells: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in cells if any(run.bins for run in cell.runs)]
+
+
+def _bins_of(cells: Sequence[Cell]) -> tuple[list[str], list[int]]:
+    """Names and numbers of the bins: those of a task's labels, the same for all its cells."""
+    first = next(run for run in cells[0].runs if run.bins)
+    return [bin_name(row) for row in first.bins], [row["bin"] for row in first.bins]
+
+
+def _bin_charts(cells: Sequence[Cell]) -> str:
+    """Contributions of the bins to P@5 and PSP@5, at most `BINS` cells."""
+    names, numbers = _bins_of(cells)
+    x_label = "training queries of a label; bins of equal volume, head to tail"
+    drawn = []
+    for metric in BIN_METRICS:
+        bars = [(cell.name, [_bin(cell, b, metric) for b in numbers]) for cell in cells[:BINS]]
+        chart = bar_chart(names, bars, "percentage points", x_label=x_label)
+        drawn.append(figure(f"Contribution to {metric}, test split", chart))
+    return charts(*drawn)
 
 
 def _bin(cell: Cell, number_of_bin: int, metric: str) -> float:
@@ -206,9 +219,10 @@ def _ablations(comparison: ComparisonInput, tasks: Sequence[Task]) -> str:
     contrasts = tables.indexed(comparison.contrasts)
     shown = []
     for group in comparison.groups:
-        bodies = [
-            tables.group_table(group, task.name, comparison.cells, comparison.headline, contrasts) for task in tasks
-        ]
+        bodies = []
+        for task in tasks:
+            body = tables.group_table(group, task.name, comparison.cells, comparison.headline, contrasts)
+            bodies.append(body + (_group_bins(group, _of(comparison, task)) if body else ""))
         if any(bodies):
             about = f"<p>{escape(group.about)}</p>" if group.about else ""
             finding = f"<p><b>{escape(group.finding)}</b></p>" if group.finding else ""
@@ -220,6 +234,24 @@ def _ablations(comparison: ComparisonInput, tasks: Sequence[Task]) -> str:
         "points, seed by seed where the seeds are the same (± their standard deviation). Coloured and marked: "
         f"corrected p below {tables.ALPHA} in the paired test against the base, where there is one."
     )
+
+
+def _group_bins(group: Group, cells: Sequence[Cell]) -> str:
+    """The base's and the others' contributions by label frequency."""
+    by_name = {cell.name: cell for cell in cells}
+    members = _with_bins([by_name[name] for name in (group.base, *group.cells) if name in by_name])
+    return folded("by frequency of the label", _bin_charts(members)) if len(members) > 1 else ""
+
+
+def _pools(cells: Sequence[Cell]) -> str:
+    """Sizes of pools and positives a query of each cell, and the one against the other."""
+    means = [(cell.name, *tables.pool_means(cell)) for cell in cells]
+    dots = [Line(name, [size], [positives], dots=True) for name, size, positives in means if math.isfinite(size)]
+    chart = line_chart(
+        dots[:CURVES], "labels in the pool, mean", "positives a query, mean", x_from_zero=True, y_from_zero=True
+    )
+    shown = figure("Positives a query against the size of the pool", chart) if len(dots) > 1 else ""
+    return tables.pools(cells) + charts(shown)
 
 
 def _failures(comparison: ComparisonInput) -> str:

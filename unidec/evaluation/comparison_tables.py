@@ -148,14 +148,21 @@ def parts(cells: Sequence[Cell], metric: str) -> str:
 
 def pools(cells: Sequence[Cell]) -> str:
     """Labels in the pool and positives a query, means over logged steps and seeds."""
-    columns = {"pool_size": "labels in the pool", "positives_per_query": "positives a query in the pool"}
     rows = []
     for cell in cells:
-        means = [summary([_mean_of(run, key) for run in cell.runs]) for key in columns]
-        if any(of.count for of in means):
-            ratio = means[0].mean / means[1].mean if means[1].mean else math.nan
-            rows.append([cell.name, *(of.mean for of in means), ratio])
-    return table(["system", *columns.values(), "pool labels for one positive"], rows)
+        size, positives = pool_means(cell)
+        if math.isfinite(size) or math.isfinite(positives):
+            rows.append([cell.name, size, positives, size / positives if positives else math.nan])
+    header = ["system", "labels in the pool", "positives a query in the pool", "pool labels for one positive"]
+    return table(header, rows)
+
+
+def pool_means(cell: Cell) -> tuple[float, float]:
+    """Mean size of a pool and mean positives a query, NaN where they were not logged."""
+    size, positives = (
+        summary([_mean_of(run, key) for run in cell.runs]).mean for key in ("pool_size", "positives_per_query")
+    )
+    return size, positives
 
 
 def _mean_of(run: Run, key: str) -> float:
