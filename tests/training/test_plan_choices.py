@@ -140,6 +140,14 @@ def test_sizes_follow_what_the_heads_see(data, tiny_params):
     assert padded_texts([], 5).held is None and padded_texts([np.array([3, 4])], 5).held.count == 2
 
 
+def test_words_of_the_bag_are_rows_too(data, tiny_params):
+    sizes = Sizes.of(data[0], *data[1])
+    plain = batch_sizes(tiny_params(), sizes)
+    for words in (1, 30, 1 << 20):
+        batch = batch_sizes(tiny_params(**{"encoder.bag_words": words}), sizes)
+        assert batch.unique_tokens == plain.unique_tokens + min(words, plain.texts.tokens // 2)
+
+
 def test_a_share_of_the_labels_are_rows(data, tiny_params):
     sizes = Sizes.of(data[0], *data[1])
     for share, rows in ((1.0, 300), (0.5, 150), (0.001, 1)):

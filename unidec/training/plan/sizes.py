@@ -334,8 +334,13 @@ def batch_sizes(params: Params, sizes: Sizes) -> Batch:
     texts = padded_texts(parts, params.optim.encode_chunk)
     return Batch(
         num_queries, de_labels or drawn, clf_labels, batches, pool.eta * pool.refresh if mines else 0, texts,
-        distinct_tokens(sizes, texts.tokens), distinct_tokens(sizes, texts.graph.tokens),
+        _bag_rows(params, sizes, texts.tokens), _bag_rows(params, sizes, texts.graph.tokens),
     )  # fmt: skip
+
+
+def _bag_rows(params: Params, sizes: Sizes, num_tokens: int) -> int:
+    """At most so many different rows of the bag's table to expect; a word of several pieces has two at least."""
+    return distinct_tokens(sizes, num_tokens) + min(params.encoder.bag_words, num_tokens // 2)
 
 
 def label_rows(params: Params, sizes: Sizes) -> int:
