@@ -214,6 +214,8 @@ class TextEncoder(nn.Module):
         width: width of the bag's embeddings (the transformer's hidden size).
 
     Attributes:
+        unit_vectors: the transformer's vectors are brought to unit length; those of one that trains alone are not. A
+            model that starts from another one does as that did, whatever of it trains now.
         recompute: keep only a chunk's input for backward, and compute its activations again there, with the same
             dropout: a third more work, a small part of the memory (Chen et al., 2016).
     """
@@ -237,6 +239,8 @@ class TextEncoder(nn.Module):
             nn.init.zeros_(last.weight)  # starts as the identity
             nn.init.zeros_(last.bias)
             self.residual = nn.Sequential(nn.Linear(self.width, self.width), nn.GELU(), nn.Dropout(0.1), last)
+        # beside a bag both parts are of unit length, so that neither drowns the other
+        self.unit_vectors = settings.trainable_layers == 0 or self.bag is not None
         if settings.frozen:
             self.requires_grad_(False)
             self.train()
@@ -276,7 +280,7 @@ class TextEncoder(nn.Module):
     def _parts(self, batch: EncoderInput) -> Tensor:
         parts = []
         if batch.vector_BD is not None:
-            parts.append(F.normalize(batch.vector_BD.float(), dim=-1))
+            parts.append(self._scaled(batch.vector_BD.float()))
         elif self.transformer is not None:
             transformer: Callable[..., Tensor] = self.transformer
             if self.recompute and torch.is_grad_enabled():
@@ -288,11 +292,13 @@ class TextEncoder(nn.Module):
             else:  # fewer texts than ranks: none for this one
                 device = next(self.transformer.parameters()).device
                 vector_BD = torch.zeros(0, self.transformer.width, device=device)
-            # beside a bag both parts are of unit length, so that neither drowns the other
-            parts.append(F.normalize(vector_BD, dim=-1) if self.bag is not None else vector_BD)
+            parts.append(self._scaled(vector_BD))
         if self.bag is not None:
             parts.append(self.bag(batch))
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+    def _scaled(self, vector_BD: Tensor) -> Tensor:
+        return F.normalize(vector_BD, dim=-1) if self.unit_vectors else vector_BD
 
 
 class InputBuilder:

@@ -169,7 +169,8 @@ def frozen_outputs(
     """
     facts = {
         "weights": weights_sha256, "tokens": read_manifest(tokens.path, "tokens", 1, verify=False)["files"],
-        "settings": output_settings(encoder.settings), "what": "outputs", "amp": str(amp),
+        "settings": output_settings(encoder.settings), "unit": encoder.unit_vectors, "what": "outputs",
+        "amp": str(amp),
     }  # fmt: skip
 
     def fill(values: np.ndarray | None, together: Together) -> None:

@@ -346,6 +346,7 @@ class UniDEC(nn.Module):
         config = {
             "encoder": self.encoder_settings.model_dump(), "model": settings.model_dump(),
             "num_labels": self.num_labels, "max_length": self.max_length, "params": self.params,
+            "unit_vectors": self.encoder.unit_vectors,
             "num_tokens": bag.num_tokens if bag else 0,
             "encoder_width": self.encoder.width // (2 if self.encoder_settings.kind == "both" else 1),
         } | (extra or {})  # fmt: skip
@@ -371,6 +372,8 @@ class UniDEC(nn.Module):
                 int(config["num_labels"]),
                 TextEncoder(encoder_settings, transformer, num_tokens, width),
             )
+            # a model that an older version wrote has no start to do as
+            model.encoder.unit_vectors = bool(config.get("unit_vectors", model.encoder.unit_vectors))
             with open_tensors(path / "model.safetensors") as file:
                 shapes = {name: file.shape(name) for name in file.names}
                 copy_into(model.state_dict(), shapes, file.read)

@@ -118,7 +118,7 @@ def take_start(model: UniDEC, folder: str | Path) -> None:
 
 
 def _check_texts(model: UniDEC, folder: Path) -> None:
-    """The same tokens, and the same encoder around the weights.
+    """The same tokens, and the same encoder around the weights: checked, and its scale taken over.
 
     Raises:
         ConfigError: another tokenizer or architecture.
@@ -128,7 +128,8 @@ def _check_texts(model: UniDEC, folder: Path) -> None:
     try:
         tokens_differ = _json(model.tokenizer_folder / "tokenizer.json") != _json(folder / "tokenizer/tokenizer.json")
         configs = [_json(place / "config.json") for place in (model.config_folder, folder / "encoder_config")]
-        given = Encoder(**_json(folder / "config.json")["encoder"])
+        config = _json(folder / "config.json")
+        given = Encoder(**config["encoder"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError("no readable model to start from", where=str(folder), got=str(error)[:200]) from error
     own, theirs = (output_settings(settings) for settings in (model.encoder_settings, given))
@@ -142,6 +143,8 @@ def _check_texts(model: UniDEC, folder: Path) -> None:
             got=f"{folder}: " + ("another tokenizer" if tokens_differ else f"another {', '.join(differing[:5])}"),
             fix="set section encoder as the start was trained with; its config.json has it",
         )  # fmt: skip
+    unit = given.trainable_layers == 0 or given.kind == "both"
+    model.encoder.unit_vectors = bool(config.get("unit_vectors", unit))
 
 
 def _json(path: Path) -> dict[str, Any]:
