@@ -297,6 +297,8 @@ def test_ranges_lie_where_their_numbers_are():
     assert float(spread.get("x2", "")) == pytest.approx(at["a: 11.00"], abs=0.1)
     assert at["b: 20.00"] - at["a: 10.00 ± 1.00"] == pytest.approx(5 * (at["a: 11.00"] - at["a: 9.00"]), abs=0.5)
     assert not [text for text in at if text.startswith("c")] and range_chart([], "x") == ""
+    for length in range(1, 27):
+        assert f">{'x' * length}<" in range_chart([Range("x" * length, 1.0, 0.0)], "x")
     assert "…" in range_chart([Range("a very long name " * 5, 1.0, 0.0)], "x")
 
 

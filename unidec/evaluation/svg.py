@@ -119,7 +119,8 @@ def range_chart(rows: Sequence[Range], x_label: str) -> str:
     if not rows:
         return ""
     ends = [v for row in rows for v in (*row.values, row.mean, *_ends(row)) if math.isfinite(v)]
-    name_width = min(NAME_WIDTH, 16 + int(max(len(row.name) for row in rows) * CHARACTER))
+    name_width = min(NAME_WIDTH, 16 + math.ceil(max(len(row.name) for row in rows) * CHARACTER))
+    most = int((NAME_WIDTH - 16) / CHARACTER)
     x_axis = _Axis(min(ends), max(ends), name_width, WIDTH - RIGHT - 40)
     bottom = TOP + ROW * len(rows)
     body = []
@@ -129,7 +130,6 @@ def range_chart(rows: Sequence[Range], x_label: str) -> str:
         body.append(_text("tick", x, bottom + 16, x_axis.label(tick)))
     for r, row in enumerate(rows):
         y = TOP + ROW * (r + 0.5)
-        most = int((name_width - 16) / CHARACTER)
         shown = row.name if len(row.name) <= most else row.name[: most - 1] + "…"
         body.append(_text("name", name_width - 10, y + 4, shown, "end"))
         if math.isfinite(row.spread):
