@@ -7,7 +7,8 @@
 Prints a table and writes JSON. The step is the trainer's own, taken apart where its autograd graph can be cut: at the
 encoder's output, at the heads' outputs and at the similarities, so that backward is split like forward. The same
 number of steps is then run whole, to show what the cutting costs. Clusters and hard negatives come from the mean of
-the transformer's token embeddings: real enough for the size of pools, at no cost.
+the transformer's token embeddings: real enough for the size of pools, at no cost. A recipe that caches gradients
+is measured in one pass; BCE over all labels has no similarities of its own and counts with them.
 
 Legend: B queries, S pool labels, W width of the encoder, D width of a head.
 """
@@ -282,7 +283,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "params.yaml"
         file.write_text(f"recipe: {arguments.recipe}\n", encoding="utf-8")
-        params = load_params(file, overrides)
+        params = load_params(file, {"optim.encode_chunk": 0, **overrides})
         trainer = open_trainer(params, Path(folder) / "run")
         result = measure(trainer, arguments.steps, arguments.warm_up)
     facts = {
