@@ -147,6 +147,8 @@ CONFLICTING = [
     ("encoder.pooling", {"encoder.kind": "bag", "encoder.pooling": "cls"}),
     ("encoder.bag_dropout", {"encoder.kind": "transformer", "encoder.bag_dropout": 0.1}),
     ("encoder.bag_words", {"encoder.kind": "transformer", "encoder.bag_words": 8}),
+    ("encoder.bag_head", {"encoder.kind": "transformer", "encoder.bag_head": 8}),
+    ("encoder.bag_head", {"encoder.bag_head": 32, "tokens.max_length": 32}),
     ("pool.size", {"pool.size": 100, "pool.batch_size": 101}),
     ("loss.reduction", {"loss.de": "infonce"}),
     ("loss.clf_bce", {"loss.clf": "bce", "loss.clf_bce": 0.5}),

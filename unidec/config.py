@@ -84,6 +84,9 @@ class Encoder(Section):
     bag_words: Annotated[int, Field(ge=0, le=2**24)] = Field(
         0, description="rows of the bag that words of several pieces share by a hash; 0: pieces alone"
     )
+    bag_head: Annotated[int, Field(ge=0)] = Field(
+        0, description="tokens at a text's start with a bag of their own beside the whole text's: a title; 0: none"
+    )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="dropout of the encoder's output")
     residual: bool = Field(False, description="a residual network over a bag or a frozen transformer")
     start: str = Field("", description="exported model folder whose encoder and heads are the start; empty: none")

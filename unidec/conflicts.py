@@ -61,6 +61,18 @@ CONFLICTS = (
         "encoder.bag_words: 0, or encoder.kind: bag or both",
     ),
     Conflict(
+        ("encoder.bag_head", "encoder.kind"),
+        lambda p: p.encoder.kind == "transformer" and p.encoder.bag_head > 0,
+        "there is no bag of tokens whose start could have one of its own",
+        "encoder.bag_head: 0, or encoder.kind: bag or both",
+    ),
+    Conflict(
+        ("encoder.bag_head", "tokens.max_length"),
+        lambda p: p.encoder.bag_head >= p.tokens.max_length,
+        "no text is longer than its start: both bags would hold the same",
+        "encoder.bag_head well below tokens.max_length, or 0",
+    ),
+    Conflict(
         ("pool.size", "pool.batch_size"),
         lambda p: 0 < p.pool.size < p.pool.batch_size,
         "the pool is smaller than the batch: queries would be left without a positive and drop out of the loss",

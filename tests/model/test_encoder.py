@@ -305,3 +305,16 @@ def test_no_texts_at_all_give_no_vectors(tiny_bert, texts, kind, trainable):
     x_BW = encoder(build([("queries", texts, np.empty(0, dtype=np.int64))]))
     assert x_BW.shape == (0, encoder.width)
     x_BW.sum().backward()
+
+
+def test_a_bag_of_the_first_tokens_stands_beside_the_whole_text(rng):
+    encoder = make_encoder(bag_head=4).eval()
+    tokens = make_tokens(rng, [5, 1, 9, 0, 4])
+    rows = np.array([2, 0, 3, 4, 1])
+    x_BD = encoder(InputBuilder(encoder, CPU)([("queries", tokens, rows)]))
+    embedding, log_weight = encoder.bag.embedding.weight, encoder.bag.log_weight.weight[:, 0]
+    ids = [tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]][:4] for row in range(5)]
+    starts = Tokens(np.concatenate(ids), np.cumsum([0, *map(len, ids)]), NUM_TOKENS, 0, 16)
+    expected = [dense_bag(t, rows, embedding, log_weight) for t in (tokens, starts)]
+    assert encoder.width == 2 * WIDTH
+    torch.testing.assert_close(x_BD, torch.cat(expected, dim=-1), rtol=1e-5, atol=1e-6)

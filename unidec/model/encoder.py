@@ -44,7 +44,7 @@ class EncoderInput:
         vector_BD: frozen transformer's pooled outputs.
         output_BW: what a frozen encoder makes of the texts; no other field is set then.
         unique_U: distinct token ids of the bag, each once; local_F: place in it of each token; offsets_B: where each
-        text starts.
+            text starts; head_F: bool, the token is among its text's first (`encoder.bag_head`).
     """
 
     num_texts: int
@@ -53,6 +53,7 @@ class EncoderInput:
     unique_U: Tensor | None = None
     local_F: Tensor | None = None
     offsets_B: Tensor | None = None
+    head_F: Tensor | None = None
     output_BW: Tensor | None = None
 
 
@@ -164,13 +165,15 @@ class BagEncoder(nn.Module):
     Args:
         num_tokens: V, rows of the vocabulary. num_words: rows behind them, for words of several pieces.
         dropout: share of the tokens left out in training.
+        head: so many tokens at a text's start have a bag of their own, of the same rows; 0: none.
     """
 
     continues: Tensor
 
-    def __init__(self, num_tokens: int, width: int, dropout: float, num_words: int = 0):
+    def __init__(self, num_tokens: int, width: int, dropout: float, num_words: int = 0, head: int = 0):
         super().__init__()
-        self.width, self.dropout, self.num_words = width, dropout, num_words
+        self.dropout, self.num_words, self.head = dropout, num_words, head
+        self.width = width * (2 if head else 1)
         self.embedding = RowTable(num_tokens + num_words, width)
         self.log_weight = RowTable(num_tokens + num_words, 1)
         if num_words:  # bool [V], which pieces continue a word
@@ -194,14 +197,18 @@ class BagEncoder(nn.Module):
         self.log_weight.weight.copy_(torch.from_numpy(np.log(idf_V)).float().unsqueeze(1))
 
     def forward(self, batch: EncoderInput) -> Tensor:
-        """float32 [B, D], unit length (0 where every token was dropped)."""
+        """float32 [B, D], unit length (0 where every token was dropped); with a head's bag beside it [B, 2 D]."""
         assert batch.unique_U is not None and batch.local_F is not None and batch.offsets_B is not None
         embedding_UD = self.embedding.gather(batch.unique_U)
         weight_F = self.log_weight.gather(batch.unique_U).squeeze(1)[batch.local_F].exp()
         if self.training and self.dropout > 0:
             weight_F = weight_F * (torch.rand_like(weight_F) >= self.dropout)
-        sum_BD = F.embedding_bag(batch.local_F, embedding_UD, batch.offsets_B, mode="sum", per_sample_weights=weight_F)
-        return F.normalize(sum_BD, dim=-1)
+        weights = [weight_F] if batch.head_F is None else [weight_F, weight_F * batch.head_F]
+        sums = [
+            F.embedding_bag(batch.local_F, embedding_UD, batch.offsets_B, mode="sum", per_sample_weights=w)
+            for w in weights
+        ]
+        return torch.cat([F.normalize(sum_BD, dim=-1) for sum_BD in sums], dim=-1)
 
 
 class TextEncoder(nn.Module):
@@ -230,8 +237,9 @@ class TextEncoder(nn.Module):
             assert transformer is not None
             self.transformer = TransformerEncoder(transformer, settings.pooling, settings.trainable_layers)
         if settings.kind != "transformer":
-            self.bag = BagEncoder(num_tokens, width, settings.bag_dropout, settings.bag_words)
-        self.width = width * (2 if settings.kind == "both" else 1)
+            self.bag = BagEncoder(num_tokens, width, settings.bag_dropout, settings.bag_words, settings.bag_head)
+        self.part_width, parts = width, (self.transformer, self.bag)
+        self.width = sum(part.width for part in parts if part is not None)
         self.dropout = nn.Dropout(settings.dropout)
         self.residual: nn.Sequential | None = None
         if settings.residual:
@@ -356,9 +364,13 @@ class InputBuilder:
         flat_F, lengths_B = encoder.bag.features(flat_F, lengths_B)
         unique_U, local_F = np.unique(flat_F, return_inverse=True)
         offsets_B = np.cumsum(lengths_B) - lengths_B
+        head_F: Tensor | None = None
+        if encoder.bag.head:
+            head_F = self._to(np.arange(len(flat_F)) - np.repeat(offsets_B, lengths_B) < encoder.bag.head)
         return EncoderInput(
-            num_texts, chunks, vector_BD, self._to(unique_U), self._to(local_F), self._to(offsets_B.astype(np.int64))
-        )
+            num_texts, chunks, vector_BD, self._to(unique_U), self._to(local_F), self._to(offsets_B.astype(np.int64)),
+            head_F,
+        )  # fmt: skip
 
     def _to(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))

@@ -348,7 +348,7 @@ class UniDEC(nn.Module):
             "num_labels": self.num_labels, "max_length": self.max_length, "params": self.params,
             "unit_vectors": self.encoder.unit_vectors,
             "num_tokens": bag.num_tokens if bag else 0,
-            "encoder_width": self.encoder.width // (2 if self.encoder_settings.kind == "both" else 1),
+            "encoder_width": self.encoder.part_width,
         } | (extra or {})  # fmt: skip
         (folder.path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -53,7 +53,8 @@ class Setting:
     @property
     def width(self) -> int:
         """W."""
-        return self.shape.hidden * (2 if self.params.encoder.kind == "both" else 1)
+        bags = (1 + (self.params.encoder.bag_head > 0)) if self.has_bag else 0
+        return self.shape.hidden * (bags + self.has_transformer)
 
     @property
     def trained_layers(self) -> int:
@@ -61,8 +62,8 @@ class Setting:
 
     @property
     def vocab(self) -> int:
-        """V: rows of the token table."""
-        return max(self.sizes.vocab_size, self.shape.vocab_size)
+        """V: rows of the token table, those of words behind them."""
+        return max(self.sizes.vocab_size, self.shape.vocab_size) + self.params.encoder.bag_words
 
     @property
     def num_heads(self) -> int:
