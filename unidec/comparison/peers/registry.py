@@ -64,7 +64,7 @@ PEERS: dict[str, PeerInfo] = {
         "sentence-transformers: bag of the same start token embeddings (StaticEmbedding), multiple-negatives ranking "
         "(Henderson et al. 2017)",
         seeded=True,
-        options=_ST | {"learning_rate": 5e-3},
+        options=_ST | {"learning_rate": 0.06},
     ),
     "st-transformer": PeerInfo(
         "ST transformer, cached MNR",
