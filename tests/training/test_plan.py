@@ -79,6 +79,7 @@ def amounts(items):
         {"model.clf_dtype": "bf16", "optim.clf_state": "adagrad", "run.table_place": "disk", **ONE},
         {"run.table_place": "host", "encoder.kind": "both", "encoder.trainable_layers": -1},
         {"encoder.kind": "both", "encoder.frozen": True},
+        {"encoder.kind": "both", "encoder.bag_words": 77},
         {"encoder.kind": "both", "encoder.trainable_layers": 2, "distilbert": True},
         {**ALL, "distilbert": True, "run.recompute": True},
     ],

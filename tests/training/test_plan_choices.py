@@ -67,6 +67,7 @@ PEAKS = {
     "hinge": {"model.heads": "clf", "loss.clf": "hinge", "loss.clf_bce": 0.0, "pool.clf_labels": "all"},
     "frozen bag": {"encoder.frozen": True, "model.heads": "clf", "pool.clf_labels": "all"},
     "frozen both, dropout": {"encoder.kind": "both", "encoder.frozen": True, "encoder.dropout": 0.2},
+    "a bag of the start": {"encoder.kind": "both", "encoder.bag_head": 4, "encoder.dropout": 0.2},
     "hardest": {"model.heads": "de", "loss.de": "triplet", "loss.triplet_negatives": "hardest"},
 }
 

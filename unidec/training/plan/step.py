@@ -53,8 +53,12 @@ class Setting:
     @property
     def width(self) -> int:
         """W."""
-        bags = (1 + (self.params.encoder.bag_head > 0)) if self.has_bag else 0
-        return self.shape.hidden * (bags + self.has_transformer)
+        return self.shape.hidden * (self.bags + self.has_transformer)
+
+    @property
+    def bags(self) -> int:
+        """Bags side by side: of the whole text, of its start."""
+        return (1 + (self.params.encoder.bag_head > 0)) if self.has_bag else 0
 
     @property
     def trained_layers(self) -> int:
@@ -215,7 +219,7 @@ def _vectors(s: Setting) -> list[Item]:
     n, dim, model = s.batch.texts.count, s.params.model.dim, s.params.model
     held = s.batch.texts.graph.count
     wide = 2 + (s.params.encoder.dropout > 0) + (5 if s.params.encoder.residual and not s.frozen else 0)
-    parts = 0 if s.frozen else (2 if s.has_transformer else 0) + (2 if s.has_bag else 0)
+    parts = 0 if s.frozen else 2 * s.has_transformer + 2 * s.bags
     values = held * (wide * s.width + parts * s.shape.hidden)
     formula = f"{held:,} texts x ({wide} x {s.width:,} + {parts} x {s.shape.hidden:,})"
     if held < n:  # all vectors and their gradients, while chunks are encoded
@@ -239,8 +243,8 @@ def _bag_work(s: Setting) -> list[Item]:
     unique, tokens, held = s.batch.unique_tokens, texts.tokens, texts.graph.tokens
     # of a token: its place, its text, its weight before and after exp and dropout; of a row: itself and its gradient
     items = [
-        Item("bag of tokens", "device", FP32 * unique * (h + 1) + tokens * 2 * INT64 + held * 3 * FP32,
-             f"{unique:,} rows x ({h:,} + 1) x 4 + {tokens:,} tokens x 16 + {held:,} x 12", STEP),
+        Item("bag of tokens", "device", FP32 * unique * (h + 1) + tokens * 2 * INT64 + held * (2 + s.bags) * FP32,
+             f"{unique:,} rows x ({h:,} + 1) x 4 + {tokens:,} tokens x 16 + {held:,} x {(2 + s.bags) * FP32}", STEP),
         Item("bag gradients", "device", FP32 * unique * (h + 1), f"{unique:,} rows x ({h:,} + 1) x 4",
              ("backward", "update")),
         Item("bag rows' moments", "device", 2 * FP32 * unique * (h + 1), f"{unique:,} rows gathered x ({h:,} + 1) x 8",
