@@ -21,6 +21,7 @@ from unidec.data.formats import write_raw
 from unidec.data.storage import write_json
 from unidec.errors import TrainingError
 from unidec.evaluation.metrics import filtered_truth
+from unidec.training.plan.timing import Times
 
 pytestmark = pytest.mark.timeout(240)
 ORDER = ("first", "second", "both heads", "served", "kNN")
@@ -134,7 +135,15 @@ def test_figures_are_those_of_the_predictions(project: SimpleNamespace, name: st
 def test_costs(project: SimpleNamespace) -> None:
     first, both, served, knn = (result(project, name) for name in ("first", "both heads", "served", "kNN"))
     for made in (first, both):
-        for name in ("train_seconds", "refresh_seconds", "total_seconds", "cpu_seconds", "search_ms", "encode_ms", "bundle_bytes"):
+        for name in (
+            "train_seconds",
+            "refresh_seconds",
+            "total_seconds",
+            "cpu_seconds",
+            "search_ms",
+            "encode_ms",
+            "bundle_bytes",
+        ):
             assert made["costs"][name] > 0, name
         assert made["costs"]["peak_memory_bytes"] > 50e6
         assert [line["epoch"] for line in made["curve"]] == [2] and made["history"]
@@ -316,6 +325,33 @@ def test_under_another_identity_it_begins_anew(again: SimpleNamespace) -> None:
     assert (folder / "result.json").stat().st_mtime_ns != written and not (folder / "outputs" / "left").exists()
     assert len(list((folder / "runs").glob("*/run.json"))) == 1
     assert other.tasks["d/first/0"].is_done() and not again.workspace.tasks["d/first/0"].is_done()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 13.9, 14.0, 22.5, 60.0, 1e9])
+def test_epochs_that_fill_a_budget(seconds: float) -> None:
+    """Against counting: 2 s before the first step, 3 s an epoch, a refresh of 1.5 s each third epoch."""
+    times = Times(0.1, 3.0, 0.5, 0.5, 0.5, 2.0, 0.0, {})
+    fits = [e for e in range(1, 1001) if 2.0 + 3.0 * e + 1.5 * len(range(0, e, 3)) <= seconds]
+    assert cell.affordable_epochs(times, 3, seconds) == max(fits, default=1)
+
+
+def test_a_budget_of_minutes(again: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def measured(params: Any) -> Times:
+        asked.append(params.optim.epochs)
+        return Times(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, {})
+
+    monkeypatch.setattr("unidec.stages.plan.measure_time", measured)
+    (again.folder / "c.yaml").write_text((again.folder / "c.yaml").read_text() + "minutes: 0.05\n")
+    workspace = open_workspace(again.folder)
+    assert not workspace.tasks["d/first/0"].is_done() and make(again.folder, workspace, "d/first/0") == 0
+    made = json.loads((workspace.tasks["d/first/0"].folder / "result.json").read_text())
+    assert made["params"]["optim.epochs"] == 3 == made["curve"][-1]["epoch"] and asked == [2]
+    # how many epochs the file says makes no difference then; another budget does
+    assert open_workspace(again.folder, **{"optim.epochs": 7}).tasks["d/first/0"].is_done()
+    (again.folder / "c.yaml").write_text((again.folder / "c.yaml").read_text().replace("0.05", "0.06"))
+    assert not open_workspace(again.folder).tasks["d/first/0"].is_done()
 
 
 def test_a_slice_of_the_data(again: SimpleNamespace) -> None:

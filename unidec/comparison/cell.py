@@ -14,14 +14,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unidec.comparison.workspace import FAILURE, MODEL, RESULT, SPEC, read_json, same_identity
 from unidec.config import Params
 from unidec.data.storage import write_json
 from unidec.errors import Stopped, TrainingError, UnidecError
 
+if TYPE_CHECKING:
+    from unidec.training.plan.timing import Times
+
 IDENTITY = "identity.json"  # under which the folder's unfinished work was begun
+BUDGET = "budget.json"
+MOST_EPOCHS = 1000  # a budget is no reason for more
 PARENT = "UNIDEC_COMPARE_PARENT"
 ACCEPT = "UNIDEC_COMPARE_ACCEPT"
 _KEPT = (SPEC, "log.txt", ".lock")
@@ -90,7 +95,8 @@ def _recipe(spec: dict[str, Any], accepted: tuple[str, ...]) -> None:
     from unidec.comparison import measure
     from unidec.stages.runs import list_runs
 
-    params, begin = Params.model_validate(spec["params"]), time.time()
+    begin = time.time()
+    params = _within(spec["minutes"], spec["params"]) if "minutes" in spec else Params.model_validate(spec["params"])
     # with other code the run would get another name: the one that was begun goes on
     begun = "" if accepted and any(run.unfinished for run in list_runs()) else None
     state = stages.train(params, begun, accepted if begun is not None else ())
@@ -98,6 +104,31 @@ def _recipe(spec: dict[str, Any], accepted: tuple[str, ...]) -> None:
     facts = measure.serve(params)
     result = measure.of_recipe(params, facts | {"peak_memory_bytes": peak}, Path(state["run_dir"]))
     _finish(spec, result, begin)
+
+
+def _within(minutes: float, values: dict[str, Any]) -> Params:
+    """The parameters with as many epochs as fill a training's time on this machine; measured once a cell."""
+    told = read_json(Path(BUDGET))
+    if told is None:
+        from unidec.stages.plan import measure_time
+
+        # the time of a step does not depend on the weights that it starts from
+        params = Params.model_validate({**values, "encoder": {**values["encoder"], "start": ""}})
+        told = {"epochs": affordable_epochs(measure_time(params), params.pool.refresh, 60 * minutes)}
+        write_json(BUDGET, told)
+    epochs, warmup = told["epochs"], values["optim"]["warmup_epochs"]
+    optim = {**values["optim"], "epochs": epochs, "warmup_epochs": min(warmup, epochs / 4)}
+    return Params.model_validate({**values, "optim": optim})
+
+
+def affordable_epochs(times: Times, rounds_of: int, seconds: float) -> int:
+    """The most epochs, at least 1, that fit into so many seconds with a refresh every `rounds_of` epochs."""
+    refresh, epochs = times.encode + times.cluster + times.mine, 1
+    while times.once + (epochs + 1) * times.epoch + -(-(epochs + 1) // rounds_of) * refresh <= seconds:
+        epochs += 1
+        if epochs == MOST_EPOCHS:
+            break
+    return epochs
 
 
 def _model_of(spec: dict[str, Any], _accepted: tuple[str, ...]) -> None:

@@ -70,6 +70,9 @@ class ComparisonFile(Section):
     notes: list[str] = Field([], description="paragraphs of the report: what was found")
     seeds: Annotated[list[Seed], Field(min_length=1)] = Field([0], description="one run each")
     threads: Annotated[int, Field(ge=0)] = Field(0, description="threads of each cell; 0: the cores over --jobs")
+    minutes: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="time for each training: epochs are chosen to fill it; none: as many as optim.epochs says"
+    )
     keep_models: bool = Field(False, description="keep every model and bundle, not only those that other cells need")
     common: Overrides = Field({}, description="parameters for every recipe and, where they apply, every peer")
     data: Annotated[dict[Name, DataEntry], Field(min_length=1)] = Field(description="data sets by name")

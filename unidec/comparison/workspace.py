@@ -116,6 +116,8 @@ class Workspace:
             "links": {name: _relative(target, folder) for name, target in links.items()},
             "keep": self.comparison.file.keep_models or any(other.needs == job.key for other in self.comparison.jobs),
         }  # fmt: skip
+        if job.kind == "recipe" and self.comparison.file.minutes is not None:
+            spec["minutes"] = self.comparison.file.minutes
         if job.kind == "peer":
             spec |= {"peer": job.peer, "options": dict(job.options), "seed": job.seed, "shared": "../../../../shared"}
         if job.kind == "model_of":
@@ -166,6 +168,9 @@ class Workspace:
             else:
                 values["graphs"] = code_sha256(GRAPHS)
             values["code"] = code_sha256(TRAINING)
+            if self.comparison.file.minutes is not None:  # what it says of epochs is not what is trained
+                values["minutes"] = self.comparison.file.minutes
+                del values["optim.epochs"]
         values |= {"kind": job.kind, "data": data.folder.name.removeprefix("data-")}
         if job.needs is not None:
             needed = self._by_key()[job.needs]
