@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from unidec.errors import ConfigError
 from unidec.model.pairs import MASKED, mask_, mean_over_rows
 
-# Newton's steps at most; a processor's host sees when all rows have converged (4 to 6), a GPU's would have to wait
+# Newton's steps at most; a processor's host sees when all rows have converged (3 to 5), a GPU's would have to wait
 STEPS = 12
 
 
@@ -42,7 +42,7 @@ def thresholds(x_BS: Tensor, k: int) -> Tensor:
     # at `low` T exceeds R, at `high` R exceeds T: bounds by the k-th and the next entry alone
     low_B1, high_B1 = -top_BK[:, k - 1 :] - math.log(2 * num_cols), math.log(2 * k) - next_B1
     t_B1 = -(top_BK[:, k - 1 :] + next_B1) / 2
-    close = 4 * torch.finfo(x_BS.dtype).eps
+    close = 0.5 * math.sqrt(torch.finfo(x_BS.dtype).eps)  # a Newton's step of this length leaves its square to go
     rest_BS = torch.empty_like(x_BS)
     for _ in range(STEPS):
         torch.sigmoid(torch.add(x_BS, t_B1, out=rest_BS), out=rest_BS)
@@ -58,9 +58,11 @@ def thresholds(x_BS: Tensor, k: int) -> Tensor:
         inside_B1 = (low_B1 <= next_t_B1) & (next_t_B1 <= high_B1)  # false for what is not finite
         next_t_B1 = torch.where(inside_B1, next_t_B1, (low_B1 + high_B1) / 2)
         # both sums underflow where the gap is wider than the exponent's range: its middle is the solution
-        next_t_B1 = torch.where((above_B1 == 0) & (below_B1 == 0), t_B1, next_t_B1)
-        moved_B1, t_B1 = (next_t_B1 - t_B1).abs(), next_t_B1
-        if x_BS.device.type == "cpu" and bool((moved_B1 <= close * t_B1.abs().clamp_min(1)).all()):
+        solved_B1 = (above_B1 == 0) & (below_B1 == 0)
+        next_t_B1 = torch.where(solved_B1, t_B1, next_t_B1)
+        solved_B1 |= inside_B1 & ((next_t_B1 - t_B1).abs() <= close)
+        t_B1 = next_t_B1
+        if x_BS.device.type == "cpu" and bool(solved_B1.all()):
             break
     x_BS.scatter_(1, index_BK, top_BK)
     return torch.where(next_B1 > MASKED / 2, t_B1, torch.full_like(t_B1, -MASKED)).squeeze(1)
