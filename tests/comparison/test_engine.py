@@ -223,6 +223,16 @@ def test_a_signal_ends_the_children_in_order(stage: Stage) -> None:
     assert "stopped d/first/0" in stage.log()
 
 
+def test_what_a_task_is_at(stage: Stage) -> None:
+    task = stage.workspace("fourth").tasks["d/fourth/0"]
+    assert engine.doing(task) == ""
+    task.folder.mkdir(parents=True)
+    (task.folder / "log.txt").write_text("x" * 900 + "\nepochs 1 to 2: 5/8\n\n")
+    assert engine.doing(task) == " [epochs 1 to 2: 5/8]"
+    (task.folder / "log.txt").write_bytes(b"\xc3" * 900)
+    assert len(engine.doing(task)) == 83
+
+
 def test_identities_are_compared_key_by_key() -> None:
     old = {"seed": "0", "code": '"a"', "needs": '"n"'}
     assert same_identity(old, dict(old))

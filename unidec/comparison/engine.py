@@ -27,6 +27,7 @@ State = Literal["done", "failed", "not run"]
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 COMMAND = (sys.executable, "-m", "unidec.comparison.cell")
 POLL_S = 0.2
+LOOK_S = 5.0  # between two looks at what the children say
 GRACE_S = 120.0  # for the checkpoint of a child that is stopped
 _LOG_LINES = 6
 
@@ -90,6 +91,7 @@ def run_tasks(
     base.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     total = len(waiting)
     running: dict[str, subprocess.Popen[bytes]] = {}
+    looked, shown = 0.0, set[str]()
     with _signals_raise(), _ended(running), progress(total=total, desc="compare", unit="task", every=30.0) as bar:
         while waiting or running:
             for key, process in list(running.items()):
@@ -108,7 +110,9 @@ def run_tasks(
                 elif len(running) < at_once and all(need in outcomes for need in task.needs):
                     waiting.remove(task)
                     running[task.key] = _start(task, {**base, **environment(task)})
-            bar.note(", ".join(running))
+            if time.monotonic() - looked > LOOK_S or running.keys() != shown:
+                looked, shown = time.monotonic(), set(running)
+                bar.note("; ".join(f"{key}{doing(workspace.tasks[key])}" for key in running))
             bar.update(0)
             time.sleep(POLL_S if running else 0)
     return [outcomes[key] for key in workspace.tasks]
@@ -149,6 +153,18 @@ def _outcome(task: Task, code: int) -> Outcome:
     reason = f"{how}: {last_words(task)}"
     write_json(task.folder / FAILURE, {"what": reason, "exit_code": code})
     return Outcome(task, "failed", reason)
+
+
+def doing(task: Task) -> str:
+    """What a task's log said last, in brackets and in short."""
+    try:
+        with open(task.folder / LOG, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 500))
+            lines = log.read().decode("utf-8", errors="replace").split("\n")
+    except OSError:
+        return ""
+    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f" [{said[-80:]}]" if said else ""
 
 
 def last_words(task: Task) -> str:
