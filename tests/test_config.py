@@ -173,6 +173,7 @@ CONFLICTING = [
     ("model.clf_residual", {"model.clf_residual": True, "model.clf_init": "normal"}),
     ("model.clf_residual", {"model.clf_residual": True, "pool.clf_labels": "all"}),
     ("model.clf_residual", {"model.clf_residual": True, "run.devices": 2}),
+    ("optim.encode_chunk", {"optim.encode_chunk": 8, "run.devices": 2}),
 ]
 
 
