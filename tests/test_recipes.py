@@ -165,6 +165,29 @@ def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_
         assert vectors is None or np.isfinite(vectors).all()
 
 
+@pytest.mark.parametrize("name", ["unidec-v2-bce", "ngame", "dexml-topk", "renee"])
+def test_the_options_for_the_tail_change_what_a_recipe_learns(
+    name, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path
+):
+    def losses(run, **options):
+        params = golden.small(name, tiny_bert, tmp_path, **{"optim.epochs": 1, "pool.refresh": 1, "pool.beta": 1,
+                                                            "optim.warmup_epochs": 0.0} | options)  # fmt: skip
+        graph = golden.label_graph(params, tiny_dataset) if params.pool.gandalf else None
+        trainer = Trainer(
+            params, tiny_dataset, *tiny_tokens.values(), tmp_path / run, tmp_path / "cache", label_graph=graph
+        )
+        trainer.refresh()
+        trainer.train_round()
+        return [json.loads(line)["loss"] for line in (tmp_path / run / "history.jsonl").read_text().splitlines()]
+
+    plain = losses("plain")
+    weighted = losses("weighted", **{"loss.weights": "propensity"})
+    assert np.isfinite(weighted).all() and not np.allclose(weighted, plain)
+    drawn = losses("drawn", **{"pool.positives": "tail"})
+    # a loss over all labels and all positives has nothing to draw
+    assert np.isfinite(drawn).all() and np.allclose(drawn, plain) == (name in ("dexml-topk", "renee"))
+
+
 @pytest.mark.parametrize(
     "name", sorted({"unidec-v2", "ngame", "dexml-topk", "renee", "siamesexml", "ngame-classifier"})
 )
