@@ -239,6 +239,9 @@ def test_identities_are_compared_key_by_key() -> None:
     assert not same_identity(old, old | {"code": '"b"'}) and same_identity(old, old | {"code": '"b"'}, ("code",))
     assert same_identity(old, old | {"code": '"b"', "needs": '"m"'}, ("code",))  # what it needs has other code too
     assert not same_identity(old, old | {"seed": "1"}, ("code",))
+    later = old | {"encoder.bag_words": "0"}  # a parameter that the code of then did not know, at its default
+    assert not same_identity(old, later) and same_identity(old, later, ("code",))
+    assert not same_identity(old, old | {"encoder.bag_words": "9"}, ("code",))
     assert not same_identity(old, old | {"pool.beta": "1"}) and not same_identity({}, old)
 
 

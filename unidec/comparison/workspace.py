@@ -179,9 +179,21 @@ class Workspace:
 
 
 def same_identity(old: Mapping[str, str], new: Mapping[str, str], accepted: Iterable[str] = ()) -> bool:
-    """Whether two identities differ in nothing but what is accepted."""
-    allowed = {*accepted, *(("needs", "graphs") if "code" in accepted else ())}
-    return all(old.get(key) == new.get(key) for key in {*old, *new} - allowed)
+    """Whether two identities differ in nothing but what is accepted.
+
+    Accepted code may know parameters that the older one did not: at their defaults they change nothing.
+    """
+    accepted = set(accepted)
+    if "code" in accepted:
+        accepted |= {"needs", "graphs"}
+        known = _defaults()
+        accepted |= {key for key in new.keys() - old.keys() if known.get(key) == new[key]}
+    return all(old.get(key) == new.get(key) for key in {*old, *new} - accepted)
+
+
+@cache
+def _defaults() -> dict[str, str]:
+    return {key: json.dumps(value) for key, value in leaves(Params())}
 
 
 def placed(params: Params) -> dict[str, Any]:
