@@ -75,8 +75,9 @@ def test_from_nothing_to_a_report(project: Path) -> None:
     # what fails is told, and the exit code says so; the rest is there all the same
     (workspace / "cells/d/mix").mkdir(parents=True)
     (workspace / "cells/d/mix/0").write_text("a file where a folder should be")
-    broken = unidec("--only", "mix", "--only", "kNN")
-    assert broken.returncode != 0
+    broken = unidec("--only", "mix", "--only", "kNN", "--accept", "code")
+    assert broken.returncode == 1 and "d/mix/0: failed: cannot be started" in broken.stderr
+    assert "report: " in broken.stdout and "Traceback" not in broken.stderr
 
 
 def test_wrong_files_and_names(project: Path) -> None:

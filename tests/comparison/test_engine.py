@@ -188,6 +188,14 @@ def test_a_failure_stops_only_what_needs_it(stage: Stage) -> None:
     assert begun == {"begin d/first/0", "begin d/second/0", "begin d/third/0"}
 
 
+def test_what_cannot_be_started_is_a_failure_too(stage: Stage) -> None:
+    workspace = stage.workspace()
+    workspace.tasks["d/first/0"].folder.parent.mkdir(parents=True)
+    workspace.tasks["d/first/0"].folder.write_text("no folder")
+    states = {key: outcome.state for key, outcome in stage.run(workspace).items()}
+    assert (states["d/first/0"], states["d/second/0"], states["d/fourth/0"]) == ("failed", "not run", "done")
+
+
 def test_so_many_at_once(stage: Stage) -> None:
     stage.tell(first="slow", third="slow", fourth="slow")
     stage.run(stage.workspace(), at_once=2)

@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 from unidec.comparison.cell import ACCEPT, PARENT
 from unidec.comparison.workspace import FAILURE, LOG, SPEC, Task, Workspace, read_json
 from unidec.data.storage import write_json
-from unidec.errors import Stopped
+from unidec.errors import ArtifactError, Stopped
 from unidec.progress import progress
 
 State = Literal["done", "failed", "not run"]
@@ -109,7 +109,12 @@ def run_tasks(
                     bar.update(1)
                 elif len(running) < at_once and all(need in outcomes for need in task.needs):
                     waiting.remove(task)
-                    running[task.key] = _start(task, {**base, **environment(task)})
+                    try:
+                        running[task.key] = _start(task, {**base, **environment(task)})
+                    except (OSError, ArtifactError) as error:
+                        outcomes[task.key] = Outcome(task, "failed", f"cannot be started: {error}")
+                        bar.update(1)
+                        say(f"{task.key} failed: {outcomes[task.key].reason}")
             if time.monotonic() - looked > LOOK_S or running.keys() != shown:
                 looked, shown = time.monotonic(), set(running)
                 bar.note("; ".join(f"{key}{doing(workspace.tasks[key])}" for key in running))
