@@ -32,6 +32,8 @@ PAPER = {"encoder.trainable_layers": -1, "optim.lr_encoder": 1e-4, "optim.lr_hea
 OVA = {"model.heads": "clf", "loss.clf": "bce", "loss.clf_bce": 0.0, "index.space": "clf"}
 SPEC = {
     "unidec": {"model.heads": "both", "loss.reduction": "psl", "loss.de": "ds", "loss.clf": "ds"},
+    "unidec-long": {"model.heads": "both", "loss.reduction": "psl", "loss.de": "ds", "loss.clf": "ds",
+                    "tokens.text": "title+content"},
     "unidec-v2": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "pool.size": 3000},
     "unidec-v2-bce": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 1.0, "pool.size": 3000},
     "unidec-v1": UNIDEC | {"loss.de": "supcon", "loss.clf": "supcon", "loss.clf_bce": 0.0, "pool.size": 1500},
@@ -57,7 +59,7 @@ SPEC = {
     "renee": OVA | {"pool.clf_labels": "all", "pool.batches": "random", "model.clf_init": "normal",
                     "pool.gandalf": True, "label_graph.kind": "self"},
 }  # fmt: skip
-SAME_ENCODER = sorted(set(SPEC) - {"siamesexml", "ngame-classifier", "unidec-gpu", "unidec-gpu-long"})
+SAME_ENCODER = sorted(set(SPEC) - {"siamesexml", "unidec-long", "ngame-classifier", "unidec-gpu", "unidec-gpu-long"})
 
 
 def parsed(name, **overrides):

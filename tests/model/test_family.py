@@ -136,6 +136,7 @@ def siamesexml(c):
 
 FORMULAS = {
     "unidec": unidec_cpu,
+    "unidec-long": unidec_cpu,
     "unidec-v2": unidec_v2,
     "unidec-v2-bce": unidec_v2_bce,
     "unidec-gpu": unidec_v2_bce,
