@@ -87,6 +87,7 @@ def test_wrong_files_and_names(project: Path) -> None:
     assert not (project / "runs").exists()
 
 
+@pytest.mark.slow  # test_cell.py has its quick form
 def test_terminated_and_started_again(project: Path) -> None:
     """SIGTERM to the comparison ends the training with a checkpoint; the same command goes on from it."""
     command = [sys.executable, "-m", "unidec.cli", "compare", "c.yaml", "--only", "depsl"]
