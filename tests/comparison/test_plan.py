@@ -217,7 +217,8 @@ def test_shipped_comparisons_are_valid(path: Path, tmp_path: Path, monkeypatch: 
     assert used == set(comparison.file.cells)
     if path.stem in ("small", "full"):
         recipes = {job.params.recipe for job in comparison.jobs if job.kind == "recipe"}
-        assert recipes == {name for name in recipe_names() if "gpu" not in name}
+        # unidec-long is unidec on another text and encoder, which a comparison says for all alike
+        assert recipes == {name for name in recipe_names() if "gpu" not in name} - {"unidec-long"}
 
 
 def test_the_dvc_matrix_has_every_trained_cell_of_small(monkeypatch: pytest.MonkeyPatch) -> None:
