@@ -124,7 +124,7 @@ def _ranges(cells: Sequence[Cell], metric: str) -> str:
         of = summary(cell.values(metric))
         colour = PEER_COLOUR if cell.kind == "peer" else 0
         rows.append(Range(cell.name, of.mean, of.spread, cell.values(metric) if of.count > 1 else [], colour))
-    about = "percent; mean ± standard deviation, small dots: seeds, grey: peers"
+    about = "percent; grey: peers"
     return figure(f"{metric}, test split", range_chart(rows, about))
 
 
