@@ -129,9 +129,11 @@ def unidec_cpu(c):
 
 
 def siamesexml(c):
-    """Triplet with the hardest negative, every positive, both ways; one-vs-all on scores and biases."""
-    triplet = both_ways(lambda s, y, skip: triplet_hardest(s, y, skip, y, margin=0.3), c.de, *c.pool)
-    return (triplet + ova_entries(c.clf / TAU, *c.pool)) / 2
+    """Triplet with the hardest negative, every positive, both ways, on both heads."""
+    triplets = [
+        both_ways(lambda s, y, skip: triplet_hardest(s, y, skip, y, margin=0.3), s, *c.pool) for s in (c.de, c.clf)
+    ]
+    return sum(triplets) / 2
 
 
 FORMULAS = {
