@@ -10,21 +10,20 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from unidec.comparison.cell import ACCEPT, PARENT
 from unidec.comparison.workspace import FAILURE, LOG, SPEC, Task, Workspace, read_json
 from unidec.data.storage import write_json
-from unidec.errors import ArtifactError, Stopped
+from unidec.errors import ArtifactError
 from unidec.progress import progress
+from unidec.stages.interrupts import signals_raise
 
 State = Literal["done", "failed", "not run"]
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+_AGAIN = "run the same command again, it goes on where it stopped"
 COMMAND = (sys.executable, "-m", "unidec.comparison.cell")
 POLL_S = 0.2
 LOOK_S = 5.0  # between two looks at what the children say
@@ -45,13 +44,6 @@ class Outcome:
     state: State
     reason: str = ""
     made: bool = False
-
-
-class _Signal(BaseException):
-    """A signal that takes effect: no `except Exception` on the way may hold it up."""
-
-    def __init__(self, number: signal.Signals):
-        self.number = number
 
 
 def run_tasks(
@@ -92,7 +84,7 @@ def run_tasks(
     total = len(waiting)
     running: dict[str, subprocess.Popen[bytes]] = {}
     looked, shown = 0.0, set[str]()
-    with _signals_raise(), _ended(running), progress(total=total, desc="compare", unit="task", every=30.0) as bar:
+    with signals_raise(_AGAIN), _ended(running), progress(total=total, desc="compare", unit="task", every=30.0) as bar:
         while waiting or running:
             for key, process in list(running.items()):
                 if process.poll() is not None:
@@ -203,37 +195,3 @@ def _ended(running: dict[str, subprocess.Popen[bytes]]) -> Iterator[None]:
 def _kill(process: subprocess.Popen[Any], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGINT and SIGTERM end what is inside in order; one that comes while it ends does so at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[signal.Signals] = []
-
-    def come(number: int, _frame: FrameType | None) -> None:
-        came.append(signal.Signals(number))
-        if len(came) > 1:
-            _leave_now(came[-1])
-        raise _Signal(came[0])
-
-    before = {number: signal.getsignal(number) for number in EXIT_CODES}
-    for number in before:
-        signal.signal(number, come)
-    try:
-        yield
-    except _Signal as caught:
-        words = "interrupted" if caught.number == signal.SIGINT else "terminated"
-        raise Stopped(
-            f"{words}: run the same command again, it goes on where it stopped", EXIT_CODES[caught.number]
-        ) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _leave_now(number: signal.Signals) -> NoReturn:
-    # the children see that their parent is gone, and end (launch.watch)
-    os._exit(EXIT_CODES[number])

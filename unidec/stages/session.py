@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Collection, Iterator
-from types import FrameType
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection
+from typing import Any
 
 from unidec.config import Params
-from unidec.errors import Stopped
 from unidec.stages import launch, runs, training
+from unidec.stages.interrupts import signals_raise
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-
-
-class _Signal(BaseException):
-    """A signal that takes effect: no `except Exception` on the way may hold it up."""
-
-    def __init__(self, number: signal.Signals):
-        self.number = number
+_AGAIN = "run the same command again to go on from the last checkpoint"
+_FAREWELL = "left at once; the last whole checkpoint is kept"
 
 
 def train(
@@ -46,7 +35,7 @@ def train(
         Stopped: by SIGINT or SIGTERM; a checkpoint is written and the MLflow run has ended as KILLED.
         UnidecError: parameters, data, artifacts or training are wrong.
     """
-    with _signals_raise(), launch.led(params) as leading:
+    with signals_raise(_AGAIN, _FAREWELL), launch.led(params) as leading:
         if not leading:
             return {}
         with runs.one_at_a_time():
@@ -59,38 +48,3 @@ def train(
                     training.refresh(params, run_dir)
                     state = {**state, **training.train_round(params, run_dir)}
                 return {**state, **training.export(params, run_dir)}
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM ends what is inside in order, as Ctrl-C does; one that comes while things are closed ends it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[signal.Signals] = []
-
-    def come(number: int, _frame: FrameType | None) -> None:
-        came.append(signal.Signals(number))
-        if len(came) > 1:
-            _leave_now(came[-1])
-        raise _Signal(came[0])
-
-    before = {n: signal.getsignal(n) for n in EXIT_CODES if signal.getsignal(n) not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, come)
-    try:
-        yield
-    except _Signal as caught:
-        words = "interrupted" if caught.number == signal.SIGINT else "terminated"
-        raise Stopped(
-            f"{words}: run the same command again to go on from the last checkpoint",
-            EXIT_CODES[caught.number],
-        ) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _leave_now(number: signal.Signals) -> NoReturn:
-    print("left at once; the last whole checkpoint is kept", file=sys.stderr, flush=True)
-    os._exit(EXIT_CODES[number])
