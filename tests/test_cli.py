@@ -13,6 +13,7 @@ import yaml
 
 import unidec
 from unidec import cli
+from unidec.cli import options, output
 from unidec.config import Params, known_keys, load_params
 from unidec.errors import ArtifactError, ConfigError, DataError, Stopped
 
@@ -210,7 +211,7 @@ def test_predict_prints_labels_with_scores(run, bundle: Path) -> None:
 def test_predictions_on_a_terminal_are_tables_and_titles_are_no_markup(capsys, monkeypatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
-    cli._show_predictions(FakeBundle().predict_frame(pd.DataFrame({"query": ["q [red]"]}), k=2))
+    output.show_predictions(FakeBundle().predict_frame(pd.DataFrame({"query": ["q [red]"]}), k=2))
     out = capsys.readouterr().out
     assert "q [red]" in out
     assert "title [bold]2" in out
@@ -291,4 +292,4 @@ def test_version(run) -> None:
 
 def test_conflicting_assignments(run) -> None:
     with pytest.raises(ConfigError, match="twice"):
-        cli._load(Path("params.yaml"), ["seed=1", "seed=2"])
+        options.load(Path("params.yaml"), ["seed=1", "seed=2"])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from unidec.config import Params
+    from unidec.sections import Params
 
 
 class Conflict(NamedTuple):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
-from unidec.config import LabelGraph
 from unidec.data import label_graph, random_walk, storage
 from unidec.data.label_graph import build_label_graph, chosen_labels, load_label_graph, soft_targets
 from unidec.errors import ArtifactError, DataError
+from unidec.sections import LabelGraph
 
 
 def dense_reference(truth, threshold):

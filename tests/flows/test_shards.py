@@ -60,13 +60,13 @@ def place(helper, tmp_path_factory) -> Path:
     """A folder with a bundle (UniDEC itself, a bag of tokens), queries and their predictions in one piece."""
     import torch
 
-    from unidec.config import Encoder, Model
     from unidec.data.storage import write_folder
     from unidec.data.tokens import encode_texts
     from unidec.model.unidec import UniDEC
     from unidec.retrieval.bundle import Bundle, write_bundle
     from unidec.retrieval.index import LabelIndex
     from unidec.retrieval.space import label_vectors
+    from unidec.sections import Encoder, Model
 
     root = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from unidec.config import Encoder
 from unidec.data.tokens import Tokens
 from unidec.errors import ConfigError
 from unidec.model.encoder import (
@@ -18,6 +17,7 @@ from unidec.model.encoder import (
     load_transformer,
     pool_tokens,
 )
+from unidec.sections import Encoder
 
 CPU = torch.device("cpu")
 NUM_TOKENS, WIDTH = 40, 7

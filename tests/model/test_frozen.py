@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from unidec.config import Encoder
 from unidec.errors import ArtifactError
 from unidec.model.encoder import InputBuilder, TextEncoder, load_transformer
 from unidec.model.frozen import cached_inputs, cached_outputs, frozen_sha256
+from unidec.sections import Encoder
 
 CPU = torch.device("cpu")
 

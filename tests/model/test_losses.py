@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from scipy.sparse import csr_matrix
 
-from unidec.config import Loss
 from unidec.errors import ConfigError
 from unidec.model.hinge import squared_hinge, triplet
 from unidec.model.losses import (
@@ -25,6 +24,7 @@ from unidec.model.losses import (
 )
 from unidec.model.reductions import REDUCTIONS
 from unidec.model.soft_topk import soft_topk
+from unidec.sections import Loss
 
 # name of the case -> (loss, options)
 VARIANTS = {

@@ -7,8 +7,8 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from unidec.config import Pool
 from unidec.errors import ConfigError
+from unidec.sections import Pool
 from unidec.training.refresh import Refresh, cluster_size, make_refresh
 from unidec.training.sampler import PoolSampler, num_clusters
 

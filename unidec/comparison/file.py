@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
-from unidec.config import Count, Section, Seed
 from unidec.errors import ConfigError
 from unidec.problems import nearest, problem, short, valid_values
+from unidec.sections import Count, Section, Seed
 from unidec.strict_yaml import KeyPath, read_yaml
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=60, pattern=r"^[^/*?\[\]\x00-\x1f]+$")]

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from scipy.sparse import csr_matrix, vstack
 
-from unidec.config import LabelGraph
 from unidec.data.flat_file import FlatFile
 from unidec.data.random_walk import visit_blocks
 from unidec.data.storage import load_array, read_manifest, write_folder
 from unidec.errors import ArtifactError, DataError
 from unidec.progress import progress
+from unidec.sections import LabelGraph
 
 if TYPE_CHECKING:
     from unidec.data.dataset import XMCDataset

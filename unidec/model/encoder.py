@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unidec.config import Encoder
 from unidec.data.tokens import Tokens
 from unidec.errors import ConfigError
 from unidec.model.row_table import RowTable
 from unidec.model.words import with_words
+from unidec.sections import Encoder
 
 CHUNK_TEXTS = 256  # texts padded together: chunks of similar length waste few padding tokens
 

@@ -34,12 +34,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unidec.config import Loss
 from unidec.errors import ConfigError
 from unidec.model.hinge import squared_hinge, triplet
 from unidec.model.pairs import MASKED, entry_count, mask_, masked_pairs, mean_over_rows
 from unidec.model.reductions import target_weights
 from unidec.model.soft_topk import soft_topk
+from unidec.sections import Loss
 
 
 class _PoolTerms(torch.autograd.Function):

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from unidec.config import Encoder
 from unidec.data.storage import MANIFEST, file_sha256, read_manifest
 from unidec.data.tensor_file import open_tensors
 from unidec.errors import ArtifactError, ConfigError
+from unidec.sections import Encoder
 
 if TYPE_CHECKING:
     from unidec.model.unidec import UniDEC

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unidec.config import Optim
 from unidec.errors import ArtifactError
 from unidec.model.row_table import RowTable
 from unidec.model.unidec import UniDEC
+from unidec.sections import Optim
 from unidec.training.row_optim import BETA1, BETA2, EPS, row_optimiser
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from unidec.config import Params, Pool
+from unidec.config import Params
 from unidec.data.storage import MANIFEST, file_sha256, load_array, read_manifest, write_folder
 from unidec.errors import ArtifactError, TrainingError
+from unidec.sections import Pool
 from unidec.training.clustering import balanced_clusters
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.mining import mine_hard_negatives

@@ -11,16 +11,15 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from unidec import __version__
+from unidec.cli.options import DEFAULT_BUNDLE, DEFAULT_PARAMS, AsJson, Assignments, BundleFolder, ParamsFile, load
+from unidec.cli.output import show, show_predictions, show_table
 from unidec.config import Params, describe, load_params, parse_overrides, recipe_names, to_yaml
 from unidec.errors import ConfigError, Stopped, UnidecError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 app = typer.Typer(
     name="unidec",
@@ -34,16 +33,6 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Show, check and explain the parameters.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
-
-ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="parameter file")]
-Assignments = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="another value for one parameter; repeatable")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
-BundleFolder = Annotated[Path, typer.Option("--bundle", metavar="FOLDER", help="bundle to predict with")]
-
-DEFAULT_PARAMS = Path("params.yaml")
-DEFAULT_BUNDLE = Path("outputs/bundle")
 
 
 @app.callback()
@@ -62,10 +51,10 @@ def _add_stage(command: str, stage: str, about: str, example: str) -> None:
     """A command that runs one function of `unidec.stages` and prints what it returns."""
 
     def run(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
-        loaded = _load(params, assignments)
+        loaded = load(params, assignments)
         from unidec import stages
 
-        _show(command, getattr(stages, stage)(loaded), as_json)
+        show(command, getattr(stages, stage)(loaded), as_json)
 
     app.command(command, help=about, epilog=f"Example: {example}")(run)
 
@@ -111,12 +100,12 @@ def train(
         raise ConfigError(
             "a run to go on with needs --resume", where="unidec train", fix=f"unidec train --resume {run}"
         )
-    loaded = _load(params, assignments)
+    loaded = load(params, assignments)
     from unidec import stages
 
     result = stages.train(loaded, (run or "") if resume else None, tuple(accept or ()))
     if result:
-        _show("train", result, as_json)
+        show("train", result, as_json)
 
 
 @app.command("runs", epilog="Examples: unidec runs  |  unidec runs --json")
@@ -130,7 +119,7 @@ def list_runs(as_json: AsJson = False) -> None:
     elif not runs:
         print("no runs yet: unidec train begins one")
     else:
-        _show_table(*rows_of(runs))
+        show_table(*rows_of(runs))
 
 
 @app.command(epilog="Examples: unidec doctor  |  unidec doctor --fix  |  unidec doctor --deep --json")
@@ -148,7 +137,7 @@ def doctor(
     elif not findings:
         print("nothing wrong")
     else:
-        _show_table(*rows_of(findings))
+        show_table(*rows_of(findings))
     sys.exit(exit_code(findings))
 
 
@@ -177,7 +166,7 @@ def plan(
     measure: Annotated[bool, typer.Option(help="time a few real steps on random ids, on this machine")] = True,
 ) -> None:
     """Memory and time of a training before it starts, term by term, and what would fit; exit code 1: too large."""
-    loaded = _load(params, assignments)
+    loaded = load(params, assignments)
     from unidec.stages.plan import plan_command
 
     sizes = {"labels": labels, "queries": queries, "tokens": tokens, "pairs": pairs}
@@ -225,13 +214,13 @@ def compare(
     from unidec.comparison import command
 
     if show:
-        _show_table(*command.listing(file, only or [], extra, folder, accept or []))
+        show_table(*command.listing(file, only or [], extra, folder, accept or []))
         return
     outcomes, page = command.compare(
         file, only or [], extra, at_once=jobs, folder=folder, accepted=accept or [], report_only=report_only,
         metrics=metrics,
     )  # fmt: skip
-    _show_table(*command.show_table(file, extra, folder))
+    show_table(*command.show_table(file, extra, folder))
     lost = [outcome for outcome in outcomes if outcome.state != "done"]
     for outcome in lost:
         print(f"{outcome.task.key}: {outcome.state}: {outcome.reason}", file=sys.stderr)
@@ -268,7 +257,7 @@ def predict(
         from unidec.retrieval.predict_shards import predict_resumably
 
         count = predict_resumably(loaded, source, target, k, column=column)
-        _show("predict", {"queries": count, "output": str(target)}, as_json)
+        show("predict", {"queries": count, "output": str(target)}, as_json)
         return
     import pandas as pd
 
@@ -276,7 +265,7 @@ def predict(
     if as_json:
         print(frame.to_json(orient="records", lines=True, force_ascii=False), end="")
     else:
-        _show_predictions(frame)
+        show_predictions(frame)
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
@@ -285,14 +274,14 @@ def predict(
 @config_app.command("show", epilog="Example: unidec config show --set recipe=depsl")
 def config_show(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
     """Print every parameter as it will be used: file over recipe over default."""
-    loaded = _load(params, assignments)
+    loaded = load(params, assignments)
     print(json.dumps(loaded.model_dump(), indent=2) if as_json else to_yaml(loaded), end="\n" if as_json else "")
 
 
 @config_app.command("check", epilog="Example: unidec config check --params mine.yaml")
 def config_check(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None) -> None:
     """Check the parameters: all that is wrong is listed, exit code 2."""
-    _load(params, assignments)
+    load(params, assignments)
     print(f"{params}: ok")
 
 
@@ -350,79 +339,7 @@ def version() -> None:
             print(f"{name} -")
 
 
-# -- output -----------------------------------------------------------------------------------------------------------
-
-
-def _load(path: Path, assignments: list[str] | None) -> Params:
-    return load_params(path, parse_overrides(assignments or []))
-
-
-def _show(command: str, result: dict[str, Any], as_json: bool) -> None:
-    """The result as JSON, or as a table on a terminal and plain lines otherwise."""
-    if as_json:
-        print(json.dumps(result, indent=2, default=str))
-        return
-    rows = list(_rows(result))
-    if not sys.stdout.isatty():
-        for key, value in rows:
-            print(f"{command}: {key} = {value}")
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=command, show_header=False, title_justify="left")
-    for key, value in rows:
-        table.add_row(key, value)
-    Console().print(table)
-
-
-def _show_table(columns: list[str], rows: list[list[str]]) -> None:
-    """A table on a terminal, tab-separated lines otherwise."""
-    if not sys.stdout.isatty():
-        print("\n".join("\t".join(line) for line in [columns, *rows]))
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table()
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    Console().print(table)
-
-
-def _rows(result: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested results as lines; long lists as their length."""
-    rows: list[tuple[str, str]] = []
-    for key, value in result.items():
-        if isinstance(value, dict):
-            rows += _rows(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and len(value) > 5:
-            rows.append((f"{prefix}{key}", f"{len(value)} entries"))
-        else:
-            rows.append((f"{prefix}{key}", f"{value:.4g}" if isinstance(value, float) else str(value)))
-    return rows
-
-
-def _show_predictions(frame: pd.DataFrame) -> None:
-    """A block for each query: rank, score, label, title."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        print(frame.to_csv(sep="\t", index=False), end="")
-        return
-    for query, group in frame.groupby("query", sort=False):
-        table = Table(title=escape(str(query)), title_justify="left")
-        for name in ("rank", "score", "label", "title"):
-            table.add_column(name, justify="right" if name in ("rank", "score") else "left")
-        for row in group.itertuples():
-            table.add_row(str(row.rank), f"{row.score:.4f}", escape(str(row.label)), escape(str(row.title)))
-        console.print(table)
+# -- the program ---------------------------------------------------------------------------------------------------
 
 
 def _wait_for_nobody(exit_code: int) -> None:
@@ -445,7 +362,3 @@ def main() -> None:
         if isinstance(error, Stopped):
             _wait_for_nobody(error.exit_code)
         sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main()

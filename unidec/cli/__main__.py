@@ -1,0 +1,5 @@
+"""`python -m unidec.cli`."""
+
+from unidec.cli import main
+
+main()

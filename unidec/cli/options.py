@@ -1,0 +1,24 @@
+"""Options that several commands have, and how they become parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unidec.config import Params, load_params, parse_overrides
+
+ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="parameter file")]
+Assignments = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="another value for one parameter; repeatable")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+BundleFolder = Annotated[Path, typer.Option("--bundle", metavar="FOLDER", help="bundle to predict with")]
+
+DEFAULT_PARAMS = Path("params.yaml")
+DEFAULT_BUNDLE = Path("outputs/bundle")
+
+
+def load(path: Path, assignments: list[str] | None) -> Params:
+    return load_params(path, parse_overrides(assignments or []))
