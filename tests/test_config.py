@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unidec import config
+from unidec import config, sections
 from unidec.conflicts import CONFLICTS
 from unidec.errors import ConfigError
 from unidec.problems import ParamsError
@@ -43,7 +43,7 @@ def test_an_override_beats_the_file_and_the_file_beats_the_recipe(tmp_path: Path
     recipe = load(tmp_path, "recipe: unidec-gpu")
     params = load(tmp_path, "recipe: unidec-gpu\npool: {beta: 7, eta: 1}\n", pool__eta=9)
     assert (params.pool.beta, params.pool.eta) == (7, 9)
-    assert params.pool.batch_size == recipe.pool.batch_size != config.Pool().batch_size
+    assert params.pool.batch_size == recipe.pool.batch_size != sections.Pool().batch_size
     assert params.encoder == recipe.encoder
 
 
@@ -212,7 +212,7 @@ def test_sensible_combinations_pass(tmp_path: Path, values: dict[str, object]) -
 
 def test_a_conflict_in_code_is_refused_too() -> None:
     with pytest.raises(ValueError, match="head that the model does not have"):
-        config.Params(model=config.Model(heads="de"))
+        config.Params(model=sections.Model(heads="de"))
 
 
 def test_a_wrong_key_hides_no_conflict_elsewhere_but_its_own(tmp_path: Path) -> None:
@@ -257,7 +257,14 @@ def test_flatten_has_every_key_once_as_text_or_number() -> None:
 
 def test_fingerprint_changes_with_every_parameter_and_with_nothing_else() -> None:
     base = config.Params()
-    other = {str: lambda v: v + "x", bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v * 0.5 + 0.01}
+    other = {
+        str: lambda v: v + "x",
+        bool: lambda v: not v,
+        int: lambda v: v + 1,
+        float: lambda v: v * 0.5 + 0.01,
+        list: lambda v: [*v, "x"],
+        dict: lambda v: v | {"X": "x"},
+    }
     everything = config.fingerprint(base)
     for key, value in config.leaves(base):
         if key == "recipe":

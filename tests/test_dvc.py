@@ -71,6 +71,7 @@ class Project:
             ".dvc/config",
             ".dvc/.gitignore",
             "bin/python",
+            "data/start.json",
         ):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, root / name)
