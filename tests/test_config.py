@@ -174,6 +174,13 @@ CONFLICTING = [
     ("model.clf_residual", {"model.clf_residual": True, "pool.clf_labels": "all"}),
     ("model.clf_residual", {"model.clf_residual": True, "run.devices": 2}),
     ("optim.encode_chunk", {"optim.encode_chunk": 8, "run.devices": 2}),
+    ("gate.confidence", {"gate.metric": "tail/coverage@5"}),
+    ("source.path", {"source.kind": "folder"}),
+    ("source.path", {"source.kind": "dvc"}),
+    ("source.kind", {"source.kind": "folder", "source.path": "data/raw/lf-debian/"}),
+    ("source.kind", {"source.kind": "folder", "source.path": "data"}),
+    ("source.queries", {"source.kind": "files", "source.queries": "q.csv", "source.pairs": "p.csv"}),
+    ("source.secrets", {"source.secrets": {"TOKEN": "block"}}),
 ]
 
 
@@ -295,3 +302,11 @@ def test_every_parameter_is_described() -> None:
                 assert inner.description, f"{name}.{key}"
         else:
             assert field.description, name
+
+
+def test_a_metric_that_does_not_exist_names_the_nearest(tmp_path: Path) -> None:
+    found = problems(tmp_path, "gate: {metric: ndcg@5, guarded: [P@1, tail/r@10, PSP@10]}")
+    assert len(found) == 2
+    assert "gate.metric" in found[0] and "nearest: nDCG@5" in found[0]
+    assert "gate.guarded" in found[1] and "nearest: tail/R@10" in found[1]
+    assert load(tmp_path, "gate: {metric: head/PSnDCG@5, guarded: []}").gate.metric == "head/PSnDCG@5"

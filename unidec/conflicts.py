@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -27,6 +29,12 @@ def _untrained_head(p: Params) -> bool:
 def _uses(p: Params, loss: str) -> bool:
     """Whether a head that is trained has this loss."""
     return (p.model.heads != "clf" and p.loss.de == loss) or (p.model.heads != "de" and p.loss.clf == loss)
+
+
+def _within_each_other(first: str, second: str) -> bool:
+    """Whether two paths are one, or one lies inside the other."""
+    one, other = Path(os.path.abspath(first)), Path(os.path.abspath(second))
+    return one == other or one in other.parents or other in one.parents
 
 
 CONFLICTS = (
@@ -209,6 +217,36 @@ CONFLICTS = (
         lambda p: _uses(p, "hinge") and p.loss.margin == 0,
         "a squared hinge without a margin is 0 where all scores are",
         "loss.margin: 1 for the classifier's scores, below 1 for cosines",
+    ),
+    Conflict(
+        ("gate.confidence", "gate.metric"),
+        lambda p: p.gate.confidence > 0 and "coverage@" in p.gate.metric,
+        "coverage belongs to all queries together: there is no bootstrap over them",
+        "gate.confidence: 0, or another gate.metric with coverage among gate.guarded",
+    ),
+    Conflict(
+        ("source.path", "source.kind"),
+        lambda p: p.source.kind in ("folder", "dvc") and not p.source.path,
+        "there is nowhere to fetch from",
+        "source.path: the folder, or DVC's target; or source.kind: none",
+    ),
+    Conflict(
+        ("source.kind", "source.path", "data.path"),
+        lambda p: p.source.kind == "folder" and bool(p.source.path) and _within_each_other(p.source.path, p.data.path),
+        "what is fetched would replace its own source",
+        "data.path: a folder of its own, such as data/incoming",
+    ),
+    Conflict(
+        ("source.queries", "source.labels", "source.pairs", "source.kind"),
+        lambda p: p.source.kind == "files" and not (p.source.queries and p.source.labels and p.source.pairs),
+        "three tables make a data set",
+        "source.queries, source.labels and source.pairs, or source.kind: none",
+    ),
+    Conflict(
+        ("source.secrets", "source.kind"),
+        lambda p: bool(p.source.secrets) and p.source.kind != "dvc" and not p.retrain.push,
+        "nothing that runs needs secrets: they are given to DVC's commands alone",
+        "source.kind: dvc, or retrain.push: true, or no source.secrets",
     ),
 )
 

@@ -64,5 +64,6 @@ def short(value: Any) -> str:
 
 def nearest(name: str, names: list[str]) -> str | None:
     """The one of `names` most like `name`, if any is."""
-    found = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    return found[0] if found else None
+    by_lower = {known.lower(): known for known in names}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return by_lower[found[0]] if found else None

@@ -7,16 +7,29 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from unidec.conflicts import find_conflicts
+from unidec.metric_names import metric_names
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 LossName = Literal["ds", "supcon", "infonce", "triplet", "bce", "hinge", "softtopk"]
+
+
+def _known_metric(name: str) -> str:
+    known = metric_names()
+    if name not in known:
+        expected = " or ".join(f"'{one}'" for one in known)
+        text = "a metric of outputs/metrics.json: nDCG@5, PSP@3, coverage@10, tail/R@100, ..."
+        raise PydanticCustomError("metric", "{text}", {"text": text, "expected": expected})
+    return name
+
+
+Metric = Annotated[str, AfterValidator(_known_metric)]
 
 
 class Section(BaseModel):
@@ -261,13 +274,13 @@ class Retrain(Section):
 class Gate(Section):
     """What a challenger must show before it becomes champion; points are percent points on the test split."""
 
-    metric: str = Field("nDCG@5", description="the metric that decides")
+    metric: Metric = Field("nDCG@5", description="the metric that decides")
     margin: float = Field(0.0, description="points that the challenger must be ahead of the champion")
     confidence: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.9, description="of the paired bootstrap that it is not worse; 0: not asked for"
+        0.9, description="of the paired bootstrap that it is ahead by at least the margin; 0: not asked for"
     )
     tolerance: Annotated[float, Field(ge=0)] = Field(0.5, description="points that a guarded metric may lose")
-    guarded: list[str] = Field(
+    guarded: list[Metric] = Field(
         ["P@1", "PSP@5", "tail/R@10", "coverage@5"], description="metrics that may not lose more than that"
     )
     max_latency_ms: Annotated[float, Field(ge=0)] = Field(

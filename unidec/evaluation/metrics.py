@@ -38,12 +38,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from unidec.errors import DataError
-
-GROUPS = ("tail", "torso", "head")
-"""Names of the frequency groups 0, 1, 2 of `unidec.data.propensity.frequency_group`."""
-
-DEFAULT_KS = (1, 3, 5, 10, 100)
-DEFAULT_PROPENSITY_KS = (1, 3, 5)
+from unidec.metric_names import DEFAULT_KS, DEFAULT_PROPENSITY_KS, GROUPS
 
 _NO_RANK = np.iinfo(np.int64).max
 _BLOCK = 8192  # queries an update in `evaluate`: bounds the temporaries at some 100 bytes x block x K

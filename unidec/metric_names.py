@@ -1,0 +1,40 @@
+"""Names of the ranking metrics: what parameters may ask for, known before anything heavy is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+GROUPS = ("tail", "torso", "head")
+"""Names of the frequency groups 0, 1, 2 of `unidec.data.propensity.frequency_group`."""
+
+DEFAULT_KS = (1, 3, 5, 10, 100)
+DEFAULT_PROPENSITY_KS = (1, 3, 5)
+
+
+class MetricName(NamedTuple):
+    """A metric's name in parts: "tail/R@10" is R at 10 of the group tail.
+
+    Attributes:
+        group: one of `GROUPS`, or "" for all labels. kind: P, R, nDCG, MRR, PSP, PSnDCG or coverage.
+        k: cut-off; 0 for MRR, which has none.
+    """
+
+    group: str
+    kind: str
+    k: int
+
+
+def parse(name: str) -> MetricName:
+    """The parts of a known metric's name."""
+    group, _, rest = name.rpartition("/")
+    kind, _, k = rest.partition("@")
+    return MetricName(group, kind, int(k or 0))
+
+
+def metric_names(ks: Sequence[int] = DEFAULT_KS, propensity_ks: Sequence[int] = DEFAULT_PROPENSITY_KS) -> list[str]:
+    """Every metric of `unidec.evaluation.metrics.evaluate`, whole and by group."""
+    own = [f"{kind}@{k}" for kind in ("P", "nDCG", "R", "coverage") for k in ks]
+    own += [f"{kind}@{k}" for kind in ("PSP", "PSnDCG") for k in propensity_ks]
+    own += ["MRR"]
+    return own + [f"{group}/{name}" for group in GROUPS for name in own]
