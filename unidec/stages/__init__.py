@@ -5,6 +5,7 @@ The command line and the flow call these; neither they nor DVC see a tensor. Pat
 
 from unidec.stages.data import ingest, label_graph, propensity, tokens, validate
 from unidec.stages.evaluation import evaluate
+from unidec.stages.fetch import fetch
 from unidec.stages.index import index
 from unidec.stages.registration import register
 from unidec.stages.session import train
@@ -13,6 +14,7 @@ from unidec.stages.training import export, refresh, start_run, train_round
 __all__ = [
     "evaluate",
     "export",
+    "fetch",
     "index",
     "ingest",
     "label_graph",
