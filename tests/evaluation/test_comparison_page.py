@@ -8,11 +8,11 @@ import re
 import statistics
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from html_page import Page
 
 from unidec.evaluation.comparison_input import (
     Cell,
@@ -73,53 +73,12 @@ def _full(text: str = "some text", tasks: int = 2) -> ComparisonInput:
     )  # fmt: skip
 
 
-class _Page(HTMLParser):
-    """Rows of all tables as texts, tags seen and left open."""
-
-    VOID = frozenset({"meta", "img", "br", "input", "link"})
-
-    def __init__(self, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.rows: list[list[str]] = []
-        self.words = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th") and self.rows:
-            self.rows[-1].append("")
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words += data
-        if {"td", "th"} & set(self.open):
-            self.rows[-1][-1] += data
-
-    def row(self, *begin: str) -> list[str]:
-        """The first row that begins so."""
-        return next(row for row in self.rows if tuple(row[: len(begin)]) == begin)
-
-
 def _section(html: str, anchor: str) -> str:
     return re.search(rf'<section id="{anchor}">.*?</section>', html, re.S).group()
 
 
 def test_every_text_is_escaped(tmp_path):
-    plain, hostile = _Page(render_comparison(_full())), _Page(render_comparison(_full(HOSTILE)))
+    plain, hostile = Page(render_comparison(_full())), Page(render_comparison(_full(HOSTILE)))
     assert hostile.open == [] and plain.open == []
     assert "script" not in hostile.tags and "img" not in hostile.tags
     assert not [name for name, _ in hostile.attributes if name.startswith("on")]
@@ -133,7 +92,7 @@ def test_every_text_is_escaped(tmp_path):
 
 
 def test_all_parts_are_there():
-    page = _Page(render_comparison(_full()))
+    page = Page(render_comparison(_full()))
     content, *anchors = [value for name, value in page.attributes if name == "id"]
     assert anchors == ["results", "time", "costs", "frequency", "parts", "ablations", "pools", "tests", "failures",
                        "settings", "data", "lineage"]  # fmt: skip
@@ -143,7 +102,7 @@ def test_all_parts_are_there():
 
 
 def test_the_headline_table():
-    page = _Page(_section(render_comparison(_full(tasks=1)), "results"))
+    page = Page(_section(render_comparison(_full(tasks=1)), "results"))
     values = [42.0, 42.1, 42.2]
     mean, spread = statistics.fmean(values), statistics.stdev(values)
     row = page.row("some text c", "3")
@@ -160,13 +119,13 @@ def test_the_headline_table():
 
 
 def test_overview_across_tasks():
-    page = _Page(_section(render_comparison(_full()), "results"))
+    page = Page(_section(render_comparison(_full()), "results"))
     assert page.row("some text a", "40.10")[2] == "41.05"  # three seeds, then two of the second task
     assert [row[0] for row in page.rows[1:5]] == ["some text c", "some text b", "some text peer peer", "some text a"]
 
 
 def test_ablations_are_differences_to_the_base():
-    page = _Page(_section(render_comparison(_full(tasks=1)), "ablations"))
+    page = Page(_section(render_comparison(_full(tasks=1)), "ablations"))
     assert page.row("some text a", "3")[2] == "40.10 ± 0.10"
     assert page.row("some text b", "3")[2:4] == ["+1.00 ± 0.00 ▲", "+1.00 ± 0.00"]
     assert page.row("some text c", "3")[2] == "+2.00 ± 0.00"
@@ -189,10 +148,10 @@ def test_differences_seed_by_seed():
 
 def test_costs_curves_pools_and_parts():
     html = render_comparison(_full(tasks=1))
-    row = _Page(_section(html, "costs")).row("some text a")
+    row = Page(_section(html, "costs")).row("some text a")
     assert row[1:] == ["140", "200", "0.25", "500", "123,456"]
-    assert _Page(_section(html, "pools")).row("some text a")[1:] == ["405.00", "2.00", "202.50"]
-    parts = _Page(_section(html, "parts"))
+    assert Page(_section(html, "pools")).row("some text a")[1:] == ["405.00", "2.00", "202.50"]
+    parts = Page(_section(html, "parts"))
     assert parts.row("some text a, dual encoder alone")[1] == "39.00"
     assert parts.row("some text a, without votes")[1] == "40.00"
     tips = re.findall(r"<title>some text a: ([^<]*)</title>", _section(html, "time"))
@@ -209,7 +168,7 @@ def test_a_system_has_one_colour_in_all_charts_of_curves():
 
 
 def test_bins_are_means_over_seeds():
-    page = _Page(_section(render_comparison(_full(tasks=1)), "frequency"))
+    page = Page(_section(render_comparison(_full(tasks=1)), "frequency"))
     assert page.row("some text a", "40.00", "20.00")[3:] == ["40.00", "40.00"]
     assert "10 to 20" in page.words and "5 to 10" in page.words
     assert page.row("some text a", "41.50", "42.50", "43.50")
@@ -221,18 +180,18 @@ def test_a_missing_part_is_left_out(missing):
     full = _full() if missing != "headline" else dataclasses.replace(_full(), headline=("P@1",))
     assert getattr(full, missing) != getattr(default, missing)
     html = render_comparison(dataclasses.replace(full, **{missing: getattr(default, missing)}))
-    assert _Page(html).open == []
+    assert Page(html).open == []
     section = {"contrasts": "tests", "groups": "ablations", "failures": "failures", "lineage": "lineage"}.get(missing)
     if section:
         assert f'id="{section}"' not in html
 
 
 def test_odd_input():
-    assert _Page(render_comparison(ComparisonInput())).open == []
+    assert Page(render_comparison(ComparisonInput())).open == []
     nan = Run(0, {"P@1": math.nan, "P@5": 3.0}, costs={"train_seconds": math.nan}, curve=[{"round": 1}])
     one = ComparisonInput(cells=[Cell("t", "only", runs=[nan]), Cell("t", "failed")], headline=())
     html = render_comparison(one)
-    assert _Page(html).open == [] and "nan" not in html.lower().replace("finance", "")
+    assert Page(html).open == [] and "nan" not in html.lower().replace("finance", "")
     many = [Cell("t", f"cell {i}", runs=[_run(0, 10.0 + i)]) for i in range(30)]
     html = render_comparison(ComparisonInput(cells=many))
     assert "The 12 best by P@1 are drawn; 18 more are in the tables." in html and "The 6 best are drawn." in html
@@ -243,7 +202,7 @@ def test_groups_of_labels_that_the_test_does_not_have_are_left_out():
     other = Run(0, {"P@1": 6.0, "tail/P@5": 3.0, "torso/P@5": 1.0, "head/P@5": 0.0})
     cells = [Cell("t", "a", runs=[run]), Cell("t", "b", runs=[other])]
     html = _section(render_comparison(ComparisonInput(cells=cells)), "frequency")
-    assert _Page(html).rows[0] == ["system", "P@5 tail", "P@5 torso"]
+    assert Page(html).rows[0] == ["system", "P@5 tail", "P@5 torso"]
     assert re.findall(r'<b class="best">([^<]*)</b>', html) == ["1.00"]  # in a column of equals none is best
 
 

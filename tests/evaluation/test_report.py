@@ -8,10 +8,10 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from html_page import Page
 
 from unidec.evaluation.page import Shown, table
 from unidec.evaluation.plots import plots_csv, refresh_parts, save_pngs, wall_seconds
@@ -56,38 +56,8 @@ def _full(text: str = "some text") -> ReportInput:
     )  # fmt: skip
 
 
-class _Page(HTMLParser):
-    """Tags that are open, all tags and attributes seen, and the text."""
-
-    VOID = frozenset({"meta", "img", "br", "input", "link"})
-
-    def __init__(self, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.words = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words += data
-
-
 def test_every_text_is_escaped(tmp_path):
-    plain, hostile = _Page(render(_full())), _Page(render(_full(HOSTILE)))
+    plain, hostile = Page(render(_full())), Page(render(_full(HOSTILE)))
     assert hostile.open == [] and plain.open == []
     assert "script" not in hostile.tags and "img" not in hostile.tags
     assert not [name for name, _ in hostile.attributes if name.startswith("on")]
@@ -105,7 +75,7 @@ def test_the_page_loads_nothing():
 
 
 def test_all_parts_are_there():
-    page = _Page(render(_full()))
+    page = Page(render(_full()))
     content, *anchors = [value for name, value in page.attributes if name == "id"]
     assert anchors == ["metrics", "groups", "coverage", "training", "pools", "rounds", "index", "calibration",
                        "examples", "data", "parameters", "lineage"]  # fmt: skip
@@ -136,7 +106,7 @@ def test_a_missing_part_is_left_out(missing):
     assert getattr(_full(), missing) != getattr(default, missing)
     report = dataclasses.replace(_full(), **{missing: getattr(default, missing)})
     html = render(report)
-    assert _Page(html).open == []
+    assert Page(html).open == []
     section = {"metrics": "coverage", "rounds": "rounds", "index": "index",
                "calibration": "calibration", "params": "parameters", "lineage": "lineage"}.get(missing)  # fmt: skip
     if section:
@@ -144,7 +114,7 @@ def test_a_missing_part_is_left_out(missing):
 
 
 def test_a_keyboard_reaches_all():
-    page = _Page(render(_full()))
+    page = Page(render(_full()))
     assert ("class", "skip") in page.attributes and ("href", "#content") in page.attributes
     wide = [value for name, value in page.attributes if name == "class" and value == "wide"]
     assert len(wide) == page.attributes.count(("tabindex", "0")) == page.attributes.count(("role", "region"))
@@ -155,7 +125,7 @@ def test_a_keyboard_reaches_all():
 
 
 def test_an_empty_report_is_a_page():
-    page = _Page(render(ReportInput()))
+    page = Page(render(ReportInput()))
     assert page.open == [] and "section" not in page.tags and "svg" not in page.tags
 
 
@@ -181,13 +151,13 @@ def test_the_best_of_a_column_is_bold():
     ],
 )
 def test_examples_say_how_a_score_comes_about(index, shown):
-    words = _Page(render(ReportInput(index=index, wrong=[_example("text")]))).words
+    words = Page(render(ReportInput(index=index, wrong=[_example("text")]))).words
     assert shown in words and ("votes;" in words) == ("votes" in shown) and ("score = " in words) == bool(shown)
 
 
 def test_a_frequency_group_without_test_queries_is_left_out():
     metrics = METRICS | {"head/num_queries": 0.0, "tail/num_queries": 5.0}
-    words = _Page(render(ReportInput(metrics={"both": metrics}))).words
+    words = Page(render(ReportInput(metrics={"both": metrics}))).words
     assert "tail (< 10)" in words and "head (> 100)" not in words and "both heads, head" not in words
 
 
@@ -196,7 +166,7 @@ def test_numbers_that_are_not_finite_do_not_break_it():
     report = ReportInput(metrics={"both": {"P@1": float("nan"), "P@3": 1.0}}, history=history, rounds=[{"round": 1}],
                          calibration={"score": [-np.inf, np.nan], "correct": [0, 0]})  # fmt: skip
     html = render(report)
-    assert _Page(html).open == [] and "nan" not in html.lower()
+    assert Page(html).open == [] and "nan" not in html.lower()
     assert 'id="calibration"' not in html
 
 
@@ -314,7 +284,7 @@ def test_cells_of_a_table():
     html = table(["name", "up", "down"], rows, best=True, lowest=[2], kinds=["base"], caption="cap<")
     assert re.findall(r'<b class="best">([^<]*)</b>', html) == ["1.50", "3.00"]
     assert '<tr class="base">' in html and "cap&lt;" in html and "<b>" not in html and "<small> ± 0.1</small>" in html
-    assert _Page(html).open == [] and table(["a"], []) == ""
+    assert Page(html).open == [] and table(["a"], []) == ""
 
 
 def test_tables_for_dvc_plots(tmp_path):

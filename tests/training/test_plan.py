@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from unidec.data.dataset import write_dataset
-from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ConfigError
 from unidec.model.encoder import InputBuilder, length_chunks
 from unidec.model.losses import PoolTargets, symmetric_loss
@@ -33,22 +31,10 @@ TRANSFORMER = {"encoder.kind": "transformer"}
 ALL, ONE, FROZEN = ({**TRANSFORMER, "encoder.trainable_layers": layers} for layers in (-1, 1, 0))
 
 
-@pytest.fixture
-def live(helper):
-    return helper("training/live_bytes").LiveBytes()
-
-
 @pytest.fixture(scope="module")
-def data(helper, tiny_bert, tmp_path_factory):
+def data(plan_data):
     """1,080 training queries, 400 labels: steps large enough to drown what every step has."""
-    root = tmp_path_factory.mktemp("plan")
-    dataset = write_dataset(root / "dataset", helper("conftest").make_raw(1200, 100, 400, seed=1), validation_share=0.1)
-    sizes = {"queries": dataset.num_queries, "labels": dataset.num_labels}
-    tokens = [
-        TokenCache.open(build_token_cache(dataset.text_batches(name), tiny_bert, 16, root / name, size))
-        for name, size in sizes.items()
-    ]
-    return dataset, tokens
+    return plan_data(1200, 100, 400)
 
 
 def setting(params, dataset, tokens, **changes):

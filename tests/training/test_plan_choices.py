@@ -5,8 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from unidec.data.dataset import write_dataset
-from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.model import full_bce
 from unidec.training import trainer as trainer_module
 from unidec.training.plan import step as step_module
@@ -25,22 +23,10 @@ from unidec.training.plan.sizes import (
 from unidec.training.plan.step import Setting, state_items, work_items
 
 
-@pytest.fixture
-def live(helper):
-    return helper("training/live_bytes").LiveBytes()
-
-
 @pytest.fixture(scope="module")
-def data(helper, tiny_bert, tmp_path_factory):
+def data(plan_data):
     """540 training queries, 300 labels."""
-    root = tmp_path_factory.mktemp("plan")
-    dataset = write_dataset(root / "dataset", helper("conftest").make_raw(600, 50, 300, seed=1), validation_share=0.1)
-    sizes = {"queries": dataset.num_queries, "labels": dataset.num_labels}
-    tokens = [
-        TokenCache.open(build_token_cache(dataset.text_batches(name), tiny_bert, 16, root / name, size))
-        for name, size in sizes.items()
-    ]
-    return dataset, tokens
+    return plan_data(600, 50, 300)
 
 
 def setting(params, dataset, tokens):
