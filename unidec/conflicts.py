@@ -248,6 +248,18 @@ CONFLICTS = (
         "nothing that runs needs secrets: they are given to DVC's commands alone",
         "source.kind: dvc, or retrain.push: true, or no source.secrets",
     ),
+    Conflict(
+        ("warm.warmup_epochs", "warm.epochs"),
+        lambda p: p.warm.warmup_epochs > p.warm.epochs,
+        "the warm-up is longer than the training",
+        "warm.warmup_epochs well below warm.epochs",
+    ),
+    Conflict(
+        ("retrain.start", "encoder.start"),
+        lambda p: p.retrain.start == "warm" and bool(p.encoder.start),
+        "two models to start from: the champion and that of encoder.start",
+        'retrain.start: auto or cold, or encoder.start: ""',
+    ),
 )
 
 

@@ -22,7 +22,8 @@ def test_every_parameter_has_a_place(identify):
     """A new parameter decides, or is of a section that never does."""
     identity = identify()
     without = {key.partition(".")[0] for key, _ in leaves(Params()) if key not in identity}
-    assert without == {"recipe", "device", "data", "label_graph", "index", "run", "tracking"}
+    operations = {"source", "warm", "retrain", "gate", "drift", "tracking"}
+    assert without == operations | {"recipe", "device", "data", "label_graph", "index", "run"}
     assert {"data", "tokens.queries", "tokens.labels", "tokenizer", "code"} < identity.keys()
     assert identity["seed"] == "3" and identity["encoder.kind"] == '"bag"' and len(identity["code"]) == 64
     assert all(isinstance(value, str) for value in identity.values())
@@ -39,6 +40,18 @@ def test_propensities_decide_where_something_is_weighted_by_them(identify, overr
     assert keys < identify(**overrides).keys()
     assert identify(**overrides) != identify(**overrides, **{"data.propensity_a": 0.9})
     assert identify() == identify(**{"data.propensity_a": 0.9})
+
+
+def test_a_start_is_part_of_it_where_there_is_one(tiny_params, tiny_dataset, tiny_tokens):
+    def identify(start):
+        return run_identity(tiny_params(), tiny_dataset, tiny_tokens["queries"], tiny_tokens["labels"], start)
+
+    assert differences(identify(HASH), identify(OTHER)) == [
+        "start: aaaaaaaaaaaa... when the run began, bbbbbbbbbbbb... now"
+    ]
+    assert identify(HASH).keys() - identify(None).keys() == {"start"}
+    with pytest.raises(ConfigError, match=r"other model to start from(.|\n)*--accept start"):
+        check_same(identify(HASH), identify(None), (), "run")
 
 
 def test_changes_are_named_one_a_line(identify):

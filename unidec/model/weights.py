@@ -73,9 +73,39 @@ def start_sha256(folder: str | Path) -> str:
     return file_sha256(Path(folder) / MANIFEST)
 
 
+def start_differences(settings: Encoder, transformer: Path, tokenizer: Path, folder: str | Path) -> list[str]:
+    """What makes an exported model's encoder another one than these settings ask for; [] where it fits.
+
+    Args:
+        settings: section `encoder`.
+        transformer, tokenizer: folders of the transformer's config.json and of tokenizer.json.
+        folder: of an exported model.
+
+    Raises:
+        ArtifactError: one of the files is not readable.
+    """
+    folder = Path(folder)
+    try:
+        tokens_differ = _json(tokenizer / "tokenizer.json") != _json(folder / "tokenizer/tokenizer.json")
+        configs = [_json(place / "config.json") for place in (transformer, folder / "encoder_config")]
+        given = Encoder(**_json(folder / "config.json")["encoder"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError("no readable model to start from", where=str(folder), got=str(error)[:200]) from error
+    own, theirs = output_settings(settings), output_settings(given)
+    differing = ["tokenizer"] if tokens_differ else []
+    differing += [f"encoder.{key}" for key in own if key != "residual" and own[key] != theirs[key]]
+    if settings.kind != "bag":
+        keys = sorted((configs[0].keys() | configs[1].keys()) - _NOTES)
+        differing += [key for key in keys if configs[0].get(key) != configs[1].get(key)]
+    return differing
+
+
 @torch.no_grad()
-def take_start(model: UniDEC, folder: str | Path) -> None:
-    """Give a new model the encoder and heads of an exported one (`encoder.start`).
+def take_start(
+    model: UniDEC, folder: str | Path, *, where: str = "encoder.start",
+    fix: str = "set section encoder and model.dim as the start was trained with; its config.json has them",
+) -> None:  # fmt: skip
+    """Give a new model the encoder and heads of an exported one (`encoder.start`, or a warm start's).
 
     The encoder must be the same, but for a residual network that the start does not have: it begins as the identity. A
     head that the start does not have begins as its other head's linear layer: a classifier that follows a dual encoder
@@ -84,6 +114,7 @@ def take_start(model: UniDEC, folder: str | Path) -> None:
     Args:
         model: `model.tokenizer_folder` and `model.config_folder` are set.
         folder: of an exported model.
+        where, fix: what an error names.
 
     Raises:
         ArtifactError: no exported model, or a damaged one.
@@ -91,7 +122,7 @@ def take_start(model: UniDEC, folder: str | Path) -> None:
     """
     folder = Path(folder)
     read_manifest(folder, KIND, VERSION)
-    _check_texts(model, folder)
+    _check_texts(model, folder, where, fix)
     own = dict(model.state_dict())
     with open_tensors(folder / "model.safetensors") as file:
         shapes = {name: file.shape(name) for name in file.names}
@@ -111,13 +142,13 @@ def take_start(model: UniDEC, folder: str | Path) -> None:
         except RuntimeError as error:
             raise ConfigError(
                 "the model to start from has another encoder or another width of its heads",
-                where="encoder.start",
+                where=where,
                 got=f"{folder}: {error}"[:300],
-                fix="set encoder.kind, encoder.name, encoder.residual and model.dim as in its config.json",
+                fix=fix,
             ) from error
 
 
-def _check_texts(model: UniDEC, folder: Path) -> None:
+def _check_texts(model: UniDEC, folder: Path, where: str, fix: str) -> None:
     """The same tokens, and the same encoder around the weights: checked, and its scale taken over.
 
     Raises:
@@ -125,24 +156,14 @@ def _check_texts(model: UniDEC, folder: Path) -> None:
         ArtifactError: one of the files is not readable.
     """
     assert model.config_folder is not None
-    try:
-        tokens_differ = _json(model.tokenizer_folder / "tokenizer.json") != _json(folder / "tokenizer/tokenizer.json")
-        configs = [_json(place / "config.json") for place in (model.config_folder, folder / "encoder_config")]
-        config = _json(folder / "config.json")
-        given = Encoder(**config["encoder"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError("no readable model to start from", where=str(folder), got=str(error)[:200]) from error
-    own, theirs = (output_settings(settings) for settings in (model.encoder_settings, given))
-    differing = [f"encoder.{key}" for key in own if key != "residual" and own[key] != theirs[key]]
-    if model.encoder.transformer is not None:
-        keys = sorted((configs[0].keys() | configs[1].keys()) - _NOTES)
-        differing += [key for key in keys if configs[0].get(key) != configs[1].get(key)]
-    if tokens_differ or differing:
+    differing = start_differences(model.encoder_settings, model.config_folder, model.tokenizer_folder, folder)
+    if differing:
         raise ConfigError(
-            "the model to start from is on another transformer, or has another encoder", where="encoder.start",
-            got=f"{folder}: " + ("another tokenizer" if tokens_differ else f"another {', '.join(differing[:5])}"),
-            fix="set section encoder as the start was trained with; its config.json has it",
+            "the model to start from is on another transformer, or has another encoder", where=where,
+            got=f"{folder}: another {', '.join(differing[:5])}", fix=fix,
         )  # fmt: skip
+    config = _json(folder / "config.json")
+    given = Encoder(**config["encoder"])
     unit = given.trainable_layers == 0 or given.kind == "both"
     model.encoder.unit_vectors = bool(config.get("unit_vectors", unit))
 

@@ -7,13 +7,18 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unidec.data.storage import MANIFEST
 from unidec.errors import ArtifactError, ConfigError
-from unidec.ops.registry import HASH_TAG, checked_sha256, tracking_to
+from unidec.ops.registry import HASH_TAG, checked_sha256, find_version, tracking_to
 from unidec.ops.tracking_store import open_client, tracking_uri
 
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+
 _URI = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
+_NOT_THERE = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}  # else the store is away
 
 
 def fetch_bundle(
@@ -23,12 +28,13 @@ def fetch_bundle(
 
     Args:
         source: a folder, `models:/name@alias` or `models:/name/version`.
-        folder: where copies are kept; one that is there is not fetched again.
+        folder: where copies are kept; one that is there and whole is not fetched again.
         uri, root: tracking store; default: see `tracking_store.tracking_uri`.
 
     Raises:
         ConfigError: not such an address, or the registry has none of this name, alias or version.
         ArtifactError: what the registry gives is damaged or another bundle.
+        MlflowException: the registry does not answer.
     """
     text = os.fspath(source)
     if not text.startswith("models:"):
@@ -41,27 +47,106 @@ def fetch_bundle(
 
     uri = uri or tracking_uri(root)
     client = open_client(uri)
-    with tracking_to(uri) as mlflow:
-        try:
-            if found["alias"]:
-                version = client.get_model_version_by_alias(found["name"], found["alias"])
-            else:
-                version = client.get_model_version(found["name"], found["version"])
-        except MlflowException as error:
-            fix = "`unidec register` registers outputs/bundle"
-            raise ConfigError("not in the registry", where=uri, got=f"{text}: {error}", fix=fix) from error
-        sha256 = version.tags.get(HASH_TAG, "")
-        target = Path(folder) / (sha256[:16] or f"{found['name']}-{version.version}")
-        if target.is_dir() and checked_sha256(target) == sha256:
+    try:
+        if found["alias"]:
+            version = client.get_model_version_by_alias(found["name"], found["alias"])
+        else:
+            version = client.get_model_version(found["name"], found["version"])
+    except MlflowException as error:
+        if error.error_code not in _NOT_THERE:
+            raise
+        fix = "`unidec register` registers outputs/bundle"
+        raise ConfigError("not in the registry", where=uri, got=f"{text}: {error}", fix=fix) from error
+    return _fetch(version, Path(folder), uri)
+
+
+def fetch_by_hash(
+    model_name: str,
+    sha256: str,
+    folder: str | os.PathLike[str],
+    version: str | None = None,
+    *,
+    uri: str | None = None,
+    root: Path | str = ".",
+) -> Path:
+    """The folder of the registered bundle with this hash; the registry is not asked where a whole copy is kept.
+
+    Args:
+        model_name: name of the registered model.
+        folder: where copies are kept.
+        version: where it is looked for first; another version may hold the same bundle.
+        uri, root: tracking store; default: see `tracking_store.tracking_uri`.
+
+    Raises:
+        ArtifactError: the registry does not have it, or what it gives is damaged.
+        MlflowException: the registry does not answer.
+    """
+    target = Path(folder) / sha256[:16]
+    if _is_whole(target, sha256):
+        return target
+    from mlflow.exceptions import MlflowException
+
+    uri = uri or tracking_uri(root)
+    client, found = open_client(uri), None
+    try:
+        found = client.get_model_version(model_name, version) if version else None
+    except MlflowException as error:
+        if error.error_code not in _NOT_THERE:
+            raise
+    if found is None or found.tags.get(HASH_TAG) != sha256:
+        found = find_version(client, model_name, sha256)
+    if found is None:
+        raise ArtifactError(
+            f"no version of {model_name} holds this bundle", where=uri, got=sha256,
+            fix="MLFLOW_TRACKING_URI names the registry that it was registered in",
+        )  # fmt: skip
+    return _fetch(found, Path(folder), uri)
+
+
+def find_alias(model_name: str, alias: str, *, uri: str | None = None, root: Path | str = ".") -> ModelVersion | None:
+    """The version that an alias stands for; None where there is no such model or alias.
+
+    Raises:
+        MlflowException: the registry does not answer.
+    """
+    from mlflow.exceptions import MlflowException
+
+    client = open_client(uri or tracking_uri(root))
+    try:
+        number = client.get_registered_model(model_name).aliases.get(alias)
+        return client.get_model_version(model_name, number) if number is not None else None
+    except MlflowException as error:
+        if error.error_code not in _NOT_THERE:
+            raise
+        return None
+
+
+def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:
+    """A version's bundle, from its copy or the registry; several processes may ask for it at once."""
+    import mlflow
+    from filelock import FileLock
+
+    sha256 = version.tags.get(HASH_TAG, "")
+    target = folder / (sha256[:16] or f"{version.name}-{version.version}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f".{target.name}.lock"):
+        if _is_whole(target, sha256):
             return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch, tracking_to(uri):
             address = f"models:/{version.name}/{version.version}"
             path = mlflow.artifacts.download_artifacts(address, dst_path=scratch)
             stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
             if len(stored) != 1 or (got := checked_sha256(stored[0].parent)) != sha256:
                 held = "no bundle" if len(stored) != 1 else got
-                raise ArtifactError(f"{text} holds another bundle", where=uri, got=held, expected=sha256)
+                raise ArtifactError(f"{address} holds another bundle", where=uri, got=held, expected=sha256)
             shutil.rmtree(target, ignore_errors=True)
             os.replace(stored[0].parent, target)
     return target
+
+
+def _is_whole(folder: Path, sha256: str) -> bool:
+    """Whether a copy is there, and no file of it damaged."""
+    try:
+        return folder.is_dir() and checked_sha256(folder) == sha256
+    except ArtifactError:
+        return False

@@ -9,9 +9,13 @@ from unidec.stages.fetch import fetch
 from unidec.stages.index import index
 from unidec.stages.registration import register
 from unidec.stages.session import train
+from unidec.stages.start import choose_start
+from unidec.stages.start_file import effective
 from unidec.stages.training import export, refresh, start_run, train_round
 
 __all__ = [
+    "choose_start",
+    "effective",
     "evaluate",
     "export",
     "fetch",

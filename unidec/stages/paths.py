@@ -7,6 +7,7 @@ from pathlib import Path
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.tokens import TokenCache
+from unidec.stages.start_file import effective, read_start
 from unidec.training import identity
 
 DATASET = Path("data/dataset")
@@ -16,6 +17,7 @@ PROPENSITY = Path("data/propensity")
 LABEL_GRAPH = Path("data/label_graph")
 CACHE = Path("data/cache")
 RUNS = Path("runs")
+BUNDLES = Path("runs/bundles")  # copies of registered ones, by hash; may be deleted at any time
 MODEL = Path("outputs/model")
 BUNDLE = Path("outputs/bundle")
 METRICS = Path("outputs/metrics.json")
@@ -35,8 +37,11 @@ def open_tokens(which: str) -> TokenCache:
 
 
 def run_identity(params: Params) -> dict[str, str]:
-    """What decides the training that these parameters, this data and this code make."""
-    return identity.run_identity(params, open_dataset(), open_tokens("queries"), open_tokens("labels"))
+    """What decides the training that these parameters, this data, this code and this start make."""
+    start = read_start().bundle_sha256 or None
+    return identity.run_identity(
+        effective(params), open_dataset(), open_tokens("queries"), open_tokens("labels"), start
+    )
 
 
 def run_folder(params: Params) -> Path:

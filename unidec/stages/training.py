@@ -23,6 +23,8 @@ from unidec.ops.tracking import Tracker
 from unidec.stages import launch, paths, runs
 from unidec.stages.plan import check_fits, memory_figures
 from unidec.stages.ranking import Ranking, headline, validation_metrics
+from unidec.stages.start import open_start, start_lines
+from unidec.stages.start_file import effective, read_start, start_tags
 from unidec.training.checkpoint import newest_state, random_state, restore_random_state
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.identity import identity_sha256
@@ -43,6 +45,7 @@ def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = 
         label_graph=load_label_graph(paths.LABEL_GRAPH) if params.pool.gandalf else None,
         accept=accept,
         ranks=ranks,
+        start=open_start(),
     )
 
 
@@ -102,20 +105,23 @@ def start_run(params: Params, resume: str | None = None, accept: Collection[str]
     A round that was trained but not measured before a kill is measured here.
 
     Args:
-        params: all parameters.
+        params: all parameters, as params.yaml has them; what is trained with is `effective` of them.
         resume: a run to go on with in place of the one that these parameters name; "": the newest unfinished one.
         accept: keys of the run's identity that may differ from what it was begun with.
 
     Returns:
-        {"run_dir", "epoch", "epoch_step", "step", "finished", "rounds", "lines"}: where it goes on; lines for people.
+        {"run_dir", "epoch", "epoch_step", "step", "finished"}: where it goes on; {"epochs", "rounds", "refresh"}: all
+        of them, and epochs a round; {"start"}: data/start.json; {"lines"}: for people.
 
     Raises:
         ConfigError: it does not fit into memory, or the run to go on with was begun with other data, parameters,
             tokenizer or code: every key that differs is listed.
     """
+    params = effective(params)
+    lines = start_lines(open_start())
     identity = paths.run_identity(params)
     run_dir = runs.choose_run(resume) if resume is not None else paths.RUNS / identity_sha256(identity)[:16]
-    lines = [f"accepted: {line}" for line in runs.claim(run_dir, params, identity, accept)]
+    lines += [f"accepted: {line}" for line in runs.claim(run_dir, params, identity, accept)]
     path, state, refused = newest_state(run_dir)
     if path is None:
         other = runs.others_unfinished(run_dir, identity)
@@ -135,8 +141,9 @@ def start_run(params: Params, resume: str | None = None, accept: Collection[str]
         runs.close_tracking(run_dir, "FAILED" if isinstance(error, Exception) else "KILLED")
         raise
     counters = {key: int(state.get(key, 0)) for key in ("epoch", "epoch_step", "step")}
-    return {"run_dir": str(run_dir), **counters, "finished": finished,
-            "rounds": -(-params.optim.epochs // params.pool.refresh), "lines": lines}  # fmt: skip
+    epochs, a_round = params.optim.epochs, params.pool.refresh
+    return {"run_dir": str(run_dir), **counters, "finished": finished, "epochs": epochs, "refresh": a_round,
+            "rounds": -(-epochs // a_round), "start": read_start().as_dict(), "lines": lines}  # fmt: skip
 
 
 def refresh(params: Params, run_dir: str) -> dict[str, Any]:
@@ -144,7 +151,7 @@ def refresh(params: Params, run_dir: str) -> dict[str, Any]:
 
     Where the run is inside a round, or its refresh is made, nothing is done: what was reported then comes back.
     """
-    return _work("refresh", params, run_dir)
+    return _work("refresh", effective(params), run_dir)
 
 
 def train_round(params: Params, run_dir: str) -> dict[str, Any]:
@@ -153,6 +160,7 @@ def train_round(params: Params, run_dir: str) -> dict[str, Any]:
     Returns:
         {"epoch", "finished", "round", "validation", ...}.
     """
+    params = effective(params)
     report = _work("train_round", params, run_dir)
     with _opened(params, run_dir, runs.accepted_keys(Path(run_dir))) as kept:
         report = _record_round(params, Path(run_dir), kept.trainer, report)
@@ -167,11 +175,11 @@ def train_round(params: Params, run_dir: str) -> dict[str, Any]:
 
 def export(params: Params, run_dir: str) -> dict[str, Any]:
     """The run's model -> outputs/model, with the records of its training."""
-    run = Path(run_dir)
-    with _opened(params, run_dir, runs.accepted_keys(run)) as kept:
+    run, start = Path(run_dir), read_start()
+    with _opened(effective(params), run_dir, runs.accepted_keys(run)) as kept:
         trainer = kept.trainer
         with write_folder(paths.MODEL, KIND, VERSION, {"run": run.name}) as out:
-            trainer.model.save_into(out)
+            trainer.model.save_into(out, {"start": start.as_dict()} if start.warm else None)
             for name in (HISTORY, ROUNDS):
                 if (run / name).is_file():
                     shutil.copyfile(run / name, out.path / name)
@@ -290,7 +298,7 @@ def _open_tracking(params: Params, run_dir: Path, state: dict[str, Any], lines: 
     meta = dataset.manifest["meta"]
     facts = {key: meta[key] for key in ("num_queries", "num_labels", "num_pairs")}
     digest = dvc_hash(str(paths.DATASET)) or dataset.sha256
-    tags = code_tags() | {"dataset.sha256": dataset.sha256, "run.folder": run_dir.name}
+    tags = code_tags() | {"dataset.sha256": dataset.sha256, "run.folder": run_dir.name} | start_tags()
     accepted = [line.removeprefix("accepted: ") for line in lines if line.startswith("accepted: ")]
     if accepted:
         tags |= {"accepted": "; ".join(accepted)[:5000]}

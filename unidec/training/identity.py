@@ -27,13 +27,20 @@ SECTIONS = ("seed", "tokens", "encoder", "model", "pool", "loss", "optim")
 
 
 def run_identity(
-    params: Params, dataset: XMCDataset, query_tokens: TokenCache, label_tokens: TokenCache
+    params: Params,
+    dataset: XMCDataset,
+    query_tokens: TokenCache,
+    label_tokens: TokenCache,
+    start: str | None = None,
 ) -> dict[str, str]:
     """All that decides what a training becomes.
 
+    Args:
+        start: hash of the bundle that a warm start goes on from.
+
     Returns:
         `{"optim.lr_clf": "0.003", ...}` (values as JSON), and sha256 as "data", "tokens.queries", "tokens.labels",
-        "tokenizer" and "code", and as "encoder.start" where there is one.
+        "tokenizer" and "code", and as "encoder.start" and "start" where there is one.
 
     Raises:
         ArtifactError: there is no model where `encoder.start` says.
@@ -43,6 +50,8 @@ def run_identity(
     identity = {k: json.dumps(v) for k, v in leaves(params) if k.partition(".")[0] in sections or k in keys}
     if params.encoder.start:  # by content, wherever it lies
         identity["encoder.start"] = start_sha256(params.encoder.start)
+    if start is not None:
+        identity["start"] = start
     identity["data"] = dataset.sha256
     for name, cache in (("queries", query_tokens), ("labels", label_tokens)):
         files = read_manifest(cache.path, tokens.KIND, tokens.VERSION, verify=False)["files"]
@@ -105,7 +114,7 @@ def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 def _kinds(changed: list[str]) -> str:
     """What the keys are, in words: "parameters, data"."""
     words = {"data": "data", "tokens.queries": "texts' tokens", "tokens.labels": "texts' tokens",
-             "tokenizer": "tokenizer", "code": "code"}  # fmt: skip
+             "tokenizer": "tokenizer", "code": "code", "start": "model to start from"}  # fmt: skip
     return ", ".join(dict.fromkeys(words.get(key, "parameters") for key in changed))
 
 

@@ -45,6 +45,7 @@ from unidec.training.refresh import Refresh, make_refresh
 from unidec.training.sampler import PoolSampler
 from unidec.training.start import start_bag
 from unidec.training.stop import stop_signals
+from unidec.training.warm import Start, take_model, take_rows
 
 LOG_EVERY = 10  # steps between two lines of history: the only steps at which the host waits for the device
 
@@ -61,6 +62,7 @@ class Trainer:
         label_graph: csr [L, L], soft targets of Gandalf; only needed with `pool.gandalf`.
         accept: keys of the run's identity (`unidec.training.identity`) that may differ from the checkpoint's.
         ranks: the processes that train together.
+        start: the model that training goes on from, in place of a new one.
 
     Attributes:
         epoch: finished epochs; epoch_step: finished steps of the next one; step: finished steps in all.
@@ -68,7 +70,8 @@ class Trainer:
         notes: what a checkpoint keeps for whoever drives the run (JSON: the tracker's run id).
 
     Raises:
-        ConfigError: the newest checkpoint is of other data, parameters, tokenizer or code; the keys are listed.
+        ConfigError: the newest checkpoint is of other data, parameters, tokenizer, code or start, the keys are listed;
+            or the start has another encoder.
     """
 
     def __init__(
@@ -83,8 +86,9 @@ class Trainer:
         label_graph: sp.csr_matrix | None = None,
         accept: Collection[str] = (),
         ranks: Ranks = ALONE,
+        start: Start | None = None,
     ):
-        self.params, self.dataset, self.run_dir, self.ranks = params, dataset, run_dir, ranks
+        self.params, self.dataset, self.run_dir, self.ranks, self.start = params, dataset, run_dir, ranks, start
         self.tokens = {"queries": query_tokens, "labels": label_tokens}
         self.device = choose_device(params.device)
         self.amp = autocast_type(params.optim.precision, self.device)
@@ -101,7 +105,10 @@ class Trainer:
         self.objective = Objective(params, self.model, ranks)
         not_cached = InputBuilder(self.model.encoder, self.device)
         self.batches = Batches(params, dataset, self.tokens, not_cached, self.device, ranks, label_graph)
-        start_bag(self.model, self.batches.parts(self.rows))  # before what is frozen is computed
+        if start is not None:  # before what is frozen is computed
+            take_model(self.model, start)
+        else:
+            start_bag(self.model, self.batches.parts(self.rows))
         self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp, ranks)
         self.batches.build = self.build
         self.model.label_input = self._encode_labels if params.model.clf_residual else None
@@ -134,10 +141,14 @@ class Trainer:
         return 2 ** math.ceil(math.log2(batches)) if self.params.pool.batches == "clustered" else batches
 
     def _encode_labels(self, begin: int, end: int) -> Tensor:
-        return torch.from_numpy(self._encode("labels", np.arange(begin, end), None)).to(self.device)
+        return self._encode_some_labels(np.arange(begin, end))
+
+    def _encode_some_labels(self, rows: np.ndarray) -> Tensor:
+        return torch.from_numpy(self._encode("labels", rows, None)).to(self.device)
 
     def _restore(self, accept: Collection[str]) -> None:
-        self.identity = run_identity(self.params, self.dataset, self.tokens["queries"], self.tokens["labels"])
+        sha256 = self.start.sha256 if self.start is not None else None
+        self.identity = run_identity(self.params, self.dataset, self.tokens["queries"], self.tokens["labels"], sha256)
         tables = self.model.tables().items()
         own = {name: (table.first_row, table.first_row + table.own_rows) for name, table in tables}
 
@@ -148,7 +159,10 @@ class Trainer:
         for reason in refused if self.ranks.is_first else ():
             print(f"checkpoint passed over: {reason}")
         if checkpoint is None:
-            self.model.start_table(self._encode_labels)
+            if self.start is not None:
+                take_rows(self.model, self.start, self.dataset.labels["uid"], self._encode_some_labels)
+            else:
+                self.model.start_table(self._encode_labels)
             start_stream(self.params.seed, 0, self.ranks)
         else:
             self._take(checkpoint)

@@ -1,0 +1,105 @@
+"""data/start.json: what a training starts from. git has this small file, the registry the model, found by its hash."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from unidec.config import Params
+from unidec.data.storage import write_bytes_atomic
+from unidec.errors import ArtifactError, ConfigError
+from unidec.training.warm import FIX, warm_params
+
+START = Path("data/start.json")
+
+
+class StartFile(BaseModel):
+    """What data/start.json says.
+
+    Attributes:
+        kind: from nothing, or from a registered model.
+        model, version: where that was when it was chosen.
+        bundle_sha256: which one it is, wherever it is now.
+        generation: warm starts in a row, this one counted.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    kind: Literal["cold", "warm"] = "cold"
+    model: str = ""
+    version: Annotated[str, Field(pattern=r"^\d*$")] = ""
+    bundle_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
+    generation: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        given = [bool(self.model), bool(self.version), bool(self.bundle_sha256), self.generation > 0]
+        if any(given) if self.kind == "cold" else not all(given):
+            raise ValueError("a warm start has model, version, bundle_sha256 and generation, a cold one none of them")
+        return self
+
+    @property
+    def warm(self) -> bool:
+        return self.kind == "warm"
+
+    def as_dict(self) -> dict[str, str | int]:
+        """As the file has it."""
+        return self.model_dump(exclude_defaults=True) | {"kind": self.kind}
+
+
+def read_start() -> StartFile:
+    """data/start.json; a cold start where there is none.
+
+    Raises:
+        ArtifactError: it is damaged.
+    """
+    if not START.is_file():
+        return StartFile()
+    try:
+        return StartFile.model_validate_json(START.read_bytes())
+    except ValidationError as error:
+        raise ArtifactError(
+            "what training starts from cannot be read", where=str(START),
+            got="; ".join(str(problem["msg"]) for problem in error.errors()[:3]),
+            fix='bring it back from git, or write {"kind": "cold"}',
+        ) from error  # fmt: skip
+
+
+def write_start(start: StartFile) -> bool:
+    """Write data/start.json, unless it says this already; whether it was written. The same start has the same bytes."""
+    if START.is_file():
+        try:
+            if read_start() == start:
+                return False
+        except ArtifactError:
+            pass  # replaced
+    write_bytes_atomic(START, json.dumps(start.as_dict(), indent=2).encode() + b"\n")
+    return True
+
+
+def effective(params: Params) -> Params:
+    """The parameters that a training runs with: those of params.yaml, with section `warm` at work in a warm start.
+
+    Applied to its own result it changes nothing.
+
+    Raises:
+        ConfigError: two starts at once: data/start.json and `encoder.start`.
+        ArtifactError: data/start.json is damaged.
+    """
+    if not read_start().warm:
+        return params
+    if params.encoder.start:
+        raise ConfigError(
+            "two models to start from", where="encoder.start", got=f"{params.encoder.start}, and a warm start",
+            expected="one of them", fix=f'{FIX}, or encoder.start: ""',
+        )  # fmt: skip
+    return warm_params(params)
+
+
+def start_tags() -> dict[str, str]:
+    """The start as tags of a run or of a model's version."""
+    names = {"bundle_sha256": "bundle.sha256"}
+    return {f"start.{names.get(key, key)}": str(value) for key, value in read_start().as_dict().items()}
