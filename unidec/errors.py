@@ -59,6 +59,12 @@ class TrainingError(UnidecError):
     exit_code = 5
 
 
+class Refused(UnidecError):
+    """What a rule forbids: a promotion of what the gate did not let through, a rollback to nothing."""
+
+    exit_code = 6
+
+
 class Stopped(UnidecError):
     """Training that a signal ended in order.
 

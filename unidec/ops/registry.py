@@ -82,7 +82,7 @@ def register(
                 description=model_card(card, sha256),
                 model_id=model_id,
             )
-        _verify(model_name, version, sha256)
+        verify_version(model_name, version.version, sha256)
         if alias and _aliased(client, model_name, alias) != str(version.version):
             client.set_registered_model_alias(model_name, alias, str(version.version))
     return int(version.version)
@@ -192,28 +192,33 @@ def _log_model(client: MlflowClient, bundle_path: Path, run_id: str | None, tags
     return info.model_id, active
 
 
-def _verify(model_name: str, version: ModelVersion, sha256: str) -> None:
-    """Reads the stored model back and compares its bundle's hash."""
-    import mlflow
+def verify_version(model_name: str, version: str | int, sha256: str) -> None:
+    """Reads the stored model back and compares its bundle's hash; within `tracking_to`.
 
+    Raises:
+        ArtifactError: it is missing, damaged or another one. No alias has moved.
+    """
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    address = f"models:/{model_name}/{version}"
+    fix = "delete that version in the MLflow UI and register again; no alias has moved"
     with tempfile.TemporaryDirectory() as scratch:
-        path = mlflow.artifacts.download_artifacts(f"models:/{model_name}/{version.version}", dst_path=scratch)
+        try:
+            path = mlflow.artifacts.download_artifacts(address, dst_path=scratch)
+        except (MlflowException, OSError) as error:
+            raise ArtifactError("the stored bundle cannot be read", where=address, got=error, fix=fix) from error
         stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
         if len(stored) != 1:
             raise ArtifactError(
-                f"version {version.version} of {model_name} holds no bundle",
-                where=str(version.source),
-                fix=f"delete that version in the MLflow UI and register again; alias unchanged (bundle {sha256})",
+                f"version {version} of {model_name} holds no bundle", where=address, expected=sha256, fix=fix
             )
         got = checked_sha256(stored[0].parent)
     if got != sha256:
         raise ArtifactError(
-            f"version {version.version} of {model_name} holds another bundle",
-            where=str(version.source),
-            got=got,
-            expected=sha256,
-            fix="delete that version in the MLflow UI and register again; the alias has not moved",
-        )
+            f"version {version} of {model_name} holds another bundle",
+            where=address, got=got, expected=sha256, fix=fix,
+        )  # fmt: skip
 
 
 def _ensure_model(client: MlflowClient, model_name: str) -> None:
