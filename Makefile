@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-faults lint types format ui repro compare clean
+.PHONY: help setup train test test-faults test-operations lint types format ui repro compare clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -62,6 +62,9 @@ test: $(STAMP)  ## every quick check: lint, import rules, types, tests
 
 test-faults: $(STAMP)  ## the slow tests: kills, interrupts, real servers
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-operations: $(STAMP)  ## retraining end to end on a real Prefect server and worker: some 15 minutes
+	$(BIN)/python -m pytest -x -m operations tests/operations tests/faults $(ARGS)
 
 lint: $(STAMP)  ## ruff and the import rules
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -170,3 +170,11 @@ def open_trainer(
         return Trainer(params, tiny_dataset, *tokens, tmp_path / run, tmp_path / "cache", label_graph=graph)
 
     return open_trainer
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A project with a Prefect server and worker at work, shared by the tests marked `operations`."""
+    modules = [load_helper(f"operations/{name}") for name in ("project", "server")]
+    with load_helper("operations/world").World(tmp_path_factory.mktemp("world"), *modules) as world:
+        yield world

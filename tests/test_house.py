@@ -117,6 +117,7 @@ def test_tests_mirror_the_library() -> None:
         "benchmarks",
         "faults",
         "flows",
+        "operations",
         "pipeline",
         "golden",
         "test_house",
