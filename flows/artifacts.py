@@ -77,12 +77,75 @@ def show_links(run_url: str | None, version: Any = None, model_name: str | None 
         ("report", "outputs/report.html"),
         ("metrics", "outputs/metrics.json"),
         ("bundle", "outputs/bundle"),
+        ("gate", "outputs/gate.html"),
         ("data validation", "data/validation/index.html"),
         ("Data Docs", "data/validation/docs/index.html"),
+        ("data change", "data/change/index.html"),
+        ("Data Docs of the change", "data/change/docs/index.html"),
     ):
         if Path(path).exists():
             lines.append(f"| {name} | `{Path(path).resolve()}` |")
     create_markdown_artifact("\n".join(lines), key="links", description="results of this run")
+
+
+@_harmless
+def show_skip(reason: str) -> None:
+    """Why nothing was trained."""
+    create_markdown_artifact(f"Training was skipped: {reason}.", key="skipped", description="why nothing was trained")
+
+
+@_harmless
+def show_change(change: Mapping[str, Any]) -> None:
+    """How the data moved from what the champion was trained on."""
+    accepted = change.get("accepted")
+    if not accepted:
+        lines = [f"Nothing was compared: {change.get('reason') or 'there is no champion'}."]
+    else:
+        lines = [f"Compared with the data of version {accepted['version']} of {accepted['model']}.", ""]
+        lines += [f"- **{line}**" for line in change["stops"]] + [f"- {line}" for line in change["warnings"]]
+        if not change["stops"] and not change["warnings"]:
+            lines.append("Nothing moved beyond its limits.")
+        lines += ["", f"Page: `{Path(change['page']).resolve()}`"]
+    create_markdown_artifact("\n".join(lines), key="data-change", description="data against the champion's")
+
+
+@_harmless
+def show_gate(verdict: Mapping[str, Any]) -> None:
+    """Every check of the gate, passed or failed."""
+    rows = [
+        {
+            "check": reason["check"],
+            "passed": "yes" if reason["passed"] else "NO",
+            "got": _short(reason.get("got")),
+            "limit": _short(reason.get("limit")),
+            "in words": reason["words"],
+        }
+        for reason in verdict["reasons"]
+    ]
+    against = f"against champion {verdict['champion']}" if verdict.get("champion") else "there is no champion"
+    words = f"version {verdict['challenger']} {'passed' if verdict['passed'] else 'is REFUSED'}; {against}"
+    create_table_artifact(rows, key="gate", description=words)
+
+
+@_harmless
+def show_findings(result: Mapping[str, Any]) -> None:
+    """What a window of live queries shows."""
+    rows = [
+        {
+            "check": finding["check"],
+            "drifted": "YES" if finding["drifted"] else "no",
+            "value": _short(finding.get("value")),
+            "bound": _short(finding.get("bound")),
+            "in words": finding["words"],
+        }
+        for finding in result["findings"]
+    ]
+    words = f"{result['queries']} queries; page: {Path(result['page']).resolve()}"
+    create_table_artifact(rows, key="drift", description=words)
+
+
+def _short(value: Any) -> Any:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def _rows(figures: Mapping[str, Any], prefix: str = "") -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""How a flow run ends: its MLflow run told, hooks, signals, errors in one line."""
+"""How a flow run begins and ends: its note, tags, hooks, signals, errors in one line, and the name of its state."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from prefect.context import FlowRunContext
 from prefect.exceptions import MissingContextError, TerminationSignal
 from prefect.logging import get_run_logger
+from prefect.runtime import deployment
 from prefect.runtime import flow_run as current_flow_run
+from prefect.states import Cancelled, Completed
 
+from flows import left
 from unidec.errors import UnidecError
+from unidec.ops.tracking import RUN_TAGS
+from unidec.stages.launch import watch
 from unidec.stages.runs import close_tracking
-
-# set by flows/__init__.py; absolute, because a run may work in another folder
-_NOTES = Path(os.environ["PREFECT_HOME"]).resolve() / "unidec-runs"
 
 _on_command_line = False  # set by on_command_line(): this process is ours to end
 
@@ -31,11 +32,6 @@ FAREWELL: dict[type[BaseException], tuple[int, str]] = {
     KeyboardInterrupt: (130, "interrupted: run again to go on from the last checkpoint"),
     TerminationSignal: (143, "terminated: run again to go on from the last checkpoint"),
 }
-
-
-def _note(flow_run_id: Any) -> Path:
-    """The file that tells hooks (which may run in the worker's process) which training a flow run is at."""
-    return _NOTES / f"{flow_run_id}.json"
 
 
 def say(line: str) -> None:
@@ -49,30 +45,88 @@ def say(line: str) -> None:
 
 def hook(status: str) -> Callable[..., None]:
     def end(_flow: Any, flow_run: Any, _state: Any) -> None:
-        note = _note(flow_run.id)
-        if note.is_file():
-            about = json.loads(note.read_text(encoding="utf-8"))
-            close_tracking(about["run_dir"], status)
-            note.unlink(missing_ok=True)
+        left.close_training(flow_run.id, status)
 
     end.__name__ = f"mlflow_run_{status.lower()}"
     return end
 
 
 @contextlib.contextmanager
+def at_work() -> Iterator[None]:
+    """Around a flow's body: what killed runs left is put in order, others can see who is at work, tools know the run.
+
+    Started by a worker, the run ends when the worker is gone: nobody could cancel it any more.
+    """
+    one_line_for_known_errors()
+    context = FlowRunContext.get()
+    if context is None:
+        yield
+        return
+    left.reconcile()
+    if context.flow_run is not None and context.flow_run.deployment_id and "PREFECT__FLOW_RUN_ID" in os.environ:
+        watch(os.getppid())
+    with left.noted(), _tagged():
+        yield
+
+
+@contextlib.contextmanager
+def _tagged() -> Iterator[None]:
+    """MLflow's runs and versions that are made meanwhile name the flow run."""
+    before = os.environ.get(RUN_TAGS)
+    tags = {"prefect.flow_run_id": str(current_flow_run.id), "prefect.flow_run_name": current_flow_run.name}
+    url = str(current_flow_run.ui_url or "")
+    if url.startswith("http"):  # a temporary server has no page
+        tags["prefect.flow_run_url"] = url
+    if deployment.name:
+        tags["prefect.deployment"] = f"{current_flow_run.flow_name}/{deployment.name}"
+    os.environ[RUN_TAGS] = json.dumps({**json.loads(before or "{}"), **tags})
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[RUN_TAGS]
+        else:
+            os.environ[RUN_TAGS] = before
+
+
+@contextlib.contextmanager
 def tracked(run_dir: str) -> Iterator[None]:
     """The MLflow run ends as what happened inside: also for Ctrl-C, when there may be no server left to run a hook."""
-    note = _note(current_flow_run.id or os.getpid())
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps({"run_dir": str(Path(run_dir).resolve())}), encoding="utf-8")
+    left.note_training(run_dir)
     try:
         yield
     except BaseException as error:
         close_tracking(run_dir, "FAILED" if isinstance(error, Exception) else "KILLED")
-        note.unlink(missing_ok=True)
         raise
+    finally:
+        left.note_training(None)
     close_tracking(run_dir, "FINISHED")
-    note.unlink(missing_ok=True)
+
+
+def named(done: dict[str, Any]) -> Any:
+    """What a flow returns: Skipped or Refused are names of its state, so that a list of runs says what came of each.
+
+    Args:
+        done: with "skipped" or "refused": why.
+    """
+    name = next((name for name in ("skipped", "refused") if name in done), None)
+    if name is None or FlowRunContext.get() is None:
+        return done
+    return Completed(name=name.capitalize(), message=str(done[name])[:2000], data=done)
+
+
+def turned_away(reason: str | UnidecError) -> Any:
+    """The end of a run that has no turn, because another is at work or did its work: Cancelled, with the reason.
+
+    Raises:
+        UnidecError: the reason, where nobody scheduled the run: its caller wants to know.
+    """
+    context = FlowRunContext.get()
+    deployed = context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None
+    if isinstance(reason, UnidecError) and not deployed:
+        raise reason
+    say(f"nothing is done: {reason}")
+    return Cancelled(message=str(reason))
 
 
 def leave_if_server_left(error: BaseException, words: str | None = None) -> None:

@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ def reproduce(stage: str, say: Callable[[str], None] = print) -> None:
         raise kind(words)
     if found:
         raise UnidecError(f"stage {stage} failed\n{words}")
+    if "are missing from 'params.yaml'" in output:
+        raise ConfigError(words, where="params.yaml", fix="add them: DVC wants each key that dvc.yaml names")
     raise CommandError(f"dvc repro {stage} ended with {code}: {words}")
 
 
@@ -75,6 +77,22 @@ def commit(stages: list[str]) -> None:
         raise CommandError(f"dvc commit ended with {code}: {output[-2000:]}")
 
 
+def push(secrets: Mapping[str, str] | None = None, say: Callable[[str], None] | None = None) -> str:
+    """`dvc push`: what was made goes to the remote. Returns DVC's last words.
+
+    Args:
+        secrets: environment variables for DVC's process alone.
+        say: is told each line.
+
+    Raises:
+        CommandError: DVC failed.
+    """
+    code, output = run(["push"], say, secrets)
+    if code:
+        raise CommandError(f"dvc push ended with {code}: {output[-2000:]}")
+    return (output.strip().splitlines() or ["done"])[-1]
+
+
 def inputs_digest(stages: tuple[str, ...] = MODEL_STAGES) -> str:
     """One hash over everything that dvc.yaml says these stages read, params.yaml included; not what they write.
 
@@ -95,17 +113,25 @@ def inputs_digest(stages: tuple[str, ...] = MODEL_STAGES) -> str:
     return digest.hexdigest()
 
 
-def run(words: list[str], say: Callable[[str], None] | None = None) -> tuple[int, str]:
-    """`dvc <words>` in a process group of its own, which ends with us. Returns exit code and output."""
+def run(
+    words: list[str], say: Callable[[str], None] | None = None, environment: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """`dvc <words>` in a process group of its own, which ends with us. Returns exit code and output.
+
+    Args:
+        words: the command and its arguments.
+        say: is told each line.
+        environment: secrets of that process alone: their values are crossed out of what it says.
+    """
     # our flow run's own identity is not the child's
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT__")}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT__")}
     process = subprocess.Popen(
         [sys.executable, "-m", "dvc", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=environment,
+        env={**inherited, **(environment or {})},
         start_new_session=True,
     )
     lines = []
@@ -113,6 +139,7 @@ def run(words: list[str], say: Callable[[str], None] | None = None) -> tuple[int
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
+                line = _crossed_out(line, environment or {})
                 lines.append(line)
                 if say and line.strip():
                     say(line.rstrip())
@@ -120,6 +147,12 @@ def run(words: list[str], say: Callable[[str], None] | None = None) -> tuple[int
     except BaseException:  # cancelled: no child may outlive us
         _end(process)
         raise
+
+
+def _crossed_out(line: str, secrets: Mapping[str, str]) -> str:
+    for value in sorted(filter(None, secrets.values()), key=len, reverse=True):
+        line = line.replace(value, "********")
+    return line
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -148,10 +181,11 @@ def _only_missing(changes: list[Any]) -> bool:
 
 
 def _stage_words(output: str) -> str:
-    """The last lines of a stage, without DVC's own around them."""
+    """The last lines of a stage, without DVC's own around them; where no stage spoke, DVC's reason."""
     noise = ("Running stage", "> ", "ERROR: failed to reproduce", "Stage '", "Updating lock", "To track", "Use `dvc")
     lines = [line.rstrip() for line in output.splitlines() if line.strip() and not line.startswith(noise)]
-    return "\n".join(line for line in lines if not line.lstrip().startswith(("git add", "dvc config")))[-4000:]
+    words = "\n".join(line for line in lines if not line.lstrip().startswith(("git add", "dvc config")))
+    return words[-4000:] or " ".join(line for line in output.splitlines() if line.startswith("ERROR"))[-4000:]
 
 
 def _path_of(entry: Any, params: dict[str, Any]) -> str:

@@ -15,18 +15,6 @@ from unidec.config import Params, load_params
 from unidec.errors import ConfigError, DataError, TrainingError
 
 EPOCHS, A_ROUND = 5, 2
-TASKS = (
-    "prepare",
-    "data_step",
-    "start_run",
-    "refresh",
-    "train_round",
-    "export",
-    "index",
-    "evaluate",
-    "record",
-    "register",
-)
 ROUNDS = ["start_run", "refresh", "train_round", "refresh", "train_round", "refresh", "train_round", "export"]
 FINISH = ["index", "evaluate"]
 
@@ -53,6 +41,7 @@ class Stages(types.SimpleNamespace):
 
     def __init__(self) -> None:
         super().__init__(calls=[], fail={})
+        self.passed = True
         for name in ("ingest", "validate", "tokens", "propensity", "label_graph", "export", "index"):
             setattr(self, name, lambda *_args, name=name: self._call(name))
 
@@ -67,7 +56,9 @@ class Stages(types.SimpleNamespace):
         run_dir = Path("runs/abc").resolve()
         run_dir.mkdir(parents=True, exist_ok=True)
         epoch = int((run_dir / "epoch").read_text()) if (run_dir / "epoch").exists() else 0
-        return {"run_dir": str(run_dir), "epoch": epoch, "finished": epoch >= params.optim.epochs}
+        finished = epoch >= params.optim.epochs
+        sizes = {"epochs": params.optim.epochs, "refresh": params.pool.refresh}
+        return {"run_dir": str(run_dir), "epoch": epoch, "finished": finished, **sizes}
 
     def refresh(self, _params: Params, _run_dir: str) -> dict:
         return self._call("refresh")
@@ -83,57 +74,156 @@ class Stages(types.SimpleNamespace):
         self._call("evaluate")
         return {"metrics": {"test": {"P@1": 45.0}}}
 
-    def register(self, _params: Params) -> dict:
-        self._call("register")
+    def register(self, _params: Params, bundle: str | None = None) -> dict:
+        self._call("register" if bundle is None else f"register {bundle}")
         return {"version": 3}
+
+    def fetch(self, _params: Params) -> dict:
+        self._call("fetch")
+        return {"changed": True, "reason": "3 files are new"}
+
+    def data_change(self, _params: Params) -> dict:
+        self._call("data_change")
+        accepted = {"model": "unidec", "version": "2", "dataset_sha256": "0"}
+        return {"accepted": accepted, "stops": [], "warnings": ["fewer queries"], "page": "data/change/index.html"}
+
+    def choose_start(self, _params: Params, kind: str | None) -> dict:
+        self._call(f"choose_start {kind}")
+        Path("data").mkdir(exist_ok=True)
+        Path("data/start.json").write_text('{"kind": "warm", "version": "2"}')
+        return {"kind": "warm", "reason": "from version 2", "version": "2"}
+
+    def needs_gate(self, _params: Params, _version: str) -> bool:
+        return False
+
+    def gate(self, _params: Params, version: str) -> dict:
+        self._call(f"gate {version}")
+        words = "nDCG@5 is 0.4 ahead" if self.passed else "nDCG@5 is 2.1 behind"
+        reason = {"check": "nDCG@5", "passed": self.passed, "got": 0.4, "limit": 0.0, "words": words}
+        size = {"check": "size", "passed": True, "got": None, "limit": None, "words": "3 MB"}
+        figures = {"challenger": {"nDCG@5": 40.1}}
+        return {"passed": self.passed, "challenger": version, "champion": "2", "reasons": [reason, size],
+                "metrics": figures, "page": "outputs/gate.html", "already": False}  # fmt: skip
+
+    def promote(self, _params: Params, version: str, **_options: object) -> dict:
+        self._call(f"promote {version}")
+        return {"version": version, "previous": "2"}
 
 
 @pytest.fixture
 def stages(place, flow_module, monkeypatch) -> Stages:
     stand_in = Stages()
-    monkeypatch.setattr(flow_module, "stages", stand_in)
+    for module in (flow_module.steps, flow_module.decide, flow_module.decide.source):
+        monkeypatch.setattr(module, "stages", stand_in)
     return stand_in
 
 
 @pytest.fixture
 def run(flow_module, stages, monkeypatch):
-    """The flow's body without Prefect; DVC's calls are noted among the stages', `run.stale` is what DVC reports."""
-    for name in TASKS:
-        monkeypatch.setattr(flow_module, name, getattr(flow_module, name).fn)
+    """The flow's body without Prefect; DVC's calls are noted among the stages', `run.stale` is what DVC reports.
+
+    `run.events` are the events that would go to Prefect.
+    """
+    for name, task in vars(flow_module.steps).items():
+        if hasattr(task, "fn"):
+            monkeypatch.setattr(flow_module.steps, name, task.fn)
 
     def start(**arguments):
         return flow_module.train.fn(**arguments)
 
-    start.stale = ["train", "index", "evaluate"]
+    start.stale, start.events = ["train", "index", "evaluate"], []
     dvc = flow_module.reproduce
     monkeypatch.setattr(dvc, "reproduce", lambda stage, _say: stages._call(f"dvc {stage}"))
     monkeypatch.setattr(dvc, "stale", lambda: start.stale)
     monkeypatch.setattr(dvc, "commit", lambda made: stages._call("commit " + " ".join(made)))
+    monkeypatch.setattr(flow_module.publish, "emit", lambda _name, event, told: start.events.append((event, told)))
     return start
 
 
 PREPARED = ["dvc ingest", "dvc validate", "dvc tokens", "dvc propensity", "dvc label_graph"]
 
 
+WHOLE = [*PREPARED, "data_change", "choose_start None", *ROUNDS, *FINISH, "commit train index evaluate", "register"]
+
+
 def test_everything_in_order(run, stages):
     done = run()
-    assert stages.calls == [*PREPARED, *ROUNDS, *FINISH, "commit train index evaluate", "register"]
+    assert stages.calls == [*WHOLE, "gate 3", "promote 3"]
     assert (done["epoch"], done["version"], done["metrics"]) == (EPOCHS, 3, {"test": {"P@1": 45.0}})
+    assert done["start"]["version"] == "2" and done["promoted"]["previous"] == "2" and "refused" not in done
+    ((event, told),) = run.events
+    assert event == "promoted" and told == {"version": "3", "previous": "2", "metrics": {"nDCG@5": 40.1}}
+
+
+def test_a_worse_challenger_is_refused(run, stages):
+    stages.passed = False
+    done = run()
+    assert stages.calls == [*WHOLE, "gate 3"]
+    assert done["refused"] == "nDCG@5 is 2.1 behind" and "promoted" not in done
+    ((event, told),) = run.events
+    assert event == "refused" and (told["version"], told["champion"]) == ("3", "2") and len(told["reasons"]) == 2
+
+
+def test_the_registry_may_refuse_what_the_gate_passed(run, stages, flow_module):
+    stages.fail["promote 3"] = flow_module.decide.Refused("the champion is another one meanwhile")
+    assert "another one meanwhile" in run()["refused"]
+    assert [event for event, _ in run.events] == ["refused"]
+    stages.fail["promote 3"] = ConnectionError("the registry is away")
+    with pytest.raises(ConnectionError):
+        run(force=True)
+
+
+def test_what_is_asked_for(run, stages, place):
+    run(start="cold", promote=False)
+    assert "choose_start cold" in stages.calls and stages.calls[-1] == "gate 3" and run.events == []
+    stages.calls.clear()
+    (place / "params.yaml").write_text((place / "params.yaml").read_text() + "retrain: {promote: false}\n")
+    run()
+    assert stages.calls[-1] == "gate 3"
+    run(promote=True)
+    assert stages.calls[-1] == "promote 3"
 
 
 def test_nothing_changed(run, stages):
     run.stale = []
     assert "nothing that the model depends on changed" in run()["skipped"]
     assert stages.calls == [*PREPARED, "register"]
+    assert [event for event, _ in run.events] == ["skipped"]
     stages.calls.clear()
     assert "skipped" not in run(force=True)
     assert "train_round" in stages.calls and "commit train index evaluate" in stages.calls
 
 
+def test_what_was_killed_before_the_gate_is_judged_by_the_next_run(run, stages):
+    run.stale, stages.needs_gate = [], lambda _params, version: version == "3"
+    done = run()
+    assert stages.calls == [*PREPARED, "register", "gate 3", "promote 3"]
+    assert "skipped" in done and done["promoted"]["version"] == "3"
+
+
 def test_only_what_changed(run, stages):
     run.stale = ["evaluate"]
     run()
-    assert stages.calls == [*PREPARED, "evaluate", "commit evaluate", "register"]
+    assert stages.calls == [*PREPARED, "evaluate", "commit evaluate", "register", "gate 3", "promote 3"]
+
+
+def test_new_data_is_fetched_first(run, stages, place):
+    text = (place / "params.yaml").read_text() + "source: {kind: folder, path: export}\n"
+    (place / "params.yaml").write_text(text)
+    run()
+    assert stages.calls[: len(PREPARED) + 1] == ["fetch", *PREPARED]
+    stages.calls.clear()
+    stages.fail["fetch"] = DataError("no such folder", where="export")
+    with pytest.raises(DataError, match="export"):
+        run()
+    assert stages.calls == ["fetch"]
+
+
+def test_data_that_changed_too_much_stops(run, stages):
+    stages.fail["data_change"] = DataError("half of the queries are gone", where="data/change/index.html")
+    with pytest.raises(DataError, match="half of the queries"):
+        run()
+    assert stages.calls == [*PREPARED, "data_change"]
 
 
 def test_the_gate_stops_everything(run, stages):
@@ -152,7 +242,7 @@ def test_resumes_after_the_last_checkpoint(run, stages, place, epoch):
     assert stages.calls == ["start_run", *["refresh", "train_round"] * rounds, "export"]
 
 
-def test_steps_make_no_call_of_dvc(run, stages):
+def test_steps_make_no_call_of_dvc_and_are_not_judged(run, stages):
     run(steps="evaluate, index")
     assert stages.calls == FINISH
     stages.calls.clear()
@@ -223,27 +313,17 @@ def test_the_mlflow_run_ends_as_training_did(run, stages, flow_module, monkeypat
     assert ended[1:] == [("abc", "FINISHED")]
 
 
-def test_hooks_end_the_run_that_the_flow_run_was_at(place, flow_module, monkeypatch):
-    ended = []
-    monkeypatch.setattr(flow_module.endings, "close_tracking", lambda run_dir, how: ended.append((run_dir, how)))
-    monkeypatch.setattr(flow_module.endings, "_NOTES", place)
-    (place / "some-id.json").write_text(json.dumps({"run_dir": "runs/abc"}))
-    hook = flow_module.train.on_cancellation_hooks[0]
-    hook(None, types.SimpleNamespace(id="some-id"), None)
-    hook(None, types.SimpleNamespace(id="some-id"), None)  # told once
-    assert ended == [("runs/abc", "KILLED")]
-
-
 def test_command_line(place, stages, flow_module, monkeypatch, capsys):
     calls = []
-    monkeypatch.setattr(flow_module, "train", lambda *arguments: calls.append(arguments) or {"version": 1})
-    assert flow_module.main(["--set", "pool.beta=2", "--steps", "train", "--force"]) == 0
-    assert calls == [("params.yaml", {"pool.beta": 2}, "train", True, True)]
+    monkeypatch.setattr(flow_module, "train", lambda **arguments: calls.append(arguments) or {"version": 1})
+    assert flow_module.main(["--set", "pool.beta=2", "--steps", "train", "--force", "--start", "cold"]) == 0
+    told = {"force": True, "start": "cold", "promote": None, "steps": ["train"], "use_dvc": True}
+    assert calls == [{**told, "overrides": {"pool.beta": 2}, "params_file": "params.yaml"}]
     assert json.loads(capsys.readouterr().out) == {"version": 1}
     assert flow_module.main(["--set", "pool.bta=2"]) == 2
     assert "pool.beta" in capsys.readouterr().err and len(calls) == 1
 
-    def damaged(*_arguments):
+    def damaged(**_arguments):
         raise DataError("no such file", where="data/raw", fix="put it there")
 
     monkeypatch.setattr(flow_module, "train", damaged)
@@ -325,9 +405,30 @@ def test_a_run_shows_tasks_and_results(prefect_server, stages, flow_module, plac
     assert {"epochs", "validation", "metrics", "links"} <= keys
 
 
+def test_states_say_what_came_of_a_run(prefect_server, stages, flow_module, place, monkeypatch):
+    from prefect.client.orchestration import get_client
+
+    monkeypatch.setattr(flow_module.reproduce, "reproduce", lambda *_: None)
+    monkeypatch.setattr(flow_module.reproduce, "commit", lambda *_: None)
+    monkeypatch.setattr(flow_module.reproduce, "stale", lambda: ["train", "index", "evaluate"])
+    stages.passed = False
+    state = flow_module.train(return_state=True)
+    assert (state.type.value, state.name, state.message) == ("COMPLETED", "Refused", "nDCG@5 is 2.1 behind")
+    monkeypatch.setattr(flow_module.reproduce, "stale", lambda: [])
+    state = flow_module.train(return_state=True)
+    assert (state.type.value, state.name) == ("COMPLETED", "Skipped") and "nothing that the model" in state.message
+    assert "skipped" in flow_module.train()  # who calls it gets what was done
+    with get_client(sync_client=True) as client:
+        shown = {artifact.key: artifact for artifact in client.read_artifacts()}
+    assert {"gate", "skipped", "data-change", "links"} <= set(shown)
+    assert "nDCG@5 is 2.1 behind" in shown["gate"].data and "REFUSED" in shown["gate"].description
+    assert "fewer queries" in shown["data-change"].data
+
+
 def test_what_is_retried(prefect_server, stages, flow_module, place, monkeypatch, caplog):
     params = load_params("params.yaml")
-    monkeypatch.setattr(flow_module, "register", flow_module.register.with_options(retry_delay_seconds=0))
+    steps = flow_module.steps
+    monkeypatch.setattr(steps, "register", steps.register.with_options(retry_delay_seconds=0))
     attempts = []
 
     def register(_params):
@@ -337,7 +438,7 @@ def test_what_is_retried(prefect_server, stages, flow_module, place, monkeypatch
         return {"version": 1}
 
     stages.register = register
-    assert flow_module.train(steps="register")["version"] == 1 and len(attempts) == 3
+    assert flow_module.train(steps=["register"])["version"] == 1 and len(attempts) == 3
     attempts.clear()
     stages.fail["index"] = DataError("three labels without text", where="data/dataset")
 

@@ -1,0 +1,99 @@
+"""The flow `unidec-monitor`: a window of live queries against what the champion was trained on.
+
+Drift becomes a page, an MLflow run, and the event `unidec.drift`, which starts a retraining (prefect.yaml, `triggers`):
+`python -m flows.monitor queries.parquet`, or a run of the deployment `unidec-monitor/monitor`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
+
+# isort: split
+from prefect import flow
+
+from flows import artifacts, endings, late, publish, steps
+from unidec.config import load_params
+from unidec.errors import DataError
+
+
+@flow(
+    name="unidec-monitor",
+    description=__doc__,
+    persist_result=False,
+    on_failure=[publish.failed],
+    on_crashed=[publish.failed],
+)
+def monitor(
+    queries: str,
+    column: str | None = None,
+    labels_column: str | None = None,
+    bundle: str | None = None,
+) -> Any:
+    """Compares a file of queries with the training data of the champion.
+
+    Args:
+        queries: .csv, .tsv, .jsonl (also with .gz) or .parquet; with `*` the newest file that fits.
+        column: of the texts, if not `query` or `text`.
+        labels_column: of the labels that were right, if known and not named `labels`: metrics are measured then.
+        bundle: a folder, or models:/name/version; default: the champion.
+
+    Returns:
+        {"drifted", "findings", "queries", "page", "run_url"}.
+
+    Raises:
+        UnidecError: no such file, or there is no champion to compare with.
+    """
+    with endings.at_work():
+        params = load_params("params.yaml")
+        if reason := late.collapse():
+            return endings.turned_away(reason)
+        options = {"column": column, "labels_column": labels_column, "bundle": bundle}
+        result = steps.monitor(params, newest(queries), **options)
+        artifacts.show_findings(result)
+        if result["drifted"]:
+            found = [str(finding["words"]) for finding in result["findings"] if finding["drifted"]]
+            for line in found:
+                endings.say(f"drift: {line}")
+            payload = {"findings": found, "page": result["page"], "queries": result["queries"]}
+            publish.tell(params, "drift", "live queries have drifted", payload, found)
+        return result
+
+
+def newest(pattern: str) -> str:
+    """The file, or of those that a pattern fits the one last written to.
+
+    Raises:
+        DataError: there is none.
+    """
+    if Path(pattern).exists():
+        return pattern
+    found = [path for path in glob.glob(pattern, recursive=True) if Path(path).is_file()]
+    if not found:
+        raise DataError("no such file", where=pattern, fix="export the queries that were asked lately")
+    return max(found, key=lambda path: Path(path).stat().st_mtime)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m flows.monitor`; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.monitor",
+        description="A window of live queries against what the champion was trained on; `unidec monitor` does the same "
+        "without Prefect.",
+    )
+    parser.add_argument("queries", help=".csv, .tsv, .jsonl (also .gz) or .parquet; with *: the newest that fits")
+    parser.add_argument("--column", help="of the texts, if not `query` or `text`")
+    parser.add_argument("--labels-column", help="of the labels that were right, if known")
+    parser.add_argument("--bundle", help="folder or models:/name/version (default: the champion)")
+    told = vars(parser.parse_args(arguments))
+    return endings.on_command_line(lambda: monitor(**told), "stopped: run again")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

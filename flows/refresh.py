@@ -1,0 +1,101 @@
+"""The flow `unidec-refresh`: the champion with the labels of today; nothing is trained.
+
+New labels start from their text, labels that are gone leave, all others keep what was learnt. Minutes instead of hours,
+between two retrainings: `python -m flows.refresh`, or a run of the deployment `unidec-refresh/refresh`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
+
+# isort: split
+from prefect import flow
+from prefect.exceptions import TerminationSignal
+
+from flows import artifacts, decide, endings, late, publish, reproduce, steps
+from unidec.config import Params, load_params
+from unidec.errors import TrainingError
+
+DATA_STEPS = ("ingest", "validate")
+
+
+@flow(
+    name="unidec-refresh",
+    description=__doc__,
+    persist_result=False,
+    on_failure=[publish.failed],
+    on_crashed=[publish.failed],
+)
+def refresh(promote: bool | None = None) -> Any:
+    """Fetches data, changes the champion's label set to that of the data, registers, judges and promotes the result.
+
+    Args:
+        promote: whether a refreshed champion that passes the gate takes its place. Empty: as `retrain.promote` says.
+
+    Returns:
+        {"added", "removed", "kept", "version", "gate", "promoted", "refused", or "skipped": why}.
+
+    Raises:
+        UnidecError: there is no champion, or the data is not fit.
+    """
+    with endings.at_work():
+        params = load_params("params.yaml")
+        if reason := late.collapse():
+            return endings.turned_away(reason)
+        try:
+            with contextlib.ExitStack() as stack:
+                try:
+                    stack.enter_context(reproduce.one_at_a_time())
+                except TrainingError as error:
+                    return endings.turned_away(error)
+                return endings.named(_refresh(params, promote))
+        except (KeyboardInterrupt, TerminationSignal) as error:
+            endings.leave_if_server_left(error, _AGAIN)
+            raise
+
+
+_AGAIN = "stopped: nothing was changed; run again"
+
+
+def _refresh(params: Params, promote: bool | None) -> dict[str, Any]:
+    if params.source.kind != "none":
+        endings.say(f"fetch: {steps.fetch(params)['reason']}")
+    for stage in DATA_STEPS:
+        steps.prepare(stage)
+    done = steps.refresh_labels(params)
+    if not done["changed"]:
+        reason = done.get("reason") or "the champion has these labels"
+        artifacts.show_skip(reason)
+        publish.emit(params.tracking.model_name, "skipped", {"reason": reason})
+        return {**done, "skipped": reason}
+    endings.say(f"labels: {done['added']} added, {done['removed']} removed, {done['kept']} kept")
+    registered = steps.register(params, done["bundle"])
+    done |= {"version": registered["version"], "run_url": registered.get("run")}
+    done |= decide.decide(params, done["version"], promote)
+    artifacts.show_links(done["run_url"], done["version"], params.tracking.model_name)
+    return done
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m flows.refresh`; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.refresh", description="The champion with the labels of today; nothing is trained."
+    )
+    parser.add_argument("--no-promote", action="store_true", help="the champion stays, whatever the gate says")
+    options = parser.parse_args(arguments)
+
+    def run() -> Any:
+        load_params("params.yaml")  # what is wrong shows before Prefect starts
+        return refresh(promote=False if options.no_promote else None)
+
+    return endings.on_command_line(run, _AGAIN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The tasks of the flows: each calls one stage of the library, or DVC; paths, hashes and small dicts in and out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from flows import publish, reproduce, source
+from unidec import stages
+from unidec.config import Params
+from unidec.errors import UnidecError
+
+log = logging.getLogger("unidec.flows")
+
+
+def worth_retrying(_task: Any, _task_run: Any, state: Any) -> bool:
+    """An error that names its fix stays one however often it is tried; a lock, a network or a server may recover."""
+    return not isinstance(state.result(raise_on_failure=False), UnidecError)
+
+
+# DVC and our checkpoints decide what is done already: a result cache on top of them could only disagree
+_once = {"cache_policy": NO_CACHE, "persist_result": False}
+_again = _once | {"retries": 3, "retry_delay_seconds": [2, 10, 30], "retry_condition_fn": worth_retrying}
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+@task(name="fetch", task_run_name="fetch", **_again)
+def fetch(params: Params) -> dict[str, Any]:
+    """The newest raw data, from where section `source` says."""
+    return source.fetch(params, log.info)
+
+
+@task(name="prepare", task_run_name="prepare {stage}", **_again)
+def prepare(stage: str) -> None:
+    """Brings a data stage up to date through DVC."""
+    reproduce.reproduce(stage, log.info)
+
+
+@task(name="data", task_run_name="{stage}", **_once)
+def data_step(stage: str, params: Params) -> dict[str, Any]:
+    """Runs a data stage here, without DVC."""
+    return getattr(stages, stage)(params)
+
+
+@task(name="data change", task_run_name="data change", **_again)
+def data_change(params: Params) -> dict[str, Any]:
+    """Compares the data with what the champion was trained on; a change beyond the limits stops."""
+    return stages.data_change(params)
+
+
+# -- model ------------------------------------------------------------------------------------------------------------
+
+
+@task(name="choose start", task_run_name="choose start", **_again)
+def choose_start(params: Params, kind: str | None) -> dict[str, Any]:
+    """From the champion or from nothing -> data/start.json."""
+    return stages.choose_start(params, kind)
+
+
+@task(name="start run", task_run_name="start run", **_again)
+def start_run(params: Params) -> dict[str, Any]:
+    """Finds the checkpoint to go on from, or begins anew; opens the MLflow run."""
+    return stages.start_run(params)
+
+
+# A round is not retried: what ended it would end it again, and the next run resumes from its checkpoint.
+@task(name="refresh", task_run_name="refresh {number} of {total}", **_once)
+def refresh(params: Params, run_dir: str, number: int, total: int) -> dict[str, Any]:
+    """Clusters the queries and mines hard negatives."""
+    return stages.refresh(params, run_dir)
+
+
+@task(name="train round", task_run_name="train round {number} of {total}", **_once)
+def train_round(params: Params, run_dir: str, number: int, total: int) -> dict[str, Any]:
+    """Trains until the next refresh; ends with a checkpoint."""
+    return stages.train_round(params, run_dir)
+
+
+@task(name="export", task_run_name="export", **_once)
+def export(params: Params, run_dir: str) -> dict[str, Any]:
+    """The run's model -> outputs/model."""
+    return stages.export(params, run_dir)
+
+
+@task(name="index", task_run_name="index", **_once)
+def index(params: Params) -> dict[str, Any]:
+    """Label vectors and index -> outputs/bundle."""
+    return stages.index(params)
+
+
+@task(name="evaluate", task_run_name="evaluate", **_once)
+def evaluate(params: Params) -> dict[str, Any]:
+    """Metrics, plots, predictions and report on the test split."""
+    return stages.evaluate(params)
+
+
+@task(name="record", task_run_name="record", **_again)
+def record(made: list[str]) -> None:
+    """Records the outputs in dvc.lock."""
+    reproduce.commit(made)
+
+
+@task(name="refresh labels", task_run_name="refresh labels", **_once)
+def refresh_labels(params: Params) -> dict[str, Any]:
+    """The champion with the labels of today -> a bundle of its own."""
+    return stages.refresh_labels(params)
+
+
+# -- registry and after -----------------------------------------------------------------------------------------------
+
+
+@task(name="register", task_run_name="register", **_again)
+def register(params: Params, bundle: str | None = None) -> dict[str, Any]:
+    """Registers the bundle as `challenger`; one that is registered already keeps its version."""
+    return stages.register(params) if bundle is None else stages.register(params, bundle)
+
+
+@task(name="gate", task_run_name="gate of version {version}", **_again)
+def gate(params: Params, version: str) -> dict[str, Any]:
+    """Challenger against champion: quality, significance, servability."""
+    return stages.gate(params, version)
+
+
+@task(name="promote", task_run_name="promote version {version}", **_again)
+def promote(params: Params, version: str) -> dict[str, Any]:
+    """The version becomes `champion`, the champion `previous`."""
+    return stages.promote(params, version, allow_dirty=params.gate.allow_dirty, reason="retraining")
+
+
+@task(name="push", task_run_name="dvc push", **_again)
+def push(params: Params) -> str:
+    """What was made goes to DVC's remote."""
+    return reproduce.push(source.secret_values(params.source.secrets), log.info)
+
+
+@task(name="commit", task_run_name="git {how} of version {version}", **_once)
+def commit_in_git(params: Params, version: Any, how: str, verdict: str, extra: Sequence[str]) -> dict[str, str]:
+    """The lock file and metrics, in git."""
+    return publish.commit(params, version, verdict, extra)
+
+
+@task(name="monitor", task_run_name="monitor", **_once)
+def monitor(params: Params, queries: str, **options: Any) -> dict[str, Any]:
+    """A window of live queries against what the champion was trained on."""
+    return stages.monitor(params, queries, **options)
