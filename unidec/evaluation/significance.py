@@ -247,6 +247,24 @@ def compare_systems(
     return found
 
 
+def paired_differences(
+    first: QueryScores, second: QueryScores, metric: str, *, num_samples: int = NUM_SAMPLES, seed: int = 0
+) -> Floats:
+    """first - second on one metric in resamples of the queries, drawn for both alike: float64 [R], percentage points.
+
+    Raises:
+        DataError: other queries or another truth in one of them, an unknown metric.
+    """
+    names = _checked_names({"first": [first], "second": [second]}, [metric])
+    above_2N = np.concatenate([first.select(names).above_MN, second.select(names).above_MN])
+    below_N = first.select(names).below_MN[0]
+    parts = []
+    for count_RN in _draws(num_samples, len(below_N), np.random.default_rng([seed, 0])):
+        value_R2 = _ratio(count_RN @ above_2N.T, (count_RN @ below_N)[:, None])
+        parts.append(value_R2[:, 0] - value_R2[:, 1])
+    return np.concatenate(parts)
+
+
 def best_systems(
     runs: Mapping[str, Sequence[QueryScores]], names: Sequence[str], metrics: Sequence[str] | None = None
 ) -> dict[str, str]:
@@ -316,6 +334,15 @@ def _blocks(num_samples: int, num_queries: int, desc: str) -> Iterator[int]:
             bar.update(size)
 
 
+def _draws(num_samples: int, num_queries: int, generator: np.random.Generator) -> Iterator[Floats]:
+    """How often each query is drawn in each resample, in blocks of resamples: [R', N]."""
+    for size in _blocks(num_samples, num_queries, "paired bootstrap"):
+        drawn = generator.integers(num_queries, size=(size, num_queries))
+        drawn += np.arange(size)[:, None] * num_queries
+        count_RN = np.bincount(drawn.ravel(), minlength=size * num_queries).reshape(size, num_queries)
+        yield count_RN.astype(np.float64)
+
+
 def _columns(selected: Mapping[str, Sequence[QueryScores]]) -> tuple[Floats, dict[str, slice]]:
     """All runs' parts above the line beside each other, [N, C], and each system's columns (S x M of them)."""
     blocks, place, start = [], {}, 0
@@ -345,11 +372,8 @@ def _bootstrap(
     num_queries = len(above_NC)
     difference = np.empty((len(pairs), num_samples))
     done = 0
-    for size in _blocks(num_samples, num_queries, "paired bootstrap"):
-        drawn = generator.integers(num_queries, size=(size, num_queries))
-        drawn += np.arange(size)[:, None] * num_queries
-        count_RN = np.bincount(drawn.ravel(), minlength=size * num_queries).reshape(size, num_queries)
-        count_RN = count_RN.astype(np.float64)
+    for count_RN in _draws(num_samples, num_queries, generator):
+        size = len(count_RN)
         above_RC, below_RM = count_RN @ above_NC, count_RN @ below_NM
         metric_RM = {}
         for system, own in selected.items():

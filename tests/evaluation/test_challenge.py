@@ -1,0 +1,169 @@
+"""Challenger against champion: figures beside slow references, and each check with its two sides."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+
+from unidec.errors import DataError
+from unidec.evaluation.challenge import challenge, mapped, metric_by_query
+from unidec.evaluation.metrics import evaluate
+from unidec.evaluation.significance import QueryScores, paired_differences
+from unidec.metric_names import metric_names
+
+RULES = {"metric": "nDCG@5", "margin": 0.0, "confidence": 0.9, "guarded": ["P@1", "tail/R@10"], "tolerance": 0.5}
+
+
+def random_case(seed: int, num_queries: int = 40, num_labels: int = 30, k: int = 12):
+    rng = np.random.default_rng(seed)
+    truth = rng.random((num_queries, num_labels)) < 0.1
+    truth[0] = False
+    predicted = np.stack([rng.permutation(num_labels)[:k] for _ in range(num_queries)])
+    predicted[rng.random(predicted.shape) < 0.1] = -1
+    weight = 1 + rng.random(num_labels) * 5
+    return predicted, csr_matrix(truth), weight, rng.integers(0, 3, num_labels), rng
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("empty", ["nothing", "truth", "tail", "predictions"])
+def test_every_metric_by_query_adds_up_to_the_evaluators(seed: int, empty: str) -> None:
+    predicted, truth, weight, group, _ = random_case(seed)
+    if empty == "truth":
+        truth = csr_matrix(truth.shape, dtype=bool)
+    elif empty == "tail":
+        group = np.maximum(group, 1)
+    elif empty == "predictions":
+        predicted = predicted[:, :0]
+    figures = evaluate(predicted, truth, weight, group)
+    for name in metric_names():
+        if "coverage" in name:
+            with pytest.raises(ValueError, match="all queries together"):
+                metric_by_query(name, predicted, truth, weight, group)
+        else:
+            scores = metric_by_query(name, predicted, truth, weight, group)
+            assert scores.value(name) == pytest.approx(figures[name], abs=1e-9), name
+
+
+def test_labels_are_mapped_by_uid_a_removed_one_leaves_the_answer() -> None:
+    row_of = np.array([2, -1, 0, 5])
+    rows = np.array([[1, 0, 3, -1], [2, 1, -1, -1], [1, -1, -1, -1]])
+    assert mapped(rows, row_of, 3).tolist() == [[2, 5, -1], [0, -1, -1], [-1, -1, -1]]
+    assert mapped(rows, row_of, 1).tolist() == [[2], [0], [-1]]
+    assert mapped(rows, row_of, 6).shape == (3, 6)
+    assert mapped(np.zeros((2, 0), dtype=int), row_of, 2).tolist() == [[-1, -1]] * 2
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        known = int(rng.integers(1, 9))
+        row_of = np.where(rng.random(known) < 0.4, -1, rng.permutation(known))
+        rows = np.stack([rng.permutation(known) for _ in range(5)])
+        slow = [[row_of[r] for r in row if row_of[r] >= 0] for row in rows]
+        slow = [(row + [-1] * 4)[:4] for row in slow]
+        assert mapped(rows, row_of, 4).tolist() == slow
+
+
+@pytest.mark.parametrize("metric", ["nDCG@5", "PSP@3", "tail/R@10"])
+def test_the_bootstrap_beside_a_slow_one_with_the_same_draws(metric: str) -> None:
+    first, truth, weight, group, rng = random_case(1, num_queries=7)
+    second = np.stack([rng.permutation(30)[:12] for _ in range(7)])
+    scores = [metric_by_query(metric, rows, truth, weight, group) for rows in (first, second)]
+    fast = paired_differences(*scores, metric, num_samples=50, seed=4)
+    drawn = np.random.default_rng([4, 0]).integers(7, size=(50, 7))
+    for r, rows in enumerate(drawn):
+        values = [evaluate(part[rows], truth[rows], weight, group)[metric] for part in (first, second)]
+        assert fast[r] == pytest.approx(values[0] - values[1], abs=1e-9)
+
+
+def test_scores_of_other_queries_cannot_be_paired() -> None:
+    one, other = (QueryScores(("P@1",), np.ones((1, n)), np.ones((1, n))) for n in (3, 4))
+    with pytest.raises(DataError, match="cannot be paired"):
+        paired_differences(one, other, "P@1")
+
+
+def world(num_queries: int = 400, num_labels: int = 60):
+    """Each query has one label; a system is right where its column says so."""
+    rng = np.random.default_rng(0)
+    label = rng.integers(0, num_labels, num_queries)
+    truth = csr_matrix((np.ones(num_queries), (np.arange(num_queries), label)), shape=(num_queries, num_labels))
+
+    def ranking(right: np.ndarray) -> np.ndarray:
+        wrong = (label + 1) % num_labels
+        return np.stack([np.where(right, label, wrong), np.full(num_queries, -1)], axis=1)
+
+    return truth, np.ones(num_labels), (np.arange(num_labels) % 3), ranking
+
+
+def checks(found) -> dict[str, bool]:
+    return {check.check: check.passed for check in found.checks}
+
+
+def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> None:
+    truth, weight, group, ranking = world()
+    half, more = np.arange(400) % 2 == 0, np.arange(400) % 5 > 0
+    better = challenge(ranking(more), ranking(half), truth, weight, group, **RULES)
+    assert all(checks(better).values()) and better.confidence == 1.0
+    assert better.difference == pytest.approx(30) and better.low > 20 and better.high < 40
+    assert better.better - better.worse == 0.3 * 400
+    worse = challenge(ranking(half), ranking(more), truth, weight, group, **RULES)
+    assert checks(worse) == {"nDCG@5": False, "confidence": False, "P@1": False, "tail/R@10": False}
+    assert worse.difference == -better.difference
+    same = challenge(ranking(half), ranking(half), truth, weight, group, **RULES)
+    assert all(checks(same).values()) and same.difference == 0 and same.confidence == 1.0
+
+
+def test_a_little_better_by_chance_is_not_sure() -> None:
+    truth, weight, group, ranking = world()
+    rng = np.random.default_rng(1)
+    one = rng.random(400) < 0.5
+    other = rng.random(400) < 0.5
+    if one.sum() < other.sum():
+        one, other = other, one
+    other = other.copy()
+    other[np.flatnonzero(~other)[: one.sum() - other.sum() - 1]] = True  # one is ahead by a single query
+    found = challenge(ranking(one), ranking(other), truth, weight, group, **RULES)
+    assert checks(found)["nDCG@5"] and not checks(found)["confidence"]
+    assert 0.4 < found.confidence < 0.9 and found.low < 0 < found.high
+    unsure = challenge(ranking(one), ranking(other), truth, weight, group, **RULES | {"confidence": 0.0})
+    assert "confidence" not in checks(unsure)
+
+
+def test_margin_and_tolerance_count_to_the_point() -> None:
+    truth, weight, group, ranking = world()
+    half = np.arange(400) % 2 == 0
+    three = half.copy()
+    three[np.flatnonzero(~half)[:12]] = True  # 12 of 400: 3 points
+    for margin, passed in [(2.9, True), (3.0, True), (3.1, False)]:
+        found = challenge(ranking(three), ranking(half), truth, weight, group, **RULES | {"margin": margin})
+        assert checks(found)["nDCG@5"] is passed
+    for tolerance, passed in [(2.9, False), (3.0, True)]:
+        rules = RULES | {"tolerance": tolerance, "guarded": ["P@1"], "margin": -9.0}
+        found = challenge(ranking(half), ranking(three), truth, weight, group, **rules)
+        assert checks(found) == {"nDCG@5": True, "confidence": True, "P@1": passed}
+    # a negative margin is a loss that is borne: sure enough that no more is lost
+    lost = challenge(ranking(half), ranking(three), truth, weight, group, **RULES | {"margin": -3.5, "guarded": []})
+    assert checks(lost)["nDCG@5"] and 0.5 < lost.confidence < 1 and "worse by at most 3.50" in lost.checks[1].words
+
+
+def test_the_tail_alone_can_refuse() -> None:
+    truth, weight, group, ranking = world()
+    label = truth.indices
+    base = np.arange(400) % 2 == 0
+    for hurt, name in itertools.product((0, 2), ("tail/R@10", "head/R@10")):
+        right = np.where(group[label] == hurt, False, True)
+        found = challenge(ranking(right), ranking(base), truth, weight, group, **RULES | {"guarded": [name]})
+        assert checks(found) == {"nDCG@5": True, "confidence": True, name: (hurt == 0) != (name[:4] == "tail")}
+
+
+def test_coverage_can_decide_without_a_bootstrap() -> None:
+    truth, weight, group, ranking = world()
+    rules = RULES | {"metric": "coverage@5", "confidence": 0.0}
+    found = challenge(ranking(np.arange(400) % 2 == 0), ranking(np.zeros(400, bool)), truth, weight, group, **rules)
+    assert found.low is None and found.confidence is None and checks(found)["coverage@5"]
+
+
+def test_no_queries_is_an_error() -> None:
+    nothing = np.zeros((0, 3), dtype=int)
+    with pytest.raises(DataError):
+        challenge(nothing, nothing, csr_matrix((0, 5)), np.ones(5), np.zeros(5, dtype=int), **RULES)
