@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlparse
 
 from unidec.ops.holder import left_running, tracking_state
 from unidec.ops.tracking import Tracker
+from unidec.ops.tracking_spool import FILES, PENDING
 from unidec.ops.tracking_store import open_client, sqlite_path, tracking_uri
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 Severity = Literal["note", "warning", "broken"]
 
-_PENDING = "pending-metrics.jsonl"
 _FEWEST_FILES = 1024  # MLflow, Prefect and memory-mapped shards hold some hundred at a time
 _MUST_FIT = ("fastapi", "sqlalchemy")  # with others Prefect's schedules silently never fire
 _QUIET = {"DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -92,10 +92,12 @@ def _of_folders(run_dirs: Collection[Path], at_work: bool) -> Iterator[Finding]:
                 f"MLflow run {state.get('run_id')} is RUNNING, but its process is gone", str(run_dir), "warning",
                 "close it as KILLED; a training that goes on opens it again", partial(_close, run_dir),
             )  # fmt: skip
-        elif (run_dir / _PENDING).is_file():
-            count = len((run_dir / _PENDING).read_bytes().splitlines())
+        elif (run_dir / PENDING).is_file() or (run_dir / FILES).is_dir():
+            count = len((run_dir / PENDING).read_bytes().splitlines()) if (run_dir / PENDING).is_file() else 0
+            what = f"{count} figures" if count else "files"
+            where = run_dir / (PENDING if count else FILES)
             yield Finding(
-                f"{count} figures were not sent to the tracking store", str(run_dir / _PENDING), "warning",
+                f"{what} were not sent to the tracking store", str(where), "warning",
                 "send them", None if _is_held(state) else partial(_send, run_dir),
             )  # fmt: skip
 
@@ -107,7 +109,7 @@ def _is_held(state: dict[str, Any]) -> bool:
 def _close(run_dir: Path) -> str:
     tracker = Tracker.resume(run_dir)
     tracker.finish("KILLED")
-    sent = not (run_dir / _PENDING).exists() and tracker.flush(force=True)
+    sent = not (run_dir / PENDING).exists() and tracker.flush(force=True)
     return "closed as KILLED" if sent else "noted as KILLED; the store is away and will be told later"
 
 

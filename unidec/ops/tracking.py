@@ -1,8 +1,9 @@
 """One MLflow run for one training, shared by every process that works on it.
 
 `Tracker.start(run_dir, ...)` writes `run_dir/tracking.json`; later processes go on with `Tracker.resume(run_dir)`.
-Nothing here ever stops training: what cannot be sent is kept (in memory, `pending-metrics.jsonl` and `tracking.json`)
-and sent at a later flush.
+Nothing here ever stops training: what cannot be sent is kept (in memory, in `tracking.json` and beside it: see
+`tracking_spool`) and sent at a later flush, by this process or another. A store that is away costs a look at its port;
+one that hangs is asked again only when a hundred times as long has passed as its answer was waited for: 1%, at most.
 
     tracker = Tracker(experiment="unidec")
     tracker.start(run_dir, flatten(params), tags=code_tags("."), dataset={"name": ..., "digest": ..., "path": ...})
@@ -22,22 +23,23 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from unidec.data.storage import write_bytes_atomic, write_json
+from unidec.data.storage import write_json
 from unidec.ops.holder import this_process
-from unidec.ops.tracking_store import open_client, tracking_uri, ui_url
+from unidec.ops.system_metrics import sampled
+from unidec.ops.tracking_spool import Point, Spool
+from unidec.ops.tracking_store import Outage, listens, open_client, tracking_uri, ui_url
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-Point = tuple[str, float, int, int]  # name, value, step, milliseconds since 1970
 
-_STATE, _PENDING = "tracking.json", "pending-metrics.jsonl"
+_STATE = "tracking.json"
 _PARAMS_A_BATCH, _METRICS_A_BATCH, _VALUE_LIMIT, _DIGEST_LIMIT = 100, 1000, 6000, 36  # MLflow's limits
 _KEY_TAG = "unidec.run_key"
 RUN_TAGS = "UNIDEC_RUN_TAGS"
@@ -61,7 +63,7 @@ class Tracker:
         root: repository root; the default store is below it.
         uri: tracking store; default: `MLFLOW_TRACKING_URI`, else SQLite in `<root>/mlflow/`.
         flush_seconds: `log` sends what it holds at most this often.
-        retry_seconds: pause after a failed attempt, so that a server that is down costs training nothing.
+        retry_seconds: pause after a failed attempt.
     """
 
     def __init__(
@@ -79,12 +81,17 @@ class Tracker:
         self._flush_seconds, self._retry_seconds = flush_seconds, retry_seconds
         self._state: dict[str, Any] = {}
         self._points: list[Point] = []  # what the store may not have yet; `_guard` for every look at it
+        self._some_sent = False  # ... since they were last written to the spool
         self._last_step: dict[str, int] = {}  # newest step of each metric that the store has: nothing is sent twice
+        self._last_value: dict[str, float] = {}  # ... and its value
+        self._stored_status: str | None = None
         self._guard, self._sending = threading.Lock(), threading.RLock()
         self._is_live = False
+        self._left: threading.Thread | None = None  # one that waits for an answer that does not come
+        self._kept: Spool | None = None
         self._client: MlflowClient | None = None
         self._connected = False
-        self._last_flush = self._retry_at = 0.0
+        self._last_flush = 0.0
 
     # -- a run's life ------------------------------------------------------------------------------------------------
 
@@ -112,7 +119,7 @@ class Tracker:
         """
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        outer = json.loads(os.environ.get(RUN_TAGS, "{}"))
+        outer = _outer_tags()
         run_name = outer.pop("mlflow.runName", run_name)
         old = _read_json(self.run_dir / _STATE)
         same = old.get("uri") == self.uri and old.get("experiment") == self.experiment
@@ -127,6 +134,7 @@ class Tracker:
             "tags": {**(tags or {}), **outer},
             "dataset": dict(dataset) if dataset else None,
             "files": old.get("files", []) if same else [],
+            "begun": old.get("begun", _now()) if same else _now(),
             "status": None,
             "holder": this_process(),
         }
@@ -163,9 +171,9 @@ class Tracker:
     def finish(self, status: Status = "FINISHED") -> None:
         """Sends everything that is left and ends the run."""
         if self._state:
-            self._state["status"] = status
+            self._state |= {"status": status, "ended": _now(), "status_sent": False}
             self._save_state()
-            self.flush(force=True)
+            self._flush(Outage.is_over_at_last)
 
     # -- what is logged ----------------------------------------------------------------------------------------------
 
@@ -196,7 +204,7 @@ class Tracker:
 
         def send() -> None:
             while not done.wait(seconds):
-                self.flush()
+                self._flush(lambda outage: outage.may_be_over(self._retry_seconds))
 
         # a daemon: a store that does not answer must not keep the process from its end
         thread = threading.Thread(target=send, name="tracking", daemon=True)
@@ -208,6 +216,9 @@ class Tracker:
             self._is_live = False
             done.set()
             thread.join(_WAIT)
+            if thread.is_alive():  # waiting for an answer: what it has is on disk, and others may send it meanwhile
+                self._write_pending()
+                self._left = thread
 
     def _keep(self, points: list[Point]) -> None:
         with self._guard:
@@ -219,10 +230,10 @@ class Tracker:
         self.flush(force=True)
 
     def log_files(self, paths: Iterable[Path | str], folder: str | None = None) -> None:
-        """Copies files and folders that exist to the run's artifacts, below `folder`."""
+        """Copies files and folders that exist to the run's artifacts, below `folder`: now, or as they are now later."""
         if not self._state:
             return
-        found = [[str(path), folder] for path in paths if Path(path).exists()]
+        found = [[str(Path(path).absolute()), folder] for path in paths if Path(path).exists()]
         self._state["files"] += [entry for entry in found if entry not in self._state["files"]]
         self._save_state()
         self.flush(force=True)
@@ -237,47 +248,50 @@ class Tracker:
 
     @contextlib.contextmanager
     def system_metrics(self) -> Iterator[None]:
-        """Samples processor, memory, disk, network and GPU inside the block; without psutil it does nothing."""
-        monitor = None
-        try:
-            if self._state and self._connect():
-                from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
-                monitor = SystemMetricsMonitor(self.run_id, resume_logging=True, tracking_uri=self.uri)
-                monitor.start()
-        except Exception as error:
-            log.warning("system metrics are off: %s", error)
-        try:
+        """Samples processor, memory, disk, network and GPU inside the block, by seconds since the run began."""
+        if not self._state:
             yield
-        finally:
-            if monitor is not None:
-                monitor.finish()
+            return
+        begun = self._state.setdefault("begun", _now())
+        with sampled(lambda sample: self._keep(_points((_now() - begun) // 1000, sample))):
+            yield
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def flush(self, force: bool = False) -> bool:
-        """Sends what is kept; False (with a warning, and all of it kept) when the store cannot be reached."""
+        """Sends what is kept; False (with a warning, and all of it kept) when the store cannot be reached.
+
+        Args:
+            force: now, although the store was away a moment ago.
+        """
+        if force:
+            return self._flush(Outage.was_cheap)
+        return self._flush(lambda outage: outage.was_cheap() and outage.may_be_over(self._retry_seconds))
+
+    def _flush(self, is_due: Callable[[Outage], bool]) -> bool:
         if not self._state:
             self._points = []
             return True
-        now = time.monotonic()
-        if not force and now < self._retry_at:
-            return False
-        if not self._sending.acquire(timeout=_WAIT if force else 0):
-            self._write_pending()
+        self._last_flush = begin = time.monotonic()
+        outage = Outage.of(self.uri)
+        if (outage and not is_due(outage)) or not self._sending.acquire(timeout=0 if self._is_live else _WAIT):
+            self._spool()
             return False
         try:
-            self._last_flush = now
+            if not listens(self.uri):
+                raise ConnectionError("nothing listens there")
             self._connect()
             self._send_points()
             self._send_rest()
         except Exception as error:  # whatever MLflow, its database or the network throws: training is worth more
-            self._retry_at = time.monotonic() + self._retry_seconds
-            self._write_pending()
-            log.warning("tracking is behind, %d figures kept for later: %s", len(self._points), _first_line(error))
+            if Outage.note(self.uri, time.monotonic() - begin):
+                log.warning("%s is away; what is logged waits in %s: %s", self.uri, self.run_dir, _first_line(error))
+            self._spool()
             return False
         finally:
             self._sending.release()
+        if seconds := Outage.end(self.uri):
+            log.info("%s is back after %.0f s: everything kept meanwhile was sent", self.uri, seconds)
         self._write_pending()
         return True
 
@@ -289,16 +303,15 @@ class Tracker:
         if run is None:
             experiment_id = _experiment_id(client, self.uri, self.experiment)
             tags = {**self._state["tags"], _KEY_TAG: self._state["run_key"]}
-            run = client.create_run(experiment_id, tags=tags, run_name=self._state["run_name"])
+            begun = self._state.get("begun")
+            run = client.create_run(experiment_id, begun, tags, self._state["run_name"])
         self._state |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id}
         self._save_state()
         self._describe(client, run)
-        self._last_step = {
-            # the store keeps each metric's newest step beside the run: its whole history need not be read
-            metric.key: metric.step
-            for metric in run.data.to_proto().metrics
-            if not metric.key.startswith("system/")
-        }
+        # the store keeps each metric's newest step beside the run: its whole history need not be read
+        newest = run.data.to_proto().metrics
+        self._last_step = {metric.key: metric.step for metric in newest}
+        self._last_value = {metric.key: metric.value for metric in newest}
         self._connected = True
         return True
 
@@ -338,8 +351,10 @@ class Tracker:
             name, digest = str(about.pop("name", "dataset")), str(about.pop("digest", ""))[:_DIGEST_LIMIT]
             entity = Dataset(name, digest, "local", source, profile=json.dumps(about))
             client.log_inputs(run_id, [DatasetInput(entity, [InputTag("mlflow.data.context", "training")])])
+        self._stored_status = run.info.status
         if self._state["status"] is None and run.info.status != "RUNNING":
             client.update_run(run_id, status="RUNNING")
+            self._stored_status = "RUNNING"
 
     def _send_points(self) -> None:
         from mlflow.entities import Metric
@@ -347,17 +362,19 @@ class Tracker:
         assert self._client is not None and self.run_id is not None
         with self._guard:
             points = list(self._points)
+        final = {point[0]: index for index, point in enumerate(points) if point[2] < 0}  # the newest of each
         for start in range(0, len(points), _METRICS_A_BATCH):
             batch = points[start : start + _METRICS_A_BATCH]
-            newest, fresh = dict(self._last_step), []
-            for name, value, step, at in batch:
-                if step < 0 or step > newest.get(name, -1):
+            newest, values, fresh = dict(self._last_step), dict(self._last_value), []
+            for index, (name, value, step, at) in enumerate(batch, start):
+                again = values.get(name) == value or final[name] != index if step < 0 else step <= newest.get(name, -1)
+                if not again:
                     fresh.append(Metric(name, value, at, max(step, 0)))
-                    newest[name] = max(step, newest.get(name, -1))
+                    newest[name], values[name] = max(step, newest.get(name, -1)), value
             if fresh:
                 self._client.log_batch(self.run_id, metrics=fresh)
             with self._guard:  # others only ever add behind these
-                self._last_step = newest
+                self._last_step, self._last_value, self._some_sent = newest, values, True
                 del self._points[: len(batch)]
 
     def _send_rest(self) -> None:
@@ -368,42 +385,75 @@ class Tracker:
             self._state["tags_sent"] = True
             self._save_state()
         while self._state["files"]:
-            path, folder = self._state["files"][0]
-            if Path(path).is_dir():
-                self._client.log_artifacts(self.run_id, path, folder)
-            elif Path(path).is_file():
-                self._client.log_artifact(self.run_id, path, folder)
+            name, folder = self._state["files"][0]
+            path = self._disk.path / name
+            if path.is_dir():
+                self._client.log_artifacts(self.run_id, str(path), folder)
+            elif path.is_file():
+                self._client.log_artifact(self.run_id, str(path), folder)
             self._state["files"].pop(0)
             self._save_state()
-        if self._state["status"]:
-            self._client.set_terminated(self.run_id, status=self._state["status"])
+            self._disk.drop_file(name)
+        status = self._state["status"]
+        if status and (self._stored_status != status or not self._state.get("status_sent", True)):
+            self._client.set_terminated(self.run_id, status=status, end_time=self._state.get("ended"))
+            self._stored_status = status
+            self._state["status_sent"] = True
+            self._save_state()
 
     # -- what survives a process ---------------------------------------------------------------------------------------
 
+    @property
+    def _disk(self) -> Spool:
+        assert self.run_dir is not None
+        if self._kept is None or self._kept.path != self.run_dir:
+            self._kept = Spool(self.run_dir)
+        return self._kept
+
     def _save_state(self) -> None:
         assert self.run_dir is not None
-        write_json(self.run_dir / _STATE, self._state)
+        if threading.current_thread() is not self._left:
+            write_json(self.run_dir / _STATE, self._state)
 
     def _read_pending(self) -> None:
-        assert self.run_dir is not None
-        path = self.run_dir / _PENDING
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        points = self._disk.read()
         with self._guard:
-            self._points = [tuple(json.loads(line)) for line in lines] + self._points
+            self._points = points + self._points
 
     def _write_pending(self) -> None:
-        assert self.run_dir is not None
-        path = self.run_dir / _PENDING
+        if threading.current_thread() is self._left:
+            return
         with self._guard:
-            points = list(self._points)
-        if points:
-            write_bytes_atomic(path, "".join(json.dumps(point) + "\n" for point in points).encode())
-        else:
-            path.unlink(missing_ok=True)
+            points, anew, self._some_sent = list(self._points), self._some_sent, False
+        self._disk.write(points, anew)
+
+    def _spool(self) -> None:
+        """All that waits, onto the disk."""
+        try:
+            self._write_pending()
+            files = self._state["files"]
+            kept = [[self._disk.keep_file(path), folder] for path, folder in files]
+            if kept != files:
+                self._state["files"] = kept
+                self._save_state()
+        except OSError as error:
+            log.warning("what tracking waits for cannot be kept on disk: %s", error)
+
+
+def _now() -> int:
+    return int(time.time() * 1000)
+
+
+def _outer_tags() -> dict[str, str]:
+    try:
+        return {str(key): str(value) for key, value in json.loads(os.environ.get(RUN_TAGS) or "{}").items()}
+    except (ValueError, AttributeError):
+        log.warning("%s is no JSON object: it is passed over", RUN_TAGS)
+        return {}
 
 
 def _points(step: int, metrics: Mapping[str, float]) -> list[Point]:
-    now = int(time.time() * 1000)
+    now = _now()
     return [(metric_name(name), float(value), int(step), now) for name, value in metrics.items()]
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import quote
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import quote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from unidec.errors import ArtifactError
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _SQLITE = "sqlite:///"
+_TIMES = 100  # an attempt that took so long is not repeated before so many times as long has passed
 
 # MLflow's own defaults would hold training for minutes when its server is down; 'true' because it accepts nothing else.
 _QUIET = {
@@ -61,6 +65,70 @@ def ui_url(uri: str, experiment_id: str, run_id: str) -> str:
     """Address of a run's page; for an SQLite store that of the UI which `make ui` starts (`UNIDEC_MLFLOW_UI`)."""
     base = uri if uri.startswith("http") else os.environ.get("UNIDEC_MLFLOW_UI", "http://127.0.0.1:5000")
     return f"{base.rstrip('/')}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
+
+
+def listens(uri: str, seconds: float = 1.0) -> bool:
+    """Whether anything takes connections where the store is: a look that costs about a millisecond.
+
+    MLflow itself needs seconds to say no: it asks a server again and again, a database ten times. True where a look
+    says nothing: a file, or a server behind a proxy.
+    """
+    address = urlsplit(uri)
+    usual = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}.get(address.scheme.partition("+")[0])
+    if not address.hostname or not usual or (address.scheme in getproxies() and not proxy_bypass(address.hostname)):
+        return True
+    try:
+        port = address.port or usual
+        socket.create_connection((address.hostname, port), seconds).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+class Outage:
+    """A store that was away when it was asked last; all trackers of a process know of it.
+
+    Attributes:
+        since, asked: seconds of the monotonic clock: of the first refusal, and of the last.
+        cost: seconds that the last attempt took.
+    """
+
+    _known: ClassVar[dict[str, Outage]] = {}
+
+    def __init__(self) -> None:
+        self.since = self.asked = time.monotonic()
+        self.cost = 0.0
+
+    @classmethod
+    def of(cls, uri: str) -> Outage | None:
+        """What is known of a store; None: nothing bad."""
+        return cls._known.get(uri)
+
+    @classmethod
+    def note(cls, uri: str, cost: float) -> bool:
+        """Remembers an attempt that failed; whether it is news."""
+        is_new = uri not in cls._known
+        outage = cls._known.setdefault(uri, cls())
+        outage.asked, outage.cost = time.monotonic(), cost
+        return is_new
+
+    @classmethod
+    def end(cls, uri: str) -> float:
+        """Forgets it; how many seconds it was away, 0.0 when it was not."""
+        outage = cls._known.pop(uri, None)
+        return time.monotonic() - outage.since if outage else 0.0
+
+    def may_be_over(self, seconds: float) -> bool:
+        """Whether so many seconds passed since it was asked last."""
+        return time.monotonic() - self.asked >= seconds
+
+    def was_cheap(self) -> bool:
+        """Whether asking again costs a caller at most 1% of its time."""
+        return self.may_be_over(_TIMES * self.cost)
+
+    def is_over_at_last(self) -> bool:
+        """True: what comes last is worth an attempt whatever it costs."""
+        return True
 
 
 def prepare_store(uri: str | None = None, root: Path | str = ".") -> str:

@@ -19,6 +19,7 @@ from unidec.data.storage import read_json_lines, write_json
 from unidec.errors import ArtifactError, ConfigError, TrainingError
 from unidec.ops.holder import is_alive, left_running, tracking_state
 from unidec.ops.tracking import Status, Tracker
+from unidec.ops.tracking_left import send_left
 from unidec.stages import paths
 from unidec.training.checkpoint import checkpoint_folders, read_state
 from unidec.training.identity import SECTIONS, check_same, differences
@@ -270,15 +271,18 @@ def tracked(run_dir: str | Path) -> Iterator[None]:
 def close_tracking(run_dir: str | Path, status: Status) -> None:
     """Ends the MLflow run of a training folder, unless it has ended."""
     tracker = Tracker.resume(run_dir)
-    if tracker.run_id and tracker.status is None:
+    if tracker.status is None:
         tracker.finish(status)
 
 
 def close_left_running(run_dir: Path, root: Path = paths.RUNS) -> list[str]:
-    """Ends, as KILLED, the MLflow runs of other trainings whose process is gone; gives their names."""
-    left = [path for path in left_running(run_folders(root)) if path.resolve() != run_dir.resolve()]
-    for path in left:
-        close_tracking(path, "KILLED")
+    """Ends, as KILLED, the MLflow runs of other trainings whose process is gone; gives their names.
+
+    What others logged while the tracking server was away is sent, too.
+    """
+    others = [path for path in run_folders(root) if path.resolve() != run_dir.resolve()]
+    left = left_running(others)
+    send_left(others)
     return [path.name for path in left]
 
 

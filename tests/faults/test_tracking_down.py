@@ -1,0 +1,183 @@
+"""Fault 10: the tracking server is away for a while; training goes on, and all it logged arrives later, each once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from unidec.ops.tracking import Tracker
+from unidec.ops.tracking_left import send_left
+from unidec.ops.tracking_store import Outage, open_client
+
+PARAMS = {f"section.key{i}": i for i in range(120)}
+DATASET = {"name": "tiny", "digest": "0" * 32, "path": "data/dataset", "num_queries": 7}
+
+CHILD = """
+import sys, tempfile, time
+from pathlib import Path
+from unidec.ops.tracking import Tracker
+run_dir, uri = Path(sys.argv[1]), sys.argv[2]
+tracker = Tracker("down", uri=uri, flush_seconds=0.0)
+tracker.start(run_dir, {"seed": 7}, {"git.dirty": "false"}, {"name": "tiny", "digest": "1", "path": "d"}, "killed")
+with tempfile.TemporaryDirectory() as folder:
+    (Path(folder) / "curve.txt").write_text("seen once")
+    tracker.log_files([Path(folder) / "curve.txt"], "plots")
+tracker.log_final({"test/P@1": 41.0})
+with tracker.live(0.05):
+    for step in range(10**6):
+        tracker.log(step, {"loss": 1.0 / (step + 1)})
+        time.sleep(0.002)
+        if step == 100:
+            print("working", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def server(helper, tmp_path_factory):
+    with helper("mlflow_server").MlflowServer(tmp_path_factory.mktemp("mlflow")).running() as server:
+        yield server
+
+
+@pytest.fixture
+def way(helper, server):
+    way = helper("mlflow_server").Way(server.port)
+    yield way
+    way.close()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
+    monkeypatch.setattr(Outage, "_known", {})
+
+
+def history(uri: str, run_id: str, name: str) -> list[tuple[int, float]]:
+    points = open_client(uri).get_metric_history(run_id, name)
+    return sorted((point.step, point.value) for point in points)
+
+
+@pytest.mark.slow
+def test_a_server_killed_and_brought_back_while_a_training_goes_on(server, tmp_path):
+    tracker = Tracker("down", uri=server.uri, retry_seconds=0.1)
+    tracker.start(tmp_path / "run", PARAMS, {"git.dirty": "false"}, DATASET)
+    spent, steps = 0.0, 400
+    with tracker.live(0.05), tempfile.TemporaryDirectory() as folder:
+        for step in range(steps):
+            if step == 100:
+                server.kill()
+            elif step == 200:  # what training says meanwhile
+                begin = time.perf_counter()
+                tracker.set_tags({"told": "while it was away"})
+                tracker.log_final({"test/P@1": 40.0})
+                tracker.log_final({"test/P@1": 41.0})  # the newer counts
+                (Path(folder) / "plot.txt").write_text("as it was")
+                tracker.log_files([Path(folder) / "plot.txt"], "plots")
+                (Path(folder) / "plot.txt").write_text("overwritten later")
+                spent += time.perf_counter() - begin
+            elif step == 300:
+                server.start()
+            begin = time.perf_counter()
+            tracker.log(step, {"training/loss": 1 / (step + 1), "training/epoch": step / 100})
+            spent += time.perf_counter() - begin
+            time.sleep(0.005)
+    assert spent < 1.0  # 400 calls and four forced ones; a refusal that MLflow waits for takes seconds each
+    tracker.finish()
+    run = open_client(server.uri).get_run(tracker.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {key: str(value) for key, value in PARAMS.items()}
+    assert run.data.tags["told"] == "while it was away" and run.data.tags["git.dirty"] == "false"
+    assert history(server.uri, tracker.run_id, "training/loss") == [(s, 1 / (s + 1)) for s in range(steps)]
+    assert history(server.uri, tracker.run_id, "training/epoch") == [(s, s / 100) for s in range(steps)]
+    assert history(server.uri, tracker.run_id, "test/P_at_1") == [(0, 41.0)]
+    path = open_client(server.uri).download_artifacts(tracker.run_id, "plots/plot.txt", str(tmp_path))
+    assert Path(path).read_text() == "as it was"
+    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == ["tracking.json"]
+
+
+def test_begun_and_killed_while_the_server_is_away(server, way, tmp_path):
+    run_dir = tmp_path / "runs" / "one"
+    way.close()  # nobody listens there any more
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(run_dir), way.uri], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "working\n"
+        time.sleep(0.3)
+        os.kill(child.pid, signal.SIGKILL)
+    spooled = (run_dir / "pending-metrics.jsonl").read_bytes().splitlines()
+    assert len(spooled) > 50
+    with (run_dir / "pending-metrics.jsonl").open("ab") as file:
+        file.write(b'["loss", 0.5, 99')  # a kill in the middle of a line
+    state = json.loads((run_dir / "tracking.json").read_text())
+    (run_dir / "tracking.json").write_text(json.dumps(state | {"uri": server.uri}))  # it is back
+    assert send_left([run_dir]) == ["one"]
+    assert send_left([run_dir]) == []
+    state = json.loads((run_dir / "tracking.json").read_text())
+    run = open_client(server.uri).get_run(state["run_id"])
+    assert run.info.status == "KILLED" and run.info.run_name == "killed" and run.data.params == {"seed": "7"}
+    assert run.info.start_time == state["begun"]  # when it began, not when the server heard of it
+    assert run.inputs.dataset_inputs[0].dataset.name == "tiny"
+    losses = history(server.uri, state["run_id"], "loss")
+    assert losses == [(step, 1.0 / (step + 1)) for step in range(len(losses))] and len(losses) >= len(spooled) - 1
+    assert history(server.uri, state["run_id"], "test/P_at_1") == [(0, 41.0)]
+    path = open_client(server.uri).download_artifacts(state["run_id"], "plots/curve.txt", str(tmp_path))
+    assert Path(path).read_text() == "seen once"
+    assert sorted(file.name for file in run_dir.iterdir()) == ["tracking.json"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lost_requests_and_lost_answers_double_nothing(server, way, tmp_path, monkeypatch, seed):
+    """An answer that is lost leaves the figures stored and the sender in doubt: it sends them again."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    draw = random.Random(seed)
+    steps, expected = 40, {}
+    tracker = None
+    for step in range(steps):
+        if tracker is None or draw.random() < 0.1:  # another process goes on
+            way.fault = draw.choice(["", "refuse", "answer"])
+            tracker = Tracker("down", uri=way.uri, retry_seconds=0.0, flush_seconds=1000)
+            tracker.start(tmp_path / "run", PARAMS, {"a": "b"}, DATASET)
+        way.fault = draw.choice(["", "", "refuse", "answer"])
+        expected[step] = draw.random()
+        tracker.log(step, {"loss": expected[step]})
+        Outage._known.clear()  # time passes
+        tracker.flush(force=True)
+    way.fault = ""
+    tracker.finish("FAILED")
+    client = open_client(server.uri)
+    assert history(server.uri, tracker.run_id, "loss") == list(expected.items())
+    run = client.get_run(tracker.run_id)
+    assert run.info.status == "FAILED" and len(run.data.params) == len(PARAMS)
+    key = run.data.tags["unidec.run_key"]
+    assert len(client.search_runs([run.info.experiment_id], f"tags.`unidec.run_key` = '{key}'")) == 1
+    assert len(run.inputs.dataset_inputs) == 1
+
+
+def test_a_server_that_hangs_is_not_waited_for_again_and_again(server, way, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    tracker = Tracker("down", uri=way.uri, flush_seconds=0.0)
+    tracker.start(tmp_path / "run", {"seed": 0}, {}, DATASET)
+    way.fault = "hang"
+    tracker.flush(force=True)  # nothing to send: not asked
+    begin, asked = time.perf_counter(), way.connections
+    for step in range(20):
+        tracker.log(step, {"loss": float(step)})
+        other = Tracker.resume(tmp_path / "run")  # each stage has a tracker of its own
+        other.set_tags({"step": str(step)})
+        tracker = Tracker.resume(tmp_path / "run")
+    assert time.perf_counter() - begin < 15 and way.connections - asked <= 4
+    way.fault = ""
+    tracker.finish()
+    assert history(server.uri, tracker.run_id, "loss") == [(step, float(step)) for step in range(20)]
+    assert open_client(server.uri).get_run(tracker.run_id).data.tags["step"] == "19"
