@@ -1,0 +1,301 @@
+"""A training that goes on from an earlier model: what it takes by which label, and that it is a run like any other."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from scipy.sparse import csr_matrix
+
+from unidec.data.dataset import write_dataset
+from unidec.data.raw import RawData
+from unidec.data.storage import read_json_lines, write_folder
+from unidec.data.tensor_file import write_tensors
+from unidec.data.tokens import TokenCache, build_token_cache
+from unidec.errors import ArtifactError, ConfigError
+from unidec.model.encoder import TextEncoder
+from unidec.model.row_table import Placement
+from unidec.model.unidec import KIND, VERSION, UniDEC
+from unidec.training import warm
+from unidec.training.trainer import Trainer
+from unidec.training.warm import Start, take_rows, warm_params
+
+WIDTH, DIM = 6, 4
+UIDS = [f"label-{row}" for row in range(9)]
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+def test_a_warm_start_has_its_own_schedule(tiny_params):
+    params = tiny_params(**{"warm.epochs": 2, "warm.lr_scale": 0.25, "warm.warmup_epochs": 0.5})
+    ours = warm_params(params)
+    rates = [key for key in params.optim.model_dump() if key.startswith("lr_")]
+    assert len(rates) == 4
+    for key in rates:
+        assert getattr(ours.optim, key) == 0.25 * getattr(params.optim, key)
+    assert (ours.optim.epochs, ours.optim.warmup_epochs) == (2, 0.5)
+    changed = {"epochs", "warmup_epochs", *rates}
+    assert ours.optim.model_dump(exclude=changed) == params.optim.model_dump(exclude=changed)
+    assert ours.model_dump(exclude={"optim", "warm"}) == params.model_dump(exclude={"optim", "warm"})
+    assert warm_params(ours) == ours
+
+
+# -- rows, by the labels' uids ----------------------------------------------------------------------------------------
+
+
+def new_model(tiny_params, num_labels, placement=None, **settings):
+    params = tiny_params(**{"model.dim": DIM, **{f"model.{key}": value for key, value in settings.items()}})
+    encoder = TextEncoder(params.encoder, None, num_tokens=11, width=WIDTH)
+    return UniDEC(params.encoder, params.model, num_labels, encoder, *([placement] if placement else []))
+
+
+@pytest.fixture
+def start_of(tmp_path):
+    """`start_of(uids, rows, bias)`: a start whose classifier has these rows."""
+    number = itertools.count()
+
+    def start_of(uids, rows_KD, bias_K1=None):
+        folder = tmp_path / f"start-{next(number)}"
+        folder.mkdir()
+        tensors = {"table.weight": rows_KD} | ({"bias.weight": bias_K1} if bias_K1 is not None else {})
+        write_tensors(folder / "model.safetensors", tensors)
+        return Start(folder, pa.array(uids, pa.string()), "a" * 64)
+
+    return start_of
+
+
+def by_hand(model, uids, start_uids, rows_KD, bias_K1, x_LW):
+    """Whole rows and biases, label by label."""
+    known = dict(zip(start_uids, range(len(start_uids)), strict=True))
+    kept = [known[uid] for uid in uids if uid in known]
+    length = float(np.mean([np.linalg.norm(rows_KD[row].float()) for row in kept])) if kept else 1.0
+    mean = float(bias_K1[kept].float().mean()) if kept and bias_K1 is not None else 0.0
+    rows, biases = [], []
+    for label, uid in enumerate(uids):
+        text_D = torch.nn.functional.normalize(model.head_clf[0](x_LW[label]), dim=-1)
+        rows.append(rows_KD[known[uid]].float() if uid in known else length * text_D)
+        biases.append(float(bias_K1[known[uid], 0]) if uid in known and bias_K1 is not None else mean)
+    return torch.stack(rows), torch.tensor(biases)
+
+
+SETS = {
+    "the same": (UIDS, UIDS),
+    "another order": (UIDS, UIDS[::-1]),
+    "some gone, some new": ([*UIDS[2:7], "new-0", "new-1"], UIDS),
+    "between": (["new-0", *UIDS[3:5], "new-1", *UIDS[:2]], UIDS),
+    "nothing in common": (["new-0", "new-1"], UIDS),
+    "one": (UIDS[:1], UIDS[:1]),
+    "one of many": (UIDS[4:5], UIDS),
+    "many of one": (UIDS, UIDS[4:5]),
+}
+SETTINGS = {
+    "plain": {},
+    "drawn at random in a cold start": {"clf_init": "normal"},
+    "bias": {"clf_bias": True},
+    "bf16": {"clf_dtype": "bf16", "clf_bias": True},
+    "residual": {"clf_residual": True},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=list(SETTINGS))
+@pytest.mark.parametrize(("uids", "start_uids"), SETS.values(), ids=list(SETS))
+@torch.no_grad()
+def test_rows_go_to_the_labels_they_are_of(tiny_params, start_of, tmp_path, monkeypatch, uids, start_uids, settings):
+    monkeypatch.setattr(warm, "START_BLOCK", 2)  # several blocks, the last one not full
+    torch.manual_seed(1)
+    rows_KD, bias_K1 = 3 * torch.randn(len(start_uids), DIM), torch.randn(len(start_uids), 1) - 5
+    dtype = torch.bfloat16 if settings.get("clf_dtype") == "bf16" else torch.float32
+    rows_KD, x_LW = rows_KD.to(dtype), torch.randn(len(uids), WIDTH)
+    start = start_of(start_uids, rows_KD, bias_K1 if settings.get("clf_bias") else None)
+    half = len(uids) // 2
+    placements = [
+        Placement(),
+        Placement("host"),
+        Placement("disk", tmp_path / "table"),
+        Placement(first_row=0, num_rows=half),  # two ranks
+        Placement(first_row=half, num_rows=len(uids) - half),
+    ]
+    for placement in placements:
+        torch.manual_seed(2)
+        model = new_model(tiny_params, len(uids), placement, **settings)
+        model.train()
+        take_rows(model, start, pa.chunked_array([uids[:1], uids[1:]], pa.string()), lambda rows: x_LW[rows])
+        assert model.training
+        model.label_input = lambda begin, end: x_LW[begin:end]
+        ours, our_bias = model.classifier_table()
+        expected_LD, expected_L = by_hand(model, uids, start_uids, rows_KD, start_bias(start, bias_K1, settings), x_LW)
+        mine = slice(model.table.first_row, model.table.first_row + model.table.own_rows)
+        kept = np.isin(uids, start_uids)[mine]
+        tolerance = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+        np.testing.assert_allclose(ours, expected_LD[mine].numpy(), **tolerance)
+        if not settings.get("clf_residual"):  # bit for bit
+            assert np.array_equal(ours[kept], expected_LD[mine].numpy()[kept])
+        if settings.get("clf_bias"):
+            np.testing.assert_allclose(our_bias, expected_L[mine].numpy(), rtol=1e-5)
+            assert np.array_equal(our_bias[kept], expected_L[mine].numpy()[kept])
+
+
+def start_bias(start, bias_K1, settings):
+    return bias_K1 if settings.get("clf_bias") else None
+
+
+def test_a_start_without_a_bias_or_a_classifier(tiny_params, start_of, tmp_path):
+    start = start_of(UIDS, torch.ones(9, DIM))
+    model = new_model(tiny_params, 9, clf_bias=True)
+    take_rows(model, start, start.uids, lambda rows: torch.ones(len(rows), WIDTH))
+    assert torch.equal(model.bias.weight, torch.zeros(9, 1))
+    (tmp_path / "de").mkdir()
+    write_tensors(tmp_path / "de" / "model.safetensors", {"log_scale": torch.zeros(2)})
+    take_rows(model, Start(tmp_path / "de", start.uids, ""), start.uids, lambda rows: torch.ones(len(rows), WIDTH))
+    np.testing.assert_allclose(model.table.weight.norm(dim=1), 1, rtol=1e-5)
+    alone = new_model(tiny_params, 9, heads="de")
+    take_rows(alone, start, start.uids, lambda rows: 1 / 0)
+
+
+def test_rows_and_uids_that_differ_in_number_are_refused(tiny_params, start_of):
+    start = Start(start_of(UIDS, torch.ones(9, DIM)).model, pa.array(UIDS[:8]), "")
+    with pytest.raises(ArtifactError, match=r"9 rows(.|\n)*8, one a label(.|\n)*retrain.start: cold"):
+        take_rows(new_model(tiny_params, 9), start, start.uids, lambda rows: torch.ones(len(rows), WIDTH))
+
+
+def test_labels_are_counted(start_of):
+    start = start_of(UIDS, torch.ones(9, DIM))
+    assert start.compared(pa.array([*UIDS[1:], "new"], pa.large_string())) == {"kept": 8, "new": 1, "removed": 1}
+    assert start.rows_of(pa.array(["label-8", "x", "label-0"])).tolist() == [8, -1, 0]
+
+
+# -- a training -------------------------------------------------------------------------------------------------------
+
+
+def changed(raw: RawData) -> RawData:
+    """Labels in another order, the first three gone, two copies under new uids."""
+    order = [*range(raw.num_labels - 1, 2, -1), 5, 6]
+    uids = [f"label-{row}" for row in order[:-2]] + ["new-0", "new-1"]
+    labels = raw.labels.take(order).set_column(0, "uid", pa.array(uids, raw.labels.schema.field("uid").type))
+
+    def cut(pairs):
+        return {split: csr_matrix(matrix.tocsc()[:, order]) for split, matrix in pairs.items()}
+
+    return RawData(raw.name, raw.queries, labels, cut(raw.relevance), cut(raw.filter_pairs))
+
+
+@pytest.fixture(scope="module")
+def new_data(tiny_raw, tiny_bert, tmp_path_factory):
+    root = tmp_path_factory.mktemp("changed")
+    dataset = write_dataset(root / "dataset", changed(tiny_raw), validation_share=0.1)
+    sizes = {"queries": dataset.num_queries, "labels": dataset.num_labels}
+    tokens = [
+        TokenCache.open(build_token_cache(dataset.text_batches(name), tiny_bert, 16, root / name, size))
+        for name, size in sizes.items()
+    ]
+    return dataset, tokens
+
+
+def train(trainer):
+    while not trainer.finished:
+        if trainer.refresh_due:
+            trainer.refresh()
+        trainer.train_round()
+    return trainer
+
+
+@pytest.fixture
+def go_on(open_trainer, new_data, tiny_params, tmp_path):
+    """`go_on("run", given, **overrides)`: a trainer of the changed data that starts from an exported model."""
+
+    def started(name="start", **overrides):
+        trainer = train(open_trainer(name, **overrides))
+        if not (tmp_path / f"{name}-model").exists():
+            with write_folder(tmp_path / f"{name}-model", KIND, VERSION) as out:
+                trainer.model.save_into(out)
+        return trainer, Start(tmp_path / f"{name}-model", trainer.dataset.labels["uid"].combine_chunks(), "5" * 64)
+
+    def go_on(run, start, **overrides):
+        dataset, tokens = new_data
+        params = warm_params(tiny_params(**{"warm.epochs": 2, "pool.refresh": 1} | overrides))
+        return Trainer(params, dataset, *tokens, tmp_path / run, tmp_path / "cache", start=start)
+
+    go_on.started = started
+    return go_on
+
+
+def state(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def test_a_training_starts_where_the_other_ended(go_on):
+    first, start = go_on.started(**{"model.learn_temperature": True})
+    second = go_on("second", start, **{"model.learn_temperature": True})
+    before = state(first)
+    for name, value in state(second).items():
+        if not name.startswith("table."):
+            assert torch.equal(value, before[name]), name
+    uids = first.dataset.label_uids()
+    for row, uid in enumerate(second.dataset.label_uids()):
+        ours = second.model.table.weight[row]
+        assert uid.startswith("new") or torch.equal(ours, first.model.table.weight[uids.index(uid)])
+    begun = read_json_lines(first.run_dir / "history.jsonl")[0]["loss"]
+    train(second)
+    assert second.epoch == 2 and read_json_lines(second.run_dir / "history.jsonl")[0]["loss"] < begun
+
+
+def test_a_temperature_that_is_not_learnt_is_a_parameter(go_on):
+    _, start = go_on.started(**{"model.temperature": 0.2})
+    assert go_on("second", start).model.log_scale.tolist() == pytest.approx([-np.log(0.1)] * 2)
+
+
+KINDS = {
+    "bag": {},
+    "frozen": {"encoder.frozen": True},
+    "residual": {"model.clf_residual": True},
+    "transformer": {"encoder.kind": "both", "encoder.trainable_layers": 1},
+}
+
+
+@pytest.mark.parametrize("overrides", KINDS.values(), ids=list(KINDS))
+def test_a_cut_training_ends_as_an_uncut_one(go_on, overrides):
+    parts = {key: value for key, value in overrides.items() if key.startswith("encoder") and "frozen" not in key}
+    _, start = go_on.started(**parts)
+    whole = state(train(go_on("whole", start, **overrides)))
+    cut = go_on("cut", start, **overrides)
+    cut.refresh()
+    cut.train_round()
+    again = go_on("cut", start, **overrides)
+    assert again.step == cut.step > 0
+    resumed = state(train(again))
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def test_another_start_is_another_run(go_on):
+    _, start = go_on.started()
+    trainer = go_on("run", start)
+    trainer.refresh()
+    trainer.train_round()
+    assert trainer.identity["start"] == start.sha256
+    with pytest.raises(ConfigError, match="start: 555555555555"):
+        go_on("run", Start(start.model, start.uids, "6" * 64))
+    with pytest.raises(ConfigError, match="model to start from"):
+        go_on("run", None)
+
+
+OTHER = {"another encoder": {"encoder.bag_words": 8}, "another width": {"model.dim": 8}}
+
+
+@pytest.mark.parametrize("overrides", OTHER.values(), ids=list(OTHER))
+def test_a_start_that_does_not_fit_is_refused(go_on, overrides):
+    _, start = go_on.started()
+    with pytest.raises(ConfigError, match=r"data/start.json(.|\n)*fix: retrain.start: cold"):
+        go_on("second", start, **overrides)
+
+
+def test_a_damaged_start_is_refused(go_on, tmp_path):
+    _, start = go_on.started()
+    config = json.loads((start.model / "config.json").read_text())
+    (start.model / "config.json").write_text(json.dumps(config | {"num_labels": 1}))
+    with pytest.raises(ArtifactError):
+        go_on("second", start)
