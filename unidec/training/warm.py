@@ -87,8 +87,9 @@ def take_rows(
 ) -> None:
     """Give the classifier the start's rows and biases, by label uid; block by block, wherever the table lives.
 
-    A label that the start does not have begins as its own text, whatever `model.clf_init` says: the direction is its
-    embedding through the started model, length and bias are the means of the rows that are kept. A residual
+    A label that the start does not have begins as its own text, whatever `model.clf_init` says: as its embedding
+    through the started model, at unit length or the mean length of the kept rows, whichever is shorter (longer, and
+    labels that nobody has seen would push out those that were learnt), with the mean of their biases. A residual
     classifier's free vectors are what is left of the whole rows without their texts.
 
     Args:
@@ -105,11 +106,11 @@ def take_rows(
     model.eval()
     with open_tensors(start.model / WEIGHTS) as file:
         if "table.weight" not in file.names:  # a dual encoder alone
-            length, mean_bias = 1.0, 0.0
+            length, bias = 1.0, 0.0
             source_L = np.full(len(uids), -1, dtype=np.int64)
         else:
             source_L = start.rows_of(uids)
-            length, mean_bias = _take_kept(model, start, file, source_L, encode)
+            length, bias = _take_kept(model, start, file, source_L, encode)
     first, table = model.table.first_row, model.table
     new = first + np.flatnonzero(source_L[first : first + table.own_rows] < 0)
     for begin in range(0, len(new), START_BLOCK):
@@ -117,14 +118,14 @@ def take_rows(
         texts_BD = model.text_rows(encode(rows))
         _put(table, rows, (length - model.settings.clf_residual) * texts_BD)
     if model.bias is not None:
-        _put(model.bias, new, torch.full((len(new), 1), mean_bias))
+        _put(model.bias, new, torch.full((len(new), 1), bias))
     model.train(was_training)
 
 
 def _take_kept(
     model: UniDEC, start: Start, file: TensorFile, source_L: np.ndarray, encode: Callable[[np.ndarray], Tensor]
 ) -> tuple[float, float]:
-    """Copy the rows that are held here; mean length and mean bias of all that are kept (1 and 0 where none are)."""
+    """Copy the rows that are held here; the length and the bias of a new label's row, the same on every rank."""
     table, biased = model.table, model.bias is not None and "bias.weight" in file.names
     assert table is not None
     if file.shape("table.weight")[0] != len(start.uids):
@@ -151,7 +152,7 @@ def _take_kept(
         if model.settings.clf_residual and mine.any():
             own_BD = own_BD - model.text_rows(encode(labels[mine])).cpu()
         _put(table, labels[mine], own_BD)
-    return (lengths / kept, biases / kept) if kept else (1.0, 0.0)
+    return (min(1.0, lengths / kept), biases / kept) if kept else (1.0, 0.0)
 
 
 def _put(table: RowTable, labels: np.ndarray, values: Tensor) -> None:
