@@ -1,0 +1,158 @@
+"""What a retraining tells: commits in real repositories, events, people; no failure of it stops a run."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from unidec.config import Params
+
+
+@pytest.fixture(scope="module")
+def publish():
+    from flows import publish
+
+    return publish
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    git("init", "-q", "-b", "main")
+    git("config", "user.name", "somebody")
+    git("config", "user.email", "somebody@example.org")
+    for name in ("data", "outputs/plots"):
+        Path(name).mkdir(parents=True)
+    Path("code.py").write_text("1")
+    Path("dvc.lock").write_text("old")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    return tmp_path
+
+
+@pytest.fixture
+def tagged(publish, monkeypatch) -> list[tuple]:
+    tags: list[tuple] = []
+    monkeypatch.setattr(publish, "tag_version", lambda *told: tags.append(told))
+    return tags
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def params_of(commit: str = "commit", **retrain: object) -> Params:
+    return Params.model_validate({"retrain": {"commit": commit, **retrain}})
+
+
+def retrained() -> None:
+    for name, text in {"dvc.lock": "new", "data/start.json": "{}", "outputs/metrics.json": "{}"}.items():
+        Path(name).write_text(text)
+    Path("outputs/plots/training.csv").write_text("step,loss\n")
+
+
+def test_only_what_was_recorded_is_committed(publish, repository, tagged):
+    retrained()
+    Path("code.py").write_text("2")  # somebody's edit, and a file of theirs
+    Path("notes.txt").write_text("mine")
+    Path("data/mine.dvc").write_text("outs: []")
+    done = publish.commit(params_of("tag"), 7, "champion", ["data/mine.dvc"])
+    assert done == {"commit": git("rev-parse", "HEAD"), "tag": "unidec-v7"}
+    names = set(git("show", "--name-only", "--format=", "HEAD").splitlines())
+    assert names == {
+        "dvc.lock",
+        "data/start.json",
+        "data/mine.dvc",
+        "outputs/metrics.json",
+        "outputs/plots/training.csv",
+    }
+    assert git("log", "-1", "--format=%s %an") == "Retrain: version 7 of unidec, champion somebody"
+    assert git("rev-list", "-n1", "unidec-v7") == done["commit"]
+    assert git("status", "--porcelain").splitlines() == ["M code.py", "?? notes.txt"]
+    assert tagged == [("unidec", "7", {"git.lock_commit": done["commit"]})]
+
+
+def test_again_changes_nothing(publish, repository, tagged):
+    retrained()
+    first = publish.commit(params_of("tag"), 7, "champion")
+    assert publish.commit(params_of("tag"), 7, "champion") == first
+    assert git("rev-list", "--count", "HEAD") == "2"
+
+
+def test_states_in_which_nothing_is_committed(publish, repository, tagged, tmp_path, monkeypatch):
+    retrained()
+    Path("code.py").write_text("2")
+    git("add", "code.py")
+    with pytest.raises(publish.GitRefusal, match=r"(?s)other changes are staged.*code\.py"):
+        publish.commit(params_of(), 7, "champion")
+    git("reset", "-q")
+    git("checkout", "-q", "--detach")
+    with pytest.raises(publish.GitRefusal, match="no branch is checked out"):
+        publish.commit(params_of(), 7, "champion")
+    git("checkout", "-q", "main")
+    (repository / ".git/MERGE_HEAD").write_text(git("rev-parse", "HEAD"))
+    with pytest.raises(publish.GitRefusal, match="a merge or rebase is under way"):
+        publish.commit(params_of(), 7, "champion")
+    (repository / ".git/MERGE_HEAD").unlink()
+    assert git("rev-list", "--count", "HEAD") == "1" and git("diff", "--cached", "--name-only") == ""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    with pytest.raises(publish.GitRefusal, match="git refused"):
+        publish.commit(params_of(), 7, "champion")
+
+
+def test_a_registry_that_is_away_costs_a_warning(publish, repository, monkeypatch, caplog):
+    def away(*_told: object) -> None:
+        raise ConnectionError("the registry is away")
+
+    monkeypatch.setattr(publish, "tag_version", away)
+    retrained()
+    with caplog.at_level(logging.WARNING):
+        assert publish.commit(params_of(), 7, "champion")["commit"] == git("rev-parse", "HEAD")
+    assert "the registry is away" in caplog.text
+
+
+def test_people_are_told_and_a_deaf_one_stops_nobody(publish, monkeypatch, caplog):
+    from prefect.blocks.core import Block
+
+    heard = []
+
+    class Notification:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def raise_on_failure(self):
+            import contextlib
+
+            return contextlib.nullcontext()
+
+        def notify(self, body: str, subject: str) -> None:
+            if "broken" in self.name:
+                raise ConnectionError("no such channel")
+            heard.append((self.name, subject, body))
+
+    monkeypatch.setattr(Block, "load", Notification)
+    events = []
+    monkeypatch.setattr(publish, "emit_event", lambda **told: events.append(told))
+    params = params_of("none", notify=["broken/x", "slack-webhook/team"])
+    with caplog.at_level(logging.WARNING):
+        publish.tell(params, "promoted", "version 7 is the champion", {"version": "7"}, ["nDCG@5 40.10"])
+    assert heard == [("slack-webhook/team", "unidec: version 7 is the champion", "nDCG@5 40.10")]
+    assert "no such channel" in caplog.text
+    (event,) = events
+    assert event["event"] == "unidec.promoted" and event["payload"] == {"version": "7"}
+    assert event["resource"]["prefect.resource.id"] == "unidec.model.unidec"
+
+
+def test_an_event_that_cannot_be_sent_stops_nothing(publish, monkeypatch, caplog):
+    def away(**_told: object) -> None:
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(publish, "emit_event", away)
+    with caplog.at_level(logging.WARNING):
+        publish.emit("unidec", "skipped", {})
+    assert "no server" in caplog.text
