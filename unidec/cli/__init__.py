@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from unidec import __version__
+from unidec.cli import models, servers
 from unidec.cli.options import DEFAULT_BUNDLE, DEFAULT_PARAMS, AsJson, Assignments, BundleFolder, ParamsFile, load
 from unidec.cli.output import show, show_predictions, show_table
 from unidec.config import Params, describe, load_params, parse_overrides, recipe_names, to_yaml
@@ -74,6 +75,12 @@ _add_stage(
 _add_stage("tokens", "tokens", "Tokenise queries and labels.", "unidec tokens --set tokens.max_length=64")
 _add_stage(
     "propensity", "propensity", "Inverse propensities and frequency groups of the labels.", "unidec propensity --json"
+)
+_add_stage(
+    "start",
+    "choose_start",
+    "Choose what the next training starts from, the champion or nothing, and write it to data/start.json.",
+    "unidec start --set retrain.start=cold",
 )
 _add_stage("label-graph", "label_graph", "Label co-occurrence, Gandalf's soft targets.", "unidec label-graph")
 
@@ -179,6 +186,7 @@ _add_stage(
     "evaluate", "evaluate", "Every metric on the test split; report and plots in outputs/.", "unidec evaluate --json"
 )
 _add_stage("register", "register", "Register outputs/bundle in MLflow under the alias `challenger`.", "unidec register")
+models.add_to(app)
 
 
 # -- comparison -------------------------------------------------------------------------------------------------------
@@ -337,6 +345,9 @@ def version() -> None:
             print(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             print(f"{name} -")
+
+
+servers.add(app)
 
 
 # -- the program ---------------------------------------------------------------------------------------------------

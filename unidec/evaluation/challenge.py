@@ -51,8 +51,8 @@ class Challenge:
     Attributes:
         challenger, champion: all metrics of each, in percent.
         metric: the one that decides. difference: challenger - champion on it, in points.
-        low, high: its 95 % interval by paired bootstrap; None where the metric has none (coverage) or no query.
-        confidence: share of the resamples in which the challenger is ahead by the margin; None there.
+        confidence: share of the resamples in which the challenger is ahead by the margin; None for coverage.
+        intervals: (low, high) of the difference, 95 % by paired bootstrap, of each metric that counts but coverage.
         num_queries: N. better, worse: queries on which either is better by the deciding metric.
         checks: the deciding metric, its confidence, the guarded metrics.
     """
@@ -61,9 +61,8 @@ class Challenge:
     champion: dict[str, float]
     metric: str
     difference: float
-    low: float | None
-    high: float | None
     confidence: float | None
+    intervals: dict[str, tuple[float, float]]
     num_queries: int
     better: int
     worse: int
@@ -177,28 +176,33 @@ def challenge(
     both = [evaluate(rows, relevance, inverse_propensity_L, group_L) for rows in (challenger_NK, champion_NK)]
     new, old = both
     difference = new[metric] - old[metric]
-    low = high = share = None
-    better = worse = 0
-    if parse(metric).kind != "coverage":
+    share, better, worse = None, 0, 0
+    intervals: dict[str, tuple[float, float]] = {}
+    for name in dict.fromkeys([metric, *guarded]):
+        if parse(name).kind == "coverage":
+            continue
         mine, its = (
-            metric_by_query(metric, rows, relevance, inverse_propensity_L, group_L)
+            metric_by_query(name, rows, relevance, inverse_propensity_L, group_L)
             for rows in (challenger_NK, champion_NK)
         )
-        gap_N = mine.above_MN[0] - its.above_MN[0]
-        better, worse = int((gap_N > 1e-12).sum()), int((gap_N < -1e-12).sum())
-        differences = paired_differences(mine, its, metric, num_samples=num_samples, seed=seed)
-        low, high = (float(value) for value in np.percentile(differences, [2.5, 97.5]))
-        share = float((differences >= margin - _TIE).mean())
+        differences_R = paired_differences(mine, its, name, num_samples=num_samples, seed=seed)
+        low, high = np.percentile(differences_R, [2.5, 97.5]).tolist()
+        intervals[name] = (low, high)
+        if name == metric:
+            gap_N = mine.above_MN[0] - its.above_MN[0]
+            better, worse = int((gap_N > 1e-12).sum()), int((gap_N < -1e-12).sum())
+            share = float((differences_R >= margin - _TIE).mean())
     checks = [_decisive(metric, new[metric], old[metric], margin)]
-    if confidence > 0 and share is not None and low is not None and high is not None:
+    if confidence > 0 and share is not None:
+        low, high = intervals[metric]
         words = (
-            f"in {share:.1%} of the resamples of {len(gap_N):,} queries the challenger is {_ahead(margin)}, "
-            f"{confidence:.0%} are asked for; 95 % interval of the difference: {low:+.2f} to {high:+.2f}"
+            f"in {share:.1%} of the resamples of {int(new['num_queries']):,} queries the challenger is "
+            f"{_ahead(margin)}, {confidence:.0%} are asked for; 95 % interval: {low:+.2f} to {high:+.2f} points"
         )
         checks.append(Check("confidence", share >= confidence, share, confidence, words))
     checks += [_guarded(name, new[name], old[name], tolerance) for name in guarded if name != metric]
     return Challenge(
-        new, old, metric, difference, low, high, share, int(new["num_queries"]), better, worse, checks
+        new, old, metric, difference, share, intervals, int(new["num_queries"]), better, worse, checks
     )  # fmt: skip
 
 

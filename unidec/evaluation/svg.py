@@ -104,13 +104,15 @@ def bar_chart(
 
 @dataclass(frozen=True)
 class Range:
-    """A row of `range_chart`: a mean, its spread to both sides (NaN: none), the values behind it, its colour."""
+    """A row of `range_chart`: a mean, its spread to both sides (NaN: none), the values behind it, its colour; `ends`
+    instead of a spread where the sides differ."""
 
     name: str
     mean: float
-    spread: float
+    spread: float = math.nan
     values: Sequence[float] = ()
     colour: int = 0
+    ends: tuple[float, float] | None = None
 
 
 def range_chart(rows: Sequence[Range], x_label: str) -> str:
@@ -132,12 +134,13 @@ def range_chart(rows: Sequence[Range], x_label: str) -> str:
         y = TOP + ROW * (r + 0.5)
         shown = row.name if len(row.name) <= most else row.name[: most - 1] + "…"
         body.append(_text("name", name_width - 10, y + 4, shown, "end"))
-        if math.isfinite(row.spread):
+        if math.isfinite(sum(_ends(row))):
             low, high = (x_axis.at(end) for end in _ends(row))
             line = f'x1="{low:.1f}" x2="{high:.1f}" y1="{y:.1f}" y2="{y:.1f}"'
             body.append(f'<line class="spread" style="stroke:var(--s{row.colour % NUM_COLOURS})" {line}/>')
         body += [_dot(1, x_axis.at(v), y, 2.5, f"{row.name}: {v:.2f}") for v in row.values if math.isfinite(v)]
         tip = f"{row.name}: {row.mean:.2f}" + (f" ± {row.spread:.2f}" if math.isfinite(row.spread) else "")
+        tip += f" ({row.ends[0]:.2f} to {row.ends[1]:.2f})" if row.ends else ""
         body.append(_dot(row.colour, x_axis.at(row.mean), y, 4.5, tip))
         body.append(_text("value", x_axis.end + 8, y + 4, f"{row.mean:.2f}", "start"))
     body.append(_text("axis", (x_axis.start + x_axis.end) / 2, bottom + 34, x_label))
@@ -146,7 +149,7 @@ def range_chart(rows: Sequence[Range], x_label: str) -> str:
 
 
 def _ends(row: Range) -> tuple[float, float]:
-    return row.mean - row.spread, row.mean + row.spread
+    return row.ends or (row.mean - row.spread, row.mean + row.spread)
 
 
 class _Axis:

@@ -6,7 +6,9 @@ The command line and the flow call these; neither they nor DVC see a tensor. Pat
 from unidec.stages.data import ingest, label_graph, propensity, tokens, validate
 from unidec.stages.evaluation import evaluate
 from unidec.stages.fetch import fetch
+from unidec.stages.gate import gate, needs_gate
 from unidec.stages.index import index
+from unidec.stages.promotion import promote, rollback
 from unidec.stages.registration import register
 from unidec.stages.session import train
 from unidec.stages.start import choose_start
@@ -19,12 +21,16 @@ __all__ = [
     "evaluate",
     "export",
     "fetch",
+    "gate",
     "index",
     "ingest",
     "label_graph",
+    "needs_gate",
+    "promote",
     "propensity",
     "refresh",
     "register",
+    "rollback",
     "start_run",
     "tokens",
     "train",
