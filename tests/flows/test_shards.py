@@ -48,14 +48,6 @@ def predict(module):
 
 
 @pytest.fixture(scope="module")
-def prefect_server(module):
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
-
-
-@pytest.fixture(scope="module")
 def place(helper, tmp_path_factory) -> Path:
     """A folder with a bundle (UniDEC itself, a bag of tokens), queries and their predictions in one piece."""
     import torch

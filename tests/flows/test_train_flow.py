@@ -380,14 +380,6 @@ def test_a_stage_that_fails_in_dvc_is_the_error_it_was(dvc_project):
 # -- through Prefect ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def prefect_server(flow_module):
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
-
-
 def test_a_run_shows_tasks_and_results(prefect_server, stages, flow_module, place):
     from prefect.client.orchestration import get_client
 

@@ -1,0 +1,18 @@
+"""One temporary Prefect server for all tests of the flows: it takes seconds to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="package")
+def prefect_server() -> Iterator[None]:
+    """Flows called meanwhile run on it, with a database of their own."""
+    import flows  # noqa: F401  quiets Prefect before it is imported
+
+    from prefect.testing.utilities import prefect_test_harness  # isort: skip
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
