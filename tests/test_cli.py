@@ -24,6 +24,7 @@ SIMPLE = {
     "tokens": "tokens",
     "propensity": "propensity",
     "label-graph": "label_graph",
+    "start": "choose_start",
     "index": "index",
     "evaluate": "evaluate",
     "register": "register",

@@ -347,7 +347,7 @@ def version() -> None:
             print(f"{name} -")
 
 
-servers.add(app)
+servers.add_to(app)
 
 
 # -- the program ---------------------------------------------------------------------------------------------------

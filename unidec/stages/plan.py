@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unidec.config import Params
 from unidec.errors import ConfigError
 from unidec.stages import paths
+from unidec.stages.start_file import effective
 from unidec.training.plan.advice import MARGIN, Advice, Shortage, advice, shortages
 from unidec.training.plan.items import GIB, PHASES, PLACE_NAMES, Plan, gib
 from unidec.training.plan.machine import Machine, device_peak, host_peak, parse_bytes, resident
@@ -203,7 +204,8 @@ def plan_command(
         sizes = Sizes.given(labels, queries, tokens, pairs=by_hand["pairs"])
     elif any(value is not None for value in by_hand.values()):
         raise ConfigError("sizes by hand need all three", where="unidec plan", expected="--labels, --queries, --tokens")
-    sizes = sizes or stored_sizes(params)
+    if sizes is None:
+        sizes, params = stored_sizes(params), effective(params)
     there = {place: parse_bytes(text, f"--{place}") if text else None for place, text in free.items()}
     planned = plan_memory(params, sizes, encoder_config=encoder_config, free=there)
     times: list[tuple[str, str]] = []
