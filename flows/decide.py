@@ -22,8 +22,6 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     Returns:
         {"gate": its result, "promoted": ... or "refused": words}; {} where there was nothing to judge.
     """
-    if not hasattr(stages, "gate"):  # until H2's stage lands
-        return {}
     if not always and not stages.needs_gate(params, str(version)):
         return {}
     verdict = steps.gate(params, str(version))

@@ -79,7 +79,7 @@ def _refresh(params: Params, promote: bool | None) -> dict[str, Any]:
     done |= {"version": registered["version"], "run_url": registered.get("run")}
     done |= decide.decide(params, done["version"], promote)
     artifacts.show_links(done["run_url"], done["version"], params.tracking.model_name)
-    return done
+    return done | decide.share(params, done["version"], done)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,102 @@
+"""The flows around training: refreshed labels and windows of live queries; stages are replaced."""
+
+from __future__ import annotations
+
+import os
+import types
+from pathlib import Path
+
+import pytest
+
+from unidec.errors import DataError
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text("seed: 0\n")
+    return tmp_path
+
+
+@pytest.fixture
+def world(place, monkeypatch):
+    """`calls`: what the stages were asked; `stages`: they, to be changed; `events`."""
+    from flows import decide, monitor, publish, refresh, reproduce, steps
+
+    calls: list[str] = []
+
+    def stage(name, answer):
+        return lambda _params, *words, **_options: calls.append(" ".join([name, *map(str, words)])) or answer
+
+    reason = {"check": "nDCG@5", "passed": True, "got": 0.1, "limit": -0.5, "words": "nDCG@5 is 0.1 ahead"}
+    verdict = {"passed": True, "challenger": "8", "champion": "7", "reasons": [reason], "metrics": {}, "page": "p"}
+    labels = {"changed": True, "bundle": "outputs/refreshed", "added": 2, "removed": 1, "kept": 40, "reason": ""}
+    finding = {"check": "lengths", "value": 0.4, "bound": 0.1, "drifted": True, "words": "queries are shorter"}
+    quiet = {"check": "tokens", "value": 0.01, "bound": 0.1, "drifted": False, "words": "tokens are as they were"}
+    window = {"drifted": True, "findings": [finding, quiet], "queries": 500, "page": "runs/monitor/index.html"}
+    stages = types.SimpleNamespace(
+        refresh_labels=stage("refresh_labels", labels),
+        register=stage("register", {"version": "8", "run": None}),
+        gate=stage("gate", verdict),
+        promote=stage("promote", {"version": "8", "previous": "7"}),
+        monitor=stage("monitor", window),
+    )
+    for module in (steps, decide):
+        monkeypatch.setattr(module, "stages", stages)
+    for name, task in vars(steps).items():
+        if hasattr(task, "fn"):
+            monkeypatch.setattr(steps, name, task.fn)
+    monkeypatch.setattr(reproduce, "reproduce", lambda stage, _say: calls.append(f"dvc {stage}"))
+    events: list[tuple] = []
+    monkeypatch.setattr(publish, "emit", lambda _name, event, told: events.append((event, told)))
+    return types.SimpleNamespace(
+        calls=calls, stages=stages, stage=stage, events=events, refresh=refresh, monitor=monitor, window=window
+    )
+
+
+def test_refreshed_labels_are_judged_and_promoted(world):
+    done = world.refresh.refresh.fn()
+    assert world.calls == [
+        "dvc ingest", "dvc validate", "refresh_labels", "register outputs/refreshed", "gate 8", "promote 8",
+    ]  # fmt: skip
+    assert (done["added"], done["promoted"]["previous"]) == (2, "7")
+    assert [event for event, _ in world.events] == ["promoted"]
+
+
+def test_labels_that_are_the_same_are_skipped(world):
+    world.stages.refresh_labels = world.stage("refresh_labels", {"changed": False, "reason": "it has these labels"})
+    assert world.refresh.refresh.fn()["skipped"] == "it has these labels"
+    assert world.calls == ["dvc ingest", "dvc validate", "refresh_labels"]
+    assert world.events == [("skipped", {"reason": "it has these labels"})]
+
+
+def test_drift_is_told(world, place):
+    (place / "live.jsonl").write_text('{"query": "a"}\n')
+    assert world.monitor.monitor.fn("live.jsonl")["drifted"]
+    ((event, told),) = world.events
+    assert event == "drift" and told["findings"] == ["queries are shorter"] and told["queries"] == 500
+    world.events.clear()
+    world.stages.monitor = world.stage("monitor", {**world.window, "drifted": False})
+    world.monitor.monitor.fn("live.jsonl")
+    assert world.events == []
+
+
+def test_of_several_windows_the_newest_is_looked_at(world, place):
+    for age, name in enumerate(("new", "old", "older")):
+        (place / f"{name}.jsonl").write_text("{}")
+        os.utime(place / f"{name}.jsonl", (1_000_000 - age, 1_000_000 - age))
+    world.monitor.monitor.fn(str(place / "*.jsonl"))
+    assert world.calls == [f"monitor {place / 'new.jsonl'}"]
+    with pytest.raises(DataError, match="no such file"):
+        world.monitor.monitor.fn("nowhere/*.jsonl")
+
+
+def test_command_lines(world, place, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(world.refresh, "refresh", lambda **told: asked.append(told) or {})
+    monkeypatch.setattr(world.monitor, "monitor", lambda **told: asked.append(told) or {})
+    assert world.refresh.main(["--no-promote"]) == 0 and world.monitor.main(["a.csv", "--column", "text"]) == 0
+    assert asked[0] == {"promote": False}
+    assert asked[1] == {"queries": "a.csv", "column": "text", "labels_column": None, "bundle": None}
+    (place / "params.yaml").write_text("sed: 0\n")
+    assert world.refresh.main([]) == 2 and "sed" in capsys.readouterr().err
