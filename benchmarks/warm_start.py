@@ -5,10 +5,11 @@
 
 Two versions of a data set have the same validation split; a tenth of the training queries and a twentieth of the
 labels of each are not in the other. A champion is trained cold on the old version; the new one is trained cold, and
-warm from the champion. After each epoch the validation split is measured as it would be served (the classifier's
-weight tuned on it), and once more counting new labels alone. Time is this process's processor time (one thread, so
-that other programs do not count), from the opened run to its last step: encoding, clustering and mining included,
-measuring not. Writes JSON; a run that is done is not trained again (`--folder` keeps them).
+warm from the champion. After each epoch the validation split is measured as it would be served, and once more counting
+new labels alone; with the champion's weight of the classifier, at a run's end with one tuned on that split, as stage
+`index` does. Time is this process's processor time (one thread, so that other programs do not count), from the opened
+run to its last step: encoding, clustering and mining included, measuring not. Writes JSON; a run that is done is not
+trained again (`--folder` keeps them).
 """
 
 from __future__ import annotations
@@ -86,9 +87,10 @@ def _cut(raw: RawData, rows: dict[str, np.ndarray], labels: np.ndarray) -> RawDa
 class Measured(Trainer):
     """A trainer that measures the validation split after each epoch."""
 
-    def begin(self, new_L: np.ndarray) -> None:
-        """Args: new_L: labels that are counted alone too."""
-        self.new_L, self.curve, self.paused, self.begun = new_L, [], 0.0, time.process_time()
+    def begin(self, new_L: np.ndarray, clf_weight: float) -> None:
+        """Args: new_L: labels that are counted alone too. clf_weight: of the classifier, but for the run's end."""
+        self.new_L, self.clf_weight = new_L, clf_weight
+        self.curve, self.paused, self.begun = [], 0.0, time.process_time()
         self.measure(0)
 
     def train_step(self, batch: Any) -> dict[str, float] | None:
@@ -101,8 +103,9 @@ class Measured(Trainer):
         begin = time.process_time()
         seconds = begin - self.begun - self.paused
         ranking = Ranking.of_model(self.model, self.dataset, "validation", self.params.optim.precision)
-        blend = tuned_blend(ranking, self.params, None)
-        index = self.params.index
+        ended = step == self.steps_per_epoch * self.params.optim.epochs
+        index = self.params.index.model_copy(update={} if ended else {"clf_weight": self.clf_weight})
+        blend = tuned_blend(ranking, self.params.model_copy(update={"index": index}), None)
         top = ranking.top(index.space, blend.clf_weight, index.clf_normalize)[1]
         found = headline(blend.metrics) | recall_of(top, ranking.truth, self.new_L)
         self.model.train()
@@ -140,7 +143,9 @@ def prepare(folder: Path, raw: RawData, params: Params) -> None:
             stages.propensity(params)
 
 
-def train(folder: Path, name: str, params: Params, new: set[str], start: Start | None = None) -> dict[str, Any]:
+def train(
+    folder: Path, name: str, params: Params, new: set[str], start: Start | None = None, clf_weight: float = 1.0
+) -> dict[str, Any]:
     """Train a version, or take what an earlier call measured: {"curve", "steps", "cpu_seconds", ...}."""
     print(f"  {name}", flush=True)
     with _inside(folder):
@@ -150,7 +155,7 @@ def train(folder: Path, name: str, params: Params, new: set[str], start: Start |
         dataset = paths.open_dataset()
         tokens, run = (paths.open_tokens("queries"), paths.open_tokens("labels")), f"{name}-{time.time():.0f}"
         trainer = Measured(params, dataset, *tokens, Path("runs") / run, paths.CACHE, start=start)
-        trainer.begin(np.array([uid in new for uid in dataset.label_uids()]))
+        trainer.begin(np.array([uid in new for uid in dataset.label_uids()]), clf_weight)
         while not trainer.finished:
             if trainer.refresh_due:
                 trainer.refresh()
@@ -209,16 +214,19 @@ def main() -> None:
     for name, version in (("old", old), ("new", new)):
         prepare(folders[name], version, params)
     new_uids = set(new.labels["uid"].to_pylist()) - set(old.labels["uid"].to_pylist())
-    train(folders["old"], "champion", params, set())
-    cold = train(folders["new"], "cold", params, new_uids)
+    champion = train(folders["old"], "champion", params, set())
+    weight = champion["curve"][-1]["clf_weight"]
+    cold = train(folders["new"], "cold", params, new_uids, None, weight)
     start = Start(folders["old"] / "models" / "champion", old.labels["uid"].combine_chunks(), "0" * 64)
-    rows, runs = [row("cold", cold, cold)], {"cold": cold}
+    rows, runs = [row("cold", cold, cold)], {"champion": champion, "cold": cold}
     for text in options.warm or GRID:
         epochs, scale, *warmup = text.split(":")
         section = {"epochs": int(epochs), "lr_scale": float(scale), "warmup_epochs": float((warmup or [WARMUP])[0])}
         warm = params.model_copy(update={"warm": params.warm.model_copy(update=section)})
         name = f"warm {text}"
-        runs[name] = train(folders["new"], name.replace(":", "-").replace(" ", "-"), warm_params(warm), new_uids, start)
+        runs[name] = train(
+            folders["new"], name.replace(":", "-").replace(" ", "-"), warm_params(warm), new_uids, start, weight
+        )
         rows.append(row(name, runs[name], cold))
     names = list(rows[0])
     print("\n" + "  ".join(f"{name:>13}" for name in names))
