@@ -62,8 +62,8 @@ def artifact_location(uri: str) -> str | None:
 
 
 def ui_url(uri: str, experiment_id: str, run_id: str) -> str:
-    """Address of a run's page; for an SQLite store that of the UI which `make ui` starts (`UNIDEC_MLFLOW_UI`)."""
-    base = uri if uri.startswith("http") else os.environ.get("UNIDEC_MLFLOW_UI", "http://127.0.0.1:5000")
+    """Address of a run's page: at `UNIDEC_MLFLOW_UI`, else at the server, else at the UI which `make ui` starts."""
+    base = os.environ.get("UNIDEC_MLFLOW_UI") or (uri if uri.startswith("http") else "http://127.0.0.1:5000")
     return f"{base.rstrip('/')}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
 
 
