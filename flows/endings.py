@@ -64,9 +64,29 @@ def at_work() -> Iterator[None]:
         return
     left.reconcile()
     if context.flow_run is not None and context.flow_run.deployment_id and "PREFECT__FLOW_RUN_ID" in os.environ:
+        sys.stdout, sys.stderr = _Unheard(sys.stdout), _Unheard(sys.stderr)
         watch(os.getppid())
     with left.noted(), _tagged():
         yield
+
+
+class _Unheard:
+    """A stream that a worker reads: once it is gone, lines go nowhere; they do not end the training that says them."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @contextlib.contextmanager

@@ -109,6 +109,31 @@ def test_hooks_end_the_training_that_the_flow_run_was_at(left, flows_, monkeypat
     assert ended == [("runs/abc", "KILLED")]
 
 
+def test_words_that_nobody_hears_end_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = (
+        "import sys, time; {}\n"
+        "while sys.stdin.readline():\n"  # told when nobody reads any more
+        "    print('1 of 3 batches', flush=True); print('2', file=sys.stderr, flush=True)\n"
+        "    open('heard', 'w').close()"
+    )
+    unheard = "from flows.endings import _Unheard; sys.stdout, sys.stderr = _Unheard(sys.stdout), _Unheard(sys.stderr)"
+    assert [speak(program.format(first)) for first in ("", unheard)] == [False, True]
+
+
+def speak(program: str) -> bool:
+    """Whether a program goes on though its words are not read."""
+    Path("heard").unlink(missing_ok=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    process.stdout.close()
+    process.stderr.close()
+    process.stdin.write("speak\n")
+    process.stdin.close()
+    process.wait(120)
+    return Path("heard").exists()
+
+
 # -- late runs ---------------------------------------------------------------------------------------------------------
 
 
