@@ -206,6 +206,9 @@ class Index(Section):
         0.0, description="weight of the votes of similar training queries; 0: none, auto: tuned on validation"
     )
     knn_neighbours: Count = Field(100, description="training queries that vote")
+    knn_by: Literal["model", "words"] = Field(
+        "model", description="queries are similar by the model's vectors, or by their words and pairs of words (TF-IDF)"
+    )
 
 
 class Run(Section):
@@ -303,6 +306,9 @@ class Drift(Section):
     stop_change: Annotated[float, Field(ge=0)] = Field(0.5, description="... that stops a retraining")
     warn_distance: Share = Field(0.1, description="distance of two distributions (Jensen-Shannon) that warns")
     stop_distance: Share = Field(0.5, description="... that stops a retraining")
+    warn_shift: Annotated[float, Field(ge=0)] = Field(
+        0.25, description="shift of a window's mean embedding that warns, in standard deviations of single queries"
+    )
     warn_low_score: Share = Field(0.2, description="share of a window's queries with a low top score that warns")
     low_score_quantile: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.05, description="top scores below this quantile of the validation queries' count as low"

@@ -1,7 +1,7 @@
 """Fault 20: an older checkpoint goes on, an older bundle predicts as it did; newer ones are refused by their version.
 
 `formats/bundle-1/` was written by unidec 0.1.0 (`tiny_bundle.write_tiny_bundle`, seed 7, HNSW) and is not written anew;
-`bundle-2/` is the same with training queries that vote (softmax).
+`bundle-2/` is the same with training queries that vote (softmax), `bundle-3/` with such as are compared by words.
 """
 
 from __future__ import annotations
@@ -130,6 +130,21 @@ def test_a_bundle_of_version_2_predicts_as_it_did() -> None:
     assert found[0].clf_scores == pytest.approx([0.6241677, 0.7087167, 0.2605411], abs=1e-5)
     assert found[0].knn_scores == pytest.approx([1.0, 0.0, 0.9439413], abs=1e-5)
     assert bundle.neighbours is not None and bundle.neighbours.titles.to_pylist()[:2] == ["", "green boat big"]
+
+
+@pytest.mark.usefixtures("stub_model")
+def test_a_bundle_of_version_3_predicts_as_it_did() -> None:
+    from unidec.retrieval.bundle import Bundle
+
+    bundle = Bundle.load(Path(__file__).with_name("formats") / "bundle-3")
+    found = bundle.predict(QUERIES, k=3)
+    assert [one.labels for one in found] == [["L4", "L1", "L0"], ["L6", "L9", "L11"], ["L4", "L5", "L1"]]
+    assert found[0].scores == pytest.approx([1.6659362, 1.3113372, 1.0964489], abs=1e-5)
+    assert found[0].de_scores == pytest.approx([0.6538523, 0.8670483, 1.0], abs=1e-5)
+    assert found[0].clf_scores == pytest.approx([0.6241677, 0.7087167, 0.1928977], abs=1e-5)
+    assert found[0].knn_scores == pytest.approx([1.0, 0.1284721, 0.0], abs=1e-5)
+    assert bundle.neighbours is not None and bundle.neighbours.words is not None
+    assert bundle.neighbours.words.num_features == 26
 
 
 def test_a_newer_bundle_is_refused(bundle_1: Path) -> None:

@@ -17,6 +17,7 @@ from unidec.retrieval.bundle import write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.space import label_vectors, unit_rows
+from unidec.retrieval.words import WordSpace
 
 WORDS = ["red", "green", "blue", "car", "boat", "house", "old", "new", "big"]
 TITLES = ["red car", "green car", "blue car", "red boat", "green boat", "blue boat", "old house", "new house",
@@ -63,7 +64,7 @@ def write_model(path: Path, rng: np.random.Generator, heads: str = "both") -> Pa
     return path
 
 
-def tiny_neighbours(model: StubModel, rng: np.random.Generator, vote: Any, num: int = 30) -> Neighbours:
+def tiny_neighbours(model: StubModel, rng: np.random.Generator, vote: Any, by_words: bool, num: int = 30) -> Neighbours:
     """Training queries of three words each (the first without any) with some labels (the second and third without).
 
     No two have the same words: which of two that are equally near votes would be chance.
@@ -72,15 +73,20 @@ def tiny_neighbours(model: StubModel, rng: np.random.Generator, vote: Any, num: 
     texts = ["", *(" ".join(of_three[i]) for i in rng.permutation(len(of_three))[: num - 1])]
     labels_ML = rng.random((num, len(TITLES))) < 0.15
     labels_ML[1:3] = False
-    de, clf = model.encode_queries(encode_texts(texts, model.tokenizer_folder, 8), np.arange(num))
+    tokens = encode_texts(texts, model.tokenizer_folder, 8)
+    de, clf = model.encode_queries(tokens, np.arange(num))
     uids = [f"Q{i}" for i in range(num)]
+    if by_words:
+        flat, offsets = tokens.ragged(np.arange(num))
+        space = WordSpace.fit(model.tokenizer_folder, flat, offsets)
+        return Neighbours(space.vectors(flat, offsets), csr_matrix(labels_ML), uids, texts, vote, space)
     return Neighbours(de if de is not None else clf, csr_matrix(labels_ML), uids, texts, vote)
 
 
 def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "both", space: str = "both",
                       kind: str = "flat", clf_normalize: bool = True, bias: bool = False,
                       clf_weight: float = 0.5, vote: str | None = None, knn_weight: float = 0.7,
-                      knn_neighbours: int = 7) -> dict:  # fmt: skip
+                      knn_neighbours: int = 7, by_words: bool = False) -> dict:  # fmt: skip
     """Write model and bundle beside each other; returns what it was made of; with `vote` training queries vote."""
     model_path = write_model(path.parent / "model", rng, heads)
     model = StubModel(model_path)
@@ -89,7 +95,7 @@ def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "bot
     clf_LD = rng.normal(size=(len(TITLES), DIM)).astype(np.float32) if heads != "de" else None
     bias_L = rng.normal(size=len(TITLES)).astype(np.float32) if bias else None
     index = LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize), kind=kind)
-    neighbours = None if vote is None else tiny_neighbours(model, rng, vote)
+    neighbours = None if vote is None else tiny_neighbours(model, rng, vote, by_words)
     votes = {} if vote is None else {"knn_weight": knn_weight, "knn_neighbours": knn_neighbours}
     write_bundle(
         path, model_path, index, de_LD=de_LD, clf_LD=clf_LD, bias_L=bias_L, uids=UIDS, titles=TITLES, space=space,

@@ -68,25 +68,61 @@ def with_words(
     Returns:
         (ids int64 [F + M], lengths int64 [B]): a word's own id stands right behind its last piece.
     """
-    begins_F = ~continues_V[flat_F]
-    ends_B = np.cumsum(lengths_B)
-    begins_F[(ends_B - lengths_B)[lengths_B > 0]] = True  # no word goes on from one text to the next
-    start_W = np.flatnonzero(begins_F)
-    pieces_W = np.diff(np.append(start_W, len(flat_F)))
+    start_W, pieces_W = _cut(flat_F, lengths_B, continues_V)
     several = np.flatnonzero(pieces_W > 1)
     if not len(several):
         return flat_F, lengths_B
-    # a sum of mixed (piece, place in the word): order matters, and words of any length take one pass
-    place_F = np.arange(len(flat_F)) - np.repeat(start_W, pieces_W)
-    key_F = _mixed(flat_F.astype(np.uint64) * np.uint64(1 << 20) + place_F.astype(np.uint64))
-    key_M = _mixed(np.add.reduceat(key_F, start_W)[several])
-    bucket_M = len(continues_V) + (key_M % np.uint64(num_buckets)).astype(np.int64)
+    ends_B = np.cumsum(lengths_B)
+    key_M = _keys(flat_F, start_W, pieces_W)[several]
+    bucket_M = len(continues_V) + (mixed(key_M) % np.uint64(num_buckets)).astype(np.int64)
     after_M = start_W[several] + pieces_W[several]
     text_M = np.searchsorted(ends_B, after_M - 1, side="right")
     return np.insert(flat_F, after_M, bucket_M), lengths_B + np.bincount(text_M, minlength=len(lengths_B))
 
 
-def _mixed(key: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def word_keys(
+    flat_F: NDArray[np.int64],
+    lengths_B: NDArray[np.int64],
+    continues_V: NDArray[np.bool_],
+    skipped_V: NDArray[np.bool_],
+) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Every word of some texts by a 64-bit hash of its pieces, text after text.
+
+    Args:
+        flat_F, lengths_B, continues_V: as in `with_words`.
+        skipped_V: bool [V], tokens that are no part of a text (special ones).
+
+    Returns:
+        (hashes uint64 [W], words of each text int64 [B]).
+    """
+    keep_F = ~skipped_V[flat_F]
+    text_F = np.repeat(np.arange(len(lengths_B)), lengths_B)[keep_F]
+    flat_F, lengths_B = flat_F[keep_F], np.bincount(text_F, minlength=len(lengths_B))
+    start_W, pieces_W = _cut(flat_F, lengths_B, continues_V)
+    if not len(start_W):
+        return np.zeros(0, dtype=np.uint64), lengths_B
+    return mixed(_keys(flat_F, start_W, pieces_W)), np.bincount(text_F[start_W], minlength=len(lengths_B))
+
+
+def _cut(
+    flat_F: NDArray[np.int64], lengths_B: NDArray[np.int64], continues_V: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where each word begins, and its number of pieces, int64 [W]; no word goes on from one text to the next."""
+    begins_F = ~continues_V[flat_F]
+    ends_B = np.cumsum(lengths_B)
+    begins_F[(ends_B - lengths_B)[lengths_B > 0]] = True
+    start_W = np.flatnonzero(begins_F)
+    return start_W, np.diff(np.append(start_W, len(flat_F)))
+
+
+def _keys(flat_F: NDArray[np.int64], start_W: NDArray[np.int64], pieces_W: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """A sum of mixed (piece, place in the word) for each word: order matters, and any length takes one pass."""
+    place_F = np.arange(len(flat_F)) - np.repeat(start_W, pieces_W)
+    key_F = mixed(flat_F.astype(np.uint64) * np.uint64(1 << 20) + place_F.astype(np.uint64))
+    return np.add.reduceat(key_F, start_W)
+
+
+def mixed(key: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """splitmix64's finaliser: every bit of the key moves every bit of the result. Overflow is meant."""
     key = key + _ODD
     key = (key ^ (key >> np.uint64(30))) * _MIX[0]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from scipy.sparse import csr_matrix
 
 from unidec.data.storage import folder_sha256, read_manifest
 from unidec.data.tokens import encode_texts
@@ -97,6 +98,7 @@ class Bundle:
         info: `bundle.json`.
         uids, titles: Arrow string arrays [L].
         model: the encoder with its heads. index: the label index.
+        vectors: the labels' arrays by name, memory-mapped: de, clf [L, D], bias [L]; those that exist.
         neighbours: the training queries that vote; None where none do.
     """
 
@@ -112,7 +114,7 @@ class Bundle:
     ) -> None:
         self.path, self.info, self.model, self.index = path, info, model, index
         self.sha256 = folder_sha256(path)
-        self._vectors, self.neighbours = dict(vectors), neighbours
+        self.vectors, self.neighbours = dict(vectors), neighbours
         self.uids, self.titles = (labels.column(name).combine_chunks() for name in ("uid", "title"))
 
     @classmethod
@@ -138,11 +140,12 @@ class Bundle:
         index = LabelIndex.load(
             root / "index.faiss", info.num_labels, info.width, kind=info.index_kind, search=info.index_search
         )
-        neighbours = None
-        if (knn := info.knn) is not None:
-            neighbours = read_neighbours(root, knn.num_queries, knn.num_pairs, info.num_labels, info.dim, knn.vote)
         model = _load_model(root / "model", device)
         _check_model(root / "model", model, info)
+        neighbours = None
+        if (knn := info.knn) is not None:
+            width, folder = (info.dim, None) if knn.num_words is None else (knn.num_words, model.tokenizer_folder)
+            neighbours = read_neighbours(root, knn.num_queries, knn.num_pairs, info.num_labels, width, knn.vote, folder)
         return cls(root, info, model, index, vectors, labels, neighbours)
 
     @property
@@ -153,7 +156,7 @@ class Bundle:
     @property
     def label_embeddings(self) -> Floats | None:
         """Phi_D of the labels, float32 [L, D] unit length; None without a dual-encoder head."""
-        return self._vectors.get("de")
+        return self.vectors.get("de")
 
     def predict(
         self,
@@ -203,7 +206,7 @@ class Bundle:
             parts.append(self._predict_batch(texts[start : start + batch_size], k, excluded))
         if not parts:
             nothing = np.zeros((0, k), dtype=np.float32)
-            de, clf = (nothing if name in self._vectors else None for name in ("de", "clf"))
+            de, clf = (nothing if name in self.vectors else None for name in ("de", "clf"))
             knn = None if self.neighbours is None else nothing
             return Predictions(np.zeros((0, k), dtype=np.int64), nothing, de, clf, knn)
         return Predictions(
@@ -257,7 +260,14 @@ class Bundle:
         """uid -> label row; made on first use."""
         return dict(zip(self.uids.to_pylist(), range(self.num_labels), strict=True))
 
-    def rank(self, de_BD: Floats | None, clf_BD: Floats | None, k: int, excluded: Labels | None = None) -> Ranked:
+    def rank(
+        self,
+        de_BD: Floats | None,
+        clf_BD: Floats | None,
+        k: int,
+        excluded: Labels | None = None,
+        words_BF: csr_matrix | None = None,
+    ) -> Ranked:
         """The k best labels of encoded queries: the heads' score, and the votes of training queries where they vote.
 
         Exact where the index is: of a label without votes only the heads' place decides, and every label with votes
@@ -267,13 +277,16 @@ class Bundle:
             de_BD, clf_BD: queries as `model.encode_queries` gives them.
             k: at least 1; may exceed L.
             excluded: int64, unique keys query * L + label of the pairs that must not be returned.
+            words_BF: the queries' words, where training queries are compared by them (`neighbours.words.vectors`).
         """
-        info, vectors, excluded = self.info, self._vectors, np.zeros(0, np.int64) if excluded is None else excluded
+        info, vectors, excluded = self.info, self.vectors, np.zeros(0, np.int64) if excluded is None else excluded
         query_BD = query_vectors(de_BD, clf_BD, info.space, info.clf_weight, info.clf_normalize, "bias" in vectors)
         rows_BK, scores_BK = self._search(query_BD, k, excluded)
         if self.neighbours is None or info.knn is None:
             return Ranked(rows_BK, scores_BK)
         compared_BD = de_BD if info.knn.space == "de" else clf_BD
+        if self.neighbours.words is not None:
+            compared_BD = words_BF
         assert compared_BD is not None
         candidates = Candidates.of(
             rows_BK,
@@ -289,8 +302,11 @@ class Bundle:
     def _predict_batch(self, texts: Sequence[str], k: int, exclude: Sequence[Sequence[str]] | None) -> Predictions:
         tokens = encode_texts(texts, self.model.tokenizer_folder, self.model.max_length)
         de_BD, clf_BD = self.model.encode_queries(tokens, np.arange(len(texts)), batch_size=len(texts))
-        info, vectors = self.info, self._vectors
-        found = self.rank(de_BD, clf_BD, k, self._excluded_pairs(exclude))
+        info, vectors = self.info, self.vectors
+        words_BF = None
+        if self.neighbours is not None and self.neighbours.words is not None:
+            words_BF = self.neighbours.words.vectors(*tokens.ragged(np.arange(len(texts))))
+        found = self.rank(de_BD, clf_BD, k, self._excluded_pairs(exclude), words_BF)
         de = head_scores(de_BD, vectors["de"], found.rows) if "de" in vectors else None
         clf = None
         if "clf" in vectors:

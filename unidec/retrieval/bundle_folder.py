@@ -34,7 +34,7 @@ from unidec.retrieval.neighbours import Neighbours, Vote
 from unidec.retrieval.space import Space, label_vectors, width
 
 KIND = "bundle"
-VERSION = 2  # 1 had no neighbours
+VERSION = 3  # 1 had no neighbours, 2 none that are compared by words
 MAX_INFO_BYTES = 16 << 20
 LABEL_SCHEMA = pa.schema([pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)])
 LABEL_ROWS = 65_536
@@ -55,6 +55,7 @@ class KnnInfo(BaseModel):
         weight: of their votes beside the heads' score. neighbours: how many of them vote.
         vote: what a vote counts by its cosine. space: the head in whose space queries are compared.
         num_queries, num_pairs: training queries, and their labels in all.
+        num_words: words and pairs of words that queries are compared by; None: by their vectors in `space`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -65,6 +66,7 @@ class KnnInfo(BaseModel):
     space: Literal["de", "clf"]
     num_queries: Count
     num_pairs: Annotated[int, Field(ge=0, le=1 << 40)]
+    num_words: Annotated[int, Field(ge=0, le=1 << 40)] | None = None
 
 
 class BundleInfo(BaseModel):
@@ -139,7 +141,8 @@ def write_bundle(
         bias_L: float32 [L] biases of the classifier.
         uids, titles: of the L labels; uids are unique.
         space, clf_weight, clf_normalize: what is searched and how it is blended; see `space.py`.
-        neighbours: training queries that vote, compared by de_LD's head, or by clf_LD's where there is no de_LD.
+        neighbours: training queries that vote, compared by de_LD's head, or by clf_LD's where there is no de_LD; or by
+            their words.
         knn_weight, knn_neighbours: weight of the votes, above 0 with `neighbours`, and how many vote.
         text: "title" or "title+content".
         dataset, metrics, params, card: facts kept in bundle.json, JSON-able.
@@ -319,8 +322,8 @@ def _knn_info(
         if weight:
             raise ValueError(f"a weight of the votes ({weight}) without neighbours")
         return None
-    if (neighbours.num_labels, neighbours.vectors_MD.shape[1]) != shape:
-        got = (neighbours.num_labels, neighbours.vectors_MD.shape[1])
+    got = (neighbours.num_labels, neighbours.vectors_MD.shape[1] if neighbours.words is None else shape[1])
+    if got != shape:
         raise ValueError(f"neighbours of {got[0]} labels and width {got[1]}, the bundle has {shape[0]} and {shape[1]}")
     return KnnInfo(
         weight=float(weight),
@@ -329,6 +332,7 @@ def _knn_info(
         space=space,
         num_queries=neighbours.num_queries,
         num_pairs=int(neighbours.labels_ML.nnz),
+        num_words=None if neighbours.words is None else neighbours.words.num_features,
     )
 
 

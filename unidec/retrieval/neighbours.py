@@ -1,7 +1,7 @@
 """Votes of similar training queries: a third score beside the two heads'.
 
-Legend: M training queries that vote, B queries, N nearest of them, L labels, D width of a head, P pairs of a query and
-a label that may be among the best, K results.
+Legend: M training queries that vote, B queries, N nearest of them, L labels, D width of a head (or number of words), P
+pairs of a query and a label that may be among the best, K results.
 
     votes(x, l) = sum over the N nearest m of w(cos(x, m)) y_ml, divided by its largest value over all labels
     score(x, l) = heads(x, l) + weight * votes(x, l)
@@ -29,13 +29,18 @@ from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_plain_table
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.space import unit_rows
+from unidec.retrieval.words import WordSpace
 
 Vote = Literal["square", "softmax"]
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
 
 TEMPERATURE = 0.05  # of the softmax vote: that of the heads' own softmax, about
-FILES = frozenset(f"neighbours/{name}" for name in ("vectors.npy", "indptr.npy", "labels.npy", "queries.arrow"))
+_LABELS = ("indptr.npy", "labels.npy", "queries.arrow")
+_WORDS = ("words_indptr.npy", "words.npy", "words_values.npy", "word_keys.npy", "word_weights.npy")
+FILES = frozenset(f"neighbours/{name}" for name in ("vectors.npy", *_LABELS, *_WORDS))
+"""All that may lie there: either vectors.npy, or those of words."""
+_BLOCK_SCORES = 1 << 24  # cosines of one block of queries compared by words, at most
 # large: the titles of many queries are more than the 2 GB that a plain string column holds
 QUERY_SCHEMA = pa.schema(
     [pa.field("uid", pa.large_string(), nullable=False), pa.field("title", pa.large_string(), nullable=False)]
@@ -62,54 +67,82 @@ class Neighbours:
     """Training queries that vote. Voting is safe from several threads at once.
 
     Args:
-        vectors_MD: their vectors in the head's space in which queries are compared; kept as float16 of unit length.
+        vectors_MD: what queries are compared by: their vectors in a head's space, kept as float16 of unit length; or
+            with `words` CSR, their words.
         labels_ML: CSR [M, L], their labels (relevance above 0); each is one vote.
         uids, titles: of the M queries.
         vote: how much a neighbour's vote counts by its cosine; a key of `VOTES`.
+        words: the space of the CSR `vectors_MD`; None for a head's.
 
     Raises:
         ValueError: parts that differ in their number of queries, no query, numbers that are not finite, another vote.
     """
 
     def __init__(
-        self, vectors_MD: npt.NDArray[Any], labels_ML: csr_matrix, uids: Any, titles: Any, vote: Vote = "softmax"
+        self,
+        vectors_MD: npt.NDArray[Any] | csr_matrix,
+        labels_ML: csr_matrix,
+        uids: Any,
+        titles: Any,
+        vote: Vote = "softmax",
+        words: WordSpace | None = None,
     ) -> None:
         if vote not in VOTES:
             raise ValueError(f"unknown vote {vote!r}, expected one of {', '.join(VOTES)}")
-        own = np.asarray(vectors_MD)
-        if not np.isfinite(own).all():
-            raise ValueError("vectors_MD must be finite")
-        self.vectors_MD = own if own.dtype == np.float16 else unit_rows(own).astype(np.float16)
-        self.uids, self.titles, self.vote = _strings(uids), _strings(titles), vote
-        counts = (len(own), _rows_of(labels_ML), len(self.uids), len(self.titles))
-        if len(set(counts)) != 1 or not len(own):
+        self.uids, self.titles, self.vote, self.words = _strings(uids), _strings(titles), vote, words
+        self.vectors_MD: Any
+        if words is None:
+            own = np.asarray(vectors_MD)
+            if not np.isfinite(own).all():
+                raise ValueError("vectors_MD must be finite")
+            self.vectors_MD = own if own.dtype == np.float16 else unit_rows(own).astype(np.float16)
+        else:
+            # as they are stored: a query must find the same neighbours before and after
+            self.vectors_MD = csr_matrix(vectors_MD, dtype=np.float32, copy=True)
+            self.vectors_MD.data = self.vectors_MD.data.astype(np.float16).astype(np.float32)
+            if self.vectors_MD.shape[1] != words.num_features or not np.isfinite(self.vectors_MD.data).all():
+                raise ValueError("vectors_MD must be finite, and have a column for each word")
+        counts = (_rows_of(self.vectors_MD), _rows_of(labels_ML), len(self.uids), len(self.titles))
+        if len(set(counts)) != 1 or not counts[0]:
             raise ValueError(f"vectors, labels, uids and titles must be of the same queries, got {counts}")
         self.labels_ML = _ones(labels_ML)
-        self._index = LabelIndex.build(self.vectors_MD.astype(np.float32))
+        if words is None:
+            self._index = LabelIndex.build(self.vectors_MD.astype(np.float32))
+        else:
+            self._by_word = csr_matrix(self.vectors_MD.T)
 
     @property
     def num_queries(self) -> int:
         """M."""
-        return len(self.vectors_MD)
+        return _rows_of(self.vectors_MD)
 
     @property
     def num_labels(self) -> int:
         """L."""
         return int(self.labels_ML.shape[1])
 
-    def nearest(self, query_BD: Floats, num: int) -> tuple[Floats, Labels]:
+    def nearest(self, query_BD: Floats | csr_matrix, num: int) -> tuple[Floats, Labels]:
         """The training queries of the largest cosine, best first; among equals the earlier comes first.
 
         Args:
-            query_BD: float [B, D] in the space of `vectors_MD`, of any length.
+            query_BD: float [B, D] in the space of `vectors_MD`, of any length; CSR of `words.vectors` with words.
             num: N, at least 1; all where it exceeds M.
 
         Returns:
             cosines float32 [B, N] (those of the float16 vectors), rows int64 [B, N].
         """
-        return self._index.search(unit_rows(query_BD), min(num, self.num_queries))
+        num = min(num, self.num_queries)
+        if self.words is None:
+            return self._index.search(unit_rows(query_BD), num)
+        cosine_BN = np.empty((_rows_of(query_BD), num), dtype=np.float32)
+        row_BN = np.empty((_rows_of(query_BD), num), dtype=np.int64)
+        block = max(1, _BLOCK_SCORES // self.num_queries)
+        for begin in range(0, len(row_BN), block):
+            some = slice(begin, begin + block)
+            cosine_BN[some], row_BN[some] = _largest((query_BD[some] @ self._by_word).toarray(), num)
+        return cosine_BN, row_BN
 
-    def votes(self, query_BD: Floats, num: int) -> csr_matrix:
+    def votes(self, query_BD: Floats | csr_matrix, num: int) -> csr_matrix:
         """Votes of the `num` nearest training queries.
 
         Args:
@@ -135,7 +168,13 @@ class Neighbours:
         """Write the files of `FILES` below a bundle's folder; the same queries give the same bytes."""
         place = folder / "neighbours"
         place.mkdir()
-        np.save(place / "vectors.npy", np.ascontiguousarray(self.vectors_MD), allow_pickle=False)
+        arrays: dict[str, npt.NDArray[Any]] = {"vectors.npy": self.vectors_MD}
+        if self.words is not None:
+            own = self.vectors_MD
+            values = (own.indptr.astype(np.int64), own.indices.astype(np.int32), own.data.astype(np.float16))
+            arrays = dict(zip(_WORDS, (*values, self.words.keys_F, self.words.idf_F), strict=True))
+        for name, array in arrays.items():
+            np.save(place / name, np.ascontiguousarray(array), allow_pickle=False)
         np.save(place / "indptr.npy", self.labels_ML.indptr.astype(np.int64), allow_pickle=False)
         np.save(place / "labels.npy", self.labels_ML.indices.astype(np.int32), allow_pickle=False)
         table = pa.table({"uid": self.uids, "title": self.titles}, schema=QUERY_SCHEMA)
@@ -146,40 +185,78 @@ class Neighbours:
     @property
     def num_bytes(self) -> int:
         """Size of what `write` writes, about."""
-        return self.vectors_MD.nbytes + 4 * self.labels_ML.nnz + 8 * self.num_queries + self.titles.nbytes
+        own = self.vectors_MD.nbytes if self.words is None else 6 * self.vectors_MD.nnz + 12 * self.words.num_features
+        return own + 4 * self.labels_ML.nnz + 16 * self.num_queries + self.titles.nbytes
 
 
 def read_neighbours(
-    folder: Path, num_queries: int, num_pairs: int, num_labels: int, dim: int, vote: Vote
+    folder: Path,
+    num_queries: int,
+    num_pairs: int,
+    num_labels: int,
+    dim: int,
+    vote: Vote,
+    tokenizer_folder: Path | None = None,
 ) -> Neighbours:
     """What `Neighbours.write` wrote below a bundle's folder, everything checked against these numbers.
+
+    Args:
+        dim: width of the vectors; with `tokenizer_folder` the number of words.
+        tokenizer_folder: of the model, where queries are compared by words.
 
     Raises:
         ArtifactError: missing, of another type or size, not finite, or labels that do not exist.
     """
     place = folder / "neighbours"
-    for name in sorted(FILES):
-        if not (folder / name).is_file():
-            raise ArtifactError("a file of a bundle is missing", where=str(folder / name), fix=_FIX)
-    vectors_MD = load_array(place / "vectors.npy", np.float16, ndim=2)
-    indptr, labels = load_array(place / "indptr.npy", np.int64), load_array(place / "labels.npy", np.int32)
-    shapes = (
-        ("vectors.npy", vectors_MD, (num_queries, dim)),
-        ("indptr.npy", indptr, (num_queries + 1,)),
-        ("labels.npy", labels, (num_pairs,)),
-    )
-    for name, array, shape in shapes:
-        if array.shape != shape:
-            raise ArtifactError("another shape", where=str(place / name), got=array.shape, expected=shape, fix=_FIX)
+    for name in (*(_WORDS if tokenizer_folder else ("vectors.npy",)), *_LABELS):
+        if not (place / name).is_file():
+            raise ArtifactError("a file of a bundle is missing", where=str(place / name), fix=_FIX)
+    labels_ML = _read_csr(place, "indptr.npy", "labels.npy", (num_queries, num_labels), num_pairs)
+    words = None
+    if tokenizer_folder is None:
+        vectors: Any = load_array(place / "vectors.npy", np.float16, ndim=2)
+        _check_shape(place / "vectors.npy", vectors, (num_queries, dim))
+        _check_finite(place / "vectors.npy", vectors)
+    else:
+        values = load_array(place / "words_values.npy", np.float16)
+        _check_finite(place / "words_values.npy", values)
+        vectors = _read_csr(place, "words_indptr.npy", "words.npy", (num_queries, dim), len(values), values)
+        words = _read_words(place, dim, tokenizer_folder)
+    table = _read_queries(place / "queries.arrow", num_queries)
+    return Neighbours(vectors, labels_ML, table["uid"], table["title"], vote, words)
+
+
+def _read_csr(
+    place: Path,
+    name: str,
+    columns: str,
+    shape: tuple[int, int],
+    num_pairs: int,
+    values: npt.NDArray[Any] | None = None,
+) -> csr_matrix:
+    """A matrix of two files, `name` with where rows begin and `columns`; float32, 1 everywhere without values."""
+    indptr, indices = load_array(place / name, np.int64), load_array(place / columns, np.int32)
+    _check_shape(place / name, indptr, (shape[0] + 1,))
+    _check_shape(place / columns, indices, (num_pairs,))
     if indptr[0] != 0 or indptr[-1] != num_pairs or (np.diff(indptr) < 0).any():
-        raise ArtifactError("rows that do not fit the labels", where=str(place / "indptr.npy"), fix=_FIX)
-    if num_pairs and not (int(labels.min()) >= 0 and int(labels.max()) < num_labels):
-        raise ArtifactError(
-            "labels that do not exist", where=str(place / "labels.npy"), expected=f"0 to {num_labels - 1}", fix=_FIX
-        )
-    if not np.isfinite(vectors_MD).all():
-        raise ArtifactError("numbers that are not finite", where=str(place / "vectors.npy"), fix=_FIX)
-    where = place / "queries.arrow"
+        raise ArtifactError(f"rows that do not fit {columns}", where=str(place / name), fix=_FIX)
+    if num_pairs and not (int(indices.min()) >= 0 and int(indices.max()) < shape[1]):
+        what = f"{columns.removesuffix('.npy')} that do not exist"
+        raise ArtifactError(what, where=str(place / columns), expected=f"0 to {shape[1] - 1}", fix=_FIX)
+    data = np.ones(num_pairs, dtype=np.float32) if values is None else values.astype(np.float32)
+    return csr_matrix((data, indices, indptr), shape=shape)
+
+
+def _read_words(place: Path, num_words: int, tokenizer_folder: Path) -> WordSpace:
+    keys, weights = load_array(place / "word_keys.npy", np.uint64), load_array(place / "word_weights.npy", np.float32)
+    _check_shape(place / "word_keys.npy", keys, (num_words,))
+    try:
+        return WordSpace(tokenizer_folder, keys, weights)
+    except ValueError as error:
+        raise ArtifactError("damaged words", where=str(place / "word_keys.npy"), got=str(error), fix=_FIX) from error
+
+
+def _read_queries(where: Path, num_queries: int) -> pa.Table:
     try:
         table = read_plain_table(where, QUERY_SCHEMA)
         table.validate(full=True)
@@ -189,8 +266,30 @@ def read_neighbours(
         raise ArtifactError(
             "another number of queries", where=str(where), got=table.num_rows, expected=num_queries, fix=_FIX
         )
-    labels_ML = csr_matrix((np.ones(num_pairs, dtype=np.float32), labels, indptr), shape=(num_queries, num_labels))
-    return Neighbours(vectors_MD, labels_ML, table["uid"], table["title"], vote)
+    return table
+
+
+def _check_shape(where: Path, array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise ArtifactError("another shape", where=str(where), got=array.shape, expected=shape, fix=_FIX)
+
+
+def _check_finite(where: Path, array: npt.NDArray[Any]) -> None:
+    if not np.isfinite(array).all():
+        raise ArtifactError("numbers that are not finite", where=str(where), fix=_FIX)
+
+
+def _largest(score_BM: Floats, num: int) -> tuple[Floats, Labels]:
+    """The `num` largest of each row, best first, among equals the smaller column: float32 and int64 [B, num]."""
+    # ties at the edge go to the smaller column too: what is above the smallest that is taken, then its equals in order
+    edge_B1 = -np.partition(-score_BM, num - 1, axis=1)[:, num - 1 : num]
+    above_BM, equal_BM = score_BM > edge_B1, score_BM == edge_B1
+    room_B1 = num - above_BM.sum(axis=1, keepdims=True)
+    taken_BM = above_BM | (equal_BM & (np.cumsum(equal_BM, axis=1) <= room_B1))
+    column_BN = np.nonzero(taken_BM)[1].reshape(-1, num)
+    score_BN = np.take_along_axis(score_BM, column_BN, axis=1)
+    order_BN = np.argsort(-score_BN, axis=1, kind="stable")
+    return np.take_along_axis(score_BN, order_BN, axis=1), np.take_along_axis(column_BN, order_BN, axis=1)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from unidec.model.search import exact_search
 from unidec.model.unidec import UniDEC
 from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, votes_alone
 from unidec.retrieval.space import Space, label_vectors, pair_scores, query_vectors
+from unidec.retrieval.words import WordSpace
 from unidec.stages import paths
 from unidec.training.precision import autocast_type
 
@@ -29,7 +30,8 @@ HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@3", "PSP@5", "R@10", "R
 CLF_WEIGHTS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
 QUERIES_AT_ONCE = 4096  # a multiple of faiss's own blocks; the votes of a query take some kilobytes
 KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)
-VOTE: Vote = "softmax"
+NeighboursBy = Literal["model", "words"]
+VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "square"}  # measured: docs/third-score.md
 TUNED_ON = "nDCG@5"
 MAX_TURNS = 3  # of tuning one weight after the other: the second changes little
 
@@ -107,14 +109,22 @@ class Ranking:
 
     def votes(self, neighbours: Neighbours, num: int) -> sp.csr_matrix:
         """Votes of the `num` nearest training queries: float32 CSR [n, L]."""
-        return neighbours.votes(self.compared, num)
+        return neighbours.votes(self.compared(neighbours), num)
 
-    @property
-    def compared(self) -> np.ndarray:
-        """The queries' vectors that are compared with those of training queries, float32 [n, D]."""
+    def compared(self, neighbours: Neighbours) -> np.ndarray | sp.csr_matrix:
+        """What of the queries is compared with training queries: float32 [n, D], or their words, CSR [n, F]."""
+        words = self.words(neighbours)
+        if words is not None:
+            return words
         compared = self.query_de if self.query_de is not None else self.query_clf
         assert compared is not None
         return compared
+
+    def words(self, neighbours: Neighbours | None) -> sp.csr_matrix | None:
+        """The queries' words, float32 CSR [n, F]; None where training queries are not compared by them."""
+        if neighbours is None or neighbours.words is None:
+            return None
+        return neighbours.words.vectors(*paths.open_tokens("queries").ragged(self.rows))
 
     def candidates(
         self, space: Space, clf_weight: float, clf_normalize: bool, votes: sp.csr_matrix, k: int = K
@@ -146,9 +156,10 @@ class Ranking:
     ) -> dict[str, float]:
         """Every metric of the split by the votes of similar training queries alone."""
         labels = np.full((len(self.rows), K), -1, dtype=np.int64)
+        compared = self.compared(neighbours)
         for start in range(0, len(labels), QUERIES_AT_ONCE):
             some = slice(start, start + QUERIES_AT_ONCE)
-            votes = neighbours.votes(self.compared[some], num)
+            votes = neighbours.votes(compared[some], num)
             labels[some] = votes_alone(votes, K, pair_keys(self.filter_pairs[some])).rows
         return self.metrics_of(labels, propensity)
 
@@ -159,22 +170,29 @@ def pair_keys(pairs: sp.csr_matrix) -> np.ndarray:
     return np.unique(rows * pairs.shape[1] + pairs.indices)
 
 
-def training_neighbours(model: UniDEC, dataset: XMCDataset, precision: str, vote: Vote = VOTE) -> Neighbours:
-    """The training split's queries as neighbours: in the dual encoder's space, or the classifier's where it is alone.
+def training_neighbours(
+    model: UniDEC, dataset: XMCDataset, precision: str, vote: Vote | None = None, by: NeighboursBy = "model"
+) -> Neighbours:
+    """The training split's queries as neighbours, compared in the dual encoder's space (the classifier's where it is
+    alone), or by their words.
 
     Queries of other splits never vote, nor do filtered pairs.
     """
-    rows = dataset.rows("train")
+    rows, tokens = dataset.rows("train"), paths.open_tokens("queries")
+    labels = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
+    texts = (dataset.query_uids(rows), dataset.query_texts(rows), vote or VOTE[by])
+    if by == "words":
+        flat, offsets = tokens.ragged(rows)
+        space = WordSpace.fit(model.tokenizer_folder, flat, offsets)
+        return Neighbours(space.vectors(flat, offsets), labels, *texts, space)
     head: Literal["de", "clf"] = "clf" if model.heads == "clf" else "de"
-    tokens = paths.open_tokens("queries")
     amp = autocast_type(precision, model.device)
     build = cached_inputs(model.encoder, {"queries": tokens}, paths.CACHE, model.device, amp)
     with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
         de, clf = model.vectors("queries", tokens, rows, build, desc="training queries", only=head)
     vectors = de if head == "de" else clf
     assert vectors is not None
-    labels = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
-    return Neighbours(vectors, labels, dataset.query_uids(rows), dataset.query_texts(rows), vote)
+    return Neighbours(vectors, labels, *texts)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Legend: n queries of the split, K places.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from datetime import UTC, datetime
 from pathlib import Path
@@ -182,9 +183,10 @@ def _example(
         parts["clf"] = head_scores(
             ranking.query_clf[i : i + 1], ranking.label_clf, shown, bias_L=ranking.bias, normalize=info.clf_normalize
         )[0]
-    compared = ranking.query_de if ranking.query_de is not None else ranking.query_clf
-    if bundle.neighbours is not None and info.knn is not None and compared is not None:
-        votes = bundle.neighbours.votes(compared[i : i + 1], info.knn.neighbours)
+    if bundle.neighbours is not None and info.knn is not None:
+        de, clf = (None if part is None else part[i : i + 1] for part in (ranking.query_de, ranking.query_clf))
+        one = dataclasses.replace(ranking, rows=ranking.rows[i : i + 1], query_de=de, query_clf=clf)
+        votes = one.votes(bundle.neighbours, info.knn.neighbours)
         parts["knn"] = votes[:, np.maximum(shown[0], 0)].toarray()[0]
     true_rows = truth.indices[truth.indptr[i] : truth.indptr[i + 1]]
     found = [label for label in shown[0] if label >= 0]

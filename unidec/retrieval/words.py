@@ -1,0 +1,123 @@
+"""Texts as TF-IDF vectors of whole words and of pairs of words: what training queries that vote may be compared by.
+
+Made of the model's own token ids: nothing is tokenised twice, and no vocabulary of strings is kept. A word is the hash
+of its pieces, a pair that of two words in a row. Source: the tf-idf weighting and cosine of Salton and Buckley 1988,
+with a logarithmic term frequency.
+
+Legend: V tokens of the vocabulary, F features, B texts, W words of all texts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+
+from unidec.data.tokens import load_tokenizer
+from unidec.errors import ConfigError
+from unidec.model.words import continuing_pieces, mixed, word_keys
+
+MOST_TEXTS = 0.1  # a word that a larger share of the texts has tells nothing of what a text is about
+FEWEST_TEXTS = 2  # a pair that fewer texts have can find no other text
+_PAIR = np.uint64(0x9FB21C651E98DF25)  # odd: a pair's hash is no sum that another order would give too
+_SMALL = 100  # texts below which no word counts as everywhere
+
+Keys = NDArray[np.uint64]
+
+
+class WordSpace:
+    """Weights of words and pairs of words.
+
+    Args:
+        tokenizer_folder: of the model; it says which pieces go on a word, and which tokens are special. Without such
+            marks each token is a word.
+        keys_F: uint64 [F], hashes of the known words and pairs, ascending. Others count for nothing.
+        idf_F: float32 [F], their weights, above 0.
+
+    Raises:
+        ValueError: keys that do not ascend, or weights that are not finite and above 0, or of another number.
+    """
+
+    def __init__(self, tokenizer_folder: Path, keys_F: Keys, idf_F: NDArray[np.float32]) -> None:
+        if len(keys_F) != len(idf_F) or (keys_F[1:] <= keys_F[:-1]).any():
+            raise ValueError("keys_F must ascend, with a weight each")
+        if not (np.isfinite(idf_F).all() and (idf_F > 0).all()):
+            raise ValueError("idf_F must be finite and above 0")
+        self.keys_F, self.idf_F = keys_F, np.asarray(idf_F, dtype=np.float32)
+        self._continues_V, self._skipped_V = _marks(tokenizer_folder)
+
+    @classmethod
+    def fit(cls, tokenizer_folder: Path, flat: NDArray[np.int64], offsets: NDArray[np.int64]) -> WordSpace:
+        """The words and pairs of some texts, weighted by ln((1 + B) / (1 + texts that have it)) + 1.
+
+        Args:
+            flat, offsets: token ids of the texts, as `Tokens.ragged` gives them.
+        """
+        space = cls(tokenizer_folder, np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.float32))
+        key, text, is_pair = space._features(flat, offsets)
+        num_texts = len(offsets) - 1
+        found, first, place = np.unique(key, return_index=True, return_inverse=True)
+        once = np.unique(place.astype(np.int64) * max(num_texts, 1) + text)
+        texts_F = np.bincount(once // max(num_texts, 1), minlength=len(found))
+        most = max(MOST_TEXTS * num_texts, _SMALL)
+        keep = np.where(is_pair[first], texts_F >= FEWEST_TEXTS, texts_F <= most)
+        space.keys_F = found[keep]
+        space.idf_F = (np.log((1 + num_texts) / (1 + texts_F[keep])) + 1).astype(np.float32)
+        return space
+
+    @property
+    def num_features(self) -> int:
+        """F."""
+        return len(self.keys_F)
+
+    def vectors(self, flat: NDArray[np.int64], offsets: NDArray[np.int64]) -> csr_matrix:
+        """Unit vectors of some texts, (1 + ln count) x idf: float32 CSR [B, F] with sorted indices; a row is empty
+        where no word is known.
+
+        Args:
+            flat, offsets: token ids of the texts, as `Tokens.ragged` gives them.
+        """
+        key, text, _ = self._features(flat, offsets)
+        at = np.minimum(np.searchsorted(self.keys_F, key), max(self.num_features - 1, 0))
+        known = self.keys_F[at] == key if self.num_features else np.zeros(len(key), dtype=bool)
+        shape = (len(offsets) - 1, self.num_features)
+        ones = np.ones(int(known.sum()), dtype=np.float32)
+        vectors_BF: Any = csr_matrix((ones, (text[known], at[known])), shape=shape)
+        vectors_BF.sum_duplicates()
+        vectors_BF.data = (1 + np.log(vectors_BF.data)) * self.idf_F[vectors_BF.indices]
+        text_P = np.repeat(np.arange(shape[0]), np.diff(vectors_BF.indptr))
+        norm_B = np.sqrt(np.bincount(text_P, vectors_BF.data.astype(np.float64) ** 2, minlength=shape[0]))
+        vectors_BF.data = (vectors_BF.data / norm_B[text_P]).astype(np.float32)
+        return vectors_BF
+
+    def _features(
+        self, flat: NDArray[np.int64], offsets: NDArray[np.int64]
+    ) -> tuple[Keys, NDArray[np.int64], NDArray[np.bool_]]:
+        """Hash and text of every word, then of every pair; whether it is a pair."""
+        key_W, words_B = word_keys(flat, np.diff(offsets), self._continues_V, self._skipped_V)
+        text_W = np.repeat(np.arange(len(words_B)), words_B)
+        together = text_W[1:] == text_W[:-1]
+        pair = mixed(key_W[:-1] * _PAIR + key_W[1:])[together]
+        is_pair = np.zeros(len(key_W) + len(pair), dtype=bool)
+        is_pair[len(key_W) :] = True
+        return np.concatenate([key_W, pair]), np.concatenate([text_W, text_W[1:][together]]), is_pair
+
+
+def _marks(tokenizer_folder: Path) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which tokens continue a word, and which are special: bool [V] each."""
+    tokenizer = load_tokenizer(tokenizer_folder, 3)
+    num_tokens = tokenizer.vocab_size
+    try:
+        continues_V = continuing_pieces(tokenizer_folder, num_tokens)
+    except ConfigError:  # no marks: each token is a word
+        continues_V = np.zeros(num_tokens, dtype=bool)
+    skipped_V = np.zeros(num_tokens, dtype=bool)
+    skipped_V[tokenizer.encode([""])[0]] = True  # what stands around every text
+    described = json.loads((tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8"))
+    special = [token["id"] for token in described.get("added_tokens", []) if token.get("special")]
+    skipped_V[[number for number in special if number < num_tokens]] = True
+    return continues_V, skipped_V
