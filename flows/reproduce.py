@@ -177,7 +177,7 @@ def _only_missing(changes: list[Any]) -> bool:
     if not all(isinstance(change, dict) for change in changes):
         return False  # "always changed", a changed command
     kinds = [kind for change in changes for part in change.values() for kind in part.values()]
-    return set(kinds) == {"deleted"}
+    return bool(kinds) and all(kind == "deleted" for kind in kinds)  # a parameter's kind is a dictionary
 
 
 def _stage_words(output: str) -> str:

@@ -31,7 +31,8 @@ def place(tmp_path, monkeypatch) -> Path:
     """An empty project folder to stand in."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    Path("params.yaml").write_text(f"optim: {{epochs: {EPOCHS}}}\npool: {{refresh: {A_ROUND}}}\n")
+    given = f"optim: {{epochs: {EPOCHS}}}\npool: {{refresh: {A_ROUND}}}\nindex: {{kind: flat}}\n"
+    Path("params.yaml").write_text(given)
     Path("dvc.yaml").write_text("stages:\n  train: {cmd: x, deps: [data]}\n  index: {cmd: x}\n  evaluate: {cmd: x}\n")
     return tmp_path
 
@@ -347,6 +348,7 @@ def dvc_project(place, monkeypatch):
 
     links = {"train": ("params.yaml", "model"), "index": ("model", "bundle"), "evaluate": ("bundle", "metrics")}
     stages = {name: {"cmd": copy(*link), "deps": [link[0]], "outs": [link[1]]} for name, link in links.items()}
+    stages["index"]["params"] = ["index.kind"]
     stages["validate"] = {"cmd": f"{sys.executable} -c \"import sys; print('bad row 7'); sys.exit(3)\""}
     Path("dvc.yaml").write_text(json.dumps({"stages": stages}))
     assert reproduce.run(["init", "--no-scm", "-q"])[0] == 0
@@ -364,8 +366,11 @@ def test_dvc_says_what_is_stale_and_records_what_was_made(dvc_project, place):
     assert dvc_project.stale() == [] and (place / "bundle").exists()  # from the cache
     (place / "bundle").write_text("other")
     assert dvc_project.stale() == ["index", "evaluate"]
-    (place / "params.yaml").write_text("seed: 1\n")
+    dvc_project.commit(["index", "evaluate"])
+    (place / "params.yaml").write_text("index: {kind: hnsw}\n")  # a file that is read, and a parameter of another stage
     assert dvc_project.stale()[0] == "train" and dvc_project.inputs_digest() != digest
+    dvc_project.commit(["train"])
+    assert dvc_project.stale() == ["index", "evaluate"]  # the parameter alone
 
 
 def test_a_stage_that_fails_in_dvc_is_the_error_it_was(dvc_project):
