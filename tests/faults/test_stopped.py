@@ -121,7 +121,7 @@ class Project:
         client = MlflowClient(f"sqlite:///{self.folder}/mlflow/mlflow.db")
         experiment = client.get_experiment_by_name("stopped")
         (run,) = client.search_runs([experiment.experiment_id])
-        return run.info.status, [point.step for point in client.get_metric_history(run.info.run_id, "loss")]
+        return run.info.status, [point.step for point in client.get_metric_history(run.info.run_id, "training/loss")]
 
     def outcome(self) -> dict[str, Any]:
         """All that a training leaves, but for times: hashes of the model, records of steps and rounds."""

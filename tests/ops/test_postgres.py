@@ -135,7 +135,8 @@ def test_a_store_moves_from_sqlite_to_postgres_and_back(helper, postgres, tmp_pa
     sqlite = prepare_store(f"sqlite:///{tmp_path / 'one' / 'mlflow.db'}")
     tracker, client = tracked(sqlite, tmp_path), open_client(sqlite)
     client.create_registered_model("unidec", description="bundles")
-    version = client.create_model_version("unidec", "models:/m-1", tracker.run_id, {"bundle.sha256": "0" * 64}).version
+    stored = (tmp_path / "one" / "artifacts" / "models" / "m-1").as_uri()
+    version = client.create_model_version("unidec", stored, tracker.run_id, {"bundle.sha256": "0" * 64}).version
     client.set_registered_model_alias("unidec", "champion", version)
     target = postgres.create("spare", owner="mlflow")
     done = CliRunner().invoke(app, ["copy-store", sqlite, target, "--json"])
@@ -157,6 +158,7 @@ def test_a_store_moves_from_sqlite_to_postgres_and_back(helper, postgres, tmp_pa
     assert seen(target) == seen(sqlite)
     moved = open_client(target).get_run(tracker.run_id).info.artifact_uri
     assert moved == f"mlflow-artifacts:/{tracker.run_id}/artifacts"
+    assert open_client(target).get_model_version("unidec", version).source == "mlflow-artifacts:/models/m-1"
     # the database goes on counting where it was
     again = Tracker("tests", uri=target)
     again.start(tmp_path / "later", {"seed": 1})

@@ -165,7 +165,7 @@ def test_tracking_knows_the_run(done: SimpleNamespace) -> None:
     run = client.get_run(Tracker.resume(done.said["start_run"]["run_dir"]).run_id)
     assert run.data.params["pool.beta"] == "2" and run.data.params["encoder.name"] == "bert"
     assert run.data.metrics["test/P_at_1"] == done.said["evaluate"]["metrics"]["P@1"]
-    assert [m.step for m in client.get_metric_history(run.info.run_id, "loss")] == [0, 10]
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "training/loss")] == [0, 10]
     assert len(client.get_metric_history(run.info.run_id, "validation/P_at_1")) == 2
     names = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert {"report.html", "metrics.json", "plots"} <= names

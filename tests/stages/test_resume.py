@@ -135,7 +135,7 @@ def test_killed_between_any_two_files(
     assert found == uncut
     client = open_client(f"sqlite:///{work.folder}/mlflow.db")
     run_id = Tracker.resume(result["run_dir"]).run_id
-    steps = [point.step for point in client.get_metric_history(run_id, "loss")]
+    steps = [point.step for point in client.get_metric_history(run_id, "training/loss")]
     assert steps == [line["step"] for line in uncut["history"]]  # nothing lost, nothing doubled
     assert len(client.get_metric_history(run_id, "validation/P_at_1")) == EPOCHS // ROUND
     assert client.get_run(run_id).info.status == "FINISHED"

@@ -26,9 +26,10 @@ from unidec.retrieval.space import Space
 from unidec.stages import paths
 from unidec.stages.ranking import QUERIES_AT_ONCE, K, Ranking, headline, pair_keys
 from unidec.stages.report import report_input
+from unidec.stages.start_file import read_start
+from unidec.stages.tracked import PARTS, description, split_figures
 
 SINGLE_HEADS: tuple[Space, ...] = ("de", "clf")
-PARTS = (*SINGLE_HEADS, "heads", "knn")  # of a result, beside the whole: each head, their blend, the votes
 ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
 
 
@@ -61,7 +62,7 @@ def evaluate(params: Params) -> dict[str, Any]:
     history, rounds = (read_json_lines(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds"))
     plots_csv(history, rounds, result["test"], paths.PLOTS)
     write_report(paths.REPORT, report_input(params, bundle, ranking, truth, scores, labels, result, history, rounds))
-    _track(result, history, rounds)
+    _track(params, dataset, result, history, rounds)
     return {"metrics": headline(result["test"]), "report": str(paths.REPORT)}
 
 
@@ -104,15 +105,23 @@ def _write_predictions(
     write_bytes_atomic(path, sink.getvalue().to_pybytes())
 
 
-def _track(result: dict[str, Any], history: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> None:
-    """Figures, plots and files into the MLflow run that trained the model."""
+def _track(
+    params: Params,
+    dataset: XMCDataset,
+    result: dict[str, Any],
+    history: list[dict[str, Any]],
+    rounds: list[dict[str, Any]],
+) -> None:
+    """Figures, plots, files and a description into the MLflow run that trained the model."""
     run = read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
     tracker = Tracker.resume(paths.RUNS / run)
-    named = {f"test/{name}": value for name, value in result["test"].items()}
-    for part in PARTS:
-        named |= {f"{part}/{name}": value for name, value in headline(result.get(part, {})).items()}
-    named |= {f"index/{name}": value for name, value in result["index"].items()}
-    tracker.log_final(named)
+    tracker.log_final(split_figures(result))
+    start = read_start()
+    facts = {
+        "data": f"{dataset.name}, {dataset.num_labels:,} labels", "recipe": params.recipe,
+        "start": f"version {start.version} of {start.model}" if start.warm else "from nothing",
+    }  # fmt: skip
+    tracker.set_tags({"mlflow.note.content": description(result, facts)})
     tracker.log_files([paths.REPORT, paths.METRICS, "params.yaml", "dvc.lock"])
     with tempfile.TemporaryDirectory() as folder:
         tracker.log_files(save_pngs(history, rounds, result["test"], folder), "plots")

@@ -25,6 +25,7 @@ from unidec.stages.plan import check_fits, memory_figures
 from unidec.stages.ranking import Ranking, headline, validation_metrics
 from unidec.stages.start import open_start, start_lines
 from unidec.stages.start_file import effective, read_start, start_tags
+from unidec.stages.tracked import model_params, refresh_figures, step_figures
 from unidec.training.checkpoint import newest_state, random_state, restore_random_state
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.identity import identity_sha256
@@ -216,7 +217,7 @@ def _refresh(trainer: Trainer, run_dir: Path) -> dict[str, Any]:
     report = {"epoch": trainer.epoch, **trainer.refresh()}
     if trainer.ranks.is_first:
         write_json(run_dir / REFRESH, report)
-        Tracker.resume(run_dir).log(trainer.step, {f"refresh/{k}": v for k, v in report.items() if _is_number(v)})
+        Tracker.resume(run_dir).log(trainer.step, refresh_figures(report))
     return report
 
 
@@ -239,7 +240,7 @@ def _train(trainer: Trainer, run_dir: Path) -> dict[str, Any]:
     tracker.catch_up(_records(run_dir))
     try:
         with tracker.system_metrics(), tracker.live():
-            report = trainer.train_round(lambda step, figures: tracker.log(step, _without_step(figures)), wait=False)
+            report = trainer.train_round(lambda step, figures: tracker.log(step, step_figures(figures)), wait=False)
     except BaseException:
         tracker.flush()  # not forced: whoever stops a training does not wait for a store that is away
         raise
@@ -306,7 +307,8 @@ def _open_tracking(params: Params, run_dir: Path, state: dict[str, Any], lines: 
     tracker = Tracker(params.tracking.experiment)
     name = f"{dataset.name} {params.recipe or params.model.heads} {run_dir.name[:6]}"
     run_id = state.get("notes", {}).get("mlflow_run_id")
-    tracker.start(run_dir, flatten(params), tags, about, run_name=name, run_id=run_id)
+    logged = model_params(flatten(params), read_start().warm)
+    tracker.start(run_dir, logged, tags, about, run_name=name, run_id=run_id)
     tracker.log_files([paths.VALIDATION / "index.html"], "validation")
     return tracker
 
@@ -327,15 +329,8 @@ def _where_it_goes_on(run_dir: Path, path: Path | None, state: dict[str, Any], e
 def _records(run_dir: Path) -> list[dict[str, float]]:
     """All that the run's own files have for the tracker: figures of steps, then of rounds."""
     rounds = [line for line in read_json_lines(run_dir / ROUNDS) if "step" in line and line.get("validation")]
-    return read_json_lines(run_dir / HISTORY) + [
+    steps = [{"step": line["step"], **step_figures(line)} for line in read_json_lines(run_dir / HISTORY)]
+    return steps + [
         {"step": line["step"], **{f"validation/{k}": v for k, v in headline(line["validation"]).items()}}
         for line in rounds
     ]
-
-
-def _without_step(figures: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in figures.items() if name != "step"}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
