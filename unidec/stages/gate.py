@@ -155,12 +155,16 @@ def _judged(
 ) -> tuple[list[Check], dict[str, Any]]:
     """The checks on the bundle itself, and what the page shows of them."""
     champion_path = _fetch(champion) if champion is not None else None
+    sha256 = challenger.tags.get(HASH_TAG, "")
     try:
         path = _fetch(challenger)
+    except ArtifactError as error:
+        return [Check("hash", False, None, sha256, str(error).replace("\n", " "))], {}
+    checks = [Check("hash", True, sha256, sha256, f"sha256 {sha256[:16]}, as registered")]
+    try:
         bundle = Bundle.load(path)
     except ArtifactError as error:
-        return [Check("hash", False, None, challenger.tags.get(HASH_TAG), str(error).replace("\n", " "))], {}
-    checks = [Check("hash", True, bundle.sha256, bundle.sha256, f"sha256 {bundle.sha256[:16]}, as registered")]
+        return [*checks, Check("loads", False, None, None, str(error).replace("\n", " "))], {}
     texts = probe_texts(dataset, bundle, rules.probes)
     found, probes = servability(path, champion_path, bundle, texts, rules)
     about: dict[str, Any] = {"probes": {who: probe.figures() for who, probe in probes.items()}}

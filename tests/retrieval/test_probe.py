@@ -1,0 +1,96 @@
+"""A bundle asked in a fresh process: what it says, what it says of one that cannot be served, when answers agree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from unidec.errors import ArtifactError
+from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.probe import Probe, answers, num_different, probe_bundle
+
+
+@pytest.fixture(scope="module")
+def bundle(helper, tmp_path_factory) -> Path:
+    """A real one: `helper("stages/gate_world")` needs no registry for it."""
+    world = helper("stages/gate_world")
+    maker = world.World.__new__(world.World)
+    maker.folder = tmp_path_factory.mktemp("probe")
+    return maker.bundle("one") / "artifacts" / "bundle"
+
+
+def test_what_a_fresh_process_says(bundle, helper):
+    texts = [helper("stages/gate_world").label_text(label) for label in range(12)]
+    found = probe_bundle(bundle, texts, 5, timeout=120)
+    here = Bundle.load(bundle)
+    assert found.sha256 == here.sha256
+    assert num_different(found, *answers(here, texts, 5)) == 0
+    assert [labels[0] for labels in found.labels] == [f"L{label}" for label in range(12)]
+    assert 0 < found.p50_ms <= found.p95_ms < 10_000 and 0 < found.load_seconds < 120
+    assert found.megabytes == pytest.approx(sum(f.stat().st_size for f in bundle.rglob("*") if f.is_file()) / 1e6)
+    assert 50 < found.peak_megabytes < 4000  # Python and torch, not the parent's memory too
+    assert set(found.figures()) == {"load_seconds", "p50_ms", "p95_ms", "peak_megabytes", "megabytes"}
+
+
+def test_one_that_cannot_be_served_says_why(bundle, tmp_path, monkeypatch):
+    with pytest.raises(ArtifactError, match="a fresh process cannot serve it"):
+        probe_bundle(tmp_path / "nowhere", ["x"], 5, timeout=120)
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    began = time.monotonic()
+    with pytest.raises(ArtifactError, match="no answer from a fresh process"):
+        probe_bundle(bundle, ["x"], 5, timeout=0.5)
+    assert time.monotonic() - began < 30
+    killed = tmp_path / "killed"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+    with pytest.raises(ArtifactError, match="exit code -9"):
+        probe_bundle(bundle, ["x"], 5, timeout=30)
+
+
+def test_nothing_heavy_is_imported_for_training(bundle):
+    """The memory of a probe is that of serving: it must not import what only training or tracking needs."""
+    job = json.dumps({"bundle": str(bundle), "texts": ["red"], "k": 1, "began": time.time()})
+    code = (
+        "import io, sys; sys.stdin = io.StringIO(sys.argv[1])\n"
+        "from unidec.retrieval.probe import main; main()\n"
+        "unwanted = {'mlflow', 'great_expectations', 'matplotlib', 'sklearn', 'unidec.training.trainer'}\n"
+        "print(sorted(unwanted & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, job], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def made(labels, scores) -> Probe:
+    return Probe("0", 1.0, 1.0, 1.0, 1.0, 1.0, labels, scores)
+
+
+@pytest.mark.parametrize(
+    ("labels", "scores", "different"),
+    [
+        (["a", "b", "c"], [3.0, 2.0, 1.0], 0),
+        (["a", "b", "c"], [3.0, 2.0 + 1e-7, 1.0], 0),  # the last bits
+        (["a", "b", "c"], [3.0, 2.1, 1.0], 1),
+        (["b", "a", "c"], [3.0, 2.0, 1.0], 1),
+        (["a", "c", "b"], [3.0, 2.0, 1.0], 1),
+        (["a", "b"], [3.0, 2.0], 1),
+        (["a", "b", "x"], [3.0, 2.0, 1.0], 0),  # ties with the last one: either may be the one that fell out
+        (["a", "x", "c"], [3.0, 2.0, 1.0], 1),
+    ],
+)
+def test_answers_that_differ(labels, scores, different):
+    assert num_different(made([["a", "b", "c"]], [[3.0, 2.0, 1.0]]), [labels], [scores]) == different
+
+
+def test_labels_that_tie_may_come_in_any_order():
+    there = made([["a", "b", "c", "d"], []], [[3.0, 2.0, 2.0, 1.0], []])
+    assert num_different(there, [["a", "c", "b", "d"], []], [[3.0, 2.0, 2.0, 1.0], []]) == 0
+    assert num_different(there, [["c", "a", "b", "d"], []], [[3.0, 2.0, 2.0, 1.0], []]) == 1
