@@ -19,6 +19,19 @@ from prefect.context import FlowRunContext
 
 log = logging.getLogger("unidec.flows")
 
+_RESULT_PAGES = {
+    "report": "outputs/report.html",
+    "metrics": "outputs/metrics.json",
+    "bundle": "outputs/bundle",
+    "gate": "outputs/gate.html",
+}
+_DATA_PAGES = {
+    "data validation": "data/validation/index.html",
+    "Data Docs": "data/validation/docs/index.html",
+    "data change": "data/change/index.html",
+    "Data Docs of the change": "data/change/docs/index.html",
+}
+
 
 def _harmless(function: Callable[..., Any]) -> Callable[..., Any]:
     """Does nothing outside a flow run; a failure is a warning."""
@@ -73,19 +86,20 @@ def show_links(run_url: str | None, version: Any = None, model_name: str | None 
         lines.append(f"| MLflow run | [{run_url}]({run_url}) |")
     if version is not None:
         lines.append(f"| registered model | `models:/{model_name}/{version}` |")
-    for name, path in (
-        ("report", "outputs/report.html"),
-        ("metrics", "outputs/metrics.json"),
-        ("bundle", "outputs/bundle"),
-        ("gate", "outputs/gate.html"),
-        ("data validation", "data/validation/index.html"),
-        ("Data Docs", "data/validation/docs/index.html"),
-        ("data change", "data/change/index.html"),
-        ("Data Docs of the change", "data/change/docs/index.html"),
-    ):
-        if Path(path).exists():
-            lines.append(f"| {name} | `{Path(path).resolve()}` |")
+    lines += _paths({**_RESULT_PAGES, **_DATA_PAGES})
     create_markdown_artifact("\n".join(lines), key="links", description="results of this run")
+
+
+@_harmless
+def show_data_pages() -> None:
+    """Where to read why data is not trained on."""
+    lines = ["| what | where |", "|---|---|", *_paths(_DATA_PAGES)]
+    create_markdown_artifact("\n".join(lines), key="links", description="what is wrong with the data")
+
+
+def _paths(pages: Mapping[str, str]) -> list[str]:
+    """Rows for those that are there."""
+    return [f"| {name} | `{Path(path).resolve()}` |" for name, path in pages.items() if Path(path).exists()]
 
 
 @_harmless
@@ -131,13 +145,7 @@ def show_gate(verdict: Mapping[str, Any]) -> None:
 def show_findings(result: Mapping[str, Any]) -> None:
     """What a window of live queries shows."""
     rows = [
-        {
-            "check": finding["check"],
-            "drifted": "YES" if finding["drifted"] else "no",
-            "value": _short(finding.get("value")),
-            "bound": _short(finding.get("bound")),
-            "in words": finding["words"],
-        }
+        {"figure": finding["name"], "state": finding["state"], "in words": finding["words"]}
         for finding in result["findings"]
     ]
     words = f"{result['queries']} queries; page: {Path(result['page']).resolve()}"

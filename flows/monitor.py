@@ -58,7 +58,7 @@ def monitor(
         result = steps.monitor(params, newest(queries), **options)
         artifacts.show_findings(result)
         if result["drifted"]:
-            found = [str(finding["words"]) for finding in result["findings"] if finding["drifted"]]
+            found = [str(finding["words"]) for finding in result["findings"] if finding["state"] != "ok"]
             for line in found:
                 endings.say(f"drift: {line}")
             payload = {"findings": found, "page": result["page"], "queries": result["queries"]}

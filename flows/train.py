@@ -31,7 +31,7 @@ from prefect.exceptions import TerminationSignal
 
 from flows import artifacts, decide, endings, late, publish, reproduce, steps
 from unidec.config import Params, fingerprint, load_params, parse_overrides
-from unidec.errors import ConfigError, TrainingError
+from unidec.errors import ConfigError, DataError, TrainingError
 from unidec.ops.tracking import Tracker
 from unidec.ops.tracking_store import tracking_uri
 
@@ -135,7 +135,11 @@ def _retrain(params: Params, wishes: Wishes) -> Any:
             stack.enter_context(reproduce.one_at_a_time())
         except TrainingError as error:
             return endings.turned_away(error)
-        return endings.named(_through_dvc(params, wishes))
+        try:
+            return endings.named(_through_dvc(params, wishes))
+        except DataError:
+            artifacts.show_data_pages()
+            raise
 
 
 def _through_dvc(params: Params, wishes: Wishes) -> dict[str, Any]:
