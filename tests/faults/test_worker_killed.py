@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
@@ -32,15 +33,17 @@ def test_a_killed_worker_leaves_a_crashed_run_and_the_next_run_resumes(world):
         second = world.server.run(TRAIN)
         world.until_task(second, "train round 5 of 12")
         assert rounds(world, second)[0] in (2, 3, 4), "it goes on from the newest checkpoint"
-        world.server.kill_workers(flows=True)  # as when the machine goes down
+        world.server.stop()  # the machine goes down
         world.nothing_runs()
-        assert world.server.flow_run(second)["state_type"] == "RUNNING", "nobody is left to say so"
 
+        world.server.start()
+        assert world.server.flow_run(second)["state_type"] == "RUNNING", "nobody was left to say so"
+        said = world.project.run(sys.executable, "-m", "flows.left", environment=world.server.environment).stdout
+        assert "Crashed" in said and world.server.flow_run(second)["state_type"] == "CRASHED"
         world.server.start_worker()
         third = world.server.run(TRAIN)
         world.server.completed(third, 600)
         assert rounds(world, third)[0] in (5, 6), "it goes on from the newest checkpoint"
-        assert world.server.flow_run(second)["state_type"] == "CRASHED"
         world.nothing_runs()
     finally:
         world.change()

@@ -109,11 +109,14 @@ class Project:
 
     # -- commands -------------------------------------------------------------------------------------------------
 
-    def run(self, *words: str, seconds: float = 300, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, seconds: float = 300, check: bool = True, environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """A command in the project's folder; it must go well unless `check` is False."""
         done = subprocess.run(
             words,
             cwd=self.root,
-            env=self.environment,
+            env=environment or self.environment,
             capture_output=True,
             text=True,
             timeout=seconds,

@@ -68,6 +68,7 @@ class World:
             self.server.start()
             if not begun:
                 self.server.deploy()
+                self.server.command("automation", "create", "--from-file", "flows/automations.yaml")
         if not self.server.workers:
             self.server.start_worker()
         if not self.project.source.exists():
