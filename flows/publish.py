@@ -65,6 +65,14 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
     return done
 
 
+def is_uncommitted(params: Params) -> bool:
+    """Whether a commit is asked for, and the files that it is about differ from the last one."""
+    try:
+        return params.retrain.commit != "none" and bool(_git("status", "--porcelain", "--", *RECORDED))
+    except GitRefusal:
+        return False
+
+
 def _refuse_unsafe(tag: bool) -> None:
     folder = Path(_git("rev-parse", "--absolute-git-dir"))
     for name in ("MERGE_HEAD", "rebase-merge", "rebase-apply", "CHERRY_PICK_HEAD", "REVERT_HEAD"):

@@ -23,8 +23,12 @@ def worth_retrying(_task: Any, _task_run: Any, state: Any) -> bool:
 
 
 # DVC and our checkpoints decide what is done already: a result cache on top of them could only disagree
-_once = {"cache_policy": NO_CACHE, "persist_result": False}
-_again = _once | {"retries": 3, "retry_delay_seconds": [2, 10, 30], "retry_condition_fn": worth_retrying}
+_once: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
+_again: dict[str, Any] = _once | {
+    "retries": 3,
+    "retry_delay_seconds": [2, 10, 30],
+    "retry_condition_fn": worth_retrying,
+}
 
 
 # -- data -------------------------------------------------------------------------------------------------------------

@@ -164,12 +164,12 @@ def _through_dvc(params: Params, wishes: Wishes) -> dict[str, Any]:
 
 
 def _skip(params: Params, wishes: Wishes) -> dict[str, Any]:
-    """Nothing to train; what an earlier run was killed before is made up for: registration, the gate."""
+    """Nothing to train; what an earlier run was killed before is made up for: registration, the gate, the commit."""
     reason = "nothing that the model depends on changed since dvc.lock was written"
     endings.say(f"training is skipped: {reason} (force trains anyway)")
     done = _in_process(params, ["register"])
     judged = decide.decide(params, done["version"], wishes.promote, always=False)
-    if judged:
+    if judged or publish.is_uncommitted(params):
         judged |= decide.share(params, done["version"], judged)
     artifacts.show_skip(reason)
     publish.emit(params.tracking.model_name, "skipped", {"reason": reason, "version": str(done["version"])})

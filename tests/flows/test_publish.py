@@ -76,8 +76,11 @@ def test_only_what_was_recorded_is_committed(publish, repository, tagged):
 
 
 def test_again_changes_nothing(publish, repository, tagged):
+    assert not publish.is_uncommitted(params_of())
     retrained()
+    assert publish.is_uncommitted(params_of()) and not publish.is_uncommitted(params_of("none"))
     first = publish.commit(params_of("tag"), 7, "champion")
+    assert not publish.is_uncommitted(params_of())
     assert publish.commit(params_of("tag"), 7, "champion") == first
     assert git("rev-list", "--count", "HEAD") == "2"
 
