@@ -156,8 +156,8 @@ def test_a_store_moves_from_sqlite_to_postgres_and_back(helper, postgres, tmp_pa
                 "inputs": run.inputs.dataset_inputs[0].dataset.digest}  # fmt: skip
 
     assert seen(target) == seen(sqlite)
-    moved = open_client(target).get_run(tracker.run_id).info.artifact_uri
-    assert moved == f"mlflow-artifacts:/{tracker.run_id}/artifacts"
+    uri = open_client(target).get_run(tracker.run_id).info.artifact_uri
+    assert uri == f"mlflow-artifacts:/{tracker.run_id}/artifacts"
     assert open_client(target).get_model_version("unidec", version).source == "mlflow-artifacts:/models/m-1"
     # the database goes on counting where it was
     again = Tracker("tests", uri=target)
@@ -167,10 +167,18 @@ def test_a_store_moves_from_sqlite_to_postgres_and_back(helper, postgres, tmp_pa
     assert open_client(target).get_run(again.run_id).data.metrics == {"test/P_at_1": 1.0}
     with pytest.raises(ConfigError, match="the target holds"):
         copy_store(sqlite, target)
+    for refused in (("http://127.0.0.1:5000", target), (f"sqlite:///{tmp_path}/none.db", target)):
+        with pytest.raises(ConfigError, match="tracking database"):
+            copy_store(*refused)
     back = f"sqlite:///{tmp_path / 'two' / 'mlflow.db'}"
     assert copy_store(target, back)["runs"] == 2 and seen(back) == seen(sqlite)
     location = (tmp_path / "two" / "artifacts").as_uri()
     assert open_client(back).get_run(tracker.run_id).info.artifact_uri == f"{location}/{tracker.run_id}/artifacts"
+    # a folder under another name
+    moved = f"sqlite:///{tmp_path / 'three' / 'mlflow.db'}"
+    assert copy_store(back, moved, f"{location}/")["artifacts"]["from"] == location
+    place = (tmp_path / "three" / "artifacts" / tracker.run_id / "artifacts").as_uri()
+    assert open_client(moved).get_run(tracker.run_id).info.artifact_uri == place
 
 
 @pytest.mark.slow

@@ -13,12 +13,16 @@ from unidec.cli.output import show
 def copy_store(
     source: Annotated[str, typer.Argument(help="tracking database: sqlite:///mlflow/mlflow.db or postgresql://...")],
     target: Annotated[str, typer.Argument(help="an empty one")],
+    artifacts: Annotated[
+        str | None,
+        typer.Option(help="how the source's addresses of files begin, where its folder had another name"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Copy a tracking database, runs and models, to another kind: SQLite to PostgreSQL, or back."""
     from unidec.ops.store_copy import copy_store as copy
 
-    result = copy(source, target)
+    result = copy(source, target, artifacts)
     show("copy-store", result, as_json)
     if not as_json:
         places = result["artifacts"]

@@ -21,12 +21,13 @@ _HOLD = ("runs", "registered_models")  # a store with a row in one of these is i
 _SERVED = "mlflow-artifacts:"
 
 
-def copy_store(source: str, target: str) -> dict[str, Any]:
+def copy_store(source: str, target: str, artifacts: str | None = None) -> dict[str, Any]:
     """Copies runs, metrics, artifacts' addresses, registered models and aliases; the source is only read.
 
     Args:
         source: `sqlite:///...` or `postgresql://...`, which nobody writes to meanwhile.
         target: the same; empty, or as MLflow makes it.
+        artifacts: how the source's addresses of files begin; default: beside SQLite's file, or a server's.
 
     Returns:
         {"runs", "metrics", "models" (versions), "rows", "artifacts": {"from", "to"}}: the files themselves are to be
@@ -43,8 +44,8 @@ def copy_store(source: str, target: str) -> dict[str, Any]:
     if path is not None and not path.is_file():
         raise ConfigError("no tracking database here", where=str(path), fix="name the one that has the runs")
     quiet_mlflow()
-    prefixes = (artifact_location(source) or _SERVED, artifact_location(target) or _SERVED)
-    engines = [_prepared(uri, prefix) for uri, prefix in zip((source, target), prefixes, strict=True)]
+    prefixes = ((artifacts or artifact_location(source) or _SERVED).rstrip("/"), artifact_location(target) or _SERVED)
+    engines = [_prepared(source, prefixes[0]), _prepared(target, prefixes[1])]
     try:
         counts = _copy(engines[0], engines[1], prefixes)
     finally:
