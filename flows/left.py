@@ -23,6 +23,7 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run as current_flow_run
+from prefect.settings import PREFECT_API_URL
 from prefect.states import Crashed
 
 from unidec.data.storage import write_json
@@ -45,7 +46,7 @@ def _note(flow_run_id: Any) -> Path:
 def noted() -> Iterator[None]:
     """While inside, a note says that this process is at the flow run; whatever ends it in order removes the note."""
     note = _note(current_flow_run.id or os.getpid())
-    _write(note, {"holder": this_process(), "run_dir": None})
+    _write(note, None)
     try:
         yield
     finally:
@@ -53,9 +54,10 @@ def noted() -> Iterator[None]:
 
 
 def note_training(run_dir: str | None) -> None:
-    """The training that the flow run is at, for whoever finds the note; None: it has ended."""
+    """The training that the flow run is at, for whoever finds its note; None: it has ended."""
     note = _note(current_flow_run.id or os.getpid())
-    _write(note, {"holder": this_process(), "run_dir": str(Path(run_dir).resolve()) if run_dir else None})
+    if note.exists():
+        _write(note, str(Path(run_dir).resolve()) if run_dir else None)
 
 
 def close_training(flow_run_id: Any, status: Any) -> None:
@@ -68,11 +70,12 @@ def close_training(flow_run_id: Any, status: Any) -> None:
 
 
 def reconcile() -> list[str]:
-    """Sets Crashed what runs of processes that are gone still say is at work; gives their names.
+    """Sets Crashed the runs of this server and machine whose process is gone; gives their names.
 
     A server that cannot be reached costs a warning: the notes stay for the next time.
     """
-    gone = [note for note in sorted(NOTES.glob("*.json")) if is_alive(_read(note).get("holder")) is False]
+    notes = [(note, _read(note)) for note in sorted(NOTES.glob("*.json"))]
+    gone = [note for note, about in notes if about.get("server") == _server() and is_alive(about["holder"]) is False]
     if not gone:
         return []
     names = []
@@ -94,7 +97,7 @@ def _crash(client: Any, flow_run_id: str) -> str | None:
     """The name of the run, if it was not at its end."""
     try:
         run = client.read_flow_run(UUID(flow_run_id))
-    except (ObjectNotFound, ValueError):  # of another server; or a process without a run
+    except (ObjectNotFound, ValueError):  # deleted; or a process without a run
         return None
     if run.state is not None and run.state.is_final():
         return None
@@ -102,9 +105,14 @@ def _crash(client: Any, flow_run_id: str) -> str | None:
     return str(run.name)
 
 
-def _write(note: Path, about: dict[str, Any]) -> None:
+def _write(note: Path, run_dir: str | None) -> None:
     note.parent.mkdir(parents=True, exist_ok=True)
-    write_json(note, about)
+    write_json(note, {"holder": this_process(), "server": _server(), "run_dir": run_dir})
+
+
+def _server() -> str:
+    """Whose run it is; empty: a temporary server on the database in Prefect's home."""
+    return str(PREFECT_API_URL.value() or "")
 
 
 def _read(note: Path) -> dict[str, Any]:

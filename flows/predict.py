@@ -54,10 +54,9 @@ def predict(
     Raises:
         UnidecError: what is wrong with bundle, input or a shard, which is named with its rows.
     """
-    endings.one_line_for_known_errors()
     Runner.parse(runner)  # what is wrong shows before the input is read
     folder = work.shards_folder(output)
-    with at(folder):
+    with endings.at_work(), at(folder):
         work.begin_predictions(
             fetch_bundle(bundle, BUNDLES), input, output, k, column=column, shards=shards, device=device
         )

@@ -55,9 +55,13 @@ def test_a_run_of_a_killed_process_is_set_crashed_and_its_training_closed(left, 
     client.set_flow_run_state(ended.id, Completed(), force=True)
     left.NOTES.mkdir()
     gone = holder_that_is_gone()
+    here = {"server": left._server(), "run_dir": None}
     for run, holder in ((killed, gone), (ended, gone), (alive, left.this_process())):
-        (left.NOTES / f"{run.id}.json").write_text(json.dumps({"holder": holder, "run_dir": f"runs/{run.name}"}))
-    (left.NOTES / "4711.json").write_text(json.dumps({"holder": gone, "run_dir": None}))  # it had no flow run
+        about = here | {"holder": holder, "run_dir": f"runs/{run.name}"}
+        (left.NOTES / f"{run.id}.json").write_text(json.dumps(about))
+    (left.NOTES / "4711.json").write_text(json.dumps(here | {"holder": gone}))  # it had no flow run
+    other = here | {"holder": gone, "server": "http://elsewhere.invalid/api"}  # it alone can say what became of its run
+    (left.NOTES / "other.json").write_text(json.dumps(other))
     (left.NOTES / "torn.json").write_text('{"holder": ')
 
     assert left.reconcile() == [killed.name]
@@ -65,14 +69,15 @@ def test_a_run_of_a_killed_process_is_set_crashed_and_its_training_closed(left, 
     assert crashed.is_crashed() and "process is gone" in crashed.message
     assert client.read_flow_run(ended.id).state.is_completed() and client.read_flow_run(alive.id).state.is_running()
     assert sorted(closed) == sorted((f"runs/{run.name}", "KILLED") for run in (killed, ended))
-    assert {path.stem for path in left.NOTES.iterdir()} == {str(alive.id), "torn"}
+    assert {path.stem for path in left.NOTES.iterdir()} == {str(alive.id), "torn", "other"}
     assert left.reconcile() == []
 
 
 def test_a_server_that_is_away_is_asked_again_the_next_time(left, monkeypatch, caplog):
     left.NOTES.mkdir()
     note = left.NOTES / "7f3a0f9e-0000-0000-0000-000000000000.json"
-    note.write_text(json.dumps({"holder": holder_that_is_gone(), "run_dir": None}))
+    about = {"holder": holder_that_is_gone(), "server": left._server(), "run_dir": None}
+    note.write_text(json.dumps(about))
 
     def away(*_args: object, **_options: object) -> None:
         raise ConnectionError("no server")
@@ -90,6 +95,7 @@ def test_the_note_of_a_run_says_where_it_is(left):
         assert about["run_dir"] == str(Path("runs/abc").resolve()) and about["holder"] == left.this_process()
         left.note_training(None)
         assert json.loads(note.read_text())["run_dir"] is None
+    left.note_training("runs/abc")  # nobody would remove it
     assert not list(left.NOTES.iterdir())
     with pytest.raises(KeyboardInterrupt), left.noted():
         raise KeyboardInterrupt
