@@ -8,10 +8,7 @@ and what may be legal but may be a fault is judged by thresholds. `critical` fai
 from __future__ import annotations
 
 import os
-import tempfile
-import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +19,9 @@ import pyarrow.compute as pc
 from unidec.data.dataset import XMCDataset
 from unidec.data.raw import SPLITS
 from unidec.data.storage import swap_folder, write_json
+from unidec.ops.checkpoint import MAX_SAMPLES, raised, run_checkpoint
 from unidec.ops.validation_page import render_page
 
-MAX_SAMPLES = 20
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -71,10 +68,8 @@ def validate_dataset(
     dataset = XMCDataset.open(dataset_path)
     tables = {"queries": _query_frame(dataset), "labels": _label_frame(dataset), "pairs": _pair_frame(dataset)}
     with swap_folder(out_path) as out:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Great Expectations imports modules that Python deprecates
-            suites = _expectations(dataset, thresholds or Thresholds())
-            raw = _run_checkpoint(tables, suites, out / "docs" if docs else None)
+        limits = thresholds or Thresholds()
+        raw = run_checkpoint("dataset", tables, lambda: _expectations(dataset, limits), out / "docs" if docs else None)
         results = [_result(table, item, dataset, tables[table]) for table, item in raw]
         failing = [r for r in results if not r["success"]]
         verdict = {
@@ -246,56 +241,9 @@ def _at_most(share: float) -> str:
     return f"at most {share:.3g} of all" if 0 < share < 0.001 else f"at most {share:.1%}" if share else "none"
 
 
-def _run_checkpoint(
-    tables: dict[str, pd.DataFrame], expectations: dict[str, list[Any]], docs: Path | None
-) -> list[tuple[str, Any]]:
-    """Run all suites as one checkpoint; (table, GX result) in the order of the suites."""
-    import great_expectations as gx
-    from great_expectations.checkpoint import UpdateDataDocsAction
-    from great_expectations.data_context.types.base import ProgressBarsConfig
-
-    context: Any = gx.get_context(mode="ephemeral")
-    context.variables.progress_bars = ProgressBarsConfig(globally=False)
-    actions = []
-    if docs is not None:
-        context.add_data_docs_site(
-            "local",
-            {
-                "class_name": "SiteBuilder",
-                "site_index_builder": {"class_name": "DefaultSiteIndexBuilder"},
-                "store_backend": {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(docs.resolve())},
-            },
-        )
-        actions.append(UpdateDataDocsAction(name="docs", site_names=["local"]))
-    source = context.data_sources.add_pandas("dataset")
-    with tempfile.TemporaryDirectory() as folder:
-        definitions = []
-        for name, frame in tables.items():
-            # a checkpoint hands one set of batch parameters to all its definitions, so three frames go through files
-            path = Path(folder, f"{name}.parquet")
-            frame.to_parquet(path, index=False)
-            batch = source.add_parquet_asset(name, path=path).add_batch_definition("all")
-            suite = context.suites.add(gx.ExpectationSuite(name=name, expectations=expectations[name]))
-            definitions.append(
-                context.validation_definitions.add(gx.ValidationDefinition(name=name, data=batch, suite=suite))
-            )
-        checkpoint = context.checkpoints.add(
-            gx.Checkpoint(
-                name="dataset",
-                validation_definitions=definitions,
-                actions=actions,
-                result_format={"result_format": "SUMMARY", "partial_unexpected_count": MAX_SAMPLES},
-            )
-        )
-        run = checkpoint.run()
-    by_table = {result.suite_name: result for result in run.run_results.values()}
-    return [(name, item) for name in tables for item in by_table[name].results]
-
-
 def _result(table: str, item: Any, dataset: XMCDataset, frame: pd.DataFrame) -> dict[str, Any]:
     config, found = item.expectation_config, item.result
     kwargs = {key: value for key, value in config.kwargs.items() if key not in ("batch_id", "result_format")}
-    raised = [info["exception_message"] for info in _exceptions(item.exception_info)]
     return {
         "table": table,
         "type": config.type,
@@ -305,14 +253,9 @@ def _result(table: str, item: Any, dataset: XMCDataset, frame: pd.DataFrame) -> 
         "success": bool(item.success),
         "unexpected_count": int(found.get("unexpected_count") or 0),
         "element_count": int(found.get("element_count") or 0) - int(found.get("missing_count") or 0),
-        "observed": raised[0] if raised else found.get("observed_value"),
+        "observed": raised(item) or found.get("observed_value"),
         "samples": [] if item.success else _samples(table, config.type, kwargs, dataset, frame),
     }
-
-
-def _exceptions(info: Any) -> list[dict[str, Any]]:
-    entries = [info] if "raised_exception" in info else list(info.values())
-    return [entry for entry in entries if isinstance(entry, dict) and entry.get("raised_exception")]
 
 
 def _samples(

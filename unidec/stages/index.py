@@ -9,8 +9,11 @@ from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle_folder import write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.stages import paths
+from unidec.stages.profile import KEY, training_profile
 from unidec.stages.ranking import Ranking, headline, training_neighbours, tuned_blend
 from unidec.training.precision import choose_device
+
+_OPERATIONS = {"device", "source", "retrain", "gate", "drift", "tracking"}  # no parameters of a model
 
 
 def index(params: Params) -> dict[str, Any]:
@@ -22,20 +25,21 @@ def index(params: Params) -> dict[str, Any]:
     ranking = Ranking.of_model(model, dataset, "validation", params.optim.precision)
     neighbours = None
     if settings.knn_weight != 0:
-        neighbours = training_neighbours(model, dataset, params.optim.precision)
+        neighbours = training_neighbours(model, dataset, params.optim.precision, by=settings.knn_by)
     blend = tuned_blend(ranking, params, neighbours)
     metrics = headline(blend.metrics) if len(ranking.rows) else {}
     label_index = LabelIndex.build(
         ranking.labels(settings.space, settings.clf_normalize), settings.kind, links=settings.hnsw_links,
         build=settings.hnsw_build, search=settings.hnsw_search,
     )  # fmt: skip
+    card = {KEY: training_profile(params, model, ranking, label_index, blend, neighbours)}
     write_bundle(
         paths.BUNDLE, paths.MODEL, label_index, de_LD=ranking.label_de, clf_LD=ranking.label_clf, bias_L=ranking.bias,
         uids=dataset.label_uids(), titles=dataset.label_texts(), space=settings.space, clf_weight=blend.clf_weight,
         clf_normalize=settings.clf_normalize, neighbours=neighbours if blend.knn_weight else None,
         knn_weight=blend.knn_weight, knn_neighbours=settings.knn_neighbours, text=params.tokens.text,
         dataset={"name": dataset.name, "sha256": dataset.sha256}, metrics={"validation": metrics},
-        params=params.model_dump(exclude={"device", "tracking"}), card={"tuning": blend.tried} if blend.tried else {},
+        params=params.model_dump(exclude=_OPERATIONS), card=card | ({"tuning": blend.tried} if blend.tried else {}),
     )  # fmt: skip
     return {
         "bundle": str(paths.BUNDLE), "labels": dataset.num_labels, "clf_weight": blend.clf_weight,

@@ -12,14 +12,18 @@ from unidec.training import identity
 
 DATASET = Path("data/dataset")
 VALIDATION = Path("data/validation")
+CHANGE = Path("data/change")  # against what the champion was trained on; DVC knows nothing of it
 TOKENS = Path("data/tokens")
 PROPENSITY = Path("data/propensity")
 LABEL_GRAPH = Path("data/label_graph")
 CACHE = Path("data/cache")
 RUNS = Path("runs")
 BUNDLES = Path("runs/bundles")  # copies of registered ones, by hash; may be deleted at any time
+DRIFT = Path("runs/drift")
+MONITOR = Path("runs/monitor")
 MODEL = Path("outputs/model")
 BUNDLE = Path("outputs/bundle")
+REFRESHED = Path("outputs/refreshed")  # a champion with other labels; DVC knows nothing of it
 METRICS = Path("outputs/metrics.json")
 PLOTS = Path("outputs/plots")
 PREDICTIONS = Path("outputs/predictions.parquet")

@@ -1,0 +1,327 @@
+"""What a data set, or a window of queries, looks like: figures small enough to travel with a model.
+
+A profile is compared with a later one (`unidec.evaluation.drift`): the next version of the data, or what users ask now.
+It holds counts, shares and histograms, the commonest words, and which words there are (a Bloom filter); no text.
+
+Shape suffixes: N texts, W words of all texts one after the other, L labels.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from scipy.sparse import csr_matrix
+
+from unidec.data.dataset import Text, XMCDataset
+from unidec.data.tokens import encode_texts
+from unidec.errors import ArtifactError
+
+VERSION = 1
+SAMPLE = 100_000  # texts that are looked at, evenly spaced over all: enough for every figure here
+BUCKETS = 256  # of token ids
+LENGTH_EDGES = (0, *sorted({round(1.2**i) for i in range(50)}))  # of bins of characters, each a fifth wider
+QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+TOP_WORDS = 200
+MAX_WORDS = 100_000  # the commonest; words beyond count as unseen everywhere, in the reference too
+BITS_A_WORD, PROBES = 10, 7  # a word that is not there passes for known once in a hundred and twenty
+_HASHED_AT_ONCE = 1 << 20
+
+Share = dict[str, float | int]
+"""{"share": from 0 to 1, "of": of how many}."""
+
+
+class Vocabulary:
+    """Which words there are, as a Bloom filter: none is forgotten, about 1% of the others pass for known."""
+
+    def __init__(self, bits: np.ndarray, size: int) -> None:
+        self.bits, self.size = bits, size
+
+    @classmethod
+    def of(cls, hash_W: np.ndarray) -> Vocabulary:
+        """The `MAX_WORDS` commonest words, by their 64-bit hashes (with repetitions)."""
+        words, counts = np.unique(hash_W, return_counts=True)
+        kept = words[np.lexsort((words, -counts))[:MAX_WORDS]]
+        vocabulary = cls(np.zeros(max(8, -(-len(kept) * BITS_A_WORD // 8)), dtype=np.uint8), len(kept))
+        for place in vocabulary._places(kept):
+            np.bitwise_or.at(vocabulary.bits, place >> 3, (1 << (place & 7)).astype(np.uint8))
+        return vocabulary
+
+    def knows(self, hash_W: np.ndarray) -> np.ndarray:
+        """Whether each word is known, bool [W]."""
+        known = np.ones(len(hash_W), dtype=bool)
+        for place in self._places(hash_W):
+            known &= (self.bits[place >> 3] >> (place & 7)) & 1 == 1
+        return known
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able; `from_json` reads it."""
+        return {"words": self.size, "bits": base64.b64encode(self.bits.tobytes()).decode()}
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Vocabulary:
+        """Raises ArtifactError where it is not what `to_json` made."""
+        try:
+            bits = np.frombuffer(base64.b64decode(stored["bits"], validate=True), dtype=np.uint8)
+            size = int(stored["words"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError("a damaged profile", where="vocabulary", got=str(error)[:100]) from error
+        if not len(bits):
+            raise ArtifactError("a damaged profile", where="vocabulary", got="no bits")
+        return cls(bits, size)
+
+    def _places(self, hash_W: np.ndarray) -> list[np.ndarray]:
+        """Bits of each word, one array a probe: double hashing (Kirsch and Mitzenmacher, 2006)."""
+        first, step = hash_W & np.uint64(0xFFFFFFFF), (hash_W >> np.uint64(32)) | np.uint64(1)
+        total = np.uint64(8 * len(self.bits))
+        return [((first + np.uint64(i) * step) % total).astype(np.int64) for i in range(PROBES)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Facts of N texts, one by one.
+
+    Attributes:
+        length_N: characters, white space around left out. tokens_N, unknown_N: tokens without the special ones, and
+            those of them that the tokenizer does not know. cut_N: it fills all tokens that a text may have.
+        bucket_NB: float32 CSR [N, `BUCKETS`], how often a token of each bucket (a hash of its id) is in each text.
+        words_N, unseen_N: words, and those of them that are not in the vocabulary (all zero without one).
+        hash_N: 64-bit hash of each text. words: the commonest words and how often they occur.
+    """
+
+    length_N: np.ndarray
+    tokens_N: np.ndarray
+    unknown_N: np.ndarray
+    cut_N: np.ndarray
+    bucket_NB: csr_matrix
+    words_N: np.ndarray
+    unseen_N: np.ndarray
+    hash_N: np.ndarray
+    words: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.length_N)
+
+    @cached_property
+    def length_bins(self) -> np.ndarray:
+        """Bin of each text's length, int64; see `LENGTH_EDGES`."""
+        return np.searchsorted(LENGTH_EDGES, self.length_N, side="right") - 1
+
+    def strangeness(self) -> dict[str, Share]:
+        """Shares of tokens that the tokenizer does not know, and of words that the vocabulary does not."""
+        return {
+            "unknown_tokens": share(int(self.unknown_N.sum()), int(self.tokens_N.sum())),
+            "unseen_words": share(int(self.unseen_N.sum()), int(self.words_N.sum())),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """The texts as a whole, JSON-able."""
+        length_N = self.length_N if len(self) else np.zeros(1, dtype=np.int64)
+        return {
+            "count": len(self),
+            "length": {
+                "mean": float(length_N.mean()),
+                "quantiles": {f"{q:g}": float(v) for q, v in zip(QUANTILES, np.quantile(length_N, QUANTILES))},
+                "histogram": np.bincount(self.length_bins, minlength=len(LENGTH_EDGES)).tolist(),
+            },
+            "tokens": {
+                "mean": int(self.tokens_N.sum()) / max(len(self), 1),
+                "buckets": np.asarray(self.bucket_NB.sum(axis=0)).ravel().astype(np.int64).tolist(),
+            },
+            "words": {"count": int(self.words_N.sum()), "top": self.words},
+            **self.strangeness(),
+            "cut": share(int(self.cut_N.sum()), len(self)),
+            "empty": share(int((self.length_N == 0).sum()), len(self)),
+            "repeated": share(len(self) - len(np.unique(self.hash_N)), len(self)),
+        }
+
+
+class TextMeter:
+    """Measures texts as a model reads them.
+
+    Args:
+        tokenizer_folder: holds tokenizer.json.
+        max_length: tokens a text at most, special ones included.
+        vocabulary: the words that count as seen; None: words are not judged.
+    """
+
+    def __init__(
+        self, tokenizer_folder: str | os.PathLike[str], max_length: int, vocabulary: Vocabulary | None = None
+    ) -> None:
+        from tokenizers import Tokenizer
+
+        self.folder, self.max_length, self.vocabulary = os.fspath(tokenizer_folder), max_length, vocabulary
+        tokenizer = Tokenizer.from_file(os.path.join(self.folder, "tokenizer.json"))
+        model = json.loads(tokenizer.to_str())["model"]
+        unknown = model.get("unk_id") if "unk_id" in model else tokenizer.token_to_id(model.get("unk_token") or "")
+        self.unknown_id = -1 if unknown is None else int(unknown)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = sorted(i for i, token in added.items() if token.special and i != self.unknown_id)
+
+    def measure(self, texts: Sequence[str]) -> Measured:
+        """Facts of each text.
+
+        Raises:
+            DataError: something that is not a text.
+        """
+        tokens = encode_texts(texts, self.folder, self.max_length)
+        row_F = np.repeat(np.arange(len(texts)), tokens.lengths())
+        ids_F = tokens.ids.astype(np.int64)
+        real_F = ~np.isin(ids_F, self.special_ids)
+        row, ids = row_F[real_F], ids_F[real_F]
+        bucket_NB = csr_matrix((np.ones(len(ids), np.float32), (row, _bucket(ids))), shape=(len(texts), BUCKETS))
+        array = pa.array(texts, pa.large_string())
+        hash_W, words_N, top = split_words(array)
+        unseen_W = np.zeros(len(hash_W)) if self.vocabulary is None else ~self.vocabulary.knows(hash_W)
+        word_row_W = np.repeat(np.arange(len(texts)), words_N)
+        return Measured(
+            length_N=pc.utf8_length(pc.utf8_trim_whitespace(array)).to_numpy(zero_copy_only=False).astype(np.int64),
+            tokens_N=np.bincount(row, minlength=len(texts)),
+            unknown_N=np.bincount(row[ids == self.unknown_id], minlength=len(texts)),
+            cut_N=tokens.lengths() >= self.max_length,
+            bucket_NB=bucket_NB,
+            words_N=words_N,
+            unseen_N=np.bincount(word_row_W, weights=unseen_W, minlength=len(texts)).astype(np.int64),
+            hash_N=text_hashes(array),
+            words=top,
+        )
+
+
+def split_words(array: pa.Array) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
+    """Hashes of all words uint64 [W], the number of words of each text int64 [N], and the commonest words.
+
+    A word is a run of letters, digits and "_", in lower case.
+    """
+    parts = pc.split_pattern_regex(pc.utf8_lower(array), r"[^\p{L}\p{N}_]+")
+    flat = pc.list_flatten(parts)
+    row_W = np.repeat(np.arange(len(array)), pc.list_value_length(parts).to_numpy(zero_copy_only=False))
+    real_W = pc.not_equal(flat, "")
+    encoded = flat.filter(real_W).dictionary_encode()
+    words, index_W = encoded.dictionary, encoded.indices.to_numpy(zero_copy_only=False)
+    counts = np.bincount(index_W, minlength=len(words))
+    named = words.to_pylist()
+    order = sorted(range(len(named)), key=lambda i: (-counts[i], named[i]))[:TOP_WORDS]
+    return (
+        text_hashes(words)[index_W] if len(named) else np.zeros(0, dtype=np.uint64),
+        np.bincount(row_W[real_W.to_numpy(zero_copy_only=False)], minlength=len(array)),
+        {named[i]: int(counts[i]) for i in order},
+    )
+
+
+def text_hashes(array: pa.Array) -> np.ndarray:
+    """A 64-bit hash of each text without white space around it, uint64 [N]: the same in every process."""
+    trimmed = pc.utf8_trim_whitespace(array)
+    parts = [
+        pd.util.hash_array(
+            trimmed.slice(start, _HASHED_AT_ONCE).to_numpy(zero_copy_only=False).astype(object), categorize=False
+        )
+        for start in range(0, len(trimmed), _HASHED_AT_ONCE)
+    ]
+    return np.concatenate([np.zeros(0, dtype=np.uint64), *parts])
+
+
+def share(part: int, whole: int) -> Share:
+    """A share and what it is of; nothing of nothing is 0."""
+    return {"share": part / whole if whole else 0.0, "of": whole}
+
+
+def spaced(rows: np.ndarray, most: int = SAMPLE) -> np.ndarray:
+    """At most so many of the rows, evenly spaced."""
+    return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
+
+
+@dataclass(frozen=True)
+class DatasetProfile:
+    """A data set's figures, with what they were counted from.
+
+    Attributes:
+        figures: JSON-able: "version", "name", "sha256", "text", "max_length", "rows", "positives", "shares", "queries"
+            (training queries) and "labels" as `Measured.summary`, "held_out" (shares of unknown tokens and unseen
+            words; None without such queries), "vocabulary".
+        queries: the training queries. held_out: the validation queries; without any the test queries, without those
+            the training queries.
+    """
+
+    figures: dict[str, Any]
+    queries: Measured
+    held_out: Measured
+
+
+def profile_dataset(
+    dataset: XMCDataset, tokenizer_folder: str | os.PathLike[str], max_length: int, text: Text = "title"
+) -> DatasetProfile:
+    """Count what `DatasetProfile` holds; of many texts `SAMPLE` are looked at. The same data gives the same figures."""
+    rows = {split: dataset.rows(split) for split in ("train", "validation", "test")}
+    texts = dataset.query_texts(spaced(rows["train"]), text)
+    label_texts = dataset.label_texts(spaced(np.arange(dataset.num_labels)), text)
+    words_W = [split_words(pa.array(some, pa.large_string()))[0] for some in (texts, label_texts)]
+    vocabulary = Vocabulary.of(np.concatenate(words_W))
+    meter = TextMeter(tokenizer_folder, max_length, vocabulary)
+    queries, labels = meter.measure(texts), meter.measure(label_texts)
+    others = [meter.measure(dataset.query_texts(spaced(rows[s]), text)) for s in ("validation", "test")]
+    held_out = next((some for some in others if len(some)), None)
+    unseen, words = (int(sum(getattr(o, name).sum() for o in others)) for name in ("unseen_N", "words_N"))
+    figures = {
+        "version": VERSION,
+        "name": dataset.name,
+        "sha256": dataset.sha256,
+        "text": text,
+        "max_length": max_length,
+        "rows": {split: len(own) for split, own in rows.items()}
+        | {"labels": dataset.num_labels, "pairs": int(dataset.relevance.nnz)},
+        "positives": dataset.relevance.nnz / max(dataset.num_queries, 1),
+        "shares": _shares(dataset, rows, text) | {"unseen_words": share(unseen, words)},
+        "queries": queries.summary(),
+        "labels": labels.summary(),
+        "held_out": None if held_out is None else held_out.strangeness(),
+        "vocabulary": vocabulary.to_json(),
+    }
+    return DatasetProfile(figures, queries, queries if held_out is None else held_out)
+
+
+def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dict[str, Share]:
+    """Shares that are counted over the whole data set."""
+    hash_N, empty_N = _hashes_of(dataset, "queries", text)
+    hash_L, empty_L = _hashes_of(dataset, "labels", text)
+    count_N = np.diff(dataset.relevance.indptr)
+    in_train_P = np.repeat(np.isin(np.arange(dataset.num_queries), rows["train"]), count_N)
+    points_L = np.bincount(dataset.relevance.indices[in_train_P], minlength=dataset.num_labels)
+    asked = np.unique(dataset.relevance.indices[~in_train_P])
+    test = rows["test"][~empty_N[rows["test"]]]
+    leaked = np.isin(hash_N[test], hash_N[rows["train"]])
+    train = hash_N[rows["train"]]
+    return {
+        "empty_queries": share(int(empty_N.sum()), dataset.num_queries),
+        "empty_labels": share(int(empty_L.sum()), dataset.num_labels),
+        "repeated_queries": share(len(train) - len(np.unique(train)), len(train)),
+        "repeated_labels": share(len(hash_L) - len(np.unique(hash_L)), len(hash_L)),
+        "test_texts_in_train": share(int(leaked.sum()), len(test)),
+        "queries_without_positives": share(int((count_N == 0).sum()), dataset.num_queries),
+        "labels_without_training_points": share(int((points_L == 0).sum()), dataset.num_labels),
+        "unseen_labels": share(int((points_L[asked] == 0).sum()), len(asked)),
+    }
+
+
+def _hashes_of(dataset: XMCDataset, which: Literal["queries", "labels"], text: Text) -> tuple[np.ndarray, np.ndarray]:
+    """Hash of each text, and whether it is empty."""
+    parts = [
+        (text_hashes(array), pc.equal(pc.utf8_trim_whitespace(array), "").to_numpy(zero_copy_only=False))
+        for batch in dataset.text_batches(which, text, 65_536)
+        for array in [pa.array(batch, pa.large_string())]
+    ]
+    hashes, empty = zip(*parts, strict=True) if parts else ((), ())
+    return np.concatenate([np.zeros(0, np.uint64), *hashes]), np.concatenate([np.zeros(0, bool), *empty])
+
+
+def _bucket(ids: np.ndarray) -> np.ndarray:
+    """Bucket of each token id: Fibonacci hashing, so that neighbouring ids part."""
+    return ((ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - 8)).astype(np.int64)
