@@ -145,7 +145,7 @@ def show_gate(verdict: Mapping[str, Any]) -> None:
 def show_findings(result: Mapping[str, Any]) -> None:
     """What a window of live queries shows."""
     rows = [
-        {"figure": finding["name"], "state": finding["state"], "in words": finding["words"]}
+        {"figure": finding["name"], "drifted": "YES" if finding["drifted"] else "no", "in words": finding["words"]}
         for finding in result["findings"]
     ]
     words = f"{result['queries']} queries; page: {Path(result['page']).resolve()}"

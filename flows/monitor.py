@@ -57,8 +57,10 @@ def monitor(
         options = {"column": column, "labels_column": labels_column, "bundle": bundle}
         result = steps.monitor(params, newest(queries), **options)
         artifacts.show_findings(result)
+        if not result["judged"]:
+            endings.say(f"{result['queries']} queries are too few to judge (drift.min_window)")
         if result["drifted"]:
-            found = [str(finding["words"]) for finding in result["findings"] if finding["state"] != "ok"]
+            found = [str(finding["words"]) for finding in result["findings"] if finding["drifted"]]
             for line in found:
                 endings.say(f"drift: {line}")
             payload = {"findings": found, "page": result["page"], "queries": result["queries"]}

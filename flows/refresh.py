@@ -70,11 +70,11 @@ def _refresh(params: Params, promote: bool | None) -> dict[str, Any]:
         steps.prepare(stage)
     done = steps.refresh_labels(params)
     if not done["changed"]:
-        reason = done.get("reason") or "the champion has these labels"
+        reason = done["reason"]
         artifacts.show_skip(reason)
         publish.emit(params.tracking.model_name, "skipped", {"reason": reason})
         return {**done, "skipped": reason}
-    endings.say(f"labels: {done['added']} added, {done['removed']} removed, {done['kept']} kept")
+    endings.say(done["reason"])
     registered = steps.register(params, done["bundle"])
     done |= {"version": registered["version"], "run_url": registered.get("run")}
     done |= decide.decide(params, done["version"], promote)

@@ -153,8 +153,7 @@ def _through_dvc(params: Params, wishes: Wishes) -> dict[str, Any]:
     endings.say(f"to be made anew: {', '.join(work)}")
     done: dict[str, Any] = {}
     if "train" in work:
-        if hasattr(steps.stages, "data_change"):  # until H4's stage lands
-            artifacts.show_change(steps.data_change(params))
+        artifacts.show_change(steps.data_change(params))
         done["start"] = steps.choose_start(params, wishes.start)
         endings.say(f"start: {done['start']['kind']}, {done['start']['reason']}")
     before = reproduce.inputs_digest()

@@ -30,10 +30,17 @@ def world(place, monkeypatch):
 
     reason = {"check": "nDCG@5", "passed": True, "got": 0.1, "limit": -0.5, "words": "nDCG@5 is 0.1 ahead"}
     verdict = {"passed": True, "challenger": "8", "champion": "7", "reasons": [reason], "metrics": {}, "page": "p"}
-    labels = {"changed": True, "bundle": "outputs/refreshed", "added": 2, "removed": 1, "kept": 40, "reason": ""}
-    finding = {"name": "length", "state": "warning", "words": "queries are shorter"}
-    quiet = {"name": "tokens", "state": "ok", "words": "tokens are as they were"}
-    window = {"drifted": True, "findings": [finding, quiet], "queries": 500, "page": "runs/monitor/index.html"}
+    labels = {
+        "changed": True,
+        "bundle": "outputs/refreshed",
+        "added": 2,
+        "removed": 1,
+        "kept": 40,
+        "reason": "2 labels are new",
+    }
+    finding = {"name": "length", "drifted": True, "words": "queries are shorter"}
+    quiet = {"name": "tokens", "drifted": False, "words": "tokens are as they were"}
+    window = {"drifted": True, "judged": True, "findings": [finding, quiet], "queries": 500, "page": "runs/index.html"}
     stages = types.SimpleNamespace(
         refresh_labels=stage("refresh_labels", labels),
         register=stage("register", {"version": "8", "run": None}),
