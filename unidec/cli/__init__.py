@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from unidec import __version__
-from unidec.cli import data, models, servers
+from unidec.cli import data, lineage, models, servers
 from unidec.cli.options import DEFAULT_BUNDLE, DEFAULT_PARAMS, AsJson, Assignments, BundleFolder, ParamsFile, load
 from unidec.cli.output import show, show_predictions, show_table
 from unidec.config import Params, describe, load_params, parse_overrides, recipe_names, to_yaml
@@ -185,7 +185,7 @@ _add_stage("index", "index", "Encode the labels and build the search index: outp
 _add_stage(
     "evaluate", "evaluate", "Every metric on the test split; report and plots in outputs/.", "unidec evaluate --json"
 )
-_add_stage("register", "register", "Register outputs/bundle in MLflow under the alias `challenger`.", "unidec register")
+lineage.add_to(app)
 models.add_to(app)
 
 

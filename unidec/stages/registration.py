@@ -1,27 +1,90 @@
-"""Stage `register`: the bundle becomes a version of the registered model."""
+"""Stage `register`: the bundle becomes a version of the registered model, with tags that say what it was made of."""
 
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 from unidec.config import Params
 from unidec.data.storage import read_manifest
-from unidec.ops.provenance import code_tags
+from unidec.ops import provenance
+from unidec.ops.registry import checked_sha256, is_registered
 from unidec.ops.registry import register as register_bundle
 from unidec.ops.tracking import Tracker
+from unidec.retrieval.bundle_folder import BundleInfo, read_info
 from unidec.stages import paths
 from unidec.stages.ranking import headline
+from unidec.stages.start_file import start_tags
 
 
-def register(params: Params) -> dict[str, Any]:
-    """Register outputs/bundle under the alias `challenger`; the same bundle again keeps its version."""
+def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """Register a bundle under the alias `challenger`; the same bundle again keeps its version.
+
+    What the version's tags say of DVC's artifacts is read now: so after `dvc commit`.
+
+    Args:
+        params: all parameters.
+        bundle: None: outputs/bundle, in the run that trained it; or a folder of `refresh_labels`, in a run of its own.
+
+    Returns:
+        {"model", "version", "alias", "run": its page's address}.
+    """
+    path = paths.BUNDLE if bundle is None else Path(bundle)
+    info = read_info(path)
+    refreshed = info.card.get("refreshed")
+    tags = _code_tags(params) | provenance.run_tags()
+    if refreshed is None:
+        tracker, facts, more = _trained(params)
+    else:
+        tracker, facts, more = _refreshed(params, path, info, refreshed, tags)
+    tags |= {"dataset.name": str(info.dataset.get("name", "")), "dataset.sha256": str(info.dataset.get("sha256", ""))}
+    card = {"data set": info.dataset.get("name"), "labels": info.num_labels, **facts}
+    version = register_bundle(path, tracker.run_id, params.tracking.model_name, card=card, tags=tags | more)
+    return {"model": params.tracking.model_name, "version": version, "alias": "challenger", "run": tracker.url}
+
+
+def _code_tags(params: Params) -> dict[str, str]:
+    """Of the code as it is now; data that a source brings is no edit of it."""
+    source = params.source
+    fetched = [] if source.kind == "none" else [params.data.path]
+    if source.kind == "dvc":
+        fetched.append(source.path if source.path.endswith(".dvc") else f"{source.path}.dvc")
+    return provenance.code_tags(besides=fetched)
+
+
+def _trained(params: Params) -> tuple[Tracker, dict[str, Any], dict[str, str]]:
+    """The run that trained outputs/bundle, what the card says of it, and tags of what it was made of."""
     run = read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
     tracker = Tracker.resume(paths.RUNS / run)
-    dataset = paths.open_dataset()
     metrics = json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
-    shown = {"test": headline(metrics.get("test", {}))}
-    card = {"data set": dataset.name, "labels": dataset.num_labels, "metrics": shown}
-    tags = code_tags() | {"dataset.sha256": dataset.sha256}
-    version = register_bundle(paths.BUNDLE, tracker.run_id, params.tracking.model_name, card=card, tags=tags)
-    return {"model": params.tracking.model_name, "version": version, "alias": "challenger", "run": tracker.url}
+    tags = provenance.artifact_tags(params.data.path) | start_tags()
+    if not is_registered(paths.BUNDLE, params.tracking.model_name):  # a version keeps the records it was made with
+        lock = provenance.lock_sha256()
+        tracker.set_tags(tags | ({"dvc.lock.sha256": lock} if lock else {}))
+        tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)
+    return tracker, {"metrics": {"test": headline(metrics.get("test", {}))}}, tags
+
+
+def _refreshed(
+    params: Params, path: Path, info: BundleInfo, refreshed: dict[str, Any], tags: dict[str, str]
+) -> tuple[Tracker, dict[str, Any], dict[str, str]]:
+    """A run of its own for a bundle whose labels alone are new; the data set is all that is new of DVC's artifacts."""
+    start = {
+        "start.kind": "refresh", "start.model": params.tracking.model_name, "start.version": refreshed["version"],
+        "start.bundle.sha256": refreshed["parent"],
+    }  # fmt: skip
+    more = start | provenance.artifact_tags(params.data.path, only=("data/dataset", "data/validation"))
+    counts = {key: refreshed[key] for key in ("added", "removed", "renamed", "kept")}
+    tracker = Tracker(params.tracking.experiment)
+    name = f"{info.dataset.get('name')} labels of version {refreshed['version']}"
+    dataset = {"name": info.dataset.get("name"), "digest": info.dataset.get("sha256"), "path": str(paths.DATASET)}
+    folder = paths.RUNS / f"labels-{checked_sha256(path)[:16]}"
+    tracker.start(folder, {}, tags | more, dataset, run_name=name)
+    tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)
+    figures = {f"{split}/{key}": value for split, values in info.metrics.items() for key, value in values.items()}
+    tracker.log_final(figures | {f"labels/{key}": value for key, value in counts.items()})
+    tracker.finish()
+    facts = {"labels of version": refreshed["version"], **counts, "metrics": info.metrics}
+    return tracker, facts, more
