@@ -1,0 +1,121 @@
+"""Fault 11: SIGKILL during registration or upload: the alias has not moved; run again, there is exactly one version,
+the alias names it, and what the registry holds has the hash of the bundle."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from unidec.data.storage import folder_sha256
+from unidec.ops.fetch import fetch_bundle
+from unidec.ops.registry import HASH_TAG
+from unidec.ops.tracking_store import open_client, prepare_store
+
+CHILD = Path(__file__).parents[1] / "ops" / "killed_child.py"
+
+
+@pytest.fixture(scope="module")
+def uri():
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield prepare_store(f"sqlite:///{folder}/mlflow.db")
+
+
+@pytest.fixture(scope="module")
+def bundles(helper, tmp_path_factory) -> list[Path]:
+    """Two real ones."""
+    world = helper("stages/gate_world")
+    maker = world.World.__new__(world.World)
+    maker.folder = tmp_path_factory.mktemp("bundles")
+    return [maker.bundle(name, wrong=wrong) / "artifacts" / "bundle" for name, wrong in (("a", ()), ("b", (1, 2)))]
+
+
+@pytest.fixture(scope="module")
+def children():
+    """A process whose children are forked with everything imported."""
+    with subprocess.Popen(
+        [sys.executable, str(CHILD)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def register(children, uri, request):
+    """`register(bundle, writes=n)` or `register(bundle, after=seconds)`: a life that may be killed; its exit code."""
+
+    def run(bundle: Path, *, after: float | None = None, **job: int) -> int:
+        words = {"call": "register", "bundle": str(bundle), "name": request.node.name, "uri": uri} | job
+        children.stdin.write(json.dumps(words) + "\n")
+        children.stdin.flush()
+        pid = int(children.stdout.readline().split()[1])
+        if after is not None:
+            time.sleep(after)
+            os.kill(pid, signal.SIGKILL)
+        return int(children.stdout.readline().split()[1])
+
+    return run
+
+
+def versions_of(client, name: str, bundle: Path) -> list[str]:
+    found = client.search_model_versions(f"name = '{name}'")
+    return [str(version.version) for version in found if version.tags[HASH_TAG] == folder_sha256(bundle)]
+
+
+def alias_of(client, name: str) -> str | None:
+    if not client.search_registered_models(f"name = '{name}'"):
+        return None
+    version = client.get_registered_model(name).aliases.get("challenger")
+    return None if version is None else str(version)
+
+
+def check_whole(client, name: str, bundle: Path, uri: str, folder: Path) -> None:
+    """One version of it, the alias names it, and what is stored is it."""
+    (version,) = versions_of(client, name, bundle)
+    assert alias_of(client, name) == version
+    stored = fetch_bundle(f"models:/{name}@challenger", folder, uri=uri)
+    assert folder_sha256(stored) == folder_sha256(bundle)
+
+
+def test_killed_before_each_write(register, bundles, uri, tmp_path, request):
+    """The model's entry, the version, the alias: these are the writes to the registry."""
+    client, name, bundle = open_client(uri), request.node.name, bundles[0]
+    for writes in range(3):
+        assert register(bundle, writes=writes) == -signal.SIGKILL
+        assert alias_of(client, name) is None
+        assert len(versions_of(client, name, bundle)) == (writes == 2)
+    assert register(bundle) == 0
+    check_whole(client, name, bundle, uri, tmp_path)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_while_another_is_challenger(register, bundles, uri, tmp_path, request):
+    client, name = open_client(uri), request.node.name
+    before, bundle = bundles
+    began = time.monotonic()
+    assert register(before) == 0
+    life = time.monotonic() - began
+    held = alias_of(client, name)
+    moments, killed = random.Random(0), 0
+    for _ in range(12):
+        killed += register(bundle, after=moments.uniform(0, life)) == -signal.SIGKILL
+        alias, versions = alias_of(client, name), versions_of(client, name, bundle)
+        assert alias == held or [alias] == versions  # never on something that was not verified
+        assert len(versions) <= 1
+    assert killed >= 6
+    assert register(bundle) == 0
+    check_whole(client, name, bundle, uri, tmp_path)
+    assert versions_of(client, name, before) == [held]
