@@ -31,7 +31,9 @@ def test_figures_arrive_while_it_goes_on_and_from_another_thread(uri, tmp_path, 
     tracker = begin(uri, tmp_path, flush_seconds=0)
     senders = set()
     monkeypatch.setattr(
-        tracker, "_send_points", lambda send=tracker._send_points: senders.add(threading.get_ident()) or send()
+        tracker,
+        "_send_points",
+        lambda *until, send=tracker._send_points: senders.add(threading.get_ident()) or send(*until),
     )
     with tracker.live(0.05):
         for step in range(40):
@@ -88,6 +90,26 @@ def test_what_a_kill_took_from_memory_is_sent_from_the_records(uri, tmp_path):
     second.finish("KILLED")
     assert history(uri, second, "loss") == [(step, float(step)) for step in range(0, 120, 10)]
     assert [step for step, _ in history(uri, second, "lr")] == list(range(0, 100, 10))
+
+
+def test_what_an_outage_left_is_not_waited_for(uri, tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    import unidec.ops.tracking as tracking
+
+    tracker = begin(uri, tmp_path, flush_seconds=1000)
+    log_batch = MlflowClient.log_batch
+    monkeypatch.setattr(MlflowClient, "log_batch", lambda *a, **k: time.sleep(0.05) or log_batch(*a, **k))
+    monkeypatch.setattr(tracking, "_METRICS_A_BATCH", 10)
+    for step in range(500):
+        tracker.log(step, {"loss": float(step)})
+    begin_at = time.perf_counter()
+    assert tracker._flush(lambda _: True, patience=0.2) is False
+    assert time.perf_counter() - begin_at < 2
+    assert 0 < len(history(uri, tracker, "loss")) < 500
+    assert len((tmp_path / "pending-metrics.jsonl").read_text().splitlines()) == len(tracker._points) > 0
+    tracker.finish()
+    assert history(uri, tracker, "loss") == [(step, float(step)) for step in range(500)]
 
 
 def test_records_wait_while_the_store_is_away_once_each(uri, tmp_path, monkeypatch):

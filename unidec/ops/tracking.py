@@ -46,6 +46,7 @@ RUN_TAGS = "UNIDEC_RUN_TAGS"
 """Environment variable: tags (JSON) of every run begun in this process, set by who started it: `mlflow.parentRunId`
 puts it below another run; `mlflow.runName` is what people see."""
 _WAIT = 5.0  # seconds that a flush waits for one that another thread is at
+_PATIENCE = 2.0  # seconds that a training waits while figures are sent: what an outage left may take minutes
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ class Tracker:
         if self._state:
             self._state |= {"status": status, "ended": _now(), "status_sent": False}
             self._save_state()
-            self._flush(Outage.is_over_at_last)
+            self._flush(Outage.is_over_at_last, patience=float("inf"))
 
     # -- what is logged ----------------------------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class Tracker:
 
         def send() -> None:
             while not done.wait(seconds):
-                self._flush(lambda outage: outage.may_be_over(self._retry_seconds))
+                self._flush(lambda outage: outage.may_be_over(self._retry_seconds), patience=float("inf"))
 
         # a daemon: a store that does not answer must not keep the process from its end
         thread = threading.Thread(target=send, name="tracking", daemon=True)
@@ -259,7 +260,7 @@ class Tracker:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def flush(self, force: bool = False) -> bool:
-        """Sends what is kept; False (with a warning, and all of it kept) when the store cannot be reached.
+        """Sends what is kept; False when the store cannot be reached, or has not got all of it soon: the rest is kept.
 
         Args:
             force: now, although the store was away a moment ago.
@@ -268,7 +269,7 @@ class Tracker:
             return self._flush(Outage.was_cheap)
         return self._flush(lambda outage: outage.was_cheap() and outage.may_be_over(self._retry_seconds))
 
-    def _flush(self, is_due: Callable[[Outage], bool]) -> bool:
+    def _flush(self, is_due: Callable[[Outage], bool], patience: float = _PATIENCE) -> bool:
         if not self._state:
             self._points = []
             return True
@@ -281,7 +282,7 @@ class Tracker:
             if not listens(self.uri):
                 raise ConnectionError("nothing listens there")
             self._connect()
-            self._send_points()
+            self._send_points(begin + patience)
             self._send_rest()
         except Exception as error:  # whatever MLflow, its database or the network throws: training is worth more
             if Outage.note(self.uri, time.monotonic() - begin):
@@ -293,7 +294,7 @@ class Tracker:
         if seconds := Outage.end(self.uri):
             log.info("%s is back after %.0f s: everything kept meanwhile was sent", self.uri, seconds)
         self._write_pending()
-        return True
+        return not self._points
 
     def _connect(self) -> bool:
         if self._connected:
@@ -356,7 +357,7 @@ class Tracker:
             client.update_run(run_id, status="RUNNING")
             self._stored_status = "RUNNING"
 
-    def _send_points(self) -> None:
+    def _send_points(self, until: float) -> None:
         from mlflow.entities import Metric
 
         assert self._client is not None and self.run_id is not None
@@ -364,6 +365,8 @@ class Tracker:
             points = list(self._points)
         final = {point[0]: index for index, point in enumerate(points) if point[2] < 0}  # the newest of each
         for start in range(0, len(points), _METRICS_A_BATCH):
+            if start and time.monotonic() > until:
+                return
             batch = points[start : start + _METRICS_A_BATCH]
             newest, values, fresh = dict(self._last_step), dict(self._last_value), []
             for index, (name, value, step, at) in enumerate(batch, start):
