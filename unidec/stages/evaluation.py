@@ -122,6 +122,6 @@ def _track(
         "start": f"version {start.version} of {start.model}" if start.warm else "from nothing",
     }  # fmt: skip
     tracker.set_tags({"mlflow.note.content": description(result, facts)})
-    tracker.log_files([paths.REPORT, paths.METRICS, "params.yaml", "dvc.lock"])
+    tracker.log_files([paths.REPORT, paths.METRICS])
     with tempfile.TemporaryDirectory() as folder:
         tracker.log_files(save_pngs(history, rounds, result["test"], folder), "plots")
