@@ -102,7 +102,7 @@ def test_a_tag_never_says_more_than_is_so(tmp_path: Path) -> None:
     assert artifact_tags("data/raw", tmp_path, only=["outputs/bundle"]) == {"dvc.outputs/bundle": bundle}
     write(tmp_path / "outputs/bundle/x", "3")
     write(tmp_path / "data/dataset/x", "4")
-    assert artifact_tags("data/raw", tmp_path) == {"dvc.differs": "data/dataset, outputs/bundle, outputs/model"}
+    assert artifact_tags("data/raw", tmp_path) == {"dvc.differs": "data/dataset, outputs/model, outputs/bundle"}
     assert dvc_hash("data/dataset", tmp_path) == dataset
 
 
