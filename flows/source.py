@@ -76,8 +76,8 @@ def check(target: Path, described: Mapping[str, Any]) -> None:
         DataError: a file is missing, or another than the one that was pushed; it is named.
     """
     for out in described.get("outs", []):
-        if out.get("hash", "md5") != "md5" or "md5" not in out:
-            continue  # an older or another kind of hash: DVC's own checks have to do
+        if out.get("hash") != "md5" or "md5" not in out:
+            continue  # DVC 2's hash, which ignores line ends, or a store's own: DVC's checks have to do
         path = target.parent / out["path"]
         for file, md5 in _files(path, out["md5"]):
             got = _md5(file) if file.is_file() else "no such file"

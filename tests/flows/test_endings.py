@@ -1,0 +1,84 @@
+"""How runs begin and end, through Prefect: their tags in MLflow, their names, and who is turned away."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from unidec.errors import TrainingError
+from unidec.ops.tracking import RUN_TAGS
+
+
+@pytest.fixture(scope="module")
+def endings():
+    from flows import endings
+
+    return endings
+
+
+@pytest.fixture
+def deploy(prefect_server):
+    """`deploy(flow)`: runs it as a worker does, for a deployment; gives the run's end."""
+    from prefect.client.orchestration import get_client
+    from prefect.flow_engine import run_flow
+
+    with get_client(sync_client=True) as client:
+        made = set()
+
+        def deploy(body):
+            deployment = client.create_deployment(client.create_flow(body), "some")
+            made.add(deployment)
+            run = client.create_flow_run_from_deployment(deployment)
+            run_flow(body, flow_run=client.read_flow_run(run.id), return_type="state")
+            return client.read_flow_run(run.id)
+
+        yield deploy
+        for deployment in made:
+            client.delete_deployment(deployment)
+
+
+def test_what_mlflow_gets_to_know(endings, deploy, monkeypatch):
+    from prefect import flow
+
+    monkeypatch.setenv(RUN_TAGS, json.dumps({"mlflow.parentRunId": "abc"}))  # of whoever is around us
+    seen = {}
+
+    @flow(name="unidec-tagged")
+    def body() -> None:
+        with endings.at_work():
+            seen.update(json.loads(os.environ[RUN_TAGS]))
+            seen["notes"] = [path.stem for path in endings.left.NOTES.iterdir()]
+
+    run = deploy(body)
+    assert run.state.is_completed(), run.state.message
+    assert seen["mlflow.parentRunId"] == "abc"
+    assert seen["prefect.flow_run_id"] == str(run.id) and seen["prefect.flow_run_name"] == run.name
+    assert seen["prefect.deployment"] == "unidec-tagged/some" and seen["notes"] == [str(run.id)]
+    assert json.loads(os.environ[RUN_TAGS]) == {"mlflow.parentRunId": "abc"} and not list(endings.left.NOTES.iterdir())
+    monkeypatch.delenv(RUN_TAGS)
+    assert deploy(body).state.is_completed() and RUN_TAGS not in os.environ
+
+
+def test_a_deployment_that_has_no_turn_is_cancelled_and_a_caller_is_told(endings, deploy):
+    from prefect import flow
+
+    busy = TrainingError("another training is under way in this folder", where="runs")
+
+    @flow(name="unidec-busy")
+    def body() -> object:
+        return endings.turned_away(busy)
+
+    state = deploy(body).state
+    assert state.is_cancelled() and "another training is under way" in state.message
+    with pytest.raises(TrainingError, match="another training is under way"):
+        body()
+    with pytest.raises(TrainingError):
+        body.fn()
+
+
+def test_a_run_without_prefect_is_left_alone(endings):
+    with endings.at_work():
+        assert RUN_TAGS not in os.environ
+    assert endings.named({"skipped": "nothing new"}) == {"skipped": "nothing new"}
