@@ -255,6 +255,9 @@ class Warm(Section):
     epochs: Count = Field(4, description="passes over the training queries")
     lr_scale: Positive = Field(0.5, description="times every learning rate")
     warmup_epochs: Annotated[float, Field(ge=0)] = Field(0.25, description="epochs of linear warm-up")
+    keep: Share = Field(
+        0.25, description="share of a classifier row that is taken over; the rest begins as the label's text"
+    )
 
 
 class Retrain(Section):
@@ -307,7 +310,7 @@ class Drift(Section):
     warn_distance: Share = Field(0.1, description="distance of two distributions (Jensen-Shannon) that warns")
     stop_distance: Share = Field(0.5, description="... that stops a retraining")
     warn_shift: Annotated[float, Field(ge=0)] = Field(
-        0.25, description="shift of a window's mean embedding that warns, in standard deviations of single queries"
+        0.2, description="shift of a window's mean embedding that warns, in standard deviations of single queries"
     )
     warn_low_score: Share = Field(0.2, description="share of a window's queries with a low top score that warns")
     low_score_quantile: Annotated[float, Field(gt=0, lt=1)] = Field(

@@ -49,8 +49,8 @@ def test_a_start_is_part_of_it_where_there_is_one(tiny_params, tiny_dataset, tin
     assert differences(identify(HASH), identify(OTHER)) == [
         "start: aaaaaaaaaaaa... when the run began, bbbbbbbbbbbb... now"
     ]
-    assert identify(HASH).keys() - identify(None).keys() == {"start"}
-    with pytest.raises(ConfigError, match=r"other model to start from(.|\n)*--accept start"):
+    assert identify(HASH).keys() - identify(None).keys() == {"start", "warm.keep"}
+    with pytest.raises(ConfigError, match=r"other model to start from, parameters(.|\n)*--accept start"):
         check_same(identify(HASH), identify(None), (), "run")
 
 

@@ -51,7 +51,7 @@ def run_identity(
     if params.encoder.start:  # by content, wherever it lies
         identity["encoder.start"] = start_sha256(params.encoder.start)
     if start is not None:
-        identity["start"] = start
+        identity |= {"start": start, "warm.keep": json.dumps(params.warm.keep)}
     identity["data"] = dataset.sha256
     for name, cache in (("queries", query_tokens), ("labels", label_tokens)):
         files = read_manifest(cache.path, tokens.KIND, tokens.VERSION, verify=False)["files"]

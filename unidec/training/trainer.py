@@ -160,7 +160,8 @@ class Trainer:
             print(f"checkpoint passed over: {reason}")
         if checkpoint is None:
             if self.start is not None:
-                take_rows(self.model, self.start, self.dataset.labels["uid"], self._encode_some_labels)
+                uids, keep = self.dataset.labels["uid"], self.params.warm.keep
+                take_rows(self.model, self.start, uids, self._encode_some_labels, keep)
             else:
                 self.model.start_table(self._encode_labels)
             start_stream(self.params.seed, 0, self.ranks)

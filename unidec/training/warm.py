@@ -83,49 +83,56 @@ def take_model(model: UniDEC, start: Start) -> None:
 
 @torch.no_grad()
 def take_rows(
-    model: UniDEC, start: Start, uids: pa.Array | pa.ChunkedArray, encode: Callable[[np.ndarray], Tensor]
+    model: UniDEC,
+    start: Start,
+    uids: pa.Array | pa.ChunkedArray,
+    encode: Callable[[np.ndarray], Tensor],
+    keep: float = 1.0,
 ) -> None:
     """Give the classifier the start's rows and biases, by label uid; block by block, wherever the table lives.
 
-    A label that the start does not have begins as its own text, whatever `model.clf_init` says: as its embedding
-    through the started model, at unit length or the mean length of the kept rows, whichever is shorter (longer, and
-    labels that nobody has seen would push out those that were learnt), with the mean of their biases. A residual
-    classifier's free vectors are what is left of the whole rows without their texts.
+    A row begins as `keep` of what was learnt and the rest of the label's own text: its embedding through the started
+    model, at unit length or the mean length of the kept rows, whichever is shorter (longer, and labels that nobody has
+    seen would push out those that were learnt). A label that the start does not have begins as its text alone,
+    whatever `model.clf_init` says; biases likewise, with their mean in place of the text. A residual classifier's free
+    vectors are what is left of the whole rows without their texts.
+
+    Source: shrinking what was learnt (Ash and Adams 2020, On Warm-Starting Neural Network Training), towards the text.
 
     Args:
-        model: with the start's encoder and heads (`take_model`).
+        model: with the start's encoder and heads (`take_model`), its table at 0.
         uids: of the L labels.
         encode: gives the encoder's outputs [n, W] of the labels at some rows, int64 [n].
+        keep: from 0 to 1.
 
     Raises:
         ArtifactError: the start's rows and uids differ in number.
     """
-    if model.table is None:
+    table = model.table
+    if table is None:
         return
+    length, bias, source_L = 1.0, 0.0, np.full(len(uids), -1, dtype=np.int64)
+    with open_tensors(start.model / WEIGHTS) as file:
+        if "table.weight" in file.names:  # else a dual encoder alone
+            source_L = start.rows_of(uids)
+            length, bias = _take_kept(model, start, file, source_L, keep)
+    own = np.arange(table.first_row, table.first_row + table.own_rows)
+    rest = np.where(source_L[own] >= 0, 1.0 - keep, 1.0)
+    if model.bias is not None:
+        _add(model.bias, own, torch.from_numpy(bias * rest)[:, None])
+    share = length * rest - model.settings.clf_residual
+    own, share = own[share != 0], share[share != 0]
     was_training = model.training
     model.eval()
-    with open_tensors(start.model / WEIGHTS) as file:
-        if "table.weight" not in file.names:  # a dual encoder alone
-            length, bias = 1.0, 0.0
-            source_L = np.full(len(uids), -1, dtype=np.int64)
-        else:
-            source_L = start.rows_of(uids)
-            length, bias = _take_kept(model, start, file, source_L, encode)
-    first, table = model.table.first_row, model.table
-    new = first + np.flatnonzero(source_L[first : first + table.own_rows] < 0)
-    for begin in range(0, len(new), START_BLOCK):
-        rows = new[begin : begin + START_BLOCK]
-        texts_BD = model.text_rows(encode(rows))
-        _put(table, rows, (length - model.settings.clf_residual) * texts_BD)
-    if model.bias is not None:
-        _put(model.bias, new, torch.full((len(new), 1), bias))
+    for begin in progress(range(0, len(own), START_BLOCK), desc="rows from texts", unit="block"):
+        some = slice(begin, begin + START_BLOCK)
+        texts_BD = model.text_rows(encode(own[some]))
+        _add(table, own[some], torch.from_numpy(share[some])[:, None].to(texts_BD) * texts_BD)
     model.train(was_training)
 
 
-def _take_kept(
-    model: UniDEC, start: Start, file: TensorFile, source_L: np.ndarray, encode: Callable[[np.ndarray], Tensor]
-) -> tuple[float, float]:
-    """Copy the rows that are held here; the length and the bias of a new label's row, the same on every rank."""
+def _take_kept(model: UniDEC, start: Start, file: TensorFile, source_L: np.ndarray, keep: float) -> tuple[float, float]:
+    """Add `keep` of the rows and biases that are held here; length and bias of a new label, the same on every rank."""
     table, biased = model.table, model.bias is not None and "bias.weight" in file.names
     assert table is not None
     if file.shape("table.weight")[0] != len(start.uids):
@@ -135,26 +142,22 @@ def _take_kept(
         )  # fmt: skip
     order = np.argsort(source_L, kind="stable")  # labels in the order of the start's rows: each block is read once
     lengths, biases, kept = 0.0, 0.0, int((source_L >= 0).sum())
-    blocks = range(0, len(start.uids), START_BLOCK)
-    for begin in progress(blocks, desc="rows of the start", unit="block") if len(blocks) > 1 else blocks:
+    for begin in progress(range(0, len(start.uids), START_BLOCK), desc="rows of the start", unit="block"):
         end = min(begin + START_BLOCK, len(start.uids))
         labels = order[slice(*np.searchsorted(source_L, [begin, end], sorter=order))]
-        mine = (labels >= table.first_row) & (labels < table.first_row + table.own_rows)
+        mine = torch.from_numpy((labels >= table.first_row) & (labels < table.first_row + table.own_rows))
         at = torch.from_numpy(source_L[labels] - begin)
         rows_BD = file.read("table.weight", begin, end)[at].float()
         lengths += float(rows_BD.norm(dim=1).double().sum())
+        _add(table, labels[mine.numpy()], keep * rows_BD[mine])
         if biased:
             bias_B1 = file.read("bias.weight", begin, end)[at].float()
             biases += float(bias_B1.double().sum())
             assert model.bias is not None
-            _put(model.bias, labels[mine], bias_B1[torch.from_numpy(mine)])
-        own_BD = rows_BD[torch.from_numpy(mine)]
-        if model.settings.clf_residual and mine.any():
-            own_BD = own_BD - model.text_rows(encode(labels[mine])).cpu()
-        _put(table, labels[mine], own_BD)
+            _add(model.bias, labels[mine.numpy()], keep * bias_B1[mine])
     return (min(1.0, lengths / kept), biases / kept) if kept else (1.0, 0.0)
 
 
-def _put(table: RowTable, labels: np.ndarray, values: Tensor) -> None:
+def _add(table: RowTable, labels: np.ndarray, values: Tensor) -> None:
     local = torch.from_numpy(labels - table.first_row).to(table.weight.device)
-    table.weight[local] = values.to(table.weight.device, table.weight.dtype)
+    table.weight[local] = (table.weight[local].float() + values.to(table.weight.device)).to(table.weight.dtype)
