@@ -159,6 +159,7 @@ def _through_dvc(params: Params, wishes: Wishes) -> dict[str, Any]:
     before = reproduce.inputs_digest()
     done |= _in_process(params, [*work, "register"], lambda: _record(work, before))
     done |= decide.decide(params, done["version"], wishes.promote)
+    artifacts.show_links(done["run_url"], done["version"], params.tracking.model_name)  # now with the gate's page
     return done | decide.share(params, done["version"], done)
 
 
