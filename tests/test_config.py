@@ -180,6 +180,15 @@ CONFLICTING = [
     ("source.kind", {"source.kind": "folder", "source.path": "data/raw/lf-debian/"}),
     ("source.kind", {"source.kind": "folder", "source.path": "data"}),
     ("source.queries", {"source.kind": "files", "source.queries": "q.csv", "source.pairs": "p.csv"}),
+    (
+        "source.kind",
+        {
+            "source.kind": "files",
+            "source.queries": "data/raw/lf-debian/q.csv",
+            "source.labels": "l.csv",
+            "source.pairs": "p.csv",
+        },
+    ),
     ("source.secrets", {"source.secrets": {"TOKEN": "block"}}),
     ("warm.warmup_epochs", {"warm.warmup_epochs": 3.0, "warm.epochs": 2}),
     ("retrain.start", {"retrain.start": "warm", "encoder.start": "outputs/model"}),

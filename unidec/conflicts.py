@@ -37,6 +37,13 @@ def _within_each_other(first: str, second: str) -> bool:
     return one == other or one in other.parents or other in one.parents
 
 
+def _copied(p: Params) -> list[str]:
+    """What a fetch copies from."""
+    source = p.source
+    paths = {"folder": [source.path], "files": [source.queries, source.labels, source.pairs]}.get(source.kind, [])
+    return [path for path in paths if path]
+
+
 CONFLICTS = (
     Conflict(
         ("index.space", "model.heads"),
@@ -232,7 +239,7 @@ CONFLICTS = (
     ),
     Conflict(
         ("source.kind", "source.path", "data.path"),
-        lambda p: p.source.kind == "folder" and bool(p.source.path) and _within_each_other(p.source.path, p.data.path),
+        lambda p: any(_within_each_other(path, p.data.path) for path in _copied(p)),
         "what is fetched would replace its own source",
         "data.path: a folder of its own, such as data/incoming",
     ),
