@@ -164,8 +164,7 @@ class TextMeter:
         model = json.loads(tokenizer.to_str())["model"]
         unknown = model.get("unk_id") if "unk_id" in model else tokenizer.token_to_id(model.get("unk_token") or "")
         self.unknown_id = -1 if unknown is None else int(unknown)
-        added = tokenizer.get_added_tokens_decoder()
-        self.special_ids = sorted(i for i, token in added.items() if token.special and i != self.unknown_id)
+        self.special_ids = encode_texts([""], self.folder, max_length).ids.astype(np.int64)  # an empty text is those
 
     def measure(self, texts: Sequence[str]) -> Measured:
         """Facts of each text.

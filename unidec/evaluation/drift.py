@@ -125,7 +125,7 @@ def low_score_noise(low: float, reference_size: int, window_size: int) -> float:
 
     How many of n fall below an order statistic of N others is beta-binomial whatever the distribution (Wilks, 1941).
     """
-    rank = min(max(low * reference_size, 0.5), reference_size + 0.5)
+    rank = low * (reference_size - 1) + 1  # from 1; between two where the quantile is
     return float(betabinom.ppf(QUANTILE, window_size, rank, reference_size + 1 - rank)) / max(window_size, 1)
 
 

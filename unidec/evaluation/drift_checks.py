@@ -175,7 +175,7 @@ def compare_answers(
     spread = max(limits.warn_change, spread_noise)
     low_noise = low_score_noise(limits.low_score_quantile, reference["count"], size)
     return [
-        Check("shift", "shift of the embeddings' mean", "shift", None, window["shift"],
+        Check("shift", "shift of the embeddings' mean, in standard deviations", "shift", None, window["shift"],
               (None, max(limits.warn_shift, shift_noise)), noise=shift_noise),
         Check("spread", "variance of the embeddings, times the reference's", "mean", 1.0, 1 + window["spread"],
               (1 - spread, 1 + spread), noise=spread_noise),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,16 @@ def run_change_suite(checks: Sequence[Check], docs: Path | None = None) -> list[
 
 
 def _suite(checks: Sequence[Check]) -> list[Any]:
+    import great_expectations.expectations as gxe
+
+    # Great Expectations takes a figure that is no number for a missing one, which no bound minds
+    numbers = [
+        gxe.ExpectColumnValuesToNotBeNull(column=check.key, severity="critical", description=f"{check.name}: a number")
+        for check in checks
+        if math.isnan(check.new)
+    ]
     levels = [(check, bounds, level) for check in checks for bounds, level in _levels(check)]
-    return [_expectation(check, bounds, level) for check, bounds, level in levels]
+    return numbers + [_expectation(check, bounds, level) for check, bounds, level in levels]
 
 
 def _levels(check: Check) -> list[tuple[Bounds, str]]:

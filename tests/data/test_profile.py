@@ -1,0 +1,149 @@
+"""Profiles: every figure against counting by hand, degenerate data, the same bytes each time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from unidec.data import profile
+from unidec.data.dataset import XMCDataset, write_dataset
+from unidec.data.profile import LENGTH_EDGES, TextMeter, Vocabulary, profile_dataset, spaced, split_words, text_hashes
+from unidec.data.raw import RawData
+from unidec.errors import ArtifactError
+
+TEXTS = ["river music", "  River   größer_2! ", "", "zz unheard-of 日本 words", "river music", "music " * 60]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return helper("conftest").tiny_transformer("bert", tiny_raw, tmp_path_factory.mktemp("tokenizer") / "bert")
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def hashed(words: list[str]) -> np.ndarray:
+    return text_hashes(pa.array(words, pa.large_string()))
+
+
+def test_every_figure_of_texts_by_hand(tokenizer: Path) -> None:
+    from tokenizers import Tokenizer
+
+    known = {"river", "music"}
+    meter = TextMeter(tokenizer, 16, Vocabulary.of(hashed(sorted(known))))
+    measured = meter.measure(TEXTS)
+    plain = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    plain.no_padding()
+    plain.enable_truncation(16)
+    ids = [plain.encode(text).ids for text in TEXTS]
+    special = {plain.token_to_id(token) for token in ("[CLS]", "[SEP]", "[PAD]", "[MASK]")}
+    real = [[i for i in row if i not in special] for row in ids]
+    unknown = [sum(i == plain.token_to_id("[UNK]") for i in row) for row in real]
+    assert sum(unknown) > 0
+    assert measured.length_N.tolist() == [len(text.strip()) for text in TEXTS]
+    assert measured.tokens_N.tolist() == [len(row) for row in real]
+    assert measured.unknown_N.tolist() == unknown
+    assert measured.cut_N.tolist() == [len(row) == 16 for row in ids]
+    assert measured.words_N.tolist() == [len(words_of(text)) for text in TEXTS]
+    assert measured.unseen_N.tolist() == [sum(word not in known for word in words_of(text)) for text in TEXTS]
+    assert measured.bucket_NB.sum() == sum(map(len, real))
+    assert (np.asarray(measured.bucket_NB.sum(axis=1)).ravel() == measured.tokens_N).all()
+    summary = measured.summary()
+    histogram = [0] * len(LENGTH_EDGES)
+    for text in TEXTS:
+        histogram[max(i for i, edge in enumerate(LENGTH_EDGES) if edge <= len(text.strip()))] += 1
+    assert summary["length"]["histogram"] == histogram
+    assert summary["words"]["top"] == dict(
+        sorted(Counter(w for text in TEXTS for w in words_of(text)).items(), key=lambda item: (-item[1], item[0]))
+    )
+    assert summary["empty"] == {"share": 1 / 6, "of": 6} and summary["repeated"] == {"share": 1 / 6, "of": 6}
+    assert json.loads(json.dumps(summary)) == summary
+
+
+def test_figures_of_a_data_set_by_hand(tiny_dataset: XMCDataset, tokenizer: Path) -> None:
+    figures = profile_dataset(tiny_dataset, tokenizer, 16).figures
+    dense = tiny_dataset.relevance.toarray() > 0
+    train, test = tiny_dataset.rows("train"), tiny_dataset.rows("test")
+    others = np.concatenate([tiny_dataset.rows("validation"), test])
+    points = dense[train].sum(axis=0)
+    asked = dense[others].any(axis=0)
+    titles, shares = tiny_dataset.query_texts(), figures["shares"]
+    assert figures["rows"] == {"train": 43, "validation": 5, "test": 12, "labels": 40, "pairs": int(dense.sum())}
+    assert figures["positives"] == pytest.approx(dense.sum() / 60)
+    assert shares["labels_without_training_points"] == {"share": (points == 0).sum() / 40, "of": 40}
+    assert shares["unseen_labels"]["of"] == asked.sum()
+    assert shares["unseen_labels"]["share"] == pytest.approx((asked & (points == 0)).sum() / asked.sum())
+    assert shares["queries_without_positives"]["share"] == pytest.approx((dense.sum(axis=1) == 0).mean())
+    trained = [titles[row] for row in train]
+    assert shares["repeated_queries"]["share"] == pytest.approx(1 - len(set(trained)) / len(trained))
+    assert shares["test_texts_in_train"]["share"] == np.mean([titles[row] in trained for row in test])
+    labels = tiny_dataset.label_texts()
+    assert shares["repeated_labels"]["share"] == pytest.approx(1 - len(set(labels)) / len(labels))
+    seen = {word for text in trained + labels for word in words_of(text)}
+    spoken = [word for row in others for word in words_of(titles[row])]
+    missing = np.mean([word not in seen for word in spoken])
+    assert shares["unseen_words"]["of"] == len(spoken)
+    assert missing - 0.03 <= shares["unseen_words"]["share"] <= missing  # a few pass the filter
+    assert figures["queries"]["count"] == 43 and figures["labels"]["count"] == 40
+
+
+def test_the_same_data_gives_the_same_bytes_and_long_texts_are_read(tiny_dataset: XMCDataset, tokenizer: Path) -> None:
+    first, second = (json.dumps(profile_dataset(tiny_dataset, tokenizer, 16).figures) for _ in range(2))
+    assert first == second
+    both = profile_dataset(tiny_dataset, tokenizer, 16, "title+content").figures
+    assert both["queries"]["length"]["mean"] > json.loads(first)["queries"]["length"]["mean"]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 0, 1), (3, 2, 5)])
+def test_degenerate_data(raw_factory: Callable[..., RawData], tokenizer: Path, tmp_path: Path, sizes: tuple) -> None:
+    dataset = write_dataset(tmp_path / "dataset", raw_factory(*sizes), validation_share=0)
+    made = profile_dataset(dataset, tokenizer, 16)
+    assert (made.figures["held_out"] is None) == (sizes[1] == 0)
+    assert all(0 <= entry["share"] <= 1 for entry in made.figures["shares"].values())
+    assert len(made.held_out) > 0
+
+
+def test_of_many_texts_some_are_looked_at(
+    tiny_dataset: XMCDataset, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert spaced(np.arange(10), 4).tolist() == [0, 3, 6, 9] and spaced(np.arange(3), 4).tolist() == [0, 1, 2]
+    monkeypatch.setattr(profile.spaced, "__defaults__", (7,))
+    figures = profile_dataset(tiny_dataset, tokenizer, 16).figures
+    assert figures["queries"]["count"] == 7 and figures["rows"]["train"] == 43
+
+
+def test_a_vocabulary_forgets_nothing_and_takes_few_strangers_for_known() -> None:
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 2**63, 5000).astype(np.uint64)
+    vocabulary = Vocabulary.from_json(json.loads(json.dumps(Vocabulary.of(np.repeat(words, 2)).to_json())))
+    assert vocabulary.knows(words).all() and vocabulary.size == 5000
+    strangers = rng.integers(0, 2**63, 20_000).astype(np.uint64)
+    assert vocabulary.knows(strangers).mean() < 0.02
+    assert not Vocabulary.of(np.zeros(0, np.uint64)).knows(words).any()
+
+
+def test_of_too_many_words_the_commonest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "MAX_WORDS", 3)
+    words = np.arange(10, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    kept = Vocabulary.of(np.concatenate([words, words[4:7]]))
+    assert kept.size == 3 and kept.knows(words[4:7]).all()
+
+
+@pytest.mark.parametrize("stored", [{}, {"words": 1}, {"words": 1, "bits": "?"}, {"words": 1, "bits": ""}, {"bits": 3}])
+def test_a_damaged_vocabulary(stored: dict) -> None:
+    with pytest.raises(ArtifactError, match="damaged profile"):
+        Vocabulary.from_json(stored)
+
+
+def test_texts_without_words() -> None:
+    hashes, counts, top = split_words(pa.array(["", " !? ", "-"], pa.large_string()))
+    assert len(hashes) == 0 and counts.tolist() == [0, 0, 0] and top == {}
