@@ -302,3 +302,33 @@ def test_a_lock_is_left_by_nobody(stored, uri, monkeypatch):
     with promotion._one_at_a_time(stored.name, uri, "."), pytest.raises(Refused, match="under way"):
         promote(stored.name, a, uri=uri)
     assert promote(stored.name, a, uri=uri)["changed"]
+
+
+@pytest.mark.slow
+def test_all_of_it_over_http(helper, children, tmp_path):
+    """A real server: promoted, killed half-way, mended, rolled back; a server that is away is no promotion."""
+    versions, name = helper("ops/stored_versions"), "served"
+    with helper("mlflow_server").MlflowServer(tmp_path).running() as server:
+        client, numbers = open_client(server.uri), []
+        for what in "abc":
+            tags = versions.passed(numbers[-1] if numbers else None)
+            numbers.append(versions.upload_version(client, name, tmp_path / what, what, **tags))
+            if what != "c":
+                promote(name, numbers[-1], uri=server.uri, root=tmp_path)
+        a, b, c = numbers
+        job = {"call": "promote", "version": c, "name": name, "uri": server.uri, "writes": 2}
+        children.stdin.write(json.dumps(job) + "\n")
+        children.stdin.flush()
+        children.stdout.readline()
+        assert children.stdout.readline() == f"gone {-signal.SIGKILL}\n"
+        assert aliases(client, name) == {CHAMPION: b, PREVIOUS: b}
+        assert recover(client, name).endswith("it had not become champion")
+        assert aliases(client, name) == {CHAMPION: b, PREVIOUS: a}
+        assert promote(name, c, uri=server.uri, root=tmp_path)["previous"] == b
+        assert rollback(name, uri=server.uri, root=tmp_path)["version"] == b
+        assert aliases(client, name) == {CHAMPION: b, PREVIOUS: c}
+        (stored,) = [f for f in (tmp_path / "artifacts").rglob("labels.json") if f.read_text() == '["c"]']
+        stored.write_text('["C"]')
+        with pytest.raises(ArtifactError, match="damaged"):
+            rollback(name, uri=server.uri, root=tmp_path)
+        assert aliases(client, name) == {CHAMPION: b, PREVIOUS: c}

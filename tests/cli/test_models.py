@@ -1,0 +1,123 @@
+"""The commands on registered models: what they print, their exit codes; versions of one file in a real registry."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import pytest
+
+from unidec import cli
+from unidec.ops.promotion import aliases
+from unidec.ops.tracking_store import open_client, prepare_store
+
+
+@pytest.fixture(scope="module")
+def uri():
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield prepare_store(f"sqlite:///{folder}/mlflow.db")
+
+
+@pytest.fixture
+def world(helper, uri, tmp_path, monkeypatch, request, capsys):
+    """`world.run("models")` -> exit code, output, errors; `world.store("a", **tags)`: a version."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    name, client, versions = request.node.originalname, open_client(uri), helper("ops/stored_versions")
+    Path("params.yaml").write_text(f"recipe: unidec\ntracking: {{model_name: {name}}}\n")
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["unidec", *words])
+        monkeypatch.setattr(cli.os, "_exit", sys.exit)
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+        return int(code or 0), *capsys.readouterr()
+
+    def store(what: str, **tags: str) -> str:
+        return versions.store_version(client, name, tmp_path / what, what, **tags)
+
+    return types.SimpleNamespace(run=run, store=store, passed=versions.passed, client=client, name=name)
+
+
+def test_the_table_of_models(world):
+    assert world.run("models") == (0, f"no versions of {world.name} yet: unidec register makes one\n", "")
+    made = {"dataset.name": "toy", "dataset.sha256": "abcdef0123" * 6, "mlflow.source.git.commit": "1234567890" * 4}
+    a = world.store("a", **world.passed(), **made, **{"gate.metrics": '{"nDCG@5": 31.25, "P@1": 3.0}'})
+    run = world.client.create_run(world.client.create_experiment(world.name))
+    world.client.log_metric(run.info.run_id, "test/PSP_at_5", 12.5)
+    refused = {"gate.passed": "false", "gate.failed": "PSP@5, latency", "git.dirty": "true", "start.kind": "warm"}
+    b = world.store("b", **refused, **made, **{"start.version": a})
+    world.client.set_registered_model_alias(world.name, "champion", a)
+    world.client.set_registered_model_alias(world.name, "challenger", b)
+    code, shown, _ = world.run("models")
+    header, second, first = (line.split("\t") for line in shown.splitlines())
+    assert code == 0 and header == ["version", "aliases", "nDCG@5", "PSP@5", "data", "start", "code", "gate", "age"]
+    assert first == [a, "champion", "31.25", "", "toy abcdef01", "", "12345678", "passed", "now"]
+    assert second == [b, "challenger", "", "", "toy abcdef01", f"warm {a}", "12345678 + changes",
+                      "refused: PSP@5, latency", "now"]  # fmt: skip
+    found = json.loads(world.run("models", "--json")[1])
+    assert [row["version"] for row in found] == [b, a]
+    assert found[1]["metrics"] == {"nDCG@5": 31.25} and found[0]["code"] == {"commit": "1234567890" * 4, "dirty": True}
+    c = str(
+        world.client.create_model_version(
+            world.name, source=(Path.cwd() / "a").as_uri(), run_id=run.info.run_id, tags={"rolled_back.at": "2026"}
+        ).version
+    )
+    assert world.run("models")[1].splitlines()[1].split("\t")[:4] == [c, "", "", "12.50"]  # the run's figures
+    assert json.loads(world.run("models", "--json")[1])[0]["rolled_back"] is True
+
+
+def test_promote_and_rollback(world):
+    a = world.store("a", **world.passed())
+    code, shown, _ = world.run("promote", a, "--reason", "the first")
+    assert code == 0 and f"promote: version = {a}\n" in shown
+    b = world.store("b", **(world.passed(a) | {"git.dirty": "true"}))
+    code, _, error = world.run("promote", b)
+    assert code == 6 and "uncommitted changes" in error and "--force" in error
+    assert world.run("promote", b, "--set", "gate.allow_dirty=true")[0] == 0
+    assert aliases(world.client, world.name) == {"champion": b, "previous": a}
+    code, shown, _ = world.run("rollback", "--reason", "odd", "--json")
+    assert code == 0 and json.loads(shown) == {"model": world.name, "version": a, "previous": b}
+    assert world.run("promote", b, "--allow-dirty")[0] == 6
+    assert world.run("promote", b, "--force")[0] == 0
+    assert world.run("promote", "99")[0] == 2
+    assert world.run("promote", b, "--params", "nowhere.yaml")[0] == 2
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 6)])
+def test_the_gates_exit_code_says_what_it_said(world, monkeypatch, passed, code):
+    asked = []
+
+    def gate(params, version):
+        asked.append(version)
+        reason = {"check": "nDCG@5", "passed": passed, "got": 1.0, "limit": 0.0, "words": "31 against 30"}
+        return {"passed": passed, "challenger": "7", "champion": None, "reasons": [reason], "page": "outputs/gate.html"}
+
+    stages = types.ModuleType("unidec.stages")
+    stages.gate = gate
+    monkeypatch.setitem(sys.modules, "unidec.stages", stages)
+    monkeypatch.setattr("unidec.stages", stages, raising=False)
+    got, shown, _ = world.run("gate", "7")
+    assert got == code and asked == ["7"]
+    assert f"nDCG@5\t{'pass' if passed else 'FAIL'}\t31 against 30" in shown
+    assert "version 7 against nobody: there is no champion" in shown and "outputs/gate.html" in shown
+    got, shown, _ = world.run("gate", "--json")
+    assert got == code and json.loads(shown)["passed"] is passed and asked[-1] is None
+
+
+def test_an_unknown_metric_is_an_error_of_the_parameters(world):
+    code, _, error = world.run("gate", "--set", "gate.metric=ndgc@5")
+    assert code == 2 and "gate.metric" in error and "nearest: nDCG@5" in error
+
+
+def test_models_promote_and_rollback_import_nothing_heavy():
+    code = "import sys, unidec.cli, unidec.ops.model_table, unidec.ops.promotion; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
