@@ -102,6 +102,7 @@ def test_killed_before_each_write(register, bundles, uri, tmp_path, request):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_killed_at_random_moments_while_another_is_challenger(register, bundles, uri, tmp_path, request):
     client, name = open_client(uri), request.node.name
     before, bundle = bundles
@@ -110,12 +111,12 @@ def test_killed_at_random_moments_while_another_is_challenger(register, bundles,
     life = time.monotonic() - began
     held = alias_of(client, name)
     moments, killed = random.Random(0), 0
-    for _ in range(12):
+    for _ in range(10):
         killed += register(bundle, after=moments.uniform(0, life)) == -signal.SIGKILL
         alias, versions = alias_of(client, name), versions_of(client, name, bundle)
         assert alias == held or [alias] == versions  # never on something that was not verified
         assert len(versions) <= 1
-    assert killed >= 6
+    assert killed >= 5
     assert register(bundle) == 0
     check_whole(client, name, bundle, uri, tmp_path)
     assert versions_of(client, name, before) == [held]

@@ -24,7 +24,8 @@ def upload_version(client, name: str, folder: Path, what: str, **tags: str) -> s
         (out.path / "labels.json").write_text(json.dumps([what]))
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
-    run = client.create_run("0")
+    held = client.get_experiment_by_name(name)
+    run = client.create_run(held.experiment_id if held else client.create_experiment(name))
     client.log_artifacts(run.info.run_id, str(folder), "stored")
     all_tags = {"bundle.sha256": folder_sha256(folder / "artifacts" / "bundle")} | tags
     source = f"{run.info.artifact_uri}/stored"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from unidec.evaluation.page import Shown, charts, document, facts, figure, navigation, note, section, table
+from unidec.evaluation.page import Shown, document, facts, figure, navigation, note, section, table
 from unidec.evaluation.svg import Range, range_chart
 
 _METRICS = (
@@ -67,12 +67,12 @@ def _reasons(verdict: Mapping[str, Any]) -> str:
     rows = [
         [
             reason["check"],
-            Shown("pass", kind="right") if reason["passed"] else Shown("FAIL", kind="wrong"),
             reason["words"],
+            Shown("pass", kind="right") if reason["passed"] else Shown("FAIL", kind="wrong"),
         ]
         for reason in sorted(verdict["reasons"], key=lambda reason: reason["passed"])
     ]
-    return table(["check", "", "why"], rows, text_columns=3) + note("What failed stands first.")
+    return table(["check", "why", ""], rows, text_columns=2) + note("What failed stands first.")
 
 
 def _quality(verdict: Mapping[str, Any]) -> str:
@@ -83,6 +83,8 @@ def _quality(verdict: Mapping[str, Any]) -> str:
     names = list(dict.fromkeys([compared["metric"], *verdict.get("settings", {}).get("guarded", ()), *_METRICS]))
     rows = []
     for name in (name for name in names if name in mine and name in its):
+        if mine.get(f"{name.partition('/')[0]}/num_queries") == 0:
+            continue  # a group that none of these queries has
         gap = mine[name] - its[name]
         small = "{:+.2f} to {:+.2f}".format(*intervals[name]) if name in intervals else ""
         rows.append([name, mine[name], its[name], Shown(f"{gap:+.2f}", gap, f"  {small}" if small else "")])
@@ -91,7 +93,7 @@ def _quality(verdict: Mapping[str, Any]) -> str:
             Range(name, mine[name] - its[name], colour=i, ends=(ends[0], ends[1]))
             for i, (name, ends) in enumerate(intervals.items())
         ],
-        "challenger - champion, percent points, with the 95 % interval of a paired bootstrap",
+        "challenger - champion, points, 95 % interval",
     )
     labels = verdict.get("labels", {})
     words = [
@@ -100,11 +102,9 @@ def _quality(verdict: Mapping[str, Any]) -> str:
         for who, held in labels.items()
         if held["unknown"] or held["removed"]
     ]
-    return (
-        table(["metric", "challenger", "champion", "difference"], rows, caption="Test split, percent")
-        + charts(figure("Differences", chart))
-        + note(f"{compared['num_queries']:,} test queries, ranked from their texts by both bundles. {' '.join(words)}")
-    )
+    about = f"{compared['num_queries']:,} test queries, ranked from their texts by both; intervals by paired bootstrap."
+    shown = table(["metric", "challenger", "champion", "difference"], rows, caption="Test split, percent")
+    return f'<div class="pair"><div>{shown}</div>{figure("Differences", chart)}</div>' + note(" ".join([about, *words]))
 
 
 def _serving(verdict: Mapping[str, Any]) -> str:

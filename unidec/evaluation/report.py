@@ -116,7 +116,8 @@ def render(report: ReportInput) -> str:
     sections = {anchor: section(anchor, heading, body) for anchor, (heading, body) in parts.items()}
     links = navigation([(anchor, parts[anchor][0]) for anchor in sections if sections[anchor]])
     about = " · ".join(escape(text) for text in (report.dataset, report.model, report.date) if text)
-    top = f'<h1>{escape(report.title)}</h1><p class="muted">{about}</p>' + _cards(report)
+    gate = '<a href="gate.html">the gate\'s verdict</a>, once it was asked'
+    top = f'<h1>{escape(report.title)}</h1><p class="muted">{about} · {gate}</p>' + _cards(report)
     notes = "".join(f"<p>{escape(text)}</p>" for text in report.notes)
     return document(report.title, [top + notes + links, *sections.values()])
 

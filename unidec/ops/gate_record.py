@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-FOLDER = "gate"  # of the run's artifacts
 HEADING = "## Gate"
 _TAGGED = ("P@1", "nDCG@5", "PSP@5", "R@10", "tail/R@10", "coverage@5")
 
@@ -52,7 +51,7 @@ def record(
         return
     try:
         for path in files:
-            client.log_artifact(version.run_id, str(path), FOLDER)
+            client.log_artifact(version.run_id, str(path))
         for key, value in _figures(verdict).items():
             client.log_metric(version.run_id, f"gate/{key}", value)
         client.set_tag(version.run_id, "gate.passed", tags["gate.passed"])
@@ -72,7 +71,5 @@ def _with_gate(card: str, verdict: Mapping[str, Any], lines: Sequence[str], cham
     against = f"against version {champion}" if champion else "as the first model"
     said = "passed" if verdict["passed"] else "refused"
     listed = "\n".join(f"- {line}" for line in lines)
-    about = (
-        f"{HEADING}\n\n**{said}** {against}, {verdict['at']}; page: `{FOLDER}/gate.html` among the run's artifacts\n"
-    )
+    about = f"{HEADING}\n\n**{said}** {against}, {verdict['at']}; page: `gate.html` among the run's artifacts\n"
     return f"{card.partition(HEADING)[0].rstrip()}\n\n{about}\n{listed}".lstrip()

@@ -1,0 +1,63 @@
+"""The gate's page: whatever the verdict holds, it is one page that loads nothing and hides no reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from unidec.evaluation.gate_page import render_gate
+
+HOSTILE = "<script>alert('x')</script>"
+
+
+def verdict(**more: Any) -> dict[str, Any]:
+    reasons = [
+        {"check": "loads", "passed": True, "got": None, "limit": None, "words": "it loads"},
+        {"check": "nDCG@5", "passed": False, "got": -1.0, "limit": 0.0, "words": f"worse {HOSTILE}"},
+    ]
+    about = {"version": "7", "bundle sha256": "ab" * 32, "commit": HOSTILE, "uncommitted changes": True}
+    base = {
+        "model": "unidec", "passed": False, "already": False, "at": "2026-11-21T12:00:00+00:00", "reasons": reasons,
+        "challenger": about, "champion": {**about, "version": "5"}, "data": {"name": HOSTILE, "sha256": "cd" * 32},
+        "settings": {"metric": "nDCG@5", "guarded": ["P@1"]},
+    }  # fmt: skip
+    return base | more
+
+
+def test_every_reason_what_failed_first_and_nothing_is_run() -> None:
+    page = render_gate(verdict())
+    assert "<script" not in page and "&lt;script&gt;" in page and "default-src 'none'" in page
+    assert page.index("worse &lt;script") < page.index("it loads")
+    assert "Gate: version 7 refused" in page and "against the champion, version 5" in page
+    assert 'href="report.html"' in page and "http" not in page.replace("http-equiv", "")
+    assert 'id="quality"' not in page and 'id="serving"' not in page  # nothing was compared
+
+
+def test_figures_of_both_sides_and_their_difference() -> None:
+    metrics = {"nDCG@5": 30.0, "P@1": 40.0, "tail/R@10": 1.0, "tail/num_queries": 9.0, "head/R@10": 0.0,
+               "head/num_queries": 0.0}  # fmt: skip
+    compared = {"metric": "nDCG@5", "difference": -1.5, "confidence": 0.123, "num_queries": 6000, "better": 10,
+                "worse": 1234, "intervals": {"nDCG@5": [-2.0, -1.0]}}  # fmt: skip
+    probe = {"load_seconds": 3.0, "p50_ms": 4.0, "p95_ms": 5.25, "peak_megabytes": 300.0, "megabytes": 12.0}
+    page = render_gate(
+        verdict(
+            metrics={"challenger": metrics, "champion": metrics | {"nDCG@5": 31.5}}, comparison=compared,
+            probes={"challenger": probe}, labels={"champion": {"unknown": 1200, "removed": 3}},
+        )
+    )  # fmt: skip
+    for shown in ("-1.50", "12.3%", "10 : 1,234", "5.2 ms", "-2.00 to -1.00", "does not know 1,200 labels", "6,000"):
+        assert shown in page, shown
+    assert "tail/R@10" in page and "head/R@10" not in page and "<svg" in page
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"champion": None, "passed": True}, "there is no champion yet"),
+        ({"already": True, "passed": True}, "it is the champion already"),
+    ],
+)
+def test_nobody_to_compare_with(more: dict[str, Any], words: str) -> None:
+    page = render_gate(verdict(**more))
+    assert words in page and "version 7 passed" in page
