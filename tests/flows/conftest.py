@@ -14,6 +14,6 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     from prefect.testing.utilities import prefect_test_harness  # isort: skip
 
-    with prefect_test_harness(server_startup_timeout=120), pytest.MonkeyPatch.context() as patch:
+    with prefect_test_harness(server_startup_timeout=300), pytest.MonkeyPatch.context() as patch:
         patch.setattr(left, "NOTES", tmp_path_factory.mktemp("notes"))
         yield
