@@ -30,7 +30,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     name = params.tracking.model_name
     if not verdict["passed"]:
         failed = [reason for reason in verdict["reasons"] if not reason["passed"]]
-        words = "; ".join(str(reason["words"]) for reason in failed)
+        words = "; ".join(f"{reason['check']}: {reason['words']}" for reason in failed)
         return done | _refused(params, version, verdict, words)
     if verdict.get("already"):
         return done

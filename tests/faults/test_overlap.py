@@ -15,13 +15,13 @@ def test_a_run_that_overlaps_is_refused(world):
     world.ready()
     before = len(world.project.registry().search_model_versions("name='unidec'"))
     first = world.server.run(TRAIN, force=True)
-    world.until_task(first, "start run")
+    world.until_task(first, "fetch")
     second = world.server.run(TRAIN, force=True)
     ended = world.server.ended(second, 60)
     assert ended["state_type"] == "CANCELLED" and "concurrency limit" in ended["state"]["message"], ended["state"]
     # past the server: the project's own lock
     done = world.project.run(sys.executable, "-m", "flows.train", "--force", check=False)
-    assert done.returncode != 0 and "at work" in done.stdout + done.stderr, done.stdout + done.stderr
+    assert done.returncode != 0 and "under way" in done.stdout + done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert world.server.flow_run(first)["state_type"] == "RUNNING", "it goes on undisturbed"
     world.server.completed(first, 600)
