@@ -33,7 +33,7 @@ def test_figures_arrive_while_it_goes_on_and_from_another_thread(uri, tmp_path, 
     monkeypatch.setattr(
         tracker,
         "_send_points",
-        lambda *until, send=tracker._send_points: senders.add(threading.get_ident()) or send(*until),
+        lambda send=tracker._send_points: senders.add(threading.get_ident()) or send(),
     )
     with tracker.live(0.05):
         for step in range(40):
@@ -98,16 +98,17 @@ def test_what_an_outage_left_is_not_waited_for(uri, tmp_path, monkeypatch):
     import unidec.ops.tracking as tracking
 
     tracker = begin(uri, tmp_path, flush_seconds=1000)
+    monkeypatch.setattr(tracking, "_PATIENCE", 0.2)
     log_batch = MlflowClient.log_batch
     monkeypatch.setattr(MlflowClient, "log_batch", lambda *a, **k: time.sleep(0.05) or log_batch(*a, **k))
     monkeypatch.setattr(tracking, "_METRICS_A_BATCH", 10)
     for step in range(500):
         tracker.log(step, {"loss": float(step)})
     begin_at = time.perf_counter()
-    assert tracker._flush(lambda _: True, patience=0.2) is False
+    assert tracker.flush() is False
     assert time.perf_counter() - begin_at < 2
-    assert 0 < len(history(uri, tracker, "loss")) < 500
-    assert len((tmp_path / "pending-metrics.jsonl").read_text().splitlines()) == len(tracker._points) > 0
+    assert (tmp_path / "pending-metrics.jsonl").is_file()  # in case this process ends now
+    assert tracker.flush() is False  # nothing is asked: it would cost more than 1%
     tracker.finish()
     assert history(uri, tracker, "loss") == [(step, float(step)) for step in range(500)]
 

@@ -31,7 +31,7 @@ from unidec.data.storage import write_json
 from unidec.ops.holder import this_process
 from unidec.ops.system_metrics import sampled
 from unidec.ops.tracking_spool import Point, Spool
-from unidec.ops.tracking_store import Outage, listens, open_client, tracking_uri, ui_url
+from unidec.ops.tracking_store import Outage, experiment_id, listens, open_client, tracking_uri, ui_url
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -45,7 +45,7 @@ _KEY_TAG = "unidec.run_key"
 RUN_TAGS = "UNIDEC_RUN_TAGS"
 """Environment variable: tags (JSON) of every run begun in this process, set by who started it: `mlflow.parentRunId`
 puts it below another run; `mlflow.runName` is what people see."""
-_WAIT = 5.0  # seconds that a flush waits for one that another thread is at
+_AT_LAST = 30.0  # seconds that a run's end waits for an attempt which was left to itself
 _PATIENCE = 2.0  # seconds that a training waits while figures are sent: what an outage left may take minutes
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,9 @@ class Tracker:
         if self._state:
             self._state |= {"status": status, "ended": _now(), "status_sent": False}
             self._save_state()
-            self._flush(Outage.is_over_at_last, patience=float("inf"))
+            if self._left is not None:  # two attempts at a time would do no harm, but the second would find no place
+                self._left.join(_AT_LAST)
+            self._flush(Outage.is_over_at_last)
 
     # -- what is logged ----------------------------------------------------------------------------------------------
 
@@ -205,7 +207,7 @@ class Tracker:
 
         def send() -> None:
             while not done.wait(seconds):
-                self._flush(lambda outage: outage.may_be_over(self._retry_seconds), patience=float("inf"))
+                self._flush(lambda outage: outage.may_be_over(self._retry_seconds))
 
         # a daemon: a store that does not answer must not keep the process from its end
         thread = threading.Thread(target=send, name="tracking", daemon=True)
@@ -216,10 +218,9 @@ class Tracker:
         finally:
             self._is_live = False
             done.set()
-            thread.join(_WAIT)
-            if thread.is_alive():  # waiting for an answer: what it has is on disk, and others may send it meanwhile
-                self._write_pending()
-                self._left = thread
+            thread.join(_PATIENCE)
+            if thread.is_alive():
+                self._leave(thread)
 
     def _keep(self, points: list[Point]) -> None:
         with self._guard:
@@ -260,29 +261,46 @@ class Tracker:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def flush(self, force: bool = False) -> bool:
-        """Sends what is kept; False when the store cannot be reached, or has not got all of it soon: the rest is kept.
+        """Sends what is kept; False when the store has not got all of it: the rest is on disk and is sent later.
 
         Args:
-            force: now, although the store was away a moment ago.
+            force: now, although the store was away a moment ago, and however long it takes; else two seconds at most
+                are waited for an attempt, which then goes on by itself.
         """
         if force:
             return self._flush(Outage.was_cheap)
-        return self._flush(lambda outage: outage.was_cheap() and outage.may_be_over(self._retry_seconds))
+        outage = Outage.of(self.uri)
+        if not self._state or (outage and not outage.is_due(self._retry_seconds)):
+            return self._flush(lambda _: False)
+        done: list[bool] = []
+        thread = threading.Thread(target=lambda: done.append(self._flush(lambda _: True)), name="flush", daemon=True)
+        thread.start()
+        thread.join(_PATIENCE)
+        if not done:
+            Outage.note(self.uri, _PATIENCE)
+            self._leave(thread)
+        return done == [True]
 
-    def _flush(self, is_due: Callable[[Outage], bool], patience: float = _PATIENCE) -> bool:
+    def _leave(self, thread: threading.Thread) -> None:
+        """A thread that waits for an answer is left to itself: what it has is on disk, and others may send it, too."""
+        self._left = None
+        self._spool()
+        self._left = thread
+
+    def _flush(self, is_due: Callable[[Outage], bool]) -> bool:
         if not self._state:
             self._points = []
             return True
         self._last_flush = begin = time.monotonic()
         outage = Outage.of(self.uri)
-        if (outage and not is_due(outage)) or not self._sending.acquire(timeout=0 if self._is_live else _WAIT):
+        if (outage and not is_due(outage)) or not self._sending.acquire(timeout=0 if self._is_live else _PATIENCE):
             self._spool()
             return False
         try:
             if not listens(self.uri):
                 raise ConnectionError("nothing listens there")
             self._connect()
-            self._send_points(begin + patience)
+            self._send_points()
             self._send_rest()
         except Exception as error:  # whatever MLflow, its database or the network throws: training is worth more
             if Outage.note(self.uri, time.monotonic() - begin):
@@ -294,7 +312,7 @@ class Tracker:
         if seconds := Outage.end(self.uri):
             log.info("%s is back after %.0f s: everything kept meanwhile was sent", self.uri, seconds)
         self._write_pending()
-        return not self._points
+        return True
 
     def _connect(self) -> bool:
         if self._connected:
@@ -302,10 +320,10 @@ class Tracker:
         self._client = client = open_client(self.uri)
         run = self._find_run(client)
         if run is None:
-            experiment_id = _experiment_id(client, self.uri, self.experiment)
+            place = experiment_id(client, self.uri, self.experiment)
             tags = {**self._state["tags"], _KEY_TAG: self._state["run_key"]}
             begun = self._state.get("begun")
-            run = client.create_run(experiment_id, begun, tags, self._state["run_name"])
+            run = client.create_run(place, begun, tags, self._state["run_name"])
         self._state |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id}
         self._save_state()
         self._describe(client, run)
@@ -357,7 +375,7 @@ class Tracker:
             client.update_run(run_id, status="RUNNING")
             self._stored_status = "RUNNING"
 
-    def _send_points(self, until: float) -> None:
+    def _send_points(self) -> None:
         from mlflow.entities import Metric
 
         assert self._client is not None and self.run_id is not None
@@ -365,8 +383,6 @@ class Tracker:
             points = list(self._points)
         final = {point[0]: index for index, point in enumerate(points) if point[2] < 0}  # the newest of each
         for start in range(0, len(points), _METRICS_A_BATCH):
-            if start and time.monotonic() > until:
-                return
             batch = points[start : start + _METRICS_A_BATCH]
             newest, values, fresh = dict(self._last_step), dict(self._last_value), []
             for index, (name, value, step, at) in enumerate(batch, start):
@@ -458,23 +474,6 @@ def _outer_tags() -> dict[str, str]:
 def _points(step: int, metrics: Mapping[str, float]) -> list[Point]:
     now = _now()
     return [(metric_name(name), float(value), int(step), now) for name, value in metrics.items()]
-
-
-def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    """The experiment's id; created with artifacts beside an SQLite store."""
-    from mlflow.exceptions import MlflowException
-
-    from unidec.ops.tracking_store import artifact_location
-
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        try:
-            return client.create_experiment(name, artifact_location=artifact_location(uri))
-        except MlflowException:  # another process was first
-            experiment = client.get_experiment_by_name(name)
-            if experiment is None:
-                raise
-    return experiment.experiment_id
 
 
 def _first_line(error: BaseException) -> str:

@@ -86,7 +86,7 @@ def listens(uri: str, seconds: float = 1.0) -> bool:
 
 
 class Outage:
-    """A store that was away when it was asked last; all trackers of a process know of it.
+    """A store that was away, or too slow, when it was asked last; all trackers of a process know of it.
 
     Attributes:
         since, asked: seconds of the monotonic clock: of the first refusal, and of the last.
@@ -125,6 +125,10 @@ class Outage:
     def was_cheap(self) -> bool:
         """Whether asking again costs a caller at most 1% of its time."""
         return self.may_be_over(_TIMES * self.cost)
+
+    def is_due(self, seconds: float) -> bool:
+        """Both."""
+        return self.may_be_over(seconds) and self.was_cheap()
 
     def is_over_at_last(self) -> bool:
         """True: what comes last is worth an attempt whatever it costs."""
@@ -185,3 +189,18 @@ def open_client(uri: str) -> MlflowClient:
             where=str(sqlite_path(uri) or uri),
             fix=f"copy it, then run: mlflow db upgrade {uri}",
         ) from error
+
+
+def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
+    """The experiment's id; created with artifacts beside an SQLite store."""
+    from mlflow.exceptions import MlflowException
+
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        try:
+            return client.create_experiment(name, artifact_location=artifact_location(uri))
+        except MlflowException:  # another process was first
+            experiment = client.get_experiment_by_name(name)
+            if experiment is None:
+                raise
+    return experiment.experiment_id

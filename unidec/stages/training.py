@@ -170,7 +170,7 @@ def train_round(params: Params, run_dir: str) -> dict[str, Any]:
     tracker = Tracker.resume(run_dir)
     tracker.log(report["step"], {f"memory/{name}": value for name, value in report.get("memory", {}).items()})
     tracker.catch_up(_records(Path(run_dir)))
-    tracker.flush(force=True)
+    tracker.flush()
     return report
 
 
@@ -244,7 +244,7 @@ def _train(trainer: Trainer, run_dir: Path) -> dict[str, Any]:
     except BaseException:
         tracker.flush()  # not forced: whoever stops a training does not wait for a store that is away
         raise
-    tracker.flush(force=True)
+    tracker.flush()
     return report | {"step": trainer.step, "trained_seconds": trainer.seconds}
 
 
