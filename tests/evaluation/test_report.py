@@ -79,7 +79,8 @@ def test_all_parts_are_there():
     content, *anchors = [value for name, value in page.attributes if name == "id"]
     assert anchors == ["metrics", "groups", "coverage", "training", "pools", "rounds", "index", "calibration",
                        "examples", "data", "parameters", "lineage"]  # fmt: skip
-    assert [v for n, v in page.attributes if n == "href"] == [f"#{anchor}" for anchor in (content, *anchors)]
+    links = [value for name, value in page.attributes if name == "href"]
+    assert links == [f"#{content}", "gate.html", *(f"#{anchor}" for anchor in anchors)]
     for text in (
         "45.12",
         "8,088 queries",
