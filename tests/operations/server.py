@@ -176,9 +176,16 @@ class Server:
             headers={"Content-Type": "application/json"},
             method=method,
         )
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            text = answer.read()
-        return json.loads(text) if text else None
+        for left in range(10, -1, -1):
+            try:
+                with urllib.request.urlopen(request, timeout=20) as answer:
+                    text = answer.read()
+                return json.loads(text) if text else None
+            except urllib.error.HTTPError as error:  # 503: SQLite is locked by another; nothing was written
+                if error.code != 503 or not left:
+                    raise
+                time.sleep(1)
+        raise AssertionError("not reached")
 
     def deployment(self, name: str) -> dict[str, Any]:
         """`deployment("unidec/train")`."""
