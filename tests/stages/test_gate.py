@@ -7,7 +7,9 @@ played by this one.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -113,6 +115,20 @@ def test_a_worse_one_is_refused_and_every_reason_is_kept(world):
     stages.gate(params)
     again = world.client.get_model_version(world.name, worse).description
     assert described.count("## Gate") == again.count("## Gate") == 1 and "**refused** against version" in again
+
+
+def test_copies_of_old_bundles_make_room(world, monkeypatch):
+    monkeypatch.setattr(sys.modules["unidec.stages.gate"], "_ENOUGH", 2)
+    world.version(world.bundle("champion", wrong=[1, 2]), alias="champion")
+    stages.gate(world.params(), world.version(world.bundle("a", wrong=[3, 4])))
+    for i, name in enumerate(("old", "older", "oldest")):
+        (Path("runs/bundles") / name).mkdir()
+        os.utime(Path("runs/bundles") / name, (1000 - i, 1000 - i))
+    version = world.version(world.bundle("b"))
+    stages.gate(world.params(), version)
+    left = {path.name for path in Path("runs/bundles").iterdir() if path.is_dir()}
+    compared = {world.tags(number)["bundle.sha256"][:16] for number in (world.aliases()["champion"], version)}
+    assert compared <= left and not {"old", "older", "oldest"} & left and len(left) == 3
 
 
 def test_labels_meet_by_uid_a_new_one_is_a_miss_a_removed_one_leaves_the_answer(world, helper):

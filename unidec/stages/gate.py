@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unidec.config import Params, fingerprint
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
-from unidec.data.storage import write_bytes_atomic, write_json
+from unidec.data.storage import remove_folder, write_bytes_atomic, write_json
 from unidec.errors import ArtifactError
 from unidec.evaluation.challenge import Challenge, Check, challenge
 from unidec.evaluation.gate_page import render_gate
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 GATE_JSON = Path("outputs/gate.json")
 GATE_PAGE = Path("outputs/gate.html")
+_ENOUGH = 10  # copies of bundles kept
 _REFRESHED = "refresh"  # tag start.kind of a version whose labels alone changed
 
 log = logging.getLogger(__name__)
@@ -85,12 +86,22 @@ def gate(params: Params, version: str | int | None = None) -> dict[str, Any]:
         log.log(logging.INFO if check.passed else logging.WARNING, "gate: %s: %s", check.check, check.words)
     if not already:
         record(client, challenger, verdict, settings_sha256(params), [GATE_JSON, GATE_PAGE])
+        _purge({version.tags.get(HASH_TAG, "")[:16] for version in (challenger, champion) if version is not None})
     return {
         "passed": passed, "already": already, "model": name, "challenger": str(challenger.version),
         "champion": str(champion.version) if champion else None, "reasons": verdict["reasons"],
         "metrics": {who: headline(values) for who, values in verdict.get("metrics", {}).items()},
         "page": str(GATE_PAGE), "run": challenger.run_id or None,
     }  # fmt: skip
+
+
+def _purge(kept: set[str]) -> None:
+    """The newest copies of bundles stay, and those that were compared just now; the registry has the others."""
+    folders = [path for path in paths.BUNDLES.glob("*") if path.is_dir() and path.name[0] != "."]
+    folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in folders[_ENOUGH:]:
+        if path.name not in kept:
+            remove_folder(path)
 
 
 def needs_gate(params: Params, version: str | int) -> bool:
