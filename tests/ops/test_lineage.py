@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from typer.testing import CliRunner
 
+from unidec.cli import app
 from unidec.errors import ConfigError
 from unidec.ops.lineage import as_lines, lineage, models_of_data
 from unidec.ops.tracking_store import open_client
@@ -121,3 +124,19 @@ def test_a_hash_that_two_bundles_begin_with(store: tuple[MlflowClient, str]) -> 
     with pytest.raises(ConfigError, match="several versions"):
         lineage("bundle:aaaaaa", model_name="alike", uri=uri)
     assert lineage("bundle:" + "a" * 63 + "2", model_name="alike", uri=uri)["version"] == "2"
+
+
+def test_the_command(store: tuple[MlflowClient, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store[1])
+    params = str(Path(__file__).resolve().parents[2] / "params.yaml")
+
+    def say(*words: str) -> str:
+        given = ["lineage", *words, "--params", params, "--set", "tracking.model_name=tiny"]
+        return CliRunner().invoke(app, given, catch_exceptions=False).stdout
+
+    assert say().startswith("tiny version 3 (champion)")
+    assert json.loads(say("models:/tiny/2", "--json")) == ask(store, "models:/tiny/2")
+    assert say("--data", RAW[0][:9]).splitlines()[1:] == ["3\tchampion\t\t2", "2\t\t\t1", "1\t\tdata/raw\t"]
+    assert say("--data", "999999") == "no version of tiny was made of it\n"
+    with pytest.raises(ConfigError, match="either a model or --data"):
+        say("models:/tiny/2", "--data", "999999")

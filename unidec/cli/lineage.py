@@ -103,4 +103,4 @@ def register(
     loaded = load(params, assignments)
     from unidec import stages
 
-    show("register", stages.register(loaded, bundle), as_json)
+    show("register", stages.register(loaded) if bundle is None else stages.register(loaded, bundle), as_json)
