@@ -174,6 +174,8 @@ CONFLICTING = [
     ("model.clf_residual", {"model.clf_residual": True, "pool.clf_labels": "all"}),
     ("model.clf_residual", {"model.clf_residual": True, "run.devices": 2}),
     ("optim.encode_chunk", {"optim.encode_chunk": 8, "run.devices": 2}),
+    ("drift.stop_change", {"drift.warn_change": 0.7}),
+    ("drift.stop_distance", {"drift.warn_distance": 0.3, "drift.stop_distance": 0.2}),
     ("gate.confidence", {"gate.metric": "tail/coverage@5"}),
     ("source.path", {"source.kind": "folder"}),
     ("source.path", {"source.kind": "dvc"}),

@@ -267,6 +267,18 @@ CONFLICTS = (
         "two models to start from: the champion and that of encoder.start",
         'retrain.start: auto or cold, or encoder.start: ""',
     ),
+    Conflict(
+        ("drift.stop_change", "drift.warn_change"),
+        lambda p: p.drift.stop_change < p.drift.warn_change,
+        "what stops a retraining would never have warned",
+        "drift.warn_change at most drift.stop_change",
+    ),
+    Conflict(
+        ("drift.stop_distance", "drift.warn_distance"),
+        lambda p: p.drift.stop_distance < p.drift.warn_distance,
+        "what stops a retraining would never have warned",
+        "drift.warn_distance at most drift.stop_distance",
+    ),
 )
 
 

@@ -97,7 +97,9 @@ def shown(value: float | None, unit: Unit) -> str:
         return f"{value:.2%}" if value < 0.1 else f"{value:.1%}"
     if unit == "count":
         return f"{value:,.0f}"
-    return f"{value:,.2f}" if unit in ("mean", "metric") else f"{value:.3f}"
+    if unit in ("mean", "metric"):
+        return f"{value:,.2f}"
+    return f"{value:.3f} sd" if unit == "shift" else f"{value:.3f}"
 
 
 def within(bounds: Bounds, unit: Unit) -> str:
@@ -134,7 +136,7 @@ def compare_datasets(
     if labels is not None:
         named = {"labels_left": ("labels that are gone", "left"), "labels_new": ("labels that are new", "new")}
         checks += [
-            Check(key, name, "share", None, labels[which], (None, levels[0]), (None, _above(levels[1])))
+            Check(key, name, "share", None, labels[which], (None, _above(levels[0])), (None, _above(levels[1])))
             for key, (name, which) in named.items()
         ]
     checks += [_share(key, name, old["shares"][key], new["shares"][key], levels) for key, name in _SHARES.items()]
@@ -175,9 +177,9 @@ def compare_answers(
     spread = max(limits.warn_change, spread_noise)
     low_noise = low_score_noise(limits.low_score_quantile, reference["count"], size)
     return [
-        Check("shift", "shift of the embeddings' mean, in standard deviations", "shift", None, window["shift"],
+        Check("shift", "shift of the mean embedding", "shift", None, window["shift"],
               (None, max(limits.warn_shift, shift_noise)), noise=shift_noise),
-        Check("spread", "variance of the embeddings, times the reference's", "mean", 1.0, 1 + window["spread"],
+        Check("spread", "variance of the embeddings (reference: 1)", "mean", 1.0, 1 + window["spread"],
               (1 - spread, 1 + spread), noise=spread_noise),
         Check("score_distance", "distribution of the top score", "distance", None, window["score"],
               (None, max(limits.warn_distance, score_noise)), noise=score_noise),
@@ -223,7 +225,7 @@ def _share(
     likely = (before * old["of"] + 1) / (old["of"] + 2)
     chance = _Z * math.sqrt(likely * (1 - likely) * (1 / max(old["of"], 1) + 1 / max(new["of"], 1)))
     warn, stop = (min(1.0, before + max(level * max(before, SHARE_FLOOR), chance)) for level in levels)
-    return Check(key, name, "share", before, new["share"], (None, warn), (None, _above(stop)), chance)
+    return Check(key, name, "share", before, new["share"], (None, _above(warn)), (None, _above(stop)), chance)
 
 
 def _distance(

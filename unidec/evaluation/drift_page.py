@@ -25,7 +25,7 @@ class DriftReport:
         title: its heading. verdict: one sentence below it. judged: False where too little was there to judge.
         names: what the earlier and the later side are called.
         checks: in any order.
-        old, new: `Measured.summary` of both sides' queries; empty where there is none.
+        old, new: `Measured.summary` of both sides' queries; empty where there is none. labels: of their labels.
         scores: top scores of both sides: quantiles at evenly spaced shares; empty where there are none.
         facts: what was compared. links: (address, words).
     """
@@ -37,6 +37,7 @@ class DriftReport:
     checks: Sequence[Check]
     old: Mapping[str, Any] = field(default_factory=dict)
     new: Mapping[str, Any] = field(default_factory=dict)
+    labels: tuple[Mapping[str, Any], Mapping[str, Any]] = field(default_factory=lambda: ({}, {}))
     scores: tuple[Sequence[float], Sequence[float]] = ((), ())
     facts: Mapping[str, Any] = field(default_factory=dict)
     links: Sequence[tuple[str, str]] = ()
@@ -85,7 +86,7 @@ def _checks(report: DriftReport) -> str:
                 page.Shown("" if check.noise is None else shown(check.noise, check.unit)),
             ]
         )
-    return page.table(header, rows, caption="Checks", dense=True)
+    return page.table(header, rows, caption="What stops or warns first", dense=True)
 
 
 def _explained() -> str:
@@ -113,25 +114,29 @@ def _bounds(bounds: Bounds, unit: Unit) -> str:
 def _charts(report: DriftReport) -> str:
     if not report.old or not report.new:
         return ""
-    sides = [[100 * count / max(sum(side), 1) for count in side] for side in _histograms(report)]
-    filled = [i for i, pair in enumerate(zip(*sides, strict=True)) if max(pair) > 0]
-    some = slice(filled[0], filled[-1] + 1) if filled else slice(0, 0)
-    edges = [str(edge) for edge in LENGTH_EDGES[some]]
-    length = bar_chart(
-        edges, [(name, side[some]) for name, side in zip(report.names, sides, strict=True)], "queries, percent",
-        x_label="characters from",
-    )  # fmt: skip
+    lengths = [
+        page.figure(f"Length of {name}", _length_chart(report.names, old, new))
+        for name, old, new in (("queries", report.old, report.new), ("labels", *report.labels))
+        if old and new
+    ]
     curves = [
         Line(name, [100 * i / (_CURVE - 1) for i in range(_CURVE)], _thinned(values))
         for name, values in zip(report.names, report.scores, strict=True)
         if len(values)
     ]
     score = line_chart(curves, "percent of queries", "top score at most") if len(curves) == 2 else ""
-    return page.charts(page.figure("Length of queries", length), page.figure("Score of the best label", score))
+    return page.charts(*lengths, page.figure("Score of the best label", score))
 
 
-def _histograms(report: DriftReport) -> list[list[int]]:
-    return [side["length"]["histogram"] for side in (report.old, report.new)]
+def _length_chart(names: tuple[str, str], old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    counts = [side["length"]["histogram"] for side in (old, new)]
+    sides = [[100 * count / max(sum(side), 1) for count in side] for side in counts]
+    filled = [i for i, pair in enumerate(zip(*sides, strict=True)) if max(pair) > 0]
+    if not filled:
+        return ""
+    some = slice(filled[0], filled[-1] + 1)
+    bars = [(name, side[some]) for name, side in zip(names, sides, strict=True)]
+    return bar_chart([str(edge) for edge in LENGTH_EDGES[some]], bars, "percent", x_label="characters from")
 
 
 def _thinned(values: Sequence[float]) -> list[float]:

@@ -86,11 +86,13 @@ def drift(
     """
     old, noise, tokenizer = _first_side(params, first)
     facts: dict[str, Any] = {"earlier": str(first), "later": str(second)}
+    labels: tuple[Any, Any] = ({}, {})
     target = out or paths.DRIFT / _name(str(first), str(second))
     if (Path(second) / MANIFEST).is_file():
         dataset = XMCDataset.open(second, verify=False)
         new = profile_dataset(dataset, tokenizer, old["max_length"], old["text"]).figures
         checks, later = compare_datasets(old, new, noise, params.drift), new["queries"]
+        labels = (old["labels"], new["labels"])
         facts |= {"earlier data": _brief(old), "later data": _brief(new)}
     else:
         vocabulary = Vocabulary.from_json(old["vocabulary"])
@@ -102,7 +104,8 @@ def drift(
     drifted = [check.words for check in findings if check.state != "ok"]
     report = DriftReport(
         title=f"Drift from {old['name']}", judged=True, names=("earlier", "later"), checks=findings, old=old["queries"],
-        new=later, facts=facts, verdict=f"{len(drifted)} of {len(findings)} figures changed more than they may"
+        new=later, labels=labels, facts=facts,
+        verdict=f"{len(drifted)} of {len(findings)} figures changed more than they may"
         if drifted else "nothing changed more than it may",
     )  # fmt: skip
     result = {"drifted": bool(drifted), "findings": [check.to_json() for check in findings]}
@@ -167,6 +170,7 @@ def _write_change(
         report = DriftReport(
             title=f"Change of {dataset.name}", verdict=verdict, judged=bool(checks), names=("accepted", "now"),
             checks=checks, old=old.get("queries", {}) if new else {}, new=new.get("queries", {}),
+            labels=(old.get("labels", {}) if new else {}, new.get("labels", {})),
             facts={"accepted": accepted or "none", "now": {"dataset_sha256": dataset.sha256}},
             links=[("docs/index.html", "Data Docs of Great Expectations")] if checks else [],
         )  # fmt: skip

@@ -69,10 +69,12 @@ def evaluate(params: Params) -> dict[str, Any]:
 def _search(bundle: Bundle, ranking: Ranking) -> tuple[np.ndarray, np.ndarray]:
     """The bundle's answer for each query of the split, filtered pairs removed: (scores [n, K], labels [n, K])."""
     parts = []
+    words = ranking.words(bundle.neighbours)
     for start in range(0, max(len(ranking.rows), 1), QUERIES_AT_ONCE):
         some = slice(start, start + QUERIES_AT_ONCE)
         de, clf = (None if part is None else part[some] for part in (ranking.query_de, ranking.query_clf))
-        parts.append(bundle.rank(de, clf, K, pair_keys(ranking.filter_pairs[some])))
+        spoken = None if words is None else words[some]
+        parts.append(bundle.rank(de, clf, K, pair_keys(ranking.filter_pairs[some]), spoken))
     return np.concatenate([part.scores for part in parts]), np.concatenate([part.rows for part in parts])
 
 
@@ -123,5 +125,6 @@ def _track(
     }  # fmt: skip
     tracker.set_tags({"mlflow.note.content": description(result, facts)})
     tracker.log_files([paths.REPORT, paths.METRICS])
+    tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results and Data Docs
     with tempfile.TemporaryDirectory() as folder:
         tracker.log_files(save_pngs(history, rounds, result["test"], folder), "plots")
