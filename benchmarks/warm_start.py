@@ -1,7 +1,7 @@
 """Warm against cold: validation nDCG@5 and training time on data of which a part changed.
 
     python benchmarks/warm_start.py --queries 8000                   # a slice: minutes
-    python benchmarks/warm_start.py --warm 2:1 --warm 3:0.5          # all of lf-debian; epochs:lr_scale
+    python benchmarks/warm_start.py --warm 4:1:0.25 --warm 3:1:0     # all of lf-debian; epochs:lr_scale:keep
 
 Two versions of a data set have the same validation split; a tenth of the training queries and a twentieth of the
 labels of each are not in the other. A champion is trained cold on the old version; the new one is trained cold, and
@@ -39,8 +39,7 @@ from unidec.training.warm import Start, warm_params
 
 ROOT = Path(__file__).resolve().parents[1]
 QUERIES, LABELS = 0.1, 0.05  # share of each version that the other does not have
-GRID = ("4:0.5", "4:1", "3:0.5", "3:1", "2:0.5", "2:1")
-WARMUP = 0.25
+GRID = ("4:1:0", "4:1:0.25", "4:1:1", "4:0.5:0.25", "3:1:0.25", "2:1:0.25")
 
 
 # -- two versions of the data -----------------------------------------------------------------------------------------
@@ -199,9 +198,7 @@ def row(name: str, run: dict[str, Any], cold: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--queries", type=int, default=0, help="training queries before the split; 0: all")
-    parser.add_argument(
-        "--warm", action="append", metavar="EPOCHS:LR_SCALE[:WARMUP]", help=f"default: {' '.join(GRID)}"
-    )
+    parser.add_argument("--warm", action="append", metavar="EPOCHS:LR_SCALE:KEEP", help=f"default: {' '.join(GRID)}")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "warm-start", help="where runs are kept")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "warm-start.json")
@@ -220,8 +217,8 @@ def main() -> None:
     start = Start(folders["old"] / "models" / "champion", old.labels["uid"].combine_chunks(), "0" * 64)
     rows, runs = [row("cold", cold, cold)], {"champion": champion, "cold": cold}
     for text in options.warm or GRID:
-        epochs, scale, *warmup = text.split(":")
-        section = {"epochs": int(epochs), "lr_scale": float(scale), "warmup_epochs": float((warmup or [WARMUP])[0])}
+        epochs, scale, keep = text.split(":")
+        section = {"epochs": int(epochs), "lr_scale": float(scale), "keep": float(keep)}
         warm = params.model_copy(update={"warm": params.warm.model_copy(update=section)})
         name = f"warm {text}"
         runs[name] = train(
