@@ -22,7 +22,7 @@ from flows import artifacts, decide, endings, late, publish, reproduce, steps
 from unidec.config import Params, load_params
 from unidec.errors import TrainingError
 
-DATA_STEPS = ("ingest", "validate")
+DATA_STEPS = ("ingest", "validate", "propensity")  # what a refresh reads, and the gate
 
 
 @flow(

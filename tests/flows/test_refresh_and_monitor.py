@@ -64,7 +64,7 @@ def world(place, monkeypatch):
 def test_refreshed_labels_are_judged_and_promoted(world):
     done = world.refresh.refresh.fn()
     assert world.calls == [
-        "dvc ingest", "dvc validate", "refresh_labels", "register outputs/refreshed", "gate 8", "promote 8",
+        "dvc ingest", "dvc validate", "dvc propensity", "refresh_labels", "register outputs/refreshed", "gate 8", "promote 8",
     ]  # fmt: skip
     assert (done["added"], done["promoted"]["previous"]) == (2, "7")
     assert [event for event, _ in world.events] == ["promoted"]
@@ -73,7 +73,7 @@ def test_refreshed_labels_are_judged_and_promoted(world):
 def test_labels_that_are_the_same_are_skipped(world):
     world.stages.refresh_labels = world.stage("refresh_labels", {"changed": False, "reason": "it has these labels"})
     assert world.refresh.refresh.fn()["skipped"] == "it has these labels"
-    assert world.calls == ["dvc ingest", "dvc validate", "refresh_labels"]
+    assert world.calls == ["dvc ingest", "dvc validate", "dvc propensity", "refresh_labels"]
     assert world.events == [("skipped", {"reason": "it has these labels"})]
 
 
