@@ -64,7 +64,8 @@ def world(place, monkeypatch):
 def test_refreshed_labels_are_judged_and_promoted(world):
     done = world.refresh.refresh.fn()
     assert world.calls == [
-        "dvc ingest", "dvc validate", "dvc propensity", "refresh_labels", "register outputs/refreshed", "gate 8", "promote 8",
+        "dvc ingest", "dvc validate", "dvc propensity",
+        "refresh_labels", "register outputs/refreshed", "gate 8", "promote 8",
     ]  # fmt: skip
     assert (done["added"], done["promoted"]["previous"]) == (2, "7")
     assert [event for event, _ in world.events] == ["promoted"]
