@@ -18,7 +18,7 @@ from scipy.sparse import csr_matrix, save_npz
 
 from unidec.data.dataset import write_dataset
 from unidec.data.formats import read_raw, write_raw
-from unidec.data.raw import RawData
+from unidec.data.raw import RawData, text_table
 from unidec.errors import DataError
 
 LABELS = [{"uid": f"l{i}", "title": f"label {i}"} for i in range(3)]
@@ -295,3 +295,35 @@ def test_degenerate_data_is_legal(raw_factory: Callable[..., RawData], tmp_path:
         assert back.relevance["test"][0].nnz == 0
         dataset = write_dataset(tmp_path / "dataset", back)
         assert dataset.relevance.nnz == sum(m.nnz for m in raw.relevance.values())
+
+
+@pytest.mark.slow
+def test_a_million_stored_queries_are_judged_within_a_minute(tmp_path: Path) -> None:
+    """What ingest lets through, legal but wrong: empty texts and a leak, told with few samples."""
+    from unidec.ops.validation import validate_dataset
+
+    sizes, num_labels = {"train": 900_000, "test": 100_000}, 1000
+    titles = {split: [f"a query of {split} number {row}" for row in range(size)] for split, size in sizes.items()}
+    titles["train"][:5000] = [""] * 5000
+    titles["test"][:50_000] = titles["train"][5000:55_000]
+    raw = RawData(
+        "large",
+        {
+            split: text_table([f"{split}-{row}" for row in range(size)], titles[split], [""] * size)
+            for split, size in sizes.items()
+        },
+        text_table([f"label-{row}" for row in range(num_labels)], [f"label {row}" for row in range(num_labels)], None),
+        {
+            split: csr_matrix((np.ones(size, np.float32), np.arange(size) % num_labels, np.arange(size + 1)))
+            for split, size in sizes.items()
+        },
+        {split: csr_matrix((size, num_labels), dtype=bool) for split, size in sizes.items()},
+    )
+    write_dataset(tmp_path / "dataset", raw, validation_share=0)
+    start = time.process_time()
+    verdict = validate_dataset(tmp_path / "dataset", tmp_path / "out")
+    assert time.process_time() - start < 60
+    assert not verdict["success"]
+    assert any("empty texts" in line and "5,000" in line for line in verdict["failed"])
+    assert any("(leak)" in line and "50,000" in line for line in verdict["failed"])
+    assert max(len(result["samples"]) for result in verdict["expectations"]) == 20
