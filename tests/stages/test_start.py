@@ -289,6 +289,7 @@ def test_a_start_that_is_gone_is_named(work):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_processes_start_warm_too(work, monkeypatch):
     params = work.params(**{"run.devices": 2})
     stages.choose_start(params)
