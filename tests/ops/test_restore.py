@@ -176,7 +176,7 @@ def test_old_data_and_figures_again(helper: Callable[[str], Any], tmp_path: Path
     """Version 1 of some data, version 2 of other data; then version 1's data by its lock file, and its figures."""
     made = helper("operations/project")
     project = made.Project(tmp_path)
-    project.params(source={"kind": "none"}, optim={"epochs": 2})
+    project.params(source={"kind": "none"}, optim={"epochs": 1})
 
     def version(raw: Any) -> dict[str, Any]:
         project.export(raw)
@@ -192,9 +192,9 @@ def test_old_data_and_figures_again(helper: Callable[[str], Any], tmp_path: Path
         return project.metrics()
 
     project.commit("parameters")
-    raw = made.small_data()
+    raw = made.small_data(500, 100)
     first = version(raw)
-    second = version(made.fewer_queries(raw, 500))
+    second = version(made.fewer_queries(raw, 420))
     assert first["test"] != second["test"]
     tags = project.version("1").tags
     assert tags["dvc.outputs/bundle"] and tags["dvc.data/fetched"] != project.version("2").tags["dvc.data/fetched"]
