@@ -104,7 +104,11 @@ def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> Non
     half, more = np.arange(400) % 2 == 0, np.arange(400) % 5 > 0
     better = challenge(ranking(more), ranking(half), truth, weight, group, **RULES)
     assert all(checks(better).values()) and better.confidence == 1.0
-    assert better.difference == pytest.approx(30) and better.intervals["nDCG@5"][0] > 20 and better.intervals["P@1"][1] < 40
+    assert (
+        better.difference == pytest.approx(30)
+        and better.intervals["nDCG@5"][0] > 20
+        and better.intervals["P@1"][1] < 40
+    )
     assert better.better - better.worse == 0.3 * 400
     worse = challenge(ranking(half), ranking(more), truth, weight, group, **RULES)
     assert checks(worse) == {"nDCG@5": False, "confidence": False, "P@1": False, "tail/R@10": False}
