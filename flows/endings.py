@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from prefect.context import FlowRunContext
-from prefect.exceptions import MissingContextError, TerminationSignal
+from prefect.exceptions import CancelledRun, MissingContextError, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.runtime import deployment
 from prefect.runtime import flow_run as current_flow_run
@@ -204,14 +204,14 @@ class _OneLine(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, UnidecError):
+        if isinstance(error, UnidecError | CancelledRun):  # the latter: a run that turned itself away
             record.msg, record.args = "stopped: %s", (str(error),)
             record.exc_info, record.exc_text = None, None
         return True
 
 
 def one_line_for_known_errors() -> None:
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
+    for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logger = logging.getLogger(name)
         if not any(isinstance(known, _OneLine) for known in logger.filters):
             logger.addFilter(_OneLine())

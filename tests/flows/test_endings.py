@@ -82,3 +82,18 @@ def test_a_run_without_prefect_is_left_alone(endings):
     with endings.at_work():
         assert RUN_TAGS not in os.environ
     assert endings.named({"skipped": "nothing new"}) == {"skipped": "nothing new"}
+
+
+def test_a_run_that_was_turned_away_is_one_line_in_the_workers_log(endings):
+    import logging
+
+    from prefect.exceptions import CancelledRun
+    from prefect.logging.loggers import get_logger
+
+    endings.one_line_for_known_errors()
+    try:
+        raise CancelledRun("another training is under way")
+    except CancelledRun as error:
+        record = logging.LogRecord("x", logging.ERROR, __file__, 1, "unexpected", (), (type(error), error, None))
+    assert get_logger("engine").filter(record)
+    assert record.getMessage() == "stopped: another training is under way" and record.exc_info is None
