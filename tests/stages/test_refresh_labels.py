@@ -165,3 +165,11 @@ def test_new_labels_rank_by_their_text(params: Params) -> None:
     found = after.predict_arrays(titles, 10)
     hits = [row in ranked for row, ranked in zip(rows, found.rows.tolist(), strict=True)]
     assert np.mean(hits) > 0.8  # a query that says what the label says; chance is 0.2 %
+
+
+def test_a_bundle_of_somewhere_else_is_not_registered_with_figures_of_this_project(
+    params: Params, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(paths.BUNDLE, tmp_path / "bundle"))
+    with pytest.raises(ConfigError, match="how this bundle was trained"):
+        stages.register(params, other)

@@ -9,6 +9,7 @@ from typing import Any
 
 from unidec.config import Params
 from unidec.data.storage import read_manifest
+from unidec.errors import ConfigError
 from unidec.ops import provenance
 from unidec.ops.registry import checked_sha256, is_registered
 from unidec.ops.registry import register as register_bundle
@@ -30,11 +31,20 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> di
 
     Returns:
         {"model", "version", "alias", "run": its page's address}.
+
+    Raises:
+        ConfigError: a folder that is neither.
     """
     path = paths.BUNDLE if bundle is None else Path(bundle)
     info = read_info(path)
     refreshed = info.card.get("refreshed")
     tags = _code_tags(params) | provenance.run_tags()
+    if refreshed is None and path.resolve() != paths.BUNDLE.resolve():
+        raise ConfigError(
+            "nothing here says how this bundle was trained", where=str(path),
+            expected="outputs/bundle, or a folder of `unidec refresh-labels`",
+            fix="register it in the project that made it",
+        )  # fmt: skip
     if refreshed is None:
         tracker, facts, more = _trained(params)
     else:
