@@ -253,7 +253,7 @@ class Warm(Section):
     """A training that starts from an earlier model (data/start.json says which)."""
 
     epochs: Count = Field(4, description="passes over the training queries")
-    lr_scale: Positive = Field(1.0, description="times every learning rate")
+    lr_scale: Positive = Field(0.7, description="times every learning rate")
     warmup_epochs: Annotated[float, Field(ge=0)] = Field(0.25, description="epochs of linear warm-up")
     keep: Share = Field(
         0.25, description="share of a classifier row that is taken over; the rest begins as the label's text"
