@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlparse
 
 from unidec.ops.holder import left_running, tracking_state
+from unidec.ops.promotion import all_versions
 from unidec.ops.tracking import Tracker
 from unidec.ops.tracking_spool import FILES, PENDING
 from unidec.ops.tracking_store import open_client, sqlite_path, tracking_uri
@@ -136,7 +137,7 @@ def _of_registry(client: MlflowClient) -> Iterator[Finding]:
         named: dict[str, list[str]] = {}
         for alias, number in model.aliases.items():
             named.setdefault(str(number), []).append(alias)
-        for version in client.search_model_versions(f"name = '{model.name}'"):
+        for version in all_versions(client, model.name):
             where = client.get_model_version_download_uri(model.name, version.version)
             path = _local_path(where)
             if path is None or (path / "MLmodel").is_file():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
-from unidec.ops.promotion import aliases, known_version
+from unidec.ops.promotion import aliases, all_versions, known_version
 from unidec.ops.provenance import DIFFERS_TAG, DVC_TAG
 from unidec.ops.registry import HASH_TAG
 from unidec.ops.tracking_store import open_client, tracking_uri, ui_url
@@ -29,7 +29,6 @@ DATASET_TAG = "dataset.sha256"
 LOCK_COMMIT_TAG = "git.lock_commit"  # set by the flow: the commit that has this version's dvc.lock
 _MODEL = re.compile(r"models:/(?P<name>[^/@]+)[@/](?P<which>[^/@]+)")
 _HASH = re.compile(rf"[0-9a-f]{{{SHORTEST},64}}(\.dir)?")
-_AT_ONCE = 100
 
 
 def lineage(
@@ -56,7 +55,7 @@ def lineage(
     uri = uri or tracking_uri(root)
     client = open_client(uri)
     version = _version(client, os.fspath(source), model_name)
-    versions = {item.tags.get(HASH_TAG, ""): item for item in _versions(client, version.name)[::-1]}
+    versions = {item.tags.get(HASH_TAG, ""): item for item in all_versions(client, version.name)[::-1]}
     named = aliases(client, version.name)
     chain, seen = [version], {str(version.version)}
     while (parent := versions.get(chain[-1].tags.get("start.bundle.sha256", ""))) and str(parent.version) not in seen:
@@ -98,7 +97,7 @@ def models_of_data(
     named = aliases(client, model_name)
     rows: dict[str, dict[str, Any]] = {}
     made_by: dict[str, str] = {}  # bundle hash -> version, of those that have it in them
-    for item in sorted(_versions(client, model_name), key=lambda version: int(version.version)):
+    for item in sorted(all_versions(client, model_name), key=lambda version: int(version.version)):
         what = [
             name.removeprefix(DVC_TAG)
             for name, value in item.tags.items()
@@ -182,24 +181,13 @@ def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion
     else:
         expected = f"models:/{model_name}@champion, models:/{model_name}/3, bundle:<hash>, or a bundle's folder"
         raise ConfigError("not an address of a model", where="lineage", got=source, expected=expected)
-    held = [item for item in _versions(client, model_name) if item.tags.get(HASH_TAG, "").startswith(prefix)]
+    held = [item for item in all_versions(client, model_name) if item.tags.get(HASH_TAG, "").startswith(prefix)]
     if len({item.tags[HASH_TAG] for item in held}) != 1:
         several = ", ".join(f"version {item.version}" for item in held)
         what = f"several versions of {model_name} begin so" if held else f"no version of {model_name} holds this bundle"
         fix = "give more digits" if held else "`unidec models` lists what is registered; `unidec register` registers"
         raise ConfigError(what, where=source, got=several or prefix, fix=fix)
     return min(held, key=lambda item: int(item.version))
-
-
-def _versions(client: MlflowClient, model_name: str) -> list[ModelVersion]:
-    versions: list[ModelVersion] = []
-    token = None
-    while True:
-        page = client.search_model_versions(f"name = '{model_name}'", max_results=_AT_ONCE, page_token=token)
-        versions += page
-        token = page.token
-        if not token:
-            return versions
 
 
 # -- for people -------------------------------------------------------------------------------------------------------

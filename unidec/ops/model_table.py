@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unidec.ops.promotion import ROLLED_BACK, aliases
+from unidec.ops.promotion import ROLLED_BACK, aliases, all_versions
 from unidec.ops.registry import HASH_TAG
 from unidec.ops.tracking_store import open_client, tracking_uri
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 METRICS = ("nDCG@5", "PSP@5")
 COLUMNS = ("version", "aliases", *METRICS, "data", "start", "code", "gate", "age")
-_AT_ONCE = 100
 
 
 def list_versions(model_name: str, *, uri: str | None = None, root: Path | str = ".") -> list[dict[str, Any]]:
@@ -35,14 +34,7 @@ def list_versions(model_name: str, *, uri: str | None = None, root: Path | str =
     named: dict[str, list[str]] = {}
     for alias, number in aliases(client, model_name).items():
         named.setdefault(number, []).append(alias)
-    versions: list[ModelVersion] = []
-    token = None
-    while True:
-        page = client.search_model_versions(f"name = '{model_name}'", max_results=_AT_ONCE, page_token=token)
-        versions += page
-        token = page.token
-        if not token:
-            break
+    versions = all_versions(client, model_name)
     versions.sort(key=lambda version: -int(version.version))
     return [_row(client, version, sorted(named.get(str(version.version), []))) for version in versions]
 

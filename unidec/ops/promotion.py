@@ -35,6 +35,7 @@ STEP_TAG = "promotion.step"
 ROLLED_BACK = ("rolled_back.at", "rolled_back.by", "rolled_back.reason")
 OTHERS_STEP_SECONDS = 120.0  # so long another machine's step counts as being taken
 LOCK_SECONDS = 60.0
+_A_PAGE = 100
 
 
 def aliases(client: MlflowClient, model_name: str) -> dict[str, str]:
@@ -48,6 +49,18 @@ def aliases(client: MlflowClient, model_name: str) -> dict[str, str]:
             raise
         return {}
     return {alias: str(version) for alias, version in found.items()}
+
+
+def all_versions(client: MlflowClient, model_name: str) -> list[ModelVersion]:
+    """Every version, page by page; [] where there is no such model."""
+    versions: list[ModelVersion] = []
+    token = None
+    while True:
+        page = client.search_model_versions(f"name = '{model_name}'", max_results=_A_PAGE, page_token=token)
+        versions += page
+        token = page.token
+        if not token:
+            return versions
 
 
 def version_of(client: MlflowClient, model_name: str, which: str | int) -> ModelVersion | None:
@@ -69,7 +82,7 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
     """As `version_of`; ConfigError where there is none."""
     found = version_of(client, model_name, which)
     if found is None:
-        held = sorted((int(v.version) for v in client.search_model_versions(f"name = '{model_name}'")), reverse=True)
+        held = sorted((int(v.version) for v in all_versions(client, model_name)), reverse=True)
         known = [*aliases(client, model_name), *map(str, held[:10])]
         raise ConfigError(
             "no such version of the model", where=model_name, got=which,
