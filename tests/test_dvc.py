@@ -195,6 +195,7 @@ def test_every_parameter_belongs_to_a_stage() -> None:
         "retrain",
         "gate",
         "drift",
+        "serve",
         "tracking",
     }
 

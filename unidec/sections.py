@@ -319,6 +319,36 @@ class Drift(Section):
     min_window: Count = Field(200, description="queries that a window needs to be judged")
 
 
+class Serve(Section):
+    """`unidec serve`: where it listens, and what it bounds."""
+
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: all, then set an API key")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8080, description="0: any free one")
+    max_body_bytes: Count = Field(1_000_000, description="of a request")
+    max_queries: Count = Field(256, description="of a request")
+    max_query_chars: Count = Field(8000, description="of a query")
+    max_k: Count = Field(100, description="labels for each query")
+    max_filter_labels: Count = Field(10_000, description="in a request's lists of allowed and denied labels")
+    queue_queries: Count = Field(1024, description="queries that may wait; beyond them 503 with Retry-After")
+    timeout_seconds: Positive = Field(5.0, description="a request that waits longer gets 503")
+    batch_queries: Count = Field(32, description="queries answered together at most")
+    batch_wait_ms: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="a query waits so long for others while the model is idle; 0: not at all"
+    )
+    runtime: Literal["auto", "torch", "onnx", "onnx-int8"] = Field(
+        "auto", description="what encodes queries; auto: the fastest that keeps quality (docs/serving.md)"
+    )
+    threads: Annotated[int, Field(ge=0)] = Field(0, description="of encoder and search; 0: what the machine has")
+    cache_queries: Annotated[int, Field(ge=0)] = Field(10_000, description="answers kept for repeated queries; 0: none")
+    follow_seconds: Annotated[float, Field(ge=0)] = Field(
+        10.0, description="between two looks at the alias in the registry; 0: never"
+    )
+    keep_previous: bool = Field(True, description="keep the model before in memory, to swap back at once")
+    api_key_env: str = Field(
+        "UNIDEC_API_KEY", description="environment variable with the API key; none is asked for where it is not set"
+    )
+
+
 class Tracking(Section):
     """Names under which MLflow keeps runs and models; the tracking server is the usual environment variable."""
 
@@ -347,6 +377,7 @@ class Params(Section):
     retrain: Retrain = Retrain()
     gate: Gate = Gate()
     drift: Drift = Drift()
+    serve: Serve = Serve()
     tracking: Tracking = Tracking()
 
     @model_validator(mode="after")

@@ -52,6 +52,7 @@ PARAMS: dict[str, Any] = {
     # a machine that does other things as well: what a fresh process takes says nothing here
     "gate": {"max_latency_ratio": 0.0, "max_load_seconds": 0.0},
     "drift": {},
+    "serve": {},
     "tracking": {"experiment": "unidec", "model_name": "unidec"},
 }
 

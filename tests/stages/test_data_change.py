@@ -105,7 +105,7 @@ def test_the_bundle_carries_the_profile_of_what_it_serves(work: SimpleNamespace)
     profile = read_profile(paths.BUNDLE)
     assert profile is not None and profile["sha256"] == paths.open_dataset().sha256
     assert (paths.BUNDLE / "bundle.json").stat().st_size < 300_000
-    assert not {"drift", "gate", "retrain", "source", "tracking"} & set(read_info(paths.BUNDLE).params)
+    assert not {"drift", "gate", "retrain", "serve", "source", "tracking"} & set(read_info(paths.BUNDLE).params)
     bundle, dataset = Bundle.load(paths.BUNDLE), paths.open_dataset()
     texts = dataset.query_texts(dataset.rows("validation"))
     vectors, scores = _answers(bundle, texts)

@@ -23,7 +23,7 @@ def test_parameters_are_those_that_decide_the_model():
     cold, warm = model_params(FLAT, False), model_params(FLAT, True)
     sections = {key.partition(".")[0] for key in cold}
     assert {"optim", "pool", "loss", "encoder", "model", "data", "tokens", "index", "seed", "recipe"} <= sections
-    assert not sections & {"run", "source", "retrain", "gate", "drift", "tracking", "warm"}
+    assert not sections & {"run", "source", "retrain", "gate", "drift", "serve", "tracking", "warm"}
     assert warm.keys() - cold.keys() == {f"warm.{key}" for key in Warm.model_fields}
     assert all(FLAT[key] == value for key, value in warm.items())
 

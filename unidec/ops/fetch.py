@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from unidec.data.storage import MANIFEST
 from unidec.errors import ArtifactError, ConfigError
+from unidec.ops.promotion import version_of
 from unidec.ops.registry import HASH_TAG, checked_sha256, find_version, tracking_to
 from unidec.ops.tracking_store import open_client, tracking_uri
 
@@ -109,16 +110,7 @@ def find_alias(model_name: str, alias: str, *, uri: str | None = None, root: Pat
     Raises:
         MlflowException: the registry does not answer.
     """
-    from mlflow.exceptions import MlflowException
-
-    client = open_client(uri or tracking_uri(root))
-    try:
-        number = client.get_registered_model(model_name).aliases.get(alias)
-        return client.get_model_version(model_name, number) if number is not None else None
-    except MlflowException as error:
-        if error.error_code not in _NOT_THERE:
-            raise
-        return None
+    return version_of(open_client(uri or tracking_uri(root)), model_name, alias)
 
 
 def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:

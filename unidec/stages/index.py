@@ -13,7 +13,7 @@ from unidec.stages.profile import KEY, training_profile
 from unidec.stages.ranking import Ranking, headline, training_neighbours, tuned_blend
 from unidec.training.precision import choose_device
 
-_OPERATIONS = {"device", "source", "retrain", "gate", "drift", "tracking"}  # no parameters of a model
+_OPERATIONS = {"device", "source", "retrain", "gate", "drift", "serve", "tracking"}  # no parameters of a model
 
 
 def index(params: Params) -> dict[str, Any]:
