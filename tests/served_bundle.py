@@ -1,0 +1,79 @@
+"""A real bundle of a few hundred labels, made in a second, for tests that start a real server.
+
+UniDEC with a bag of tokens, untrained: a label is found by the words of its title. Both heads; training queries vote.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from scipy.sparse import csr_matrix
+
+from unidec.data.storage import write_folder
+from unidec.data.tokens import encode_texts
+from unidec.model.unidec import KIND, VERSION, UniDEC
+from unidec.retrieval.bundle import write_bundle
+from unidec.retrieval.index import LabelIndex
+from unidec.retrieval.neighbours import Neighbours
+from unidec.retrieval.space import label_vectors
+from unidec.sections import Encoder, Model
+
+WORDS = [f"{a}{b}" for a in ("red", "blue", "old", "new", "big") for b in ("car", "boat", "house", "tree", "lamp")]
+NUM_QUERIES = 60
+
+
+def text(row: int) -> str:
+    """Three words that no other row below 625 has."""
+    a, b = divmod(row, len(WORDS))
+    return f"{WORDS[b]} {WORDS[(b + a + 1) % len(WORDS)]} {WORDS[(3 * b + 7 * a + 2) % len(WORDS)]}"
+
+
+def write_source(folder: Path, seed: int = 0) -> Path:
+    """A transformer's folder of one layer whose tokenizer knows `WORDS`."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel
+
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(seed)
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertModel(BertConfig(vocab_size=len(vocabulary), **size)).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def make_served_bundle(folder: Path, num_labels: int = 400, seed: int = 0, votes: bool = True) -> Path:
+    """Write `folder/bundle`; another seed gives other vectors, so that answers differ in their scores.
+
+    Uids are L0, L1, ... and titles `text(row)`; the first titles are also the queries that vote, for their own label.
+    """
+    import torch
+
+    source = write_source(folder / "source", seed)
+    titles = [text(row) for row in range(num_labels)]
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    model = UniDEC.create(
+        Encoder(kind="bag"), Model(dim=16, dropout=0.0), num_labels, source, len(WORDS) + 2,
+        {"tokens": {"max_length": 8}},
+    ).eval()  # fmt: skip
+    model.start_table(torch.from_numpy(rng.normal(size=(num_labels, 32)).astype(np.float32)))
+    with write_folder(folder / "model", KIND, VERSION) as out:
+        model.save_into(out)
+    tokens = encode_texts(titles, source, 8)
+    de_LD, (clf_LD, bias_L) = model.encode_labels(tokens), model.classifier_table()
+    num = min(NUM_QUERIES, num_labels)
+    neighbours = None
+    if votes:
+        de_MD, _ = model.encode_queries(tokens, np.arange(num))
+        of_ML = csr_matrix((np.ones(num, dtype=bool), (np.arange(num), np.arange(num))), shape=(num, num_labels))
+        neighbours = Neighbours(de_MD, of_ML, [f"Q{i}" for i in range(num)], titles[:num], "square")
+    return write_bundle(
+        folder / "bundle", folder / "model", LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, "both", True)),
+        de_LD=de_LD, clf_LD=clf_LD, bias_L=bias_L, uids=[f"L{row}" for row in range(num_labels)], titles=titles,
+        space="both", clf_weight=0.3, clf_normalize=True, neighbours=neighbours, knn_weight=0.2 if votes else 0.0,
+        knn_neighbours=5, dataset={"name": "served", "sha256": f"{seed:064x}"},
+    )  # fmt: skip
