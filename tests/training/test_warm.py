@@ -85,6 +85,29 @@ def by_hand(model, uids, start_uids, rows_KD, bias_K1, x_LW, keep):
     return torch.stack(rows), torch.tensor(biases)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_rows_of_a_bundle_are_in_its_arrays(start_of, tiny_params, tmp_path, bias):
+    """The same start, as a model's file and as a bundle keeps it: whole rows and biases, bit for bit."""
+    torch.manual_seed(4)
+    rows_KD, bias_K1 = torch.randn(len(UIDS), DIM), torch.randn(len(UIDS), 1)
+    of_model = start_of(UIDS, rows_KD, bias_K1 if bias else None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "vectors").mkdir()
+    write_tensors(tmp_path / "model" / "model.safetensors", {"log_scale": torch.zeros(2)})
+    np.save(tmp_path / "vectors" / "clf.npy", rows_KD.numpy())
+    if bias:
+        np.save(tmp_path / "vectors" / "bias.npy", bias_K1.numpy()[:, 0])
+    of_bundle = Start(tmp_path / "model", of_model.uids, "b" * 64, tmp_path / "vectors")
+    uids, found = [*UIDS[::-1], "new"], []
+    for start in (of_model, of_bundle):
+        torch.manual_seed(5)
+        model = new_model(tiny_params, len(uids), clf_bias=True)
+        take_rows(model, start, pa.array(uids), lambda rows: torch.ones(len(rows), WIDTH), keep=0.25)
+        found.append((model.table.numpy().copy(), model.bias.numpy().copy()))
+    assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+    assert np.abs(found[0][0]).min() > 0
+
+
 SETS = {
     "the same": (UIDS, UIDS),
     "another order": (UIDS, UIDS[::-1]),

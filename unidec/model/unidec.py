@@ -27,7 +27,7 @@ from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.encoder import InputBuilder, TextEncoder, empty_transformer, load_transformer
 from unidec.model.row_table import HERE, Placement, RowTable
-from unidec.model.weights import KIND, VERSION, copy_into, take_start
+from unidec.model.weights import CLASSIFIER, KIND, VERSION, copy_into, take_start
 from unidec.model.words import continuing_pieces
 from unidec.progress import Progress, progress
 from unidec.sections import Encoder, Model
@@ -353,8 +353,12 @@ class UniDEC(nn.Module):
         (folder.path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path, device: str = "cpu", verify: bool = True) -> UniDEC:
+    def load(cls, path: str | Path, device: str = "cpu", verify: bool = True, rows: bool = True) -> UniDEC:
         """A model from its folder, ready to encode.
+
+        Args:
+            rows: also the classifier's rows and biases; without them `table` and `bias` are None, and the file need not
+                have them (a bundle keeps them beside the model).
 
         Raises:
             ArtifactError: missing, damaged, of a newer version, or weights that do not fit the configuration.
@@ -371,12 +375,15 @@ class UniDEC(nn.Module):
                 settings,
                 int(config["num_labels"]),
                 TextEncoder(encoder_settings, transformer, num_tokens, width),
+                HERE if rows else Placement(num_rows=0),
             )
+            if not rows:
+                model.table = model.bias = None
             # a model that an older version wrote has no start to do as
             model.encoder.unit_vectors = bool(config.get("unit_vectors", model.encoder.unit_vectors))
             with open_tensors(path / "model.safetensors") as file:
-                shapes = {name: file.shape(name) for name in file.names}
-                copy_into(model.state_dict(), shapes, file.read)
+                names = [name for name in file.names if rows or name not in CLASSIFIER]
+                copy_into(model.state_dict(), {name: file.shape(name) for name in names}, file.read)
             model.max_length, model.params = int(config["max_length"]), config["params"]
         except (KeyError, ValueError, TypeError, RuntimeError, OSError, ConfigError, ArtifactError) as error:
             raise ArtifactError(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from unidec.model.unidec import UniDEC
 
 KIND, VERSION = "model", 1
+CLASSIFIER = ("table.weight", "bias.weight")  # rows and biases, in a model's file
 COPY_BLOCK = 1 << 17  # rows copied at once
 # of a transformer's config.json: says by whom it was written, not what it computes
 _NOTES = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}

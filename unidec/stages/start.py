@@ -121,7 +121,7 @@ def open_start() -> Start | None:
     if not start.warm:
         return None
     bundle = fetch_by_hash(start.model, start.bundle_sha256, paths.BUNDLES, start.version)
-    return Start(bundle / "model", _uids(bundle), start.bundle_sha256)
+    return Start(bundle / "model", _uids(bundle), start.bundle_sha256, bundle / "vectors")
 
 
 def _uids(bundle: Path) -> pa.Array:

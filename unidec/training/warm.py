@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 
 from unidec.config import Params
+from unidec.data.storage import load_array
 from unidec.data.tensor_file import TensorFile, open_tensors
 from unidec.errors import ArtifactError
 from unidec.model.row_table import RowTable
 from unidec.model.unidec import START_BLOCK, UniDEC
-from unidec.model.weights import take_start
+from unidec.model.weights import CLASSIFIER, take_start
 from unidec.progress import progress
 
 FIX = "retrain.start: cold"
 WEIGHTS = "model.safetensors"
+ROWS, BIASES = CLASSIFIER
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,13 @@ class Start:
         model: folder of an exported model.
         uids: Arrow strings [K], the uid of each row of its classifier.
         sha256: of the bundle that holds both: part of a run's identity.
+        vectors: folder of a bundle's arrays: its model has no classifier of its own, clf.npy and bias.npy are it.
     """
 
     model: Path
     uids: pa.Array
     sha256: str
+    vectors: Path | None = None
 
     def rows_of(self, uids: pa.Array | pa.ChunkedArray) -> np.ndarray:
         """The start's row of each label: int64 [L], -1 for one that it does not have."""
@@ -112,8 +116,9 @@ def take_rows(
     if table is None:
         return
     length, bias, source_L = 1.0, 0.0, np.full(len(uids), -1, dtype=np.int64)
-    with open_tensors(start.model / WEIGHTS) as file:
-        if "table.weight" in file.names:  # else a dual encoder alone
+    with open_tensors(start.model / WEIGHTS) as tensors:
+        file = tensors if ROWS in tensors.names else _Arrays(start.vectors)
+        if ROWS in file.names:  # else a dual encoder alone
             source_L = start.rows_of(uids)
             length, bias = _take_kept(model, start, file, source_L, keep)
     own = np.arange(table.first_row, table.first_row + table.own_rows)
@@ -131,14 +136,35 @@ def take_rows(
     model.train(was_training)
 
 
-def _take_kept(model: UniDEC, start: Start, file: TensorFile, source_L: np.ndarray, keep: float) -> tuple[float, float]:
+class _Arrays:
+    """A bundle's classifier, read like the tensors of a model's file."""
+
+    def __init__(self, folder: Path | None) -> None:
+        given = {ROWS: ("clf.npy", 2), BIASES: ("bias.npy", 1)} if folder is not None else {}
+        places = {name: (Path(folder or "", file), ndim) for name, (file, ndim) in given.items()}
+        found = {name: place for name, place in places.items() if place[0].is_file()}
+        self._arrays = {name: load_array(path, np.float32, ndim) for name, (path, ndim) in found.items()}
+        self.names = list(self._arrays)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._arrays[name].shape
+
+    def read(self, name: str, begin: int, end: int) -> Tensor:
+        """Some rows, float32 [n, D]; of biases [n, 1]."""
+        rows = np.array(self._arrays[name][begin:end])
+        return torch.from_numpy(rows.reshape(len(rows), -1))
+
+
+def _take_kept(
+    model: UniDEC, start: Start, file: TensorFile | _Arrays, source_L: np.ndarray, keep: float
+) -> tuple[float, float]:
     """Add `keep` of the rows and biases that are held here; length and bias of a new label, the same on every rank."""
-    table, biased = model.table, model.bias is not None and "bias.weight" in file.names
+    table, biased = model.table, model.bias is not None and BIASES in file.names
     assert table is not None
-    if file.shape("table.weight")[0] != len(start.uids):
+    if file.shape(ROWS)[0] != len(start.uids):
         raise ArtifactError(
             "a start whose labels and classifier rows differ in number", where=str(start.model), fix=FIX,
-            got=f"{file.shape('table.weight')[0]} rows", expected=f"{len(start.uids)}, one a label",
+            got=f"{file.shape(ROWS)[0]} rows", expected=f"{len(start.uids)}, one a label",
         )  # fmt: skip
     order = np.argsort(source_L, kind="stable")  # labels in the order of the start's rows: each block is read once
     lengths, biases, kept = 0.0, 0.0, int((source_L >= 0).sum())
@@ -147,11 +173,11 @@ def _take_kept(model: UniDEC, start: Start, file: TensorFile, source_L: np.ndarr
         labels = order[slice(*np.searchsorted(source_L, [begin, end], sorter=order))]
         mine = torch.from_numpy((labels >= table.first_row) & (labels < table.first_row + table.own_rows))
         at = torch.from_numpy(source_L[labels] - begin)
-        rows_BD = file.read("table.weight", begin, end)[at].float()
+        rows_BD = file.read(ROWS, begin, end)[at].float()
         lengths += float(rows_BD.norm(dim=1).double().sum())
         _add(table, labels[mine.numpy()], keep * rows_BD[mine])
         if biased:
-            bias_B1 = file.read("bias.weight", begin, end)[at].float()
+            bias_B1 = file.read(BIASES, begin, end)[at].float()
             biases += float(bias_B1.double().sum())
             assert model.bias is not None
             _add(model.bias, labels[mine.numpy()], keep * bias_B1[mine])
