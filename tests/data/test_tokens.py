@@ -280,3 +280,34 @@ def test_tokenizer_errors_and_reload(minilm, tmp_path):
     shutil.copy(minilm / "tokenizer.json", tmp_path)
     assert load_tokenizer(tmp_path, 8) is load_tokenizer(tmp_path, 8)
     assert load_tokenizer(tmp_path, 8) is not load_tokenizer(tmp_path, 9)
+
+
+def test_pieces_say_what_the_vocabulary_lacks(minilm):
+    tokenizer = load_tokenizer(minilm, 8)
+    found, cut = tokenizer.pieces("tokenisers 🚗")
+    assert [(piece.text, piece.unknown, piece.special) for piece in found] == [
+        ("[CLS]", False, True), ("token", False, False), ("##iser", False, False), ("##s", False, False),
+        ("[UNK]", True, False), ("[SEP]", False, True),
+    ]  # fmt: skip
+    assert not cut and tokenizer.num_specials == 2
+    found, cut = tokenizer.pieces("one two three four five six seven")
+    assert cut and len(found) == 8
+    flat, _ = tokenizer.encode(["tokenisers 🚗"])
+    assert (flat == tokenizer.unknown_id).tolist() == [False, False, False, False, True, False]
+    for wrong in (3, "\ud800"):
+        with pytest.raises(DataError, match="text 0 of 1"):
+            tokenizer.pieces(wrong)
+
+
+def test_unknown_tokens_of_other_tokenizers(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    made = {
+        "unigram": Tokenizer(models.Unigram([("a", -1.0), ("<unk>", -9.0)], unk_id=1)),
+        "none": Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]")),  # named, but not in the vocabulary
+        "bytes": Tokenizer(models.BPE({"a": 0}, [])),
+    }
+    for name, tokenizer in made.items():
+        (tmp_path / name).mkdir()
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+    assert [TextTokenizer(tmp_path / name, 8).unknown_id for name in made] == [1, -1, -1]

@@ -12,6 +12,7 @@ import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -143,12 +144,26 @@ def _lengths_within(offsets: NDArray[np.int64], max_length: int) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Piece:
+    """One token of a text: as the vocabulary writes it; whether it stands for what the vocabulary lacks, or was added
+    around the text."""
+
+    text: str
+    unknown: bool
+    special: bool
+
+
 class TextTokenizer:
     """`tokenizer.json`, its own truncation and padding replaced: cut on the right, specials kept, no padding.
 
     Args:
         folder: holds `tokenizer.json`; `tokenizer_config.json` beside it may name the padding token.
         max_length: tokens a text at most, special tokens included.
+
+    Attributes:
+        num_specials: tokens added around every text.
+        unknown_id: of the token that stands for what the vocabulary lacks; -1 where there is none.
 
     Raises:
         ArtifactError: no tokenizer there, one that cannot be read, or special tokens alone exceed max_length.
@@ -173,9 +188,10 @@ class TextTokenizer:
             raise ArtifactError(
                 "no room for text", where=str(self.file), got=f"max_length {max_length}", expected=f"> {specials}"
             )
-        self.max_length = max_length
+        self.max_length, self.num_specials = max_length, specials
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self.pad_id = self._find_pad_id()
+        self.unknown_id = self._find_unknown_id()
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(max_length, stride=0, strategy="longest_first", direction="right")
 
@@ -191,6 +207,27 @@ class TextTokenizer:
         found = (self._tokenizer.token_to_id(name) for name in names if isinstance(name, str))
         return next((i for i in found if i is not None), 0)
 
+    def _find_unknown_id(self) -> int:
+        described = json.loads(self.file.read_text(encoding="utf-8"))["model"]
+        if (number := described.get("unk_id")) is not None:  # Unigram
+            return int(number)
+        named = self._tokenizer.token_to_id(described["unk_token"]) if described.get("unk_token") else None
+        return -1 if named is None else int(named)
+
+    def pieces(self, text: str) -> tuple[list[Piece], bool]:
+        """The tokens of a text, and whether it was cut.
+
+        Raises:
+            DataError: as in `encode`.
+        """
+        try:
+            encoding = self._tokenizer.encode(text)
+        except (TypeError, ValueError) as error:
+            raise _not_text([text], error) from error
+        rows = zip(encoding.tokens, encoding.ids, encoding.special_tokens_mask, strict=True)
+        found = [Piece(token, number == self.unknown_id, bool(special)) for token, number, special in rows]
+        return found, bool(encoding.overflowing)
+
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Flat ids, uint16 or uint32, and the number of tokens of each text, int64. An empty text is its specials only.
 
@@ -200,15 +237,19 @@ class TextTokenizer:
         try:
             encoded = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
         except (TypeError, ValueError) as error:
-            raise DataError(
-                "a text that cannot be tokenised",
-                where=f"text {_first_faulty(texts)} of {len(texts)}",
-                got=str(error)[:200],
-                expected="valid Unicode strings",
-            ) from error
+            raise _not_text(texts, error) from error
         length = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
         flat = np.fromiter(chain.from_iterable(encoded), dtype=_id_dtype(self.vocab_size), count=int(length.sum()))
         return flat, length
+
+
+def _not_text(texts: Sequence[Any], error: Exception) -> DataError:
+    return DataError(
+        "a text that cannot be tokenised",
+        where=f"text {_first_faulty(texts)} of {len(texts)}",
+        got=str(error)[:200],
+        expected="valid Unicode strings",
+    )
 
 
 def _first_faulty(texts: Sequence[Any]) -> int:

@@ -26,7 +26,6 @@ import pyarrow as pa
 from scipy.sparse import csr_matrix
 
 from unidec.data.storage import folder_sha256, read_manifest
-from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError, DataError
 from unidec.retrieval.bundle_folder import (
     KIND,
@@ -40,11 +39,14 @@ from unidec.retrieval.bundle_folder import (
 )
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, read_neighbours
-from unidec.retrieval.space import head_scores, pair_scores, query_vectors
+from unidec.retrieval.query_encoder import Encoded, ModelEncoder
+from unidec.retrieval.space import Space, head_query_vectors, head_scores, pair_scores, query_vectors
 from unidec.retrieval.text_file import text_column
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from unidec.retrieval.words import WordSpace
 
 __all__ = ["Bundle", "BundleInfo", "Prediction", "Predictions", "write_bundle"]
 
@@ -62,6 +64,8 @@ class Prediction:
             vote, knn_weight x knn_scores more.
         de_scores, clf_scores: each head's own score; empty where the model has no such head.
         knn_scores: votes of similar training queries, 0 to 1; empty where none vote.
+        num_tokens, unknown_tokens: tokens of the query, and how many of them the vocabulary lacks.
+        unknown_labels: uids that the query was to be limited to, or not to get, that the bundle does not have.
     """
 
     labels: list[str]
@@ -70,6 +74,9 @@ class Prediction:
     de_scores: list[float]
     clf_scores: list[float]
     knn_scores: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    unknown_tokens: int = 0
+    unknown_labels: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,6 +164,35 @@ class Bundle:
     def label_embeddings(self) -> Floats | None:
         """Phi_D of the labels, float32 [L, D] unit length; None without a dual-encoder head."""
         return self.vectors.get("de")
+
+    @property
+    def words(self) -> WordSpace | None:
+        """How training queries that vote are compared, where that is by their words."""
+        return None if self.neighbours is None else self.neighbours.words
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Queries as the bundle is asked with (`rank`), by the model itself, all at once.
+
+        Raises:
+            DataError: an item that is not a string of valid Unicode.
+        """
+        return ModelEncoder(self.model, self.words).encode(texts)
+
+    def searched(self, de_BD: Floats | None, clf_BD: Floats | None, head: Space = "both") -> Floats:
+        """Encoded queries in the searched space, float32 [B, D'].
+
+        Args:
+            head: "both": as the bundle ranks; "de" or "clf": that head alone decides, in the same index.
+
+        Raises:
+            DataError: the searched space has not that head.
+        """
+        info, has_bias = self.info, "bias" in self.vectors
+        if head == "both":
+            return query_vectors(de_BD, clf_BD, info.space, info.clf_weight, info.clf_normalize, has_bias)
+        if info.space not in ("both", head):
+            raise DataError(f"this bundle does not rank by the head {head!r}", where="head", expected=info.space)
+        return head_query_vectors(de_BD, clf_BD, info.space, head, info.clf_normalize, has_bias)
 
     def predict(
         self,
@@ -255,6 +291,11 @@ class Bundle:
 
         return predict_file(self, input_path, output_path, k, **options)
 
+    def named(self, rows: Labels) -> tuple[list[str], list[str]]:
+        """Uids and titles of some label rows."""
+        wanted = pa.array(rows)
+        return self.uids.take(wanted).to_pylist(), self.titles.take(wanted).to_pylist()
+
     @functools.cached_property
     def row_of(self) -> dict[str, int]:
         """uid -> label row; made on first use."""
@@ -267,6 +308,7 @@ class Bundle:
         k: int,
         excluded: Labels | None = None,
         words_BF: csr_matrix | None = None,
+        head: Space = "both",
     ) -> Ranked:
         """The k best labels of encoded queries: the heads' score, and the votes of training queries where they vote.
 
@@ -274,23 +316,24 @@ class Bundle:
         is looked at.
 
         Args:
-            de_BD, clf_BD: queries as `model.encode_queries` gives them.
+            de_BD, clf_BD: queries as `encode` gives them.
             k: at least 1; may exceed L.
             excluded: int64, unique keys query * L + label of the pairs that must not be returned.
-            words_BF: the queries' words, where training queries are compared by them (`neighbours.words.vectors`).
+            words_BF: the queries' words, where training queries are compared by them.
+            head: "both": as the bundle ranks; "de" or "clf": that head alone, and no votes.
+
+        Raises:
+            DataError: the searched space has not that head.
         """
         info, vectors, excluded = self.info, self.vectors, np.zeros(0, np.int64) if excluded is None else excluded
-        query_BD = query_vectors(de_BD, clf_BD, info.space, info.clf_weight, info.clf_normalize, "bias" in vectors)
+        query_BD = self.searched(de_BD, clf_BD, head)
         rows_BK, scores_BK = self._search(query_BD, k, excluded)
-        if self.neighbours is None or info.knn is None:
+        votes_BL = None if head != "both" else self.votes(de_BD, clf_BD, words_BF)
+        if votes_BL is None or info.knn is None:
             return Ranked(rows_BK, scores_BK)
-        compared_BD = de_BD if info.knn.space == "de" else clf_BD
-        if self.neighbours.words is not None:
-            compared_BD = words_BF
-        assert compared_BD is not None
         candidates = Candidates.of(
             rows_BK,
-            self.neighbours.votes(compared_BD, info.knn.neighbours),
+            votes_BL,
             lambda query_P, label_P: pair_scores(
                 query_BD, query_P, label_P, vectors.get("de"), vectors.get("clf"), vectors.get("bias"), info.space,
                 info.clf_normalize,
@@ -299,21 +342,36 @@ class Bundle:
         )  # fmt: skip
         return candidates.top(info.knn.weight, k)
 
+    def votes(self, de_BD: Floats | None, clf_BD: Floats | None, words_BF: csr_matrix | None) -> csr_matrix | None:
+        """Votes of training queries, float32 CSR [B, L] (`Neighbours.votes`); None where none vote."""
+        if self.neighbours is None or self.info.knn is None:
+            return None
+        return self.neighbours.votes(self.compared(de_BD, clf_BD, words_BF), self.info.knn.neighbours)
+
+    def compared(self, de_BD: Floats | None, clf_BD: Floats | None, words_BF: csr_matrix | None) -> Floats | csr_matrix:
+        """Which of them training queries that vote are compared by: a head's vectors, or words."""
+        assert self.info.knn is not None
+        own = de_BD if self.info.knn.space == "de" else clf_BD
+        found = own if self.words is None else words_BF
+        assert found is not None
+        return found
+
     def _predict_batch(self, texts: Sequence[str], k: int, exclude: Sequence[Sequence[str]] | None) -> Predictions:
-        tokens = encode_texts(texts, self.model.tokenizer_folder, self.model.max_length)
-        de_BD, clf_BD = self.model.encode_queries(tokens, np.arange(len(texts)), batch_size=len(texts))
-        info, vectors = self.info, self.vectors
-        words_BF = None
-        if self.neighbours is not None and self.neighbours.words is not None:
-            words_BF = self.neighbours.words.vectors(*tokens.ragged(np.arange(len(texts))))
-        found = self.rank(de_BD, clf_BD, k, self._excluded_pairs(exclude), words_BF)
-        de = head_scores(de_BD, vectors["de"], found.rows) if "de" in vectors else None
-        clf = None
-        if "clf" in vectors:
+        asked = self.encode(texts)
+        found = self.rank(asked.de_BD, asked.clf_BD, k, self._excluded_pairs(exclude), asked.words_BF)
+        return Predictions(found.rows, found.scores, *self.parts(asked, found.rows), found.votes)
+
+    def parts(self, encoded: Encoded, rows_BK: Labels) -> tuple[Floats | None, Floats | None]:
+        """Each head's own score of some labels, float32 [B, K] (NaN where the row is -1); None for a head that is not
+        there."""
+        de, clf, vectors = None, None, self.vectors
+        if encoded.de_BD is not None and "de" in vectors:
+            de = head_scores(encoded.de_BD, vectors["de"], rows_BK)
+        if encoded.clf_BD is not None and "clf" in vectors:
             clf = head_scores(
-                clf_BD, vectors["clf"], found.rows, bias_L=vectors.get("bias"), normalize=info.clf_normalize
+                encoded.clf_BD, vectors["clf"], rows_BK, bias_L=vectors.get("bias"), normalize=self.info.clf_normalize
             )
-        return Predictions(found.rows, found.scores, de, clf, found.votes)
+        return de, clf
 
     def _search(self, query_BD: Floats, k: int, excluded: Labels) -> tuple[Labels, Floats]:
         """Search k + the most excluded labels of a query, remove those, cut to k."""
@@ -353,7 +411,8 @@ PREDICTION_SCHEMA = pa.schema(
 def _load_model(path: Path, device: str) -> Any:
     from unidec.model.unidec import UniDEC
 
-    return UniDEC.load(path, device=device, verify=False)  # its hashes are those of the bundle's manifest
+    # its hashes are those of the bundle's manifest; the classifier's rows are in the bundle's arrays
+    return UniDEC.load(path, device=device, verify=False, rows=False)
 
 
 def _check_model(path: Path, model: Any, info: BundleInfo) -> None:

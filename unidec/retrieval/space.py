@@ -17,6 +17,7 @@ of unit length as the model gives them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
@@ -91,6 +92,27 @@ def query_vectors(
         if has_bias and not clf_normalize:
             parts.append(np.full((len(clf), 1), weight, dtype=np.float32))
     return _joined(parts, space)
+
+
+def head_query_vectors(
+    de_BD: Floats | None, clf_BD: Floats | None, space: Space, head: Space, clf_normalize: bool, has_bias: bool
+) -> Floats:
+    """Query side of the space such that one head alone decides: the other's half is 0, the score is that head's own.
+
+    Args:
+        de_BD, clf_BD, clf_normalize, has_bias: as for `query_vectors`.
+        space: "both", or `head` itself.
+        head: "de" or "clf".
+
+    Raises:
+        ValueError: a part that the space needs is not given.
+    """
+    de, clf = (None if array is None else np.zeros_like(array) for array in (de_BD, clf_BD))
+    own = {"de": (de_BD, clf), "clf": (de, clf_BD)}[head]
+    out = query_vectors(*own, space, 1.0, clf_normalize, has_bias)
+    if head == "de" and has_bias and not clf_normalize and space == "both":
+        out[:, -1] = 0.0
+    return out
 
 
 def width(dim: int, space: Space, clf_normalize: bool, has_bias: bool) -> int:
@@ -173,6 +195,35 @@ def pair_scores(
             score_BU = query_BD[first : first + queries] @ label_vectors(de, clf, bias, space, clf_normalize).T
             here = np.flatnonzero((place_P >= start) & (place_P < start + labels))
             out[begin + here] = score_BU[query_P[begin + here] - first, place_P[here] - start]
+    return out
+
+
+def exact_scores(
+    query_BD: Floats,
+    rows_A: npt.NDArray[np.int64],
+    vectors: Mapping[str, Floats],
+    space: Space,
+    clf_normalize: bool,
+    *,
+    labels: int = 4096,
+) -> Floats:
+    """Scores of all queries with some labels in a space.
+
+    Args:
+        query_BD: float32 [B, D'], of `query_vectors`.
+        rows_A: int64 [A], rows of labels.
+        vectors: of all labels: de, clf [L, D], bias [L]; those that exist.
+        space, clf_normalize: as for `label_vectors`.
+        labels: so many rows are gathered at once.
+
+    Returns:
+        float32 [B, A].
+    """
+    out = np.empty((len(query_BD), len(rows_A)), dtype=np.float32)
+    for start in range(0, len(rows_A), labels):
+        some = rows_A[start : start + labels]
+        de, clf, bias = (None if name not in vectors else vectors[name][some] for name in ("de", "clf", "bias"))
+        out[:, start : start + labels] = query_BD @ label_vectors(de, clf, bias, space, clf_normalize).T
     return out
 
 
