@@ -1,0 +1,119 @@
+"""Label vectors of the searched space, read row by row: what a compressed index scores its candidates with.
+
+Legend: L labels, B queries, C candidates of a query, P rows, D' width of the space (`space.py`).
+
+A compressed index holds a label in a few bytes; the float32 vectors stay under vectors/ of the bundle, memory-mapped,
+and of them only the rows of a query's candidates are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from unidec.retrieval.space import Space, label_vectors, width
+
+Floats = npt.NDArray[np.float32]
+Rows = npt.NDArray[np.int64]
+
+
+class Vectors(Protocol):
+    """Vectors of a space, some rows at a time."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(L, D')."""
+        ...
+
+    def take(self, rows_P: Rows) -> Floats:
+        """float32 [P, D'] of these rows."""
+        ...
+
+    def scores(self, query_D: Floats, rows_C: Rows) -> Floats:
+        """float32 [C], inner products of one query with these rows."""
+        ...
+
+
+class ArrayRows:
+    """Rows of one array [L, D'], float32 or float16, in memory or memory-mapped."""
+
+    def __init__(self, array_LD: npt.NDArray) -> None:
+        self._array = np.asarray(array_LD)  # a plain view: np.memmap costs microseconds at each use
+        if self._array.ndim != 2:
+            raise ValueError(f"vectors must have two dimensions, got shape {self._array.shape}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(L, D')."""
+        return self._array.shape[0], self._array.shape[1]
+
+    def take(self, rows_P: Rows) -> Floats:
+        """float32 [P, D'] of these rows."""
+        return self._array[rows_P].astype(np.float32, copy=False)
+
+    def scores(self, query_D: Floats, rows_C: Rows) -> Floats:
+        """float32 [C], inner products of one query with these rows."""
+        return self.take(rows_C) @ query_D
+
+
+class LabelRows:
+    """Rows of `space.label_vectors`, made of the heads' own arrays as they are asked for."""
+
+    def __init__(self, vectors: Mapping[str, Floats], space: Space, clf_normalize: bool) -> None:
+        """
+        Args:
+            vectors: "de" and "clf" float32 [L, D], "bias" float32 [L]; those that exist, in memory or memory-mapped.
+            space, clf_normalize: as for `space.label_vectors`.
+
+        Raises:
+            ValueError: a part that the space needs is not given, or the parts differ in number of labels.
+        """
+        self._vectors = {name: np.asarray(array) for name, array in vectors.items()}
+        self._space, self._normalize = space, clf_normalize
+        some = self.take(np.zeros(0, dtype=np.int64))  # says what is missing
+        counts = {len(array) for array in self._vectors.values()}
+        if len(counts) != 1:
+            raise ValueError(f"parts differ in their number of labels: {sorted(counts)}")
+        dim = next(array.shape[1] for array in self._vectors.values() if array.ndim == 2)
+        self._shape = (counts.pop(), width(dim, space, clf_normalize, "bias" in self._vectors))
+        assert some.shape[1] == self._shape[1]
+        self._dim = dim
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(L, D')."""
+        return self._shape
+
+    def take(self, rows_P: Rows) -> Floats:
+        """float32 [P, D'], contiguous: `space.label_vectors(...)[rows_P]`."""
+        de, clf, bias = (
+            None if name not in self._vectors else self._vectors[name][rows_P] for name in ("de", "clf", "bias")
+        )
+        return label_vectors(de, clf, bias, self._space, self._normalize)
+
+    def scores(self, query_D: Floats, rows_C: Rows) -> Floats:
+        """float32 [C], inner products of one query [D'] with these rows: the heads' parts added, without putting the
+        rows of both side by side."""
+        out = np.zeros(len(rows_C), dtype=np.float32)
+        at = 0
+        if self._space in ("both", "de"):
+            out += self._vectors["de"][rows_C] @ query_D[: self._dim]
+            at = self._dim
+        if self._space in ("both", "clf"):
+            rows_CD = self._vectors["clf"][rows_C]
+            part_C = rows_CD @ query_D[at : at + self._dim]
+            if self._normalize:
+                length = np.sqrt(np.einsum("cd,cd->c", rows_CD, rows_CD))
+                part_C = np.divide(part_C, length, out=np.zeros_like(part_C), where=length > 0)
+            elif "bias" in self._vectors:
+                part_C += self._vectors["bias"][rows_C] * query_D[-1]
+            out += part_C
+        return out
+
+
+def as_rows(vectors: Vectors | npt.NDArray) -> Vectors:
+    """An array as `Vectors`; what is some already stays as it is."""
+    return ArrayRows(vectors) if isinstance(vectors, np.ndarray) else vectors
