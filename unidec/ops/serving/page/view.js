@@ -1,0 +1,168 @@
+// What is drawn. Every text of the server goes in as text, never as HTML.
+
+export const PARTS = [
+  { name: "de", title: "dual encoder", meaning: "how near the label's text lies to the query" },
+  { name: "clf", title: "classifier", meaning: "what the label's own vector learnt in training" },
+  { name: "knn", title: "votes", meaning: "share of votes of the nearest training queries" },
+];
+
+export function element(tag, attributes, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes ?? {})) made.setAttribute(name, value);
+  made.append(...children.filter((child) => child !== "" && child !== null && child !== undefined));
+  return made;
+}
+
+export const same = (parent, children) => parent.replaceChildren(...children);
+
+export const number = (value, digits = 3) => (Number.isFinite(value) ? value.toFixed(digits).replace("-", "−") : "");
+export const count = (value) => value.toLocaleString("en-GB");
+
+// What each part adds to a label's score: weight times part; those that the model has.
+export const addends = (label, weights) => PARTS.filter(({ name }) => Number.isFinite(label[name]) && weights[name])
+  .map((part) => ({ ...part, part: label[part.name], weight: weights[part.name], adds: label[part.name] * weights[part.name] }));
+
+// Bars of all labels share one scale: from the lowest sum of negative addends (or 0) to the highest sum of positive ones.
+export function scale(labels, weights) {
+  let low = 0;
+  let high = 1e-9;
+  for (const label of labels) {
+    const all = addends(label, weights).map(({ adds }) => adds);
+    low = Math.min(low, all.filter((x) => x < 0).reduce((a, b) => a + b, 0));
+    high = Math.max(high, all.filter((x) => x > 0).reduce((a, b) => a + b, 0));
+  }
+  return { low, high };
+}
+
+function bar(label, weights, { low, high }) {
+  const made = element("span", { class: "bar", "aria-hidden": "true" });
+  const percent = (x) => `${(100 * x) / (high - low)}%`;
+  const zero = -low;
+  let [left, right] = [zero, zero];
+  for (const { name, adds } of addends(label, weights)) {
+    const piece = element("i", { class: name });
+    if (adds < 0) left += adds;
+    piece.style.left = percent(adds < 0 ? left : right);
+    piece.style.width = percent(Math.abs(adds));
+    if (adds >= 0) right += adds;
+    made.append(piece);
+  }
+  if (low < 0) {
+    const line = element("b", { class: "zero" });
+    Object.assign(line.style, { position: "absolute", left: percent(zero) });
+    made.append(line);
+  }
+  return made;
+}
+
+// A row: a button that opens "why", and one that leaves the label out.
+export function row(label, place, weights, range) {
+  const parts = addends(label, weights).map(({ title, adds }) => `${title} ${number(adds)}`).join(", ");
+  const named = label.title || label.uid;
+  const shownUid = label.title && !label.title.startsWith(label.uid);
+  const button = element("button", {
+    type: "button", class: "row", "aria-expanded": "false", "aria-label": `${place + 1}. ${named}, score ${number(label.score)}: ${parts}`,
+  },
+    element("span", { class: "rank" }, String(place + 1)),
+    element("span", { class: "title" }, named, shownUid ? element("small", {}, ` ${label.uid}`) : ""),
+    element("span", { class: "score" }, number(label.score)),
+    bar(label, weights, range));
+  const out = element("button", { type: "button", class: "out quiet", "aria-label": `leave out ${named}`, title: "leave this label out", tabindex: "-1" }, "×");
+  const item = element("li", {}, button, out);
+  item.dataset.uid = label.uid;
+  return item;
+}
+
+export const legend = (weights) => PARTS.filter(({ name }) => weights[name]).map(({ name, title }) =>
+  element("li", {}, element("i", { class: name }), weights[name] === 1 ? title : `${title} × ${short(weights[name])}`));
+
+const short = (value) => String(Number(value.toPrecision(3)));
+
+// Why a label has its score; `explained` is the answer of /explain.
+export function why(label, explained) {
+  const pieces = [sum(label, explained.weights)];
+  pieces.push(element("h3", {}, "What the model reads"), tokens(explained));
+  pieces.push(element("h3", {}, "Nearest training queries"), nearest(label, explained.nearest ?? []));
+  return pieces;
+}
+
+function sum(label, weights) {
+  const all = addends(label, weights);
+  const rows = all.map(({ name, title, meaning, part, weight, adds }) => element("tr", {},
+    element("th", { scope: "row", class: "part" }, element("i", { class: name }), title, element("small", {}, meaning)),
+    element("td", {}, number(part)), element("td", {}, `× ${short(weight)}`), element("td", {}, number(adds))));
+  const head = ["part", "value", "weight", "adds"].map((name) => element("th", { scope: "col" }, name));
+  const foot = element("tr", {}, element("th", { scope: "row", colspan: "3" }, "score"), element("td", {}, number(label.score)));
+  return element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows), element("tfoot", {}, foot));
+}
+
+function tokens(explained) {
+  const list = element("ul", { class: "tokens" }, ...explained.tokens.map(({ piece, unknown }) => element("li",
+    unknown ? { class: "unknown", title: "not in the model's vocabulary" } : {}, piece)));
+  const notes = [];
+  if (!explained.tokens.length) notes.push("Nothing: the query holds no text that the tokenizer knows.");
+  if (explained.unknown_tokens) notes.push(`Dashed: not in the model's vocabulary (${explained.unknown_tokens}).`);
+  if (explained.truncated) notes.push("The text is longer than the model reads; what follows is cut off.");
+  return element("div", {}, list, ...notes.map((note) => element("p", { class: "muted" }, note)));
+}
+
+function nearest(label, queries) {
+  if (!queries.length) return element("p", { class: "muted" },
+    "This bundle carries no training queries. With index.knn_weight above 0 or auto it does, and they vote.");
+  return element("ul", { class: "near" }, ...queries.map(({ uid, title, cosine, labels }) => {
+    const has = labels.some((other) => other.uid === label.uid);
+    const others = labels.map((other) => other.title || other.uid).join(" · ");
+    return element("li", has ? { class: "votes" } : {}, element("span", {}, title || uid, has ? " ✓" : ""),
+      element("span", { title: "cosine to the query" }, number(cosine, 2)),
+      element("small", {}, has ? "has this label. " : "", others || "no labels"));
+  }));
+}
+
+const MEANINGS = {
+  P: "share of the first {k} labels that are right", R: "share of the right labels among the first {k}",
+  nDCG: "as P@{k}, the order counts", PSP: "as P@{k}, weighted so that rare labels count more",
+  MRR: "mean of 1 / rank of the first right label", coverage: "share of the labels among the first {k} of some query",
+};
+const FIRST = ["P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100"];
+
+function metric(name) {
+  const [kind, k] = name.split("@");
+  const meaning = MEANINGS[kind];
+  return meaning ? element("abbr", { title: meaning.replace("{k}", k ?? "") }, name) : name;
+}
+
+// The model's card; `card` is the answer of /card.
+export function facts(card) {
+  const { model, data } = card;
+  const pairs = [];
+  const add = (name, value, hint) => {
+    if (value !== null && value !== undefined && value !== "") pairs.push(element("dt", {}, name), element("dd", hint ? { title: hint, class: "mono" } : {}, value));
+  };
+  if (model.name) add("model", `${model.name}, version ${model.version}${model.alias ? ` (${model.alias})` : ""}`);
+  add("bundle", model.sha256.slice(0, 12), model.sha256);
+  add("data set", data?.name);
+  add("data", data?.sha256?.slice(0, 12), data?.sha256);
+  add("labels", count(card.num_labels));
+  add("trained on", data?.rows?.train ? `${count(data.rows.train)} queries` : null);
+  add("voting", card.num_neighbours ? `${count(card.num_neighbours)} queries` : null);
+  add("query text", card.text);
+  add("recipe", card.recipe);
+  add("encoder", card.encoder);
+  add("runs on", card.runtime);
+  add("index", card.index ? `${card.index.kind}, ${count(card.index.width)} wide` : null);
+  add("unidec", card.unidec);
+  const pieces = [element("dl", {}, ...pairs)];
+  for (const [split, values] of Object.entries(card.metrics ?? {})) {
+    const names = FIRST.filter((name) => Number.isFinite(values[name]));
+    if (!names.length) continue;
+    pieces.push(element("h3", {}, `Measured, ${split} split, percent`), element("dl", { class: "figures" },
+      ...names.flatMap((name) => [element("dt", {}, metric(name)), element("dd", {}, number(values[name], 1))])));
+  }
+  return pieces;
+}
+
+export function served(card) {
+  const { model, data } = card;
+  const name = model.name ? `${model.name} ${model.version}${model.alias ? ` · ${model.alias}` : ""}` : `bundle ${model.sha256.slice(0, 12)}`;
+  return [name, data?.name, `${count(card.num_labels)} labels`].filter(Boolean).join(" · ");
+}
