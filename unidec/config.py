@@ -50,24 +50,24 @@ def recipe_names() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def load_params(path: str | Path = "params.yaml", overrides: Mapping[str, Any] | None = None) -> Params:
+def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str, Any] | None = None) -> Params:
     """Read a parameter file: its recipe's values, then its own, then `overrides`.
 
     Args:
-        path: YAML file with the sections of `Params`; a missing key has its recipe's value, else the default.
+        path: YAML file with the sections of `Params`; a missing key has its recipe's value, else the default. None: no
+            file, only `overrides`.
         overrides: `{"pool.beta": 2}`: values by key path.
 
     Raises:
         ConfigError: everything that is wrong, at once, with key path, value, what was expected and the nearest name.
     """
-    path = Path(path)
-    raw, lines = read_yaml(path)
+    raw, lines = ({}, {}) if path is None else read_yaml(Path(path))
     origin = {".".join(key): f"line {line}" for key, line in lines.items()}
     values = _no_empty_sections(raw)
     for key, value in (overrides or {}).items():
         _put(values, tuple(key.split(".")), value)
         origin[key] = "--set"
-    return build_params(values, origin, str(path))
+    return build_params(values, origin, "parameters" if path is None else str(path))
 
 
 def build_params(values: dict[str, Any], origin: dict[str, str], where: str) -> Params:

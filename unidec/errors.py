@@ -25,6 +25,7 @@ class UnidecError(Exception):
         expected: object = None,
         fix: str | None = None,
     ) -> None:
+        self.what, self.where, self.got, self.expected, self.fix = what, where, got, expected, fix
         lines = [f"{where}: {what}" if where else what]
         if got is not None:
             lines.append(f"  got: {got}")

@@ -329,6 +329,7 @@ class Serve(Section):
     max_query_chars: Count = Field(8000, description="of a query")
     max_k: Count = Field(100, description="labels for each query")
     max_filter_labels: Count = Field(10_000, description="in a request's lists of allowed and denied labels")
+    max_connections: Count = Field(1024, description="at once; beyond them 503")
     queue_queries: Count = Field(1024, description="queries that may wait; beyond them 503 with Retry-After")
     timeout_seconds: Positive = Field(5.0, description="a request that waits longer gets 503")
     batch_queries: Count = Field(32, description="queries answered together at most")

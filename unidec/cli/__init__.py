@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from unidec import __version__
-from unidec.cli import data, lineage, models, servers
+from unidec.cli import data, lineage, models, serve, servers
 from unidec.cli.options import DEFAULT_BUNDLE, DEFAULT_PARAMS, AsJson, Assignments, BundleFolder, ParamsFile, load
 from unidec.cli.output import show, show_predictions, show_table
 from unidec.config import Params, describe, load_params, parse_overrides, recipe_names, to_yaml
@@ -347,6 +347,7 @@ def version() -> None:
             print(f"{name} -")
 
 
+serve.add_to(app)
 servers.add_to(app)
 data.add_to(app)
 

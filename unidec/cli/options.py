@@ -22,3 +22,9 @@ DEFAULT_BUNDLE = Path("outputs/bundle")
 
 def load(path: Path, assignments: list[str] | None) -> Params:
     return load_params(path, parse_overrides(assignments or []))
+
+
+def load_if_there(path: Path, assignments: list[str] | None) -> Params:
+    """As `load`, for commands that a bundle alone is enough for: without params.yaml every key has its default."""
+    missing = path == DEFAULT_PARAMS and not path.exists()
+    return load_params(None if missing else path, parse_overrides(assignments or []))

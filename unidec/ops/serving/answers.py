@@ -1,0 +1,122 @@
+"""Predictions as the JSON of the routes: written once for each query, so that a kept answer is kept as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
+
+from unidec import __version__
+
+if TYPE_CHECKING:
+    from unidec.retrieval.answer import Explanation
+    from unidec.retrieval.bundle import Bundle, Prediction
+    from unidec.sections import Serve
+
+NUM_EXAMPLES = 6
+LABELS_SHOWN = 10  # of a training query
+
+
+class Answer(NamedTuple):
+    """One query's answer, and what the metrics want of it.
+
+    Attributes:
+        json: {"labels", "unknown_tokens", "unknown_filters"}.
+        best: score of the best label; None where there is none.
+        num_tokens, unknown_tokens: of the query.
+    """
+
+    json: bytes
+    best: float | None
+    num_tokens: int
+    unknown_tokens: int
+
+
+def answer_of(prediction: Prediction) -> Answer:
+    """The answer to one query."""
+    best = prediction.scores[0] if prediction.scores else None
+    return Answer(orjson.dumps(_facts(prediction)), best, prediction.num_tokens, prediction.unknown_tokens)
+
+
+def predict_body(model: bytes, answers: Sequence[bytes]) -> bytes:
+    """The body of POST /predict: the model's JSON, and that of each query."""
+    return b'{"model":%b,"predictions":[%b]}' % (model, b",".join(answers))
+
+
+def explain_body(model: bytes, explanation: Explanation) -> bytes:
+    """The body of POST /explain."""
+    facts = _facts(explanation.prediction)
+    facts["weights"] = {name: explanation.weights.get(name, 0.0) for name in ("de", "clf", "knn")}
+    facts["nearest"] = [
+        {
+            "uid": near.uid, "title": near.title, "cosine": near.cosine, "vote": near.vote,
+            "labels": [{"uid": uid, "title": title} for uid, title in near.labels[:LABELS_SHOWN]],
+        }
+        for near in explanation.neighbours or ()
+    ]  # fmt: skip
+    facts["tokens"] = [
+        {"piece": token.text, "unknown": token.unknown} for token in explanation.tokens if not token.special
+    ]
+    facts["truncated"] = explanation.cut
+    return b'{"model":%b,%b' % (model, orjson.dumps(facts)[1:])
+
+
+def _facts(prediction: Prediction) -> dict[str, Any]:
+    num = len(prediction.labels)
+    nothing: list[None] = [None] * num
+    rows = zip(
+        prediction.labels, prediction.titles, prediction.scores, prediction.de_scores or nothing,
+        prediction.clf_scores or nothing, prediction.knn_scores or nothing, strict=True,
+    )  # fmt: skip
+    return {
+        "labels": [
+            {"uid": uid, "title": title, "score": score, "de": de, "clf": clf, "knn": knn}
+            for uid, title, score, de, clf, knn in rows
+        ],
+        "unknown_tokens": prediction.unknown_tokens,
+        "unknown_filters": prediction.unknown_labels,
+    }
+
+
+def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
+    """What the page shows of a bundle, without what the server adds: model, runtime, api_key."""
+    info = bundle.info
+    profile = info.card.get("profile")
+    rows = profile.get("rows") if isinstance(profile, dict) else None
+    served = profile.get("served") if isinstance(profile, dict) else None
+    encoder = info.params.get("encoder")
+    shown = dict.fromkeys((2 * i + 1) * bundle.num_labels // (2 * NUM_EXAMPLES) for i in range(NUM_EXAMPLES))
+    weights = {"de": 1.0, "clf": info.clf_weight, "knn": info.knn.weight if info.knn is not None else 0.0}
+    if info.space != "both":
+        weights["de"], weights["clf"] = float(info.space == "de"), float(info.space == "clf")
+    return {
+        "unidec": __version__,
+        "index": {"kind": info.index_kind, "width": info.width},
+        "encoder": _text(encoder.get("name")) if isinstance(encoder, dict) else None,
+        "recipe": _text(info.params.get("recipe")),
+        "data": info.dataset | {"rows": rows},
+        "num_labels": bundle.num_labels,
+        "num_neighbours": info.knn.num_queries if info.knn is not None else 0,
+        "text": info.text,
+        "heads": [name for name in ("de", "clf") if name in info.vectors],
+        "space": info.space,
+        "weights": weights,
+        "metrics": {split: _numbers(values) for split, values in info.metrics.items() if isinstance(values, dict)},
+        "score_quantiles": served.get("score_quantiles") if isinstance(served, dict) else None,
+        "examples": [bundle.titles[row].as_py() for row in shown],
+        "limits": {
+            name: getattr(settings, name) for name in ("max_k", "max_query_chars", "max_queries", "max_filter_labels")
+        },
+    }
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value) for name, value in values.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }  # fmt: skip
