@@ -5,9 +5,7 @@ Legend: L labels, D width of a head.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,17 +15,11 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from unidec.data.storage import (
-    MANIFEST,
-    file_sha256,
-    load_array,
-    read_manifest,
-    write_folder,
-    write_json,
-    write_manifest,
-)
+from unidec.data.array_file import write_array
+from unidec.data.storage import MANIFEST, load_array, write_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_plain_table
+from unidec.retrieval.bundle_model import place, write_model
 from unidec.retrieval.index import Kind, LabelIndex
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
 from unidec.retrieval.neighbours import Neighbours, Vote
@@ -41,10 +33,12 @@ LABEL_ROWS = 65_536
 
 Floats = npt.NDArray[np.float32]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
+Row = Annotated[int, Field(ge=0, le=1 << 40)]
+Ready = tuple[Path, str]
+"""A file with the bytes that are wanted, and their sha256."""
 
 _FILES = {"bundle.json", "labels.arrow", "index.faiss"}
 _VECTORS = {"vectors/de.npy", "vectors/clf.npy", "vectors/bias.npy"}
-_TRAINING_RECORDS = (".jsonl", "train.json")  # hold wall times: no two trainings write the same
 _FIX = "write the bundle again: unidec index"
 
 
@@ -80,6 +74,8 @@ class BundleInfo(BaseModel):
         vectors: shape of each array under vectors/.
         index_kind, index_search: kind of index, and efSearch of HNSW.
         index_bytes: size of index.faiss.
+        estimated: row ranges [begin, end) of labels that came after the training: their classifier rows and biases are
+            estimates (new_rows.py).
         knn: the votes of similar training queries; None where there are none.
         default_k, max_k: what a server offers.
         text: which text of a query the model was trained on: "title" or "title+content".
@@ -99,6 +95,7 @@ class BundleInfo(BaseModel):
     index_kind: Kind
     index_search: Count
     index_bytes: Count
+    estimated: list[tuple[Row, Row]] = []
     knn: KnnInfo | None = None
     default_k: Count = 5
     max_k: Count = 100
@@ -125,6 +122,9 @@ def write_bundle(
     neighbours: Neighbours | None = None,
     knn_weight: float = 0.0,
     knn_neighbours: int = 100,
+    knn: KnnInfo | None = None,
+    estimated: Sequence[tuple[int, int]] = (),
+    ready: Mapping[str, Ready] | None = None,
     text: str = "title",
     dataset: Mapping[str, Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
@@ -144,6 +144,10 @@ def write_bundle(
         neighbours: training queries that vote, compared by de_LD's head, or by clf_LD's where there is no de_LD; or by
             their words.
         knn_weight, knn_neighbours: weight of the votes, above 0 with `neighbours`, and how many vote.
+        knn: the votes of another bundle whose neighbours are all in `ready`, instead of these three.
+        estimated: see `BundleInfo`.
+        ready: files of the bundle that are written already, by their names in it: linked, or copied. With them the
+            model is a bundle's, its hashes were checked, and its files that stay as they are are linked too.
         text: "title" or "title+content".
         dataset, metrics, params, card: facts kept in bundle.json, JSON-able.
 
@@ -154,6 +158,7 @@ def write_bundle(
         ValueError: parts that do not fit together.
         ArtifactError: the model's folder is damaged, or the bundle cannot be written.
     """
+    ready = ready or {}
     vectors = {
         name: np.ascontiguousarray(array, dtype=np.float32)
         for name, array in (("de", de_LD), ("clf", clf_LD), ("bias", bias_L))
@@ -161,14 +166,26 @@ def write_bundle(
     }
     labels = pa.table({"uid": _strings(uids), "title": _strings(titles)}, schema=LABEL_SCHEMA)
     dim = _check_parts(index, vectors, labels, space, clf_normalize)
-    knn = _knn_info(neighbours, (index.num_labels, dim), knn_weight, knn_neighbours, "de" if "de" in vectors else "clf")
+    head: Literal["de", "clf"] = "de" if "de" in vectors else "clf"
+    knn = knn or _knn_info(neighbours, (index.num_labels, dim), knn_weight, knn_neighbours, head)
     size = sum(array.nbytes for array in vectors.values()) + 4 * index.num_labels * index.dim
     size += neighbours.num_bytes if neighbours is not None else 0
     with write_folder(path, KIND, VERSION, num_bytes=size) as out:
-        _copy_model(Path(model_path), out.path / "model")
+        hashes = write_model(
+            Path(model_path),
+            out.path / "model",
+            index.num_labels if ready else None,
+            verify=not ready,
+            link=bool(ready),
+        )
+        out.hashes.update({f"model/{name}": digest for name, digest in hashes.items()})
         (out.path / "vectors").mkdir()
+        for name, (file, digest) in ready.items():
+            (out.path / name).parent.mkdir(exist_ok=True)
+            out.hashes[name] = place(file, out.path / name, digest, link=True)
         for name, array in vectors.items():
-            np.save(out.path / "vectors" / f"{name}.npy", array, allow_pickle=False)
+            if (own := f"vectors/{name}.npy") not in ready:
+                out.hashes[own] = write_array(out.path / own, array)
         index.save(out.path / "index.faiss")
         _write_labels(out.path / "labels.arrow", labels)
         if neighbours is not None:
@@ -184,6 +201,7 @@ def write_bundle(
             index_kind=index.kind,
             index_search=index.search_width,
             index_bytes=(out.path / "index.faiss").stat().st_size,
+            estimated=list(estimated),
             knn=knn,
             text=text,
             dataset=dict(dataset or {}),
@@ -238,6 +256,10 @@ def read_info(root: Path) -> BundleInfo:
             where=str(where),
             got=info.vectors,
             expected=f"{', '.join(sorted(needed))} of shape {matrix}",
+        )
+    if any(not begin < end <= info.num_labels for begin, end in info.estimated):
+        raise ArtifactError(
+            "rows of labels that are not there", where=str(where), got=str(info.estimated)[:80], fix=_FIX
         )
     if info.knn is not None and info.knn.space not in info.vectors:
         raise ArtifactError("votes in the space of a head that is not there", where=str(where), got=info.knn.space)
@@ -296,19 +318,20 @@ def _check_parts(
 ) -> int:
     """Parts that fit together, and the width of a head."""
     matrices = [vectors[name] for name in ("de", "clf") if name in vectors]
-    expected = label_vectors(vectors.get("de"), vectors.get("clf"), vectors.get("bias"), space, clf_normalize)
     if len({array.shape for array in matrices}) != 1:
         raise ValueError(f"heads of different shapes: {[array.shape for array in matrices]}")
     counts = {"index": index.num_labels, "labels": labels.num_rows, **{n: len(v) for n, v in vectors.items()}}
     if len(set(counts.values())) != 1:
         raise ValueError(f"parts differ in their number of labels: {counts}")
+    sample = np.unique(np.linspace(0, index.num_labels - 1, 16).astype(np.int64))
+    some = {name: array[sample] for name, array in vectors.items()}
+    expected = label_vectors(some.get("de"), some.get("clf"), some.get("bias"), space, clf_normalize)
     if index.dim != expected.shape[1]:
         raise ValueError(f"the index is {index.dim} wide, space {space!r} {expected.shape[1]}")
     if len(labels["uid"].unique()) != labels.num_rows:
         raise ValueError("label uids are not unique")
-    sample = np.unique(np.linspace(0, index.num_labels - 1, 16).astype(np.int64))
-    scores, _ = index.search(expected[sample], 1)
-    own = np.einsum("bd,bd->b", expected[sample], expected[sample])
+    scores, _ = index.search(expected, 1)
+    own = np.einsum("bd,bd->b", expected, expected)
     if index.kind == "flat" and (scores[:, 0] < own - 1e-3 * np.maximum(1.0, own)).any():
         raise ValueError("the index holds other vectors than de_LD, clf_LD and bias_L give")
     return matrices[0].shape[1]
@@ -334,29 +357,6 @@ def _knn_info(
         num_pairs=int(neighbours.labels_ML.nnz),
         num_words=None if neighbours.words is None else neighbours.words.num_features,
     )
-
-
-def _copy_model(source: Path, target: Path) -> None:
-    """Copy a model's folder without the records of its training, under a manifest of its own."""
-    about = _kind_of(source)
-    manifest = read_manifest(source, *about)
-    for name, entry in manifest["files"].items():
-        if name.endswith(_TRAINING_RECORDS):
-            continue
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target / name)
-        if file_sha256(target / name) != entry["sha256"]:
-            raise ArtifactError("a file changed while it was copied", where=str(source / name), fix="run it again")
-    target.mkdir(exist_ok=True)
-    write_manifest(target, manifest["kind"], manifest["version"], manifest["meta"])
-
-
-def _kind_of(source: Path) -> tuple[str, int]:
-    try:
-        about = json.loads((source / MANIFEST).read_text(encoding="utf-8"))
-        return str(about["kind"]), int(about["version"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError("no model here", where=str(source), fix="train first: unidec train") from error
 
 
 def _strings(values: Iterable[str] | Sequence[str]) -> pa.Array:

@@ -2,19 +2,18 @@
 
 Legend: L labels of the new bundle, S those of them whose text is encoded, M training queries, D width of a head.
 
-A new label's dual-encoder vector is that of its text; its classifier row is its text through the classifier's own head
-at unit length, as `model.clf_init: label_embedding` starts a row before training, and its bias the mean of the others
-(docs/label-refresh.md has what other rows are worth). Of a label that was there before, everything is kept as it is,
-above all its trained row; only where its text may be another one is its dual-encoder vector made anew.
+A new label's dual-encoder vector is that of its text; its classifier row is an estimate (`new_rows.py`), its bias the
+mean of the trained ones. Of a label that was there before, everything is kept as it is, above all its trained row; only
+where its text may be another one is its dual-encoder vector made anew, and its row where that was an estimate too.
+
+Nothing that stays is computed again: the index is changed, not built (`LabelIndex.changed`), the model's files and
+whatever else has the same bytes are links to the old bundle's. Arrays pass through memory block by block.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,93 +22,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import torch
 from scipy.sparse import csr_matrix
-from torch import Tensor
 
-from unidec.data.storage import read_manifest, write_folder
-from unidec.data.tensor_file import open_tensors, write_tensors
+from unidec.data.array_file import write_array
+from unidec.data.storage import load_array, read_manifest
 from unidec.data.tokens import encode_texts
-from unidec.errors import DataError
-from unidec.model.weights import KIND, VERSION
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import write_bundle
+from unidec.retrieval.bundle_folder import KIND, VERSION, Ready, write_bundle
 from unidec.retrieval.index import LabelIndex
+from unidec.retrieval.label_change import LabelChange, LabelText
+from unidec.retrieval.neighbours import FILES as NEIGHBOURS
 from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.space import label_vectors, unit_rows
+from unidec.retrieval.new_rows import estimated_rows
+from unidec.retrieval.space import label_vectors
+
+__all__ = ["LabelChange", "LabelText", "with_labels"]
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
-
-_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
-_TABLE, _BIAS = "table.weight", "bias.weight"
-ROWS_AT_ONCE = 1 << 16  # rows copied at once
-
-
-@dataclass(frozen=True)
-class LabelChange:
-    """How a label set differs from a bundle's.
-
-    Attributes:
-        uids, texts, titles: of the L labels, in their new order; the text is what is encoded, the title what is shown.
-        source_L: int64 [L], each label's row in the bundle; -1: it is new.
-        encoded_S: int64 [S], rows whose text is encoded: new ones, and those whose text is or may be another.
-        added, removed, renamed: uids of new labels, of those that leave, and of those that show another title.
-    """
-
-    uids: list[str]
-    texts: list[str]
-    titles: list[str]
-    source_L: Rows
-    encoded_S: Rows
-    added: list[str]
-    removed: list[str]
-    renamed: list[str]
-
-    @classmethod
-    def of(
-        cls, bundle: Bundle, uids: Sequence[str], texts: Sequence[str], titles: Sequence[str] | None = None
-    ) -> LabelChange:
-        """Compare a bundle's labels with these.
-
-        Args:
-            bundle: what answers now.
-            uids: of all labels of the new set, each once.
-            texts: what is encoded; for a model of long texts title and content joined by a space. A bundle knows its
-                labels' titles only: for such a model every text is encoded again, else those of another title.
-            titles: what is shown; None: the texts.
-
-        Raises:
-            DataError: no label, a uid twice, or lists of different lengths.
-        """
-        uids, texts, titles = list(uids), list(texts), list(texts if titles is None else titles)
-        if not uids or not len(uids) == len(texts) == len(titles):
-            got = f"{len(uids)} uids, {len(texts)} texts, {len(titles)} titles"
-            raise DataError("labels need a uid, a text and a title each, and there must be one", got=got)
-        known = set(uids)
-        if len(known) != len(uids):
-            twice = Counter(uids).most_common(1)[0][0]
-            raise DataError("a label uid stands twice", got=twice, fix="give each label a uid of its own")
-        source_L = np.fromiter((bundle.row_of.get(uid, -1) for uid in uids), dtype=np.int64, count=len(uids))
-        before = bundle.titles.take(_indices(np.maximum(source_L, 0))).to_pylist()
-        differs_L = np.fromiter((a != b for a, b in zip(before, titles, strict=True)), dtype=bool, count=len(uids))
-        is_new_L, renamed_L = source_L < 0, differs_L & (source_L >= 0)
-        encoded_L = np.ones(len(uids), dtype=bool) if bundle.info.text != "title" else is_new_L | renamed_L
-        return cls(
-            uids, texts, titles, source_L, np.flatnonzero(encoded_L),
-            added=[uids[row] for row in np.flatnonzero(is_new_L)],
-            removed=[uid for uid in bundle.uids.to_pylist() if uid not in known],
-            renamed=[uids[row] for row in np.flatnonzero(renamed_L)],
-        )  # fmt: skip
-
-    def __bool__(self) -> bool:
-        """Whether anything differs, the order included."""
-        return bool(self.added or self.removed or self.renamed or (np.diff(self.source_L) < 0).any())
-
-    @property
-    def kept(self) -> int:
-        """Labels that were there before."""
-        return len(self.uids) - len(self.added)
 
 
 def with_labels(
@@ -123,12 +53,14 @@ def with_labels(
     card: Mapping[str, Any] | None = None,
     batch_size: int = 1024,
 ) -> Path:
-    """Write a bundle with another label set: same model, same blend, new index. The same input gives the same bytes.
+    """Write a bundle with another label set: same model, same blend, the index changed. The same input gives the same
+    bytes.
 
     Args:
-        bundle: what answers now; it is not touched, and may answer meanwhile.
+        bundle: what answers now; it is not touched, and may answer meanwhile. Files that stay as they are become links
+            to its own, where the file system has links.
         path: the new bundle's folder, of another name than the old one's.
-        change: of `LabelChange.of` with this bundle.
+        change: of `LabelChange` with this bundle.
         neighbours: training queries that vote, with the labels of the new set; None: those of the bundle, without the
             labels that leave, and without the queries that had no others. A new label gets no votes then.
         dataset, metrics, card: of bundle.json; None: the data set and card of the old one, and no metrics.
@@ -139,70 +71,97 @@ def with_labels(
 
     Raises:
         ValueError: neighbours of other labels, or where none vote in the bundle.
-        ArtifactError: the bundle's folder is damaged by now, or the new one cannot be written.
+        ArtifactError: the bundle's folder is damaged, or the new one cannot be written.
     """
     path, info = Path(path), bundle.info
-    de_SD, clf_SD = _encoded(bundle, change, batch_size)
-    de_LD = _kept_rows(bundle.vectors["de"], change.source_L) if "de" in bundle.vectors else None
-    if de_LD is not None and de_SD is not None:
-        de_LD[change.encoded_S] = de_SD
-    votes = info.knn
-    if votes is None and neighbours is not None:
+    if info.knn is None and neighbours is not None:
         raise ValueError("no training queries vote in this bundle: it has no weight for them")
-    if votes is not None and neighbours is None:
-        neighbours = _remapped(bundle.neighbours, change.source_L)
-    settings = info.params.get("index", {})
+    hashes = {
+        name: entry["sha256"] for name, entry in read_manifest(bundle.path, KIND, VERSION, verify=True)["files"].items()
+    }
+    ready: dict[str, Ready] = {}
+    votes: dict[str, Any] = {}
+    if info.knn is not None:
+        if neighbours is None and _only_more(change.source_L, bundle.num_labels):
+            ready |= {name: (bundle.path / name, hashes[name]) for name in hashes if name in NEIGHBOURS}
+            votes = {"knn": info.knn}
+        elif (voters := neighbours or _remapped(bundle.neighbours, change.source_L)) is not None:
+            votes = {"neighbours": voters, "knn_weight": info.knn.weight, "knn_neighbours": info.knn.neighbours}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-model-") as scratch:
-        tables = _tables(bundle, change, clf_SD)
-        _write_model(bundle.path / "model", Path(scratch) / "model", tables, len(change.uids))
-        clf_LD = tables[_TABLE].float().numpy() if _TABLE in tables else None
-        bias_L = tables[_BIAS].float().numpy()[:, 0] if _BIAS in tables else None
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+        arrays, estimated_L = _arrays(bundle, change, batch_size)
+        for name, rows in arrays.items():
+            file = Path(scratch) / f"{name}.npy"
+            ready[f"vectors/{name}.npy"] = (file, write_array(file, rows))
+        vectors = {
+            name: load_array(Path(scratch) / f"{name}.npy", np.float32, len(arrays[name].shape)) for name in arrays
+        }
+        settings = info.params.get("index", {})
         index = LabelIndex.build(
-            label_vectors(de_LD, clf_LD, bias_L, info.space, info.clf_normalize), info.index_kind,
-            links=settings.get("hnsw_links", 32), build=settings.get("hnsw_build", 200), search=info.index_search,
+            label_vectors(vectors.get("de"), vectors.get("clf"), vectors.get("bias"), info.space, info.clf_normalize),
+            info.index_kind, links=settings.get("hnsw_links", 32), build=settings.get("hnsw_build", 200),
+            search=info.index_search,
         )  # fmt: skip
         return write_bundle(
-            path, Path(scratch) / "model", index, de_LD=de_LD, clf_LD=clf_LD, bias_L=bias_L, uids=change.uids,
+            path, bundle.path / "model", index,
+            de_LD=vectors.get("de"), clf_LD=vectors.get("clf"), bias_L=vectors.get("bias"), uids=change.uids,
             titles=change.titles, space=info.space, clf_weight=info.clf_weight, clf_normalize=info.clf_normalize,
-            neighbours=neighbours, knn_weight=votes.weight if votes and neighbours else 0.0,
-            knn_neighbours=votes.neighbours if votes else 100, text=info.text,
+            **votes, estimated=_ranges(estimated_L), ready=ready, text=info.text,
             dataset=info.dataset if dataset is None else dataset, metrics=metrics, params=info.params,
             card=info.card if card is None else card,
         )  # fmt: skip
 
 
-def _encoded(bundle: Bundle, change: LabelChange, batch_size: int) -> tuple[Floats | None, Floats | None]:
+@dataclass(frozen=True)
+class _Gathered:
+    """An array's rows in another order, some of them replaced: computed block by block.
+
+    Attributes:
+        before: [K, ...]. source_L: int64 [L], rows of `before`; -1: replaced. at: int64 [S] ascending, the rows that
+            are replaced; values: [S, ...].
+    """
+
+    before: Floats
+    source_L: Rows
+    at: Rows
+    values: Floats
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.source_L), *self.before.shape[1:])
+
+    def __getitem__(self, rows: slice) -> Floats:
+        begin, end, _ = rows.indices(len(self.source_L))
+        block = np.asarray(self.before[np.maximum(self.source_L[begin:end], 0)], dtype=np.float32)
+        some = slice(*np.searchsorted(self.at, (begin, end)))
+        block[self.at[some] - begin] = self.values[some]
+        return block
+
+
+def _arrays(bundle: Bundle, change: LabelChange, batch_size: int) -> tuple[dict[str, _Gathered], npt.NDArray[np.bool_]]:
+    """The new bundle's arrays by name, and which labels' classifier rows are estimates, bool [L]."""
+    source_L, vectors = change.source_L, bundle.vectors
+    de_SD, clf_SD = _encoded(bundle, change.texts_S, batch_size)
+    estimated_L = (source_L < 0) | _mask(bundle.info.estimated, bundle.num_labels)[source_L]
+    found: dict[str, _Gathered] = {}
+    if de_SD is not None:
+        found["de"] = _Gathered(vectors["de"], source_L, change.encoded_S, de_SD)
+    if clf_SD is not None:
+        own = estimated_L[change.encoded_S]  # the others keep their trained rows, whatever their text
+        at = change.encoded_S[own]
+        trained = np.flatnonzero(~_mask(bundle.info.estimated, bundle.num_labels)[:-1])
+        rows_SD, bias = estimated_rows(bundle, trained, clf_SD[own], None if de_SD is None else de_SD[own])
+        found["clf"] = _Gathered(vectors["clf"], source_L, at, rows_SD)
+        if "bias" in vectors:
+            found["bias"] = _Gathered(vectors["bias"], source_L, at, np.full(len(at), bias, dtype=np.float32))
+    return found, estimated_L if clf_SD is not None else np.zeros(len(source_L), dtype=bool)
+
+
+def _encoded(bundle: Bundle, texts: Sequence[str], batch_size: int) -> tuple[Floats | None, Floats | None]:
     """(Phi_D, Phi_C) float32 [S, D] of the texts to encode; None for a head that is not there."""
-    texts = [change.texts[row] for row in change.encoded_S]
     model = bundle.model
     tokens = encode_texts(texts, model.tokenizer_folder, model.max_length)
     return model.vectors("labels", tokens, batch_size=batch_size, desc="labels" if len(texts) > batch_size else None)
-
-
-def _kept_rows(before: Floats, source_L: Rows) -> Floats:
-    """Rows of the labels that were there, in the new order; those of new ones are to be filled in."""
-    rows_LD = np.zeros((len(source_L), *before.shape[1:]), dtype=np.float32)
-    kept = np.flatnonzero(source_L >= 0)
-    for begin in range(0, len(kept), ROWS_AT_ONCE):
-        some = kept[begin : begin + ROWS_AT_ONCE]
-        rows_LD[some] = before[source_L[some]]
-    return rows_LD
-
-
-def _tables(bundle: Bundle, change: LabelChange, clf_SD: Floats | None) -> dict[str, Tensor]:
-    """The classifier's tables by their names in the model's file, in its number format."""
-    if clf_SD is None:
-        return {}
-    new = np.flatnonzero(change.source_L < 0)
-    rows_LD = _kept_rows(bundle.vectors["clf"], change.source_L)
-    rows_LD[new] = unit_rows(clf_SD[np.searchsorted(change.encoded_S, new)])
-    tables = {_TABLE: torch.from_numpy(rows_LD).to(bundle.model.table.weight.dtype)}
-    if "bias" in bundle.vectors:
-        bias_L = _kept_rows(bundle.vectors["bias"], change.source_L)
-        bias_L[new] = np.mean(bundle.vectors["bias"], dtype=np.float64)
-        tables[_BIAS] = torch.from_numpy(bias_L)[:, None]
-    return tables
 
 
 def _remapped(neighbours: Neighbours | None, source_L: Rows) -> Neighbours | None:
@@ -218,25 +177,26 @@ def _remapped(neighbours: Neighbours | None, source_L: Rows) -> Neighbours | Non
     stay = np.flatnonzero(~lost_M)
     if not len(stay):
         return None
-    uids, titles = (column.take(_indices(stay)) for column in (neighbours.uids, neighbours.titles))
+    uids, titles = (column.take(pa.array(stay)) for column in (neighbours.uids, neighbours.titles))
     own = neighbours
     return Neighbours(own.vectors_MD[stay], labels_ML[stay], uids, titles, own.vote, own.words)
 
 
-def _write_model(source: Path, target: Path, tables: Mapping[str, Tensor], num_labels: int) -> None:
-    """A copy of an exported model whose classifier has other rows."""
-    manifest = read_manifest(source, KIND, VERSION)
-    with write_folder(target, KIND, VERSION, manifest["meta"]) as out:
-        for name in manifest["files"]:
-            (out.path / name).parent.mkdir(parents=True, exist_ok=True)
-            if name not in (_WEIGHTS, _CONFIG):
-                shutil.copyfile(source / name, out.path / name)
-        with open_tensors(source / _WEIGHTS) as file:
-            dense = {name: file.read(name) for name in file.names if name not in (_TABLE, _BIAS)}
-        write_tensors(out.path / _WEIGHTS, dense | dict(tables))
-        config = json.loads((source / _CONFIG).read_text(encoding="utf-8")) | {"num_labels": num_labels}
-        (out.path / _CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _only_more(source_L: Rows, num_before: int) -> bool:
+    """Whether every label has the row it had, and new ones come after them."""
+    same = len(source_L) >= num_before and np.array_equal(source_L[:num_before], np.arange(num_before))
+    return bool(same and (source_L[num_before:] < 0).all())
 
 
-def _indices(rows: Rows) -> pa.Array:
-    return pa.array(rows, pa.int64())
+def _mask(ranges: Sequence[tuple[int, int]], count: int) -> npt.NDArray[np.bool_]:
+    """True in the ranges, bool [count + 1]: the last, for row -1, is False."""
+    mask = np.zeros(count + 1, dtype=bool)
+    for begin, end in ranges:
+        mask[begin : min(end, count)] = True
+    return mask
+
+
+def _ranges(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The ranges [begin, end) in which a mask is true."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]

@@ -1,0 +1,103 @@
+"""A bundle's model: encoder and heads. The classifier's rows are not in it: vectors/clf.npy and bias.npy are they.
+
+So a bundle that changes its labels keeps the model's large file as it is, and a server holds the rows once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from unidec.data.storage import MANIFEST, file_sha256, read_manifest, write_manifest
+from unidec.data.tensor_file import open_tensors, write_tensors
+from unidec.errors import ArtifactError
+from unidec.model.weights import CLASSIFIER
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_TRAINING_RECORDS = (".jsonl", "train.json")  # hold wall times: no two trainings write the same
+
+
+def write_model(
+    source: Path, target: Path, num_labels: int | None = None, *, verify: bool = True, link: bool = False
+) -> dict[str, str]:
+    """Copy a model's folder without classifier rows and without the records of its training, under its own manifest.
+
+    Args:
+        source: an exported model, or a bundle's.
+        target: a folder that is not there yet.
+        num_labels: written into the configuration; None: as it is.
+        verify: check the hashes of the source's files, which the caller has done otherwise.
+        link: files that stay as they are may be the same on the disk.
+
+    Returns:
+        sha256 of each file by its name, the manifest's excepted.
+
+    Raises:
+        ArtifactError: no model, a damaged one, or one that changed meanwhile.
+    """
+    manifest = read_manifest(source, *_kind_of(source), verify=verify)
+    target.mkdir()
+    hashes = {}
+    for name, entry in manifest["files"].items():
+        if name.endswith(_TRAINING_RECORDS):
+            continue
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        hashes[name] = _changed(source, target, name, num_labels)
+        if not hashes[name]:
+            hashes[name] = place(source / name, target / name, entry["sha256"], link=link)
+    write_manifest(target, manifest["kind"], manifest["version"], manifest["meta"], hashes)
+    return hashes
+
+
+def place(source: Path, target: Path, sha256: str, *, link: bool) -> str:
+    """A file of known bytes at another place: the same on the disk with `link` where the file system can, else a copy.
+
+    Returns:
+        `sha256`.
+
+    Raises:
+        ArtifactError: the copy has other bytes.
+    """
+    if link:
+        with contextlib.suppress(OSError):  # another file system, or one without links
+            os.link(source, target)
+            return sha256
+    shutil.copyfile(source, target)
+    if file_sha256(target) != sha256:
+        raise ArtifactError("a file changed while it was copied", where=str(source), fix="run it again")
+    return sha256
+
+
+def _changed(source: Path, target: Path, name: str, num_labels: int | None) -> str:
+    """Write a file that is another one in a bundle; returns its hash, "" where it stays as it is."""
+    if name == WEIGHTS:
+        with open_tensors(source / name) as file:
+            if not set(CLASSIFIER) & set(file.names):
+                return ""
+            return write_tensors(
+                target / name, {tensor: file.read(tensor) for tensor in file.names if tensor not in CLASSIFIER}
+            )
+    if name == CONFIG and num_labels is not None:
+        config = _json(source / name)
+        if config.get("num_labels") == num_labels:
+            return ""
+        text = json.dumps(config | {"num_labels": num_labels}, indent=2, sort_keys=True) + "\n"
+        (target / name).write_text(text, encoding="utf-8")
+        return file_sha256(target / name)
+    return ""
+
+
+def _kind_of(source: Path) -> tuple[str, int]:
+    try:
+        about = _json(source / MANIFEST)
+        return str(about["kind"]), int(about["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError("no model here", where=str(source), fix="train first: unidec train") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
