@@ -131,9 +131,9 @@ class Connection(asyncio.Protocol):
 
     async def answer(self) -> Answer:
         """The next answer."""
-        self._waiting = asyncio.get_running_loop().create_future()
+        waiting = self._waiting = asyncio.get_running_loop().create_future()
         self._look()
-        return await self._waiting
+        return await waiting
 
     def close(self, reset: bool = False) -> None:
         """Close; `reset`: at once, what was not sent is lost."""
@@ -161,6 +161,9 @@ class Connection(asyncio.Protocol):
         if found is not None:
             del self.buffer[: found[1]]
             self._waiting = None
+            if b"\r\nconnection: close" in found[0].head.lower():
+                self.closed = True
+                self.close()
             waiting.set_result(found[0])
         elif self.closed:
             self._waiting = None

@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Any, Self
 
 MIB = 2**20
-_STATUS = Path("/proc/self/status")
 
 
-def status() -> dict[str, int]:
-    """Bytes by name of the kernel's figures of this process: VmHWM, VmRSS, RssAnon, RssFile, ..."""
-    lines = (line.split() for line in _STATUS.read_text().splitlines() if line.endswith(" kB"))
+def status(process: int | str = "self") -> dict[str, int]:
+    """Bytes by name of the kernel's figures of a process: VmHWM, VmRSS, RssAnon, RssFile, ..."""
+    text = Path(f"/proc/{process}/status").read_text()
+    lines = (line.split() for line in text.splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): 1024 * int(number) for name, number, _ in lines}
 
 

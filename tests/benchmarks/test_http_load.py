@@ -96,6 +96,20 @@ def test_what_is_sent_is_what_was_meant(load):
     assert f"content-length: {len(body)}".encode() in head
 
 
+def test_answers_to_several_requests_at_once_come_in_turn_and_a_last_one_is_the_last(load):
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        last = b"connection: close\r\n" * (number == 2)
+        writer.write(b"HTTP/1.1 20%d OK\r\n%scontent-length: 1\r\n\r\nx" % (number, last))
+
+    async def talk(port: int) -> list[tuple[int, bool]]:
+        connection = await load.Connection.open(port)
+        connection.send(load.get("/") * 3)
+        await asyncio.sleep(0.1)
+        return [((await connection.answer()).status, connection.closed) for _ in range(4)]
+
+    assert beside(answer, talk) == [(200, False), (201, False), (202, True), (load.CLOSED, True)]
+
+
 def test_a_closed_loop_sends_each_request_once_and_counts_what_failed(load):
     async def answer(number: int, writer: asyncio.StreamWriter) -> None:
         if number == 3:
