@@ -37,6 +37,7 @@ from unidec.retrieval.bundle_folder import (
     read_vectors,
     write_bundle,
 )
+from unidec.retrieval.bundle_index import read_index
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, read_neighbours
 from unidec.retrieval.query_encoder import Encoded, ModelEncoder
@@ -144,9 +145,7 @@ class Bundle:
         info = read_info(root)
         labels = read_labels(root, info.num_labels)
         vectors = read_vectors(root, info, verify=verify)
-        index = LabelIndex.load(
-            root / "index.faiss", info.num_labels, info.width, kind=info.index_kind, search=info.index_search
-        )
+        index = read_index(root, info, vectors)
         model = _load_model(root / "model", device)
         _check_model(root / "model", model, info)
         neighbours = None

@@ -19,14 +19,15 @@ from unidec.data.array_file import write_array
 from unidec.data.storage import MANIFEST, load_array, write_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_plain_table
+from unidec.retrieval.bundle_index import INDEX, NODES, write_index
 from unidec.retrieval.bundle_model import place, write_model
-from unidec.retrieval.index import Kind, LabelIndex
+from unidec.retrieval.index import IndexOptions, Kind, LabelIndex
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
 from unidec.retrieval.neighbours import Neighbours, Vote
 from unidec.retrieval.space import Space, label_vectors, width
 
 KIND = "bundle"
-VERSION = 3  # 1 had no neighbours, 2 none that are compared by words
+VERSION = 4  # 1 had no neighbours, 2 none that are compared by words, 3 flat and hnsw indexes only
 MAX_INFO_BYTES = 16 << 20
 LABEL_SCHEMA = pa.schema([pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)])
 LABEL_ROWS = 65_536
@@ -37,7 +38,8 @@ Row = Annotated[int, Field(ge=0, le=1 << 40)]
 Ready = tuple[Path, str]
 """A file with the bytes that are wanted, and their sha256."""
 
-_FILES = {"bundle.json", "labels.arrow", "index.faiss"}
+_FILES = {"bundle.json", "labels.arrow", INDEX}
+_OPTIONAL = {NODES}
 _VECTORS = {"vectors/de.npy", "vectors/clf.npy", "vectors/bias.npy"}
 _FIX = "write the bundle again: unidec index"
 
@@ -74,6 +76,8 @@ class BundleInfo(BaseModel):
         vectors: shape of each array under vectors/.
         index_kind, index_search: kind of index, and efSearch of HNSW.
         index_bytes: size of index.faiss.
+        index_options: how it was built and is searched; None in a bundle of before format 4.
+        index_nodes: nodes of a graph some of whose labels left (index_rows.npy); None: as many as labels.
         estimated: row ranges [begin, end) of labels that came after the training: their classifier rows and biases are
             estimates (new_rows.py).
         knn: the votes of similar training queries; None where there are none.
@@ -95,6 +99,8 @@ class BundleInfo(BaseModel):
     index_kind: Kind
     index_search: Count
     index_bytes: Count
+    index_options: IndexOptions | None = None
+    index_nodes: Count | None = None
     estimated: list[tuple[Row, Row]] = []
     knn: KnnInfo | None = None
     default_k: Count = 5
@@ -186,7 +192,7 @@ def write_bundle(
         for name, array in vectors.items():
             if (own := f"vectors/{name}.npy") not in ready:
                 out.hashes[own] = write_array(out.path / own, array)
-        index.save(out.path / "index.faiss")
+        write_index(out.path, index)
         _write_labels(out.path / "labels.arrow", labels)
         if neighbours is not None:
             neighbours.write(out.path)
@@ -200,7 +206,9 @@ def write_bundle(
             vectors={name: list(array.shape) for name, array in vectors.items()},  # type: ignore[misc]
             index_kind=index.kind,
             index_search=index.search_width,
-            index_bytes=(out.path / "index.faiss").stat().st_size,
+            index_bytes=(out.path / INDEX).stat().st_size,
+            index_options=index.options,
+            index_nodes=None if index.nodes is None else len(index.nodes),
             estimated=list(estimated),
             knn=knn,
             text=text,
@@ -223,7 +231,7 @@ def check_names(root: Path, files: Iterable[str]) -> None:
     names = set(files)
     for missing in sorted((_FILES | {f"model/{MANIFEST}"}) - names):
         raise ArtifactError("a file of a bundle is missing", where=str(root / missing), fix=_FIX)
-    for name in sorted(names - _FILES - _VECTORS - NEIGHBOURS):
+    for name in sorted(names - _FILES - _OPTIONAL - _VECTORS - NEIGHBOURS):
         if not name.startswith("model/") or name.endswith((".pkl", ".pickle", ".pt", ".pth", ".bin", ".py")):
             raise ArtifactError(
                 "a file that has no place in a bundle", where=str(root / name), fix="do not use this bundle"
@@ -265,10 +273,10 @@ def read_info(root: Path) -> BundleInfo:
         raise ArtifactError("votes in the space of a head that is not there", where=str(where), got=info.knn.space)
     if info.width != expected:
         raise ArtifactError("a space of another width", where=str(where), got=info.width, expected=expected)
-    size = (root / "index.faiss").stat().st_size
+    size = (root / INDEX).stat().st_size
     if size != info.index_bytes:
         raise ArtifactError(
-            "an index of another size", where=str(root / "index.faiss"), got=size, expected=info.index_bytes, fix=_FIX
+            "an index of another size", where=str(root / INDEX), got=size, expected=info.index_bytes, fix=_FIX
         )
     return info
 

@@ -1,14 +1,27 @@
 """A check of faiss index files before faiss reads them.
 
 faiss trusts the numbers inside a file: a crafted one can make it allocate without limit or follow neighbour ids that
-point outside memory. Both kinds of index written here have a simple layout (little endian, read off faiss 1.13 to
-1.15), so it is walked first: every count against the bytes that are there, and every id of the graph against the
-number of labels.
+point outside memory. Every kind of index written here has a simple layout (little endian, read off faiss 1.13 to
+1.15), so it is walked first: every count against the bytes that are there, every id of a graph or a list against the
+number of vectors, every number that is computed with for being finite.
 
     header   4 bytes name, int32 d, int64 ntotal, 2 x int64 (not used), bool trained, int32 metric
-    IxFI     header, uint64 count, count floats
-    IHNf     header, six vectors (uint64 count, items): float64 level probabilities, int32 links up to each level,
-             int32 levels of each node, uint64 offsets of each node's links, int32 links; 5 x int32; then an IxFI
+    vector   uint64 count, count items
+    SQ       int32 type (0: 8 bits), int32, float32 (how ranges are found), uint64 d, uint64 code size, vector of
+             float32: the least of each dimension, then the spans
+    PQ       uint64 d, uint64 codes, uint64 bits, vector of float32: 2^bits centroids for each code
+    lists    "ilar", uint64 lists, uint64 code size, "full" and a vector of uint64 sizes, or "sprs" and a vector of
+             (list, size); then for each list that holds any: codes, int64 ids
+
+    IxFI     flat: header, vector of float32
+    IxSQ     sq8: header, SQ, vector of codes
+    IxPq     pq: header, PQ, vector of codes, int32, bool, int32 (other ways to search)
+    IHNf     hnsw: header, six vectors: float64 level probabilities, int32 links up to each level, int32 levels of each
+             node, uint64 offsets of each node's links, int32 links; 5 x int32; then an IxFI
+    IHNs     hnsw-sq8: the same with an IxSQ
+    IwSq     ivf-sq8: IVF, SQ, uint64 code size, bool by residual, lists
+    IwPQ     ivf-pq: IVF, bool by residual, uint64 code size, PQ, lists
+    IVF      header, uint64 lists, uint64 probes, an IxFI of centroids, int8 and vector of int64 (a map: none)
 """
 
 from __future__ import annotations
@@ -18,10 +31,18 @@ import struct
 import numpy as np
 
 from unidec.errors import ArtifactError
+from unidec.retrieval.index_kinds import COMPRESSED, GRAPHS, LISTS, PACKED, IndexOptions, Kind
 
-FLAT, HNSW = b"IxFI", b"IHNf"
 INNER_PRODUCT = 0
 _HEADER = struct.Struct("<4siqqq?i")
+_SCALAR = struct.Struct("<iifQQ")
+_PRODUCT = struct.Struct("<QQQ")
+_EIGHT_BITS = 0
+_NAMES: dict[Kind, bytes] = {
+    "flat": b"IxFI", "sq8": b"IxSQ", "pq": b"IxPq", "hnsw": b"IHNf", "hnsw-sq8": b"IHNs", "ivf-sq8": b"IwSq",
+    "ivf-pq": b"IwPQ",
+}  # fmt: skip
+_MOST_LISTS = 1 << 20
 _FIX = "build the index again: unidec index"
 
 
@@ -42,61 +63,161 @@ class _Walk:
         self.at = end
         return values
 
-    def vector(self, name: str, dtype: str, count: int | None = None) -> np.ndarray:
-        (found,) = self.unpack(struct.Struct("<Q"))
-        if count is not None and found != count:
-            raise self.refuse(f"length of {name}", found, count)
-        size = found * np.dtype(dtype).itemsize
+    def items(self, name: str, dtype: str, count: int) -> np.ndarray:
+        size = count * np.dtype(dtype).itemsize
         if size > self.data.size - self.at:
             raise self.refuse(
-                f"{name} longer than the file", f"{found} items", f"{self.data.size - self.at} bytes left"
+                f"{name} longer than the file", f"{count} items", f"{self.data.size - self.at} bytes left"
             )
         array = self.data[self.at : self.at + size].view(dtype)
         self.at += size
         return array
 
+    def vector(self, name: str, dtype: str, count: int | None = None) -> np.ndarray:
+        (found,) = self.unpack(struct.Struct("<Q"))
+        if count is not None and found != count:
+            raise self.refuse(f"length of {name}", found, count)
+        return self.items(name, dtype, found)
 
-def check_index_file(data: np.ndarray, kind: str, num_labels: int, dim: int, where: str) -> None:
+    def finite(self, name: str, count: int) -> np.ndarray:
+        array = self.vector(name, "<f4", count)
+        step = 1 << 22
+        if not all(np.isfinite(array[start : start + step]).all() for start in range(0, array.size, step)):
+            raise self.refuse(f"{name} are not finite")
+        return array
+
+
+def max_file_size(num_vectors: int, dim: int, kind: Kind, options: IndexOptions | None = None) -> int:
+    """No sound index file of this size is larger (bytes): codes, and for a graph at most 1,024 links a label on
+    average, for lists an id a label and the centroids of as many lists as there may be.
+
+    Args:
+        dim: width as faiss has it (`IndexOptions.padded`).
+    """
+    options = options or IndexOptions()
+    code = dim if kind in COMPRESSED else 4 * dim
+    size = num_vectors * code + 4096 + 256 * dim
+    if kind in GRAPHS:
+        size += num_vectors * (16 + 4 * 1024)
+    if kind in LISTS:
+        size += 8 * num_vectors + max(options.lists, num_vectors) * (4 * dim + 16)
+    return size
+
+
+def check_index_file(data: np.ndarray, kind: Kind, num_vectors: int, dim: int, where: str, code_dims: int = 4) -> None:
     """Refuse a file that is not a sound index of this kind and size.
 
     Args:
         data: the whole file, uint8 (may be memory-mapped).
-        kind: "flat" or "hnsw".
-        num_labels, dim: what it must hold.
+        kind: as `LabelIndex` names it.
+        num_vectors, dim: what it must hold; dim as faiss has it (`IndexOptions.padded`).
         where: the file's name, for errors.
+        code_dims: dimensions that share a code of 4 bits.
 
     Raises:
-        ArtifactError: another kind, other dimensions or metric, lengths that do not fit, a graph that points outside,
-            numbers that are not finite, or bytes left over.
+        ArtifactError: another kind, other dimensions or metric, lengths that do not fit, a graph or list that points
+            outside, numbers that are not finite, or bytes left over.
     """
     walk = _Walk(data, where)
-    if kind == "hnsw":
-        _header(walk, HNSW, num_labels, dim)
-        _graph(walk, num_labels)
-    _header(walk, FLAT, num_labels, dim)
-    vectors = walk.vector("vectors", "<f4", num_labels * dim)
+    _header(walk, _NAMES[kind], num_vectors, dim)
+    if kind in LISTS:
+        _inverted(walk, kind, num_vectors, dim, code_dims)
+    elif kind in GRAPHS:
+        _graph(walk, num_vectors)
+        _header(walk, _NAMES["flat" if kind == "hnsw" else "sq8"], num_vectors, dim)
+    if kind in ("flat", "hnsw"):
+        walk.finite("vectors", num_vectors * dim)
+    elif kind in ("sq8", "hnsw-sq8"):
+        _scalar(walk, dim)
+        walk.vector("codes", "u1", num_vectors * dim)
+    elif kind == "pq":
+        size = _product(walk, dim, code_dims)
+        walk.vector("codes", "u1", num_vectors * size)
+        walk.unpack(struct.Struct("<i?i"))
     if walk.at != data.size:
         raise walk.refuse("bytes behind its end", f"{data.size - walk.at} bytes")
-    step = max(1, (1 << 22) // max(1, dim)) * max(1, dim)
-    if not all(np.isfinite(vectors[start : start + step]).all() for start in range(0, vectors.size, step)):
-        raise walk.refuse("a vector is not finite")
 
 
-def _header(walk: _Walk, name: bytes, num_labels: int, dim: int) -> None:
+def _header(walk: _Walk, name: bytes, num_vectors: int, dim: int) -> None:
     found, d, total, _, _, trained, metric = walk.unpack(_HEADER)
     if found != name:
         raise walk.refuse("another kind of file", found, name)
-    if (d, total) != (dim, num_labels):
-        raise walk.refuse("another size", f"{total} vectors of width {d}", f"{num_labels} vectors of width {dim}")
+    if (d, total) != (dim, num_vectors):
+        raise walk.refuse("another size", f"{total} vectors of width {d}", f"{num_vectors} vectors of width {dim}")
     if not trained or metric != INNER_PRODUCT:
         raise walk.refuse("another metric", f"metric {metric}", f"metric {INNER_PRODUCT} (inner product)")
 
 
-def _graph(walk: _Walk, num_labels: int) -> None:
+def _scalar(walk: _Walk, dim: int) -> None:
+    bits, _, _, d, code_size = walk.unpack(_SCALAR)
+    if (bits, d, code_size) != (_EIGHT_BITS, dim, dim):
+        raise walk.refuse("another quantiser", (bits, d, code_size), (_EIGHT_BITS, dim, dim))
+    walk.finite("ranges", 2 * dim)
+
+
+def _product(walk: _Walk, dim: int, code_dims: int) -> int:
+    """Bytes of a code."""
+    found, codes = walk.unpack(_PRODUCT), dim // code_dims
+    if found != (dim, codes, 4) or codes * code_dims != dim:
+        raise walk.refuse("another quantiser", found, (dim, codes, 4))
+    walk.finite("centroids", 16 * dim)
+    return (4 * codes + 7) // 8
+
+
+def _inverted(walk: _Walk, kind: Kind, num_vectors: int, dim: int, code_dims: int) -> None:
+    lists, probes = walk.unpack(struct.Struct("<QQ"))
+    if not (0 < lists <= _MOST_LISTS and 0 < probes <= _MOST_LISTS):
+        raise walk.refuse("number of lists", (lists, probes), f"1 to {_MOST_LISTS}")
+    _header(walk, _NAMES["flat"], lists, dim)
+    walk.finite("centroids", lists * dim)
+    (mapped,) = walk.unpack(struct.Struct("<b"))
+    if mapped or walk.vector("map", "<i8").size:
+        raise walk.refuse("a map of its entries", mapped, "none")
+    if kind in PACKED:
+        residual, code_size = walk.unpack(struct.Struct("<?Q"))
+        expected = _product(walk, dim, code_dims)
+    else:
+        _scalar(walk, dim)
+        code_size, residual = walk.unpack(struct.Struct("<Q?"))
+        expected = dim
+    if code_size != expected or not residual:
+        raise walk.refuse("size of a code", code_size, expected)
+    _lists(walk, lists, code_size, num_vectors)
+
+
+def _lists(walk: _Walk, num_lists: int, code_size: int, num_vectors: int) -> None:
+    """Each vector stands in one list, once."""
+    layout = walk.unpack(struct.Struct("<4sQQ4s"))
+    name, found, size, form = layout
+    if (name, found, size) != (b"ilar", num_lists, code_size) or form not in (b"full", b"sprs"):
+        raise walk.refuse("lists", layout, (b"ilar", num_lists, code_size, b"full"))
+    sizes = np.zeros(num_lists, dtype=np.uint64)
+    if form == b"full":
+        sizes[:] = walk.vector("sizes of lists", "<u8", num_lists)
+    else:
+        pairs = walk.vector("sizes of lists", "<u8")
+        if pairs.size % 2 or (np.diff(pairs[::2].astype(np.int64)) <= 0).any() or (pairs[::2] >= num_lists).any():
+            raise walk.refuse("sizes of lists")
+        sizes[pairs[::2].astype(np.int64)] = pairs[1::2]
+    if (sizes > num_vectors).any() or int(sizes.sum()) != num_vectors:
+        raise walk.refuse("entries of lists", int(sizes.max(initial=0)), f"{num_vectors} in all")
+    seen = np.zeros(num_vectors, dtype=bool)
+    for number in np.flatnonzero(sizes):
+        count = int(sizes[number])
+        walk.items("codes", "u1", count * code_size)
+        ids = walk.items("ids", "<i8", count)
+        if ids.min() < 0 or ids.max() >= num_vectors:
+            raise walk.refuse("an id outside the labels", f"{ids.min()} to {ids.max()}", f"0 to {num_vectors - 1}")
+        seen[ids] = True
+    if not seen.all():
+        raise walk.refuse("a label that stands in no list", int(np.flatnonzero(~seen)[0]))
+
+
+def _graph(walk: _Walk, num_nodes: int) -> None:
     walk.vector("level probabilities", "<f8")
     upto = walk.vector("links a level", "<i4").astype(np.int64)
-    levels = walk.vector("levels", "<i4", num_labels)
-    offsets = walk.vector("link offsets", "<u8", num_labels + 1)
+    levels = walk.vector("levels", "<i4", num_nodes)
+    offsets = walk.vector("link offsets", "<u8", num_nodes + 1)
     links = walk.vector("links", "<i4")
     entry, max_level, _, _, _ = walk.unpack(struct.Struct("<5i"))
     if upto.size < 2 or upto[0] != 0 or (np.diff(upto) < 0).any():
@@ -106,11 +227,11 @@ def _graph(walk: _Walk, num_labels: int) -> None:
     expected = np.concatenate([[0], np.cumsum(upto[levels], dtype=np.int64)]).astype(np.uint64)
     if not np.array_equal(offsets, expected) or links.size != int(expected[-1]):
         raise walk.refuse("link offsets do not fit the levels")
-    if links.size and (links.min() < -1 or links.max() >= num_labels):
-        raise walk.refuse("a link outside the graph", f"{links.min()} to {links.max()}", f"-1 to {num_labels - 1}")
+    if links.size and (links.min() < -1 or links.max() >= num_nodes):
+        raise walk.refuse("a link outside the graph", f"{links.min()} to {links.max()}", f"-1 to {num_nodes - 1}")
     _links_within_levels(walk, upto, levels, offsets, links)
     top = int(levels.max()) - 1 if levels.size else -1
-    if max_level != top or not (0 <= entry < num_labels and levels[entry] - 1 == top):
+    if max_level != top or not (0 <= entry < num_nodes and levels[entry] - 1 == top):
         raise walk.refuse("entry point", f"node {entry} at level {max_level}", f"a node of level {top}")
 
 

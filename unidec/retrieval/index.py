@@ -1,95 +1,154 @@
-"""Nearest labels by inner product: faiss indexes (flat, HNSW), and the recall of an approximate one.
+"""Nearest labels by inner product: a search index of one of several kinds, and the recall of an approximate one.
 
-Legend: L labels, B and N queries, K results, D width of the searched space (`space.py`).
+Legend: L labels, B and N queries, K results, C candidates, D width of the searched space (`space.py`), S rows whose
+vectors are new; nodes: vectors in a graph, those of labels that left among them.
 """
 
 from __future__ import annotations
 
-import contextlib
+import mmap
 import os
-from collections.abc import Iterator
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from unidec.data.storage import write_bytes_atomic
-from unidec.errors import ArtifactError, UnidecError
+from unidec.errors import ArtifactError
 from unidec.model.search import exact_search
-from unidec.retrieval.faiss_file import check_index_file
+from unidec.retrieval.faiss_file import check_index_file, max_file_size
+from unidec.retrieval.index_kinds import (
+    COMPRESSED,
+    GRAPHS,
+    KINDS,
+    LISTS,
+    IndexOptions,
+    Kind,
+    build_index,
+    changed_codes,
+    faiss_module,
+    faiss_threads,
+    padded,
+    searcher,
+)
+from unidec.retrieval.label_rows import Vectors, as_rows
 
-__all__ = ["LabelIndex", "exact_search", "max_file_size", "recall"]
+__all__ = ["KINDS", "IndexOptions", "Kind", "LabelIndex", "exact_search", "max_file_size", "recall"]
 
-Kind = Literal["flat", "hnsw"]
+LEAST_CANDIDATES = 100
+"""Candidates that are scored exactly, however few results are asked for: cheaper than a wrong first label."""
+MAX_DEAD = 0.3
+"""Share of a graph's nodes that may be labels that left: a search has to walk past them."""
+MAX_FRESH = 0.5
+"""Share of the labels that may be new before the index, and what it learnt of their vectors, is made anew."""
+_SCORED_AT_ONCE = 1 << 16
+_FLOATS_A_THREAD = 1 << 20  # a flat scan of fewer is not worth another thread
+
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
 
 
 class LabelIndex:
-    """A faiss index over label vectors, searched by inner product. Searching is safe from several threads at once.
+    """An index over label vectors, searched by inner product. Searching is safe from several threads at once.
+
+    A compressed kind (`index_kinds.COMPRESSED`) searches in two stages: its codes choose candidates, which are scored
+    exactly on the float32 vectors; so what is found has its exact score, and `recall` says what was missed.
 
     HNSW and vectors of unequal length: with `clf_normalize=False` the classifier's rows keep their lengths, and a
     graph built on inner products then favours long vectors, so that short ones (often tail labels) may not be
-    reached. Look at `recall` against the exact search (the index stage reports it), raise `hnsw_search`, or use the
-    flat index: at 10,000 to 1,000,000 labels it is exact and quick enough for batches.
+    reached. Look at `recall` against the exact search (the index stage reports it), raise `search`, or use a kind
+    that looks at all labels.
+
+    Attributes:
+        kind, options: what it is, and how it is built and searched.
+        vectors: what candidates are scored on; None where the index holds the vectors itself.
+        nodes: int64 [nodes], the label row of each node of a graph, -1 where the label left; None: node i is row i.
+        threads: of one search; 0: as many as faiss takes. More than one pays for flat indexes, and for many queries.
     """
 
-    def __init__(self, index: Any, kind: Kind, search: int = 200) -> None:
-        self._index = index
+    def __init__(
+        self,
+        index: Any,
+        kind: Kind,
+        options: IndexOptions,
+        vectors: Vectors | None = None,
+        nodes: Labels | None = None,
+        data: Any = None,
+    ) -> None:
+        """
+        Args:
+            index: of faiss, as it is written to a file.
+            data: what the index has views into.
+        """
+        if kind in COMPRESSED and vectors is None:
+            raise ValueError(f"an index of kind {kind!r} needs the labels' vectors to score candidates")
         self.kind: Kind = kind
-        self.search_width = search
+        self.options, self.nodes, self.threads = options, nodes, 0
+        self.vectors = vectors if kind in COMPRESSED else None
+        self._stored, self._data = index, data
+        self._index = searcher(index, kind)
+        self._num_labels = int(index.ntotal if nodes is None else (nodes >= 0).sum())
+        self._dim = int(index.d) if vectors is None else vectors.shape[1]
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._alive = None
+        if nodes is not None:
+            bits = np.packbits(nodes >= 0, bitorder="little")
+            self._alive = faiss_module().IDSelectorBitmap(bits)
+            self._bits = bits  # faiss has a pointer to them
 
     @property
     def num_labels(self) -> int:
         """L."""
-        return int(self._index.ntotal)
+        return self._num_labels
 
     @property
     def dim(self) -> int:
         """D."""
-        return int(self._index.d)
+        return self._dim
+
+    @property
+    def search_width(self) -> int:
+        """efSearch of HNSW."""
+        return self.options.search
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what faiss holds, about: codes, links, lists, centroids; not the vectors that candidates are scored on."""
+        return int(faiss_module().serialize_index(self._stored).nbytes) if self._data is None else len(self._data)
 
     @classmethod
     def build(
         cls,
-        vectors_LD: Floats,
+        vectors_LD: Floats | Vectors,
         kind: Kind = "flat",
-        links: int = 32,
-        build: int = 200,
-        search: int = 200,
         threads: int = 1,
+        show: bool = False,
+        **options: int,
     ) -> LabelIndex:
         """Index label vectors.
 
         Args:
-            vectors_LD: float32 [L, D], finite.
-            kind: "flat" (exact) or "hnsw".
-            links: M of HNSW.
-            build: efConstruction of HNSW.
-            search: efSearch of HNSW.
-            threads: threads that build the graph; with more than one it differs from build to build. 0: all of faiss's.
+            vectors_LD: float32 [L, D], finite, or rows that are made as they are needed (`LabelRows`); those of a
+                compressed kind are kept, to score candidates.
+            kind: one of `KINDS`.
+            threads: threads that build; with more than one a graph differs from build to build. 0: all of faiss's.
+            show: print progress.
+            options: fields of `IndexOptions`.
 
         Raises:
             ValueError: another dtype or shape, no labels, a number that is not finite, or an unknown kind.
             UnidecError: faiss is not installed.
         """
-        vectors = _checked(vectors_LD, None, "vectors_LD")
-        if not len(vectors) or not vectors.shape[1]:
+        if isinstance(vectors_LD, np.ndarray):
+            _check_matrix(vectors_LD, None, "vectors_LD")
+        vectors = as_rows(vectors_LD)
+        if not all(vectors.shape):
             raise ValueError(f"vectors_LD must hold at least one label and one dimension, got shape {vectors.shape}")
-        faiss = _faiss()
-        dim = vectors.shape[1]
-        if kind == "flat":
-            index = faiss.IndexFlatIP(dim)
-        elif kind == "hnsw":
-            index = faiss.IndexHNSWFlat(dim, links, faiss.METRIC_INNER_PRODUCT)
-            index.hnsw.efConstruction = build
-            index.hnsw.efSearch = search
-        else:
-            raise ValueError(f"unknown kind of index {kind!r}, expected 'flat' or 'hnsw'")
-        with _threads(faiss, threads):
-            index.add(vectors)
-        return cls(index, kind, search)
+        settings = IndexOptions(**options)
+        return cls(build_index(vectors, kind, settings, threads, show), kind, settings, vectors)
 
     def search(self, queries_BD: Floats, k: int) -> tuple[Floats, Labels]:
         """The k labels of the largest inner product, best first; among equal scores the smaller label number comes
@@ -111,62 +170,185 @@ class LabelIndex:
         scores = np.full((len(queries), k), -np.inf, dtype=np.float32)
         labels = np.full((len(queries), k), -1, dtype=np.int64)
         found = min(k, self.num_labels)
-        if len(queries):
-            scores[:, :found], labels[:, :found] = self._index.search(queries, found, params=self._search_params(found))
+        if not len(queries):
+            return scores, labels
+        if self.vectors is not None:
+            self._two_stages(queries, found, scores, labels)
+            return scores, labels
+        scores[:, :found], labels[:, :found] = self._nearest(queries, found)
         missing = labels < 0
         scores[missing] = -np.inf
         order = np.lexsort((np.where(missing, np.iinfo(np.int64).max, labels), -scores), axis=1)
         return np.take_along_axis(scores, order, axis=1), np.take_along_axis(labels, order, axis=1)
 
+    def changed(self, source_L: Labels, vectors: Floats | Vectors, fresh_S: Labels, threads: int = 1) -> LabelIndex:
+        """The index of another label set. This one is not touched, and may be searched meanwhile.
+
+        Labels that stay are not indexed again: their codes move to their new rows. In a graph they stay where they
+        are, fresh ones are added, and those that leave remain as nodes that are walked through and never returned. A
+        flat index is its vectors, which are copied; and where more than `MAX_FRESH` of the labels are new, or more
+        than `MAX_DEAD` of a graph's nodes would be of labels that left, the index is built anew.
+
+        Args:
+            source_L: int64 [L], the row in this index of each label of the new set, -1 for one that is new; each row
+                of this index at most once.
+            vectors: those of the new set, [L, D].
+            fresh_S: int64, ascending: rows of the new set whose vectors are new or differ; all new labels are among
+                them.
+            threads: as for `build`.
+
+        Raises:
+            ValueError: rows that contradict each other, no labels, or vectors of another width.
+        """
+        rows = as_rows(vectors)
+        source_L, fresh_S = (np.asarray(array, dtype=np.int64) for array in (source_L, fresh_S))
+        _check_change(source_L, fresh_S, rows.shape, (self.num_labels, self.dim))
+        options = self.options.model_dump()
+        if self.kind == "flat" or len(fresh_S) > MAX_FRESH * len(source_L):
+            return LabelIndex.build(rows, self.kind, threads, **options)
+        if self.kind not in GRAPHS:
+            with faiss_threads(threads):
+                index = changed_codes(self._stored, self.kind, self.options, source_L, rows, fresh_S)
+            return LabelIndex(index, self.kind, self.options, rows)
+        nodes = self._nodes_after(source_L, fresh_S)
+        if len(nodes) - len(source_L) > MAX_DEAD * len(nodes):
+            return LabelIndex.build(rows, self.kind, threads, **options)
+        faiss = faiss_module()
+        index = faiss.deserialize_index(faiss.serialize_index(self._stored))  # no view: it is to grow
+        if len(fresh_S):
+            fresh = _checked(rows.take(fresh_S), self.dim, "vectors")
+            with faiss_threads(threads):
+                index.add(fresh)
+        plain = np.array_equal(nodes, np.arange(len(source_L)))
+        return LabelIndex(index, self.kind, self.options, rows, None if plain else nodes)
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index in faiss's format, in one piece (beside, flushed, renamed)."""
-        write_bytes_atomic(path, memoryview(_faiss().serialize_index(self._index)))  # type: ignore[arg-type]
+        """Write the index in faiss's format, in one piece (beside, flushed, renamed). `nodes` are the caller's to
+        write (`bundle_index.py`)."""
+        final = Path(path)
+        beside = final.with_name(f".{final.name}-{os.getpid()}")
+        try:
+            faiss_module().write_index(self._stored, str(beside))
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(beside, final)
+        except (OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)[-200:]
+            raise ArtifactError("the index cannot be written", where=str(final), got=reason) from error
+        finally:
+            beside.unlink(missing_ok=True)
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], num_labels: int, dim: int, kind: Kind = "flat", search: int = 200
+        cls,
+        path: str | os.PathLike[str],
+        num_labels: int,
+        dim: int,
+        kind: Kind = "flat",
+        options: IndexOptions | None = None,
+        vectors: Floats | Vectors | None = None,
+        nodes: Labels | None = None,
     ) -> LabelIndex:
-        """Read an index that must hold `num_labels` vectors of width `dim`.
+        """Read an index that must hold `num_labels` vectors of width `dim` (for a graph with `nodes`: one a node).
 
-        The size of the file is bounded and its inside is checked before faiss sees it, so that a crafted file can
-        neither fill the memory nor lead the search outside of it.
+        The file stays where it is: it is mapped into memory, and processes that load it share its pages (codes of
+        4 bits are packed into memory of their own). Its size is bounded and its inside is checked before faiss sees
+        it, so that a crafted file can neither fill the memory nor lead the search outside of it.
 
         Raises:
             ArtifactError: missing, damaged, or another kind or size of index.
+            ValueError: a compressed kind without `vectors`.
             UnidecError: faiss is not installed.
         """
-        where = Path(path)
-        faiss = _faiss()
+        where, faiss, options = Path(path), faiss_module(), options or IndexOptions()
+        size, width = num_labels if nodes is None else len(nodes), options.padded(kind, dim)
+        data = _mapped(where, max_file_size(size, width, kind, options), f"{size} vectors of width {dim}")
+        check_index_file(data, kind, size, width, str(where), options.code_dims)
         try:
-            size = where.stat().st_size
-            if not 0 < size <= max_file_size(num_labels, dim, kind):
-                raise ArtifactError(
-                    "an index file of impossible size",
-                    where=str(where),
-                    got=f"{size} bytes",
-                    expected=f"1 to {max_file_size(num_labels, dim, kind)} for {num_labels} vectors of width {dim}",
-                )
-            data = np.fromfile(where, dtype=np.uint8)
-        except OSError as error:
-            raise ArtifactError("the index cannot be read", where=str(where), got=error.strerror) from error
-        check_index_file(data, kind, num_labels, dim, str(where))
-        try:
-            index = faiss.deserialize_index(data)
+            reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(data), data.size)
+            index = faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE)
         except (RuntimeError, MemoryError) as error:
             raise ArtifactError("a damaged index", where=str(where), got=str(error)[-200:]) from error
-        wanted = faiss.IndexFlat if kind == "flat" else faiss.IndexHNSWFlat
-        shape = (index.d, index.ntotal, index.metric_type)
-        if not isinstance(index, wanted) or shape != (dim, num_labels, faiss.METRIC_INNER_PRODUCT):
-            raise ArtifactError(
-                "another index than expected", where=str(where), got=f"{type(index).__name__}, d {index.d}"
-            )
-        return cls(index, kind, search)
+        rows = None if vectors is None else as_rows(vectors)
+        return cls(index, kind, options, rows, nodes, data)
 
-    def _search_params(self, found: int) -> Any:
+    def _nearest(self, queries: Floats, num: int) -> tuple[Floats, Labels]:
+        """(scores, rows) [B, num] as faiss finds them by its codes; -1 where there are fewer."""
+        wide = padded(queries, self._index.d)
+        with faiss_threads(self.threads):
+            if self.kind == "flat" and self._slices(len(wide)) > 1:
+                return self._in_slices(wide, num)
+            scores, nodes = self._index.search(wide, num, params=self._search_params(num))
+        if self.nodes is not None:
+            nodes = np.where(nodes >= 0, self.nodes[nodes], -1)
+        return scores, nodes
+
+    def _two_stages(self, queries: Floats, found: int, scores: Floats, labels: Labels) -> None:
+        """Candidates by their codes, the best `found` of them by their vectors, into the first columns."""
+        assert self.vectors is not None
+        num = max(LEAST_CANDIDATES, self.options.rescore * found)
+        everything = np.arange(self.num_labels) if num >= self.num_labels else None
+        rows_BC = self._nearest(queries, num)[1] if everything is None else None
+        for row, query in enumerate(queries):
+            rows_C = everything
+            if rows_BC is not None:
+                rows_C = rows_BC[row]
+                rows_C = rows_C[rows_C >= 0]
+            assert rows_C is not None
+            parts = [
+                self.vectors.scores(query, rows_C[start : start + _SCORED_AT_ONCE])
+                for start in range(0, len(rows_C), _SCORED_AT_ONCE)
+            ]
+            if not parts:
+                continue
+            score_C = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            best = np.lexsort((rows_C, -score_C))[:found]
+            scores[row, : len(best)], labels[row, : len(best)] = score_C[best], rows_C[best]
+
+    def _search_params(self, num: int) -> Any:
         """Search width as an argument of each search: a setting on the index would be shared between threads."""
-        if self.kind != "hnsw":
-            return None
-        return _faiss().SearchParametersHNSW(efSearch=max(self.search_width, found))
+        faiss = faiss_module()
+        if self.kind in GRAPHS:
+            width = max(self.search_width, num)
+            if self._alive is None:
+                return faiss.SearchParametersHNSW(efSearch=width)
+            return faiss.SearchParametersHNSW(efSearch=width * self._index.ntotal // self.num_labels, sel=self._alive)
+        if self.kind in LISTS:
+            lists = self._index.nlist
+            enough = -(-2 * num * lists // self.num_labels)  # twice the candidates, were all lists of one size
+            return faiss.SearchParametersIVF(nprobe=min(lists, max(self.options.num_probes(lists), enough)))
+        return None
+
+    def _slices(self, num_queries: int) -> int:
+        """Threads for a flat scan by few queries; faiss itself gives each query one thread."""
+        threads = self.threads or faiss_module().omp_get_max_threads()
+        return 1 if num_queries >= threads else min(threads, self.num_labels * self.dim // _FLOATS_A_THREAD)
+
+    def _in_slices(self, queries: Floats, num: int) -> tuple[Floats, Labels]:
+        """The best of each slice of the labels, each slice in a thread of its own."""
+        faiss, slices = faiss_module(), self._slices(len(queries))
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(slices, thread_name_prefix="index")
+        bounds = np.linspace(0, self.num_labels, slices + 1).astype(int).tolist()
+
+        def best(begin: int, end: int) -> tuple[Floats, Labels]:
+            some = faiss.SearchParameters(sel=faiss.IDSelectorRange(begin, end))
+            return self._index.search(queries, min(num, end - begin), params=some)
+
+        parts = list(self._pool.map(best, bounds[:-1], bounds[1:]))
+        scores, rows = (np.concatenate([part[i] for part in parts], axis=1) for i in (0, 1))
+        order = np.lexsort((rows, -scores), axis=1)[:, :num]
+        return np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)
+
+    def _nodes_after(self, source_L: Labels, fresh_S: Labels) -> Labels:
+        """The new row of each node of the graph, and of those that are to be added."""
+        row_of_old = np.full(self.num_labels, -1, dtype=np.int64)
+        stays = source_L >= 0
+        stays[fresh_S] = False
+        row_of_old[source_L[stays]] = np.flatnonzero(stays)
+        before = np.arange(self.num_labels) if self.nodes is None else self.nodes
+        return np.concatenate([np.where(before >= 0, row_of_old[before], -1), fresh_S])
 
 
 def recall(
@@ -198,50 +380,49 @@ def recall(
     return float(np.minimum(hit_NK.sum(axis=1), (exact_NK >= 0).sum(axis=1)).sum() / wanted)
 
 
-def max_file_size(num_labels: int, dim: int, kind: Kind) -> int:
-    """No sound index file of this size is larger (bytes): vectors, and for HNSW at most 1,024 links a label on
-    average.
-    """
-    vectors = 4 * num_labels * dim
-    return vectors + 4096 + (num_labels * (16 + 4 * 1024) if kind == "hnsw" else 0)
+def _mapped(where: Path, most: int, what: str) -> npt.NDArray[np.uint8]:
+    """The bytes of a file of bounded size, mapped; a file that takes its place later does not show."""
+    try:
+        with where.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if not 0 < size <= most:
+                raise ArtifactError(
+                    "an index file of impossible size",
+                    where=str(where),
+                    got=f"{size} bytes",
+                    expected=f"1 to {most} for {what}",
+                )
+            return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), dtype=np.uint8)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ArtifactError("the index cannot be read", where=str(where), got=reason) from error
 
 
-def _checked(vectors: Floats, dim: int | None, name: str) -> Floats:
-    array = np.asarray(vectors)
+def _check_change(source_L: Labels, fresh_S: Labels, shape: tuple[int, int], before: tuple[int, int]) -> None:
+    num_labels, dim = shape
+    if source_L.shape != (num_labels,) or not num_labels or dim != before[1]:
+        raise ValueError(f"source_L of shape {source_L.shape}, vectors {shape}, the index is {before[1]} wide")
+    kept = source_L[source_L >= 0]
+    if len(kept) and (kept.max() >= before[0] or len(np.unique(kept)) != len(kept)):
+        raise ValueError(f"source_L must name each of {before[0]} rows at most once")
+    inside = not len(fresh_S) or 0 <= fresh_S[0] <= fresh_S[-1] < num_labels
+    if fresh_S.ndim != 1 or (np.diff(fresh_S) <= 0).any() or not inside:
+        raise ValueError(f"fresh_S must be ascending rows of {num_labels} labels")
+    if not np.isin(np.flatnonzero(source_L < 0), fresh_S).all():
+        raise ValueError("a label without a row before is not among fresh_S")
+
+
+def _check_matrix(array: npt.NDArray, dim: int | None, name: str) -> None:
     if array.dtype != np.float32 or array.ndim != 2:
         raise ValueError(f"{name} must be float32 with two dimensions, got {array.dtype} of shape {array.shape}")
     if dim is not None and array.shape[1] != dim:
         raise ValueError(f"{name} must be {dim} wide like the index, got {array.shape[1]}")
+
+
+def _checked(vectors: Floats, dim: int | None, name: str) -> Floats:
+    array = np.asarray(vectors)
+    _check_matrix(array, dim, name)
     if not np.isfinite(array).all():
         row = int(np.flatnonzero(~np.isfinite(array).all(axis=1))[0])
         raise ValueError(f"{name} must be finite, row {row} is not")
     return np.ascontiguousarray(array)
-
-
-def _faiss() -> Any:
-    """faiss, imported on first use: it comes with one of two extras, and data and training stages do not need it."""
-    try:
-        import faiss
-    except ImportError as error:
-        raise UnidecError(
-            f"faiss cannot be imported: {error}",
-            fix="install one of the extras, not both: pip install 'unidec-xmc[cpu]' or 'unidec-xmc[gpu]'",
-        ) from error
-    if not hasattr(faiss, "IndexHNSWFlat"):
-        raise UnidecError(
-            "the installed faiss is broken (faiss-cpu and faiss-gpu over each other, or a folder called faiss)",
-            where=str(getattr(faiss, "__file__", None)),
-            fix="pip uninstall faiss-cpu faiss-gpu, then install one of them",
-        )
-    return faiss
-
-
-@contextlib.contextmanager
-def _threads(faiss: Any, threads: int) -> Iterator[None]:
-    before = faiss.omp_get_max_threads()
-    if threads:
-        faiss.omp_set_num_threads(threads)
-    try:
-        yield
-    finally:
-        faiss.omp_set_num_threads(before)
