@@ -27,12 +27,27 @@ def services(file):
 
 
 def test_the_services_of_a_team(services):
-    assert list(services) == ["postgres", "mlflow", "prefect", "deploy", "worker"]
+    assert list(services) == ["postgres", "mlflow", "prefect", "deploy", "worker", "serve"]
+
+
+def test_the_model_is_served_with_a_key_and_only_when_asked_for(services):
+    serve = services["serve"]
+    assert serve["profiles"] == ["serve"] and all(
+        "profiles" not in services[name] for name in services if name != "serve"
+    )
+    assert (
+        "secrets/serve" in serve["command"][-1]
+        and "models:/unidec@champion --host 0.0.0.0 --port 8080" in serve["command"][-1]
+    )
+    text = (ROOT / "mlflow" / "Dockerfile").read_text()
+    assert "mkdir -p runs && chown" in text and serve["volumes"] == ["bundles:/srv/unidec/runs"], (
+        "its user writes there"
+    )
 
 
 def test_every_port_is_bound_to_this_machine(services):
     ports = [port for service in services.values() for port in service.get("ports", [])]
-    assert ports == ["127.0.0.1:5000:5000", "127.0.0.1:4200:4200"]
+    assert ports == ["127.0.0.1:5000:5000", "127.0.0.1:4200:4200", "127.0.0.1:8080:8080"]
 
 
 def test_settings_have_defaults_and_the_example_names_them_all(helper, services):
@@ -47,7 +62,7 @@ def test_settings_have_defaults_and_the_example_names_them_all(helper, services)
     assert moved["mlflow"]["environment"]["MLFLOW_SERVER_ALLOWED_HOSTS"].endswith(",127.0.0.1:*,mlflow.example.com")
 
 
-@pytest.mark.parametrize("name", ["mlflow", "prefect", "deploy", "worker"])
+@pytest.mark.parametrize("name", ["mlflow", "prefect", "deploy", "worker", "serve"])
 def test_telemetry_is_off_in_every_container(services, name):
     environment = services[name]["environment"]
     assert {key: environment.get(key) for key in QUIET} == QUIET

@@ -97,8 +97,12 @@ function sum(label, weights) {
 }
 
 function tokens(explained) {
-  const list = element("ul", { class: "tokens" }, ...explained.tokens.map(({ piece, unknown }) => element("li",
-    unknown ? { class: "unknown", title: "not in the model's vocabulary" } : {}, piece)));
+  const list = element("ul", { class: "tokens" }, ...explained.tokens.map(({ piece, unknown }) => {
+    const inside = piece.length > 2 && piece.startsWith("##"); // WordPiece: goes on with the word before
+    const kind = [unknown ? "unknown" : "", inside ? "inside" : ""].filter(Boolean).join(" ");
+    const about = unknown ? { title: "not in the model's vocabulary" } : {};
+    return element("li", kind ? { class: kind, ...about } : about, inside ? piece.slice(2) : piece);
+  }));
   const notes = [];
   if (!explained.tokens.length) notes.push("Nothing: the query holds no text that the tokenizer knows.");
   if (explained.unknown_tokens) notes.push(`Dashed: not in the model's vocabulary (${explained.unknown_tokens}).`);
