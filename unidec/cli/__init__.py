@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import typer
 
 from unidec import __version__
-from unidec.cli import data, lineage, models, serve, servers
-from unidec.cli.options import DEFAULT_BUNDLE, DEFAULT_PARAMS, AsJson, Assignments, BundleFolder, ParamsFile, load
-from unidec.cli.output import show, show_predictions, show_table
+from unidec.cli import data, export, lineage, models, predict, serve, servers
+from unidec.cli.options import DEFAULT_PARAMS, AsJson, Assignments, ParamsFile, load
+from unidec.cli.output import show, show_table
 from unidec.config import Params, describe, load_params, parse_overrides, recipe_names, to_yaml
 from unidec.errors import ConfigError, Stopped, UnidecError
 
@@ -236,44 +236,10 @@ def compare(
     sys.exit(1 if lost else 0)
 
 
-# -- prediction -------------------------------------------------------------------------------------------------------
+# -- prediction and export ----------------------------------------------------------------------------------------------
 
-
-@app.command(
-    epilog='Examples: unidec predict "editor for tables" -k 5  |  '
-    "unidec predict --input queries.csv --output predictions.parquet"
-)
-def predict(
-    texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="queries")] = None,
-    k: Annotated[int, typer.Option("-k", min=1, help="labels for each query")] = 5,
-    bundle: BundleFolder = DEFAULT_BUNDLE,
-    source: Annotated[
-        Path | None, typer.Option("--input", help="queries: .csv, .tsv, .jsonl or .parquet with a column `text`")
-    ] = None,
-    target: Annotated[Path | None, typer.Option("--output", help="predictions: .parquet, .csv, .tsv or .jsonl")] = None,
-    column: Annotated[str | None, typer.Option("--column", help="column of --input, if not `query` or `text`")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Print the best labels for texts, or write those for a file of queries: killed, the same command goes on."""
-    if bool(texts) == bool(source) or bool(source) != bool(target):
-        fix = 'unidec predict "text", or unidec predict --input queries.csv --output predictions.parquet'
-        raise ConfigError("either texts, or both --input and --output are needed", where="unidec predict", fix=fix)
-    from unidec.retrieval.bundle import Bundle
-
-    loaded = Bundle.load(bundle)
-    if source is not None and target is not None:
-        from unidec.retrieval.predict_shards import predict_resumably
-
-        count = predict_resumably(loaded, source, target, k, column=column)
-        show("predict", {"queries": count, "output": str(target)}, as_json)
-        return
-    import pandas as pd
-
-    frame = loaded.predict_frame(pd.DataFrame({"query": texts}), k=k)
-    if as_json:
-        print(frame.to_json(orient="records", lines=True, force_ascii=False), end="")
-    else:
-        show_predictions(frame)
+predict.add_to(app)
+export.add_to(app)
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------

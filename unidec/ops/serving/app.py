@@ -113,10 +113,14 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        raise RequestError(405, "method", "not a method of this path", where=request.url.path, got=request.method,
-                           expected=allowed, headers=headers)  # fmt: skip
-    raise RequestError(error.status_code, "not_found", "no such path", where=request.url.path, got=request.url.path,
-                       expected="a path of /openapi.json", headers=headers)  # fmt: skip
+        raise RequestError(
+            405, "method", "not a method of this path", where="method", got=request.method, expected=allowed,
+            fix="use one of these: header Allow", headers=headers,
+        )  # fmt: skip
+    raise RequestError(
+        error.status_code, "not_found", "no such path", where="path", got=request.scope["path"],
+        fix="/openapi.json lists the paths", headers=headers,
+    )  # fmt: skip
 
 
 async def _wrong_parameters(request: Request, error: Exception) -> Response:

@@ -114,7 +114,7 @@ class Batcher:
         self.wait_seconds, self.timeout_seconds = wait_seconds, timeout_seconds
         self.loop = asyncio.get_running_loop()
         self.waiting = 0  # queries in no batch yet
-        self.pace = 0.0  # seconds a query, of late
+        self.pace = 0.0  # seconds a batch, of late; where those were small it is too low, and more is taken
         self.busy_since: float | None = None
         self._jobs: deque[Job] = deque()
         self._together, self._ended = 1, -math.inf  # queries of the last batch, and when it ended
@@ -134,7 +134,7 @@ class Batcher:
         """
         num = len(queries)
         if self.waiting and (
-            self.waiting + num > self.queue_queries or (self.waiting + num) * self.pace > self.timeout_seconds
+            self.waiting + num > self.queue_queries or self._seconds(self.waiting + num) > self.timeout_seconds
         ):
             raise Overloaded(self.retry_after())
         job = Job(engine, queries, alone, self.loop.create_future())
@@ -155,7 +155,7 @@ class Batcher:
 
     def retry_after(self) -> int:
         """Whole seconds until what waits now will have been answered, 1 to 30."""
-        return min(max(math.ceil(self.waiting * self.pace), 1), 30)
+        return min(max(math.ceil(self._seconds(self.waiting)), 1), 30)
 
     def stuck(self, seconds: float) -> bool:
         """Whether one batch has been worked on for longer than this."""
@@ -168,6 +168,10 @@ class Batcher:
             await asyncio.sleep(0.01)
         self._todo.put(None)
         await self.loop.run_in_executor(None, self._thread.join, 1.0)
+
+    def _seconds(self, num: int) -> float:
+        """How long the model will take for so many queries."""
+        return math.ceil(num / self.batch_queries) * self.pace
 
     # -- in the event loop -----------------------------------------------------------------------------------------
 
@@ -232,7 +236,7 @@ class Batcher:
     def _finished(self, outcomes: list[tuple[Part, Sequence[Any] | BaseException]], num: int, seconds: float) -> None:
         self.busy_since = None
         self._together, self._ended = num, self.loop.time()
-        self.pace = seconds / num if not self.pace else (1 - _PACE) * self.pace + _PACE * seconds / num
+        self.pace = (1 - _PACE) * self.pace + _PACE * seconds  # from 0: the first batches are slow
         if self.waiting:  # first, so that the thread works while the answers are written
             self._begin()
         for part, outcome in outcomes:

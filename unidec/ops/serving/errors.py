@@ -60,11 +60,11 @@ KINDS = (
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: short, printable, on one line; text as it is, anything else as its `repr`."""
+    """A value as an error shows it: short, printable, on one line; text as it is, anything else as JSON."""
     if not isinstance(value, str):
         try:
-            value = repr(value)
-        except ValueError:  # an integer of more digits than Python prints
+            value = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):  # nothing that JSON can hold comes here
             value = f"a {type(value).__name__}"
     cut = value if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}... ({len(value)} characters)"
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}" for c in cut)
@@ -108,21 +108,26 @@ def _words(kind: str, facts: dict[str, Any]) -> tuple[str, str, str]:
             "a key of this route: see /openapi.json",
             "leave it out, or mend its name",
         ),
-        "string_type": ("not a string", "a string", ""),
+        "string_type": ("not a string", "a string", "put it into quotes"),
         "string_unicode": ("not valid Unicode", "no lone surrogates (\\ud800 to \\udfff)", "send the text as UTF-8"),
-        "string_pattern_mismatch": ("a text without anything in it", "at least one character that is no space", ""),
+        "string_pattern_mismatch": (
+            "a text without anything in it",
+            "at least one character that is no space",
+            "leave it out",
+        ),
         "string_too_long": ("too long a text", f"at most {facts.get('max_length')} characters", "shorten it"),
+        "string_too_short": ("an empty text", "at least one character", "leave it out"),
         "too_long": ("too many entries", f"at most {facts.get('max_length')}", "send them in several requests"),
-        "too_short": ("too few entries", f"at least {facts.get('min_length')}", ""),
-        "int_type": ("not an integer", "an integer", ""),
-        "int_from_float": ("not an integer", "an integer", ""),
-        "greater_than_equal": ("out of range", f"at least {facts.get('ge')}", ""),
-        "less_than_equal": ("out of range", f"at most {facts.get('le')}", ""),
-        "float_type": ("not a number", "a number", ""),
-        "finite_number": ("not a finite number", "a finite number", ""),
+        "too_short": ("too few entries", f"at least {facts.get('min_length')}", "send at least one query"),
+        "int_type": ("not an integer", "an integer", "send digits without quotes"),
+        "int_from_float": ("not an integer", "an integer", "send it without decimals"),
+        "int_parsing": ("not an integer", "an integer", "send digits"),
+        "greater_than_equal": ("out of range", f"at least {facts.get('ge')}", "send a larger one"),
+        "less_than_equal": ("out of range", f"at most {facts.get('le')}", "send a smaller one"),
+        "float_type": ("not a number", "a number", "send digits without quotes"),
+        "finite_number": ("not a finite number", "a finite number", "leave it out, or send a smaller one"),
         "list_type": ("not a list", "a list", "put it into [ ]"),
-        "literal_error": ("not one of the choices", str(facts.get("expected", "")), ""),
-        "model_type": ("not an object", 'a JSON object such as {"queries": ["a text"]}', ""),
-        "model_attributes_type": ("not an object", 'a JSON object such as {"queries": ["a text"]}', ""),
+        "literal_error": ("not one of the choices", str(facts.get("expected", "")), "send one of them"),
+        "model_type": ("not an object", "a JSON object", "/openapi.json has an example"),
     }
-    return known.get(kind, ("a wrong value", "", ""))
+    return known.get(kind, ("a wrong value", "", "/openapi.json says what this route takes"))

@@ -7,6 +7,7 @@ Requests are read with limits of section `serve`, so their models are made for e
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from unidec.ops.serving.errors import RequestError, wrong_values
 from unidec.sections import Serve
 
 Head = Literal["both", "de", "clf"]
+Uid = Annotated[str, Field(min_length=1)]  # a bound, so that pydantic reads the text: lone surrogates are refused
 DEFAULT_K = 5
 
 
@@ -61,7 +63,7 @@ def request_models(settings: Serve) -> RequestModels:
     """The models with a server's limits."""
     text: Any = Annotated[str, Field(max_length=settings.max_query_chars, pattern=r"\S")]
     queries: Any = Annotated[list[text], Field(min_length=1, max_length=settings.max_queries, fail_fast=True)]
-    uids: Any = Annotated[list[str], Field(max_length=settings.max_filter_labels, fail_fast=True)]
+    uids: Any = Annotated[list[Uid], Field(max_length=settings.max_filter_labels, fail_fast=True)]
     about = {
         "k": "labels for each query; where fewer are left, fewer come back",
         "allow": "uids: only these labels may be returned; unknown ones are ignored and counted",
@@ -126,8 +128,8 @@ def check(model: Any, value: Any) -> Any:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {json.dumps(twice)} stands twice")
     return found
 
 
