@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,33 @@ from unidec.ops.tracking_store import open_client, tracking_uri
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
+COPIES = Path("runs/bundles")  # of registered bundles, by hash; may be deleted at any time
 _URI = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
 _NOT_THERE = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}  # else the store is away
+
+
+@dataclass(frozen=True)
+class Address:
+    """`models:/name@alias` or `models:/name/version`; one of the two is None."""
+
+    name: str
+    alias: str | None
+    version: str | None
+
+
+def parse_address(text: str) -> Address | None:
+    """What an address of a bundle in the registry names; None of a folder's path.
+
+    Raises:
+        ConfigError: it begins like an address, and is none.
+    """
+    if not text.startswith("models:"):
+        return None
+    found = _URI.fullmatch(text)
+    if found is None:
+        expected = "a folder, models:/name@alias or models:/name/version"
+        raise ConfigError("not an address of a bundle", where="bundle", got=text, expected=expected)
+    return Address(found["name"], found["alias"], found["version"])
 
 
 def fetch_bundle(
@@ -38,21 +64,18 @@ def fetch_bundle(
         MlflowException: the registry does not answer.
     """
     text = os.fspath(source)
-    if not text.startswith("models:"):
+    address = parse_address(text)
+    if address is None:
         return Path(text)
-    found = _URI.fullmatch(text)
-    if found is None:
-        expected = "a folder, models:/name@alias or models:/name/version"
-        raise ConfigError("not an address of a bundle", where="bundle", got=text, expected=expected)
     from mlflow.exceptions import MlflowException
 
     uri = uri or tracking_uri(root)
     client = open_client(uri)
     try:
-        if found["alias"]:
-            version = client.get_model_version_by_alias(found["name"], found["alias"])
+        if address.alias:
+            version = client.get_model_version_by_alias(address.name, address.alias)
         else:
-            version = client.get_model_version(found["name"], found["version"])
+            version = client.get_model_version(address.name, address.version or "")
     except MlflowException as error:
         if error.error_code not in _NOT_THERE:
             raise

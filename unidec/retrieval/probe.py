@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from unidec.errors import ArtifactError
 
@@ -53,6 +53,16 @@ class Probe:
         return {name: float(getattr(self, name)) for name in names}
 
 
+class Answers(Protocol):
+    """uids and scores of each query's answer, best first."""
+
+    @property
+    def labels(self) -> list[list[str]]: ...
+
+    @property
+    def scores(self) -> list[list[float]]: ...
+
+
 def probe_bundle(bundle: Path, texts: Sequence[str], k: int, timeout: float) -> Probe:
     """Asks a bundle in a fresh process, which is killed after `timeout` seconds.
 
@@ -82,7 +92,7 @@ def answers(bundle: Bundle, texts: Sequence[str], k: int) -> tuple[list[list[str
     return [list(one.labels) for one in found], [list(one.scores) for one in found]
 
 
-def num_different(probe: Probe, labels: Sequence[Sequence[str]], scores: Sequence[Sequence[float]]) -> int:
+def num_different(probe: Answers, labels: Sequence[Sequence[str]], scores: Sequence[Sequence[float]]) -> int:
     """Queries answered otherwise here than there: another score, or another label where the scores do not tie."""
 
     def same(query: int) -> bool:
@@ -120,7 +130,7 @@ def main() -> None:
     in_order = sorted(best)
     probe = Probe(
         bundle.sha256, load_seconds, 1000 * in_order[len(best) // 2], 1000 * in_order[int(0.95 * (len(best) - 1))],
-        _peak_megabytes(), sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6, labels,
+        peak_megabytes(), sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6, labels,
         scores,
     )  # fmt: skip
     print(json.dumps(asdict(probe)))
@@ -132,8 +142,9 @@ def _seconds(bundle: Any, text: str, k: int) -> float:
     return time.perf_counter() - began
 
 
-def _peak_megabytes() -> float:
-    """Most resident memory of this process. Not getrusage's where /proc has it: that counts the parent's as well."""
+def peak_megabytes() -> float:
+    """Most resident memory of this process, in MB."""
+    # not getrusage's where /proc has it: that counts the parent's as well
     status = Path("/proc/self/status")
     if status.is_file():
         for line in status.read_text().splitlines():

@@ -7,6 +7,7 @@ from pathlib import Path
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.tokens import TokenCache
+from unidec.ops.fetch import COPIES
 from unidec.stages.start_file import effective, read_start
 from unidec.training import identity
 
@@ -18,7 +19,7 @@ PROPENSITY = Path("data/propensity")
 LABEL_GRAPH = Path("data/label_graph")
 CACHE = Path("data/cache")
 RUNS = Path("runs")
-BUNDLES = Path("runs/bundles")  # copies of registered ones, by hash; may be deleted at any time
+BUNDLES = COPIES
 DRIFT = Path("runs/drift")
 MONITOR = Path("runs/monitor")
 MODEL = Path("outputs/model")

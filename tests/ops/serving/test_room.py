@@ -1,0 +1,60 @@
+"""How much memory there is: of the machine, and of a container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from unidec.ops.serving import room
+
+
+def test_sizes(tmp_path):
+    assert room.folder_bytes(tmp_path) == 0
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_bytes(b"123")
+    (tmp_path / "c").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    assert 8 < room.folder_bytes(tmp_path) <= 8 + len(str(tmp_path / "c")), "a link is as long as its target's name"
+
+
+def write(folder: Path, **files: str) -> Path:
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+def test_a_container_with_a_limit(tmp_path):
+    v2 = write(
+        tmp_path / "v2", memory__max="1000\n", memory__current="900\n", memory__stat="anon 5\ninactive_file 300\n"
+    )
+    assert room._container_bytes(v2, tmp_path / "none") == [400]
+    v1 = write(tmp_path / "v1", **{"memory__limit_in_bytes": "1000", "memory__usage_in_bytes": "900"})
+    assert room._container_bytes(tmp_path / "none", v1) == [100]
+
+
+@pytest.mark.parametrize("limit", ["max\n", "", "lots"])
+def test_a_container_without(tmp_path, limit):
+    v2 = write(tmp_path / "v2", memory__max=limit, memory__current="900\n")
+    assert room._container_bytes(v2, tmp_path / "none") == []
+
+
+def test_the_least_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "_container_bytes", lambda *where: [400])
+    assert room.available_bytes() == 400
+    monkeypatch.setattr(room, "_container_bytes", lambda *where: [-5])
+    assert room.available_bytes() == 0
+    monkeypatch.setattr(room, "_container_bytes", lambda *where: [])
+    assert 0 < room.available_bytes() <= psutil.virtual_memory().total
+
+
+def test_freed_memory_goes_back():
+    room.give_back()
+    before = psutil.Process().memory_info().rss
+    held = [bytes(1000) for _ in range(100_000)]
+    held[:-1] = []  # one is left at the top: without a trim nothing before it would go back
+    room.give_back()
+    assert psutil.Process().memory_info().rss - before < 40e6
+    assert len(held) == 1

@@ -1,0 +1,244 @@
+"""The registry, asked by a process of its own: `python -m unidec.ops.serving.watch`.
+
+MLflow takes seconds to import, some 170 MB and its own time to notice that a server hangs. None of that is the
+server's: what does not answer is a process that is killed, and asked anew by another.
+
+One JSON object a line. Asked: {"do": "look"}, or {"do": "fetch", "version": "7", "max_bytes": n}. Answered: {"found":
+{...} | null}, {"folder": path, "fetched": bool}, {"refused": why} (it stays so), or {"away": why} (it may pass).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from unidec.errors import ArtifactError, ConfigError, UnidecError
+from unidec.ops.fetch import Address, fetch_bundle
+from unidec.ops.serving.children import answer_pipe, end_child, end_with_parent, start_child
+
+START_SECONDS = 90.0  # more for the first answer: imports on a busy machine
+LOOK_SECONDS = 60.0  # MLflow gives a server 20 s, three times
+FETCH_SECONDS = 3600.0
+_MAX_FILES = 10_000  # of a stored version; the code that MLflow stores with it has some hundred
+_NICE = 10
+_MESSAGE = 2000
+
+
+class RegistryAway(UnidecError):
+    """The registry did not answer, or not in time: it may later."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The version that an address stands for now.
+
+    Attributes:
+        version: its number; None of a folder. sha256: its bundle's hash, as its tag says; "" without one.
+        data: hash of the data set that it was trained on; None where no tag says.
+    """
+
+    version: str | None
+    sha256: str
+    data: str | None = None
+
+
+class Watch:
+    """Asks the registry what an address stands for, and fetches bundles. For one thread; `close` from any.
+
+    Args:
+        address: what is followed.
+        folder: where copies of bundles are kept, by hash.
+        uri: the tracking store.
+    """
+
+    def __init__(self, address: Address, folder: Path, uri: str) -> None:
+        self.address, self.folder, self.uri = address, folder, uri
+        self._child: subprocess.Popen[bytes] | None = None
+        self._answers: queue.Queue[bytes] = queue.Queue()
+        self._fresh, self._closing = True, threading.Lock()
+
+    def prepare(self) -> None:
+        """Starts the process, so that its imports run beside ours; `look` and `fetch` do it where it was not done."""
+        if self._child is None:
+            where = {"uri": self.uri, "folder": str(self.folder), **asdict(self.address)}
+            self._child = start_child("unidec.ops.serving.watch", json.dumps(where))
+            self._answers, self._fresh = queue.Queue(), True
+            threading.Thread(
+                target=_read_lines, args=(self._child, self._answers), daemon=True, name="unidec-watch"
+            ).start()
+
+    def look(self, seconds: float = LOOK_SECONDS) -> Found | None:
+        """The version that the address stands for; None where there is no such model, alias or version.
+
+        Raises:
+            RegistryAway: no answer.
+        """
+        found = self._ask({"do": "look"}, seconds)["found"]
+        return None if found is None else Found(**found)
+
+    def fetch(self, found: Found, max_bytes: int, seconds: float = FETCH_SECONDS) -> tuple[Path, bool]:
+        """The folder of a version's bundle, every file's hash checked, and whether it was fetched now.
+
+        Raises:
+            ArtifactError: it holds more than `max_bytes`, is damaged, or is not what its tag says.
+            RegistryAway: no answer.
+        """
+        answer = self._ask({"do": "fetch", "version": found.version, "max_bytes": max_bytes}, seconds)
+        return Path(answer["folder"]), bool(answer["fetched"])
+
+    def close(self) -> None:
+        """Ends the process; a call that waits for it raises RegistryAway."""
+        with self._closing:
+            child, self._child = self._child, None
+        if child is not None:
+            end_child(child)
+
+    def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        try:
+            self.prepare()
+            child = self._child
+            if child is None or child.stdin is None:
+                raise RegistryAway("closed", where=self.uri)
+            child.stdin.write(json.dumps(request).encode() + b"\n")
+            child.stdin.flush()
+            line = self._answers.get(timeout=seconds + (START_SECONDS if self._fresh else 0.0))
+        except (OSError, ValueError) as error:  # it died; a closed pipe is a ValueError
+            self.close()
+            raise RegistryAway("the process that asks the registry ended", where=self.uri, got=error) from error
+        except queue.Empty as error:
+            self.close()
+            raise RegistryAway(
+                "the registry does not answer", where=self.uri, got=f"nothing in {seconds:.0f} s"
+            ) from error
+        if not line:
+            code = child.poll()
+            self.close()
+            raise RegistryAway("the process that asks the registry ended", where=self.uri, got=f"exit code {code}")
+        self._fresh = False
+        answer: dict[str, Any] = json.loads(line)
+        if "away" in answer:
+            raise RegistryAway("the registry does not answer", where=self.uri, got=answer["away"])
+        if "refused" in answer:
+            raise ArtifactError(answer["refused"])
+        return answer
+
+
+def _read_lines(child: subprocess.Popen[bytes], answers: queue.Queue[bytes]) -> None:
+    """Every line of a child's output, and b"" at its end."""
+    assert child.stdout is not None
+    with contextlib.suppress(OSError, ValueError):  # closed
+        for line in child.stdout:
+            answers.put(line)
+    answers.put(b"")
+
+
+class _Asked:
+    """The child's side: MLflow's client, held open."""
+
+    def __init__(self, uri: str, folder: str, name: str, alias: str | None, version: str | None) -> None:
+        from unidec.ops.tracking_store import open_client
+
+        self.uri, self.folder, self.name, self.which = uri, Path(folder), name, alias or version or ""
+        self.client = open_client(uri)
+
+    def look(self) -> dict[str, Any]:
+        from unidec.ops.promotion import version_of
+        from unidec.ops.registry import HASH_TAG
+
+        version = version_of(self.client, self.name, self.which)
+        if version is None:
+            return {"found": None}
+        tags = version.tags
+        found = Found(str(version.version), tags.get(HASH_TAG, ""), tags.get("dataset.sha256"))
+        return {"found": asdict(found)}
+
+    def fetch(self, version: str, max_bytes: int) -> dict[str, Any]:
+        from unidec.ops.registry import tracking_to
+
+        _bound_files(max_bytes)
+        before = {path.name for path in self.folder.glob("*")} if self.folder.is_dir() else set()
+        address = f"models:/{self.name}/{version}"
+        with tracking_to(self.uri):
+            stored = stored_bytes(address, max_bytes)
+        if stored > max_bytes:
+            raise ArtifactError(
+                f"version {version} of {self.name} is too large for the memory that is left", where=self.uri,
+                got=f"{stored / 1e6:,.0f} MB", expected=f"at most {max_bytes / 1e6:,.0f} MB",
+            )  # fmt: skip
+        folder = fetch_bundle(address, self.folder, uri=self.uri)
+        return {"folder": str(folder.resolve()), "fetched": folder.name not in before}
+
+
+def stored_bytes(address: str, enough: int) -> int:
+    """Size of all files that the registry lists for a version, or a part of it that is more than `enough`; within
+    `tracking_to`.
+
+    Raises:
+        ArtifactError: so many files that it is no bundle.
+    """
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    repository, folders, total, files = get_artifact_repository(address), [""], 0, 0
+    while folders and total <= enough:
+        for entry in repository.list_artifacts(folders.pop() or None):
+            files += 1
+            if files > _MAX_FILES:
+                raise ArtifactError("no bundle: too many files", where=address, expected=f"at most {_MAX_FILES:,}")
+            if entry.is_dir:
+                folders.append(entry.path)
+            else:
+                total += entry.file_size or 0
+    return total
+
+
+def _bound_files(max_bytes: int) -> None:
+    """No file that this process writes gets larger, whatever a store that lies about sizes sends."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        most = max(max_bytes, 1 << 30)  # the tracking store's own database is a file too
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most if hard < 0 else min(most, hard), hard))
+
+
+def _answer(asked: _Asked, request: dict[str, Any]) -> dict[str, Any]:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        do = request.pop("do")
+        return asked.look() if do == "look" else asked.fetch(**request)
+    except (ArtifactError, ConfigError) as error:
+        return {"refused": str(error)[:_MESSAGE]}
+    except (MlflowException, OSError) as error:
+        return {"away": f"{type(error).__name__}: {error}"[:_MESSAGE]}
+
+
+def main() -> None:
+    """The child: answers until its input ends."""
+    end_with_parent()
+    answers = answer_pipe()
+    from mlflow.exceptions import MlflowException
+
+    asked = None
+    for number, line in enumerate(sys.stdin.buffer):
+        try:
+            asked = asked or _Asked(**json.loads(sys.argv[1]))
+            answer = _answer(asked, json.loads(line))
+        except (MlflowException, OSError, UnidecError) as error:  # of opening the store
+            answer = {"away": f"{type(error).__name__}: {error}"[:_MESSAGE]}
+        os.write(answers, json.dumps(answer).encode() + b"\n")
+        if number == 0:  # the first answer is what a start waits for
+            with contextlib.suppress(OSError, AttributeError):
+                os.nice(_NICE)
+
+
+if __name__ == "__main__":
+    main()
