@@ -29,12 +29,11 @@ from unidec.data.storage import load_array, read_manifest
 from unidec.data.tokens import encode_texts
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION, Ready, write_bundle
-from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.label_change import LabelChange, LabelText
+from unidec.retrieval.label_rows import LabelRows
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.new_rows import estimated_rows
-from unidec.retrieval.space import label_vectors
 
 __all__ = ["LabelChange", "LabelText", "with_labels"]
 
@@ -90,18 +89,14 @@ def with_labels(
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
         arrays, estimated_L = _arrays(bundle, change, batch_size)
-        for name, rows in arrays.items():
+        for name, array in arrays.items():
             file = Path(scratch) / f"{name}.npy"
-            ready[f"vectors/{name}.npy"] = (file, write_array(file, rows))
+            ready[f"vectors/{name}.npy"] = (file, write_array(file, array))
         vectors = {
             name: load_array(Path(scratch) / f"{name}.npy", np.float32, len(arrays[name].shape)) for name in arrays
         }
-        settings = info.params.get("index", {})
-        index = LabelIndex.build(
-            label_vectors(vectors.get("de"), vectors.get("clf"), vectors.get("bias"), info.space, info.clf_normalize),
-            info.index_kind, links=settings.get("hnsw_links", 32), build=settings.get("hnsw_build", 200),
-            search=info.index_search,
-        )  # fmt: skip
+        rows = LabelRows(vectors, info.space, info.clf_normalize)
+        index = bundle.index.changed(change.source_L, rows, change.encoded_S)
         return write_bundle(
             path, bundle.path / "model", index,
             de_LD=vectors.get("de"), clf_LD=vectors.get("clf"), bias_L=vectors.get("bias"), uids=change.uids,
@@ -141,16 +136,17 @@ class _Gathered:
 def _arrays(bundle: Bundle, change: LabelChange, batch_size: int) -> tuple[dict[str, _Gathered], npt.NDArray[np.bool_]]:
     """The new bundle's arrays by name, and which labels' classifier rows are estimates, bool [L]."""
     source_L, vectors = change.source_L, bundle.vectors
+    before_K = _mask(bundle.info.estimated, bundle.num_labels)
     de_SD, clf_SD = _encoded(bundle, change.texts_S, batch_size)
-    estimated_L = (source_L < 0) | _mask(bundle.info.estimated, bundle.num_labels)[source_L]
+    estimated_L = (source_L < 0) | before_K[source_L]
     found: dict[str, _Gathered] = {}
     if de_SD is not None:
         found["de"] = _Gathered(vectors["de"], source_L, change.encoded_S, de_SD)
     if clf_SD is not None:
         own = estimated_L[change.encoded_S]  # the others keep their trained rows, whatever their text
         at = change.encoded_S[own]
-        trained = np.flatnonzero(~_mask(bundle.info.estimated, bundle.num_labels)[:-1])
-        rows_SD, bias = estimated_rows(bundle, trained, clf_SD[own], None if de_SD is None else de_SD[own])
+        trained = np.flatnonzero(~before_K[:-1])
+        rows_SD, bias = estimated_rows(vectors, trained, clf_SD[own], None if de_SD is None else de_SD[own])
         found["clf"] = _Gathered(vectors["clf"], source_L, at, rows_SD)
         if "bias" in vectors:
             found["bias"] = _Gathered(vectors["bias"], source_L, at, np.full(len(at), bias, dtype=np.float32))
