@@ -193,11 +193,21 @@ class Optim(Section):
 class Index(Section):
     """The label index and how both heads' scores are blended."""
 
-    kind: Literal["flat", "hnsw"] = Field("flat", description="exact, or a graph for many labels")
+    kind: Literal["flat", "sq8", "pq", "hnsw", "hnsw-sq8", "ivf-sq8", "ivf-pq"] = Field(
+        "flat",
+        description="flat: exact; sq8, pq: compressed, what they find is scored exactly; hnsw: a graph; ivf: lists; "
+        "`unidec index tune` measures them all",
+    )
     space: Literal["both", "de", "clf"] = Field("both", description="which head's vectors are searched")
     hnsw_links: Count = Field(32, description="M of HNSW")
     hnsw_build: Count = Field(200, description="efConstruction of HNSW")
     hnsw_search: Count = Field(200, description="efSearch of HNSW")
+    ivf_lists: Annotated[int, Field(ge=0)] = Field(
+        0, description="lists of ivf; 0: 4 x the square root of the number of labels"
+    )
+    ivf_probes: Annotated[int, Field(ge=0)] = Field(0, description="lists a search looks into; 0: a 16th of them")
+    pq_dims: Count = Field(4, description="dimensions that share a code of 4 bits in pq and ivf-pq")
+    rescore: Count = Field(8, description="candidates for each result that a compressed kind scores exactly")
     clf_weight: Positive | Literal["auto"] = Field(
         1.0, description="weight of the classifier's score beside the dual encoder's; auto: tuned on validation"
     )

@@ -15,6 +15,7 @@ from prometheus_client import (
     Histogram,
     PlatformCollector,
     ProcessCollector,
+    disable_created_metrics,
     generate_latest,
 )
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
@@ -39,6 +40,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
+        disable_created_metrics()  # a time beside every counter: twice the lines, and nobody reads them
         self.registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)

@@ -290,8 +290,9 @@ def _check(engine: Engine, query: Asked) -> None:
 def _not_answerable(error: DataError) -> RequestError:
     """What the bundle cannot do, e.g. a head that it does not have."""
     return RequestError(
-        422, "wrong_value", error.what, where="body", got=error.got or "", expected=error.expected or "",
-        fix=error.fix or "",
+        422, "wrong_value", error.what, where=(error.where or "body").removeprefix("request."),
+        got=error.got if error.got is not None else "", expected=error.expected or "",
+        fix=error.fix or "ask for what this model has: GET /card",
     )  # fmt: skip
 
 
