@@ -46,8 +46,9 @@ class Judge:
             self.faults.append(f"{case.kind}: {fault}; sent {case.data[:300]!r}")
 
     def _faults(self, case: Case, answers: list[Answer], seconds: float) -> Iterable[str]:
-        if seconds > SOON_SECONDS and not case.slow:
-            yield f"answered after {seconds:.2f} s"
+        refused = any(400 <= answer.status < 500 for answer in answers)
+        if refused and seconds > SOON_SECONDS and not case.slow:
+            yield f"refused after {seconds:.2f} s"
         for answer in answers:
             if answer.status not in case.allowed:
                 yield f"status {answer.status}, right were {sorted(case.allowed)}; got {answer.body[:300]!r}"

@@ -270,7 +270,7 @@ _CHUNKED = _HEAD + b"transfer-encoding: chunked\r\n\r\n"
 NO_HTTP = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)), b"EHLO x\r\n",
     b"FOO /predict HTTP/1.1\r\n\r\n",
-    b"GET /healthz HTTP/9.9\r\n\r\n", b"GET\r\n\r\n", b"GET /healthz\r\n\r\n", _HEAD + b"content-length: -1\r\n\r\n",
+    b"GET /healthz HTTP/9.9\r\n\r\n", b"GET\r\n\r\n", _HEAD + b"content-length: -1\r\n\r\n",
     _HEAD + b"content-length: x\r\n\r\n", _HEAD + b"content-length: 99999999999999999999999\r\n\r\n",
     _HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}}", _HEAD + b"transfer-encoding: x\r\n\r\n",
     _HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", _CHUNKED + b"zz\r\n{}\r\n",

@@ -48,6 +48,8 @@ class Served:
     ) -> None:  # fmt: skip
         self.bundle, self.assignments, self.folder = str(bundle), assignments, Path(folder)
         self.environment = os.environ | dict(environment or {})
+        if "OMP_NUM_THREADS" not in (environment or {}):  # set for programs beside it; a server decides by itself
+            self.environment.pop("OMP_NUM_THREADS", None)
         self.port, self.pid = free_port(), 0
         self.listening_seconds = self.ready_seconds = float("nan")
         self._process: subprocess.Popen[bytes] | None = None

@@ -1,0 +1,192 @@
+"""Fault 21: a server that is sent what means harm answers 4xx in JSON, soon, grows no memory, and goes on serving.
+
+The requests and their judge stand in benchmarks/hostile*.py; here a real server in a process of its own gets them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NUM_LABELS = 60  # fewer than max_k
+GROWTH = 0.05
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[SimpleNamespace]:
+    """The benchmark programs, imported as when they are started."""
+    sys.path.insert(0, str(BENCHMARKS))
+    names = ("http_load", "hostile_cases", "hostile", "served")
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def bundle(helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    return Path(helper("served_bundle").make_served_bundle(folder, NUM_LABELS))
+
+
+@pytest.fixture(scope="module")
+def served(programs: SimpleNamespace, bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server that gives a body 3 s; away from this project's params.yaml."""
+    folder = tmp_path_factory.mktemp("server")
+    with programs.served.Served(bundle, "serve.timeout_seconds=3", folder=folder) as server:
+        yield server
+
+
+def asked(served: Any) -> list[Any]:
+    """What fair questions are answered: the same before and after."""
+    what = {"queries": ["redcar oldboat", "newhouse bigtree", "🚗"], "k": 100}
+    found = served.ask("/predict", what)["predictions"]
+    assert [len(one["labels"]) for one in found] == [NUM_LABELS] * 3
+    return [[(label["uid"], round(label["score"], 5)) for label in one["labels"]] for one in found]
+
+
+def no_trace(served: Any, quiet: str) -> None:
+    """The log holds no exception, and did not grow with the requests: nobody can fill the disk."""
+    grown = served.log[len(quiet) :]
+    assert "Traceback" not in grown and "Exception" not in grown and " ERROR " not in grown, grown[-3000:]
+    assert len(grown) < 5000, grown[-3000:]
+
+
+def test_hostile_requests_are_refused_one_by_one(programs: SimpleNamespace, served: Any) -> None:
+    """1,500 requests of every kind; what follows them is answered as before."""
+    before, quiet = asked(served), served.log
+    cases = programs.hostile_cases.make_cases(1500, seed=1)
+    judge = programs.http_load.run(programs.hostile.attack(served.port, cases))
+    assert not judge.faults, f"{len(judge.faults)} faults:\n" + "\n".join(judge.faults[:10])
+    assert sum(judge.kinds.values()) == 1500 and len(judge.kinds) >= len(programs.hostile_cases.MIX)
+    refused = sum(count for status, count in judge.statuses.items() if 400 <= status < 500)
+    assert refused > 900 and not any(status >= 500 for status in judge.statuses)
+    assert asked(served) == before
+    no_trace(served, quiet)
+    counted = served.metrics()
+    assert sum(value for name, value in counted.items() if name.startswith("unidec_errors_total")) > 800
+
+
+def test_slow_clients_are_ended_and_disturb_nobody(programs: SimpleNamespace, served: Any) -> None:
+    """Sixty connections that send a byte now and then: each is ended in its time, and others are answered meanwhile."""
+    load, num = programs.http_load, 60
+    begins = [b"POST /predict HTTP/1.1\r\nhost: a\r\n", b"G", load.post("/predict", {"queries": ["x" * 99]})[:-50], b""]
+
+    async def slow(row: int) -> tuple[int, float]:
+        connection = await load.Connection.open(served.port)
+        connection.send(begins[row % 4])
+        loop, begun = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        answer = asyncio.create_task(connection.answer())
+        while not answer.done():
+            await asyncio.wait([answer], timeout=0.5)
+            connection.send(b"a" if row % 4 != 3 else b"")
+        connection.close()
+        return answer.result().status, loop.time() - begun
+
+    async def talk() -> tuple[list[tuple[int, float]], Any]:
+        slow_ones = [asyncio.create_task(slow(row)) for row in range(num)]
+        requests = (load.post("/predict", {"queries": [f"redcar {i}"]}) for i in range(10**6))
+        measured = await load.closed_loop(served.port, requests, 2, seconds=3, pause=0.01)
+        return await asyncio.gather(*slow_ones), measured
+
+    ended, measured = load.run(talk())
+    # a byte that is no header or no JSON may show before the time is up
+    assert {status for status, _ in ended} <= {400, 408, 422, load.CLOSED}
+    assert max(seconds for _, seconds in ended) < 13
+    assert set(measured.statuses) == {200} and measured.statuses[200] > 50
+
+
+def test_a_judge_finds_what_is_wrong(programs: SimpleNamespace) -> None:
+    """Each thing that the fuzz asserts is seen where it is missing."""
+    load, hostile, cases = programs.http_load, programs.hostile, programs.hostile_cases
+    error = dict.fromkeys(hostile.ERROR_KEYS, "x")
+    head = b"HTTP/1.1 422 No\r\ncontent-type: application/json"
+
+    def faults(answer: Any, seconds: float = 0.1, allowed: frozenset = cases.WRONG, labels: int = 0) -> list[str]:
+        judge = hostile.Judge()
+        judge.take(cases.Case("kind", b"data", allowed, labels=labels), [answer], seconds)
+        return judge.faults
+
+    def refused(**changes: Any) -> Any:
+        return load.Answer(422, head, json.dumps({"error": error | changes}).encode())
+
+    assert faults(refused()) == []
+    wrong = [
+        (load.Answer(500, head), "status 500"), (load.Answer(load.CLOSED), "status 0"),
+        (load.Answer(200), "status 200"),
+        (load.Answer(422, b"HTTP/1.1 422 No\r\ncontent-type: text/html", b"<p>"), "no JSON"),
+        (load.Answer(422, head, b'{"detail": []}'), "another shape"), (load.Answer(422, head, b"[]"), "another shape"),
+        (refused(fix=""), "nothing said"), (refused(got=3), "another shape"), (refused(more="x"), "another shape"),
+        (refused(got="x" * 9999), "an error of"), (refused(got="Traceback (most"), "shows the inside"),
+    ]  # fmt: skip
+    for answer, words in wrong:
+        found = faults(answer)
+        assert len(found) == 1 and words in found[0] and "b'data'" in found[0], (answer, found)
+    assert "refused after 1.50 s" in faults(refused(), 1.5)[0]
+    fine = frozenset({200})
+    assert faults(load.Answer(200), 1.5, fine) == [], "what is answered may take as long as the model does"
+    assert faults(load.Answer(200, b"", b'{"predictions": [1, 2]}'), allowed=fine, labels=2) == []
+    for body in (b'{"predictions": [1]}', b"{", b"[]"):
+        assert faults(load.Answer(200, b"", body), allowed=fine, labels=2), body
+
+
+def test_cases_are_the_same_again_and_of_every_kind(programs: SimpleNamespace) -> None:
+    make = programs.hostile_cases.make_cases
+    assert make(300, 5) == make(300, 5) != make(300, 6)
+    kinds = {case.kind for case in make(len(programs.hostile_cases.MIX), 0)}
+    assert len(kinds) >= len(programs.hostile_cases.MIX) - 1, "each maker once (two of them speak of methods)"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_ten_thousand_hostile_requests(programs: SimpleNamespace, bundle: Path, tmp_path: Path) -> None:
+    """No fault, memory grows under 5 %, valid requests beside it have at most twice the 99th percentile.
+
+    Hostile requests come from a process of their own, 100 a second; valid ones, 40 a second, from this one, in turns
+    with and without the others, so that whatever else the machine does falls on both alike.
+    """
+    load = programs.http_load
+    rounds, each, rate = 10, 1000, 100.0
+    with programs.served.Served(bundle, folder=tmp_path) as served:
+        before, quiet = asked(served), served.log
+        texts = load.unique_texts([f"{a} {b} {c}" for a in "abcdefghij" for b in "klmnopqrst" for c in "uvwxyz"])
+        requests = (load.post("/predict", {"queries": [f"redcar oldboat {text}"]}) for text in texts)
+        load.run(load.closed_loop(served.port, requests, 4, count=500))
+        large = iter([load.post("/predict", {"queries": [next(texts) for _ in range(200)]}) for _ in range(20)])
+        assert set(load.run(load.closed_loop(served.port, large, 4)).statuses) == {200}, "what fair use takes at most"
+        start = served.memory()["VmRSS"]
+        alone: list[float] = []
+        beside: list[float] = []
+        faults: list[str] = []
+        for turn in range(rounds):
+            words = [sys.executable, str(BENCHMARKS / "hostile.py"), "--port", str(served.port), "--seed", str(turn)]
+            words += ["--count", str(each), "--rate", str(rate)]
+            calm = load.run(load.open_loop(served.port, requests, 40, each / rate, seed=turn))
+            with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as attack:
+                loud = load.run(load.open_loop(served.port, requests, 40, each / rate, seed=turn))
+                output, _ = attack.communicate(timeout=120)
+            report = json.loads(output.splitlines()[-1])
+            assert report["requests"] == each
+            faults += report["faults"]
+            assert set(calm.statuses) == set(loud.statuses) == {200}
+            alone += calm.latencies_ms
+            beside += loud.latencies_ms
+        grown = served.memory()["VmRSS"] / start - 1
+        p99 = [load.percentiles(values)["p99"] for values in (alone, beside)]
+        print(f"memory {start / MIB:.0f} MiB {grown:+.1%}; p99 alone {p99[0]:.1f} ms, beside {p99[1]:.1f} ms")
+        assert not faults, "\n".join(faults[:10])
+        assert grown < GROWTH
+        assert p99[1] <= 2 * p99[0]
+        assert asked(served) == before
+        no_trace(served, quiet)
