@@ -21,8 +21,7 @@ from flows.runners import Runner
 from flows.shards import add_options, at, merge, on_command_line, write_shards
 from unidec.ops.fetch import fetch_bundle
 from unidec.stages import shards as work
-
-BUNDLES = "data/cache/bundles"
+from unidec.stages.paths import BUNDLES
 
 
 @flow(name="unidec-predict", description=__doc__, persist_result=False)
@@ -35,6 +34,7 @@ def predict(
     shards: int | None = None,
     runner: str | None = None,
     device: str = "cpu",
+    runtime: str = "torch",
 ) -> dict[str, Any]:
     """Predicts every query of a file; killed or cancelled, the same call goes on with the shards that are missing.
 
@@ -47,6 +47,7 @@ def predict(
         shards: how many; default: one for each 65,536 queries.
         runner: processes, threads, dask, ray, dask://host:port or ray://host:port; see docs/shards.md.
         device: "cpu", "cuda" or "auto": where workers run the model.
+        runtime: "torch", "auto", "onnx" or "onnx-int8": what encodes the queries.
 
     Returns:
         {"rows", "shards", "output"}.
@@ -58,8 +59,9 @@ def predict(
     folder = work.shards_folder(output)
     with endings.at_work(), at(folder):
         work.begin_predictions(
-            fetch_bundle(bundle, BUNDLES), input, output, k, column=column, shards=shards, device=device
-        )
+            fetch_bundle(bundle, BUNDLES), input, output, k, column=column, shards=shards, device=device,
+            runtime=runtime,
+        )  # fmt: skip
         write_shards(folder, runner)
         return merge(str(folder))
 
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-k", type=int, default=5, help="labels for each query (default: 5)")
     parser.add_argument("--column", help="of the queries, if not `query` or `text`")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "auto"])
+    parser.add_argument("--runtime", default="torch", choices=["torch", "auto", "onnx", "onnx-int8"])
     add_options(parser)
     told = vars(parser.parse_args(arguments))
     return on_command_line(lambda: predict(**told))

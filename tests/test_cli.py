@@ -222,16 +222,22 @@ def test_predictions_on_a_terminal_are_tables_and_titles_are_no_markup(capsys, m
 def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def predict_resumably(loaded, source, target, k, *, column=None):
-        calls.append((type(loaded), str(source), str(target), k, column))
+    def predict_resumably(loaded, source, target, k, *, column=None, runtime="torch"):
+        calls.append((type(loaded), str(source), str(target), k, column, runtime))
         return 7
 
     module = types.ModuleType("unidec.retrieval.predict_shards")
     module.predict_resumably = predict_resumably  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unidec.retrieval.predict_shards", module)
-    code, out, _ = run("predict", "--input", "in.csv", "--output", "out.parquet", "-k", "3", "--column", "body")
+    words = ["predict", "--input", "in.csv", "--output", "out.parquet"]
+    code, out, _ = run(*words, "-k", "3", "--column", "body")
     assert code == 0
-    assert calls == [(FakeBundle, "in.csv", "out.parquet", 3, "body")]
+    assert run(*words, "--runtime", "onnx")[0] == 0
+    assert calls == [
+        (FakeBundle, "in.csv", "out.parquet", 3, "body", "torch"),
+        (FakeBundle, "in.csv", "out.parquet", 5, None, "onnx"),
+    ]
+    assert run(*words, "--runtime", "gpt")[0] == 2
     assert "queries = 7" in out
 
 

@@ -240,3 +240,25 @@ def test_vectors_of_shards_are_the_vectors(tmp_path, tiny_params, tiny_tokens, t
             assert (tmp_path / "out" / "clf.npy").exists() == (side == "queries")
             if side == "queries":
                 np.testing.assert_array_equal(np.load(tmp_path / "out" / "clf.npy"), clf.astype(dtype))
+
+
+def test_the_runtime_that_was_asked_for_encodes_every_shard(rng, tmp_path, texts, monkeypatch):
+    write_tiny_bundle(tmp_path / "b", rng)
+    source = write_queries(tmp_path / "in.csv", texts)
+    opened = []
+
+    def open_encoder(bundle, runtime, threads=0):
+        opened.append((runtime, threads))
+        return bundle.encoder
+
+    monkeypatch.setattr(predict_shards, "open_encoder", open_encoder)
+    work = begin_predictions(tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=3, runtime="onnx")
+    run(work, [0])
+    assert [runtime for runtime, _ in opened] == ["onnx"] and opened[0][1] > 0  # the threads that the worker has
+    # shards of another runtime are not joined with these: they may round otherwise
+    other = begin_predictions(tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=3)
+    assert len(other.missing()) == 3
+    run(other)
+    assert len(opened) == 1
+    with pytest.raises(DataError, match="unknown runtime"):
+        begin_predictions(tmp_path / "b", source, tmp_path / "out.csv", runtime="gpt")

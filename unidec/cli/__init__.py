@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from unidec import __version__
-from unidec.cli import data, export, lineage, models, predict, serve, servers
+from unidec.cli import data, export, index, lineage, models, predict, serve, servers
 from unidec.cli.options import DEFAULT_PARAMS, AsJson, Assignments, ParamsFile, load
 from unidec.cli.output import show, show_table
 from unidec.config import Params, describe, load_params, parse_overrides, recipe_names, to_yaml
@@ -181,7 +181,7 @@ def plan(
     sys.exit(0 if plan_command(loaded, sizes, free, encoder_config, measure, as_json) else 1)
 
 
-_add_stage("index", "index", "Encode the labels and build the search index: outputs/bundle.", "unidec index")
+index.add_to(app)
 _add_stage(
     "evaluate", "evaluate", "Every metric on the test split; report and plots in outputs/.", "unidec evaluate --json"
 )

@@ -40,7 +40,7 @@ from unidec.retrieval.bundle_folder import (
 from unidec.retrieval.bundle_index import read_index
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, read_neighbours
-from unidec.retrieval.query_encoder import Encoded, ModelEncoder
+from unidec.retrieval.query_encoder import Encoded, ModelEncoder, QueryEncoder
 from unidec.retrieval.space import Space, head_query_vectors, head_scores, pair_scores, query_vectors
 from unidec.retrieval.text_file import text_column
 
@@ -106,6 +106,7 @@ class Bundle:
         info: `bundle.json`.
         uids, titles: Arrow string arrays [L].
         model: the encoder with its heads. index: the label index.
+        encoder: what encodes queries: the model itself, or what was put here (`query_encoder.open_encoder`).
         vectors: the labels' arrays by name, memory-mapped: de, clf [L, D], bias [L]; those that exist.
         neighbours: the training queries that vote; None where none do.
     """
@@ -123,6 +124,7 @@ class Bundle:
         self.path, self.info, self.model, self.index = path, info, model, index
         self.sha256 = folder_sha256(path)
         self.vectors, self.neighbours = dict(vectors), neighbours
+        self.encoder: QueryEncoder = ModelEncoder(model, self.words)
         self.uids, self.titles = (labels.column(name).combine_chunks() for name in ("uid", "title"))
 
     @classmethod
@@ -170,12 +172,12 @@ class Bundle:
         return None if self.neighbours is None else self.neighbours.words
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Queries as the bundle is asked with (`rank`), by the model itself, all at once.
+        """Queries as the bundle is asked with (`rank`), by `encoder`, all at once.
 
         Raises:
             DataError: an item that is not a string of valid Unicode.
         """
-        return ModelEncoder(self.model, self.words).encode(texts)
+        return self.encoder.encode(texts)
 
     def searched(self, de_BD: Floats | None, clf_BD: Floats | None, head: Space = "both") -> Floats:
         """Encoded queries in the searched space, float32 [B, D'].

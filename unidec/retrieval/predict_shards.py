@@ -9,17 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 
 from unidec.data.shards import Work, alone
 from unidec.data.storage import folder_sha256, read_manifest
-from unidec.errors import ArtifactError
+from unidec.errors import ArtifactError, DataError
 from unidec.progress import Progress, progress
 from unidec.retrieval.bundle import PREDICTION_SCHEMA, Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION
 from unidec.retrieval.predict_file import beside, check_request, writer_of
+from unidec.retrieval.query_encoder import Runtime, open_encoder
 from unidec.retrieval.sources import Opened, prepare_texts, read_rows
 from unidec.retrieval.text_file import in_batches
 
@@ -44,6 +45,7 @@ def begin_predictions(
     batch_size: int = BATCH,
     shards: int | None = None,
     device: str = "cpu",
+    runtime: Runtime = "torch",
 ) -> Work:
     """The plan of a prediction; what an earlier run of the same prediction finished is kept.
 
@@ -52,22 +54,25 @@ def begin_predictions(
         input_path, output_path, k, column, batch_size: see `predict_file`.
         shards: how many; None: one for each 65,536 queries, or those that were begun.
         device: where workers run the model.
+        runtime: what encodes the texts, see `query_encoder.open_encoder`; "auto": what is fastest where a worker runs.
 
     Raises:
-        DataError: an unknown format, no such column, a text that cannot be read.
+        DataError: an unknown format or runtime, no such column, a text that cannot be read.
         ArtifactError: the bundle is damaged, or another process writes the plan's folder.
     """
     source, target = Path(os.path.abspath(input_path)), Path(os.path.abspath(output_path))
     writer_of(target)
     check_request(source, target, k)
+    if runtime not in get_args(Runtime):
+        raise DataError("an unknown runtime", where="runtime", got=runtime, expected=" ".join(get_args(Runtime)))
     bundle = Path(os.path.abspath(bundle_path))
     read_manifest(bundle, KIND, VERSION)
     folder = shards_folder(target)
     texts, facts, num_rows = prepare_texts(source, column, folder)
-    facts |= {"bundle": folder_sha256(bundle), "k": k, "batch_size": batch_size}
+    facts |= {"bundle": folder_sha256(bundle), "k": k, "batch_size": batch_size, "runtime": runtime}
     settings = texts | {
         "bundle": str(bundle), "bundle_sha256": facts["bundle"], "k": k, "batch_size": batch_size, "device": device,
-        "out": str(target),
+        "runtime": runtime, "out": str(target),
     }  # fmt: skip
     return Work.begin(
         folder, "predictions", facts, settings, num_rows, shards=shards, rows_a_shard=ROWS_A_SHARD, multiple=batch_size
@@ -89,7 +94,8 @@ def write_prediction_shard(
     """
     told, (first, last) = work.settings, work.rows(number)
     if bundle is None:
-        bundle = _bundle.get((told["bundle"], told["bundle_sha256"], told["device"]), lambda: _load(told))
+        about = (told["bundle"], told["bundle_sha256"], told["device"], told["runtime"])
+        bundle = _bundle.get(about, lambda: _load(told))
     row = first
     with work.write(number) as out, pa.OSFile(str(out.path / "predictions.arrow"), "wb") as file:
         options = pa.ipc.IpcWriteOptions(compression="zstd")  # a query's text is there k times
@@ -134,6 +140,7 @@ def predict_resumably(
     column: str | None = None,
     batch_size: int = BATCH,
     shards: int | None = None,
+    runtime: Runtime = "torch",
 ) -> int:
     """`predict_file` that goes on, after it was killed, with the shards that are missing; in this process.
 
@@ -145,8 +152,11 @@ def predict_resumably(
     """
     with alone(shards_folder(output_path)):
         work = begin_predictions(
-            bundle.path, input_path, output_path, k, column=column, batch_size=batch_size, shards=shards
-        )
+            bundle.path, input_path, output_path, k, column=column, batch_size=batch_size, shards=shards,
+            runtime=runtime,
+        )  # fmt: skip
+        if runtime != "torch":
+            bundle.encoder = open_encoder(bundle, runtime)
         missing = work.missing()
         left = sum(last - first for first, last in map(work.rows, missing))
         bar: Progress[None] = progress(total=left, desc="predict", unit="query")
@@ -167,6 +177,10 @@ def _load(told: Any) -> Bundle:
             expected=told["bundle_sha256"],
             fix="run the same command again: the shards are then made anew",
         )
+    if told["runtime"] != "torch":
+        import torch
+
+        bundle.encoder = open_encoder(bundle, told["runtime"], torch.get_num_threads())  # what the runner gave it
     return bundle
 
 

@@ -1,0 +1,88 @@
+"""`unidec export` and `unidec predict` on a real, untrained bundle: what they write and print, their exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from unidec import cli
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """`run("export", "vectors")` -> exit code, output, errors; in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["unidec", *words])
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+        return int(code or 0), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def bundle(helper, tiny_bert, tmp_path) -> Path:
+    real = helper("retrieval/export/real_model")
+    return real.real_bundle(tmp_path, tiny_bert, kind="bag", trainable_layers=0).path
+
+
+@pytest.mark.parametrize("command", ["vectors", "onnx", "sentence-transformers"])
+def test_every_export_explains_itself_with_an_example(run, command) -> None:
+    code, out, _ = run("export", command, "--help")
+    assert code == 0 and f"unidec export {command}" in out and "--head" in out
+
+
+def test_vectors(run, bundle) -> None:
+    code, out, _ = run("export", "vectors", "--bundle", str(bundle), "--output", "v/labels.parquet", "--json")
+    told = json.loads(out)
+    assert code == 0 and (told["labels"], told["width"], told["head"]) == (6, 48, "both")
+    assert pq.read_table("v/labels.parquet").num_rows == 6
+    words = ["--head", "de", "--dtype", "float16", "--output", "labels.npy"]
+    assert run("export", "vectors", "--bundle", str(bundle), *words)[0] == 0
+    assert np.load("labels.npy", allow_pickle=False).dtype == np.float16
+    assert run("export", "vectors", "--bundle", str(bundle), "--output", "labels.txt")[0] == 3
+    assert run("export", "vectors", "--bundle", "nowhere")[0] == 4
+    code, _, said = run("export", "vectors", "--bundle", "models:/unidec")
+    assert code == 2 and "models:/name@alias" in said
+
+
+def test_sentence_transformers(run, bundle) -> None:
+    code, _, said = run("export", "sentence-transformers", "--bundle", str(bundle))
+    assert code == 2 and "both heads" in said and "--with-code" in said
+    assert not Path("sentence-transformers").exists()
+    assert run("export", "sentence-transformers", "--bundle", str(bundle), "--with-code")[0] == 0
+    assert Path("sentence-transformers/sentence_code.py").is_file()
+    code, out, _ = run("export", "sentence-transformers", "--bundle", str(bundle), "--head", "de", "--output", "stock")
+    assert code == 0 and "needs_code = False" in out and not list(Path("stock").rglob("*.py"))
+
+
+def test_a_registered_bundle_is_fetched(run, bundle, monkeypatch) -> None:
+    asked = []
+
+    def fetch(address, folder):
+        asked.append((address, str(folder)))
+        return bundle
+
+    monkeypatch.setattr("unidec.ops.fetch.fetch_bundle", fetch)
+    assert run("predict", "river engine", "--bundle", "models:/unidec@champion", "-k", "2")[0] == 0
+    assert run("export", "vectors", "--bundle", "models:/unidec/7")[0] == 0
+    assert asked == [("models:/unidec@champion", "runs/bundles"), ("models:/unidec/7", "runs/bundles")]
+
+
+def test_predictions_do_not_depend_on_what_encodes(run, bundle, monkeypatch) -> None:
+    Path("q.csv").write_text("text\nriver engine\nmusic window w3\n")
+    for name, runtime in (("a.jsonl", "torch"), ("b.jsonl", "auto")):
+        words = ["--input", "q.csv", "--output", name, "-k", "3", "--runtime", runtime]
+        assert run("predict", "--bundle", str(bundle), *words)[0] == 0
+    rows = [[json.loads(line) for line in Path(name).read_text().splitlines()] for name in ("a.jsonl", "b.jsonl")]
+    assert [row["label"] for row in rows[0]] == [row["label"] for row in rows[1]] and len(rows[0]) == 6
+    np.testing.assert_allclose([row["score"] for row in rows[0]], [row["score"] for row in rows[1]], rtol=1e-4)
