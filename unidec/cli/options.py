@@ -14,6 +14,7 @@ Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="another value for one parameter; repeatable")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+BundleFolder = Annotated[Path, typer.Option("--bundle", metavar="FOLDER", help="the bundle")]
 BundleAddress = Annotated[
     str, typer.Option("--bundle", metavar="WHERE", help="a folder, models:/name@alias or models:/name/version")
 ]
