@@ -137,12 +137,12 @@ def _wrong(status: int, **error: str) -> JSONResponse:
 
 
 class Server:
-    """The world on a free port of this machine, in a thread."""
+    """An application on a free port of this machine, in a thread."""
 
     def __init__(self, app: Any) -> None:
         import uvicorn
 
-        config = uvicorn.Config(app, port=0, log_config=None, ws="none", lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(app, port=0, log_config=None, ws="none", lifespan="auto", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -356,3 +356,65 @@ def test_everything_that_can_be_used_has_a_name(tab: Any, server: Any) -> None:
         assert seen[role] and all(seen[role]), role
     assert any(re.fullmatch(r"1\. red \w+, score .+: dual encoder .+, classifier .+", name) for name in seen["button"])
     assert "status" in seen and "alert" in seen and "main" in seen and "complementary" in seen
+
+
+@pytest.fixture(scope="module")
+def real(helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The server itself, with a bundle of 400 labels whose training queries vote."""
+    from unidec.ops.serving.app import create_app
+    from unidec.ops.serving.service import Engine, Service
+    from unidec.sections import Serve
+
+    settings = Serve(threads=1, max_k=50)
+    service = Service(settings)
+    made = helper("served_bundle")
+    service.swap(Engine.load(made.make_served_bundle(tmp_path_factory.mktemp("served")), settings))
+    running = helper("ops/serving/page_stub").Server(create_app(service, settings))
+    yield SimpleNamespace(address=running.address, text=made.text, engine=service.current)
+    running.stop()
+
+
+def test_the_page_and_the_server_fit(chromium: Any, real: Any) -> None:
+    chromium.look()
+    chromium.problems.clear()
+    text = real.text(7)
+    chromium.open(real.address)
+    examples = chromium.ask("[...document.querySelectorAll('#start button')].map((one) => one.textContent)")
+    assert len(examples) == 6 and len(set(examples)) == 6
+    chromium.type(f"{text} unknownword")
+    chromium.until(f"{ROWS}.length === 10 && document.querySelector('#status').textContent.includes('unknown')")
+    want = real.engine.bundle.predict([f"{text} unknownword"], 10)[0]
+    assert chromium.ask(TITLES) == want.titles
+    assert chromium.ask(f"{ROWS}.map((row) => row.querySelector('.score').textContent)") == [
+        f"{score:.3f}".replace("-", "−") for score in want.scores
+    ]
+    parts = "[...document.querySelectorAll('#legend li')].map((one) => one.textContent)"
+    assert chromium.ask(parts) == ["dual encoder", "classifier × 0.3", "votes × 0.2"]
+    chromium.press("ArrowDown", "Enter")
+    chromium.until("document.querySelector('#why .near')")
+    near = chromium.ask(
+        "[...document.querySelectorAll('#why .near li span:first-child')].map((one) => one.textContent)"
+    )
+    assert near[0].removesuffix(" ✓") == text and len(near) == 5
+    tokens = chromium.ask(
+        "[...document.querySelectorAll('#why .tokens li')].map((one) => [one.textContent, one.className])"
+    )
+    assert tokens == [*([word, ""] for word in text.split()), ["[UNK]", "unknown"]]
+    sums = chromium.ask("[...document.querySelectorAll('#why tr')].map((row) => row.lastChild.textContent)")
+    adds = [float(cell.replace("−", "-")) for cell in sums[1:]]
+    assert sum(adds[:-1]) == pytest.approx(adds[-1], abs=2e-3)
+    facts = chromium.ask("document.querySelector('#facts').innerText")
+    assert real.engine.identity.sha256[:12] in facts and "60 queries" in facts and "400" in facts
+    # one head alone, a label to choose from, a limit of the server
+    chromium.click("#head label:nth-of-type(3)")
+    chromium.until("document.querySelectorAll('#legend li').length === 1")
+    chromium.click("#allow-search")
+    chromium.type(text.split()[0])
+    chromium.until("document.querySelectorAll('#allow-found [role=option]').length > 3")
+    chromium.press("Enter")
+    chromium.until(f"{ROWS}.length === 1")
+    chromium.ask("document.querySelector('#k').value = 999")
+    chromium.click("#k")
+    chromium.press("ArrowDown")
+    chromium.until("document.querySelector('#k').value === '50' || location.search.includes('k=50')")
+    assert chromium.problems == []
