@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from unidec import __version__
-from unidec.cli import data, export, index, lineage, models, predict, serve, servers
+from unidec.cli import data, export, index, labels, lineage, models, predict, serve, servers
 from unidec.cli.options import DEFAULT_PARAMS, AsJson, Assignments, ParamsFile, load
 from unidec.cli.output import show, show_table
 from unidec.config import Params, describe, load_params, parse_overrides, recipe_names, to_yaml
@@ -185,6 +185,7 @@ index.add_to(app)
 _add_stage(
     "evaluate", "evaluate", "Every metric on the test split; report and plots in outputs/.", "unidec evaluate --json"
 )
+labels.add_to(app)
 lineage.add_to(app)
 models.add_to(app)
 

@@ -42,9 +42,26 @@ def create_app(service: Service, settings: Serve, api_key: str | None = None) ->
     paths = frozenset(getattr(route, "path", "") for route in app.router.routes)
     free = frozenset({"/", "/healthz", "/readyz"}) | PAGE_PATHS
     app.add_middleware(Guard, settings=settings, metrics=service.metrics, api_key=api_key, free=free, routes=paths)
+    if api_key is not None:
+        _ask_for_key(app, free)
     app.add_exception_handler(HTTPException, _not_routed)
     app.add_exception_handler(RequestValidationError, _wrong_parameters)
     return app
+
+
+def _ask_for_key(app: FastAPI, free: frozenset[str]) -> None:
+    """Into the OpenAPI: which routes want the key, and how it is sent."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = plain()
+        schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, methods in schema["paths"].items():
+            for operation in methods.values():
+                operation["security"] = [] if path in free else [{"key": []}]
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -85,14 +102,15 @@ def _add_labels(app: FastAPI, routes: Routes) -> None:
 
 
 def _add_facts(app: FastAPI, routes: Routes) -> None:
-    def add(path: str, endpoint: Any, about: str, model: Any, *statuses: int) -> None:
+    def add(path: str, endpoint: Any, about: str, model: Any, *statuses: int, more: Any = None) -> None:
         app.add_api_route(
             path, endpoint, methods=["GET"], summary=about, operation_id=path.strip("/"), response_class=JsonBytes,
-            responses=_errors(*statuses) | {200: {"model": model}},
+            responses=_errors(*statuses) | {200: {"model": model}} | (more or {}),
         )  # fmt: skip
 
     add("/healthz", routes.alive, "Whether the process answers", schemas.AliveAnswer, 503)
-    add("/readyz", routes.ready, "Whether a model answers, and which", schemas.ReadyAnswer, 503)
+    not_ready = {503: {"model": schemas.NotReadyAnswer, "description": "no model is loaded yet"}}
+    add("/readyz", routes.ready, "Whether a model answers, and which", schemas.ReadyAnswer, more=not_ready)
     add("/version", routes.version, "What answers: hashes, versions, runtime", schemas.VersionAnswer, 401, 503)
     add("/card", routes.card, "The model's card", schemas.CardAnswer, 401, 503)
     text = {"description": "Prometheus' text format", "content": {"text/plain": {"schema": {"type": "string"}}}}

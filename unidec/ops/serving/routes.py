@@ -40,8 +40,8 @@ _JSON = [(b"content-type", b"application/json"), NO_SNIFFING]
 class JsonBytes(Response):
     """JSON that is bytes already; without Starlette's search for what the headers lack."""
 
-    def __init__(self, body: bytes, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        self.status_code, self.body, self.background = status, body, None
+    def __init__(self, body: bytes, status_code: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        self.status_code, self.body, self.background = status_code, body, None
         self.raw_headers = [*_JSON, (b"content-length", b"%d" % len(body)), *headers]
 
 

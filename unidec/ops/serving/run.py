@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from unidec.ops.serving.service import Identity, Service
 
 KEEP_ALIVE_SECONDS = 30  # an idle connection is closed after so long
+HEAD_SECONDS = 10.0  # at most, for a request's head
 BACKLOG = 2048
 SWITCH_SECONDS = 0.001  # Python's threads: the event loop waits no longer than this for the model's
 _NEEDED = ("uvicorn", "prometheus_client", "orjson")
@@ -110,7 +111,10 @@ def _server(service: Service, settings: Serve, api_key: str | None, follower: An
                     signal.signal(number, handler)
 
     service.metrics.registry.register(FollowCollector(follower))
-    limits = ConnectionLimits(body_seconds=settings.timeout_seconds, connections=settings.max_connections)
+    limits = ConnectionLimits(
+        head_seconds=min(HEAD_SECONDS, settings.timeout_seconds), body_seconds=settings.timeout_seconds,
+        connections=settings.max_connections,
+    )  # fmt: skip
     config = uvicorn.Config(
         create_app(service, settings, api_key), http=http_protocol(limits), ws="none", lifespan="on", log_config=None,
         access_log=False, server_header=False, date_header=False, backlog=BACKLOG,

@@ -57,6 +57,19 @@ class RequestModels:
 
 PREDICT_EXAMPLE = {"queries": ["editor for plain text", "a window manager"], "k": 5}
 EXPLAIN_EXAMPLE = {"query": "editor for plain text", "k": 5}
+PREDICT_ANSWER_EXAMPLE: dict[str, Any] = {
+    "model": {"sha256": "a807b287425b62ebdd541a8e83d1d01750084ddb89f0cf09d382cdbf50323ff1", "version": "7"},
+    "predictions": [
+        {
+            "labels": [
+                {"uid": "vim", "title": "vim: editor", "score": 1.87, "de": 0.61, "clf": 0.9, "knn": None},
+                {"uid": "nano", "title": "nano: small editor", "score": 1.52, "de": 0.58, "clf": 0.67, "knn": None},
+            ],
+            "unknown_tokens": 0,
+            "unknown_filters": 0,
+        }
+    ],
+}
 
 
 def request_models(settings: Serve) -> RequestModels:
@@ -196,6 +209,8 @@ class QueryAnswer(_Answer):
 class PredictAnswer(_Answer):
     """One entry for each query, in their order."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [PREDICT_ANSWER_EXAMPLE]})
+
     model: Model
     predictions: list[QueryAnswer]
 
@@ -280,6 +295,10 @@ class ReadyAnswer(_Answer):
     ready: bool
     model: Identity | None
     follow: dict[str, Any] | None
+
+
+class NotReadyAnswer(ErrorAnswer, ReadyAnswer):
+    """No model answers yet, and how its loading goes."""
 
 
 class AliveAnswer(_Answer):
