@@ -30,6 +30,7 @@ def test_what_is_not_given_has_its_default() -> None:
     asked = schemas.check(MODELS.predict, {"queries": ["a"]})
     assert (asked.k, asked.allow, asked.deny, asked.min_score, asked.head) == (5, None, [], None, "both")
     assert schemas.check(schemas.request_models(Serve(max_k=2)).predict, {"queries": ["a"]}).k == 2, "never above max_k"
+    assert schemas.check(MODELS.predict, {"queries": ["a"], "k": 6.0}).k == 6, "an integer, says JSON Schema"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,8 @@ def test_what_is_not_given_has_its_default() -> None:
         ({"k": True}, "k", "an integer"),
         ({"k": "5"}, "k", "an integer"),
         ({"k": 2.5}, "k", "an integer"),
+        ({"k": float("inf")}, "k", "an integer"),
+        ({"k": 1e300}, "k", "at most 7"),
         ({"allow": ["a", 1]}, "allow[1]", "a string"),
         ({"allow": ["a"] * 5}, "allow", "at most 4"),
         ({"deny": ["\udfff"]}, "deny[0]", "no lone surrogates (\\ud800 to \\udfff)"),

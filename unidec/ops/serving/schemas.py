@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from unidec.ops.serving.errors import RequestError, wrong_values
 from unidec.sections import Serve
@@ -19,6 +19,11 @@ from unidec.sections import Serve
 Head = Literal["both", "de", "clf"]
 Uid = Annotated[str, Field(min_length=1)]  # a bound, so that pydantic reads the text: lone surrogates are refused
 DEFAULT_K = 5
+
+
+def _whole(value: Any) -> Any:
+    """To JSON Schema 5.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class _Strict(BaseModel):
@@ -86,7 +91,10 @@ def request_models(settings: Serve) -> RequestModels:
     }
     default_k = min(DEFAULT_K, settings.max_k)
     shared: dict[str, Any] = {
-        "k": (Annotated[int, Field(ge=1, le=settings.max_k, description=about["k"])], default_k),
+        "k": (
+            Annotated[int, Field(ge=1, le=settings.max_k, description=about["k"]), BeforeValidator(_whole)],
+            default_k,
+        ),
         "allow": (Annotated[uids | None, Field(description=about["allow"])], None),
         "deny": (Annotated[uids, Field(description=about["deny"])], Field(default_factory=list)),
         "min_score": (Annotated[float | None, Field(description=about["min_score"])], None),
