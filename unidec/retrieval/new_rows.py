@@ -2,12 +2,12 @@
 
 Legend: S new labels, K labels with trained rows, N nearest of them, D width of a head.
 
-    row(s) = 1/2 h unit(Phi_C(s)) + 1/2 mean of the rows of the N = 3 trained labels nearest to s
+    row(s) = 0.6 h unit(Phi_C(s)) + 0.4 mean of the rows of the N = 3 trained labels nearest to s
 
 with h the mean length of the trained rows, 1 at most. Nearest is the largest cosine of the dual encoder's label
 vectors; without a dual encoder the largest classifier score of the text. The text alone (how a row begins before
 training) finds new labels well but pushes others out: unlike a trained row it has not learnt for which queries it must
-stay away. The neighbours' rows have. Each half alone, other shares and other estimates are measured by
+stay away. The neighbours' rows have. Each part alone, other shares and other estimates are measured by
 benchmarks/zero_shot.py; docs/label-refresh.md has the table.
 """
 
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
 
 NEAREST = 3
-TEXT_SHARE = 0.5
+TEXT_SHARE = 0.6
 _ROWS_AT_ONCE = 1 << 15
 
 

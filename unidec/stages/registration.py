@@ -11,9 +11,10 @@ from unidec.config import Params
 from unidec.data.storage import read_manifest
 from unidec.errors import ConfigError
 from unidec.ops import provenance
-from unidec.ops.registry import checked_sha256, is_registered
+from unidec.ops.registry import checked_sha256, find_version, is_registered
 from unidec.ops.registry import register as register_bundle
 from unidec.ops.tracking import Tracker
+from unidec.ops.tracking_store import open_client, tracking_uri
 from unidec.retrieval.bundle_folder import BundleInfo, read_info
 from unidec.stages import paths
 from unidec.stages.ranking import headline
@@ -27,13 +28,14 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> di
 
     Args:
         params: all parameters.
-        bundle: None: outputs/bundle, in the run that trained it; or a folder of `refresh_labels`, in a run of its own.
+        bundle: None: outputs/bundle, in the run that trained it; or a folder of `refresh_labels` or `change_labels`,
+            in a run of its own.
 
     Returns:
         {"model", "version", "alias", "run": its page's address}.
 
     Raises:
-        ConfigError: a folder that is neither.
+        ConfigError: a folder that is neither, or whose origin is not registered.
     """
     path = paths.BUNDLE if bundle is None else Path(bundle)
     info = read_info(path)
@@ -42,7 +44,7 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> di
     if refreshed is None and path.resolve() != paths.BUNDLE.resolve():
         raise ConfigError(
             "nothing here says how this bundle was trained", where=str(path),
-            expected="outputs/bundle, or a folder of `unidec refresh-labels`",
+            expected="outputs/bundle, or a folder of `unidec refresh-labels` or `unidec labels`",
             fix="register it in the project that made it",
         )  # fmt: skip
     if refreshed is None:
@@ -77,18 +79,42 @@ def _trained(params: Params) -> tuple[Tracker, dict[str, Any], dict[str, str]]:
     return tracker, {"metrics": {"test": headline(metrics.get("test", {}))}}, tags
 
 
+def parent_version(params: Params, sha256: str, where: str) -> str:
+    """The version that a bundle with other labels comes from, by its hash.
+
+    Raises:
+        ConfigError: it is not registered: nobody could say where the model came from.
+    """
+    version = find_version(open_client(tracking_uri()), params.tracking.model_name, sha256)
+    if version is None:
+        raise ConfigError(
+            "the bundle whose labels were changed is not registered: nobody could say where its model came from",
+            where=where, got=f"no version with the hash {sha256[:12]}",
+            expected=f"a version of {params.tracking.model_name}",
+            fix="register that bundle first, or change the labels of models:/NAME@ALIAS",
+        )  # fmt: skip
+    return str(version.version)
+
+
 def _refreshed(
     params: Params, path: Path, info: BundleInfo, refreshed: dict[str, Any], tags: dict[str, str]
 ) -> tuple[Tracker, dict[str, Any], dict[str, str]]:
-    """A run of its own for a bundle whose labels alone are new; the data set is all that is new of DVC's artifacts."""
-    start = {
-        "start.kind": "refresh", "start.model": params.tracking.model_name, "start.version": refreshed["version"],
-        "start.bundle.sha256": refreshed["parent"],
+    """A run of its own for a bundle whose labels alone are new.
+
+    Labels of the data as it is now: the data set is all that is new of DVC's artifacts. Labels by hand
+    (`change_labels`): none of them is.
+    """
+    by_hand = "version" not in refreshed
+    version = parent_version(params, refreshed["parent"], str(path)) if by_hand else refreshed["version"]
+    more = {
+        "start.kind": "refresh", "start.model": params.tracking.model_name, "start.version": version,
+        "start.bundle.sha256": refreshed["parent"], "labels": "by hand" if by_hand else "of the data",
     }  # fmt: skip
-    more = start | provenance.artifact_tags(params.data.path, only=("data/dataset", "data/validation"))
+    if not by_hand:
+        more |= provenance.artifact_tags(params.data.path, only=("data/dataset", "data/validation"))
     counts = {key: refreshed[key] for key in ("added", "removed", "renamed", "kept")}
     tracker = Tracker(params.tracking.experiment)
-    name = f"{info.dataset.get('name')} labels of version {refreshed['version']}"
+    name = f"{info.dataset.get('name')} labels of version {version}{', by hand' if by_hand else ''}"
     dataset = {"name": info.dataset.get("name"), "digest": info.dataset.get("sha256"), "path": str(paths.DATASET)}
     folder = paths.RUNS / f"labels-{checked_sha256(path)[:16]}"
     tracker.start(folder, {}, tags | more, dataset, run_name=name)
@@ -96,5 +122,5 @@ def _refreshed(
     figures = {f"{split}/{key}": value for split, values in info.metrics.items() for key, value in values.items()}
     tracker.log_final(figures | {f"labels/{key}": value for key, value in counts.items()})
     tracker.finish()
-    facts = {"labels of version": refreshed["version"], **counts, "metrics": info.metrics}
+    facts = {"labels of version": version, **counts, "metrics": info.metrics}
     return tracker, facts, more
