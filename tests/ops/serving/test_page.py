@@ -240,7 +240,8 @@ def test_a_wrong_request_says_what_to_do_and_a_busy_server_is_asked_again(tab: A
     tab.press("Escape")
     tab.type("red")
     tab.until("document.querySelector('#alert.wait')")
-    assert "Too many queries wait" in tab.ask("document.querySelector('#alert').innerText")
+    text = tab.ask("document.querySelector('#alert').innerText")
+    assert "Too many queries wait" in text and "Asked again in 1 s" in text and "ask again" not in text
     tab.until(f"{ROWS}.length === 10 && !document.querySelector('#alert').textContent")
 
 

@@ -44,12 +44,12 @@ function refusal(answer, error) {
   if (error?.where) lines.push(`Where: ${error.where}`);
   if (present(error?.got)) lines.push(`Got: ${shown(error.got)}`);
   if (present(error?.expected)) lines.push(`Expected: ${shown(error.expected)}`);
-  if (present(error?.fix)) lines.push(capital(shown(error.fix)));
   if (status === 401) return new Refused(key ? "That API key is not the right one" : "This server asks for an API key", [], "key");
-  if (status === 503 || status === 429) {
+  if (status === 503 || status === 429) { // the fix is to ask again, which this page does
     const retry = Math.min(30, Math.max(1, Number(answer.headers.get("Retry-After")) || 2));
     return new Refused(capital(shown(error?.what ?? "the server is busy")), lines, "wait", retry);
   }
+  if (present(error?.fix)) lines.push(capital(shown(error.fix)));
   const title = error?.what ? capital(shown(error.what)) : `The server answered ${status} ${answer.statusText}`.trim();
   return new Refused(title, lines, "wrong");
 }

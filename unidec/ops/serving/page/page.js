@@ -223,6 +223,7 @@ async function openCard() {
   if (before === card.model.sha256) return;
   same($("facts"), [...(before ? [element("p", {}, "The server has changed to this model since the page was opened.")] : []), ...facts(card)]);
   $("served").textContent = served(card);
+  $("card").hidden = false;
   $("k").max = card.limits.max_k;
   query.maxLength = card.limits.max_query_chars;
   for (const input of $("head").querySelectorAll("input")) input.disabled = input.value !== "both" && !card.heads.includes(input.value);
