@@ -92,11 +92,12 @@ class Asked:
         query: str = "",
         ends: bool = True,
         leaves: asyncio.Event | None = None,
+        reads: asyncio.Event | None = None,
     ) -> Reply:
         """One request; `what`: JSON of its body, or bytes. `ends`: the last chunk says so, else it is waited for.
 
         Args:
-            leaves: the client goes when this is set.
+            leaves: the client goes when this is set. reads: it reads nothing until this is set.
         """
         body = b"" if what is None else what if isinstance(what, bytes) else json.dumps(what).encode()
         pieces = [body] if chunks is None else list(chunks)
@@ -123,6 +124,8 @@ class Asked:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
+            if reads is not None and messages and messages[-1].get("body"):
+                await reads.wait()
             messages.append(message)
 
         await self.app(scope, receive, send)

@@ -131,3 +131,27 @@ def test_a_body_where_none_is_expected_is_read_and_bounded(asgi: Any) -> None:
             assert (await server.ask("/nope", b"x" * 50, method="POST")).status == 404
 
     run(main)
+
+
+def test_answers_that_nobody_reads_are_bounded(asgi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large answer counts until its reader took it; small ones are never held."""
+
+    async def main() -> None:
+        monkeypatch.setattr("unidec.ops.serving.limits.LARGE_ANSWER", 3000)
+        monkeypatch.setattr("unidec.ops.serving.limits.BODIES_HELD", 2)
+        async with asgi.running(asgi.StubEngine(), max_body_bytes=5000) as server:
+            reads = asyncio.Event()
+            unread = [
+                asyncio.ensure_future(server.ask("/predict", {"queries": [text], "k": 50}, reads=reads))
+                for text in "ab"
+            ]
+            await asyncio.sleep(0.05)
+            assert not any(one.done() for one in unread)
+            refused = await server.predict("c", k=50)
+            assert (refused.status, refused.json["error"]["what"]) == (503, "too many answers wait to be read")
+            assert (await server.predict("d", k=2)).status == 200
+            reads.set()
+            assert [len(one.json["predictions"][0]["labels"]) for one in await asyncio.gather(*unread)] == [50, 50]
+            assert (await server.predict("c", k=50)).status == 200, "there is room again"
+
+    run(main)

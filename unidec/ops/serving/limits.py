@@ -28,7 +28,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY = "unidec.body"  # key of the scope under which a route finds the request's body
-BODIES_HELD = 32  # times max_body_bytes: bodies of all requests being answered
+BODIES_HELD = 32  # times max_body_bytes: bodies of all requests being answered, and answers that wait to be read
+LARGE_ANSWER = 65_536  # bytes; what the transport takes without waiting for its reader
 LINGER_SECONDS = 1.0  # a refused body is read on for so long, that its sender sees the answer
 LINGER_BODIES = 32
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
@@ -57,20 +58,14 @@ class Guard:
         self.max_body, self.seconds = settings.max_body_bytes, settings.timeout_seconds
         self.key_digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
         self.key_env = settings.api_key_env
-        self.held = 0  # bytes of bodies of requests that are not answered yet
+        self.held = 0  # bytes of bodies that are being answered, and of answers that are being read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begun, held, status = time.perf_counter(), 0, 0
-
-        async def sent(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        begun = time.perf_counter()
+        exchange = _Exchange(self, send)
         self.metrics.in_flight.inc()
         try:
             headers = dict(scope["headers"])
@@ -79,28 +74,33 @@ class Guard:
             body = b""
             if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
                 body = await self._body(headers, receive)
-            held = len(body)
-            self.held += held
+                exchange.hold(len(body))
             scope[BODY] = body
-            await self.app(scope, receive, sent)
+            del body  # the route takes it out of the scope
+            await self.app(scope, receive, exchange.send)
         except RequestError as error:
             self.metrics.error(error.kind)
-            if not status:
-                await _refuse(error, receive, sent, LINGER_BODIES * self.max_body)
+            if not exchange.status:
+                await _refuse(error, receive, exchange.send_at_once, LINGER_BODIES * self.max_body)
         except ClientGone:
             self.metrics.error("client_gone")
-            status = 499  # as nginx counts it; nobody reads it
+            exchange.status = 499  # as nginx counts it; nobody reads it
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
             self.metrics.error("internal")
-            if status:
+            if exchange.status:
                 raise  # the answer is half sent: the connection must end
             fix = "ask whoever runs this server: its log says more"
-            await _refuse(RequestError(500, "internal", "the server failed", fix=fix), receive, sent, 0)
+            failed = RequestError(500, "internal", "the server failed", fix=fix)
+            await _refuse(failed, receive, exchange.send_at_once, 0)
         finally:
-            self.held -= held
+            exchange.hold(0)
             self.metrics.in_flight.dec()
-            self.metrics.request(self._route(scope["path"]), status, time.perf_counter() - begun)
+            self.metrics.request(self._route(scope["path"]), exchange.status, time.perf_counter() - begun)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes more may be held; one request's always may."""
+        return not self.held or self.held + num_bytes <= BODIES_HELD * self.max_body
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         """In constant time: how long it takes says nothing about the key."""
@@ -133,11 +133,8 @@ class Guard:
                     num += len(chunk)
                     if num > self.max_body:
                         raise self._too_large(f"more than {self.max_body} bytes")
-                    if self.held + num > BODIES_HELD * self.max_body:
-                        fix = "try again, with smaller requests"
-                        raise RequestError(
-                            503, "overload", "too many bytes of requests at once", fix=fix, retry_after=1, close=True
-                        )
+                    if not self.has_room(num):
+                        raise _too_many_bytes("too many bytes of requests at once", close=True)
                     if not message.get("more_body", False):
                         return b"".join([*chunks, chunk]) if chunks else chunk
                     chunks.append(chunk)
@@ -157,6 +154,56 @@ class Guard:
         if path in self.routes:
             return path
         return next((route for route in ("/labels/", "/page/") if path.startswith(route)), "other")
+
+
+class _Exchange:
+    """One answer on its way: its status, and the bytes that are held for it."""
+
+    def __init__(self, guard: Guard, send: Send) -> None:
+        self.guard, self._send = guard, send
+        self.status, self.held = 0, 0
+        self.start: Message | None = None
+
+    def hold(self, num_bytes: int) -> None:
+        """From now on so many bytes are held, instead of those before."""
+        self.guard.held += num_bytes - self.held
+        self.held = num_bytes
+
+    async def send_at_once(self, message: Message) -> None:
+        """To the server, as it is."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+    async def send(self, message: Message) -> None:
+        """The head goes with the body; a large answer is held until its reader took most of it.
+
+        Raises:
+            RequestError: too much is held already; nothing was sent.
+        """
+        if message["type"] == "http.response.start":
+            self.start = message
+            return
+        body = message.get("body", b"")
+        self.hold(0)
+        is_large = len(body) > LARGE_ANSWER
+        if is_large and not self.guard.has_room(len(body)):
+            raise _too_many_bytes("too many answers wait to be read", close=False)
+        if self.start is not None:
+            start, self.start = self.start, None
+            await self.send_at_once(start)
+        if not is_large:
+            await self._send(message)
+            return
+        self.hold(len(body))
+        await self._send({**message, "more_body": True})
+        if not message.get("more_body", False):
+            await self._send({"type": "http.response.body", "body": b""})  # waits for the reader
+
+
+def _too_many_bytes(what: str, close: bool) -> RequestError:
+    fix = "try again after Retry-After seconds, with smaller requests"
+    return RequestError(503, "overload", what, fix=fix, retry_after=1, close=close)
 
 
 async def _refuse(error: RequestError, receive: Receive, send: Send, linger_bytes: int) -> None:

@@ -152,7 +152,7 @@ class Routes:
                 415, "content_type", "the body is not declared as JSON", where="header Content-Type",
                 got=kind.decode("latin-1"), expected="application/json", fix='send "Content-Type: application/json"',
             )  # fmt: skip
-        return schemas.check(model, schemas.read_json(request.scope[BODY]))
+        return schemas.check(model, schemas.read_json(request.scope.pop(BODY)))
 
     def _count(self, query: Asked, answers: list[Answer]) -> None:
         figures = self.figures

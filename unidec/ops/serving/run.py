@@ -117,7 +117,7 @@ def _server(service: Service, settings: Serve, api_key: str | None, follower: An
     )  # fmt: skip
     config = uvicorn.Config(
         create_app(service, settings, api_key), http=http_protocol(limits), ws="none", lifespan="on", log_config=None,
-        access_log=False, server_header=False, date_header=False, backlog=BACKLOG,
+        access_log=False, proxy_headers=False, server_header=False, date_header=False, backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=int(settings.timeout_seconds) + 5,
     )  # fmt: skip
     return Server(config)
