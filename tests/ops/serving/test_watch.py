@@ -88,6 +88,35 @@ def test_a_damaged_file_is_refused(shop, tmp_path, helper):
     assert "damaged" in _answer(child, {"do": "fetch", "version": "1", "max_bytes": 1 << 20})["refused"]
 
 
+def test_a_link_in_a_stored_bundle_is_not_followed(shop, tmp_path, helper):
+    helper("ops/stored_versions").store_version(shop.client, "link", shop.root / "link", "one")
+    (shop.root / "link" / "artifacts" / "bundle" / "more.json").symlink_to("/etc/hostname")
+    child = _Asked(shop.uri, str(tmp_path), "link", "champion", None)
+    assert "more.json" in _answer(child, {"do": "fetch", "version": "1", "max_bytes": 1 << 20})["refused"]
+    assert not list(tmp_path.rglob("more.json"))
+
+
+def test_a_version_whose_files_are_gone_is_refused_and_a_registry_that_is_gone_is_away(shop, tmp_path, helper):
+    helper("ops/stored_versions").store_version(shop.client, "gone", shop.root / "gone", "one")
+    (shop.root / "gone" / "artifacts").rename(shop.root / "gone" / "elsewhere")
+    child = _Asked(shop.uri, str(tmp_path), "gone", "champion", None)
+    request = {"do": "fetch", "version": "1", "max_bytes": 1 << 20}
+    assert set(_answer(child, dict(request))) == {"refused"}
+
+    def lost(*args: Any) -> Any:
+        raise OSError("connection refused")
+
+    child.fetch = child.look = lost  # type: ignore[method-assign]
+    assert set(_answer(child, dict(request))) == set(_answer(child, {"do": "look"})) == {"away"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit of the system")
+def test_a_file_that_gets_too_long_is_cut_off(tmp_path):
+    with module._bounded_files(1000), pytest.raises(OSError, match="too large"), (tmp_path / "a").open("wb") as file:
+        file.write(b"x" * 2000)
+    (tmp_path / "b").write_bytes(b"x" * 2000)
+
+
 def test_a_registry_that_lists_files_without_end_is_refused(monkeypatch):
     endless = SimpleNamespace(
         list_artifacts=lambda path: [SimpleNamespace(is_dir=True, path=f"{path}/x", file_size=None)]

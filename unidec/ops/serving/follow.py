@@ -7,9 +7,11 @@ is a swap in memory. What happened is in `Follower.state`, the log and the metri
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
+import math
 import random
 import threading
 import time
@@ -34,6 +36,7 @@ from unidec.sections import Serve
 AWAY_SECONDS = 120.0  # at most between two looks at a registry that is away
 AGAIN_SECONDS, AGAIN_AT_MOST = 60.0, 3600.0  # before a refused version is tried again; doubled each time
 IDLE_SECONDS = 120.0  # pauses so long are not worth a process that waits
+SWEEP_SECONDS = 0.5  # between two looks whether a dropped engine is still in use
 KEEP_FREE = 256 << 20  # bytes of memory that loading leaves
 _STOP_SECONDS = 5.0
 _SHOWN = 600  # characters of a reason
@@ -115,6 +118,7 @@ class Follower:
         self._thread = threading.Thread(target=self._run, daemon=True, name="unidec-follow")
         self._fetched: set[Path] = set()  # copies that are ours to remove
         self._served: list[Path] = []  # the last two
+        self._dropped: list[tuple[weakref.ref[Engine], float]] = []  # engines on their way out, and since when
         self._wanted: Found | None = None
         self._refused: _Refusal | None = None
         self._problem: str | None = None
@@ -195,7 +199,12 @@ class Follower:
         pause = self._pause()
         if pause is None or pause > IDLE_SECONDS:
             self._close()
-        self._wake.wait(pause)
+        end = math.inf if pause is None else time.monotonic() + pause
+        while (left := end - time.monotonic()) > 0:
+            seconds = min(left, SWEEP_SECONDS) if self._dropped else left
+            if self._wake.wait(None if seconds == math.inf else seconds):
+                break
+            self._sweep()
         self._wake.clear()
 
     def _pause(self) -> float | None:
@@ -360,13 +369,17 @@ class Follower:
         if self._find() != found or self._ended.is_set():  # moved on meanwhile: the next look sees to it
             self._wake.set()
             return
-        going = [weakref.ref(one) for one in (self.service.current, self.service.previous) if one is not None]
+        before = [self.service.current, self.service.previous]
         self.service.swap(engine)
+        now = (self.service.current, self.service.previous)
+        self._drop(*(one for one in before if one is not None and one not in now))
         self.counts["swaps"] += 1
         self._swapped(began)
         log.info("%s serves, %.1f s after it was seen", _name(engine.identity), time.monotonic() - began)
-        del engine
-        self._clear(going)
+
+    def _drop(self, *engines: Engine) -> None:
+        """Remembers, without holding them, engines that nobody is answered by from now on."""
+        self._dropped += [(weakref.ref(engine), time.monotonic()) for engine in engines]
 
     def _swapped(self, began: float) -> None:
         self._refused, self._last_swap = None, round(time.monotonic() - began, 3)
@@ -421,10 +434,12 @@ class Follower:
         """Lets go of the version before where the memory is too small for three."""
         if self.service.previous is None or size + KEEP_FREE <= available_bytes():
             return
-        going = weakref.ref(self.service.previous)
         log.warning("little memory: %s is not kept any longer", _name(self._identities()[1]))
+        self._drop(self.service.previous)
         self.service.drop_previous()
-        self._clear([going])
+        end = time.monotonic() + self.settings.timeout_seconds + 2
+        while self._dropped and time.monotonic() < end and not self._ended.wait(SWEEP_SECONDS / 10):
+            self._sweep()
 
     def _refuse(self, found: Found, error: Exception) -> None:
         before = self._refused
@@ -435,16 +450,21 @@ class Follower:
         stays = _name(self._identities()[0])
         log.warning("version %s is refused, %s goes on serving: %s", found.version, stays, why[:_SHOWN])
 
-    def _clear(self, going: list[weakref.ref[Engine]]) -> None:
-        """Once nobody answers with a dropped engine any more: its memory and its copy on disk."""
-        kept = (self.service.current, self.service.previous)
-        dropped = [one for one in going if one() is not None and one() not in kept]
-        del kept
-        end = time.monotonic() + self.settings.timeout_seconds + 1
-        while any(one() is not None for one in dropped) and time.monotonic() < end and not self._ended.wait(0.05):
-            pass
-        if dropped:
+    def _sweep(self) -> None:
+        """Gives back what dropped engines leave, once nobody answers with them any more: memory, and copies on disk."""
+        late = time.monotonic() - self.settings.timeout_seconds - 1
+        held = [(one, at) for one, at in self._dropped if one() is not None]
+        if any(at < late for _, at in held):
+            gc.collect()  # every request of its time has ended: what holds it is a circle
+            for one, at in held:
+                if at < late and one() is not None:
+                    log.warning("a bundle that is not used any more is still held: its memory is not freed")
+            held = [(one, at) for one, at in held if at >= late]
+        if len(held) < len(self._dropped):
             give_back()
+        self._dropped = held
+        if held:
+            return
         for folder in self._fetched - set(self._served):
             try:
                 remove_folder(folder)

@@ -16,6 +16,7 @@ import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ FETCH_SECONDS = 3600.0
 _MAX_FILES = 10_000  # of a stored version; the code that MLflow stores with it has some hundred
 _NICE = 10
 _MESSAGE = 2000
+_SLACK = 64 << 20  # bytes
 
 
 class RegistryAway(UnidecError):
@@ -163,7 +165,6 @@ class _Asked:
     def fetch(self, version: str, max_bytes: int) -> dict[str, Any]:
         from unidec.ops.registry import tracking_to
 
-        _bound_files(max_bytes)
         before = {path.name for path in self.folder.glob("*")} if self.folder.is_dir() else set()
         address = f"models:/{self.name}/{version}"
         with tracking_to(self.uri):
@@ -173,7 +174,8 @@ class _Asked:
                 f"version {version} of {self.name} is too large for the memory that is left", where=self.uri,
                 got=f"{stored / 1e6:,.0f} MB", expected=f"at most {max_bytes / 1e6:,.0f} MB",
             )  # fmt: skip
-        folder = fetch_bundle(address, self.folder, uri=self.uri)
+        with _bounded_files(max(stored + _SLACK, 4 * _SLACK)):
+            folder = fetch_bundle(address, self.folder, uri=self.uri)
         return {"folder": str(folder.resolve()), "fetched": folder.name not in before}
 
 
@@ -199,26 +201,41 @@ def stored_bytes(address: str, enough: int) -> int:
     return total
 
 
-def _bound_files(max_bytes: int) -> None:
-    """No file that this process writes gets larger, whatever a store that lies about sizes sends."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
+@contextlib.contextmanager
+def _bounded_files(most: int) -> Iterator[None]:
+    """No file that this process writes inside gets larger, whatever a store that lies about sizes sends."""
+    try:
         import resource
-
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        most = max(max_bytes, 1 << 30)  # the tracking store's own database is a file too
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most if hard < 0 else min(most, hard), hard))
+    except ImportError:  # Windows
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fits = hard < 0 or most < hard
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most if fits else hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def _answer(asked: _Asked, request: dict[str, Any]) -> dict[str, Any]:
     from mlflow.exceptions import MlflowException
 
     try:
-        do = request.pop("do")
-        return asked.look() if do == "look" else asked.fetch(**request)
+        if request["do"] == "look":
+            return asked.look()
+        return asked.fetch(request["version"], request["max_bytes"])
     except (ArtifactError, ConfigError) as error:
         return {"refused": str(error)[:_MESSAGE]}
     except (MlflowException, OSError) as error:
-        return {"away": f"{type(error).__name__}: {error}"[:_MESSAGE]}
+        said = f"{type(error).__name__}: {error}"[:_MESSAGE]
+        if request["do"] == "look":
+            return {"away": said}
+        try:  # is it the registry, or this version?
+            asked.look()
+        except (MlflowException, OSError):
+            return {"away": said}
+        return {"refused": said}
 
 
 def main() -> None:
