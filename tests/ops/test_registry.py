@@ -20,7 +20,7 @@ import urllib.request
 import pytest
 
 from unidec.data.storage import folder_sha256, write_folder
-from unidec.errors import ArtifactError, ConfigError
+from unidec.errors import ArtifactError
 from unidec.ops import registry
 from unidec.ops.tracking import Tracker
 from unidec.ops.tracking_store import open_client, prepare_store
@@ -47,19 +47,22 @@ def run_id(uri, tmp_path) -> str:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """A bundle class that ranks labels by nothing but their order."""
+    """What answers, ranking labels by nothing but their order."""
 
-    class Bundle:
+    class TableAnswerer:
         @classmethod
-        def load(cls, path, verify=True):
+        def open(cls, path, runtime, threads):
             import pathlib
 
             bundle = cls()
             bundle.labels = json.loads((pathlib.Path(path) / "labels.json").read_text())
+            bundle.opened = (runtime, threads)
             return bundle
 
-        def predict_frame(self, frame, k=5):
+        def predict(self, frame, k=5, **filters):
             import pandas as pd
+
+            asked.append((self.opened, filters))
 
             rows = [
                 (query, rank + 1, label, label.title(), 1.0 / (rank + 1))
@@ -68,9 +71,11 @@ def stand_in(monkeypatch):
             ]
             return pd.DataFrame(rows, columns=["query", "rank", "label", "title", "score"])
 
-    module = types.ModuleType("unidec.retrieval.bundle")
-    module.Bundle = Bundle
-    monkeypatch.setitem(sys.modules, "unidec.retrieval.bundle", module)
+    asked = []
+    module = types.ModuleType("unidec.retrieval.answer_table")
+    module.TableAnswerer = TableAnswerer
+    monkeypatch.setitem(sys.modules, "unidec.retrieval.answer_table", module)
+    return asked
 
 
 @pytest.fixture
@@ -108,8 +113,19 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
         found = model.predict(pd.DataFrame({"query": ["an editor", "x"]}), params={"k": 3})
         assert list(found["label"]) == ["vim", "nano", "emacs"] * 2 and list(found["rank"]) == [1, 2, 3] * 2
         assert len(model.predict(pd.DataFrame({"query": ["an editor"]}))) == 4  # the default k is above the labels
-        with pytest.raises(ConfigError, match="k is out of range"):
-            model.predict(pd.DataFrame({"query": ["x"]}), params={"k": 0})
+        told = {"allow": ["vim"], "deny": ["ed", "nano"], "min_score": 1, "head": "de"}
+        stand_in.clear()
+        model.predict(pd.DataFrame({"query": ["x"]}), params=told)
+        model.predict(pd.DataFrame({"query": ["x"]}))
+        plain = {"allow": [], "deny": [], "head": "both"}
+        assert stand_in == [(("auto", 0), told), (("auto", 0), plain)]
+        other = mlflow.pyfunc.load_model("models:/one@challenger", model_config={"runtime": "torch", "threads": 1})
+        other.predict(pd.DataFrame({"query": ["x"]}))
+        assert stand_in[-1] == (("torch", 1), plain)
+        for k in (0, 101):
+            with pytest.raises(mlflow.MlflowException, match="k is out of range") as error:
+                model.predict(pd.DataFrame({"query": ["x"]}), params={"k": k})
+            assert error.value.get_http_status_code() == 400
         with pytest.raises(mlflow.MlflowException, match="query"):
             model.predict(pd.DataFrame({"text": ["x"]}))
     files = {str(file.relative_to(stored)) for file in (tmp_path / "stored").rglob("*") if file.is_file()}
@@ -235,9 +251,38 @@ def real_bundle(folder, titles=("a text editor", "an image editor", "a music pla
 LOAD = """
 import json, mlflow, pandas as pd
 model = mlflow.pyfunc.load_model("models:/real@challenger")
-print(json.dumps(model.predict(pd.DataFrame({"query": ["a text editor"]}), params={"k": 3}).to_dict("records")))
+frame = pd.DataFrame({"query": ["a text editor"]})
+told = {"k": 3, "deny": ["text-editor"], "min_score": -1.0, "head": "de"}
+for params in ({"k": 3}, told, {"allow": ["music-player", "nobody"]}):
+    print(json.dumps(model.predict(frame, params=params).to_dict("records")))
 import unidec; print(unidec.__file__)
 """
+
+
+def serve(folder, environment, port: int) -> subprocess.Popen:
+    """`mlflow models serve` of what is registered, in a process group of its own."""
+    words = ["models", "serve", "-m", "models:/real@challenger", "--env-manager", "local", "--port", str(port)]
+    with (folder / "serve.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mlflow", *words],
+            cwd=folder,
+            env=environment | {"PATH": f"{os.path.dirname(sys.executable)}:{environment.get('PATH', '')}"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def invoke(port: int, params: dict) -> tuple[int, dict]:
+    """Status and JSON of a request to MLflow's server."""
+    body = json.dumps({"dataframe_records": [{"query": "a text editor"}], "params": params}).encode()
+    url = f"http://127.0.0.1:{port}/invocations"
+    request = urllib.request.Request(url, body, headers={"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
 
 
 @pytest.mark.slow
@@ -254,36 +299,30 @@ def test_a_real_model_loads_elsewhere_and_is_served(uri, run_id, tmp_path, path_
         timeout=120,
         check=True,
     )
-    rows, package = done.stdout.strip().splitlines()[-2:]
-    local = json.loads(rows)
+    *rows, package = done.stdout.strip().splitlines()[-4:]
+    local, filtered, allowed = map(json.loads, rows)
     assert [row["rank"] for row in local] == [1, 2, 3] and local[0]["label"] == "text-editor"
+    assert len(filtered) == 3 and "text-editor" not in [row["label"] for row in filtered]
+    assert [row["label"] for row in allowed] == ["music-player"]
     assert "/code/unidec/" in package  # what was logged, not what is installed here
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["models", "serve", "-m", "models:/real@challenger", "--env-manager", "local", "--port", str(port)]
-    with (tmp_path / "serve.log").open("wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", *words],
-            cwd=tmp_path,
-            env=environment | {"PATH": f"{os.path.dirname(sys.executable)}:{environment.get('PATH', '')}"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    body = json.dumps({"dataframe_records": [{"query": "a text editor"}], "params": {"k": 3}}).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/invocations", body, headers={"Content-Type": "application/json"}
-    )
+    server = serve(tmp_path, environment, port)
     try:
         for _ in range(240):
             assert server.poll() is None, (tmp_path / "serve.log").read_text()
-            with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(request, timeout=20) as answer:
-                served = json.load(answer)["predictions"]
+            with contextlib.suppress(urllib.error.URLError):
+                assert invoke(port, {"k": 3}) == (200, {"predictions": local})
                 break
             time.sleep(0.5)
-        assert served == local
+        told = {"k": 3, "deny": ["text-editor"], "min_score": -1.0, "head": "de"}
+        assert invoke(port, told) == (200, {"predictions": filtered})
+        assert invoke(port, {"allow": ["music-player", "nobody"]}) == (200, {"predictions": allowed})
+        for wrong, words in (({"k": 0}, "k is out of range"), ({"head": "tail"}, "head"), ({"deny": "x"}, "deny")):
+            status, said = invoke(port, wrong)
+            assert status == 400 and words in said["message"], said
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait(10)

@@ -1,6 +1,6 @@
 """A bundle as an MLflow model, from code: MLflow copies and runs this file; nothing is pickled.
 
-Input: a table with a text column `query`. Parameter `k`: labels a query. Output: rows query, rank (from 1), label,
+Input: a table with a text column `query`. Parameters: `registry.signature`. Output: rows query, rank (from 1), label,
 title, score. Nothing else in the library imports this module.
 """
 
@@ -8,34 +8,47 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlflow.exceptions import MlflowException
 from mlflow.models import set_model
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.pyfunc import PythonModel
 
 MAX_K = 100
 
 
 class _Calls:
-    """MLflow's calls, passed on to `unidec.retrieval.bundle.Bundle`."""
+    """MLflow's calls, passed on to `unidec.retrieval.answer_table.TableAnswerer`."""
 
     def load_context(self, context: Any) -> None:
-        """Opens the bundle; its hashes are checked before anything in it is parsed."""
-        from unidec.retrieval.bundle import Bundle
+        """Opens the bundle; its hashes are checked before anything in it is parsed.
 
-        self._bundle = Bundle.load(context.artifacts["bundle"])
+        `load_model(..., model_config={"runtime": "torch", "threads": 2})` chooses what encodes the queries; by default
+        it is the fastest that keeps quality.
+        """
+        from unidec.retrieval.answer_table import TableAnswerer
+
+        told = context.model_config or {}
+        runtime, threads = told.get("runtime", "auto"), int(told.get("threads", 0))
+        self._answers = TableAnswerer.open(context.artifacts["bundle"], runtime, threads)
 
     # without type hints, and inherited below: MLflow would make a schema of them, beside the signature it is given
     def predict(self, context, model_input, params=None):
         """The `k` best labels of each query, best first.
 
         Raises:
-            ConfigError: `k` is out of range.
+            MlflowException: a parameter out of range, or a query that is no text; a server answers 400.
         """
-        from unidec.errors import ConfigError
+        from unidec.errors import ConfigError, DataError
 
-        k = int((params or {}).get("k", 5))
-        if not 1 <= k <= MAX_K:
-            raise ConfigError("k is out of range", where="params.k", got=k, expected=f"1 to {MAX_K}")
-        return self._bundle.predict_frame(model_input, k=k)
+        told = {name: value for name, value in (params or {}).items() if value is not None}
+        told |= {name: [str(uid) for uid in told[name]] for name in ("allow", "deny") if name in told}
+        try:
+            told["k"] = k = int(told.get("k", 5))
+            if not 1 <= k <= MAX_K:
+                raise ConfigError("k is out of range", where="params.k", got=k, expected=f"1 to {MAX_K}")
+            return self._answers.predict(model_input, **told)
+        except (ConfigError, DataError) as error:
+            raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from error
 
 
 class BundleModel(_Calls, PythonModel):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HASH_TAG = "bundle.sha256"
 _SERVING = (  # what a loaded bundle needs of our dependencies; versions come from the distribution's own metadata
     "torch", "transformers", "safetensors", "numpy", "scipy", "pandas", "pyarrow", "pydantic", "pyyaml", "tqdm",
-    "mlflow", "faiss-cpu",
+    "mlflow", "faiss-cpu", "onnx", "onnxruntime",
 )  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -137,15 +137,25 @@ def model_card(card: Mapping[str, Any] | str | None, sha256: str) -> str:
 
 
 def signature() -> ModelSignature:
-    """Input `query`, parameter `k`, output rows."""
+    """Input `query`, parameters of `answer.Request`, output rows.
+
+    MLflow's lists have no "not given": an empty `allow` is none.
+    """
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
 
     columns = [("string", "query"), ("long", "rank"), ("string", "label"), ("string", "title"), ("double", "score")]
+    params = [
+        ParamSpec("k", "long", 5),
+        ParamSpec("allow", "string", [], (-1,)),
+        ParamSpec("deny", "string", [], (-1,)),
+        ParamSpec("min_score", "double", None),
+        ParamSpec("head", "string", "both"),
+    ]
     return ModelSignature(
         inputs=Schema([ColSpec("string", "query")]),
         outputs=Schema([ColSpec(kind, name) for kind, name in columns]),
-        params=ParamSchema([ParamSpec("k", "long", 5)]),
+        params=ParamSchema(params),
     )
 
 
@@ -183,6 +193,7 @@ def _log_model(client: MlflowClient, bundle_path: Path, run_id: str | None, tags
             code_paths=[str(package)],
             signature=signature(),
             input_example=(pd.DataFrame({"query": ["an editor for plain text"]}), {"k": 5}),
+            model_config={"runtime": "auto", "threads": 0},
             pip_requirements=serving_requirements(),
             metadata={HASH_TAG: tags[HASH_TAG]},
             tags=dict(tags),

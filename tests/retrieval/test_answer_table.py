@@ -1,0 +1,78 @@
+"""Tables of queries to tables of answers, against a loop over single requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from tiny_bundle import UIDS, write_tiny_bundle
+
+from unidec.errors import ArtifactError, DataError
+from unidec.retrieval import answer_table
+from unidec.retrieval.answer import Request
+from unidec.retrieval.answer_table import TableAnswerer
+from unidec.retrieval.bundle import Bundle
+
+TEXTS = ["red car", "old blue boat", "xyz", "big green house", "red car"]
+
+
+@pytest.fixture(autouse=True)
+def _stub(stub_model):
+    """Every bundle here is of the stub model."""
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"k": 3},
+        {"k": 4, "deny": ["L0", "L3", "none"]},
+        {"k": 4, "allow": ["L2", "L7", "L11"], "min_score": 0.2},
+        {"k": 12, "head": "clf", "min_score": 1e9},
+        {"k": 2, "head": "de"},
+    ],
+)
+def test_a_row_for_each_label_of_each_query(rng, tmp_path, monkeypatch, told) -> None:
+    monkeypatch.setattr(answer_table, "BATCH", 2)
+    write_tiny_bundle(tmp_path / "b", rng)
+    answers = TableAnswerer.open(tmp_path / "b", "torch")
+    got = answers.predict(pd.DataFrame({"id": range(5), "query": TEXTS}), **told)
+    rows = []
+    for text in TEXTS:
+        options = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+        [one] = answers.answerer.answer([Request(text, **options)])
+        rows += [
+            (text, rank + 1, *row) for rank, row in enumerate(zip(one.labels, one.titles, one.scores, strict=True))
+        ]
+    assert list(got.columns) == ["query", "rank", "label", "title", "score"]
+    assert got["rank"].dtype == np.int64 and got["score"].dtype == np.float64
+    expected = pd.DataFrame(rows, columns=got.columns)
+    assert len(got) == len(expected) and got["label"].tolist() == expected["label"].tolist()
+    assert got[["query", "rank", "title"]].values.tolist() == expected[["query", "rank", "title"]].values.tolist()
+    np.testing.assert_allclose(got["score"], expected["score"].astype(float), rtol=1e-5)
+    if "allow" in told:
+        assert set(got["label"]) <= set(told["allow"])
+
+
+def test_it_is_the_bundles_own_table(rng, tmp_path) -> None:
+    write_tiny_bundle(tmp_path / "b", rng, vote="softmax")
+    frame = pd.DataFrame({"text": TEXTS})
+    got, expected = TableAnswerer.open(tmp_path / "b").predict(frame), Bundle.load(tmp_path / "b").predict_frame(frame)
+    columns = ["query", "rank", "label", "title"]
+    assert got[columns].values.tolist() == expected[columns].values.tolist() and len(got) == 25
+    np.testing.assert_allclose(got["score"], expected["score"], rtol=1e-5)
+    assert len(TableAnswerer.open(tmp_path / "b").predict(frame, allow=[], k=12)) == 5 * len(UIDS)  # empty: all
+
+
+def test_no_queries_and_what_is_no_query(rng, tmp_path) -> None:
+    write_tiny_bundle(tmp_path / "b", rng)
+    answers = TableAnswerer.open(tmp_path / "b")
+    empty = answers.predict(pd.DataFrame({"query": []}))
+    assert len(empty) == 0 and empty["rank"].dtype == np.int64
+    with pytest.raises(DataError, match="query 1"):
+        answers.predict(pd.DataFrame({"query": ["a", None]}))
+    with pytest.raises(DataError, match="column"):
+        answers.predict(pd.DataFrame({"question": ["a"]}))
+    with pytest.raises(DataError, match="head"):
+        answers.predict(pd.DataFrame({"query": ["a"]}), head="tail")
+    with pytest.raises(ArtifactError):
+        TableAnswerer.open(tmp_path / "nowhere")

@@ -1,0 +1,83 @@
+"""A table of queries to a table of answers: what MLflow's pyfunc flavour takes and gives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from unidec.retrieval.answer import Answerer, Request
+from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.query_encoder import Runtime, open_encoder
+from unidec.retrieval.space import Space
+from unidec.retrieval.text_file import text_column
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BATCH = 256  # queries answered at once
+
+
+class TableAnswerer:
+    """Answers tables of queries. Safe from several threads at once.
+
+    Args:
+        answerer: what answers.
+    """
+
+    def __init__(self, answerer: Answerer) -> None:
+        self.answerer = answerer
+
+    @classmethod
+    def open(cls, bundle: str | os.PathLike[str], runtime: Runtime = "auto", threads: int = 0) -> TableAnswerer:
+        """Opens a bundle's folder; every file's hash is checked first.
+
+        Args:
+            runtime, threads: see `open_encoder`.
+
+        Raises:
+            ArtifactError: the bundle is missing or damaged.
+        """
+        loaded = Bundle.load(bundle)
+        return cls(Answerer(loaded, open_encoder(loaded, runtime, threads)))
+
+    def predict(
+        self,
+        frame: Any,
+        k: int = 5,
+        *,
+        allow: Sequence[str] = (),
+        deny: Sequence[str] = (),
+        min_score: float | None = None,
+        head: Space = "both",
+    ) -> pd.DataFrame:
+        """The best labels of each query: columns query, rank (int64, from 1), label, title, score (float64); queries in
+        order, best label first.
+
+        Args:
+            frame: DataFrame with a text column `query` or `text`.
+            k, min_score, head: see `answer.Request`.
+            allow: uids of the only labels to choose from; empty: all. deny: uids of labels to leave out.
+
+        Raises:
+            DataError: no such column, or a request that cannot be answered; it names the query by its place.
+        """
+        import pandas as pd
+
+        texts = frame[text_column(list(getattr(frame, "columns", [])), None, "the table")].tolist()
+        chosen = tuple(allow) or None
+        requests = [Request(text, k, chosen, tuple(deny), min_score, head) for text in texts]
+        for place, request in enumerate(requests):
+            self.answerer.check(request, f"query {place}")
+        starts = range(0, len(requests), BATCH)
+        found = list(chain.from_iterable(self.answerer.answer(requests[at : at + BATCH]) for at in starts))
+        counts = [len(prediction.labels) for prediction in found]
+        columns = {
+            "query": pd.Series([t for t, count in zip(texts, counts, strict=True) for _ in range(count)], dtype=object),
+            "rank": pd.Series([rank for count in counts for rank in range(1, count + 1)], dtype="int64"),
+            "label": pd.Series([uid for prediction in found for uid in prediction.labels], dtype=object),
+            "title": pd.Series([title for prediction in found for title in prediction.titles], dtype=object),
+            "score": pd.Series([score for prediction in found for score in prediction.scores], dtype="float64"),
+        }
+        return pd.DataFrame(columns)
