@@ -25,14 +25,20 @@ ERROR_KEYS = ["expected", "fix", "got", "what", "where"]
 INSIDE = (b"Traceback", b"site-packages", b"/unidec/", b'File \\"')
 MAX_ERROR_BYTES = 4096
 SOON_SECONDS = 1.0
+TRIALS = 3
 WAIT_SECONDS = 15.0  # for those that send slowly: until the server ends it
 
 
 @dataclass
 class Judge:
-    """Checks every answer; `faults` says what was wrong, with the case's kind and the beginning of what was sent."""
+    """Checks every answer; `faults` says what was wrong, with the case's kind and the beginning of what was sent.
+
+    What was refused late is in `late`: it may have stood behind others, or the machine is busy. `attack` asks it again
+    alone, and it is a fault where it is late again and again.
+    """
 
     faults: list[str] = field(default_factory=list)
+    late: list[Case] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     slowest: dict[str, float] = field(default_factory=dict)
@@ -42,13 +48,13 @@ class Judge:
         self.statuses.update(answer.status for answer in answers)
         if not case.slow:
             self.slowest[case.kind] = max(self.slowest.get(case.kind, 0.0), seconds)
-        for fault in self._faults(case, answers, seconds):
-            self.faults.append(f"{case.kind}: {fault}; sent {case.data[:300]!r}")
-
-    def _faults(self, case: Case, answers: list[Answer], seconds: float) -> Iterable[str]:
         refused = any(400 <= answer.status < 500 for answer in answers)
         if refused and seconds > SOON_SECONDS and not case.slow:
-            yield f"refused after {seconds:.2f} s"
+            self.late.append(case)
+        for fault in self._faults(case, answers):
+            self.faults.append(f"{case.kind}: {fault}; sent {case.data[:300]!r}")
+
+    def _faults(self, case: Case, answers: list[Answer]) -> Iterable[str]:
         for answer in answers:
             if answer.status not in case.allowed:
                 yield f"status {answer.status}, right were {sorted(case.allowed)}; got {answer.body[:300]!r}"
@@ -88,6 +94,7 @@ class Judge:
     def facts(self) -> dict[str, Any]:
         return {
             "requests": sum(self.kinds.values()), "faults": self.faults[:20], "num_faults": len(self.faults),
+            "late": Counter(case.kind for case in self.late),
             "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
             "kinds": dict(sorted(self.kinds.items())),
             "slowest_ms": {kind: round(1000 * s, 1) for kind, s in sorted(self.slowest.items())},
@@ -141,7 +148,23 @@ async def attack(port: int, cases: list[Case], *, clients: int = 4, rate: float 
     await asyncio.gather(*(client() for _ in range(clients)))
     while waiting:
         await asyncio.gather(*waiting)
+    for case in judge.late:
+        if (seconds := await _soonest(port, case)) > SOON_SECONDS:
+            judge.faults.append(f"{case.kind}: refused after {seconds:.2f} s, time and again; sent {case.data[:300]!r}")
     return judge
+
+
+async def _soonest(port: int, case: Case) -> float:
+    """Seconds until a refusal, the least of some trials, each alone on a connection of its own."""
+    found = []
+    for _ in range(TRIALS):
+        connection = await Connection.open(port)
+        connection.bodyless = case.head
+        begun = time.perf_counter()
+        await asyncio.wait_for(connection.ask(case.data), WAIT_SECONDS)
+        found.append(time.perf_counter() - begun)
+        connection.close()
+    return min(found)
 
 
 def main() -> int:

@@ -137,6 +137,7 @@ def _large(what: str) -> bytes:
         "many rows": lambda: _json({"queries": ["x"] * 100_000}),
         "long query": lambda: _json({"queries": ["x " * 400_000]}),
         "many labels": lambda: _json({"queries": ["x"], "deny": ["L1"] * 100_000}),
+        "many objects": lambda: b'{"queries": [' + b",".join([b'{"a":1}'] * 120_000) + b"]}",
         "many keys": lambda: _json({"queries": ["x"]} | {f"k{i}": i for i in range(60_000)}),
         "long spaces": lambda: b" " * 900_000 + VALID_BODY[:-1],
     }
@@ -151,8 +152,8 @@ def too_large(rng: np.random.Generator) -> Case:
 
 def nearly_too_large(rng: np.random.Generator) -> Case:
     """Within the body's bound, beyond the others."""
-    return _wrong("beyond a bound", _large(_pick(rng, ["many rows", "long query", "many labels", "many keys",
-                                                        "long spaces"])), rng)  # fmt: skip
+    names = ["many rows", "long query", "many labels", "many keys", "many objects", "long spaces"]
+    return _wrong("beyond a bound", _large(_pick(rng, names)), rng)
 
 
 def bounds(rng: np.random.Generator) -> Case:
