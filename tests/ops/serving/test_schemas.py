@@ -119,10 +119,14 @@ def test_broken_json_is_named_with_its_place(body: bytes, where: str, got: str) 
 def test_a_number_of_a_million_digits_and_a_million_keys_cost_little() -> None:
     began = time.perf_counter()
     keys = ",".join(f'"{i}":0' for i in range(80_000))
-    for body in (b"1" * 10**6, b"-1e" + b"9" * 10**6, f'{{{keys},"79999":1}}'.encode()):
+    objects = ",".join(['{"a":1}'] * 120_000)
+    for body in (b"1" * 10**6, b"-1e" + b"9" * 10**6, f"{{{keys}}}".encode(), f'{{"queries":[{objects}]}}'.encode()):
         with pytest.raises(RequestError):
             schemas.check(MODELS.predict, schemas.read_json(body))
     assert time.perf_counter() - began < 5
+    with pytest.raises(RequestError) as caught:
+        schemas.read_json(f"{{{keys}}}".encode())
+    assert caught.value.parts["got"] == "more objects or keys than any request has"
 
 
 @settings(max_examples=60, deadline=None)

@@ -19,6 +19,7 @@ from unidec.sections import Serve
 Head = Literal["both", "de", "clf"]
 Uid = Annotated[str, Field(min_length=1)]  # a bound, so that pydantic reads the text: lone surrogates are refused
 DEFAULT_K = 5
+MAX_KEYS, MAX_OBJECTS = 50, 100  # of one object; in a body, whose right form is one object of few keys
 
 
 def _whole(value: Any) -> Any:
@@ -117,10 +118,20 @@ def read_json(body: bytes) -> Any:
     """A request's JSON.
 
     Raises:
-        RequestError: 400: not UTF-8, not JSON, NaN or Infinity, a key that stands twice, too deep.
+        RequestError: 400: not UTF-8, not JSON, NaN or Infinity, a key that stands twice, too deep, or more objects or
+            keys than any request has (checking each of 60,000 would hold up all others).
     """
+    num_objects = 0
+
+    def one(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal num_objects
+        num_objects += 1
+        if num_objects > MAX_OBJECTS or len(pairs) > MAX_KEYS:
+            raise ValueError("more objects or keys than any request has")
+        return _once(pairs)
+
     try:
-        return json.loads(body.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
+        return json.loads(body.decode("utf-8"), object_pairs_hook=one, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise _broken("the body is not UTF-8", f"byte {error.start}", "", "UTF-8") from error
     except json.JSONDecodeError as error:
