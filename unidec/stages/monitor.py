@@ -13,7 +13,6 @@ import scipy.sparse as sp
 from unidec.config import Params
 from unidec.data.profile import TextMeter, Vocabulary, share, spaced
 from unidec.data.storage import file_sha256
-from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError, DataError
 from unidec.evaluation.drift import SCORE_QUANTILES, Noise, compare_served
 from unidec.evaluation.drift_checks import Check, compare_answers, compare_quality, compare_texts, order
@@ -22,7 +21,6 @@ from unidec.evaluation.metrics import evaluate, per_query
 from unidec.ops.fetch import fetch_bundle
 from unidec.ops.tracking import Tracker
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.space import query_vectors
 from unidec.retrieval.window import Window, read_window
 from unidec.stages import paths
 from unidec.stages.change import TOKENIZER, write_report
@@ -101,15 +99,11 @@ def monitor(
 
 def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Vectors in the searched space float32 [n, D'], and the best label's score float32 [n]."""
-    info, vectors, scores = bundle.info, [], []
+    vectors, scores = [], []
     for start in range(0, len(texts), BATCH):
-        tokens = encode_texts(texts[start : start + BATCH], bundle.model.tokenizer_folder, bundle.model.max_length)
-        rows = np.arange(len(tokens))
-        de_BD, clf_BD = bundle.model.encode_queries(tokens, rows, batch_size=256)
-        has_bias, voters = "bias" in info.vectors, bundle.neighbours
-        words_BF = voters.words.vectors(*tokens.ragged(rows)) if voters and voters.words else None
-        vectors.append(query_vectors(de_BD, clf_BD, info.space, info.clf_weight, info.clf_normalize, has_bias))
-        scores.append(bundle.rank(de_BD, clf_BD, 1, words_BF=words_BF).scores[:, 0])
+        asked = bundle.encode(texts[start : start + BATCH])
+        vectors.append(bundle.searched(asked.de_BD, asked.clf_BD))
+        scores.append(bundle.rank(asked.de_BD, asked.clf_BD, 1, words_BF=asked.words_BF).scores[:, 0])
     return np.concatenate(vectors), np.concatenate(scores)
 
 

@@ -15,6 +15,7 @@ import torch
 from unidec.config import Params
 from unidec.data.dataset import Split, XMCDataset
 from unidec.data.propensity import Propensity, load_propensity
+from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth
 from unidec.model.frozen import cached_inputs
 from unidec.model.search import exact_search
@@ -171,25 +172,37 @@ def pair_keys(pairs: sp.csr_matrix) -> np.ndarray:
 
 
 def training_neighbours(
-    model: UniDEC, dataset: XMCDataset, precision: str, vote: Vote | None = None, by: NeighboursBy = "model"
+    model: UniDEC,
+    dataset: XMCDataset,
+    precision: str,
+    vote: Vote | None = None,
+    by: NeighboursBy = "model",
+    tokens: Tokens | None = None,
 ) -> Neighbours:
     """The training split's queries as neighbours, compared in the dual encoder's space (the classifier's where it is
     alone), or by their words.
 
     Queries of other splits never vote, nor do filtered pairs.
+
+    Args:
+        tokens: of the training split's queries alone, in their order; None: data/tokens, and data/cache.
     """
-    rows, tokens = dataset.rows("train"), paths.open_tokens("queries")
+    rows, build = dataset.rows("train"), None
+    places = rows if tokens is None else np.arange(len(rows))
+    amp = autocast_type(precision, model.device)
+    if tokens is None:
+        tokens = paths.open_tokens("queries")
+        if by == "model":
+            build = cached_inputs(model.encoder, {"queries": tokens}, paths.CACHE, model.device, amp)
     labels = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
     texts = (dataset.query_uids(rows), dataset.query_texts(rows), vote or VOTE[by])
     if by == "words":
-        flat, offsets = tokens.ragged(rows)
+        flat, offsets = tokens.ragged(places)
         space = WordSpace.fit(model.tokenizer_folder, flat, offsets)
         return Neighbours(space.vectors(flat, offsets), labels, *texts, space)
     head: Literal["de", "clf"] = "clf" if model.heads == "clf" else "de"
-    amp = autocast_type(precision, model.device)
-    build = cached_inputs(model.encoder, {"queries": tokens}, paths.CACHE, model.device, amp)
     with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
-        de, clf = model.vectors("queries", tokens, rows, build, desc="training queries", only=head)
+        de, clf = model.vectors("queries", tokens, places, build, desc="training queries", only=head)
     vectors = de if head == "de" else clf
     assert vectors is not None
     return Neighbours(vectors, labels, *texts)

@@ -22,12 +22,12 @@ from unidec.ops.tracking_store import open_client, tracking_uri
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.relabel import LabelChange, with_labels
-from unidec.retrieval.words import WordSpace
 from unidec.stages import paths
-from unidec.stages.ranking import QUERIES_AT_ONCE, K, headline, pair_keys
+from unidec.stages.ranking import K, NeighboursBy, headline, pair_keys, training_neighbours
 from unidec.training.precision import choose_device
 
 _NEW_AT = (10, 100)
+_TEXTS_AT_ONCE = 256  # they are encoded in one go
 
 
 def refresh_labels(params: Params, version: str | int = "champion") -> dict[str, Any]:
@@ -57,7 +57,7 @@ def refresh_labels(params: Params, version: str | int = "champion") -> dict[str,
     said: dict[str, Any] = {"changed": False, "bundle": None, "parent": str(parent.version)}
     if same_data or not (change or bundle.neighbours is not None):
         return said | {"reason": f"version {parent.version} has {'this data set' if same_data else 'these labels'}"}
-    counts = {name: len(getattr(change, name)) for name in ("added", "removed", "renamed")} | {"kept": change.kept}
+    counts = change.counts
     facts: dict[str, Any] = {
         "neighbours": _voters(bundle, dataset), "dataset": {"name": dataset.name, "sha256": dataset.sha256},
         "card": bundle.info.card | {"refreshed": {"parent": bundle.sha256, "version": str(parent.version), **counts}},
@@ -74,23 +74,13 @@ def refresh_labels(params: Params, version: str | int = "champion") -> dict[str,
 
 def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
     """Today's training queries, compared as in the bundle, where any vote there."""
-    rows = dataset.rows("train")
-    if bundle.neighbours is None or bundle.info.knn is None or not len(rows):
+    rows, knn = dataset.rows("train"), bundle.info.knn
+    if bundle.neighbours is None or knn is None or not len(rows):
         return None
-    model, knn = bundle.model, bundle.info.knn
-    tokens = encode_texts(
-        dataset.query_texts(rows, cast(Text, bundle.info.text)), model.tokenizer_folder, model.max_length
-    )
-    space, vectors = None, None
-    if bundle.neighbours.words is not None:
-        flat, offsets = tokens.ragged(np.arange(len(rows)))
-        space = WordSpace.fit(model.tokenizer_folder, flat, offsets)
-        vectors = space.vectors(flat, offsets)
-    else:
-        de, clf = model.vectors("queries", tokens, desc="training queries", only=knn.space)
-        vectors = de if knn.space == "de" else clf
-    labels = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
-    return Neighbours(vectors, labels, dataset.query_uids(rows), dataset.query_texts(rows), knn.vote, space)
+    texts = dataset.query_texts(rows, cast(Text, bundle.info.text))
+    tokens = encode_texts(texts, bundle.model.tokenizer_folder, bundle.model.max_length)
+    by: NeighboursBy = "model" if bundle.words is None else "words"
+    return training_neighbours(bundle.model, dataset, "fp32", knn.vote, by, tokens)
 
 
 def _measured(bundle: Bundle, dataset: XMCDataset, change: LabelChange, params: Params) -> dict[str, dict[str, float]]:
@@ -125,13 +115,9 @@ def _measured(bundle: Bundle, dataset: XMCDataset, change: LabelChange, params: 
 
 def _answers(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray, filters: sp.csr_matrix) -> np.ndarray:
     """The first `K` labels of each query without filtered pairs, int64 [n, K], -1 where there are none."""
-    model, parts = bundle.model, []
-    words = bundle.neighbours.words if bundle.neighbours is not None else None
-    for begin in range(0, len(rows), QUERIES_AT_ONCE):
-        some = slice(begin, begin + QUERIES_AT_ONCE)
-        texts = dataset.query_texts(rows[some], cast(Text, bundle.info.text))
-        tokens = encode_texts(texts, model.tokenizer_folder, model.max_length)
-        spoken = None if words is None else words.vectors(*tokens.ragged(np.arange(len(texts))))
-        de, clf = model.encode_queries(tokens)
-        parts.append(bundle.rank(de, clf, K, pair_keys(filters[some]), spoken).rows)
+    parts = []
+    for begin in range(0, len(rows), _TEXTS_AT_ONCE):
+        some = slice(begin, begin + _TEXTS_AT_ONCE)
+        asked = bundle.encode(dataset.query_texts(rows[some], cast(Text, bundle.info.text)))
+        parts.append(bundle.rank(asked.de_BD, asked.clf_BD, K, pair_keys(filters[some]), asked.words_BF).rows)
     return np.concatenate(parts)
