@@ -4,6 +4,7 @@ benchmarks/results/shards.json.
     python benchmarks/shards.py                        # 10^5 and 10^6 queries; some minutes on two cores, 1 GB of disk
     python benchmarks/shards.py --rows 1e4             # a quick look
     python benchmarks/shards.py --rows 1e5 --how resumable,processes:2     # adds to what was measured
+    python benchmarks/shards.py --how resumable:auto                       # `unidec predict --runtime auto`
 
 The bundle is UniDEC with a bag of tokens of all-MiniLM-L6-v2's vocabulary and the first 1,000 labels of data/dataset,
 untrained (rates do not depend on that), heads 64 wide, an exact index: small, so that what is measured is the way of
@@ -87,12 +88,13 @@ def one_piece(place: Path, rows: str) -> None:
     predict_file(Bundle.load(place / "bundle"), place / f"{rows}.parquet", place / f"{rows}-whole.parquet", K)
 
 
-def resumable(place: Path, rows: str) -> None:
+def resumable(place: Path, rows: str, runtime: str = "torch") -> None:
     """`predict_resumably`."""
     from unidec.retrieval.bundle import Bundle
     from unidec.retrieval.predict_shards import predict_resumably
 
-    predict_resumably(Bundle.load(place / "bundle"), place / f"{rows}.parquet", place / "out.parquet", K)
+    bundle, told = Bundle.load(place / "bundle"), {"runtime": runtime}
+    predict_resumably(bundle, place / f"{rows}.parquet", place / "out.parquet", K, **told)  # type: ignore[arg-type]
 
 
 def flow(place: Path, rows: str, runner: str) -> None:
@@ -110,6 +112,8 @@ def measured(place: str, rows: str, what: str) -> None:
     begun = time.monotonic()
     if what in parts:
         parts[what](Path(place), rows)
+    elif what.startswith("resumable:"):
+        resumable(Path(place), rows, what.partition(":")[2])
     else:
         flow(Path(place), rows, what)
     seconds = time.monotonic() - begun
@@ -131,7 +135,7 @@ def measure(place: Path, rows: int, what: str) -> dict[str, Any]:
         out.unlink()
     facts |= {"rows": rows, "what": what, "rows_a_second": rows / facts["seconds"]}
     facts["output_bytes"] = whole.stat().st_size if whole.is_file() else None
-    child = "" if what in ("one piece", "resumable") else f"{facts['largest_child_mib']:9.0f}"
+    child = "" if what.split(":")[0] in ("one piece", "resumable") else f"{facts['largest_child_mib']:9.0f}"
     print(f"{rows:>9,} {what:14} {facts['seconds']:8.1f} s {facts['rows_a_second']:9,.0f} queries/s "
           f"{facts['peak_mib']:7.0f} MiB {child}", flush=True)  # fmt: skip
     return facts

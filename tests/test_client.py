@@ -251,3 +251,73 @@ def test_the_standard_library_is_enough() -> None:
     program = f"import runpy, sys; runpy.run_path({module.__file__!r}); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True)
     assert "'http.client'" in done.stdout and "numpy" not in done.stdout and "'unidec" not in done.stdout
+
+
+# -- the real server -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bundle(helper, tmp_path_factory):
+    return helper("served_bundle").make_served_bundle(tmp_path_factory.mktemp("served"), num_labels=120)
+
+
+@pytest.fixture
+def served(bundle):
+    """Address of the application over a real bundle, on loopback, with an API key; and the engine within."""
+    uvicorn = pytest.importorskip("uvicorn")
+    from unidec.ops.serving.app import create_app
+    from unidec.ops.serving.service import Engine, Service
+    from unidec.sections import Serve
+
+    settings = Serve(max_queries=8, runtime="torch")
+    service = Service(settings)
+    app = create_app(service, settings, api_key="sesame")
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on", ws="none"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        engine = Engine.load(bundle, settings)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", lambda: service.swap(engine), engine
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_the_real_server(served) -> None:
+    url, make_ready, engine = served
+    with Client(url, api_key="sesame", retries=0) as client:
+        while True:  # it comes up, and has no model yet
+            try:
+                client.predict(["a"])
+            except Unavailable as error:
+                if error.status == 503:
+                    break
+        assert client.ready() is False
+        make_ready()
+        client.wait_until_ready(20)
+        bundle = engine.bundle
+        texts = [bundle.titles[row].as_py() for row in range(5)]
+        for answer, expected in zip(client.predict(texts, k=4), bundle.predict(texts, k=4), strict=True):
+            assert [label.uid for label in answer.labels] == expected.labels
+            assert [label.score for label in answer.labels] == pytest.approx(expected.scores, rel=1e-4)
+            assert [label.knn for label in answer.labels] == pytest.approx(expected.knn_scores, abs=1e-4)
+            assert answer.model["sha256"] == bundle.sha256
+        one = client.predict_one(texts[0], k=3, allow=["L7", "L9", "nobody"], deny=["L9"], head="de")
+        assert [label.uid for label in one.labels] == ["L7"] and one.unknown_filters == 1
+        assert client.predict_one(texts[0], min_score=1e6).labels == []
+        assert client.explain(texts[0], k=2)["labels"][0]["uid"] == "L0"
+        assert client.label("L3") == client.label("L3") and client.label("L3")["title"] == bundle.titles[3].as_py()
+        assert client.label("nobody/at all") is None
+        assert [label["uid"] for label in client.labels("L11", limit=2)] == ["L11", "L110"]
+        assert client.version()["model"]["sha256"] == bundle.sha256
+        for call in (
+            lambda: client.predict(["a"] * 9), lambda: client.predict(["a"], k=101),
+            lambda: client.predict(["a"], head="tail"), lambda: client.predict(["\ud800"]),
+        ):  # fmt: skip
+            with pytest.raises(ServerError, match="fix") as error:
+                call()
+            assert 400 <= error.value.status < 500 and error.value.what
+    with Client(url, retries=0) as stranger:
+        with pytest.raises(ServerError, match="401"):
+            stranger.predict(["a"])
+        assert stranger.ready() is True  # health needs no key
