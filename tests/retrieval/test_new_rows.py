@@ -10,7 +10,9 @@ from unidec.retrieval.new_rows import estimated_rows
 from unidec.retrieval.space import unit_rows
 
 
-def by_hand(vectors: dict[str, np.ndarray], trained: list[int], clf: np.ndarray, de: np.ndarray | None) -> np.ndarray:
+def by_hand(
+    vectors: dict[str, np.ndarray], trained: list[int], clf: np.ndarray, de: np.ndarray | None, cosine: bool = False
+) -> np.ndarray:
     """Row by row, in Python."""
     length = min(1.0, float(np.mean([np.linalg.norm(vectors["clf"][label]) for label in trained])))
     rows = []
@@ -21,7 +23,8 @@ def by_hand(vectors: dict[str, np.ndarray], trained: list[int], clf: np.ndarray,
             return float(vectors["clf"][label] @ text if de is None else vectors["de"][label] @ de[s])
 
         near = sorted(trained, key=lambda label: (-score(label), label))[:3]
-        rows.append(0.6 * length * text + 0.4 * np.mean([vectors["clf"][label] for label in near], axis=0))
+        row = 0.6 * length * text + 0.4 * np.mean([vectors["clf"][label] for label in near], axis=0)
+        rows.append(row + 3 * np.mean([vectors["clf"][label] for label in trained], axis=0) * cosine)
     return np.array(rows)
 
 
@@ -34,19 +37,22 @@ def arrays(rng: np.random.Generator, num: int, scale: float = 1.0) -> dict[str, 
     return {name: array.astype(np.float32) for name, array in made.items()}
 
 
+@pytest.mark.parametrize("cosine", [False, True])
 @pytest.mark.parametrize("block", [1, 4, 1 << 15])
 @pytest.mark.parametrize("with_de", [True, False])
 @pytest.mark.parametrize(("num", "scale"), [(40, 1.0), (40, 0.1), (2, 1.0), (1, 1.0)])
 def test_the_text_and_what_is_near(
-    num: int, scale: float, with_de: bool, block: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    num: int, scale: float, with_de: bool, block: int, cosine: bool, rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(new_rows, "_ROWS_AT_ONCE", block)
     vectors = arrays(rng, num, scale)
     trained = np.flatnonzero(rng.random(num) < 0.7) if num > 2 else np.arange(num)
     clf, de = rng.normal(size=(9, 6)).astype(np.float32), unit_rows(rng.normal(size=(9, 6)))
     clf[3] = 0  # a text without a known word
-    found, bias = estimated_rows(vectors, trained, clf, de if with_de else None)
-    np.testing.assert_allclose(found, by_hand(vectors, trained.tolist(), clf, de if with_de else None), atol=1e-5)
+    de = de if with_de else None
+    found, bias = estimated_rows(vectors, trained, clf, de, cosine)
+    np.testing.assert_allclose(found, by_hand(vectors, trained.tolist(), clf, de, cosine), atol=1e-5)
     assert found.dtype == np.float32 and bias == pytest.approx(vectors["bias"][trained].mean(), abs=1e-6)
 
 

@@ -130,7 +130,9 @@ def test_every_row_is_its_labels(
             elif name == "bias":
                 assert own == pytest.approx(before.vectors["bias"].mean(), abs=1e-6)
             else:
-                wanted = estimated_rows(before.vectors, np.arange(before.num_labels), clf, de)[0]
+                wanted = estimated_rows(
+                    before.vectors, np.arange(before.num_labels), clf, de, before.info.clf_normalize
+                )[0]
                 np.testing.assert_allclose(own, wanted[0], atol=1e-5)
     # the model is the old one's, on the disk too; it has no classifier rows of its own
     assert after.model.table is None and after.model.bias is None and after.model.num_labels == len(new)

@@ -146,7 +146,9 @@ def _arrays(bundle: Bundle, change: LabelChange, batch_size: int) -> tuple[dict[
         own = estimated_L[change.encoded_S]  # the others keep their trained rows, whatever their text
         at = change.encoded_S[own]
         trained = np.flatnonzero(~before_K[:-1])
-        rows_SD, bias = estimated_rows(vectors, trained, clf_SD[own], None if de_SD is None else de_SD[own])
+        rows_SD, bias = estimated_rows(
+            vectors, trained, clf_SD[own], None if de_SD is None else de_SD[own], bundle.info.clf_normalize
+        )
         found["clf"] = _Gathered(vectors["clf"], source_L, at, rows_SD)
         if "bias" in vectors:
             found["bias"] = _Gathered(vectors["bias"], source_L, at, np.full(len(at), bias, dtype=np.float32))
