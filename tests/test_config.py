@@ -143,6 +143,7 @@ CONFLICTING = [
     ("index.space", {"model.heads": "de", "index.space": "clf"}),
     ("index.space", {"model.heads": "de"}),
     ("index.space", {"model.heads": "clf", "index.space": "de"}),
+    ("index.ivf_probes", {"index.ivf_lists": 4, "index.ivf_probes": 5}),
     ("encoder.trainable_layers", {"encoder.kind": "bag", "encoder.trainable_layers": 2}),
     ("encoder.pooling", {"encoder.kind": "bag", "encoder.pooling": "cls"}),
     ("encoder.bag_dropout", {"encoder.kind": "transformer", "encoder.bag_dropout": 0.1}),

@@ -52,6 +52,12 @@ CONFLICTS = (
         "set index.space to the same value as model.heads",
     ),
     Conflict(
+        ("index.ivf_probes", "index.ivf_lists"),
+        lambda p: 0 < p.index.ivf_lists < p.index.ivf_probes,
+        "a search cannot look into more lists than there are",
+        "set index.ivf_probes to at most index.ivf_lists",
+    ),
+    Conflict(
         ("encoder.trainable_layers", "encoder.kind"),
         lambda p: p.encoder.kind == "bag" and p.encoder.trainable_layers != 0,
         "a bag of tokens has no transformer layers to train",

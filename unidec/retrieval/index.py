@@ -6,6 +6,7 @@ vectors are new; nodes: vectors in a graph, those of labels that left among them
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 import threading
@@ -18,7 +19,9 @@ import numpy.typing as npt
 
 from unidec.errors import ArtifactError
 from unidec.model.search import exact_search
+from unidec.retrieval.coarse import CoarseSearch, centroids_of
 from unidec.retrieval.faiss_file import check_index_file, max_file_size
+from unidec.retrieval.faiss_library import faiss_module, faiss_threads
 from unidec.retrieval.index_kinds import (
     COMPRESSED,
     GRAPHS,
@@ -28,8 +31,6 @@ from unidec.retrieval.index_kinds import (
     Kind,
     build_index,
     changed_codes,
-    faiss_module,
-    faiss_threads,
     padded,
     searcher,
 )
@@ -89,6 +90,7 @@ class LabelIndex:
         self.vectors = vectors if kind in COMPRESSED else None
         self._stored, self._data = index, data
         self._index = searcher(index, kind)
+        self._coarse = CoarseSearch(centroids_of(index)) if kind in LISTS else None
         self._num_labels = int(index.ntotal if nodes is None else (nodes >= 0).sum())
         self._dim = int(index.d) if vectors is None else vectors.shape[1]
         self._pool: ThreadPoolExecutor | None = None
@@ -222,6 +224,12 @@ class LabelIndex:
         plain = np.array_equal(nodes, np.arange(len(source_L)))
         return LabelIndex(index, self.kind, self.options, rows, None if plain else nodes)
 
+    def with_options(self, **changes: int) -> LabelIndex:
+        """The same index, searched otherwise: `search`, `probes` or `rescore`. Nothing is copied."""
+        other = copy.copy(self)
+        other.options = IndexOptions(**self.options.model_dump() | changes)
+        return other
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index in faiss's format, in one piece (beside, flushed, renamed). `nodes` are the caller's to
         write (`bundle_index.py`)."""
@@ -278,6 +286,8 @@ class LabelIndex:
         with faiss_threads(self.threads):
             if self.kind == "flat" and self._slices(len(wide)) > 1:
                 return self._in_slices(wide, num)
+            if self._coarse is not None:
+                return self._in_lists(wide, num)
             scores, nodes = self._index.search(wide, num, params=self._search_params(num))
         if self.nodes is not None:
             nodes = np.where(nodes >= 0, self.nodes[nodes], -1)
@@ -307,17 +317,27 @@ class LabelIndex:
 
     def _search_params(self, num: int) -> Any:
         """Search width as an argument of each search: a setting on the index would be shared between threads."""
-        faiss = faiss_module()
-        if self.kind in GRAPHS:
-            width = max(self.search_width, num)
-            if self._alive is None:
-                return faiss.SearchParametersHNSW(efSearch=width)
-            return faiss.SearchParametersHNSW(efSearch=width * self._index.ntotal // self.num_labels, sel=self._alive)
-        if self.kind in LISTS:
-            lists = self._index.nlist
-            enough = -(-2 * num * lists // self.num_labels)  # twice the candidates, were all lists of one size
-            return faiss.SearchParametersIVF(nprobe=min(lists, max(self.options.num_probes(lists), enough)))
-        return None
+        if self.kind not in GRAPHS:
+            return None
+        faiss, width = faiss_module(), max(self.search_width, num)
+        if self._alive is None:
+            return faiss.SearchParametersHNSW(efSearch=width)
+        return faiss.SearchParametersHNSW(efSearch=width * self._index.ntotal // self.num_labels, sel=self._alive)
+
+    def _in_lists(self, queries: Floats, num: int) -> tuple[Floats, Labels]:
+        """The best by their codes of the lists that are nearest."""
+        assert self._coarse is not None
+        faiss, lists = faiss_module(), self._index.nlist
+        enough = -(-2 * num * lists // self.num_labels)  # twice the candidates, were all lists of one size
+        probes = min(lists, max(self.options.num_probes(lists), enough))
+        lists_BP, products_BP = self._coarse.search(queries, probes)
+        scores = np.empty((len(queries), num), dtype=np.float32)
+        rows = np.empty((len(queries), num), dtype=np.int64)
+        arrays = [faiss.swig_ptr(array) for array in (lists_BP, products_BP, scores, rows)]
+        self._index.search_preassigned_c(
+            len(queries), faiss.swig_ptr(queries), num, *arrays, False, faiss.SearchParametersIVF(nprobe=probes)
+        )
+        return scores, rows
 
     def _slices(self, num_queries: int) -> int:
         """Threads for a flat scan by few queries; faiss itself gives each query one thread."""

@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from unidec.errors import UnidecError
 from unidec.progress import progress
+from unidec.retrieval.coarse import assign, centroids_of, train_centroids
+from unidec.retrieval.faiss_library import faiss_module, faiss_threads
 from unidec.retrieval.label_rows import Vectors
 
 Kind = Literal["flat", "sq8", "pq", "hnsw", "hnsw-sq8", "ivf-sq8", "ivf-pq"]
@@ -44,7 +44,7 @@ GRAPH_ROWS_AT_ONCE = 1 << 12  # a graph grows slowly, and its progress is to be 
 CENTROIDS = 16  # of 4 bits
 _TRAINING_ROWS = 1 << 16  # of a quantiser; more change its centroids little
 _ROWS_A_LIST = 40  # faiss asks for 39
-_LIST_ROUNDS, _CODE_ROUNDS = 8, 10  # of k-means; recall does not change with faiss's 10 and 25, the time does
+_CODE_ROUNDS = 10  # of k-means; recall does not change with faiss's 25, the time does
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
@@ -71,15 +71,16 @@ class IndexOptions(BaseModel):
     lists: CountOrAuto = 0
     probes: CountOrAuto = 0
     code_dims: Count = 4
-    rescore: Count = 4
+    rescore: Count = 8
 
     def num_lists(self, num_labels: int) -> int:
-        """Lists: `lists`, or 4 x the square root of L; never so many that one has fewer than about 8 labels."""
-        return max(1, min(self.lists or round(4 * math.sqrt(num_labels)), num_labels // 8))
+        """Lists: `lists`, or 16 x the square root of L, but with 64 labels a list; never with fewer than 8."""
+        auto = min(round(16 * math.sqrt(num_labels)), num_labels // 64)
+        return max(1, min(self.lists or auto, num_labels // 8))
 
     def num_probes(self, num_lists: int) -> int:
-        """Lists that a search looks into: `probes`, or a 16th of them, at least 8."""
-        return min(self.probes or max(8, num_lists // 16), num_lists)
+        """Lists that a search looks into: `probes`, or a 32nd of them, at least 8."""
+        return min(self.probes or max(8, num_lists // 32), num_lists)
 
     def padded(self, kind: Kind, dim: int) -> int:
         """Width of the vectors as faiss has them."""
@@ -100,8 +101,7 @@ def build_index(vectors: Vectors, kind: Kind, options: IndexOptions, threads: in
     num_labels, dim = vectors.shape
     index = _empty(kind, options.padded(kind, dim), num_labels, options)
     with faiss_threads(threads):
-        if not index.is_trained:
-            _train(index, kind, options, vectors)
+        put = _trained(index, kind, options, vectors)
         step = GRAPH_ROWS_AT_ONCE if kind in GRAPHS else ROWS_AT_ONCE
         starts: Any = range(0, num_labels, step)
         with (
@@ -109,7 +109,7 @@ def build_index(vectors: Vectors, kind: Kind, options: IndexOptions, threads: in
         ):
             for start in starts:
                 rows = np.arange(start, min(start + step, num_labels))
-                index.add(_checked_rows(vectors, rows, index.d))
+                put(_checked_rows(vectors, rows, index.d), rows)
                 if bar is not None:
                     bar.update(len(rows))
     return index
@@ -136,7 +136,7 @@ def changed_codes(
     if kind in LISTS:
         _move_lists(index, new, old_rows)
         for some in _blocks(fresh_S):
-            new.add_with_ids(_checked_rows(vectors, some, new.d), some)
+            new.add_with_ids(_checked_rows(vectors, some, new.d), some)  # few: all centroids are compared
         new.ntotal = len(source_L)
         return new
     old_LX = faiss.rev_swig_ptr(index.codes.data(), index.ntotal * index.code_size).reshape(index.ntotal, -1)
@@ -176,26 +176,49 @@ def _empty(kind: Kind, dim: int, num_labels: int, options: IndexOptions) -> Any:
     return index
 
 
-def _train(index: Any, kind: Kind, options: IndexOptions, vectors: Vectors) -> None:
-    """Centroids and ranges, of a sample of the rows (always the same one)."""
+def _trained(index: Any, kind: Kind, options: IndexOptions, vectors: Vectors) -> Callable[[Floats, Rows], None]:
+    """Learn centroids and ranges of a sample of the rows (always the same one); returns what adds rows."""
     num_labels = vectors.shape[0]
-    wanted = max(_TRAINING_ROWS, _ROWS_A_LIST * options.num_lists(num_labels) if kind in LISTS else 0)
+    if index.is_trained:
+        return lambda some_PD, rows_P: index.add(some_PD)
+    wanted = max(_TRAINING_ROWS, _ROWS_A_LIST * index.nlist if kind in LISTS else 0)
     rows = np.arange(num_labels)
     if wanted < num_labels:
         rows = np.sort(np.random.default_rng(0).choice(num_labels, wanted, replace=False))
     sample = _checked_rows(vectors, rows, index.d)
-    if kind in PACKED and len(sample) < CENTROIDS:
-        sample = np.resize(sample, (CENTROIDS, index.d))  # faiss wants a row for each centroid
     if kind in PACKED:
         index.pq.cp.niter, index.pq.cp.min_points_per_centroid = _CODE_ROUNDS, 1
-    if kind in LISTS:
-        index.cp.niter, index.cp.min_points_per_centroid = _LIST_ROUNDS, 1
-    index.train(sample)
+        if len(sample) < CENTROIDS:
+            sample = np.resize(sample, (CENTROIDS, index.d))  # faiss wants a row for each centroid
+    if kind not in LISTS:
+        index.train(sample)
+        return lambda some_PD, rows_P: index.add(some_PD)
+    tree = train_centroids(sample, index.nlist)
+    set_centroids(index, tree[2])
+    index.train(sample[:: max(1, len(sample) // _TRAINING_ROWS)])
+    return lambda some_PD, rows_P: add_to_lists(index, some_PD, rows_P, assign(some_PD, *tree))
+
+
+def set_centroids(index: Any, centroid_CD: Floats) -> None:
+    """Give an inverted index its centroids; its lists are as many."""
+    faiss = faiss_module()
+    index.quantizer.add(np.ascontiguousarray(centroid_CD))
+    if index.nlist != len(centroid_CD):
+        index.nlist = len(centroid_CD)
+        lists = faiss.ArrayInvertedLists(index.nlist, index.code_size)
+        index.replace_invlists(lists, True)
+        lists.this.disown()  # the index owns them
+
+
+def add_to_lists(index: Any, some_PD: Floats, rows_P: Rows, lists_P: Rows) -> None:
+    """Rows into lists that were chosen for them."""
+    pointer = faiss_module().swig_ptr
+    rows_P, lists_P = (np.ascontiguousarray(array, dtype=np.int64) for array in (rows_P, lists_P))
+    index.add_core(len(some_PD), pointer(some_PD), pointer(rows_P), pointer(lists_P))
 
 
 def _untouched(index: Any, kind: Kind, options: IndexOptions) -> Any:
     """An index of the same training that holds nothing."""
-    faiss = faiss_module()
     if kind not in LISTS:
         new = _empty(kind, index.d, 0, options)
         if kind == "sq8":
@@ -205,8 +228,7 @@ def _untouched(index: Any, kind: Kind, options: IndexOptions) -> Any:
         new.is_trained = True
         return new
     new = _empty(kind, index.d, 8 * index.nlist, options.model_copy(update={"lists": index.nlist}))
-    centroids = np.array(faiss.rev_swig_ptr(faiss.downcast_index(index.quantizer).get_xb(), index.nlist * index.d))
-    new.quantizer.add(centroids.reshape(index.nlist, index.d))
+    set_centroids(new, np.array(centroids_of(index)))
     if kind == "ivf-sq8":
         new.sq = index.sq
     else:
@@ -257,38 +279,3 @@ def padded(array_PD: Floats, dim: int) -> Floats:
     out = np.zeros((len(array_PD), dim), dtype=np.float32)
     out[:, : array_PD.shape[1]] = array_PD
     return out
-
-
-def faiss_module() -> Any:
-    """faiss, imported on first use: it comes with one of two extras, and data and training stages do not need it."""
-    if (loaded := sys.modules.get("faiss")) is not None and hasattr(loaded, "IndexHNSWFlat"):
-        return loaded
-    try:
-        import faiss
-    except ImportError as error:
-        raise UnidecError(
-            f"faiss cannot be imported: {error}",
-            fix="install one of the extras, not both: pip install 'unidec-xmc[cpu]' or 'unidec-xmc[gpu]'",
-        ) from error
-    if not hasattr(faiss, "IndexHNSWFlat"):
-        raise UnidecError(
-            "the installed faiss is broken (faiss-cpu and faiss-gpu over each other, or a folder called faiss)",
-            where=str(getattr(faiss, "__file__", None)),
-            fix="pip uninstall faiss-cpu faiss-gpu, then install one of them",
-        )
-    return faiss
-
-
-@contextlib.contextmanager
-def faiss_threads(threads: int) -> Iterator[None]:
-    """So many threads for faiss calls of this thread; 0: as many as it would take."""
-    if not threads:
-        yield
-        return
-    faiss = faiss_module()
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(threads)
-    try:
-        yield
-    finally:
-        faiss.omp_set_num_threads(before)

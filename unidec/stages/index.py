@@ -8,6 +8,8 @@ from unidec.config import Params
 from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle_folder import write_bundle
 from unidec.retrieval.index import LabelIndex
+from unidec.retrieval.label_rows import LabelRows
+from unidec.sections import Index
 from unidec.stages import paths
 from unidec.stages.profile import KEY, training_profile
 from unidec.stages.ranking import Ranking, headline, training_neighbours, tuned_blend
@@ -28,10 +30,9 @@ def index(params: Params) -> dict[str, Any]:
         neighbours = training_neighbours(model, dataset, params.optim.precision, by=settings.knn_by)
     blend = tuned_blend(ranking, params, neighbours)
     metrics = headline(blend.metrics) if len(ranking.rows) else {}
-    label_index = LabelIndex.build(
-        ranking.labels(settings.space, settings.clf_normalize), settings.kind, links=settings.hnsw_links,
-        build=settings.hnsw_build, search=settings.hnsw_search,
-    )  # fmt: skip
+    arrays = {"de": ranking.label_de, "clf": ranking.label_clf, "bias": ranking.bias}
+    rows = LabelRows({n: x for n, x in arrays.items() if x is not None}, settings.space, settings.clf_normalize)
+    label_index = LabelIndex.build(rows, settings.kind, show=True, **index_options(settings))
     card = {KEY: training_profile(params, model, ranking, label_index, blend, neighbours)}
     write_bundle(
         paths.BUNDLE, paths.MODEL, label_index, de_LD=ranking.label_de, clf_LD=ranking.label_clf, bias_L=ranking.bias,
@@ -44,4 +45,13 @@ def index(params: Params) -> dict[str, Any]:
     return {
         "bundle": str(paths.BUNDLE), "labels": dataset.num_labels, "clf_weight": blend.clf_weight,
         "knn_weight": blend.knn_weight, "validation": metrics,
+    }  # fmt: skip
+
+
+def index_options(settings: Index) -> dict[str, int]:
+    """Fields of `IndexOptions`, of the section `index`."""
+    return {
+        "links": settings.hnsw_links, "build": settings.hnsw_build, "search": settings.hnsw_search,
+        "lists": settings.ivf_lists, "probes": settings.ivf_probes, "code_dims": settings.pq_dims,
+        "rescore": settings.rescore,
     }  # fmt: skip

@@ -1,0 +1,336 @@
+"""Every kind of index: against an exact search, saved and mapped, for another label set, and from crafted files."""
+
+from __future__ import annotations
+
+import threading
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from unidec.errors import ArtifactError
+from unidec.retrieval.coarse import FLAT_CENTROIDS, CoarseSearch, assign, train_centroids
+from unidec.retrieval.faiss_file import max_file_size
+from unidec.retrieval.faiss_library import faiss_module
+from unidec.retrieval.index import KINDS, MAX_DEAD, IndexOptions, LabelIndex, recall
+from unidec.retrieval.index_kinds import COMPRESSED, GRAPHS, LISTS
+from unidec.retrieval.label_rows import ArrayRows, LabelRows
+from unidec.retrieval.space import label_vectors, query_vectors, unit_rows
+from unidec.sections import Index
+
+pytest.importorskip("faiss")
+
+DIM, LABELS = 13, 700  # not a multiple of what a code holds
+THOROUGH = {"rescore": 3, "probes": 10**6, "search": 600, "links": 8, "lists": 20}
+"""Settings with which every kind looks at (nearly) all: what differs then is a fault."""
+CHANGED = ["flat", "sq8", "pq", "hnsw", "hnsw-sq8", "ivf-sq8", "ivf-pq"]
+
+
+def _clusters(rng: np.random.Generator, num: int, dim: int = DIM) -> np.ndarray:
+    centres = np.random.default_rng(5).normal(size=(12, dim))
+    return (centres[rng.integers(0, 12, num)] + 0.4 * rng.normal(size=(num, dim))).astype(np.float32)
+
+
+def _oracle(queries: np.ndarray, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """All products in float64, a full stable sort: equal scores by label number."""
+    scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
+    labels = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(scores, labels, axis=1), labels
+
+
+def test_the_parameters_name_the_same_kinds():
+    assert get_args(Index.model_fields["kind"].annotation) == KINDS == tuple(CHANGED)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_exact_and_most_is_found(rng, kind):
+    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 40)
+    index = LabelIndex.build(vectors, kind, **THOROUGH)
+    scores, labels = index.search(queries, 15)
+    wanted_scores, wanted = _oracle(queries, vectors, 15)
+    assert recall(labels, wanted, scores, wanted_scores.astype(np.float32)) > (0.999 if kind == "flat" else 0.95)
+    exact = np.take_along_axis(queries @ vectors.T, labels, axis=1)
+    np.testing.assert_allclose(scores, exact, rtol=1e-4, atol=1e-4)
+    assert (np.diff(scores, axis=1) <= 0).all() and all(len(set(row)) == 15 for row in labels.tolist())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_labels", "dim"), [(1, 1), (3, 5), (30, 4), (90, 7)])
+def test_few_labels_are_all_found(rng, kind, num_labels, dim):
+    """So few that a compressed index scores them all; more results than labels."""
+    vectors, queries = _clusters(rng, num_labels, dim), _clusters(rng, 5, dim)
+    index = LabelIndex.build(vectors, kind, links=4)
+    scores, labels = index.search(queries, num_labels + 2)
+    wanted_scores, wanted = _oracle(queries, vectors, num_labels)
+    assert recall(labels, wanted, scores, wanted_scores.astype(np.float32)) == 1.0
+    assert (labels[:, num_labels:] == -1).all() and np.isneginf(scores[:, num_labels:]).all()
+
+
+@pytest.mark.parametrize("kind", sorted(COMPRESSED))
+def test_ties_come_in_label_order(rng, kind):
+    vectors = np.repeat(_clusters(rng, 60), 4, axis=0)[rng.permutation(240)]
+    queries = _clusters(rng, 6)
+    labels = LabelIndex.build(vectors, kind, **THOROUGH | {"rescore": 10}).search(queries, 24)[1]
+    assert np.array_equal(labels, _oracle(queries, vectors, 24)[1])
+
+
+def test_more_candidates_find_more(rng):
+    vectors, queries = (rng.normal(size=(n, 32)).astype(np.float32) for n in (3000, 50))
+    index = LabelIndex.build(vectors, "pq", rescore=1)
+    wanted = _oracle(queries, vectors, 100)[1]
+    found = [recall(index.with_options(rescore=factor).search(queries, 100)[1], wanted) for factor in (1, 4, 16)]
+    assert found == sorted(found) and found[0] < found[2] and found[2] > 0.97
+    assert index.options.rescore == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_and_mapped_it_answers_the_same(rng, tmp_path, kind):
+    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 20)
+    index = LabelIndex.build(vectors, kind, **THOROUGH)
+    path = tmp_path / "index.faiss"
+    index.save(path)
+    width = index.options.padded(kind, DIM)
+    assert path.stat().st_size <= max_file_size(LABELS, width, kind, index.options)
+    loaded = LabelIndex.load(path, LABELS, DIM, kind, index.options, vectors)
+    assert (loaded.num_labels, loaded.dim, loaded.kind) == (LABELS, DIM, kind)
+    for got, expected in zip(loaded.search(queries, 7), index.search(queries, 7), strict=True):
+        assert np.array_equal(got, expected)
+    LabelIndex.build(vectors, kind, **THOROUGH).save(tmp_path / "again.faiss")
+    assert (tmp_path / "again.faiss").read_bytes() == path.read_bytes()
+    index.save(path)  # over the file that is mapped: what was loaded keeps the old one
+    path.unlink()
+    assert np.array_equal(loaded.search(queries, 7)[1], index.search(queries, 7)[1])
+    if kind in COMPRESSED:
+        with pytest.raises(ValueError, match="needs the labels' vectors"):
+            LabelIndex.load(tmp_path / "again.faiss", LABELS, DIM, kind, index.options)
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_another_label_set(rng, tmp_path, kind):
+    """Labels leave, change, come and move: as an index built of the new set, in a chain of three changes."""
+    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 30)
+    index = LabelIndex.build(vectors, kind, **THOROUGH)
+    for step in range(3):
+        before = index.search(queries, 10)
+        stay = rng.permutation(len(vectors))[: len(vectors) - 30]
+        source = np.concatenate([stay, np.full(20, -1)])
+        order = rng.permutation(len(source))
+        source = source[order]
+        after = np.where(source[:, None] >= 0, vectors[source], _clusters(rng, len(source)))
+        edited = np.flatnonzero(source >= 0)[:5]
+        after[edited] = _clusters(rng, 5)
+        fresh = np.union1d(np.flatnonzero(source < 0), edited)
+        changed = index.changed(source, after, fresh)
+        assert changed.num_labels == len(source) and changed.kind == kind
+        scores, labels = changed.search(queries, 15)
+        wanted_scores, wanted = _oracle(queries, after, 15)
+        found = recall(labels, wanted, scores, wanted_scores.astype(np.float32))
+        assert found > (0.999 if kind == "flat" else 0.94), (step, found)
+        np.testing.assert_allclose(scores, np.take_along_axis(queries @ after.T, labels, axis=1), rtol=1e-4, atol=1e-4)
+        for got, expected in zip(index.search(queries, 10), before, strict=True):
+            assert np.array_equal(got, expected), "the old index is as it was"
+        path = tmp_path / f"{step}.faiss"
+        changed.save(path)
+        index = LabelIndex.load(path, len(source), DIM, kind, changed.options, after, changed.nodes)
+        assert np.array_equal(index.search(queries, 15)[1], labels)
+        vectors = after
+    assert (index.nodes is not None) == (kind in GRAPHS)
+
+
+@pytest.mark.parametrize("kind", sorted(GRAPHS))
+def test_labels_that_left_a_graph_never_come_back(rng, kind):
+    vectors = _clusters(rng, 400)
+    index = LabelIndex.build(vectors, kind, links=8)
+    stay = np.arange(100, 400)
+    after = index.changed(stay, vectors[stay], np.zeros(0, dtype=np.int64))
+    assert after.nodes is not None and (after.nodes < 0).sum() == 100
+    labels = after.search(vectors[:100], 20)[1]  # the nearest of each would be one that left
+    assert labels.min() >= 0 and labels.max() < 300
+    assert recall(labels, _oracle(vectors[:100], vectors[stay], 20)[1]) > 0.95
+    left = np.arange(int(400 * MAX_DEAD) + 2, 400)  # too many
+    assert index.changed(left, vectors[left], np.zeros(0, dtype=np.int64)).nodes is None
+
+
+def test_an_index_of_mostly_new_labels_is_built_anew(rng, monkeypatch):
+    built: list[int] = []
+    real = LabelIndex.build.__func__
+    monkeypatch.setattr(
+        LabelIndex, "build", classmethod(lambda cls, *args, **more: built.append(1) or real(cls, *args, **more))
+    )
+    vectors = _clusters(rng, 300)
+    index = real(LabelIndex, vectors[:200], "pq")
+    few, many = np.concatenate([np.arange(200), [-1]]), np.concatenate([np.arange(20), np.full(30, -1)])
+    index.changed(few, vectors[:201], np.array([200]))
+    assert not built
+    index.changed(many, vectors[:50], np.arange(20, 50))
+    assert built
+
+
+def test_a_change_that_contradicts_itself_is_refused(rng):
+    vectors = _clusters(rng, 50)
+    index = LabelIndex.build(vectors, "sq8")
+    none = np.zeros(0, dtype=np.int64)
+    for source, rows, fresh, message in (
+        ([0, 1, 1], vectors[:3], none, "at most once"),
+        ([0, 1, 50], vectors[:3], none, "at most once"),
+        ([0, 1, -1], vectors[:3], none, "not among fresh_S"),
+        ([0, 1, -1], vectors[:3], [2, 2], "ascending"),
+        ([0, 1, -1], vectors[:3], [3], "ascending"),
+        ([0, 1], vectors[:3], none, "shape"),
+        ([], vectors[:0], none, "shape"),
+        ([0, 1, 2], vectors[:3, :4], none, "wide"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            index.changed(np.array(source, dtype=np.int64), rows, np.array(fresh, dtype=np.int64))
+
+
+@pytest.mark.parametrize("kind", ["sq8", "pq", "hnsw-sq8", "ivf-sq8", "ivf-pq"])
+def test_damaged_files_are_refused(rng, tmp_path, kind):
+    vectors = _clusters(rng, 200)
+    path, options = tmp_path / "index.faiss", IndexOptions(links=4, lists=9)
+    LabelIndex.build(vectors, kind, links=4, lists=9).save(path)
+    whole = path.read_bytes()
+
+    def load(labels: int = 200, dim: int = DIM, other: str = kind) -> LabelIndex:
+        return LabelIndex.load(path, labels, dim, other, options, vectors[:labels, :dim])
+
+    load()
+    cuts = [0, 3, 36, 44, 60, 100, len(whole) // 2, len(whole) - 1]
+    for data in [whole[:cut] for cut in cuts] + [whole + b"\0", b"\x80\x04K\x01." + whole]:
+        path.write_bytes(data)
+        with pytest.raises(ArtifactError, match=r"index\.faiss"):
+            load()
+    path.write_bytes(whole)
+    for labels, dim in ((199, DIM), (200, 8)):
+        with pytest.raises(ArtifactError, match=r"index\.faiss"):
+            load(labels, dim)
+    for other in set(KINDS) - {kind}:
+        with pytest.raises(ArtifactError, match=r"index\.faiss"):
+            load(other=other)
+
+
+@pytest.mark.parametrize("kind", ["sq8", "pq", "hnsw-sq8", "ivf-sq8", "ivf-pq"])
+def test_a_flipped_byte_never_breaks_the_process(rng, tmp_path, kind):
+    """Any byte changed: refused, or harmless (a code, a centroid, a link to another node)."""
+    vectors, queries = _clusters(rng, 120), _clusters(rng, 4)
+    path, options = tmp_path / "index.faiss", IndexOptions(links=2, lists=7, rescore=1)
+    LabelIndex.build(vectors, kind, links=2, lists=7).save(path)
+    whole = path.read_bytes()
+    refused = 0
+    head = np.arange(120)
+    for at in np.concatenate([head, rng.choice(len(whole), size=80)]):
+        data = bytearray(whole)
+        data[at] ^= 1 << int(rng.integers(0, 8))
+        path.write_bytes(data)
+        try:
+            index = LabelIndex.load(path, 120, DIM, kind, options, vectors)
+        except ArtifactError:
+            refused += 1
+            continue
+        labels = index.search(queries, 6)[1]
+        assert labels.max() < 120 and labels.min() >= -1
+    assert refused > 20
+
+
+def test_an_id_that_stands_in_two_lists_is_refused(rng, tmp_path):
+    vectors = _clusters(rng, 64)
+    path = tmp_path / "index.faiss"
+    LabelIndex.build(vectors, "ivf-pq", lists=4).save(path)
+    data = bytearray(path.read_bytes())
+    for wrong, message in ((10**9, "outside the labels"), (-1, "outside the labels"), (None, "stands in no list")):
+        last = int.from_bytes(data[-8:], "little", signed=True)
+        value = (last + 1) % 64 if wrong is None else wrong
+        path.write_bytes(bytes(data[:-8]) + value.to_bytes(8, "little", signed=True))
+        with pytest.raises(ArtifactError, match=message):
+            LabelIndex.load(path, 64, DIM, "ivf-pq", IndexOptions(lists=4), vectors)
+
+
+@pytest.mark.parametrize("kind", ["pq", "ivf-pq", "hnsw-sq8"])
+def test_several_threads_search_at_once(rng, kind):
+    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 32)
+    index = LabelIndex.build(vectors, kind, **THOROUGH)
+    wanted = {k: index.search(queries, k)[1] for k in (3, 20)}
+    wrong: list[int] = []
+
+    def work(k: int) -> None:
+        wrong.extend(k for _ in range(10) if not np.array_equal(index.search(queries, k)[1], wanted[k]))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in (3, 20, 3, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_one_query_in_two_threads(rng, monkeypatch):
+    vectors, queries = _clusters(rng, 300), _clusters(rng, 3)
+    index = LabelIndex.build(vectors)
+    wanted = index.search(queries[:1], 20)
+    monkeypatch.setattr("unidec.retrieval.index._FLOATS_A_THREAD", 100)
+    index.threads = 2
+    assert index._slices(1) == 2 and index._slices(2) == 1
+    scores, labels = index.search(queries[:1], 20)
+    np.testing.assert_allclose(scores, wanted[0], rtol=1e-6)
+    assert np.array_equal(labels, wanted[1])
+    assert index.search(queries[:1], 299)[1].min() == index.search(queries[:1], 299)[1].min()
+
+
+@pytest.mark.parametrize("kind", ["pq", "ivf-sq8"])
+def test_one_query_and_many_at_once_are_answered_alike(rng, kind):
+    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 32)
+    index = LabelIndex.build(vectors, kind, rescore=2)
+    together = index.search(queries, 10)[1]
+    assert np.array_equal(together, np.concatenate([index.search(queries[i : i + 1], 10)[1] for i in range(32)]))
+
+
+def test_two_levels_of_centroids(rng):
+    """More lists than are trained at once: as good as a look at every centroid."""
+    rows = rng.normal(size=(6000, 16)).astype(np.float32)
+    num = FLAT_CENTROIDS + 200
+    tree = train_centroids(rows, num)
+    top, begin, centroids = tree
+    assert len(top) == len(begin) - 1 and begin[-1] == len(centroids) and abs(len(centroids) - num) < 60
+    np.testing.assert_allclose(np.linalg.norm(centroids, axis=1), 1, rtol=1e-3)
+    products = rows @ centroids.T
+    chosen = assign(rows, *tree)
+    assert (products[np.arange(len(rows)), chosen] > products.max(axis=1) - 1e-4).mean() > 0.95
+    lists, scores = CoarseSearch(centroids).search(rows[:50], 40)
+    np.testing.assert_allclose(scores, np.take_along_axis(products[:50], lists, axis=1), rtol=1e-4, atol=1e-4)
+    nearest = np.argsort(-products[:50], axis=1)[:, :10]
+    assert np.mean([np.isin(nearest[i], lists[i]).mean() for i in range(50)]) > 0.9
+    index = LabelIndex.build(rows, "ivf-pq", lists=num // 2 * 2)
+    assert index._stored.nlist == min(num, 6000 // 8)
+
+
+@pytest.mark.parametrize("space", ["both", "de", "clf"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_of_a_space(rng, space, normalize, bias):
+    parts = {"de": unit_rows(_clusters(rng, 30)), "clf": _clusters(rng, 30)}
+    if bias:
+        parts["bias"] = rng.normal(size=30).astype(np.float32)
+    whole = label_vectors(parts["de"], parts["clf"], parts.get("bias"), space, normalize)
+    query = query_vectors(_clusters(rng, 2), _clusters(rng, 2), space, 1.7, normalize, bias)
+    rows = LabelRows(parts, space, normalize)
+    some = np.array([4, 4, 29, 0])
+    assert rows.shape == whole.shape
+    np.testing.assert_array_equal(rows.take(some), whole[some])
+    np.testing.assert_allclose(rows.scores(query[1], some), whole[some] @ query[1], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="needs"):
+        LabelRows({"bias": np.zeros(3, np.float32)}, space, normalize)
+
+
+def test_rows_of_half_precision(rng):
+    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 5)
+    index = LabelIndex.build(ArrayRows(vectors.astype(np.float16)), "pq", **THOROUGH)
+    assert index.search(queries, 5)[0].dtype == np.float32
+    assert recall(index.search(queries, 5)[1], _oracle(queries, vectors, 5)[1]) > 0.9
+
+
+def test_automatic_lists_and_probes():
+    options = IndexOptions()
+    assert [options.num_lists(n) for n in (1, 63, 12_941, 1_300_000)] == [1, 1, 202, 18_243]
+    assert IndexOptions(lists=4096).num_lists(1000) == 125
+    assert [options.num_probes(n) for n in (1, 202, 18_243)] == [1, 8, 570]
+    assert LISTS < COMPRESSED and hasattr(faiss_module(), "IndexHNSWFlat")
