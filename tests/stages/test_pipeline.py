@@ -119,7 +119,7 @@ def test_bundle_and_index(done: SimpleNamespace) -> None:
     assert bundle.num_labels == said["labels"] == XMCDataset.open(paths.DATASET).num_labels
     assert not list(paths.BUNDLE.rglob("*.jsonl"))
     # the tuned weight is the best on the validation split, by metrics computed one weight after the other
-    ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32")
+    ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors)
     scored = {weight: ranking.metrics("both", weight, True)["nDCG@5"] for weight in CLF_WEIGHTS}
     assert scored[said["clf_weight"]] == max(scored.values())
     assert said["validation"]["nDCG@5"] == pytest.approx(max(scored.values()))
@@ -260,7 +260,7 @@ def other_bundle(done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_pat
 def dense_ndcg(bundle: Bundle, split: Any, clf_weight: float, knn_weight: float) -> float:
     """nDCG@5 of a split with every label of every query scored, in double precision."""
     dataset, info = XMCDataset.open(paths.DATASET), bundle.info
-    ranking = Ranking.of_model(bundle.model, dataset, split, "fp32")
+    ranking = Ranking.of_model(bundle.model, dataset, split, "fp32", bundle.vectors)
     query = ranking.queries(info.space, clf_weight, info.clf_normalize).astype(float)
     score_NL = query @ ranking.labels(info.space, info.clf_normalize).astype(float).T
     if knn_weight:

@@ -186,11 +186,10 @@ def _sizes(bundle: Any, folder: Path) -> dict[str, float]:
     """Numbers of parameters by part, those that do not train included, and the bundle's bytes."""
     model = bundle.model
     heads = [head for head in (model.head_de, model.head_clf) if head is not None]
-    tables = [table for table in (model.table, model.bias) if table is not None]
     count = {
         "parameters_encoder": sum(parameter.numel() for parameter in model.encoder.parameters()),
         "parameters_heads": sum(parameter.numel() for head in heads for parameter in head.parameters()),
-        "parameters_classifier": sum(table.weight.numel() for table in tables),
+        "parameters_classifier": sum(bundle.vectors[name].size for name in ("clf", "bias") if name in bundle.vectors),
     }
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return {name: float(value) for name, value in count.items()} | {"bundle_bytes": float(size)}

@@ -162,11 +162,6 @@ class Bundle:
         return self.info.num_labels
 
     @property
-    def label_embeddings(self) -> Floats | None:
-        """Phi_D of the labels, float32 [L, D] unit length; None without a dual-encoder head."""
-        return self.vectors.get("de")
-
-    @property
     def words(self) -> WordSpace | None:
         """How training queries that vote are compared, where that is by their words."""
         return None if self.neighbours is None else self.neighbours.words

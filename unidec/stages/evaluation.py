@@ -42,7 +42,7 @@ def evaluate(params: Params) -> dict[str, Any]:
     dataset = paths.open_dataset()
     propensity = load_propensity(paths.PROPENSITY)
     bundle = Bundle.load(paths.BUNDLE)
-    ranking = Ranking.of_model(bundle.model, dataset, "test", params.optim.precision, bundle.label_embeddings)
+    ranking = Ranking.of_model(bundle.model, dataset, "test", params.optim.precision, bundle.vectors)
     truth = ranking.truth
     info = bundle.info
     scores, labels = _search(bundle, ranking)

@@ -5,6 +5,7 @@ Legend: N queries, n queries of a split, M training queries, L labels, D width o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -66,18 +67,26 @@ class Ranking:
         dataset: XMCDataset,
         split: Split,
         precision: str,
-        label_de: np.ndarray | None = None,
+        vectors: Mapping[str, np.ndarray] | None = None,
     ) -> Ranking:
-        """Encode a split's queries, and all labels unless their embeddings are given."""
+        """Encode a split's queries.
+
+        Args:
+            vectors: the labels' arrays of the model's bundle: "de", "clf", "bias", those that exist; None: labels are
+                encoded, and the classifier is the model's.
+        """
         tokens = {which: paths.open_tokens(which) for which in ("queries", "labels")}
         amp = autocast_type(precision, model.device)
         build = cached_inputs(model.encoder, tokens, paths.CACHE, model.device, amp)
         rows = dataset.rows(split)
         with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
             query_de, query_clf = model.encode_queries(tokens["queries"], rows, build)
-            if label_de is None and model.heads != "clf":
-                label_de = model.encode_labels(tokens["labels"], build)
-        return cls(dataset, rows, query_de, query_clf, label_de, *model.classifier_table())
+            if vectors is not None:
+                labels = [vectors.get(name) for name in ("de", "clf", "bias")]
+            else:
+                label_de = model.encode_labels(tokens["labels"], build) if model.heads != "clf" else None
+                labels = [label_de, *model.classifier_table()]
+        return cls(dataset, rows, query_de, query_clf, *labels)
 
     @property
     def truth(self) -> sp.csr_matrix:
