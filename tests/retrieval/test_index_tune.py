@@ -1,0 +1,101 @@
+"""`unidec index tune`: what is measured, what is chosen, what is written."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tiny_bundle import write_tiny_bundle
+
+from unidec import cli
+from unidec.retrieval import index_tune
+from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.index import KINDS, LabelIndex, recall
+from unidec.retrieval.index_tune import default_kinds, exact_labels, like_queries, trials, tune
+from unidec.retrieval.label_rows import ArrayRows
+
+pytest.importorskip("faiss")
+
+
+def test_exact_labels_in_blocks(rng, monkeypatch):
+    monkeypatch.setattr(index_tune, "ROWS_AT_ONCE", 64)
+    vectors, queries = (rng.normal(size=(n, 6)).astype(np.float32) for n in (300, 9))
+    wanted = np.argsort(-(queries.astype(np.float64) @ vectors.T.astype(np.float64)), axis=1)[:, :7]
+    assert np.array_equal(exact_labels(ArrayRows(vectors), queries, 7), wanted)
+    assert exact_labels(ArrayRows(vectors[:3]), queries, 7)[:, 3:].max() == -1
+
+
+def test_the_fastest_that_finds_enough_is_chosen(rng, monkeypatch):
+    """Times are made up: a search costs what it looks at."""
+    monkeypatch.setattr(index_tune, "_WARM_UP", 0)
+    clock = [0.0]
+    cost = {"flat": 1.0, "sq8": 0.4, "pq": 0.01}
+
+    def search(self: LabelIndex, queries: np.ndarray, k: int):
+        clock[0] += cost[self.kind] * (self.options.rescore if self.kind == "pq" else 1)
+        return real(self, queries, k)
+
+    real = LabelIndex.search
+    monkeypatch.setattr(LabelIndex, "search", search)
+    monkeypatch.setattr(index_tune.time, "perf_counter", lambda: clock[0])
+    vectors, queries = (rng.normal(size=(n, 32)).astype(np.float32) for n in (2500, 12))
+    measured, best = tune(ArrayRows(vectors), queries, 100, 0.97, ["flat", "sq8", "pq"])
+    assert best is not None and best.kind == "pq"
+    enough = [one for one in measured if one.recall >= 0.97]
+    chosen = min(enough, key=lambda one: one.p50_ms)
+    assert chosen.options == {"code_dims": best.options.code_dims, "rescore": best.options.rescore}
+    assert recall(real(best, queries, 100)[1], exact_labels(ArrayRows(vectors), queries, 100)) == chosen.recall
+    assert measured[0].kind == "flat" and measured[0].recall == 1.0 and measured[0].options == {}
+    less = [one for one in measured if one.kind == "pq" and one.options["code_dims"] == best.options.code_dims]
+    assert [one.recall >= 0.97 for one in less] == [False] * (len(less) - 1) + [True]
+    assert tune(ArrayRows(vectors), queries, 100, 1.0, ["pq"])[1] is None or measured
+
+
+def test_what_suits_the_number_of_labels():
+    assert "hnsw" in default_kinds(10_000) and "ivf-pq" in default_kinds(10_000)
+    assert "hnsw" not in default_kinds(1_000_000) and "ivf-pq" not in default_kinds(1000)
+    for num_labels in (1, 100, 10**6):
+        planned = trials(KINDS, num_labels, 100)
+        assert {one.kind for one in planned} == set(KINDS)
+        assert all(line and all(isinstance(s, dict) for s in line) for one in planned for line in one.lines)
+
+
+def test_stand_ins_for_queries(rng):
+    vectors = rng.normal(size=(50, 8)).astype(np.float32)
+    first, again = (like_queries(ArrayRows(vectors), 20) for _ in range(2))
+    assert first.shape == (20, 8) and first.dtype == np.float32 and np.array_equal(first, again)
+
+
+@pytest.mark.usefixtures("stub_model")
+def test_the_command(rng, tmp_path, monkeypatch, capsys):
+    write_tiny_bundle(tmp_path / "bundle", rng)
+    before = Bundle.load(tmp_path / "bundle").sha256
+    monkeypatch.chdir(tmp_path)  # no data set: label vectors stand in
+
+    def run(*words: str) -> int:
+        monkeypatch.setattr("sys.argv", ["unidec", "index", "tune", "--bundle", "bundle", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0)
+
+    assert run("--kinds", "pq,sq8", "--out", "new", "--json", "--queries", "9") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["out"] == "new" and found["chosen"]["recall"] == 1.0 and "no data set" in found["queries"]
+    assert found["params"]["index.kind"] == found["chosen"]["kind"]
+    new, old = Bundle.load("new"), Bundle.load("bundle")
+    assert new.info.index_kind == found["chosen"]["kind"] and old.sha256 == before
+    assert new.predict(["red car"], k=3)[0].labels == old.predict(["red car"], k=3)[0].labels
+    assert run("--kinds", "flat", "--queries", "5", "--out", "new") == 0
+    text = capsys.readouterr().out
+    assert "for params.yaml: index: {kind: flat}" in text and "written: new" in text
+    for words, message in (
+        (("--kinds", "tree"), "unknown kinds of index"),
+        (("--out", "bundle"), "stays as it is"),
+        (("--out", str(tmp_path)), "something else"),
+    ):
+        assert run(*words) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr(index_tune, "recall", lambda *_: 0.5)
+    assert run("--kinds", "flat", "--queries", "5") == 1
+    assert "nothing that was measured finds 98.00%" in capsys.readouterr().out

@@ -1,0 +1,120 @@
+"""A bundle with another index: same answers, same files; the rows of a graph; what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+from tiny_bundle import TITLES, write_tiny_bundle
+
+from unidec.data.storage import MANIFEST, read_manifest, write_manifest
+from unidec.errors import ArtifactError
+from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.bundle_index import INDEX, NODES
+from unidec.retrieval.index import KINDS, LabelIndex
+from unidec.retrieval.label_rows import LabelRows
+from unidec.retrieval.reindex import with_index
+
+pytest.importorskip("faiss")
+pytestmark = pytest.mark.usefixtures("stub_model")
+QUERIES = ["red car", "old house", "big blue boat", ""]
+
+
+def _rows(bundle: Bundle) -> LabelRows:
+    return LabelRows(bundle.vectors, bundle.info.space, bundle.info.clf_normalize)
+
+
+def _seal(path) -> None:
+    about = json.loads((path / MANIFEST).read_text())
+    write_manifest(path, about["kind"], about["version"], about["meta"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("space", ["both", "clf"])
+def test_every_kind_answers_as_the_flat_index(rng, tmp_path, kind, space):
+    write_tiny_bundle(tmp_path / "bundle", rng, space=space, bias=True, clf_normalize=False)
+    bundle = Bundle.load(tmp_path / "bundle")
+    index = LabelIndex.build(_rows(bundle), kind, links=4, rescore=3)
+    other = Bundle.load(with_index(bundle, tmp_path / "other", index))
+    assert other.info.index_kind == kind and other.index.options == index.options
+    for ours, theirs in zip(other.predict(QUERIES, k=5), bundle.predict(QUERIES, k=5), strict=True):
+        assert ours.labels == theirs.labels
+        assert ours.scores == pytest.approx(theirs.scores, abs=1e-5)
+    same = [name for name in read_manifest(tmp_path / "bundle", "bundle", 99)["files"] if name.startswith("vectors/")]
+    assert same and all(os.path.samefile(tmp_path / "bundle" / name, tmp_path / "other" / name) for name in same)
+    again = with_index(bundle, tmp_path / "again", index)
+    assert Bundle.load(again).sha256 == other.sha256
+
+
+def test_an_index_of_other_labels_is_refused(rng, tmp_path):
+    write_tiny_bundle(tmp_path / "bundle", rng)
+    bundle = Bundle.load(tmp_path / "bundle")
+    with pytest.raises(ValueError, match="the bundle has 12"):
+        with_index(bundle, tmp_path / "other", LabelIndex.build(_rows(bundle).take(np.arange(11))))
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.fixture
+def grown(rng, tmp_path):
+    """A bundle whose graph has nodes of labels that left: each label indexed again, in a graph of two nodes more."""
+    write_tiny_bundle(tmp_path / "bundle", rng)
+    bundle = Bundle.load(tmp_path / "bundle")
+    rows = _rows(bundle)
+    before = np.concatenate([rows.take(np.arange(12)), rng.normal(size=(2, rows.shape[1])).astype(np.float32)])
+    index = LabelIndex.build(before, "hnsw", links=4).changed(np.arange(12), rows, np.array([3]))
+    assert index.nodes is not None and index.nodes.tolist() == [0, 1, 2, -1, *range(4, 12), -1, -1, 3]
+    return bundle, with_index(bundle, tmp_path / "grown", index)
+
+
+def test_the_rows_of_a_graph_are_kept(grown):
+    bundle, path = grown
+    after = Bundle.load(path)
+    assert after.info.index_nodes == 15 and after.num_labels == len(TITLES)
+    assert [one.labels for one in after.predict(QUERIES, k=12)] == [one.labels for one in bundle.predict(QUERIES, k=12)]
+    plain = with_index(after, path.with_name("plain"), LabelIndex.build(_rows(after), "pq"))
+    assert not (plain / NODES).exists() and Bundle.load(plain).info.index_nodes is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows[:-1],
+        lambda rows: np.where(rows == 5, 99, rows),
+        lambda rows: np.where(rows == 5, -7, rows),
+        lambda rows: np.where(rows == 5, 6, rows),
+        lambda rows: np.where(rows == 5, -1, rows),
+        lambda rows: rows.astype(np.int32),
+        lambda rows: rows[None],
+        None,
+    ],
+)
+def test_rows_that_are_not_the_labels_are_refused(grown, change):
+    path = grown[1]
+    if change is None:
+        (path / NODES).unlink()
+    else:
+        np.save(path / NODES, change(np.load(path / NODES)))
+    _seal(path)
+    with pytest.raises(ArtifactError, match=NODES):
+        Bundle.load(path)
+
+
+def test_rows_without_a_graph_are_refused(rng, tmp_path):
+    write_tiny_bundle(tmp_path / "bundle", rng)
+    np.save(tmp_path / "bundle" / NODES, np.arange(12))
+    _seal(tmp_path / "bundle")
+    with pytest.raises(ArtifactError, match=NODES):
+        Bundle.load(tmp_path / "bundle")
+
+
+def test_options_that_do_not_fit_the_file_are_refused(rng, tmp_path):
+    write_tiny_bundle(tmp_path / "bundle", rng, kind="pq")
+    where = tmp_path / "bundle" / "bundle.json"
+    info = json.loads(where.read_text())
+    for options in (info["index_options"] | {"code_dims": 3}, info["index_options"] | {"rescore": 0}, {"links": "x"}):
+        where.write_text(json.dumps(info | {"index_options": options}))
+        _seal(tmp_path / "bundle")
+        with pytest.raises(ArtifactError, match=f"{INDEX}|bundle.json"):
+            Bundle.load(tmp_path / "bundle")
