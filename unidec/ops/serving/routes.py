@@ -1,7 +1,7 @@
 """What the routes do: read a request, have it answered by the current engine, write the answer.
 
 POST /predict is the hot path: its body is checked by pydantic without FastAPI's dependencies, and its answer is written
-by hand and not checked again. What one request costs beside the model is measured by `benchmarks/serving.py`.
+by hand and not checked again. What one request costs beside the model: `benchmarks/serving_overhead.py`.
 """
 
 from __future__ import annotations

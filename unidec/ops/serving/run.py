@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 KEEP_ALIVE_SECONDS = 30  # an idle connection is closed after so long
 HEAD_SECONDS = 10.0  # at most, for a request's head
 BACKLOG = 2048
+STOP_SECONDS = 5.0  # at most, for what follows the registry
 SWITCH_SECONDS = 0.001  # Python's threads: the event loop waits no longer than this for the model's
 _NEEDED = ("uvicorn", "prometheus_client", "orjson")
 
@@ -77,7 +78,7 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
             follower.first.add_done_callback(loaded)
             server.run(sockets=[listener])
         finally:
-            follower.stop()
+            follower.stop(STOP_SECONDS if follower.first.done() else 1.0)  # what loads cannot be cut short
     if follower.first.done() and (error := follower.first.exception()) is not None:
         raise error
 
