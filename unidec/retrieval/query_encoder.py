@@ -5,6 +5,7 @@ Legend: B texts, F tokens of all texts, D width of a head.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from scipy.sparse import csr_matrix
 
 from unidec.data.tokens import TextTokenizer, Tokens, encode_texts, load_tokenizer
+from unidec.errors import UnidecError
 
 if TYPE_CHECKING:
     from unidec.retrieval.bundle import Bundle
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int64]
 Runtime = Literal["auto", "torch", "onnx", "onnx-int8"]
+AUTO: Runtime = "onnx"
+SEEN_TEXTS = 128  # of each kind, to find the scales of 8 bits on
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,16 +109,39 @@ def spoken(
 
 
 def open_encoder(bundle: Bundle, runtime: Runtime = "auto", threads: int = 0) -> QueryEncoder:
-    """What encodes a bundle's queries fastest.
+    """What encodes a bundle's queries.
 
     Args:
-        runtime: "torch": the model itself. "auto": the fastest that keeps quality.
-        threads: of one call; 0: what this process may use.
+        runtime: "torch": the model itself; "onnx": onnxruntime for its transformer, numpy for the rest; "onnx-int8":
+            the transformer's linear layers in 8 bits; "auto": `AUTO` on a CPU, torch on a GPU and where that cannot be.
+            A bag of tokens without a transformer is encoded in numpy by all but "torch".
+        threads: of one call; 0: as many as this process has cores.
+
+    Raises:
+        UnidecError: "onnx" or "onnx-int8" of a model that is not known there, or onnxruntime is not installed.
     """
+    threads = threads or usable_cores()
+    if runtime != "torch" and (runtime != "auto" or str(getattr(bundle.model, "device", "cpu")) == "cpu"):
+        from unidec.retrieval.fast_encoder import FastEncoder
+
+        int8 = (AUTO if runtime == "auto" else runtime) == "onnx-int8"
+        try:
+            return FastEncoder(bundle.model, bundle.words, int8=int8, threads=threads, texts=_typical(bundle))
+        except UnidecError as error:
+            if runtime != "auto":
+                raise
+            log.warning("queries are encoded by torch: %s", str(error).replace("\n", ";"))
     import torch
 
-    torch.set_num_threads(threads or usable_cores())
+    torch.set_num_threads(threads)
     return ModelEncoder(bundle.model, bundle.words)
+
+
+def _typical(bundle: Bundle) -> list[str]:
+    """Some texts of the kind that the model sees: titles of labels, and of training queries where there are any."""
+    columns = [bundle.titles] + ([] if bundle.neighbours is None else [bundle.neighbours.titles])
+    some = [column.take(np.linspace(0, len(column) - 1, SEEN_TEXTS).astype(np.int64)) for column in columns]
+    return [title for column in some for title in column.to_pylist() if title]
 
 
 def usable_cores() -> int:
