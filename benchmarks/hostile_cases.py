@@ -138,6 +138,7 @@ def _large(what: str) -> bytes:
         "long query": lambda: _json({"queries": ["x " * 400_000]}),
         "many labels": lambda: _json({"queries": ["x"], "deny": ["L1"] * 100_000}),
         "many objects": lambda: b'{"queries": [' + b",".join([b'{"a":1}'] * 120_000) + b"]}",
+        "many lists": lambda: b'{"queries": [' + b",".join([b"[]"] * 320_000) + b"]}",
         "many keys": lambda: _json({"queries": ["x"]} | {f"k{i}": i for i in range(60_000)}),
         "long spaces": lambda: b" " * 900_000 + VALID_BODY[:-1],
     }
@@ -152,7 +153,7 @@ def too_large(rng: np.random.Generator) -> Case:
 
 def nearly_too_large(rng: np.random.Generator) -> Case:
     """Within the body's bound, beyond the others."""
-    names = ["many rows", "long query", "many labels", "many keys", "many objects", "long spaces"]
+    names = ["many rows", "long query", "many labels", "many keys", "many objects", "many lists", "long spaces"]
     return _wrong("beyond a bound", _large(_pick(rng, names)), rng)
 
 

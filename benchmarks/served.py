@@ -91,8 +91,11 @@ class Served:
 
     def said_seconds(self) -> float | None:
         """What it says itself: seconds from its start, imports of the command line left out, until it was ready."""
-        found = re.search(r"^serve: ready at .* after ([\d.]+) s", self.log, re.M)
-        return float(found.group(1)) if found else None
+        for _ in range(100):  # /readyz may be a little before the line
+            if found := re.search(r"^serve: ready at .* after ([\d.]+) s", self.log, re.M):
+                return float(found.group(1))
+            time.sleep(0.02)
+        return None
 
     def ask(self, path: str, what: Any = None) -> Any:
         """The JSON (or text) of one answer with status 200; what is given is posted.
