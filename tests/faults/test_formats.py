@@ -1,7 +1,8 @@
 """Fault 20: an older checkpoint goes on, an older bundle predicts as it did; newer ones are refused by their version.
 
 `formats/bundle-1/` was written by unidec 0.1.0 (`tiny_bundle.write_tiny_bundle`, seed 7, HNSW) and is not written anew;
-`bundle-2/` is the same with training queries that vote (softmax), `bundle-3/` with such as are compared by words.
+`bundle-2/` is the same with training queries that vote (softmax), `bundle-3/` with such as are compared by words;
+`bundle-4/` is bundle 3 with a graph of compressed vectors (hnsw-sq8) some of whose nodes are of labels that left.
 """
 
 from __future__ import annotations
@@ -145,6 +146,18 @@ def test_a_bundle_of_version_3_predicts_as_it_did() -> None:
     assert found[0].knn_scores == pytest.approx([1.0, 0.1284721, 0.0], abs=1e-5)
     assert bundle.neighbours is not None and bundle.neighbours.words is not None
     assert bundle.neighbours.words.num_features == 26
+
+
+@pytest.mark.usefixtures("stub_model")
+def test_a_bundle_of_version_4_predicts_as_it_did() -> None:
+    from unidec.retrieval.bundle import Bundle
+
+    bundle = Bundle.load(Path(__file__).with_name("formats") / "bundle-4")
+    found = bundle.predict(QUERIES, k=3)
+    assert [one.labels for one in found] == [["L4", "L1", "L0"], ["L6", "L9", "L11"], ["L4", "L5", "L1"]]
+    assert found[0].scores == pytest.approx([1.6659362, 1.3113372, 1.0964489], abs=1e-5)
+    assert (bundle.index.kind, bundle.info.index_nodes, bundle.index.options.rescore) == ("hnsw-sq8", 15, 5)
+    assert bundle.index.nodes is not None and bundle.index.nodes.tolist() == [0, 1, 2, -1, *range(4, 12), -1, -1, 3]
 
 
 def test_a_newer_bundle_is_refused(bundle_1: Path) -> None:
