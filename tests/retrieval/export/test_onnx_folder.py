@@ -1,0 +1,105 @@
+"""onnxruntime on the exported file gives the vectors that the model gives."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from unidec.errors import ConfigError, DataError
+from unidec.retrieval.export.heads import Scored
+from unidec.retrieval.export.onnx_folder import export_onnx
+
+onnxruntime = pytest.importorskip("onnxruntime")
+KINDS = {
+    "bag": {"kind": "bag", "trainable_layers": 0},
+    "bag, first tokens": {"kind": "bag", "trainable_layers": 0, "bag_head": 3, "residual": True},
+    "both": {"kind": "both", "trainable_layers": 0},
+    "bert": {"kind": "transformer", "trainable_layers": -1},
+    "bert, cls, unit length": {"kind": "transformer", "trainable_layers": 0, "pooling": "cls"},
+    "distilbert": {"kind": "transformer", "trainable_layers": -1, "source": "distilbert"},
+}
+
+
+@pytest.fixture
+def world(helper, tmp_path, tiny_bert, tiny_distilbert):
+    """`world(source="bert", **of real_bundle)`: a loaded bundle; `.real`: its helper."""
+    real = helper("retrieval/export/real_model")
+
+    def make(source: str = "bert", **options):
+        return real.real_bundle(tmp_path, {"bert": tiny_bert, "distilbert": tiny_distilbert}[source], **options)
+
+    make.real = real
+    return make
+
+
+def run(folder, texts: list[str]) -> dict[str, np.ndarray]:
+    """What the README says: tokenizer and session, nothing of unidec."""
+    from tokenizers import Tokenizer
+
+    found = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch(texts)
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    inputs = {
+        "input_ids": np.array([one.ids for one in found], dtype=np.int64),
+        "attention_mask": np.array([one.attention_mask for one in found], dtype=np.int64),
+    }
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, inputs), strict=True))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("normalize", "bias"), [(False, True), (True, False)])
+def test_every_encoder_in_onnxruntime(world, tmp_path, name, normalize, bias) -> None:
+    bundle = world(**KINDS[name], clf_normalize=normalize, clf_bias=bias)
+    told = export_onnx(bundle, tmp_path / "out")
+    texts = world.real.TEXTS
+    de, clf = world.real.one_by_one(bundle, texts)
+    together, alone = run(tmp_path / "out", texts), run(tmp_path / "out", [texts[1]])
+    assert list(together) == told["outputs"] == ["de", "clf", "vector"]
+    expected = {"de": de, "clf": clf, "vector": Scored.of(bundle.info).queries(de, clf)}
+    for output, vectors in expected.items():
+        assert together[output].dtype == np.float32 and together[output].shape == vectors.shape
+        np.testing.assert_allclose(together[output], vectors, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(alone[output], vectors[[1]], rtol=1e-4, atol=1e-4)
+    assert np.abs(clf[0] - clf[1]).max() > 0.01
+    sides = Scored.of(bundle.info).labels(bundle.vectors, 0, bundle.num_labels)
+    best = (together["vector"] @ sides.T).argmax(axis=1)
+    assert [bundle.uids[int(row)].as_py() for row in best] == [p.labels[0] for p in bundle.predict(texts, k=1)]
+
+
+@pytest.mark.parametrize("head", ["de", "clf"])
+def test_one_head(world, tmp_path, head) -> None:
+    bundle = world(kind="bag", trainable_layers=0, heads=head)
+    told = export_onnx(bundle, tmp_path / "out")
+    assert told["outputs"] == [head, "vector"] and told["width"] == 24
+    got = run(tmp_path / "out", world.real.TEXTS)
+    np.testing.assert_allclose(got["vector"], got[head], rtol=1e-6)
+    with pytest.raises(DataError, match="no such head"):
+        export_onnx(bundle, tmp_path / "other", head="both")
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_folder(world, tmp_path) -> None:
+    import onnx
+
+    bundle = world(kind="bag", trainable_layers=0)
+    export_onnx(bundle, tmp_path / "out", head="de")
+    first = (tmp_path / "out" / "model.onnx").read_bytes()
+    export_onnx(bundle, tmp_path / "out", head="de")
+    assert (tmp_path / "out" / "model.onnx").read_bytes() == first
+    model = onnx.load(tmp_path / "out" / "model.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    assert {entry.domain for entry in model.opset_import} == {""}  # standard operators only
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["bundle_sha256"] == bundle.sha256 and config["head"] == "de" and config["max_length"] == 16
+    assert "`vector`" in (tmp_path / "out" / "README.md").read_text()
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"model.onnx", "tokenizer.json", "config.json", "README.md", "manifest.json"}
+
+
+def test_words_by_hash_are_refused_with_the_reason(world, tmp_path) -> None:
+    bundle = world(kind="bag", trainable_layers=0, bag_words=8)
+    with pytest.raises(ConfigError, match="bag_words"):
+        export_onnx(bundle, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
