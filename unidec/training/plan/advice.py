@@ -82,6 +82,8 @@ def ladder(params: Params) -> list[dict[str, Any]]:
         rungs += [{"optim.clf_state": state} for state in ("adagrad", "sgd") if _after(params.optim.clf_state, state)]
     if params.index.kind == "hnsw":
         rungs.append({"index.kind": "flat"})
+    if params.index.kind in ("flat", "hnsw"):
+        rungs.append({"index.kind": "pq"})
     if has_table and pool.clf_labels == "all":
         rungs.append({"pool.clf_labels": "pool"})
     if model.heads != "clf" and pool.de_labels == "all":

@@ -191,15 +191,31 @@ def _ranking_items(s: Setting) -> list[Item]:
         Item("label vectors to rank", "host", max(encoding, ranking),
              f"{labels:,} x {space:,} x 4, the heads' own vectors, a block of scores", phases)
     ]  # fmt: skip
-    flat = FP32 * labels * space
-    links = labels * (2 * index.hnsw_links * INT32 + 2 * INT64) if index.kind == "hnsw" else 0
+    codes, more = _index_bytes(s)
     strings = 2 * labels * _STRING + s.sizes.text_bytes
-    items.append(Item("faiss index", "host", 2 * (flat + links),
-                      f"({times(labels, space, 4)}{f' + links {links:,}' if links else ''}) x 2 (once as a file)",
+    items.append(Item("faiss index", "host", codes + more,
+                      f"{index.kind}: {times(labels, codes // labels)}{f' + links or lists {more:,}' if more else ''}",
                       ("index",)))  # fmt: skip
     items.append(Item("label names", "host", strings, f"{labels:,} uids and titles, {_STRING} each and their letters",
                       ("index",)))  # fmt: skip
     return items
+
+
+def _index_bytes(s: Setting) -> tuple[int, int]:
+    """Of the labels' codes in the index, and of what leads to them: a graph's links, or ids and centroids of lists."""
+    index, labels, space = s.params.index, s.sizes.num_labels, _space_width(s)
+    code = FP32 * space
+    if index.kind.endswith("sq8"):
+        code = space
+    elif index.kind.endswith("pq"):
+        code = -(-space // (2 * index.pq_dims))
+    more = 0
+    if index.kind.startswith("hnsw"):
+        more = labels * (2 * index.hnsw_links * INT32 + 2 * INT64)
+    elif index.kind.startswith("ivf"):
+        lists = index.ivf_lists or min(round(16 * labels**0.5), max(1, labels // 64))  # IndexOptions.num_lists
+        more = INT64 * labels + FP32 * space * lists
+    return labels * code, more
 
 
 def checkpoint_bytes(s: Setting) -> int:
@@ -214,9 +230,8 @@ def disk_items(s: Setting) -> list[Item]:
     state = checkpoint_bytes(s)
     weights = sum(i.num_bytes for i in state_items(s) if i.name in STATE and not i.name.endswith(("state", "moments")))
     refresh = INT64 * training_rows(s.params, s.sizes) + INT32 * shortlist_rows(s) * s.batch.negatives
-    links = sizes.num_labels * 2 * s.params.index.hnsw_links * INT32 if s.params.index.kind == "hnsw" else 0
     vectors = FP32 * sizes.num_labels * dim * s.num_heads
-    index = FP32 * sizes.num_labels * _space_width(s) + links
+    index = sum(_index_bytes(s))
     items = [
         Item("checkpoints", "disk", 3 * state, f"{state:,} x 3: two kept, one being written"),
         Item("refresh", "disk", 3 * refresh, f"{refresh:,} x 3: two kept, one being written"),
