@@ -151,7 +151,8 @@ def main() -> None:
         measured(*options.measure)
         return
     print(f"{'queries':>9} {'how':14} {'time':>10} {'rate':>19} {'peak':>11} {'largest worker':>15}")
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    Path("runs").mkdir(exist_ok=True)  # git does not look there
+    with tempfile.TemporaryDirectory(dir="runs") as folder:
         place = Path(folder).resolve()
         make_bundle(place)
         results = []

@@ -66,9 +66,13 @@ def test_sentence_transformers(run, bundle) -> None:
 
 
 def test_a_registered_bundle_is_fetched(run, bundle, monkeypatch) -> None:
+    from mlflow.exceptions import MlflowException
+
     asked = []
 
     def fetch(address, folder):
+        if address == "models:/away@champion":
+            raise MlflowException("Connection refused\nand more")
         asked.append((address, str(folder)))
         return bundle
 
@@ -76,6 +80,9 @@ def test_a_registered_bundle_is_fetched(run, bundle, monkeypatch) -> None:
     assert run("predict", "river engine", "--bundle", "models:/unidec@champion", "-k", "2")[0] == 0
     assert run("export", "vectors", "--bundle", "models:/unidec/7")[0] == 0
     assert asked == [("models:/unidec@champion", "runs/bundles"), ("models:/unidec/7", "runs/bundles")]
+    code, _, said = run("predict", "river engine", "--bundle", "models:/away@champion")
+    assert code == 4 and "the registry does not answer" in said and "MLFLOW_TRACKING_URI" in said
+    assert "Connection refused" in said and "and more" not in said
 
 
 def test_predictions_do_not_depend_on_what_encodes(run, bundle, monkeypatch) -> None:

@@ -37,7 +37,6 @@ def bundle_folder(address: str) -> Path:
     """The folder of a bundle: itself, or the copy of a registered one, fetched if it is not there."""
     if not address.startswith("models:"):
         return Path(address)
-    from unidec.ops.fetch import fetch_bundle
-    from unidec.stages.paths import BUNDLES
+    from unidec.ops import fetch
 
-    return fetch_bundle(address, BUNDLES)
+    return fetch.bundle_folder(address)

@@ -84,6 +84,25 @@ def fetch_bundle(
     return _fetch(version, Path(folder), uri)
 
 
+def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
+    """`fetch_bundle` for a command: a registry that does not answer is an error with a way out.
+
+    Raises:
+        ConfigError, ArtifactError: as `fetch_bundle`, and where the registry does not answer.
+    """
+    if parse_address(source) is None:
+        return Path(source)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return fetch_bundle(source, folder)
+    except MlflowException as error:
+        raise ArtifactError(
+            "the registry does not answer", where=tracking_uri(), got=str(error).splitlines()[0][:300],
+            fix=f"MLFLOW_TRACKING_URI names it; copies that were fetched before lie in {folder}",
+        ) from error  # fmt: skip
+
+
 def fetch_by_hash(
     model_name: str,
     sha256: str,
