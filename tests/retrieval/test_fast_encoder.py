@@ -154,7 +154,6 @@ def test_a_model_that_is_not_known_is_encoded_by_itself(rng, tmp_path, caplog):
 
 def test_a_bag_does_not_change_a_bit_with_its_batch(folders):
     fast = FastEncoder(_model(folders["bert"], kind="bag"), None)
-    tokens = encode_texts(TEXTS, fast._folder, 12)
-    whole = fast._parts[0](tokens)
+    whole = fast._parts[0](fast._tokens(TEXTS))
     for row, text in enumerate(TEXTS):
-        assert (fast._parts[0](encode_texts([text], fast._folder, 12))[0] == whole[row]).all()
+        assert (fast._parts[0](fast._tokens([text]))[0] == whole[row]).all()

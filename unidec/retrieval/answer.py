@@ -219,31 +219,25 @@ class Answerer:
     def _predictions(
         self, requests: Sequence[Request], asked: Encoded, found: Ranked, unknown_B: Sequence[int]
     ) -> list[Prediction]:
-        bundle = self.bundle
-        de_BK, clf_BK = bundle.parts(asked, found.rows)
-        out = []
+        de_BK, clf_BK = self.bundle.parts(asked, found.rows)
+        count_B = []
         for query, request in enumerate(requests):
             count = min(int((found.rows[query] >= 0).sum()), request.k)
             if request.min_score is not None:
                 count = min(count, int((found.scores[query] >= request.min_score).sum()))
-            rows = found.rows[query, :count]
-            uids, titles = bundle.named(rows)
-            de, clf, votes = (
-                [] if part is None else part[query, :count].tolist() for part in (de_BK, clf_BK, found.votes)
+            count_B.append(count)
+        # all names at once: a look-up costs the same for one and for a thousand
+        uids, titles = self.bundle.named(np.concatenate([row[:n] for row, n in zip(found.rows, count_B, strict=True)]))
+        out, start = [], 0
+        for query, count in enumerate(count_B):
+            own = slice(start, start + count)
+            start += count
+            scores, de, clf, votes = (
+                [] if part is None else part[query, :count].tolist()
+                for part in (found.scores, de_BK, clf_BK, found.votes)
             )
-            out.append(
-                Prediction(
-                    uids,
-                    titles,
-                    found.scores[query, :count].tolist(),
-                    de,
-                    clf,
-                    votes,
-                    int(asked.num_tokens_B[query]),
-                    int(asked.unknown_B[query]),
-                    unknown_B[query],
-                )
-            )
+            tokens = int(asked.num_tokens_B[query]), int(asked.unknown_B[query])
+            out.append(Prediction(uids[own], titles[own], scores, de, clf, votes, *tokens, unknown_B[query]))
         return out
 
     def _nearest(self, asked: Encoded, num: int) -> list[TrainingQuery] | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unidec.data.tokens import Tokens, encode_texts, load_tokenizer
+from unidec.data.tokens import Tokens, load_tokenizer
 from unidec.errors import UnidecError
 from unidec.model.encoder import TextEncoder, length_chunks
 from unidec.model.onnx_graph import linear, stack_graph
@@ -55,14 +55,13 @@ class FastEncoder:
         encoder = getattr(model, "encoder", None)
         if not isinstance(encoder, TextEncoder) or model.device.type != "cpu":
             raise UnsupportedModel("this model is not encoded without torch", got=type(model).__name__)
-        self._folder, self._max_length, self._words = model.tokenizer_folder, model.max_length, words
+        # one for good: what a bundle is does not change, and to ask for it again takes longer than a short text
+        self._tokenizer, self._words = load_tokenizer(model.tokenizer_folder, model.max_length), words
         self._parts: list[Callable[[Tokens], Floats]] = []
         self.name = "bag"
         if encoder.transformer is not None:
             self.name = "onnx-int8" if int8 else "onnx"
-            tokens = encode_texts(texts, self._folder, self._max_length)
-            transformer = _Transformer(encoder, threads, tokens if int8 else None)
-            self._parts.append(transformer)
+            self._parts.append(_Transformer(encoder, threads, self._tokens(texts) if int8 else None))
         if encoder.bag is not None:
             self._parts.append(_Bag(encoder.bag))
         self._residual = None if encoder.residual is None else [_weights(encoder.residual[i]) for i in (0, 3)]
@@ -73,8 +72,9 @@ class FastEncoder:
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """See `QueryEncoder.encode`."""
-        tokens = encode_texts(texts, self._folder, self._max_length)
-        x_BW = np.concatenate([part(tokens) for part in self._parts], axis=1)
+        tokens = self._tokens(texts)
+        parts = [part(tokens) for part in self._parts]
+        x_BW = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
         if self._residual is not None:
             (first_WW, first_W), (last_WW, last_W) = self._residual
             x_BW = x_BW + _gelu(x_BW @ first_WW + first_W) @ last_WW + last_W
@@ -87,8 +87,15 @@ class FastEncoder:
             found["de"] = _normalised(np.tanh(found["de"]))
         if "clf" in found:
             found["clf"] = np.ascontiguousarray(found["clf"])
-        tokenizer = load_tokenizer(self._folder, self._max_length)
-        return spoken(tokens, tokenizer, self._words, found.get("de"), found.get("clf"))
+        return spoken(tokens, self._tokenizer, self._words, found.get("de"), found.get("clf"))
+
+    def _tokens(self, texts: Sequence[str]) -> Tokens:
+        """As `encode_texts`."""
+        tokenizer = self._tokenizer
+        flat, length_B = tokenizer.encode(texts)
+        offsets = np.zeros(len(texts) + 1, dtype=np.int64)
+        np.cumsum(length_B, out=offsets[1:])
+        return Tokens(flat, offsets, tokenizer.vocab_size, tokenizer.pad_id, tokenizer.max_length)
 
 
 class _Bag:
