@@ -292,6 +292,8 @@ async def open_loop(
     running: set[asyncio.Task[None]] = set()
 
     async def exchange(connection: Connection, due: float) -> None:
+        if connection.closed:  # by the server: it was not used for long
+            connection = await Connection.open(port)
         while True:
             sent = time.perf_counter()
             answer = await connection.ask(next(requests))

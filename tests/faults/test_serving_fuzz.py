@@ -122,7 +122,7 @@ def test_the_servers_own_openapi_holds(served: Any) -> None:
     statuses: dict[tuple[str, str], set[int]] = {}
 
     def tried(label: str, mode: Any, cases: Any) -> None:
-        @settings(max_examples=10, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        @settings(max_examples=6, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
                   suppress_health_check=list(HealthCheck))  # fmt: skip
         @given(case=cases)
         def run(case: Any) -> None:
@@ -209,6 +209,8 @@ def test_who_is_refused_late_time_and_again_is_a_fault(
 def test_cases_are_the_same_again_and_of_every_kind(programs: SimpleNamespace) -> None:
     make = programs.hostile_cases.make_cases
     assert make(300, 5) == make(300, 5) != make(300, 6)
+    assert any(case.labels > 100 for case in make(1500, 1))
+    assert not any(case.labels > 100 for case in make(1500, 1, large=False))
     kinds = {case.kind for case in make(len(programs.hostile_cases.MIX), 0)}
     assert len(kinds) >= len(programs.hostile_cases.MIX) - 1, "each maker once (two of them speak of methods)"
 
@@ -219,7 +221,8 @@ def test_ten_thousand_hostile_requests(programs: SimpleNamespace, bundle: Path, 
     """No fault, memory grows under 5 %, valid requests beside it have at most twice the 99th percentile.
 
     Hostile requests come from a process of their own, 100 a second; valid ones, 40 a second, from this one, in turns
-    with and without the others, so that whatever else the machine does falls on both alike.
+    with and without the others, so that whatever else the machine does falls on both alike. Requests of 256 queries,
+    which are fair, keep the model busy: the quick test has them, here they would be what is measured.
     """
     load = programs.http_load
     rounds, each, rate = 10, 1000, 100.0
@@ -228,15 +231,15 @@ def test_ten_thousand_hostile_requests(programs: SimpleNamespace, bundle: Path, 
         texts = load.unique_texts([f"{a} {b} {c}" for a in "abcdefghij" for b in "klmnopqrst" for c in "uvwxyz"])
         requests = (load.post("/predict", {"queries": [f"redcar oldboat {text}"]}) for text in texts)
         load.run(load.closed_loop(served.port, requests, 4, count=500))
-        large = iter([load.post("/predict", {"queries": [next(texts) for _ in range(200)]}) for _ in range(20)])
-        assert set(load.run(load.closed_loop(served.port, large, 4)).statuses) == {200}, "what fair use takes at most"
+        large = iter([load.post("/predict", {"queries": [next(texts) for _ in range(100)]}) for _ in range(20)])
+        assert set(load.run(load.closed_loop(served.port, large, 2)).statuses) == {200}, "what fair use takes at most"
         start = served.memory()["VmRSS"]
         alone: list[float] = []
         beside: list[float] = []
         faults: list[str] = []
         for turn in range(rounds):
             words = [sys.executable, str(BENCHMARKS / "hostile.py"), "--port", str(served.port), "--seed", str(turn)]
-            words += ["--count", str(each), "--rate", str(rate)]
+            words += ["--count", str(each), "--rate", str(rate), "--small"]
             calm = load.run(load.open_loop(served.port, requests, 40, each / rate, seed=turn))
             with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as attack:
                 loud = load.run(load.open_loop(served.port, requests, 40, each / rate, seed=turn))

@@ -67,6 +67,7 @@ class _Bounded:
     def connection_made(self: Any, transport: asyncio.Transport) -> None:
         super().connection_made(transport)  # type: ignore[misc]
         self.deaf = False  # nothing more is read
+        self.silent = True  # no byte has come yet
         self.timer: asyncio.TimerHandle | None = None
         self._begin()
         self.fresh = True  # a chunk of bytes that holds two messages is counted to neither
@@ -87,7 +88,7 @@ class _Bounded:
     def data_received(self: Any, data: bytes) -> None:
         if self.deaf:
             return
-        self.fresh = False
+        self.fresh = self.silent = False
         super().data_received(data)  # type: ignore[misc]
         if self.deaf:
             return
@@ -169,6 +170,10 @@ class _Bounded:
 
     def _too_slow(self: Any) -> None:
         self.timer = None
+        if self.silent:  # opened in advance, as browsers do: a 408 could be taken for the answer to what is sent next
+            self.deaf = True
+            self.transport.close()
+            return
         part, seconds = ("head", self.limits.head_seconds) if self.in_head else ("body", self.limits.body_seconds)
         self._refuse(
             408, f"the request's {part} did not come to its end", got=f"{seconds:g} s", expected="a whole request",
