@@ -351,6 +351,15 @@ def test_what_is_dropped_is_freed_in_memory_and_on_disk(world):
     assert (world.shelf.folder / ("2" * 16)).exists() and (world.shelf.folder / ("3" * 16)).exists()
 
 
+def test_the_copy_of_a_refused_version_does_not_stay(world):
+    world.start()
+    world.tried.error = ArtifactError("no")
+    world.shelf.alias = "2"
+    world.until(lambda: world.follower.state()["refused"])
+    world.until(lambda: not (world.shelf.folder / ("2" * 16)).exists())
+    assert (world.shelf.folder / ("1" * 16)).exists()
+
+
 def test_a_copy_that_was_there_before_is_left(world):
     (world.shelf.folder / ("1" * 16)).mkdir(parents=True)
     world.start()

@@ -66,12 +66,12 @@ def test_swaps_and_rollbacks_under_load(world, live, expected, texts, capsys):
         )
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
 def test_twenty_swaps_leave_memory_where_it_was(live, helper, tmp_path, capsys):
     """Each one loads: nothing is kept. A bundle of 60,000 labels takes some 20 MB; twenty of them would show."""
     world = live.Followed(tmp_path, helper("served_bundle").make_served_bundle, versions=2, num_labels=60_000)
-    with world.serving("serve.follow_seconds=0.2", "serve.keep_previous=false") as server:
+    with world.serving("serve.follow_seconds=0.2", "serve.keep_previous=false", "serve.cache_queries=0") as server:
         sizes = []
         with live.Clients(server.port, defaultdict(dict), ["redcar bluecar"], num=1):
             for turn in range(20):

@@ -445,10 +445,11 @@ class Follower:
         before = self._refused
         times = before.times + 1 if before is not None and before.found == found else 1
         why = f"{error}" if isinstance(error, UnidecError) else f"{type(error).__name__}: {error}"
-        self._refused = _Refusal(found, why[:_SHOWN], time.monotonic(), times)
-        self.counts["refusals"] += 1
         stays = _name(self._identities()[0])
         log.warning("version %s is refused, %s goes on serving: %s", found.version, stays, why[:_SHOWN])
+        self._remove_copies()
+        self._refused = _Refusal(found, why[:_SHOWN], time.monotonic(), times)
+        self.counts["refusals"] += 1
 
     def _sweep(self) -> None:
         """Gives back what dropped engines leave, once nobody answers with them any more: memory, and copies on disk."""
@@ -463,8 +464,11 @@ class Follower:
         if len(held) < len(self._dropped):
             give_back()
         self._dropped = held
-        if held:
-            return
+        if not held:
+            self._remove_copies()
+
+    def _remove_copies(self) -> None:
+        """Of what this server fetched: all but the last two that served."""
         for folder in self._fetched - set(self._served):
             try:
                 remove_folder(folder)
