@@ -338,6 +338,14 @@ class ReloadAnswer(_Answer):
     follow: dict[str, Any]
 
 
+class DataCard(_Answer):
+    """The data set of a bundle: rows of each split, labels and pairs where the bundle says."""
+
+    name: str | None
+    sha256: str | None
+    rows: dict[str, float] | None
+
+
 class CardAnswer(_Answer):
     """What the page shows of a bundle."""
 
@@ -347,7 +355,7 @@ class CardAnswer(_Answer):
     index: Index
     encoder: str | None
     recipe: str | None
-    data: dict[str, Any]
+    data: DataCard
     num_labels: int
     num_neighbours: int
     text: str

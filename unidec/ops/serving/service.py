@@ -78,6 +78,7 @@ class Engine:
         from unidec.retrieval.query_encoder import open_encoder
 
         bundle = Bundle.load(folder)
+        bundle.index.threads = settings.threads
         if identity is None:
             data = bundle.info.dataset.get("sha256")
             identity = Identity(bundle.sha256, data=data if isinstance(data, str) else None)
