@@ -22,6 +22,7 @@ from unidec.model.search import exact_search
 from unidec.retrieval.coarse import CoarseSearch, centroids_of
 from unidec.retrieval.faiss_file import check_index_file, max_file_size
 from unidec.retrieval.faiss_library import faiss_module, faiss_threads
+from unidec.retrieval.index_gpu import MOST_CANDIDATES, GpuScan
 from unidec.retrieval.index_kinds import (
     COMPRESSED,
     GRAPHS,
@@ -88,7 +89,8 @@ class LabelIndex:
         self.kind: Kind = kind
         self.options, self.nodes, self.threads = options, nodes, 0
         self.vectors = vectors if kind in COMPRESSED else None
-        self._stored, self._data = index, data
+        self._gpu: GpuScan | None = None
+        self._stored, self._data, self._rows = index, data, vectors
         self._index = searcher(index, kind)
         self._coarse = CoarseSearch(centroids_of(index)) if kind in LISTS else None
         self._num_labels = int(index.ntotal if nodes is None else (nodes >= 0).sum())
@@ -230,6 +232,19 @@ class LabelIndex:
         other.options = IndexOptions(**self.options.model_dump() | changes)
         return other
 
+    def to_gpu(self, device: int = 0) -> LabelIndex:
+        """The same labels, searched by a scan on a GPU (float16) and scored on the float32 vectors here; this index
+        stays as it is.
+
+        Raises:
+            ValueError: an index without vectors. UnidecError: no faiss-gpu, or no GPU.
+        """
+        if self._rows is None:
+            raise ValueError("an index that was loaded without its vectors cannot go to a GPU")
+        other = copy.copy(self)
+        other._gpu, other.vectors = GpuScan(self._rows, device), self._rows
+        return other
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index in faiss's format, in one piece (beside, flushed, renamed). `nodes` are the caller's to
         write (`bundle_index.py`)."""
@@ -282,6 +297,8 @@ class LabelIndex:
 
     def _nearest(self, queries: Floats, num: int) -> tuple[Floats, Labels]:
         """(scores, rows) [B, num] as faiss finds them by its codes; -1 where there are fewer."""
+        if self._gpu is not None and num <= MOST_CANDIDATES:
+            return self._gpu.search(queries, num)
         wide = padded(queries, self._index.d)
         with faiss_threads(self.threads):
             if self.kind == "flat" and self._slices(len(wide)) > 1:
