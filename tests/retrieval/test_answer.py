@@ -131,6 +131,33 @@ def test_a_batch_answers_as_one_request_does(rng, tmp_path, kind):
     assert answerer.answer([]) == []
 
 
+@pytest.mark.parametrize("vote", [None, "softmax"])
+def test_many_denied_labels_are_searched_past_step_by_step(rng, tmp_path, monkeypatch, vote):
+    monkeypatch.setattr("unidec.retrieval.bundle._FIRST_MORE", 1)  # then 8, then 64
+    monkeypatch.setattr("unidec.retrieval.answer._LEAST_K", 1)
+    write_tiny_bundle(tmp_path / "b", rng, clf_normalize=False, bias=True, vote=vote)
+    answerer = _answerer(tmp_path / "b")
+    searched = []
+    search = answerer.bundle.index.search
+    monkeypatch.setattr(answerer.bundle.index, "search", lambda q, k: searched.append((len(q), k)) or search(q, k))
+    best = answerer.bundle.predict(["red car"], k=12)[0].labels
+    requests = [Request("red car", k=2, deny=tuple(deny)) for deny in ((), best[:2], best[:7], best[1:])]
+    searched.clear()
+    for request, got in zip(requests, answerer.answer(requests), strict=True):
+        expected = _slow(answerer, request)
+        assert len(got.labels) == len(expected)
+        np.testing.assert_allclose(got.scores, [row[0] for row in expected], rtol=1e-4, atol=2e-5)
+        assert not set(got.labels) & set(request.deny)
+    # the second was one short after the first step, the third and fourth many; the fourth has but one label
+    assert searched == [(4, 3), (3, 10), (1, 12)]
+
+
+def test_more_labels_than_there_are(rng, tmp_path):
+    write_tiny_bundle(tmp_path / "b", rng)
+    found = _answerer(tmp_path / "b").answer([Request("red", k=10**9), Request("red", k=10**9, allow=("L1", "L2"))])
+    assert [len(one.labels) for one in found] == [12, 2]
+
+
 def test_the_plain_answer_is_the_bundles_own(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng, clf_normalize=False, bias=True, vote="softmax")
     answerer = _answerer(tmp_path / "b")

@@ -161,7 +161,8 @@ class Answerer:
     def _group(self, requests: Sequence[Request], asked: Encoded) -> list[Prediction]:
         """Requests of one head, one list of labels to choose from, and a like number of results."""
         bundle, first = self.bundle, requests[0]
-        k = max(request.k for request in requests)
+        # of the whole group, the same for each of them alone
+        k = min(max(_LEAST_K, _at_least(first.k)), bundle.num_labels)
         unknown_B = [0] * len(requests)
         denied_B: list[set[int]] = [set() for _ in requests]
         for place, request in enumerate(requests):
@@ -219,7 +220,8 @@ class Answerer:
     def _predictions(
         self, requests: Sequence[Request], asked: Encoded, found: Ranked, unknown_B: Sequence[int]
     ) -> list[Prediction]:
-        de_BK, clf_BK = self.bundle.parts(asked, found.rows)
+        most = max(request.k for request in requests)
+        de_BK, clf_BK = self.bundle.parts(asked, found.rows[:, :most])
         count_B = []
         for query, request in enumerate(requests):
             count = min(int((found.rows[query] >= 0).sum()), request.k)
@@ -256,14 +258,13 @@ class Answerer:
 
 
 def _searched_alike(request: Request) -> Any:
-    """What requests have in common that are searched together.
-
-    An approximate search finds more the more it is asked for: how much that is must not depend on the other requests.
-    """
+    """What requests have in common that are searched together: an approximate search finds more the more it is asked
+    for, so how many labels that are must not depend on the other requests."""
     if request.allow is not None:
-        return request.head, frozenset(request.allow)
-    return request.head, _step(max(request.k, _LEAST_K)), _step(len(request.deny))
+        return request.head, frozenset(request.allow), _at_least(request.k)
+    return request.head, max(_LEAST_K, _at_least(request.k))
 
 
-def _step(count: int) -> int:
-    return max(count - 1, 0).bit_length() if count > 1 else count
+def _at_least(count: int) -> int:
+    """The power of two from `count` on."""
+    return 1 << (count - 1).bit_length()

@@ -370,16 +370,26 @@ class Bundle:
         return de, clf
 
     def _search(self, query_BD: Floats, k: int, excluded: Labels) -> tuple[Labels, Floats]:
-        """Search k + the most excluded labels of a query, remove those, cut to k."""
-        most = int(np.bincount(excluded // self.num_labels).max()) if excluded.size else 0
-        scores, rows = self.index.search(query_BD, min(k + most, max(k, self.num_labels)))
-        if excluded.size:
-            place = np.arange(len(rows), dtype=np.int64)[:, None] * self.num_labels + rows
-            removed = np.isin(place, excluded) & (rows >= 0)
+        """The k best labels that are not excluded: some more are searched, and many more where those were excluded."""
+        if not excluded.size:
+            scores, rows = self.index.search(query_BD, k)
+            return rows, scores
+        most_B = np.bincount(excluded // self.num_labels, minlength=len(query_BD))
+        rows_BK = np.full((len(query_BD), k), -1, dtype=np.int64)
+        scores_BK = np.full((len(query_BD), k), -np.inf, dtype=np.float32)
+        open_B, more = np.arange(len(query_BD)), _FIRST_MORE
+        while len(open_B):
+            # the width is that of the step, whatever the other queries need: an approximate search depends on it
+            width = max(k, min(k + more, self.num_labels))
+            scores, rows = self.index.search(query_BD[open_B], width)
+            removed = np.isin(open_B[:, None] * self.num_labels + rows, excluded) & (rows >= 0)
             scores[removed], rows[removed] = -np.inf, -1
             order = np.argsort(rows < 0, axis=1, kind="stable")[:, :k]
-            scores, rows = np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)
-        return rows, scores
+            rows_BK[open_B] = np.take_along_axis(rows, order, axis=1)
+            scores_BK[open_B] = np.take_along_axis(scores, order, axis=1)
+            short_B = (rows_BK[open_B] < 0).any(axis=1) & (most_B[open_B] > more) & (width < self.num_labels)
+            open_B, more = open_B[short_B], more * 8
+        return rows_BK, scores_BK
 
     def _excluded_pairs(self, exclude: Sequence[Sequence[str]] | None) -> Labels:
         """query x L + label row of each pair that is excluded, each once."""
@@ -391,6 +401,8 @@ class Bundle:
         }
         return np.fromiter(pairs, dtype=np.int64, count=len(pairs))
 
+
+_FIRST_MORE = 32  # labels that are searched beside the k wanted where some are excluded
 
 PREDICTION_SCHEMA = pa.schema(
     [
