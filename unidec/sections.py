@@ -344,7 +344,8 @@ class Serve(Section):
     timeout_seconds: Positive = Field(5.0, description="a request that waits longer gets 503")
     batch_queries: Count = Field(32, description="queries answered together at most")
     batch_wait_ms: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="an idle model waits so long for as many queries as came together before; one alone never waits"
+        1.0,
+        description="an idle model waits so long for as many queries as came together before; one alone never waits",
     )
     runtime: Literal["auto", "torch", "onnx", "onnx-int8"] = Field(
         "auto", description="what encodes queries; auto: the fastest that keeps quality (docs/serving.md)"
