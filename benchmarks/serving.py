@@ -153,8 +153,12 @@ def measure_throughput(options: argparse.Namespace, queries: Queries) -> dict[st
                 uncached(served, before)
                 after = served.metrics()
                 sizes = [after[f"{SIZES}_{part}"] - before[f"{SIZES}_{part}"] for part in ("sum", "count")]
-                show(f"throughput {name}", measured)
                 more = {"cpu_ms_a_query": 1000 * cpu / measured.statuses[200], "batch": sizes[0] / max(sizes[1], 1)}
+                show(
+                    f"throughput {name}",
+                    measured,
+                    "  {cpu_ms_a_query:.2f} ms CPU, batches of {batch:.1f}".format(**more),
+                )
                 rows[name].append(measured.facts() | {key: round(value, 3) for key, value in more.items()})
     rates = {name: sum(row["rate"] for row in some) / len(some) for name, some in rows.items()}
     ratios = {
@@ -297,12 +301,12 @@ def same_answers(servers: dict[str, Served], requests: list[bytes]) -> None:
             raise SystemExit(f"{name} and {other} answer {len(requests) - alike} of {len(requests)} queries otherwise")
 
 
-def show(name: str, measured: Measured) -> None:
+def show(name: str, measured: Measured, more: str = "") -> None:
     facts = measured.facts()
     times = facts["latency_ms"]
     shown = "  ".join(f"{part} {times.get(part, float('nan')):8.2f}" for part in ("p50", "p90", "p99", "max"))
     busy = f"  client {measured.cpu_share:.0%} of a core" if measured.cpu_share > 0.7 else ""
-    print(f"{name:34} {measured.rate:8.0f}/s  {shown} ms{busy}", flush=True)
+    print(f"{name:34} {measured.rate:8.0f}/s  {shown} ms{more}{busy}", flush=True)
 
 
 def main() -> None:
