@@ -53,17 +53,32 @@ def train_centroids(sample_ND: Floats, num: int) -> tuple[Floats, Rows, Floats]:
     return top_TD, np.array(begin), np.concatenate(parts)
 
 
-def assign(rows_ND: Floats, top_TD: Floats, begin: Rows, centroid_CD: Floats) -> Rows:
-    """The list of each row, int64 [N]: the centroid of the largest product among those of its nearest top clusters."""
+def assign(rows_ND: Floats, top_TD: Floats, begin: Rows, centroid_CD: Floats, first_N: Rows | None = None) -> Rows:
+    """The list of each row, int64 [N]: the centroid of the largest product among those of its nearest top clusters.
+
+    Args:
+        first_N: the list that each row is in already: another one is chosen, near too, and so that what the row differs
+            by from its centroid is at right angles to what it differs by from the first one's (SOAR; Sun et al. 2023,
+            equation 5 with lambda 1). A query that is far from the one list is then likely near to the other.
+    """
     out = np.zeros(len(rows_ND), dtype=np.int64)
     for start in range(0, len(rows_ND), _ASSIGNED_AT_ONCE):
         some = rows_ND[start : start + _ASSIGNED_AT_ONCE]
         num = min(_TOPS, len(top_TD))
         tops = np.argpartition(-(some @ top_TD.T), num - 1, axis=1)[:, :num]
         best, place = np.full(len(some), -np.inf, dtype=np.float32), np.zeros(len(some), dtype=np.int64)
+        first = None if first_N is None else first_N[start : start + len(some)]
+        apart = None if first is None else _unit(some - centroid_CD[first])
         for top in np.unique(tops):
             members = np.flatnonzero((tops == top).any(axis=1))
-            scores = some[members] @ centroid_CD[begin[top] : begin[top + 1]].T
+            near_CD = centroid_CD[begin[top] : begin[top + 1]]
+            scores = some[members] @ near_CD.T
+            if first is not None and apart is not None:
+                along = np.einsum("nd,nd->n", apart[members], some[members])[:, None] - apart[members] @ near_CD.T
+                scores -= 0.5 * along * along
+                own = first[members] - begin[top]
+                inside = np.flatnonzero((own >= 0) & (own < len(near_CD)))
+                scores[inside, own[inside]] = -np.inf
             here = scores.argmax(axis=1)
             score = scores[np.arange(len(members)), here]
             better = score > best[members]

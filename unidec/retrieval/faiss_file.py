@@ -96,15 +96,17 @@ def max_file_size(num_vectors: int, dim: int, kind: Kind, options: IndexOptions 
     """
     options = options or IndexOptions()
     code = dim if kind in COMPRESSED else 4 * dim
-    size = num_vectors * code + 4096 + 256 * dim
+    size = num_vectors * (2 if kind in LISTS else 1) * code + 4096 + 256 * dim
     if kind in GRAPHS:
         size += num_vectors * (16 + 4 * 1024)
     if kind in LISTS:
-        size += 8 * num_vectors + max(options.lists, num_vectors) * (4 * dim + 16)
+        size += 16 * num_vectors + max(options.lists, num_vectors) * (4 * dim + 16)
     return size
 
 
-def check_index_file(data: np.ndarray, kind: Kind, num_vectors: int, dim: int, where: str, code_dims: int = 4) -> None:
+def check_index_file(
+    data: np.ndarray, kind: Kind, num_vectors: int, dim: int, where: str, options: IndexOptions | None = None
+) -> None:
     """Refuse a file that is not a sound index of this kind and size.
 
     Args:
@@ -112,17 +114,19 @@ def check_index_file(data: np.ndarray, kind: Kind, num_vectors: int, dim: int, w
         kind: as `LabelIndex` names it.
         num_vectors, dim: what it must hold; dim as faiss has it (`IndexOptions.padded`).
         where: the file's name, for errors.
-        code_dims: dimensions that share a code of 4 bits.
+        options: as it was built: dimensions that share a code of 4 bits, lists that a label stands in.
 
     Raises:
         ArtifactError: another kind, other dimensions or metric, lengths that do not fit, a graph or list that points
             outside, numbers that are not finite, or bytes left over.
     """
-    walk = _Walk(data, where)
-    _header(walk, _NAMES[kind], num_vectors, dim)
+    walk, options = _Walk(data, where), options or IndexOptions()
     if kind in LISTS:
-        _inverted(walk, kind, num_vectors, dim, code_dims)
-    elif kind in GRAPHS:
+        _inverted(walk, kind, num_vectors, dim, options)
+        _end(walk)
+        return
+    _header(walk, _NAMES[kind], num_vectors, dim)
+    if kind in GRAPHS:
         _graph(walk, num_vectors)
         _header(walk, _NAMES["flat" if kind == "hnsw" else "sq8"], num_vectors, dim)
     if kind in ("flat", "hnsw"):
@@ -131,11 +135,15 @@ def check_index_file(data: np.ndarray, kind: Kind, num_vectors: int, dim: int, w
         _scalar(walk, dim)
         walk.vector("codes", "u1", num_vectors * dim)
     elif kind == "pq":
-        size = _product(walk, dim, code_dims)
+        size = _product(walk, dim, options.code_dims)
         walk.vector("codes", "u1", num_vectors * size)
         walk.unpack(struct.Struct("<i?i"))
-    if walk.at != data.size:
-        raise walk.refuse("bytes behind its end", f"{data.size - walk.at} bytes")
+    _end(walk)
+
+
+def _end(walk: _Walk) -> None:
+    if walk.at != walk.data.size:
+        raise walk.refuse("bytes behind its end", f"{walk.data.size - walk.at} bytes")
 
 
 def _header(walk: _Walk, name: bytes, num_vectors: int, dim: int) -> None:
@@ -164,8 +172,14 @@ def _product(walk: _Walk, dim: int, code_dims: int) -> int:
     return (4 * codes + 7) // 8
 
 
-def _inverted(walk: _Walk, kind: Kind, num_vectors: int, dim: int, code_dims: int) -> None:
+def _inverted(walk: _Walk, kind: Kind, num_vectors: int, dim: int, options: IndexOptions) -> None:
+    at = walk.at
+    walk.unpack(_HEADER)
     lists, probes = walk.unpack(struct.Struct("<QQ"))
+    copies = options.num_copies(kind, lists)
+    walk.at, end = at, walk.at
+    _header(walk, _NAMES[kind], copies * num_vectors, dim)
+    walk.at = end
     if not (0 < lists <= _MOST_LISTS and 0 < probes <= _MOST_LISTS):
         raise walk.refuse("number of lists", (lists, probes), f"1 to {_MOST_LISTS}")
     _header(walk, _NAMES["flat"], lists, dim)
@@ -175,18 +189,18 @@ def _inverted(walk: _Walk, kind: Kind, num_vectors: int, dim: int, code_dims: in
         raise walk.refuse("a map of its entries", mapped, "none")
     if kind in PACKED:
         residual, code_size = walk.unpack(struct.Struct("<?Q"))
-        expected = _product(walk, dim, code_dims)
+        expected = _product(walk, dim, options.code_dims)
     else:
         _scalar(walk, dim)
         code_size, residual = walk.unpack(struct.Struct("<Q?"))
         expected = dim
     if code_size != expected or not residual:
         raise walk.refuse("size of a code", code_size, expected)
-    _lists(walk, lists, code_size, num_vectors)
+    _lists(walk, lists, code_size, num_vectors, copies)
 
 
-def _lists(walk: _Walk, num_lists: int, code_size: int, num_vectors: int) -> None:
-    """Each vector stands in one list, once."""
+def _lists(walk: _Walk, num_lists: int, code_size: int, num_vectors: int, copies: int) -> None:
+    """Each vector stands in so many lists as it should."""
     layout = walk.unpack(struct.Struct("<4sQQ4s"))
     name, found, size, form = layout
     if (name, found, size) != (b"ilar", num_lists, code_size) or form not in (b"full", b"sprs"):
@@ -199,18 +213,19 @@ def _lists(walk: _Walk, num_lists: int, code_size: int, num_vectors: int) -> Non
         if pairs.size % 2 or (np.diff(pairs[::2].astype(np.int64)) <= 0).any() or (pairs[::2] >= num_lists).any():
             raise walk.refuse("sizes of lists")
         sizes[pairs[::2].astype(np.int64)] = pairs[1::2]
-    if (sizes > num_vectors).any() or int(sizes.sum()) != num_vectors:
-        raise walk.refuse("entries of lists", int(sizes.max(initial=0)), f"{num_vectors} in all")
-    seen = np.zeros(num_vectors, dtype=bool)
+    if (sizes > num_vectors).any() or int(sizes.sum()) != copies * num_vectors:
+        raise walk.refuse("entries of lists", int(sizes.max(initial=0)), f"{copies * num_vectors} in all")
+    seen = np.zeros(num_vectors, dtype=np.uint8)
     for number in np.flatnonzero(sizes):
         count = int(sizes[number])
         walk.items("codes", "u1", count * code_size)
         ids = walk.items("ids", "<i8", count)
         if ids.min() < 0 or ids.max() >= num_vectors:
             raise walk.refuse("an id outside the labels", f"{ids.min()} to {ids.max()}", f"0 to {num_vectors - 1}")
-        seen[ids] = True
-    if not seen.all():
-        raise walk.refuse("a label that stands in no list", int(np.flatnonzero(~seen)[0]))
+        once = np.unique(ids)
+        if len(once) != count or (seen[once] == copies).any():
+            raise walk.refuse("a label that stands in too many lists, or twice in one", int(number), f"{copies} lists")
+        seen[once] += 1
 
 
 def _graph(walk: _Walk, num_nodes: int) -> None:

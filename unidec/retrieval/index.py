@@ -93,7 +93,8 @@ class LabelIndex:
         self._stored, self._data, self._rows = index, data, vectors
         self._index = searcher(index, kind)
         self._coarse = CoarseSearch(centroids_of(index)) if kind in LISTS else None
-        self._num_labels = int(index.ntotal if nodes is None else (nodes >= 0).sum())
+        self._copies = options.num_copies(kind, index.nlist) if kind in LISTS else 1
+        self._num_labels = int(index.ntotal // self._copies if nodes is None else (nodes >= 0).sum())
         self._dim = int(index.d) if vectors is None else vectors.shape[1]
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -286,7 +287,7 @@ class LabelIndex:
         where, faiss, options = Path(path), faiss_module(), options or IndexOptions()
         size, width = num_labels if nodes is None else len(nodes), options.padded(kind, dim)
         data = _mapped(where, max_file_size(size, width, kind, options), f"{size} vectors of width {dim}")
-        check_index_file(data, kind, size, width, str(where), options.code_dims)
+        check_index_file(data, kind, size, width, str(where), options)
         try:
             reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(data), data.size)
             index = faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE)
@@ -315,12 +316,12 @@ class LabelIndex:
         assert self.vectors is not None
         num = max(LEAST_CANDIDATES, self.options.rescore * found)
         everything = np.arange(self.num_labels) if num >= self.num_labels else None
-        rows_BC = self._nearest(queries, num)[1] if everything is None else None
+        rows_BC = self._nearest(queries, self._copies * num)[1] if everything is None else None
         for row, query in enumerate(queries):
             rows_C = everything
             if rows_BC is not None:
                 rows_C = rows_BC[row]
-                rows_C = rows_C[rows_C >= 0]
+                rows_C = rows_C[rows_C >= 0] if self._copies == 1 else np.unique(rows_C[rows_C >= 0])
             assert rows_C is not None
             parts = [
                 self.vectors.scores(query, rows_C[start : start + _SCORED_AT_ONCE])

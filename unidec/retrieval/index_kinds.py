@@ -28,7 +28,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from unidec.progress import progress
-from unidec.retrieval.coarse import assign, centroids_of, train_centroids
+from unidec.retrieval.coarse import FLAT_CENTROIDS, assign, centroids_of, train_centroids
 from unidec.retrieval.faiss_library import faiss_module, faiss_threads
 from unidec.retrieval.label_rows import Vectors
 
@@ -42,6 +42,7 @@ PACKED: frozenset[Kind] = frozenset({"pq", "ivf-pq"})
 ROWS_AT_ONCE = 1 << 16  # added at a time: 128 MB at 512 dimensions
 GRAPH_ROWS_AT_ONCE = 1 << 12  # a graph grows slowly, and its progress is to be seen
 CENTROIDS = 16  # of 4 bits
+_FRESH_AT_ONCE = 1 << 10  # compared with all centroids
 _TRAINING_ROWS = 1 << 16  # of a quantiser; more change its centroids little
 _ROWS_A_LIST = 40  # faiss asks for 39
 _CODE_ROUNDS = 10  # of k-means; recall does not change with faiss's 25, the time does
@@ -58,6 +59,7 @@ class IndexOptions(BaseModel):
     Attributes:
         links, build, search: M, efConstruction and efSearch of HNSW.
         lists: into which ivf sorts the labels. 0: as many as `num_lists` says.
+        copies: lists that a label stands in, 1 or 2. 0: 2 where there are more than 1,024 lists.
         probes: lists that a search looks into. 0: as many as `num_probes` says.
         code_dims: dimensions that share a code of 4 bits.
         rescore: candidates for each result that are scored exactly.
@@ -69,6 +71,7 @@ class IndexOptions(BaseModel):
     build: Count = 200
     search: Count = 200
     lists: CountOrAuto = 0
+    copies: Annotated[int, Field(ge=0, le=2)] = 0
     probes: CountOrAuto = 0
     code_dims: Count = 4
     rescore: Count = 8
@@ -77,6 +80,12 @@ class IndexOptions(BaseModel):
         """Lists: `lists`, or 16 x the square root of L, but with 64 labels a list; never with fewer than 8."""
         auto = min(round(16 * math.sqrt(num_labels)), num_labels // 64)
         return max(1, min(self.lists or auto, num_labels // 8))
+
+    def num_copies(self, kind: Kind, num_lists: int) -> int:
+        """Lists that a label stands in."""
+        if kind not in LISTS or num_lists < 2:
+            return 1
+        return self.copies or (2 if num_lists > FLAT_CENTROIDS else 1)
 
     def num_probes(self, num_lists: int) -> int:
         """Lists that a search looks into: `probes`, or a 32nd of them, at least 8."""
@@ -135,9 +144,13 @@ def changed_codes(
     new = _untouched(index, kind, options)
     if kind in LISTS:
         _move_lists(index, new, old_rows)
-        for some in _blocks(fresh_S):
-            new.add_with_ids(_checked_rows(vectors, some, new.d), some)  # few: all centroids are compared
-        new.ntotal = len(source_L)
+        centroids = centroids_of(new)
+        tree = centroids[:1], np.array([0, len(centroids)]), centroids  # few rows: all centroids are compared
+        copies = options.num_copies(kind, new.nlist)
+        for start in range(0, len(fresh_S), _FRESH_AT_ONCE):
+            some = fresh_S[start : start + _FRESH_AT_ONCE]
+            add_to_lists(new, _checked_rows(vectors, some, new.d), some, tree, copies)
+        new.ntotal = copies * len(source_L)
         return new
     old_LX = faiss.rev_swig_ptr(index.codes.data(), index.ntotal * index.code_size).reshape(index.ntotal, -1)
     kept = old_rows >= 0
@@ -196,7 +209,8 @@ def _trained(index: Any, kind: Kind, options: IndexOptions, vectors: Vectors) ->
     tree = train_centroids(sample, index.nlist)
     set_centroids(index, tree[2])
     index.train(sample[:: max(1, len(sample) // _TRAINING_ROWS)])
-    return lambda some_PD, rows_P: add_to_lists(index, some_PD, rows_P, assign(some_PD, *tree))
+    copies = options.num_copies(kind, index.nlist)
+    return lambda some_PD, rows_P: add_to_lists(index, some_PD, rows_P, tree, copies)
 
 
 def set_centroids(index: Any, centroid_CD: Floats) -> None:
@@ -210,11 +224,15 @@ def set_centroids(index: Any, centroid_CD: Floats) -> None:
         lists.this.disown()  # the index owns them
 
 
-def add_to_lists(index: Any, some_PD: Floats, rows_P: Rows, lists_P: Rows) -> None:
-    """Rows into lists that were chosen for them."""
+def add_to_lists(index: Any, some_PD: Floats, rows_P: Rows, tree: tuple[Floats, Rows, Floats], copies: int) -> None:
+    """Rows into one or two lists each, by the centroids as `train_centroids` gives them."""
     pointer = faiss_module().swig_ptr
-    rows_P, lists_P = (np.ascontiguousarray(array, dtype=np.int64) for array in (rows_P, lists_P))
+    rows_P = np.ascontiguousarray(rows_P, dtype=np.int64)
+    lists_P = assign(some_PD, *tree)
     index.add_core(len(some_PD), pointer(some_PD), pointer(rows_P), pointer(lists_P))
+    if copies == 2:
+        lists_P = assign(some_PD, *tree, lists_P)
+        index.add_core(len(some_PD), pointer(some_PD), pointer(rows_P), pointer(lists_P))
 
 
 def _untouched(index: Any, kind: Kind, options: IndexOptions) -> Any:
