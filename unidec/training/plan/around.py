@@ -14,6 +14,7 @@ from unidec.training.plan.sizes import training_rows
 from unidec.training.plan.step import BF16, FP32, INT64, Setting, state_items
 
 INT32, FP16, FP64 = 4, 2, 8
+_LISTS_OF_ONE_COPY = 1024  # unidec.retrieval.coarse.FLAT_CENTROIDS
 _BLOCK, _LABELS_AT_ONCE = 512, 1 << 16  # queries and labels of a tile of scores, unidec.model.search
 _CHECKED_AT_ONCE = 1 << 16  # rows looked at for finite values there
 _ENCODED_AT_ONCE = 1024  # texts, UniDEC.encode
@@ -214,7 +215,8 @@ def _index_bytes(s: Setting) -> tuple[int, int]:
         more = labels * (2 * index.hnsw_links * INT32 + 2 * INT64)
     elif index.kind.startswith("ivf"):
         lists = index.ivf_lists or min(round(16 * labels**0.5), max(1, labels // 64))  # IndexOptions.num_lists
-        more = INT64 * labels + FP32 * space * lists
+        copies = 2 if lists > _LISTS_OF_ONE_COPY else 1
+        code, more = copies * code, copies * INT64 * labels + FP32 * space * lists
     return labels * code, more
 
 
