@@ -169,7 +169,7 @@ class _Transformer:
         options.add_session_config_entry("session.force_spinning_stop", "1")
         return onnxruntime.InferenceSession(
             graph.SerializeToString(), options, providers=["CPUExecutionProvider"],
-            disabled_optimizers=["SkipLayerNormFusion"],  # four times as slow as the two steps that it makes one
+            disabled_optimizers=["SkipLayerNormFusion"],  # three times as slow as the two steps that it makes one
         )  # fmt: skip
 
 
