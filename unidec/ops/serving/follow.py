@@ -260,7 +260,7 @@ class Follower:
                 raise
             if self._wanted is not None and not isinstance(error, RegistryAway):
                 self._refuse(self._wanted, error)
-            log.warning("%s serves, as the last time: %s", _name(ahead.identity), error)
+            log.warning("%s serves, as the last time: %s", _name(ahead.identity), _on_a_line(error))
             return ahead
 
     def _last_time(self) -> Engine | None:
@@ -308,7 +308,7 @@ class Follower:
             if self._away_since is None:
                 self._away_since = time.monotonic()
                 if not self._ended.is_set():
-                    log.warning("%s; what serves goes on", error)
+                    log.warning("%s; what serves goes on", _on_a_line(error))
             raise
         finally:
             self._looked = time.monotonic()
@@ -446,7 +446,7 @@ class Follower:
         times = before.times + 1 if before is not None and before.found == found else 1
         why = f"{error}" if isinstance(error, UnidecError) else f"{type(error).__name__}: {error}"
         stays = _name(self._identities()[0])
-        log.warning("version %s is refused, %s goes on serving: %s", found.version, stays, why[:_SHOWN])
+        log.warning("version %s is refused, %s goes on serving: %s", found.version, stays, _on_a_line(why[:_SHOWN]))
         self._remove_copies()
         self._refused = _Refusal(found, why[:_SHOWN], time.monotonic(), times)
         self.counts["refusals"] += 1
@@ -475,6 +475,10 @@ class Follower:
             except OSError as error:
                 log.warning("%s is not removed: %s", folder, error)
             self._fetched.discard(folder)
+
+
+def _on_a_line(error: object) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines())
 
 
 def _name(identity: Identity | None) -> str:
