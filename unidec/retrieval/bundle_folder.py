@@ -177,13 +177,8 @@ def write_bundle(
     size = sum(array.nbytes for array in vectors.values()) + 4 * index.num_labels * index.dim
     size += neighbours.num_bytes if neighbours is not None else 0
     with write_folder(path, KIND, VERSION, num_bytes=size) as out:
-        hashes = write_model(
-            Path(model_path),
-            out.path / "model",
-            index.num_labels if ready else None,
-            verify=not ready,
-            link=bool(ready),
-        )
+        count, link = (index.num_labels, True) if ready else (None, False)
+        hashes = write_model(Path(model_path), out.path / "model", count, verify=not link, link=link)
         out.hashes.update({f"model/{name}": digest for name, digest in hashes.items()})
         (out.path / "vectors").mkdir()
         for name, (file, digest) in ready.items():
