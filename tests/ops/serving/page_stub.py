@@ -27,14 +27,14 @@ class World:
 
     Attributes:
         bodies: of the requests to /predict, in order. headers: of all requests.
-        key: asked for where it is set. busy: so many requests are answered with 503. away: seconds for which
-            requests for "red" alone are held. model: the hash that answers.
+        key: asked for where it is set. busy: so many requests are answered with 503. held: requests
+            for "red" alone get no answer meanwhile. model: the hash that answers.
     """
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.authorizations: list[str | None] = []
-        self.key, self.busy, self.held, self.model = "", 0, 0.0, "1" * 64
+        self.key, self.busy, self.held, self.model = "", 0, False, "1" * 64
         routes = [
             Route("/predict", self._predict, methods=["POST"]),
             Route("/explain", self._explain, methods=["POST"]),
@@ -47,7 +47,7 @@ class World:
     def reset(self) -> None:
         """As it was at first."""
         self.bodies, self.authorizations = [], []
-        self.key, self.busy, self.held, self.model = "", 0, 0.0, "1" * 64
+        self.key, self.busy, self.held, self.model = "", 0, False, "1" * 64
 
     def ranked(self, asked: dict[str, Any], text: str) -> list[dict[str, Any]]:
         """Labels by shared words, as the server names them; the classifier's part is negative for even rows."""
@@ -77,8 +77,8 @@ class World:
         asked = await request.json()
         self.bodies.append(asked)
         text = asked["queries"][0]
-        if text == "red" and self.held:
-            await asyncio.sleep(self.held)
+        while text == "red" and self.held:
+            await asyncio.sleep(0.01)
         if text == "bad":
             return _wrong(422, what="the query is wrong", where="queries.0", got="<b>bad</b>", fix="write another one")
         unknown = sum(word == "zzz" for word in text.split())
