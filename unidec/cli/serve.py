@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
 from unidec.cli.options import DEFAULT_BUNDLE, DEFAULT_PARAMS, Assignments, ParamsFile, load_if_there
+
+# numpy's products for one query are small: threads of its own would cost more than they bring, and take the cores from
+# the encoder and the search, which have `serve.threads`. Read once, when numpy is imported.
+_QUIET_THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def serve(
@@ -23,6 +28,8 @@ def serve(
     Where an alias moves, the new version is loaded beside and takes over without a failed request (docs/serving.md).
     The environment variable UNIDEC_API_KEY holds the key that clients must send; without it none is asked for.
     """
+    for name, value in _QUIET_THREADS.items():
+        os.environ.setdefault(name, value)
     given = {"serve.host": host, "serve.port": port}
     extra = [f"{key}={value}" for key, value in given.items() if value is not None]
     settings = load_if_there(params, [*(assignments or []), *extra]).serve
