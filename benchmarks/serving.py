@@ -74,6 +74,11 @@ class Queries:
         run(closed_loop(served.port, (post("/predict", {"queries": [t]}) for t in self._warm), clients, count=count))
 
 
+def answering(served: Served) -> dict[str, Any]:
+    """What answers, without what it follows: that names a path of this machine."""
+    return {name: value for name, value in served.ask("/version").items() if name != "follow"}
+
+
 def uncached(served: Served, before: dict[str, float]) -> None:
     """Refuse what the cache answered."""
     hits = served.metrics()[HITS] - before[HITS]
@@ -101,7 +106,7 @@ def measure_start(options: argparse.Namespace, queries: Queries) -> dict[str, An
                     "turn": turn, "listening_s": round(served.listening_seconds, 2), "ready_s":
                     round(served.ready_seconds, 2), "said_s": served.said_seconds(), "load": os.getloadavg()[0],
                     "memory_mib": {name: round(size / MIB) for name, size in served.memory().items()},
-                    "version": served.ask("/version"),
+                    "version": answering(served),
                 })  # fmt: skip
             row = found[-1]
             print(f"start {turn:6} listening {row['listening_s']:6.2f} s  ready {row['ready_s']:6.2f} s  "
@@ -128,7 +133,7 @@ def measure_latency(options: argparse.Namespace, queries: Queries) -> dict[str, 
             all_well(measured, name)
             show(f"latency {name}", measured)
         facts: dict[str, Any] = {name: measured.facts() for name, measured in found.items()}
-        return facts | {"cache_hits_of_cached": hits / len(known), "version": served.ask("/version")}
+        return facts | {"cache_hits_of_cached": hits / len(known), "version": answering(served)}
 
 
 def measure_throughput(options: argparse.Namespace, queries: Queries) -> dict[str, Any]:
