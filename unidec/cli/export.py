@@ -59,8 +59,8 @@ def onnx(
 
 @export_app.command(
     "sentence-transformers",
-    epilog="Examples: unidec export sentence-transformers --head de --output encoder  |  "
-    "unidec export sentence-transformers --with-code",
+    epilog="Examples: unidec export sentence-transformers --with-code  |  "
+    "unidec export sentence-transformers --head de --output encoder",
 )
 def sentence_transformers(
     target: Out = Path("sentence-transformers"),

@@ -121,11 +121,17 @@ def export_sentence_transformers(
     model, score = bundle.model, Scored.of(bundle.info, head)
     reasons = beyond_stock(model, score)
     if reasons and not code:
+        alone = [
+            name
+            for name in ("de", "clf")
+            if name in bundle.info.vectors and not beyond_stock(model, Scored.of(bundle.info, name))
+        ]
+        fewer = f"; --head {' or '.join(alone)} exports one head without it" if alone else ""
         raise ConfigError(
             "stock modules of sentence-transformers cannot say this encoder", where=str(bundle.path),
             got="; ".join(reasons),
-            fix="--with-code writes one Python file more, loaded with trust_remote_code=True; --head de or clf exports"
-            " one head; `unidec export onnx` needs neither",
+            fix="--with-code writes one Python file more, loaded with trust_remote_code=True"
+            f"{fewer}; `unidec export onnx` needs neither",
         )  # fmt: skip
     refuse_foreign(Path(folder))
     with write_folder(folder, KIND, VERSION, {"bundle_sha256": bundle.sha256, **score.facts()}) as out:
