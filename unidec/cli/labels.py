@@ -37,7 +37,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would change, 
 def add_to(app: typer.Typer) -> None:
     """The commands of this file."""
     labels_app.command(
-        epilog='Examples: unidec labels add zed "editor for code, fast and shared"  |  unidec labels add --file new.csv '
+        epilog='Examples: unidec labels add zed "editor for code, shared"  |  unidec labels add --file new.csv '
         "--bundle models:/unidec@champion --register"
     )(add)
     labels_app.command(
