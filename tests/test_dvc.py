@@ -148,7 +148,7 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     assert project.repro() == ["tokens", *AFTER_TRAIN]
     project.edit("params.yaml", "pool: {}", "pool: {beta: 2}")
     assert project.repro() == AFTER_TRAIN
-    project.edit("params.yaml", "index: {}", "index: {kind: hnsw}")
+    project.edit("params.yaml", "index: {kind: pq}", "index: {kind: hnsw}")
     assert project.repro() == ["index", "evaluate"]
     project.edit("params.yaml", "propensity_a: 0.55", "propensity_a: 0.6")
     assert sorted(project.repro()) == ["evaluate", "index", "propensity", "train"]
