@@ -22,18 +22,6 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def world(helper, tmp_path, tiny_bert, tiny_distilbert):
-    """`world(source="bert", **of real_bundle)`: a loaded bundle; `.real`: its helper."""
-    real = helper("retrieval/export/real_model")
-
-    def make(source: str = "bert", **options):
-        return real.real_bundle(tmp_path, {"bert": tiny_bert, "distilbert": tiny_distilbert}[source], **options)
-
-    make.real = real
-    return make
-
-
 def run(folder, texts: list[str]) -> dict[str, np.ndarray]:
     """What the README says: tokenizer and session, nothing of unidec."""
     from tokenizers import Tokenizer

@@ -17,18 +17,6 @@ pytest.importorskip("sentence_transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:transformers")
 
 
-@pytest.fixture
-def world(helper, tmp_path, tiny_bert, tiny_distilbert):
-    """`world(source="bert", **of real_bundle)`: a loaded bundle; `.real`: its helper."""
-    real = helper("retrieval/export/real_model")
-
-    def make(source: str = "bert", **options):
-        return real.real_bundle(tmp_path, {"bert": tiny_bert, "distilbert": tiny_distilbert}[source], **options)
-
-    make.real = real
-    return make
-
-
 def loaded(folder: Path, monkeypatch, tmp_path, trust: bool = False):
     from sentence_transformers import SentenceTransformer
     from transformers import dynamic_module_utils
