@@ -175,8 +175,12 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="without fair requests of very many queries")
+    parser.add_argument("--wait", action="store_true", help="say that all are made, and begin with a line of stdin")
     options = parser.parse_args()
     cases = make_cases(options.count, options.seed, large=not options.small)
+    if options.wait:
+        print("made", flush=True)
+        sys.stdin.readline()
     judge = run(attack(options.port, cases, clients=options.clients, rate=options.rate))
     print(json.dumps(judge.facts()))
     return bool(judge.faults)

@@ -43,6 +43,7 @@ from served import Served
 from serving_memory import measure_memory
 
 from unidec.data.storage import write_json
+from unidec.sections import Serve
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -226,7 +227,8 @@ def measure_overload(options: argparse.Namespace, queries: Queries) -> dict[str,
 
 def measure_hostile(options: argparse.Namespace, queries: Queries) -> dict[str, Any]:
     """10,000 hostile requests, 100 a second, from a process of their own; valid ones beside them and alone, 40 a
-    second (less where that is more than a third of what one client gets), in turns; memory before and after (fault 21).
+    second (less where that is more than a third of what one client gets), in turns; memory before and after (fault 21),
+    from a full cache of answers on: filling it is what valid requests do.
 
     Requests of 256 queries, which are fair, are not among them: they would keep the model busy.
     """
@@ -234,6 +236,7 @@ def measure_hostile(options: argparse.Namespace, queries: Queries) -> dict[str, 
     with Served(options.bundle, *options.set) as served:
         queries.warm(served, options.clients)
         ready = served.memory()["VmRSS"]
+        run(closed_loop(served.port, queries, options.clients, count=Serve().cache_queries))
         large = iter([queries.of(100) for _ in range(20)])  # what fair use takes; on a slow machine some are refused
         run(closed_loop(served.port, large, 2))
         valid = min(40.0, run(closed_loop(served.port, queries, 1, seconds=options.seconds)).rate / 3)
@@ -242,9 +245,9 @@ def measure_hostile(options: argparse.Namespace, queries: Queries) -> dict[str, 
         reports, statuses = [], set()
         for turn in range(turns):
             words = [sys.executable, str(HERE / "hostile.py"), "--port", str(served.port), "--seed", str(turn)]
-            words += ["--count", str(each), "--rate", str(rate), "--small"]
+            words += ["--count", str(each), "--rate", str(rate), "--small", "--wait"]
             for part in ("alone", "beside") if turn % 2 == 0 else ("beside", "alone"):
-                attack = subprocess.Popen(words, stdout=subprocess.PIPE, text=True) if part == "beside" else None
+                attack = _ready(words) if part == "beside" else None
                 measured = run(open_loop(served.port, queries, valid, each / rate, seed=turn))
                 statuses |= set(measured.statuses)
                 parts[part] += measured.latencies_ms
@@ -280,6 +283,17 @@ def _all(servers: Any) -> Any:
     for served in servers:
         stack.enter_context(served)
     return stack
+
+
+def _ready(words: list[str]) -> subprocess.Popen[str]:
+    """An attack that begins now: what making its requests costs this machine is no part of what they cost a server."""
+    attack = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert attack.stdin is not None and attack.stdout is not None
+    if attack.stdout.readline() != "made\n":
+        raise SystemExit("the hostile requests cannot be made")
+    attack.stdin.write("begin\n")
+    attack.stdin.flush()
+    return attack
 
 
 def _summed(counts: Any) -> dict[str, int]:

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from unidec.sections import Serve
+
 pytest.importorskip("uvicorn")
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -228,9 +230,10 @@ def test_ten_thousand_hostile_requests(programs: SimpleNamespace, bundle: Path, 
     rounds, each, rate = 10, 1000, 100.0
     with programs.served.Served(bundle, folder=tmp_path) as served:
         before, quiet = asked(served), served.log
-        texts = load.unique_texts([f"{a} {b} {c}" for a in "abcdefghij" for b in "klmnopqrst" for c in "uvwxyz"])
+        words = [f"{a} {b} {c} {d}" for a in "abcdefghij" for b in "klmnopqrst" for c in "uvwxyz" for d in range(20)]
+        texts = load.unique_texts(words)
         requests = (load.post("/predict", {"queries": [f"redcar oldboat {text}"]}) for text in texts)
-        load.run(load.closed_loop(served.port, requests, 4, count=500))
+        load.run(load.closed_loop(served.port, requests, 32, count=Serve().cache_queries))  # a full cache grows no more
         large = iter([load.post("/predict", {"queries": [next(texts) for _ in range(100)]}) for _ in range(20)])
         assert set(load.run(load.closed_loop(served.port, large, 2)).statuses) == {200}, "what fair use takes at most"
         start = served.memory()["VmRSS"]
@@ -239,9 +242,13 @@ def test_ten_thousand_hostile_requests(programs: SimpleNamespace, bundle: Path, 
         faults: list[str] = []
         for turn in range(rounds):
             words = [sys.executable, str(BENCHMARKS / "hostile.py"), "--port", str(served.port), "--seed", str(turn)]
-            words += ["--count", str(each), "--rate", str(rate), "--small"]
+            words += ["--count", str(each), "--rate", str(rate), "--small", "--wait"]
             calm = load.run(load.open_loop(served.port, requests, 40, each / rate, seed=turn))
-            with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as attack:
+            with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as attack:
+                assert attack.stdin is not None and attack.stdout is not None
+                assert attack.stdout.readline() == "made\n"
+                attack.stdin.write("begin\n")
+                attack.stdin.flush()
                 loud = load.run(load.open_loop(served.port, requests, 40, each / rate, seed=turn))
                 output, _ = attack.communicate(timeout=120)
             report = json.loads(output.splitlines()[-1])

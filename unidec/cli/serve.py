@@ -28,6 +28,9 @@ def serve(
     Where an alias moves, the new version is loaded beside and takes over without a failed request (docs/serving.md).
     The environment variable UNIDEC_API_KEY holds the key that clients must send; without it none is asked for.
     """
+    from unidec.ops.serving.room import one_heap
+
+    one_heap()  # before anything begins a thread
     for name, value in _QUIET_THREADS.items():
         os.environ.setdefault(name, value)
     given = {"serve.host": host, "serve.port": port}

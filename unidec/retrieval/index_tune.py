@@ -93,7 +93,7 @@ def trials(kinds: Iterable[Kind], num_labels: int, k: int) -> list[Trial]:
             found += [Trial(kind, {"links": links}, [[{"search": width} | more for width in widths]])
                       for links in ((16, 32) if kind == "hnsw" else (32,))]  # fmt: skip
         elif kind in PACKED:
-            lines = [[{"rescore": factor, "probes": n} for n in probes] for factor in (4, 8)]
+            lines = [[{"rescore": factor, "probes": n} for n in probes] for factor in (2, 4, 8)]
             found += [Trial(kind, {"lists": lists, "code_dims": dims}, lines) for dims in (4, 2)]
         elif kind in LISTS:
             found.append(Trial(kind, {"lists": lists}, [[{"rescore": 2, "probes": n} for n in probes]]))

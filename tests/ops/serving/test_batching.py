@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -81,9 +82,9 @@ def test_a_client_alone_never_waits_and_those_who_came_together_wait_for_each_ot
         for i in range(5):
             assert await batches.submit("e", [i]).answers == [2 * i]
         assert loop.time() - began < 2, "it waited for others"
-        together = [batches.submit("e", [10]), batches.submit("e", [11]), batches.submit("e", [12])]
-        assert [await job.answers for job in together] == [[20], [22], [24]]  # 10 alone, then 11 with 12
-        assert [queries for _, queries in model.batches[-2:]] == [[10], [11, 12]]
+        together = [batches.submit("e", [10]), batches.submit("e", [11])]
+        assert [await job.answers for job in together] == [[20], [22]]
+        assert model.batches[-1][1] == [10, 11]
         first = batches.submit("e", [20])
         await asyncio.sleep(0.05)
         assert not first.answers.done(), "two came together before: it waits for a second"
@@ -91,6 +92,65 @@ def test_a_client_alone_never_waits_and_those_who_came_together_wait_for_each_ot
         assert [await first.answers, await second.answers] == [[40], [42]]
         assert model.batches[-1][1] == [20, 21]
         assert loop.time() - began < 4, "the second ends the wait"
+        await batches.stop()
+
+    asyncio.run(main())
+
+
+class Threads:
+    """Says in which thread each batch was answered."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.batches: list[tuple[int, list[int]]] = []
+
+    def __call__(self, engine: Any, queries: Sequence[int]) -> list[int]:
+        self.batches.append((threading.get_ident(), list(queries)))
+        if -1 in queries:
+            raise ValueError("minus one")
+        time.sleep(self.seconds)
+        return list(queries)
+
+    def here(self) -> list[list[int]]:
+        """What the thread that asks answered itself."""
+        return [queries for thread, queries in self.batches if thread == threading.get_ident()]
+
+
+def test_a_lone_query_that_is_quick_is_answered_by_the_event_loop_and_no_other_is() -> None:
+    async def main() -> None:
+        model, sizes = Threads(), []
+        batches = batcher(model, on_batch=lambda num, seconds: sizes.append(num))
+        assert await batches.submit("e", [1]).answers == [1]
+        assert model.here() == [], "how long one takes is not known yet"
+        assert await batches.submit("e", [2]).answers == [2]
+        assert model.here() == [[2]]
+        with pytest.raises(ValueError, match="minus one"):
+            await batches.submit("e", [-1]).answers
+        assert model.here() == [[2], [-1]]
+        await batches.submit("e", [3], alone=True).answers  # an explanation
+        await batches.submit("e", [4, 5]).answers
+        await asyncio.gather(*(batches.submit("e", [i]).answers for i in range(6, 9)))
+        assert model.here() == [[2], [-1]]
+        assert [queries for _, queries in model.batches[3:]] == [[3], [4, 5], [6, 7, 8]]
+        model.seconds = 0.05
+        await batches.submit("e", [9]).answers
+        await batches.submit("e", [10]).answers
+        assert model.here() == [[2], [-1], [9]], "it keeps the loop no second time"
+        await batches.stop()
+        assert sorted(sizes) == [1, 1, 1, 1, 1, 1, 2, 3], "each batch is counted, wherever it was answered"
+
+    asyncio.run(main())
+
+
+def test_one_query_a_batch_of_many_waiting_keeps_the_event_loop_free() -> None:
+    async def main() -> None:
+        model = Threads()
+        batches = batcher(model, batch_queries=1, queue_queries=5000)
+        for i in range(2):
+            await batches.submit("e", [i]).answers
+        jobs = [batches.submit("e", [i]) for i in range(2000)]
+        assert await asyncio.gather(*(job.answers for job in jobs)) == [[i] for i in range(2000)]
+        assert model.here() in ([[1]], [[1], [1999]])
         await batches.stop()
 
     asyncio.run(main())

@@ -105,8 +105,10 @@ def test_one_query_is_explained() -> None:
         (b'{"min_score": -Infinity}', "body", "-Infinity is no JSON number"),
         (b'{"queries": ["\xff"]}', "byte 14", ""),
         (b"\xff\xfe[\x00]\x00", "byte 0", ""),
-        (b"[" * 100_000, "body", ""),
-        (b'{"a":' * 100_000, "body", ""),
+        (b"[" * 16_000, "body", ""),
+        (b'{"a":' * 3_000, "body", ""),
+        (b"[" * 100_000, "body", "more than 1000 lists, objects and keys"),
+        (b'{"a":' * 100_000, "body", "more than 1000 lists, objects and keys"),
         (b'"\x00"', "line 1, column 2", '\\x00"'),
     ],
 )
@@ -124,9 +126,40 @@ def test_a_number_of_a_million_digits_and_a_million_keys_cost_little() -> None:
         with pytest.raises(RequestError):
             schemas.check(MODELS.predict, schemas.read_json(body))
     assert time.perf_counter() - began < 5
-    with pytest.raises(RequestError) as caught:
-        schemas.read_json(f"{{{keys}}}".encode())
-    assert caught.value.parts["got"] == "more objects or keys than any request has"
+    for body, got in (
+        (f"{{{keys}}}", "more than 1000 lists, objects and keys"),
+        ('{"queries":[' + ",".join(['{"a":1}'] * 200) + "]}", "more objects or keys than any request has"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            schemas.read_json(body.encode())
+        assert caught.value.parts["got"] == got
+
+
+PIECES = st.sampled_from(["[", "]", "{", "}", ":", '"', "\\", '\\"', "\\\\", ",", "x", "é", " "])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PIECES, max_size=60).map("".join), st.integers(1, 20), st.integers(1, 7))
+def test_parts_are_counted_outside_of_strings_only(text: str, most: int, block: int) -> None:
+    within, escaped, num_parts = False, False, 0
+    for letter in text:
+        num_parts += not within and letter in "[{:"
+        if escaped:
+            escaped = False
+        elif letter == "\\":
+            escaped = True
+        elif letter == '"':
+            within = not within
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schemas, "MAX_PARTS", most)
+        patch.setattr(schemas, "LOOKED_AT_FROM", block)
+        many = schemas._has_many_parts(text.encode())
+    assert many == (num_parts > most)
+
+
+def test_a_large_request_whose_texts_hold_marks_is_read() -> None:
+    value = {"queries": ['[{:"' * 1000] * 20, "allow": [f"L:{i}" for i in range(2000)]}
+    assert schemas.read_json(json.dumps(value).encode()) == value
 
 
 @settings(max_examples=60, deadline=None)

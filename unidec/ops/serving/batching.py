@@ -1,7 +1,8 @@
 """Queries of many requests are answered together, by one thread, while the event loop reads and writes.
 
 While the model works, requests gather; when it is done, what has gathered is the next batch. Only an idle model waits
-for others, and only as many as came together just before: a client that is alone never waits.
+for others, and only as many as came together just before: a client that is alone never waits. A lone query that takes
+but a few milliseconds is answered by the event loop itself: to wake another thread and be woken would take a third more.
 
 - Bounded: at most `queue_queries` queries wait, and none is taken that could not be answered in time at the pace of
   late; a request whose time is up, or whose client went, leaves the queue.
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 Work = Callable[[Any, Sequence[Any]], Sequence[Any]]
 _FORGET_SECONDS = 0.25  # so long after a batch others are still expected to come together
 _PACE = 0.2  # weight of the newest batch in the pace
+_HERE_SECONDS = 0.004  # so long the event loop may be kept by a lone query
 
 
 class Overloaded(Exception):
@@ -86,15 +88,15 @@ class Part:
 
 
 class Batcher:
-    """Made and used in one event loop; the work runs in a thread of its own.
+    """Made and used in one event loop; the work runs in a thread of its own, but for lone queries that are quick.
 
     Args:
-        work: (engine, queries) -> their answers; called in the thread, never twice at once.
+        work: (engine, queries) -> their answers; never called twice at once.
         batch_queries: queries answered together at most.
         queue_queries: queries that may wait.
         wait_seconds: how long an idle model waits for others.
         timeout_seconds: of a request, from `submit` on.
-        on_batch: (number of queries, seconds) after each batch, in the thread.
+        on_batch: (number of queries, seconds) after each batch, where it was worked on.
         on_drop: number of queries that were not answered.
     """
 
@@ -115,10 +117,12 @@ class Batcher:
         self.loop = asyncio.get_running_loop()
         self.waiting = 0  # queries in no batch yet
         self.pace = 0.0  # seconds a batch, of late; where those were small it is too low, and more is taken
+        self.lone_pace = math.inf  # seconds that a lone query takes, of late; unknown before the first
         self.busy_since: float | None = None
         self._jobs: deque[Job] = deque()
         self._together, self._ended = 1, -math.inf  # queries of the last batch, and when it ended
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None  # begins the next batch
+        self._soon = False  # it does so in the loop's next round
         self._todo: queue.SimpleQueue[list[Part] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="unidec-model", daemon=True)
         self._thread.start()
@@ -177,26 +181,38 @@ class Batcher:
 
     def _kick(self) -> None:
         """Begin a batch if the model is idle: now, or when those who came together before are here."""
-        if self.busy_since is not None or not self.waiting:
+        if self.busy_since is not None or not self.waiting or self._soon:
             return
         recent = self.loop.time() - self._ended < _FORGET_SECONDS
         expected = min(self._together, self.batch_queries) if recent else 1
         if self.wait_seconds and self.waiting < expected:
             if self._timer is None:
                 self._timer = self.loop.call_later(self.wait_seconds, self._begin)
-            return
-        self._begin()
+        elif self.waiting == 1 and self.lone_pace < _HERE_SECONDS:
+            self._soon = True  # what has been read already comes first, and may be a second query
+            self._timer = self.loop.call_soon(self._begin)
+        else:
+            self._begin()
 
     def _begin(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._soon = False
         if self.busy_since is not None:
             return
         batch = self._next_batch()
-        if batch:
-            self.waiting -= sum(part.stop - part.start for part in batch)
-            self.busy_since = time.monotonic()
+        if not batch:
+            return
+        num = sum(part.stop - part.start for part in batch)
+        self.waiting -= num
+        self.busy_since = time.monotonic()
+        lone = num == 1 and not self.waiting and not batch[0].job.alone
+        if lone and self.lone_pace < _HERE_SECONDS:
+            outcomes, seconds = self._worked(batch)
+            self._finished(outcomes, num, seconds)
+            self.on_batch(num, seconds)
+        else:
             self._todo.put(batch)
 
     def _next_batch(self) -> list[Part]:
@@ -237,6 +253,9 @@ class Batcher:
         self.busy_since = None
         self._together, self._ended = num, self.loop.time()
         self.pace = (1 - _PACE) * self.pace + _PACE * seconds  # from 0: the first batches are slow
+        if num == 1 and not outcomes[0][0].job.alone:
+            known = self.lone_pace < math.inf
+            self.lone_pace = (1 - _PACE) * self.lone_pace + _PACE * seconds if known else seconds
         if self.waiting:  # first, so that the thread works while the answers are written
             self._begin()
         for part, outcome in outcomes:
@@ -271,20 +290,23 @@ class Batcher:
             job.timer.cancel()
             job.timer = None
 
-    # -- in the thread -----------------------------------------------------------------------------------------------
+    # -- in the thread, or where a lone query is answered --------------------------------------------------------------
 
     def _run(self) -> None:
         while (batch := self._todo.get()) is not None:
             num = sum(part.stop - part.start for part in batch)
-            begun = time.perf_counter()
-            outcomes = self._answer(batch)
-            seconds = time.perf_counter() - begun
+            outcomes, seconds = self._worked(batch)
             try:
                 self.loop.call_soon_threadsafe(self._finished, outcomes, num, seconds)
             except RuntimeError:  # the loop was closed meanwhile: nobody waits for the answers
                 return
             del batch, outcomes  # no engine is held while the thread waits
             self.on_batch(num, seconds)
+
+    def _worked(self, batch: list[Part]) -> tuple[list[tuple[Part, Sequence[Any] | BaseException]], float]:
+        begun = time.perf_counter()
+        outcomes = self._answer(batch)
+        return outcomes, time.perf_counter() - begun
 
     def _answer(self, batch: list[Part]) -> list[tuple[Part, Sequence[Any] | BaseException]]:
         engine = batch[0].job.engine
