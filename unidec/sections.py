@@ -334,6 +334,11 @@ class Serve(Section):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: all, then set an API key")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(8080, description="0: any free one")
+    hosts: list[str] = Field(
+        [],
+        description="names by which it may be asked (header Host), beside addresses and localhost; empty: no others on "
+        "127.0.0.1 without an API key, else any",
+    )
     max_body_bytes: Count = Field(1_000_000, description="of a request")
     max_queries: Count = Field(256, description="of a request")
     max_query_chars: Count = Field(8000, description="of a query")

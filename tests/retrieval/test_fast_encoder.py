@@ -15,6 +15,7 @@ from tiny_bundle import write_tiny_bundle
 
 from unidec.data.tokens import encode_texts
 from unidec.errors import UnidecError
+from unidec.model.arrays import ModelArrays
 from unidec.model.onnx_graph import encoder_graph
 from unidec.model.transformer_parts import UnsupportedModel
 from unidec.model.unidec import UniDEC
@@ -71,7 +72,7 @@ def _close(got, expected, tolerance: float = 2e-5) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_encodes_as_the_model(folders, case):
     model = _model(folders[case.get("transformer", "bert")], **{k: v for k, v in case.items() if k != "transformer"})
-    fast = FastEncoder(model, None)
+    fast = FastEncoder(ModelArrays.of(model), None)
     assert fast.name == ("bag" if case["kind"] == "bag" else "onnx")
     texts = TEXTS * 3
     assert len(texts) > 2 * CHUNK_TEXTS
@@ -89,9 +90,9 @@ def test_an_exported_graph_computes_what_the_model_does(folders, case):
     model = _model(folders[case.get("transformer", "bert")], **{k: v for k, v in case.items() if k != "transformer"})
     if case.get("bag_words"):
         with pytest.raises(UnsupportedModel, match="bag_words"):
-            encoder_graph(model)
+            encoder_graph(ModelArrays.of(model))
         return
-    graph = encoder_graph(model)
+    graph = encoder_graph(ModelArrays.of(model))
     assert {node.domain for node in graph.graph.node} == {""}
     import onnx
 
@@ -109,7 +110,7 @@ def test_an_exported_graph_computes_what_the_model_does(folders, case):
 
 def test_eight_bits(folders):
     model = _model(folders["bert"], kind="both", trainable_layers=0)
-    fast = FastEncoder(model, None, int8=True, texts=[" ".join(WORDS[i : i + 3]) for i in range(6)])
+    fast = FastEncoder(ModelArrays.of(model), None, int8=True, texts=[" ".join(WORDS[i : i + 3]) for i in range(6)])
     assert fast.name == "onnx-int8"
     whole, expected = fast.encode(TEXTS), ModelEncoder(model, None).encode(TEXTS)
     assert (whole.de_BD * expected.de_BD).sum(axis=1).min() > 0.995
@@ -119,7 +120,7 @@ def test_eight_bits(folders):
 
 
 def _bundle_of(model) -> SimpleNamespace:
-    return SimpleNamespace(model=model, words=None, titles=pa.array(WORDS), neighbours=None)
+    return SimpleNamespace(model=model, about=model, words=None, titles=pa.array(WORDS), neighbours=None)
 
 
 def test_what_is_opened(folders, caplog, monkeypatch):
@@ -153,7 +154,7 @@ def test_a_model_that_is_not_known_is_encoded_by_itself(rng, tmp_path, caplog):
 
 
 def test_a_bag_does_not_change_a_bit_with_its_batch(folders):
-    fast = FastEncoder(_model(folders["bert"], kind="bag"), None)
+    fast = FastEncoder(ModelArrays.of(_model(folders["bert"], kind="bag")), None)
     whole = fast._parts[0](fast._tokens(TEXTS))
     for row, text in enumerate(TEXTS):
         assert (fast._parts[0](fast._tokens([text]))[0] == whole[row]).all()

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from unidec.errors import ArtifactError, UnidecError
-from unidec.retrieval.index import LabelIndex, exact_search, max_file_size, recall
+from unidec.model.search import exact_search
+from unidec.retrieval.index import LabelIndex, max_file_size, recall
 from unidec.retrieval.space import unit_rows
 
 pytest.importorskip("faiss")

@@ -54,7 +54,7 @@ def onnx(
     from unidec.retrieval.bundle import Bundle
     from unidec.retrieval.export.onnx_folder import export_onnx
 
-    show("onnx", export_onnx(Bundle.load(bundle_folder(bundle)), target, head=head), as_json)
+    show("onnx", export_onnx(Bundle.load(bundle_folder(bundle), lazy=True), target, head=head), as_json)
 
 
 @export_app.command(

@@ -24,13 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unidec.data.tokens import Tokens
+from unidec.data.tokens import Tokens, length_chunks
 from unidec.errors import ConfigError
 from unidec.model.row_table import RowTable
 from unidec.model.words import with_words
 from unidec.sections import Encoder
-
-CHUNK_TEXTS = 256  # texts padded together: chunks of similar length waste few padding tokens
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,6 @@ class EncoderInput:
     offsets_B: Tensor | None = None
     head_F: Tensor | None = None
     output_BW: Tensor | None = None
-
-
-def length_chunks(lengths_B: np.ndarray, size: int = CHUNK_TEXTS) -> Iterator[np.ndarray]:
-    """Places of the texts, shortest first, at most `size` at a time."""
-    order_B = np.argsort(lengths_B, kind="stable")
-    yield from (order_B[start : start + size] for start in range(0, len(order_B), size))
 
 
 def pool_tokens(hidden_BTD: Tensor, mask_BT: Tensor, pooling: str) -> Tensor:

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from unidec.data.storage import load_array, read_manifest, write_folder
-from unidec.data.tokens import TokenCache, Tokens
-from unidec.model.encoder import InputBuilder, TextEncoder, TransformerEncoder, length_chunks
+from unidec.data.tokens import TokenCache, Tokens, length_chunks
+from unidec.model.encoder import InputBuilder, TextEncoder, TransformerEncoder
 from unidec.model.weights import output_settings
 from unidec.progress import progress
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from unidec.model.transformer_parts import Block, Linear, Norm, TransformerParts, UnsupportedModel, transformer_parts
+from unidec.model.arrays import Bag, ModelArrays
+from unidec.model.transformer_parts import Block, Linear, Norm, TransformerParts, UnsupportedModel
 
 OPSET = 17  # the first with LayerNormalization
 IR_VERSION = 9  # read by onnxruntime from 1.16 on
@@ -147,47 +148,36 @@ def stack_graph(parts: TransformerParts, pooling: str, product: LinearOp = linea
     )
 
 
-def encoder_graph(model: Any) -> Any:
+def encoder_graph(model: ModelArrays) -> Any:
     """A whole model: token ids to both heads' vectors, in standard operators alone.
 
     Inputs input_ids and attention_mask, int64 [B, T], as the tokenizer gives them (padding on the right). Outputs of
     the heads there are: de float32 [B, D] at unit length, clf float32 [B, D]. Float32 throughout; weights are in the
     file.
 
-    Args:
-        model: `UniDEC` on the CPU.
-
     Raises:
         UnsupportedModel: a transformer that `transformer_parts` does not know, or a bag of whole words
             (`encoder.bag_words`), whose rows are found by hashes that ONNX has no operators for.
     """
-    encoder, graph = model.encoder, Graph()
+    graph = Graph()
     mask = graph.add("Cast", ["attention_mask"], to=1)
     parts: list[str] = []
-    if encoder.transformer is not None:
-        found = transformer_parts(encoder.transformer.transformer)
+    if (found := model.transformer()) is not None:
         x = stack(graph, _hidden(graph, found), mask, found)
-        x = pooled(graph, x, mask, encoder.transformer.pooling)
-        parts.append(_unit(graph, x) if encoder.unit_vectors else x)
-    if encoder.bag is not None:
-        parts += _bag(graph, encoder.bag, mask)
+        x = pooled(graph, x, mask, model.encoder.pooling)
+        parts.append(_unit(graph, x) if model.unit_vectors else x)
+    if (bag := model.bag()) is not None:
+        parts += _bag(graph, bag, mask)
     x = graph.add("Concat", parts, axis=-1) if len(parts) > 1 else parts[0]
-    if encoder.residual is not None:
-        y = _activation(graph, linear(graph, x, torch_linear(encoder.residual[0])), "gelu")
-        x = graph.add("Add", [x, linear(graph, y, torch_linear(encoder.residual[3]))])
+    if (residual := model.residual()) is not None:
+        y = _activation(graph, linear(graph, x, residual[0]), "gelu")
+        x = graph.add("Add", [x, linear(graph, y, residual[1])])
     outputs = {}
-    width = model.settings.dim
-    if model.head_de is not None:
-        y = graph.add("Tanh", [linear(graph, x, torch_linear(model.head_de[0]))])
-        outputs["de"] = (_unit(graph, y), ["B", width])
-    if model.head_clf is not None:
-        outputs["clf"] = (linear(graph, x, torch_linear(model.head_clf[0])), ["B", width])
+    for name, head in model.heads().items():
+        y = linear(graph, x, head)
+        y = _unit(graph, graph.add("Tanh", [y])) if name == "de" else y
+        outputs[name] = (y, ["B", head.bias_O.shape[0]])
     return graph.model({name: (np.int64, ["B", "T"]) for name in ("input_ids", "attention_mask")}, outputs)
-
-
-def torch_linear(layer: Any) -> Linear:
-    """A torch.nn.Linear's weights."""
-    return Linear(layer.weight.detach().float().numpy().T, layer.bias.detach().float().numpy())
 
 
 def _hidden(graph: Graph, parts: TransformerParts) -> str:
@@ -205,16 +195,15 @@ def _hidden(graph: Graph, parts: TransformerParts) -> str:
     return graph.add("Add", [words, graph.add("Gather", [table, graph.add("Add", [counted, pad])])])
 
 
-def _bag(graph: Graph, bag: Any, mask: str) -> list[str]:
+def _bag(graph: Graph, bag: Bag, mask: str) -> list[str]:
     """`BagEncoder`: its parts, float32 [B, D] each."""
     if bag.num_words:
         raise UnsupportedModel(
             "a bag of whole words cannot be written as a graph", where="encoder.bag_words", got=bag.num_words,
             expected=0,
         )  # fmt: skip
-    rows = graph.add("Gather", [graph.constant(bag.embedding.weight.detach().float().numpy()), "input_ids"])
-    weight_V = np.exp(bag.log_weight.weight.detach().float().numpy()[:, 0])
-    weights = [graph.add("Mul", [graph.add("Gather", [graph.constant(weight_V), "input_ids"]), mask])]
+    rows = graph.add("Gather", [graph.constant(bag.embedding_VD), "input_ids"])
+    weights = [graph.add("Mul", [graph.add("Gather", [graph.constant(bag.weight_V), "input_ids"]), mask])]
     if bag.head:
         first = graph.add("CumSum", [mask, graph.constant(np.int64(1))])  # padding has no weight whatever its place
         near = graph.add("LessOrEqual", [first, graph.constant(np.float32(bag.head))])

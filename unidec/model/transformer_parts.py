@@ -8,6 +8,7 @@ add, norm.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,61 +96,95 @@ _KINDS = {
     "distilbert": (_DISTILBERT, "transformer.layer"),
 }  # fmt: skip
 
+_NUMBERS = (("attention_heads", "heads"), ("hidden_layers", "layers"))  # num_..., or DistilBERT's n_...
 
-def transformer_parts(transformer: Any) -> TransformerParts:
+
+def transformer_parts(config: Mapping[str, Any], state: Mapping[str, NDArray[Any]]) -> TransformerParts:
     """A transformer's weights; views of its own where they need no change.
 
     Args:
-        transformer: a BERT, RoBERTa, XLM-RoBERTa or DistilBERT model of the library transformers, on the CPU.
+        config: of a BERT, RoBERTa, XLM-RoBERTa or DistilBERT model of the library transformers: its config.json.
+        state: its weights by the library's names, float32.
 
     Raises:
         UnsupportedModel: another architecture, or a variant of these that computes something else.
+        KeyError, ValueError: weights that are missing, or of shapes that do not fit together.
     """
-    config = transformer.config
-    names, stack = _KINDS.get(config.model_type, (None, ""))
+    kind = config.get("model_type")
+    names, stack = _KINDS.get(str(kind), (None, ""))
     if names is None:
         raise UnsupportedModel(
-            "the weights of this transformer are not known by their names", got=config.model_type,
-            expected=", ".join(_KINDS),
-        )  # fmt: skip
-    state = {name: value.detach().float().numpy() for name, value in transformer.state_dict().items()}
-    activation = getattr(config, "hidden_act", None) or config.activation
+            "the weights of this transformer are not known by their names", got=kind, expected=", ".join(_KINDS)
+        )
+    activation = _given(config, "hidden_act", "activation")
     refused = {
         "its activation": activation if activation not in ACTIVATIONS else None,
-        "its places": _unless(getattr(config, "position_embedding_type", "absolute") or "absolute", "absolute"),
-        "its attention": "is_decoder" if getattr(config, "is_decoder", False) else None,
+        "its places": _unless(config.get("position_embedding_type") or "absolute", "absolute"),
+        "its attention": "is_decoder" if config.get("is_decoder") else None,
         "its weights": next((name for name in state if name.startswith("pooler.")), None),
     }
     for what, got in refused.items():
         if got is not None:
             raise UnsupportedModel(f"{what} cannot be written as a graph here", got=got)
-    num_heads = config.num_attention_heads
-    num_blocks = config.num_hidden_layers
+    num_heads, num_blocks = (int(_given(config, f"num_{x}", f"n_{y}")) for x, y in _NUMBERS)
+    if num_heads < 1:
+        raise ValueError(f"{num_heads} heads of attention")
     blocks = tuple(_block(state, f"{stack}.{layer}.", names, num_heads) for layer in range(num_blocks))
-    places = state["embeddings.position_embeddings.weight"]
+    words, places = (state[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position"))
     if "embeddings.token_type_embeddings.weight" in state:
         places = places + state["embeddings.token_type_embeddings.weight"][0]
-    pad_id = int(config.pad_token_id) if config.model_type in ("roberta", "xlm-roberta") else -1
-    return TransformerParts(
-        state["embeddings.word_embeddings.weight"], places, pad_id + 1 if pad_id >= 0 else 0, pad_id,
-        _norm(state, "embeddings.LayerNorm"), blocks, num_heads, float(getattr(config, "layer_norm_eps", 1e-12)),
-        activation,
+    pad_id = int(_given(config, "pad_token_id")) if kind in ("roberta", "xlm-roberta") else -1
+    epsilon = 1e-12 if kind == "distilbert" else float(_given(config, "layer_norm_eps"))
+    parts = TransformerParts(
+        words, places, pad_id + 1 if pad_id >= 0 else 0, pad_id, _norm(state, "embeddings.LayerNorm"), blocks,
+        num_heads, epsilon, activation,
     )  # fmt: skip
+    _check_shapes(parts)
+    return parts
+
+
+def _given(config: Mapping[str, Any], *names: str) -> Any:
+    """What a configuration says under one of some names: what the library would take instead is not known here."""
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    raise UnsupportedModel("the transformer's config.json does not say", where=names[0])
+
+
+def _check_shapes(parts: TransformerParts) -> None:
+    """Raises ValueError where the weights do not fit each other."""
+    width = parts.words_VD.shape[1]
+    found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {"places": (parts.places_PD.shape[1:], (width,))}
+    norms = {"embeddings": parts.norm}
+    for layer, block in enumerate(parts.blocks):
+        norms |= {f"{layer} attention": block.norm, f"{layer} last": block.last_norm}
+        inner = block.up.weight_IO.shape[1]
+        for name, part, shape in (
+            ("qkv", block.qkv, (width, 3 * width)), ("out", block.out, (width, width)),
+            ("up", block.up, (width, inner)), ("down", block.down, (inner, width)),
+        ):  # fmt: skip
+            found[f"layer {layer} {name}"] = (part.weight_IO.shape + part.bias_O.shape, (*shape, shape[1]))
+    found |= {f"norm {name}": (norm.gain_D.shape + norm.shift_D.shape, (width, width)) for name, norm in norms.items()}
+    if width % parts.num_heads:
+        raise ValueError(f"{parts.num_heads} heads of attention in a width of {width}")
+    for name, (got, expected) in found.items():
+        if got != expected:
+            raise ValueError(f"{name}: shape {list(got)} instead of {list(expected)}")
 
 
 def _unless(value: str, fine: str) -> str | None:
     return None if value == fine else value
 
 
-def _norm(state: dict[str, Floats], name: str) -> Norm:
+def _norm(state: Mapping[str, Floats], name: str) -> Norm:
     return Norm(state[f"{name}.weight"], state[f"{name}.bias"])
 
 
-def _linear(state: dict[str, Floats], name: str) -> Linear:
+def _linear(state: Mapping[str, Floats], name: str) -> Linear:
     return Linear(state[f"{name}.weight"].T, state[f"{name}.bias"])
 
 
-def _block(state: dict[str, Floats], prefix: str, names: dict[str, str], num_heads: int) -> Block:
+def _block(state: Mapping[str, Floats], prefix: str, names: dict[str, str], num_heads: int) -> Block:
     query, key, value = (_linear(state, prefix + names[part]) for part in ("query", "key", "value"))
     scale = np.float32(
         1 / np.sqrt(query.weight_IO.shape[1] / num_heads)

@@ -25,9 +25,10 @@ from unidec.data.storage import Folder, read_manifest
 from unidec.data.tensor_file import open_tensors, write_tensors
 from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError, ConfigError
+from unidec.model.arrays import CLASSIFIER, CONFIG, KIND, VERSION, WEIGHTS, ModelConfig, misfit
 from unidec.model.encoder import InputBuilder, TextEncoder, empty_transformer, load_transformer
 from unidec.model.row_table import HERE, Placement, RowTable
-from unidec.model.weights import CLASSIFIER, KIND, VERSION, copy_into, take_start
+from unidec.model.weights import copy_into, take_start
 from unidec.model.words import continuing_pieces
 from unidec.progress import Progress, progress
 from unidec.sections import Encoder, Model
@@ -333,7 +334,7 @@ class UniDEC(nn.Module):
         if rows_LD is not None:
             state["table.weight"] = torch.from_numpy(rows_LD).to(DTYPES[settings.clf_dtype])
             settings = settings.model_copy(update={"clf_residual": False})
-        write_tensors(folder.path / "model.safetensors", state)
+        write_tensors(folder.path / WEIGHTS, state)
         for name, source, names in (
             ("tokenizer", self.tokenizer_folder, TOKENIZER_FILES),
             ("encoder_config", self.config_folder, ("config.json",)),
@@ -350,7 +351,7 @@ class UniDEC(nn.Module):
             "num_tokens": bag.num_tokens if bag else 0,
             "encoder_width": self.encoder.part_width,
         } | (extra or {})  # fmt: skip
-        (folder.path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder.path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path, device: str = "cpu", verify: bool = True, rows: bool = True) -> UniDEC:
@@ -365,29 +366,21 @@ class UniDEC(nn.Module):
         """
         path = Path(path)
         read_manifest(path, KIND, VERSION, verify=verify)
+        about = ModelConfig.read(path)
         try:
-            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-            encoder_settings, settings = Encoder(**config["encoder"]), Model(**config["model"])
-            width, num_tokens = int(config["encoder_width"]), int(config["num_tokens"])
-            transformer = None if encoder_settings.kind == "bag" else empty_transformer(path / "encoder_config")
-            model = cls(
-                encoder_settings,
-                settings,
-                int(config["num_labels"]),
-                TextEncoder(encoder_settings, transformer, num_tokens, width),
-                HERE if rows else Placement(num_rows=0),
-            )
+            transformer = None if about.encoder.kind == "bag" else empty_transformer(about.config_folder)
+            encoder = TextEncoder(about.encoder, transformer, about.num_tokens, about.width)
+            placement = HERE if rows else Placement(num_rows=0)
+            model = cls(about.encoder, about.settings, about.num_labels, encoder, placement)
             if not rows:
                 model.table = model.bias = None
-            # a model that an older version wrote has no start to do as
-            model.encoder.unit_vectors = bool(config.get("unit_vectors", model.encoder.unit_vectors))
-            with open_tensors(path / "model.safetensors") as file:
+            if about.unit_vectors is not None:  # a model that an older version wrote has no start to do as
+                model.encoder.unit_vectors = about.unit_vectors
+            with open_tensors(path / WEIGHTS) as file:
                 names = [name for name in file.names if rows or name not in CLASSIFIER]
                 copy_into(model.state_dict(), {name: file.shape(name) for name in names}, file.read)
-            model.max_length, model.params = int(config["max_length"]), config["params"]
         except (KeyError, ValueError, TypeError, RuntimeError, OSError, ConfigError, ArtifactError) as error:
-            raise ArtifactError(
-                "weights and configuration of the model do not fit together", where=str(path), got=str(error)[:300]
-            ) from error
-        model.config_folder, model.tokenizer_folder = path / "encoder_config", path / "tokenizer"
+            raise misfit(path, error) from error
+        model.max_length, model.params = about.max_length, about.params
+        model.config_folder, model.tokenizer_folder = about.config_folder, about.tokenizer_folder
         return model.to(device).eval()

@@ -16,13 +16,12 @@ from torch import Tensor
 from unidec.data.storage import MANIFEST, file_sha256, read_manifest
 from unidec.data.tensor_file import open_tensors
 from unidec.errors import ArtifactError, ConfigError
+from unidec.model.arrays import KIND, VERSION, WEIGHTS
 from unidec.sections import Encoder
 
 if TYPE_CHECKING:
     from unidec.model.unidec import UniDEC
 
-KIND, VERSION = "model", 1
-CLASSIFIER = ("table.weight", "bias.weight")  # rows and biases, in a model's file
 COPY_BLOCK = 1 << 17  # rows copied at once
 # of a transformer's config.json: says by whom it was written, not what it computes
 _NOTES = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
@@ -125,7 +124,7 @@ def take_start(
     read_manifest(folder, KIND, VERSION)
     _check_texts(model, folder, where, fix)
     own = dict(model.state_dict())
-    with open_tensors(folder / "model.safetensors") as file:
+    with open_tensors(folder / WEIGHTS) as file:
         shapes = {name: file.shape(name) for name in file.names}
         sources = {name: name for name in [*own, *shapes] if name.startswith("encoder.")}
         if not any(name.startswith("encoder.residual.") for name in shapes):

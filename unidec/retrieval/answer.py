@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unidec.data.tokens import Piece, load_tokenizer
+from unidec.data.tokens import Piece
 from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle, Prediction
 from unidec.retrieval.neighbours import VOTES, Ranked
@@ -144,7 +144,7 @@ class Answerer:
             weights["clf"] = info.clf_weight if (info.space, request.head) == ("both", "both") else 1.0
         if info.knn is not None and request.head == "both":
             weights["knn"] = info.knn.weight
-        tokens, cut = load_tokenizer(bundle.model.tokenizer_folder, bundle.model.max_length).pieces(request.text)
+        tokens, cut = bundle.tokenizer.pieces(request.text)
         return Explanation(prediction, weights, self._nearest(asked, neighbours), tokens, cut)
 
     def _answer(self, requests: Sequence[Request], asked: Encoded) -> list[Prediction]:

@@ -26,7 +26,9 @@ import pyarrow as pa
 from scipy.sparse import csr_matrix
 
 from unidec.data.storage import folder_sha256, read_manifest
+from unidec.data.tokens import TextTokenizer, load_tokenizer
 from unidec.errors import ArtifactError, DataError
+from unidec.model.arrays import ModelConfig
 from unidec.retrieval.bundle_folder import (
     KIND,
     VERSION,
@@ -105,8 +107,8 @@ class Bundle:
         path, sha256: the folder and its hash (the one under which it is registered).
         info: `bundle.json`.
         uids, titles: Arrow string arrays [L].
-        model: the encoder with its heads. index: the label index.
-        encoder: what encodes queries: the model itself, or what was put here (`query_encoder.open_encoder`).
+        about: what the model is: itself, or its `ModelConfig` where it is not loaded.
+        index: the label index.
         vectors: the labels' arrays by name, memory-mapped: de, clf [L, D], bias [L]; those that exist.
         neighbours: the training queries that vote; None where none do.
     """
@@ -115,20 +117,19 @@ class Bundle:
         self,
         path: Path,
         info: BundleInfo,
-        model: Any,
+        about: Any,
         index: LabelIndex,
         vectors: Mapping[str, Floats],
         labels: pa.Table,
         neighbours: Neighbours | None = None,
     ) -> None:
-        self.path, self.info, self.model, self.index = path, info, model, index
+        self.path, self.info, self.about, self.index = path, info, about, index
         self.sha256 = folder_sha256(path)
         self.vectors, self.neighbours = dict(vectors), neighbours
-        self.encoder: QueryEncoder = ModelEncoder(model, self.words)
         self.uids, self.titles = (labels.column(name).combine_chunks() for name in ("uid", "title"))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], verify: bool = True, device: str = "cpu") -> Bundle:
+    def load(cls, path: str | os.PathLike[str], verify: bool = True, device: str = "cpu", lazy: bool = False) -> Bundle:
         """Open a folder of `write_bundle`.
 
         Names, sizes and (with `verify`) hashes of all files are checked before anything is parsed; then sizes, dtypes
@@ -137,6 +138,8 @@ class Bundle:
         Args:
             verify: check every file's sha256 and every vector too.
             device: where the model runs.
+            lazy: the model is loaded (on the CPU, with torch) when it is first asked for; an encoder without torch
+                reads its weights itself.
 
         Raises:
             ArtifactError: missing, damaged, inconsistent, or of a newer version; it names the file.
@@ -148,13 +151,30 @@ class Bundle:
         labels = read_labels(root, info.num_labels)
         vectors = read_vectors(root, info, verify=verify)
         index = read_index(root, info, vectors)
-        model = _load_model(root / "model", device)
-        _check_model(root / "model", model, info)
+        about = _config(root / "model") if lazy else None
+        if about is None:
+            about = _load_model(root / "model", device)
+        _check_model(root / "model", about, info)
         neighbours = None
         if (knn := info.knn) is not None:
-            width, folder = (info.dim, None) if knn.num_words is None else (knn.num_words, model.tokenizer_folder)
+            width, folder = (info.dim, None) if knn.num_words is None else (knn.num_words, about.tokenizer_folder)
             neighbours = read_neighbours(root, knn.num_queries, knn.num_pairs, info.num_labels, width, knn.vote, folder)
-        return cls(root, info, model, index, vectors, labels, neighbours)
+        return cls(root, info, about, index, vectors, labels, neighbours)
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The encoder with its heads."""
+        return _load_model(self.path / "model", "cpu") if isinstance(self.about, ModelConfig) else self.about
+
+    @functools.cached_property
+    def encoder(self) -> QueryEncoder:
+        """What encodes queries: the model itself, or what was put here (`query_encoder.open_encoder`)."""
+        return ModelEncoder(self.model, self.words)
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """Of the model."""
+        return load_tokenizer(self.about.tokenizer_folder, self.about.max_length)
 
     @property
     def num_labels(self) -> int:
@@ -289,6 +309,9 @@ class Bundle:
 
     def named(self, rows: Labels) -> tuple[list[str], list[str]]:
         """Uids and titles of some label rows."""
+        if len(rows) <= _FEW_NAMES:
+            each = rows.tolist()
+            return [self.uids[row].as_py() for row in each], [self.titles[row].as_py() for row in each]
         wanted = pa.array(rows)
         return self.uids.take(wanted).to_pylist(), self.titles.take(wanted).to_pylist()
 
@@ -402,6 +425,7 @@ class Bundle:
         return np.fromiter(pairs, dtype=np.int64, count=len(pairs))
 
 
+_FEW_NAMES = 32  # looked up one by one: a look-up of many costs as much as for so many
 _FIRST_MORE = 32  # labels that are searched beside the k wanted where some are excluded
 
 PREDICTION_SCHEMA = pa.schema(
@@ -421,6 +445,14 @@ def _load_model(path: Path, device: str) -> Any:
 
     # its hashes are those of the bundle's manifest; the classifier's rows are in the bundle's arrays
     return UniDEC.load(path, device=device, verify=False, rows=False)
+
+
+def _config(path: Path) -> ModelConfig | None:
+    """None where it cannot be read: whoever loads the model says why."""
+    try:
+        return ModelConfig.read(path)
+    except ArtifactError:
+        return None
 
 
 def _check_model(path: Path, model: Any, info: BundleInfo) -> None:

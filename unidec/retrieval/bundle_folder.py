@@ -312,7 +312,7 @@ def read_vectors(root: Path, info: BundleInfo, verify: bool = True) -> dict[str,
         step = max(1, (1 << 22) // (shape[1] if len(shape) > 1 else 1))
         if verify and not all(np.isfinite(array[i : i + step]).all() for i in range(0, len(array), step)):
             raise ArtifactError("numbers that are not finite", where=str(where), fix="look at the last training steps")
-        vectors[name] = array
+        vectors[name] = np.asarray(array)  # a plain view: np.memmap costs microseconds at each use
     return vectors
 
 

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from unidec.data.storage import MANIFEST, file_sha256, read_manifest, write_manifest
-from unidec.data.tensor_file import open_tensors, write_tensors
 from unidec.errors import ArtifactError
-from unidec.model.weights import CLASSIFIER
+from unidec.model.arrays import CLASSIFIER, CONFIG, WEIGHTS
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _TRAINING_RECORDS = (".jsonl", "train.json")  # hold wall times: no two trainings write the same
 
 
@@ -75,6 +73,8 @@ def place(source: Path, target: Path, sha256: str, *, link: bool) -> str:
 def _changed(source: Path, target: Path, name: str, num_labels: int | None) -> str:
     """Write a file that is another one in a bundle; returns its hash, "" where it stays as it is."""
     if name == WEIGHTS:
+        from unidec.data.tensor_file import open_tensors, write_tensors
+
         with open_tensors(source / name) as file:
             if not set(CLASSIFIER) & set(file.names):
                 return ""

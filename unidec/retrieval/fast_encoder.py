@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from unidec.data.tokens import Tokens, load_tokenizer
+from unidec.data.tokens import Tokens, length_chunks, load_tokenizer
 from unidec.errors import UnidecError
-from unidec.model.encoder import TextEncoder, length_chunks
+from unidec.model.arrays import Bag, ModelArrays
 from unidec.model.onnx_graph import linear, stack_graph
 from unidec.model.onnx_int8 import Int8Products, watching_graph
-from unidec.model.transformer_parts import UnsupportedModel, transformer_parts
+from unidec.model.transformer_parts import Linear, TransformerParts
 from unidec.model.words import with_words
 from unidec.retrieval.query_encoder import Encoded, spoken
 from unidec.retrieval.words import WordSpace
@@ -35,7 +36,7 @@ class FastEncoder:
     """A model's queries without torch.
 
     Args:
-        model: `UniDEC` on the CPU.
+        model: encoder and heads.
         words: of the bundle's training queries, where they are compared by words.
         int8: the transformer's linear layers in 8 bits.
         threads: of one call.
@@ -45,28 +46,26 @@ class FastEncoder:
         name: "onnx", "onnx-int8", or "bag" where there is no transformer.
 
     Raises:
-        UnsupportedModel: an architecture that is not known here, or a model on another device.
+        UnsupportedModel: an architecture that is not known here.
         UnidecError: onnx or onnxruntime is not installed.
     """
 
     def __init__(
-        self, model: Any, words: WordSpace | None, *, int8: bool = False, threads: int = 1, texts: Sequence[str] = ()
-    ) -> None:
-        encoder = getattr(model, "encoder", None)
-        if not isinstance(encoder, TextEncoder) or model.device.type != "cpu":
-            raise UnsupportedModel("this model is not encoded without torch", got=type(model).__name__)
+        self, model: ModelArrays, words: WordSpace | None, *, int8: bool = False, threads: int = 1,
+        texts: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         # one for good: what a bundle is does not change, and to ask for it again takes longer than a short text
         self._tokenizer, self._words = load_tokenizer(model.tokenizer_folder, model.max_length), words
         self._parts: list[Callable[[Tokens], Floats]] = []
         self.name = "bag"
-        if encoder.transformer is not None:
+        if (transformer := model.transformer()) is not None:
             self.name = "onnx-int8" if int8 else "onnx"
-            self._parts.append(_Transformer(encoder, threads, self._tokens(texts) if int8 else None))
-        if encoder.bag is not None:
-            self._parts.append(_Bag(encoder.bag))
-        self._residual = None if encoder.residual is None else [_weights(encoder.residual[i]) for i in (0, 3)]
-        heads = {"de": model.head_de, "clf": model.head_clf}
-        self._heads = {name: _weights(head[0]) for name, head in heads.items() if head is not None}
+            seen = self._tokens(texts) if int8 else None
+            self._parts.append(_Transformer(transformer, model.encoder.pooling, model.unit_vectors, threads, seen))
+        if (bag := model.bag()) is not None:
+            self._parts.append(_BagOfTokens(bag))
+        self._residual = None if (residual := model.residual()) is None else [_weights(layer) for layer in residual]
+        self._heads = {name: _weights(head) for name, head in model.heads().items()}
         self._weight_WO = np.concatenate([weight for weight, _ in self._heads.values()], axis=1)
         self._bias_O = np.concatenate([bias for _, bias in self._heads.values()])
 
@@ -98,14 +97,12 @@ class FastEncoder:
         return Tokens(flat, offsets, tokenizer.vocab_size, tokenizer.pad_id, tokenizer.max_length)
 
 
-class _Bag:
+class _BagOfTokens:
     """`model.encoder.BagEncoder` in numpy, text by text: the batch does not change a bit."""
 
-    def __init__(self, bag: Any) -> None:
-        self._embedding_VD = bag.embedding.weight.detach().float().numpy()
-        self._weight_V = np.exp(bag.log_weight.weight.detach().float().numpy()[:, 0])
-        self._head, self._num_words = bag.head, bag.num_words
-        self._continues_V = bag.continues.numpy() if bag.num_words else None
+    def __init__(self, bag: Bag) -> None:
+        self._embedding_VD, self._weight_V = bag.embedding_VD, bag.weight_V
+        self._head, self._num_words, self._continues_V = bag.head, bag.num_words, bag.continues_V
 
     def __call__(self, tokens: Tokens) -> Floats:
         flat_F, lengths_B = tokens.ids, np.diff(tokens.offsets)
@@ -129,14 +126,13 @@ class _Transformer:
     """`model.encoder.TransformerEncoder` in onnxruntime.
 
     Args:
+        unit: vectors are brought to unit length.
         seen: texts to find the scales of 8 bits on; None: 32 bits.
     """
 
-    def __init__(self, encoder: TextEncoder, threads: int, seen: Tokens | None) -> None:
+    def __init__(self, parts: TransformerParts, pooling: str, unit: bool, threads: int, seen: Tokens | None) -> None:
         _check_installed()
-        assert encoder.transformer is not None
-        self._parts = transformer_parts(encoder.transformer.transformer)
-        self._unit, self._threads = encoder.unit_vectors, threads
+        self._parts, self._unit, self._threads = parts, unit, threads
         product: Any = linear
         if seen is not None:
             watching = self._session(watching_graph(self._parts))
@@ -145,7 +141,8 @@ class _Transformer:
                 found = watching.run(None, feed)
                 most = [np.maximum(*pair) for pair in zip(most, found, strict=True)] if most else found
             product = Int8Products(most)
-        self._session_of_all = self._session(stack_graph(self._parts, encoder.transformer.pooling, product))
+        self._session_of_all = self._session(stack_graph(parts, pooling, product))
+        self._parts = replace(parts, blocks=())  # the session has weights of its own
 
     def __call__(self, tokens: Tokens) -> Floats:
         out_BD = np.empty((len(tokens), self._parts.words_VD.shape[1]), dtype=np.float32)
@@ -183,9 +180,9 @@ def _check_installed() -> None:
         ) from error
 
 
-def _weights(layer: Any) -> tuple[Floats, Floats]:
-    """A linear layer's weight [in, out] and bias."""
-    return np.ascontiguousarray(layer.weight.detach().float().numpy().T), layer.bias.detach().float().numpy()
+def _weights(layer: Linear) -> tuple[Floats, Floats]:
+    """A linear layer's weight [in, out], contiguous, and bias."""
+    return np.ascontiguousarray(layer.weight_IO), layer.bias_O
 
 
 def _normalised(x_BD: Floats) -> Floats:

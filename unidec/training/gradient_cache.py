@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unidec.data.tokens import Tokens
-from unidec.model.encoder import BagEncoder, EncoderInput, InputBuilder, TextEncoder, length_chunks
+from unidec.data.tokens import Tokens, length_chunks
+from unidec.model.encoder import BagEncoder, EncoderInput, InputBuilder, TextEncoder
 from unidec.model.row_table import RowTable
 from unidec.training.checkpoint import random_state, restore_random_state
 

@@ -19,13 +19,13 @@ from unidec.config import Params
 from unidec.data.storage import load_array
 from unidec.data.tensor_file import TensorFile, open_tensors
 from unidec.errors import ArtifactError
+from unidec.model.arrays import CLASSIFIER, WEIGHTS
 from unidec.model.row_table import RowTable
 from unidec.model.unidec import START_BLOCK, UniDEC
-from unidec.model.weights import CLASSIFIER, take_start
+from unidec.model.weights import take_start
 from unidec.progress import progress
 
 FIX = "retrain.start: cold"
-WEIGHTS = "model.safetensors"
 ROWS, BIASES = CLASSIFIER
 
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from unidec.errors import DataError
 from unidec.ops.serving.app import create_app
+from unidec.ops.serving.run import hosts_of
 from unidec.ops.serving.service import Identity, Service
 from unidec.retrieval.bundle import Prediction
 from unidec.sections import Serve
@@ -79,7 +80,7 @@ class Asked:
     """A running application."""
 
     def __init__(self, service: Service, settings: Serve, api_key: str | None) -> None:
-        self.service, self.app = service, create_app(service, settings, api_key)
+        self.service, self.app = service, create_app(service, settings, api_key, hosts_of(settings, api_key))
 
     async def ask(
         self,

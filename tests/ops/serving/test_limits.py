@@ -41,6 +41,47 @@ def test_the_key_is_asked_for_on_all_but_the_page_and_the_health_routes(asgi: An
     run(main)
 
 
+OURS = ("", "localhost", "localhost:8080", "LocalHost", "127.0.0.1:8080", "127.9.9.9", "[::1]:80", "[::1]", "10.0.0.7")
+FOREIGN = ("evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", ":80x")
+
+
+@pytest.mark.parametrize(
+    ("key", "settings", "refused"),
+    [
+        (None, {}, FOREIGN),
+        (None, {"host": "::1"}, FOREIGN),
+        (None, {"host": "0.0.0.0"}, ()),  # others reach it: by what names is not known
+        ("key", {}, ()),  # no page has the key
+        ("key", {"hosts": ["A.example"]}, FOREIGN),
+        (None, {"host": "0.0.0.0", "hosts": ["A.example"]}, FOREIGN),
+        (None, {"hosts": ["evil.example", "evil.example:8080"]}, FOREIGN[2:]),
+    ],
+)
+def test_a_foreign_name_is_refused_where_a_page_could_use_it(
+    asgi: Any, key: str | None, settings: dict[str, Any], refused: tuple[str, ...]
+) -> None:
+    async def main() -> None:
+        async with asgi.running(asgi.StubEngine(), key, **settings) as server:
+            names = {
+                *OURS,
+                *FOREIGN,
+                *(["a.example", "A.EXAMPLE:1"] if "A.example" in settings.get("hosts", ()) else ()),
+            }
+            for name in names:
+                for path in ("/", "/healthz", "/version"):
+                    headers = {"host": name, "x-api-key": key or ""}
+                    reply = await server.ask(path, headers=headers)
+                    assert reply.status == (421 if name in refused else 200), (name, path)
+                reply = await server.ask("/predict", {"queries": ["a"]}, headers=headers)
+                assert reply.status == (421 if name in refused else 200), name
+                if reply.status == 421:
+                    error = reply.json["error"]
+                    assert error["got"] == name and "serve.hosts" in error["fix"]
+            assert server.figure("unidec_errors_total", kind="wrong_host") == 4 * len(refused)
+
+    run(main)
+
+
 def test_a_declared_body_that_is_too_large_is_refused_unread(asgi: Any) -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine(), max_body_bytes=100) as server:

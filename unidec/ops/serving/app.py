@@ -24,12 +24,15 @@ _ABOUT = (
 )
 
 
-def create_app(service: Service, settings: Serve, api_key: str | None = None) -> FastAPI:
+def create_app(
+    service: Service, settings: Serve, api_key: str | None = None, hosts: frozenset[str] | None = None
+) -> FastAPI:
     """The server's application; the batcher lives as long as its lifespan.
 
     Args:
         service: whose current engine answers; it may have none yet.
         api_key: asked for on all routes but the page and the health routes; None: on none.
+        hosts: names by which it may be asked, beside addresses and localhost; None: any.
     """
     routes = Routes(service, settings, api_key)
     app = FastAPI(
@@ -44,7 +47,9 @@ def create_app(service: Service, settings: Serve, api_key: str | None = None) ->
     app.router.routes.extend(page_routes())
     paths = frozenset(getattr(route, "path", "") for route in app.router.routes)
     free = frozenset({"/", "/healthz", "/readyz"}) | PAGE_PATHS
-    app.add_middleware(Guard, settings=settings, metrics=service.metrics, api_key=api_key, free=free, routes=paths)
+    app.add_middleware(
+        Guard, settings=settings, metrics=service.metrics, api_key=api_key, free=free, routes=paths, hosts=hosts
+    )
     if api_key is not None:
         _ask_for_key(app, free)
     app.add_exception_handler(HTTPException, _not_routed)

@@ -1,4 +1,4 @@
-"""What stands before every route: the API key, how large a body may be and how long it may take, errors as JSON.
+"""What stands before every route: the name asked for, the API key, a body's size and time, errors as JSON.
 
 Plain ASGI, outside FastAPI's own handling: what is refused here costs next to nothing. The connection itself (head,
 number, broken HTTP) is bounded in `protocol.py`.
@@ -7,8 +7,10 @@ number, broken HTTP) is bounded in `protocol.py`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import hmac
+import ipaddress
 import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -42,6 +44,7 @@ class Guard:
         app: what answers; it finds the body in `scope[BODY]`.
         settings: the limits. metrics: where requests and errors are counted.
         api_key: asked for on every path but `free`; None: on none.
+        hosts: names by which it may be asked, beside addresses and localhost; None: any.
         routes: paths by which requests are counted; longer ones count as the one that they begin with, else "other".
     """
 
@@ -53,11 +56,13 @@ class Guard:
         api_key: str | None,
         free: frozenset[str],
         routes: frozenset[str],
+        hosts: frozenset[str] | None = None,
     ) -> None:
         self.app, self.metrics, self.free, self.routes = app, metrics, free, routes
         self.max_body, self.seconds = settings.max_body_bytes, settings.timeout_seconds
         self.key_digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
         self.key_env = settings.api_key_env
+        self.hosts = hosts
         self.held = 0  # bytes of bodies that are being answered, and of answers that are being read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,6 +74,8 @@ class Guard:
         self.metrics.in_flight.inc()
         try:
             headers = dict(scope["headers"])
+            if self.hosts is not None and not _is_host(headers.get(b"host", b""), self.hosts):
+                raise _misdirected(headers[b"host"])
             if self.key_digest is not None and scope["path"] not in self.free:
                 self._check_key(headers)
             body = b""
@@ -199,6 +206,29 @@ class _Exchange:
         await self._send({**message, "more_body": True})
         if not message.get("more_body", False):
             await self._send({"type": "http.response.body", "body": b""})  # waits for the reader
+
+
+@functools.lru_cache(256)
+def _is_host(header: bytes, hosts: frozenset[str]) -> bool:
+    """Whether a header Host names this server. An address always does: a page of a foreign name whose DNS entry points
+    here (DNS rebinding) comes with that name."""
+    host = header.decode("latin-1").lower().strip()
+    name, colon, port = host.rpartition(":")
+    name = name if colon and port.isdigit() else host
+    if not name or name in hosts or name == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _misdirected(header: bytes) -> RequestError:
+    return RequestError(
+        421, "wrong_host", "this server is not asked by that name", where="header Host", got=header.decode("latin-1"),
+        expected="localhost, an address, or a name of serve.hosts", fix="add the name to serve.hosts", close=True,
+    )  # fmt: skip
 
 
 def _too_many_bytes(what: str, close: bool) -> RequestError:

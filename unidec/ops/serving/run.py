@@ -117,9 +117,10 @@ def _server(service: Service, settings: Serve, api_key: str | None, follower: An
         connections=settings.max_connections,
     )  # fmt: skip
     config = uvicorn.Config(
-        create_app(service, settings, api_key), http=http_protocol(limits), ws="none", lifespan="on", log_config=None,
-        access_log=False, proxy_headers=False, server_header=False, date_header=False, backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=int(settings.timeout_seconds) + 5,
+        create_app(service, settings, api_key, hosts_of(settings, api_key)), http=http_protocol(limits), ws="none",
+        lifespan="on", log_config=None, access_log=False, proxy_headers=False, server_header=False, date_header=False,
+        backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(settings.timeout_seconds) + 5,
     )  # fmt: skip
     return Server(config)
 
@@ -171,6 +172,14 @@ def _api_key(settings: Serve) -> str | None:
             "everybody who reaches %s may ask: set %s, or listen at 127.0.0.1", settings.host, settings.api_key_env
         )
     return key
+
+
+def hosts_of(settings: Serve, api_key: str | None) -> frozenset[str] | None:
+    """Names by which it may be asked, None: any. Whoever is on this machine may ask a server without a key, and so may
+    a page in their browser whose name points here: such a name is foreign. A key no page has."""
+    if settings.hosts:
+        return frozenset(name.lower() for name in settings.hosts)
+    return frozenset() if api_key is None and _is_loopback(settings.host) else None
 
 
 def _is_loopback(host: str) -> bool:

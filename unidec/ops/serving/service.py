@@ -77,7 +77,7 @@ class Engine:
         from unidec.retrieval.bundle import Bundle
         from unidec.retrieval.query_encoder import open_encoder
 
-        bundle = Bundle.load(folder)
+        bundle = Bundle.load(folder, lazy=True)
         bundle.index.threads = settings.threads
         if identity is None:
             data = bundle.info.dataset.get("sha256")

@@ -48,11 +48,12 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
     except ImportError as error:
         fix = "pip install 'unidec-xmc[serve]'"
         raise ConfigError("onnx is not installed", where="unidec export onnx", fix=fix) from error
+    from unidec.model.arrays import ModelArrays
     from unidec.model.onnx_graph import encoder_graph
 
     score = Scored.of(bundle.info, head)
     refuse_foreign(Path(folder))
-    graph = encoder_graph(bundle.model)
+    graph = encoder_graph(ModelArrays.of(bundle.about))
     add_vector(graph, score)
     graph.doc_string = f"query encoder of the unidec bundle {bundle.sha256}"
     onnx.checker.check_model(graph)
@@ -66,8 +67,8 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
     meta = {"bundle_sha256": bundle.sha256, "outputs": outputs, **score.facts()}
     with write_folder(folder, KIND, VERSION, meta, num_bytes=size) as out:
         (out.path / "model.onnx").write_bytes(graph.SerializeToString(deterministic=True))
-        write_tokenizer(out.path / "tokenizer.json", bundle.model)
-        write_json(out.path / "config.json", meta | {"max_length": bundle.model.max_length, "opset": opset})
+        write_tokenizer(out.path / "tokenizer.json", bundle.about)
+        write_json(out.path / "config.json", meta | {"max_length": bundle.about.max_length, "opset": opset})
         (out.path / "README.md").write_text(readme.onnx(bundle, score, outputs, opset), encoding="utf-8")
     facts = {"head": score.head, "width": score.width, "outputs": outputs, "opset": opset, "bytes": size}
     return facts | {"output": str(folder)}

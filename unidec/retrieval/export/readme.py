@@ -25,7 +25,7 @@ def _about(bundle: Bundle, score: Scored) -> list[str]:
         f"{means}; use inner product, not cosine, in a vector database"
         + ("" if score.head != "de" else " (these vectors are of unit length: here both are the same)"),
         f"- a query is the text that the bundle was trained on (`{bundle.info.text}`), cut at "
-        f"{bundle.model.max_length} tokens",
+        f"{bundle.about.max_length} tokens",
     ]
     if bundle.info.knn is not None:
         lines.append("- the bundle's votes of similar training queries are not in this: only the bundle adds them")

@@ -17,11 +17,10 @@ import numpy as np
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.tokens import Tokens
+from unidec.data.tokens import CHUNK_TEXTS, Tokens
 from unidec.errors import ArtifactError, ConfigError
 from unidec.training.needs import draws_pools, encoded_labels, head_labels
 
-CHUNK_TEXTS = 256  # as `unidec.model.encoder`, which is not imported here: a plan by hand needs no torch
 # config.json of the models that the papers and the recipes name, where no folder is at hand (their model cards)
 NAMED: dict[str, dict[str, Any]] = {
     "distilbert-base-uncased": {"model_type": "distilbert", "dim": 768, "n_layers": 6, "n_heads": 12,

@@ -27,7 +27,7 @@ from unidec.config import Params
 from unidec.data.dataset import write_dataset
 from unidec.data.raw import RawData, text_table
 from unidec.data.storage import write_folder
-from unidec.data.tokens import KIND, VERSION, TokenCache
+from unidec.data.tokens import CHUNK_TEXTS, KIND, VERSION, TokenCache
 from unidec.errors import ArtifactError
 from unidec.model import frozen
 from unidec.model.encoder import InputBuilder
@@ -35,7 +35,7 @@ from unidec.training.clustering import balanced_clusters
 from unidec.training.mining import mine_hard_negatives
 from unidec.training.needs import head_labels
 from unidec.training.plan.advice import with_settings
-from unidec.training.plan.sizes import CHUNK_TEXTS, NAMED, Batch, EncoderShape, Sizes, batch_sizes, typical_lengths
+from unidec.training.plan.sizes import NAMED, Batch, EncoderShape, Sizes, batch_sizes, typical_lengths
 from unidec.training.precision import autocast_type, choose_device
 
 STEPS = 3
