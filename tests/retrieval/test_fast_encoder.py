@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import torch
 from tiny_bundle import write_tiny_bundle
 
 from unidec.data.tokens import encode_texts
-from unidec.errors import UnidecError
+from unidec.errors import ArtifactError, UnidecError
 from unidec.model.arrays import ModelArrays
 from unidec.model.onnx_graph import encoder_graph
 from unidec.model.transformer_parts import UnsupportedModel
@@ -151,6 +152,18 @@ def test_a_model_that_is_not_known_is_encoded_by_itself(rng, tmp_path, caplog):
     assert "encoded by torch" in caplog.text
     with pytest.raises(UnsupportedModel):
         open_encoder(bundle, "onnx")
+
+
+@pytest.mark.parametrize("kind", ["bag", "transformer", "both"])
+def test_tokens_and_places_that_the_weights_do_not_have_are_refused_at_once(folders, kind):
+    arrays = ModelArrays.of(_model(folders["bert"], kind=kind, trainable_layers=0))
+    few = {name: value[:40] if "word_embeddings" in name or "encoder.bag." in name else value
+           for name, value in arrays.arrays.items()}  # fmt: skip
+    with pytest.raises(ArtifactError, match="tokens that"):
+        FastEncoder(replace(arrays, arrays=few), None)
+    if kind != "bag":
+        with pytest.raises(ArtifactError, match="places that"):
+            FastEncoder(replace(arrays, max_length=4000), None)
 
 
 def test_a_bag_does_not_change_a_bit_with_its_batch(folders):

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unidec.data.tokens import Tokens, length_chunks, load_tokenizer
-from unidec.errors import UnidecError
+from unidec.errors import ArtifactError, UnidecError
 from unidec.model.arrays import Bag, ModelArrays
 from unidec.model.onnx_graph import linear, stack_graph
 from unidec.model.onnx_int8 import Int8Products, watching_graph
@@ -48,6 +48,7 @@ class FastEncoder:
     Raises:
         UnsupportedModel: an architecture that is not known here.
         UnidecError: onnx or onnxruntime is not installed.
+        ArtifactError: texts have tokens or places that the weights do not have.
     """
 
     def __init__(
@@ -59,10 +60,13 @@ class FastEncoder:
         self._parts: list[Callable[[Tokens], Floats]] = []
         self.name = "bag"
         if (transformer := model.transformer()) is not None:
+            self._check_rows("tokens", self._tokenizer.vocab_size, len(transformer.words_VD))
+            self._check_rows("places", transformer.first_place + model.max_length, len(transformer.places_PD))
             self.name = "onnx-int8" if int8 else "onnx"
             seen = self._tokens(texts) if int8 else None
             self._parts.append(_Transformer(transformer, model.encoder.pooling, model.unit_vectors, threads, seen))
         if (bag := model.bag()) is not None:
+            self._check_rows("tokens", self._tokenizer.vocab_size, len(bag.embedding_VD) - bag.num_words)
             self._parts.append(_BagOfTokens(bag))
         self._residual = None if (residual := model.residual()) is None else [_weights(layer) for layer in residual]
         self._heads = {name: _weights(head) for name, head in model.heads().items()}
@@ -87,6 +91,14 @@ class FastEncoder:
         if "clf" in found:
             found["clf"] = np.ascontiguousarray(found["clf"])
         return spoken(tokens, self._tokenizer, self._words, found.get("de"), found.get("clf"))
+
+    def _check_rows(self, what: str, needed: int, there: int) -> None:
+        """Now, rather than when the first such text is asked."""
+        if needed > there:
+            raise ArtifactError(
+                f"the tokenizer gives {what} that the model's weights do not have", where=str(self._tokenizer.file),
+                got=needed, expected=f"at most {there}",
+            )  # fmt: skip
 
     def _tokens(self, texts: Sequence[str]) -> Tokens:
         """As `encode_texts`."""

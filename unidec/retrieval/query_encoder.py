@@ -16,7 +16,7 @@ import numpy.typing as npt
 from scipy.sparse import csr_matrix
 
 from unidec.data.tokens import TextTokenizer, Tokens, encode_texts, load_tokenizer
-from unidec.errors import UnidecError
+from unidec.errors import ArtifactError, UnidecError
 
 if TYPE_CHECKING:
     from unidec.retrieval.bundle import Bundle
@@ -119,6 +119,7 @@ def open_encoder(bundle: Bundle, runtime: Runtime = "auto", threads: int = 0) ->
 
     Raises:
         UnidecError: "onnx" or "onnx-int8" of a model that is not known there, or onnxruntime is not installed.
+        ArtifactError: weights that are damaged, or do not fit the model's configuration or tokenizer.
     """
     threads = threads or usable_cores()
     if runtime != "torch" and (runtime != "auto" or str(getattr(bundle.about, "device", "cpu")) == "cpu"):
@@ -130,7 +131,7 @@ def open_encoder(bundle: Bundle, runtime: Runtime = "auto", threads: int = 0) ->
             arrays = ModelArrays.of(bundle.about)
             return FastEncoder(arrays, bundle.words, int8=int8, threads=threads, texts=_typical(bundle))
         except UnidecError as error:
-            if runtime != "auto":
+            if runtime != "auto" or isinstance(error, ArtifactError):
                 raise
             log.warning("queries are encoded by torch: %s", str(error).replace("\n", ";"))
     import torch
