@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -152,6 +153,23 @@ async def attack(port: int, cases: list[Case], *, clients: int = 4, rate: float 
         if (seconds := await _soonest(port, case)) > SOON_SECONDS:
             judge.faults.append(f"{case.kind}: refused after {seconds:.2f} s, time and again; sent {case.data[:300]!r}")
     return judge
+
+
+def started(port: int, *, count: int, rate: float, seed: int) -> subprocess.Popen[str]:
+    """An attack in a process of its own, from now on; its last line on stdout are the facts as JSON.
+
+    What making the requests costs this machine is over by then: it is no part of what they cost a server. Fair requests
+    of very many queries are not among them.
+    """
+    words = [sys.executable, __file__, "--port", str(port), "--seed", str(seed), "--count", str(count)]
+    words += ["--rate", str(rate), "--small", "--wait"]
+    attack = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert attack.stdin is not None and attack.stdout is not None
+    if attack.stdout.readline() != "made\n":
+        raise RuntimeError("the hostile requests cannot be made")
+    attack.stdin.write("begin\n")
+    attack.stdin.flush()
+    return attack
 
 
 async def _soonest(port: int, case: Case) -> float:

@@ -18,14 +18,13 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hostile import started
 from http_load import (
     Connection,
     Measured,
@@ -244,10 +243,8 @@ def measure_hostile(options: argparse.Namespace, queries: Queries) -> dict[str, 
         parts: dict[str, list[float]] = {"alone": [], "beside": []}
         reports, statuses = [], set()
         for turn in range(turns):
-            words = [sys.executable, str(HERE / "hostile.py"), "--port", str(served.port), "--seed", str(turn)]
-            words += ["--count", str(each), "--rate", str(rate), "--small", "--wait"]
             for part in ("alone", "beside") if turn % 2 == 0 else ("beside", "alone"):
-                attack = _ready(words) if part == "beside" else None
+                attack = started(served.port, count=each, rate=rate, seed=turn) if part == "beside" else None
                 measured = run(open_loop(served.port, queries, valid, each / rate, seed=turn))
                 statuses |= set(measured.statuses)
                 parts[part] += measured.latencies_ms
@@ -283,17 +280,6 @@ def _all(servers: Any) -> Any:
     for served in servers:
         stack.enter_context(served)
     return stack
-
-
-def _ready(words: list[str]) -> subprocess.Popen[str]:
-    """An attack that begins now: what making its requests costs this machine is no part of what they cost a server."""
-    attack = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert attack.stdin is not None and attack.stdout is not None
-    if attack.stdout.readline() != "made\n":
-        raise SystemExit("the hostile requests cannot be made")
-    attack.stdin.write("begin\n")
-    attack.stdin.flush()
-    return attack
 
 
 def _summed(counts: Any) -> dict[str, int]:

@@ -241,14 +241,8 @@ def test_ten_thousand_hostile_requests(programs: SimpleNamespace, bundle: Path, 
         beside: list[float] = []
         faults: list[str] = []
         for turn in range(rounds):
-            words = [sys.executable, str(BENCHMARKS / "hostile.py"), "--port", str(served.port), "--seed", str(turn)]
-            words += ["--count", str(each), "--rate", str(rate), "--small", "--wait"]
             calm = load.run(load.open_loop(served.port, requests, 40, each / rate, seed=turn))
-            with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as attack:
-                assert attack.stdin is not None and attack.stdout is not None
-                assert attack.stdout.readline() == "made\n"
-                attack.stdin.write("begin\n")
-                attack.stdin.flush()
+            with programs.hostile.started(served.port, count=each, rate=rate, seed=turn) as attack:
                 loud = load.run(load.open_loop(served.port, requests, 40, each / rate, seed=turn))
                 output, _ = attack.communicate(timeout=120)
             report = json.loads(output.splitlines()[-1])

@@ -45,7 +45,7 @@ def predict(
     folder = bundle_folder(bundle)
     from unidec.retrieval.bundle import Bundle
 
-    loaded = Bundle.load(folder)
+    loaded = Bundle.load(folder, lazy=runtime != "torch")
     if source is not None and target is not None:
         from unidec.retrieval.predict_shards import predict_resumably
 

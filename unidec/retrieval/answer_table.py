@@ -39,7 +39,7 @@ class TableAnswerer:
         Raises:
             ArtifactError: the bundle is missing or damaged.
         """
-        loaded = Bundle.load(bundle)
+        loaded = Bundle.load(bundle, lazy=True)
         return cls(Answerer(loaded, open_encoder(loaded, runtime, threads)))
 
     def predict(
