@@ -47,7 +47,7 @@ from unidec.sections import Serve
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 MODES = ("start", "latency", "throughput", "open", "overload", "hostile", "memory")
-ONE_AT_A_TIME = ("serve.batch_queries=1", "serve.batch_wait_ms=0")
+ONE_AT_A_TIME = ("serve.batch_queries=1",)
 HITS, SIZES = "unidec_cache_hits_total", "unidec_batch_queries"
 
 

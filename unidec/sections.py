@@ -349,8 +349,9 @@ class Serve(Section):
     timeout_seconds: Positive = Field(5.0, description="a request that waits longer gets 503")
     batch_queries: Count = Field(32, description="queries answered together at most")
     batch_wait_ms: Annotated[float, Field(ge=0)] = Field(
-        1.0,
-        description="an idle model waits so long for as many queries as came together before; one alone never waits",
+        0.0,
+        description="an idle model waits so long for as many queries as came together before, one alone never. 0: "
+        "queries gather while it works, which is as good on a CPU; on a GPU 1 or 2 may pay",
     )
     runtime: Literal["auto", "torch", "onnx", "onnx-int8"] = Field(
         "auto", description="what encodes queries; auto: the fastest that keeps quality (docs/serving.md)"

@@ -1,7 +1,7 @@
 """Queries of many requests are answered together, by one thread, while the event loop reads and writes.
 
-While the model works, requests gather; when it is done, what has gathered is the next batch. Only an idle model waits
-for others, and only as many as came together just before: a client that is alone never waits. A lone query that takes
+While the model works, requests gather; when it is done, what has gathered is the next batch. An idle model may wait for
+others, and only for as many as came together just before: a client that is alone never waits. A lone query that takes
 but a few milliseconds is answered by the event loop itself: to wake another thread and be woken takes a third more.
 
 - Bounded: at most `queue_queries` queries wait, and none is taken that could not be answered in time at the pace of
