@@ -73,6 +73,7 @@ def test_a_folder_is_read_as_the_model_has_it(folder: Path) -> None:
     same(list(read.heads().values()), list(own.heads().values()))
     for name in ("encoder", "unit_vectors", "width", "tokenizer_folder", "max_length"):
         assert getattr(read, name) == getattr(own, name), name
+    assert all(array.flags.aligned and not array.flags.writeable for array in read.arrays.values())
     assert not {"table.weight", "bias.weight"} & set(read.arrays) | set(own.arrays) & {"table.weight", "bias.weight"}
 
 

@@ -25,6 +25,7 @@ KIND, VERSION = "model", 1
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 CLASSIFIER = ("table.weight", "bias.weight")  # rows and biases, in a model's file
 Floats = NDArray[np.float32]
+_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "I64": np.int64, "BOOL": np.bool_}
 _TRANSFORMER = "encoder.transformer.transformer."
 
 
@@ -112,7 +113,7 @@ class ModelArrays:
 
     @classmethod
     def of(cls, model: Any) -> ModelArrays:
-        """Of `UniDEC` on the CPU (views of its weights), or read from the folder of a `ModelConfig`.
+        """Of `UniDEC` on the CPU (views of its weights), or mapped from the folder of a `ModelConfig`.
 
         Raises:
             UnsupportedModel: another model, on another device, or weights of a type that numpy has not.
@@ -136,19 +137,13 @@ class ModelArrays:
 
     @classmethod
     def _read(cls, about: ModelConfig) -> ModelArrays:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
-        folder, arrays, config = about.folder, {}, None
+        folder, config = about.folder, None
         try:
-            with safe_open(str(folder / WEIGHTS), framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 - no dict
-                    if name not in CLASSIFIER:
-                        array = file.get_tensor(name)
-                        arrays[name] = array.astype(np.float32, copy=False) if array.dtype.kind == "f" else array
+            arrays = _mapped(folder / WEIGHTS)
             if about.encoder.kind != "bag":
                 config = json.loads((about.config_folder / CONFIG).read_text(encoding="utf-8"))
-        except TypeError as error:  # bfloat16
-            raise UnsupportedModel("weights of a type that numpy has not", got=str(error)) from error
         except (SafetensorError, OSError, ValueError) as error:
             raise misfit(folder, error) from error
         unit = about.unit_vectors
@@ -223,6 +218,31 @@ class ModelArrays:
         transformer = self.transformer()
         if transformer is not None and transformer.words_VD.shape[1] != self.width:
             raise ValueError(f"a transformer of width {transformer.words_VD.shape[1]} instead of {self.width}")
+
+
+def _mapped(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a safetensors file by name, without the classifier's, mapped into memory: nothing is copied, and
+    nothing holds up a server that loads another model beside the one that answers. 16 bits become float32.
+
+    Raises:
+        SafetensorError, OSError, ValueError: missing or damaged. UnsupportedModel: numbers that numpy has not.
+    """
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="numpy"):
+        pass  # the library checks the header: types, and that the bytes are all there, each once
+    byte_N = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    begin = 8 + int.from_bytes(byte_N[:8].tobytes(), "little")
+    found = {}
+    for name, entry in json.loads(byte_N[8:begin].tobytes()).items():
+        if name in ("__metadata__", *CLASSIFIER):
+            continue
+        if (dtype := _DTYPES.get(entry["dtype"])) is None:
+            raise UnsupportedModel("weights of a type that numpy has not", where=name, got=entry["dtype"])
+        first, last = entry["data_offsets"]
+        array = byte_N[begin + first : begin + last].view(dtype).reshape(entry["shape"])
+        found[name] = array.astype(np.float32) if entry["dtype"] == "F16" else array
+    return found
 
 
 def misfit(folder: Path, error: Exception) -> ArtifactError:

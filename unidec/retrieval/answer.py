@@ -22,7 +22,7 @@ from unidec.retrieval.query_encoder import Encoded, QueryEncoder
 from unidec.retrieval.space import SPACES, Space, exact_scores
 
 Labels = npt.NDArray[np.int64]
-_LEAST_K = 16  # requests of fewer labels are searched together
+_LEAST_K = 8  # requests of fewer labels are searched together
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,9 @@ class LabelRows:
     def scores(self, query_D: Floats, rows_C: Rows) -> Floats:
         """float32 [C], inner products of one query [D'] with these rows: the heads' parts added, without putting the
         rows of both side by side."""
-        out = np.zeros(len(rows_C), dtype=np.float32)
-        at = 0
+        out, at = None, 0
         if self._space in ("both", "de"):
-            out += np.take(self._vectors["de"], rows_C, axis=0) @ query_D[: self._dim]
+            out = np.take(self._vectors["de"], rows_C, axis=0) @ query_D[: self._dim]
             at = self._dim
         if self._space in ("both", "clf"):
             rows_CD = np.take(self._vectors["clf"], rows_C, axis=0)
@@ -110,7 +109,8 @@ class LabelRows:
                 part_C = np.divide(part_C, length, out=np.zeros_like(part_C), where=length > 0)
             elif "bias" in self._vectors:
                 part_C += self._vectors["bias"][rows_C] * query_D[-1]
-            out += part_C
+            out = part_C if out is None else out + part_C
+        assert out is not None
         return out
 
 

@@ -53,7 +53,7 @@ def child_of(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """In place of the real child: `program`, which has read its job."""
     real = module.start_child
     words = ("timeit", "-n1", "-r1", f"import os, sys, time; sys.stdin.read(); {program}")
-    monkeypatch.setattr(module, "start_child", lambda name: real(*words))
+    monkeypatch.setattr(module, "start_child", lambda name, **variables: real(*words, **variables))
 
 
 @pytest.mark.parametrize(
@@ -133,3 +133,11 @@ def test_the_bound_is_twice_the_files(bundle, monkeypatch):
     with pytest.raises(ArtifactError):
         Trials().run(bundle, Serve())
     assert f'"max_bytes": {2 * folder_bytes(bundle) + module.SPACE_BYTES}'.encode() in jobs[0]
+
+
+def test_what_libraries_only_reserve_is_no_part_of_the_bound(helper, tmp_path, monkeypatch):
+    """Arrow's pool, thread stacks and heaps: more than a gigabyte of addresses; the bundle itself takes some 40 MB."""
+    many = helper("served_bundle").make_served_bundle(tmp_path, num_labels=60_000)
+    monkeypatch.setattr(module, "SPACE_BYTES", 256 << 20)
+    found = Trials().run(many, Serve())
+    assert len(found.labels) == len(found.texts) > 2

@@ -23,6 +23,9 @@ _ABOUT = (
     "503 comes with Retry-After."
 )
 
+# of OpenTelemetry, which an environment variable of another program could switch on; looked at at every request
+_NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
+
 
 def create_app(
     service: Service, settings: Serve, api_key: str | None = None, hosts: frozenset[str] | None = None
@@ -37,7 +40,7 @@ def create_app(
     routes = Routes(service, settings, api_key)
     app = FastAPI(
         title="unidec", version=__version__, description=_ABOUT, docs_url=None, redoc_url=None,
-        lifespan=routes.lifespan, redirect_slashes=False,
+        lifespan=routes.lifespan, redirect_slashes=False, telemetry=_NO_TELEMETRY,
     )  # fmt: skip
     _add_predictions(app, routes)
     _add_labels(app, routes)

@@ -12,12 +12,13 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def start_child(module: str, *words: str) -> subprocess.Popen[bytes]:
-    """`python -m module words...` with pipes to its input and output, in a session of its own.
+def start_child(module: str, *words: str, **variables: str) -> subprocess.Popen[bytes]:
+    """`python -m module words...` with pipes to its input and output, in a session of its own, and with some more
+    environment variables.
 
     On Linux it is killed when the calling thread ends: call it from a thread that lives as long as the child shall.
     """
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "UNIDEC_PARENT": str(os.getpid())}
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "UNIDEC_PARENT": str(os.getpid())} | variables
     return subprocess.Popen(
         [sys.executable, "-m", module, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
         start_new_session=True,

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,9 @@ _LONGEST = 400  # characters of a title that is asked
 _ODD = ("zzyzx ⸘ 42", "a " * 100)  # nothing known, and longer than a model reads
 _LAST_WORDS = 600
 _NICE = 5
+_FEW = 10_000  # rows of an index that is searched by all threads
+# Arrow's own pool reserves a gigabyte at once, which the bound would count as taken
+_PLAIN_POOL = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Trials:
         size = folder_bytes(folder)
         job = {"folder": str(folder), "serve": settings.model_dump(), "max_bytes": TIMES * size + SPACE_BYTES}
         seconds = SECONDS + size / BYTES_A_SECOND
-        child = self._child = start_child("unidec.ops.serving.trial")
+        child = self._child = start_child("unidec.ops.serving.trial", **_PLAIN_POOL)
         out = _Said(child, json.dumps(job).encode())
         ended = out.wait(seconds)
         code = child.poll()
@@ -197,10 +201,14 @@ def _import_all() -> None:
 
     import unidec.retrieval.bundle  # noqa: F401
 
-    torch.zeros(8) @ torch.zeros(8)  # its threads and their stacks
+    torch.zeros(8) @ torch.zeros(8)  # its threads and their stacks; then faiss's, of one search and of two at once
+    small = faiss.IndexFlatIP(8)
+    small.add(np.zeros((_FEW, 8), dtype=np.float32))
+    small.search(np.zeros((1, 8), dtype=np.float32), 1)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: small.search(np.zeros((1, 8), dtype=np.float32), 1), range(2)))
     with contextlib.suppress(ImportError):
         importlib.import_module("onnxruntime")
-    faiss.omp_get_max_threads()
 
 
 def main() -> None:
