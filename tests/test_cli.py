@@ -176,7 +176,7 @@ class FakeBundle:
     """Stands for a bundle: label number = rank, score = 1 / rank."""
 
     @classmethod
-    def load(cls, path: Path) -> FakeBundle:
+    def load(cls, path: Path, lazy: bool = False) -> FakeBundle:
         if not Path(path).is_dir():
             raise ArtifactError("no such bundle", where=str(path), fix="make train")
         return cls()
