@@ -96,6 +96,12 @@ class Encoder(Section):
     start: str = Field("", description="exported model folder whose encoder and heads are the start; empty: none")
     frozen: bool = Field(False, description="nothing of the encoder trains: every text's vector is computed once")
 
+    @property
+    def unit_vectors(self) -> bool:
+        """Whether the transformer's vectors are brought to unit length where a model does not say: those of one that
+        trains alone are not; beside a bag both are, so that neither drowns the other."""
+        return self.trainable_layers == 0 or self.kind != "transformer"
+
 
 class Model(Section):
     """Heads and classifier table."""

@@ -8,6 +8,7 @@ Legend: V tokens of the vocabulary, D width of a part of the encoder, W width of
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class ModelConfig:
     Attributes:
         encoder, settings: sections `encoder` and `model` as it was trained with.
         num_labels: L. max_length: tokens of a text. params: all parameters.
-        unit_vectors: the transformer's vectors are brought to unit length; None: a file of before that was written.
+        unit_vectors: the transformer's vectors are brought to unit length.
         num_tokens: V of the bag, 0 without one. width: D.
     """
 
@@ -46,7 +47,7 @@ class ModelConfig:
     num_labels: int
     max_length: int
     params: dict[str, Any]
-    unit_vectors: bool | None
+    unit_vectors: bool
     num_tokens: int
     width: int
 
@@ -55,11 +56,11 @@ class ModelConfig:
         """Raises ArtifactError where it is missing or not as it must be."""
         try:
             found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            unit = found.get("unit_vectors")
+            encoder = Encoder(**found["encoder"])
+            unit = bool(found.get("unit_vectors", encoder.unit_vectors))  # older versions did not write it
             return cls(
-                folder, Encoder(**found["encoder"]), Model(**found["model"]), int(found["num_labels"]),
-                int(found["max_length"]), found["params"], None if unit is None else bool(unit),
-                int(found["num_tokens"]), int(found["encoder_width"]),
+                folder, encoder, Model(**found["model"]), int(found["num_labels"]), int(found["max_length"]),
+                found["params"], unit, int(found["num_tokens"]), int(found["encoder_width"]),
             )  # fmt: skip
         except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
             raise misfit(folder, error) from error
@@ -146,16 +147,16 @@ class ModelArrays:
                 config = json.loads((about.config_folder / CONFIG).read_text(encoding="utf-8"))
         except (SafetensorError, OSError, ValueError) as error:
             raise misfit(folder, error) from error
-        unit = about.unit_vectors
-        if unit is None:  # as `TextEncoder` has it
-            unit = about.encoder.trainable_layers == 0 or about.encoder.kind == "both"
-        found = cls(about.encoder, unit, about.width, config, arrays, about.tokenizer_folder, about.max_length)
+        found = cls(
+            about.encoder, about.unit_vectors, about.width, config, arrays, about.tokenizer_folder, about.max_length
+        )
         try:
             found._check(about)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise misfit(folder, error) from error
         return found
 
+    @functools.cached_property
     def transformer(self) -> TransformerParts | None:
         """The transformer's weights; None without one.
 
@@ -215,7 +216,7 @@ class ModelArrays:
         for name, shape in shapes.items():
             if self.arrays[name].shape != shape:
                 raise ValueError(f"{name}: shape {list(self.arrays[name].shape)} instead of {list(shape)}")
-        transformer = self.transformer()
+        transformer = self.transformer
         if transformer is not None and transformer.words_VD.shape[1] != self.width:
             raise ValueError(f"a transformer of width {transformer.words_VD.shape[1]} instead of {self.width}")
 
@@ -229,14 +230,14 @@ def _mapped(path: Path) -> dict[str, NDArray[Any]]:
     """
     from safetensors import safe_open
 
-    with safe_open(str(path), framework="numpy"):
-        pass  # the library checks the header: types, and that the bytes are all there, each once
+    # the library checks the header: types, and that the bytes are all there, each once
+    with safe_open(str(path), framework="numpy") as file:
+        names = sorted(set(file.keys()) - set(CLASSIFIER))
     byte_N = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     begin = 8 + int.from_bytes(byte_N[:8].tobytes(), "little")
-    found = {}
-    for name, entry in json.loads(byte_N[8:begin].tobytes()).items():
-        if name in ("__metadata__", *CLASSIFIER):
-            continue
+    header, found = json.loads(byte_N[8:begin].tobytes()), {}
+    for name in names:
+        entry = header[name]
         if (dtype := _DTYPES.get(entry["dtype"])) is None:
             raise UnsupportedModel("weights of a type that numpy has not", where=name, got=entry["dtype"])
         first, last = entry["data_offsets"]

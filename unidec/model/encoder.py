@@ -239,8 +239,7 @@ class TextEncoder(nn.Module):
             nn.init.zeros_(last.weight)  # starts as the identity
             nn.init.zeros_(last.bias)
             self.residual = nn.Sequential(nn.Linear(self.width, self.width), nn.GELU(), nn.Dropout(0.1), last)
-        # beside a bag both parts are of unit length, so that neither drowns the other
-        self.unit_vectors = settings.trainable_layers == 0 or self.bag is not None
+        self.unit_vectors = settings.unit_vectors
         if settings.frozen:
             self.requires_grad_(False)
             self.train()

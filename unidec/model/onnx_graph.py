@@ -162,7 +162,7 @@ def encoder_graph(model: ModelArrays) -> Any:
     graph = Graph()
     mask = graph.add("Cast", ["attention_mask"], to=1)
     parts: list[str] = []
-    if (found := model.transformer()) is not None:
+    if (found := model.transformer) is not None:
         x = stack(graph, _hidden(graph, found), mask, found)
         x = pooled(graph, x, mask, model.encoder.pooling)
         parts.append(_unit(graph, x) if model.unit_vectors else x)

@@ -96,8 +96,6 @@ _KINDS = {
     "distilbert": (_DISTILBERT, "transformer.layer"),
 }  # fmt: skip
 
-_NUMBERS = (("attention_heads", "heads"), ("hidden_layers", "layers"))  # num_..., or DistilBERT's n_...
-
 
 def transformer_parts(config: Mapping[str, Any], state: Mapping[str, NDArray[Any]]) -> TransformerParts:
     """A transformer's weights; views of its own where they need no change.
@@ -126,7 +124,8 @@ def transformer_parts(config: Mapping[str, Any], state: Mapping[str, NDArray[Any
     for what, got in refused.items():
         if got is not None:
             raise UnsupportedModel(f"{what} cannot be written as a graph here", got=got)
-    num_heads, num_blocks = (int(_given(config, f"num_{x}", f"n_{y}")) for x, y in _NUMBERS)
+    num_heads = int(_given(config, "num_attention_heads", "n_heads"))  # the second is DistilBERT's
+    num_blocks = int(_given(config, "num_hidden_layers", "n_layers"))
     if num_heads < 1:
         raise ValueError(f"{num_heads} heads of attention")
     blocks = tuple(_block(state, f"{stack}.{layer}.", names, num_heads) for layer in range(num_blocks))

@@ -374,8 +374,7 @@ class UniDEC(nn.Module):
             model = cls(about.encoder, about.settings, about.num_labels, encoder, placement)
             if not rows:
                 model.table = model.bias = None
-            if about.unit_vectors is not None:  # a model that an older version wrote has no start to do as
-                model.encoder.unit_vectors = about.unit_vectors
+            model.encoder.unit_vectors = about.unit_vectors
             with open_tensors(path / WEIGHTS) as file:
                 names = [name for name in file.names if rows or name not in CLASSIFIER]
                 copy_into(model.state_dict(), {name: file.shape(name) for name in names}, file.read)

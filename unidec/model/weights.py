@@ -164,8 +164,7 @@ def _check_texts(model: UniDEC, folder: Path, where: str, fix: str) -> None:
         )  # fmt: skip
     config = _json(folder / "config.json")
     given = Encoder(**config["encoder"])
-    unit = given.trainable_layers == 0 or given.kind == "both"
-    model.encoder.unit_vectors = bool(config.get("unit_vectors", unit))
+    model.encoder.unit_vectors = bool(config.get("unit_vectors", given.unit_vectors))
 
 
 def _json(path: Path) -> dict[str, Any]:

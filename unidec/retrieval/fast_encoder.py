@@ -59,7 +59,7 @@ class FastEncoder:
         self._tokenizer, self._words = load_tokenizer(model.tokenizer_folder, model.max_length), words
         self._parts: list[Callable[[Tokens], Floats]] = []
         self.name = "bag"
-        if (transformer := model.transformer()) is not None:
+        if (transformer := model.transformer) is not None:
             self._check_rows("tokens", self._tokenizer.vocab_size, len(transformer.words_VD))
             self._check_rows("places", transformer.first_place + model.max_length, len(transformer.places_PD))
             self.name = "onnx-int8" if int8 else "onnx"

@@ -323,15 +323,13 @@ class LabelIndex:
                 rows_C = rows_BC[row]
                 rows_C = rows_C[rows_C >= 0] if self._copies == 1 else np.unique(rows_C[rows_C >= 0])
             assert rows_C is not None
-            if not len(rows_C):
+            parts = [
+                self.vectors.scores(query, rows_C[start : start + _SCORED_AT_ONCE])
+                for start in range(0, len(rows_C), _SCORED_AT_ONCE)
+            ]
+            if not parts:
                 continue
-            if len(rows_C) <= _SCORED_AT_ONCE:
-                score_C = self.vectors.scores(query, rows_C)
-            else:
-                starts = range(0, len(rows_C), _SCORED_AT_ONCE)
-                score_C = np.concatenate(
-                    [self.vectors.scores(query, rows_C[start : start + _SCORED_AT_ONCE]) for start in starts]
-                )
+            score_C = parts[0] if len(parts) == 1 else np.concatenate(parts)
             best = np.lexsort((rows_C, -score_C))[:found]
             scores[row, : len(best)], labels[row, : len(best)] = score_C[best], rows_C[best]
 

@@ -17,6 +17,7 @@ from scipy.sparse import csr_matrix
 
 from unidec.data.tokens import TextTokenizer, Tokens, encode_texts, load_tokenizer
 from unidec.errors import ArtifactError, UnidecError
+from unidec.model.arrays import ModelArrays
 
 if TYPE_CHECKING:
     from unidec.retrieval.bundle import Bundle
@@ -123,7 +124,6 @@ def open_encoder(bundle: Bundle, runtime: Runtime = "auto", threads: int = 0) ->
     """
     threads = threads or usable_cores()
     if runtime != "torch" and (runtime != "auto" or str(getattr(bundle.about, "device", "cpu")) == "cpu"):
-        from unidec.model.arrays import ModelArrays
         from unidec.retrieval.fast_encoder import FastEncoder
 
         int8 = (AUTO if runtime == "auto" else runtime) == "onnx-int8"

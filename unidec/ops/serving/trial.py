@@ -202,11 +202,11 @@ def _import_all() -> None:
     import unidec.retrieval.bundle  # noqa: F401
 
     torch.zeros(8) @ torch.zeros(8)  # its threads and their stacks; then faiss's, of one search and of two at once
-    small = faiss.IndexFlatIP(8)
-    small.add(np.zeros((_FEW, 8), dtype=np.float32))
-    small.search(np.zeros((1, 8), dtype=np.float32), 1)
+    rows, small = np.zeros((_FEW, 8), dtype=np.float32), faiss.IndexFlatIP(8)
+    small.add(rows)
+    small.search(rows[:1], 1)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: small.search(np.zeros((1, 8), dtype=np.float32), 1), range(2)))
+        list(pool.map(lambda _: small.search(rows[:1], 1), range(2)))
     with contextlib.suppress(ImportError):
         importlib.import_module("onnxruntime")
 
