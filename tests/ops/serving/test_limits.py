@@ -82,6 +82,18 @@ def test_a_foreign_name_is_refused_where_a_page_could_use_it(
     run(main)
 
 
+def test_a_second_host_is_refused_also_where_any_name_is_answered(asgi: Any) -> None:
+    async def main() -> None:
+        for key in (None, "key"):
+            async with asgi.running(asgi.StubEngine(), key) as server:
+                for first, second in (("localhost", "evil.example"), ("localhost", "localhost")):
+                    reply = await server.ask("/healthz", headers={"Host": first, "host": second})
+                    assert (reply.status, reply.headers["connection"]) == (400, "close")
+                    assert reply.json["error"]["where"] == "header Host"
+
+    run(main)
+
+
 def test_a_declared_body_that_is_too_large_is_refused_unread(asgi: Any) -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine(), max_body_bytes=100) as server:

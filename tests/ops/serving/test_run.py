@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +79,87 @@ def test_it_serves_and_ends_in_order(folder: Path) -> None:
             thread.join(30)
         assert replies == [200] * 3, "what was asked before is answered"
         assert process.wait(20) == 0
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    assert "Traceback" not in errors, errors
+
+
+class Load:
+    """64 clients of `/predict`, half of them on connections that they keep, until nothing listens any more.
+
+    Attributes:
+        seen: how many answers with and without `connection: close`, refused connections, and errors by type.
+    """
+
+    BODY = json.dumps({"queries": ["red car"], "k": 2}).encode()
+    HEAD = b"POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+
+    def __init__(self, port: int) -> None:
+        self.port, self.seen = port, Counter[str]()
+
+    async def until_it_stops(self, process: subprocess.Popen[str]) -> None:
+        clients = asyncio.gather(*(self._client(number % 2 == 0) for number in range(64)))
+        await asyncio.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(clients, 20)
+
+    async def _client(self, keeps: bool) -> None:
+        closed = True
+        while True:
+            if closed:
+                try:
+                    reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                except ConnectionRefusedError:
+                    self.seen["refused"] += 1
+                    return
+            writer.write(self.HEAD % len(self.BODY) + self.BODY)
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))  # type: ignore[index]
+            except (ConnectionError, asyncio.IncompleteReadError) as error:
+                self.seen[type(error).__name__] += 1
+                closed = True
+                continue
+            ends = b"connection: close" in head
+            self.seen[f"{head[9:12].decode()} close" if ends else head[9:12].decode()] += 1
+            if closed := ends or not keeps:
+                writer.close()
+            await asyncio.sleep(0.01)
+
+
+def test_sigterm_resets_no_connection(folder: Path) -> None:
+    """Every request that was sent is answered; from then on with `connection: close`, and new connections are refused."""
+    process = start(folder)
+    try:
+        port = int(line(process, "serve: listening").strip().rpartition(":")[2])
+        line(process, "serve: ready")
+        load = Load(port)
+        asyncio.run(load.until_it_stops(process))
+        assert set(load.seen) == {"200", "200 close", "refused"}, load.seen
+        assert load.seen["refused"] == 64 and load.seen["200"] > 64
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_client_that_resets_is_no_internal_error_and_100_mb_are_413(folder: Path) -> None:
+    process = start(folder)
+    try:
+        port = int(line(process, "serve: listening").strip().rpartition(":")[2])
+        line(process, "serve: ready")
+        body = json.dumps({"queries": [f"red car {row}" for row in range(256)], "k": 100}).encode()
+        for row in range(60):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close resets
+                client.sendall(Load.HEAD % len(body) + body if row % 2 else b"GET /openapi.json HTTP/1.1\r\n\r\n" * 50)
+                time.sleep(0.002 * (row % 7))
+        status, answer = ask(port, "x" * 100_000_000)
+        assert status == 413 and answer["error"]["expected"] == "at most 1000000 bytes"
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
+            counted = reply.read().decode()
+        assert 'kind="client_gone"' in counted and 'kind="internal"' not in counted
     finally:
         process.kill()
         _, errors = process.communicate()

@@ -120,7 +120,9 @@ def _add_facts(app: FastAPI, routes: Routes) -> None:
         )  # fmt: skip
 
     add("/healthz", routes.alive, "Whether the process answers", schemas.AliveAnswer, 503)
-    not_ready = {503: {"model": schemas.NotReadyAnswer, "description": "no model is loaded yet"}}
+    not_ready = {
+        503: {"model": schemas.NotReadyAnswer, "description": "no model is loaded yet, or a file of it was edited"}
+    }
     add("/readyz", routes.ready, "Whether a model answers, and which", schemas.ReadyAnswer, more=not_ready)
     add("/version", routes.version, "What answers: hashes, versions, runtime", schemas.VersionAnswer, 401, 503)
     add("/card", routes.card, "The model's card", schemas.CardAnswer, 401, 503)

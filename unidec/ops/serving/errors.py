@@ -56,6 +56,7 @@ class RequestError(Exception):
 KINDS = (
     "broken_json", "wrong_value", "unauthorized", "not_found", "method", "content_type", "slow_body", "too_large",
     "overload", "timeout", "not_ready", "client_gone", "internal", "wrong_host",
+    "edited_file",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ number, broken HTTP) is bounded in `protocol.py`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -32,8 +33,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 BODY = "unidec.body"  # key of the scope under which a route finds the request's body
 BODIES_HELD = 32  # times max_body_bytes: bodies of all requests being answered, and answers that wait to be read
 LARGE_ANSWER = 65_536  # bytes; what the transport takes without waiting for its reader
-LINGER_SECONDS = 1.0  # a refused body is read on for so long, that its sender sees the answer
-LINGER_BODIES = 32
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 
 
@@ -73,7 +72,25 @@ class Guard:
         exchange = _Exchange(self, send)
         self.metrics.in_flight.inc()
         try:
+            await self._answer(scope, receive, exchange)
+        except ClientGone:
+            self.metrics.error("client_gone")
+            exchange.status = 499  # as nginx counts it; nobody reads it
+        finally:
+            exchange.hold(0)
+            self.metrics.in_flight.dec()
+            self.metrics.request(self._route(scope["path"]), exchange.status, time.perf_counter() - begun)
+
+    async def _answer(self, scope: Scope, receive: Receive, exchange: _Exchange) -> None:
+        """The application's answer, or an error.
+
+        Raises:
+            ClientGone: the client closed the connection.
+        """
+        try:
             headers = dict(scope["headers"])
+            if len(headers) < len(scope["headers"]) and _num_hosts(scope) > 1:
+                raise _several_hosts()
             if self.hosts is not None and not _is_host(headers.get(b"host", b""), self.hosts):
                 raise _misdirected(headers[b"host"])
             if self.key_digest is not None and scope["path"] not in self.free:
@@ -85,13 +102,12 @@ class Guard:
             scope[BODY] = body
             del body  # the route takes it out of the scope
             await self.app(scope, receive, exchange.send)
+        except ClientGone:
+            raise
         except RequestError as error:
             self.metrics.error(error.kind)
             if not exchange.status:
-                await _refuse(error, receive, exchange.send_at_once, LINGER_BODIES * self.max_body)
-        except ClientGone:
-            self.metrics.error("client_gone")
-            exchange.status = 499  # as nginx counts it; nobody reads it
+                await _refuse(error, receive, exchange.send_at_once, self.seconds)
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
             self.metrics.error("internal")
@@ -99,11 +115,7 @@ class Guard:
                 raise  # the answer is half sent: the connection must end
             fix = "ask whoever runs this server: its log says more"
             failed = RequestError(500, "internal", "the server failed", fix=fix)
-            await _refuse(failed, receive, exchange.send_at_once, 0)
-        finally:
-            exchange.hold(0)
-            self.metrics.in_flight.dec()
-            self.metrics.request(self._route(scope["path"]), exchange.status, time.perf_counter() - begun)
+            await _refuse(failed, receive, exchange.send_at_once, self.seconds)
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether so many bytes more may be held; one request's always may."""
@@ -136,13 +148,13 @@ class Guard:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
-                    chunk = message.get("body", b"")
+                    chunk, more = message.get("body", b""), message.get("more_body", False)
                     num += len(chunk)
                     if num > self.max_body:
                         raise self._too_large(f"more than {self.max_body} bytes")
                     if not self.has_room(num):
-                        raise _too_many_bytes("too many bytes of requests at once", close=True)
-                    if not message.get("more_body", False):
+                        raise _too_many_bytes("too many bytes of requests at once", close=more)
+                    if not more:
                         return b"".join([*chunks, chunk]) if chunks else chunk
                     chunks.append(chunk)
         except TimeoutError:
@@ -177,10 +189,20 @@ class _Exchange:
         self.held = num_bytes
 
     async def send_at_once(self, message: Message) -> None:
-        """To the server, as it is."""
+        """To the server, as it is.
+
+        Raises:
+            ClientGone: the client reset the connection a moment ago.
+        """
         if message["type"] == "http.response.start":
             self.status = message["status"]
-        await self._send(message)
+        try:
+            await self._send(message)
+        except RuntimeError as error:  # of uvloop; asyncio's own loop writes to a closed connection without a word
+            if "handler is closed" not in str(error):
+                raise
+            await asyncio.sleep(0.01)  # uvicorn, called back by then, does not look for the rest of the answer
+            raise ClientGone from error
 
     async def send(self, message: Message) -> None:
         """The head goes with the body; a large answer is held until its reader took most of it.
@@ -200,12 +222,12 @@ class _Exchange:
             start, self.start = self.start, None
             await self.send_at_once(start)
         if not is_large:
-            await self._send(message)
+            await self.send_at_once(message)
             return
         self.hold(len(body))
-        await self._send({**message, "more_body": True})
+        await self.send_at_once({**message, "more_body": True})
         if not message.get("more_body", False):
-            await self._send({"type": "http.response.body", "body": b""})  # waits for the reader
+            await self.send_at_once({"type": "http.response.body", "body": b""})  # waits for the reader
 
 
 @functools.lru_cache(256)
@@ -224,6 +246,17 @@ def _is_host(header: bytes, hosts: frozenset[str]) -> bool:
     return True
 
 
+def _num_hosts(scope: Scope) -> int:
+    return sum(name == b"host" for name, _ in scope["headers"])
+
+
+def _several_hosts() -> RequestError:
+    return RequestError(
+        400, "wrong_host", "more than one header Host", where="header Host", got="several", expected="one",
+        fix="send the header once", close=True,
+    )  # fmt: skip
+
+
 def _misdirected(header: bytes) -> RequestError:
     return RequestError(
         421, "wrong_host", "this server is not asked by that name", where="header Host", got=header.decode("latin-1"),
@@ -236,8 +269,8 @@ def _too_many_bytes(what: str, close: bool) -> RequestError:
     return RequestError(503, "overload", what, fix=fix, retry_after=1, close=close)
 
 
-async def _refuse(error: RequestError, receive: Receive, send: Send, linger_bytes: int) -> None:
-    """Answer with an error; where the body was not read, read it on for a while before the connection ends.
+async def _refuse(error: RequestError, receive: Receive, send: Send, seconds: float) -> None:
+    """Answer with an error; a body that was not read is read and dropped for at most so many seconds.
 
     A socket closed with unread bytes resets the connection, and the answer is lost on its way.
     """
@@ -248,14 +281,8 @@ async def _refuse(error: RequestError, receive: Receive, send: Send, linger_byte
         await send({"type": "http.response.body", "body": body})
         return
     await send({"type": "http.response.body", "body": body, "more_body": True})
-    num = 0
-    try:
-        async with asyncio.timeout(LINGER_SECONDS):
-            while num <= linger_bytes:
-                message = await receive()
-                num += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    break
-    except TimeoutError:
-        pass
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while (await receive()).get("more_body", False):
+                pass
     await send({"type": "http.response.body", "body": b""})

@@ -208,13 +208,16 @@ class Routes:
         return JsonBytes(b'{"status":"alive"}')
 
     async def ready(self) -> Response:
-        """503 until a model is loaded and warm. What follows the registry says how it goes; an old model is ready."""
+        """503 until a model is loaded and warm, and where a file that it maps was edited: sizes and sampled blocks are
+        compared, at most once a second. `follow`: the registry's state; an old model is ready."""
         engine, follow = self.service.current, self._follow()
-        if engine is not None:
-            return JsonBytes(orjson.dumps({"ready": True, "model": asdict(engine.identity), "follow": follow}))
-        error = _not_ready()
+        model = None if engine is None else asdict(engine.identity)
+        changed = "" if engine is None else await asyncio.to_thread(engine.files.changed)
+        if engine is not None and not changed:
+            return JsonBytes(orjson.dumps({"ready": True, "model": model, "follow": follow}))
+        error = _edited(changed) if changed else _not_ready()
         self.figures.error(error.kind)
-        body = {"error": error.parts, "ready": False, "model": None, "follow": follow}
+        body = {"error": error.parts, "ready": False, "model": model, "follow": follow}
         return JsonBytes(orjson.dumps(body), error.status, error.headers)
 
     async def version(self) -> Response:
@@ -299,6 +302,14 @@ def _not_answerable(error: DataError) -> RequestError:
 def _not_ready() -> RequestError:
     fix = "try again; GET /readyz says how it goes"
     return RequestError(503, "not_ready", "no model is loaded yet", fix=fix, retry_after=1)
+
+
+def _edited(name: str) -> RequestError:
+    return RequestError(
+        503, "edited_file", "a file of the bundle was edited while it is served", where=name,
+        expected="the bytes that were loaded", retry_after=60,
+        fix="restore the bundle and restart the server; replace bundles by renaming, never in place",
+    )  # fmt: skip
 
 
 def _num_bytes(query: Asked) -> int:

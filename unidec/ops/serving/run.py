@@ -1,11 +1,12 @@
 """`unidec serve`: one process, uvicorn's event loop, and a thread for the model.
 
-It listens at once (/healthz answers, /readyz says 503) and loads meanwhile. SIGTERM or Ctrl-C: nothing new is accepted,
-what was asked is answered, exit code 0; a second Ctrl-C ends it at once.
+It listens at once (/healthz answers, /readyz says 503) and loads meanwhile. SIGTERM or Ctrl-C: new connections are
+refused, requests on open ones are answered for `DRAIN_SECONDS` more, exit code 0; a second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import ipaddress
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 KEEP_ALIVE_SECONDS = 30  # an idle connection is closed after so long
 HEAD_SECONDS = 10.0  # at most, for a request's head
 BACKLOG = 2048
+DRAIN_SECONDS = 2.0  # after SIGTERM: connections that are open may send requests for so long
 STOP_SECONDS = 5.0  # at most, for what follows the registry
 SWITCH_SECONDS = 0.001  # Python's threads: the event loop waits no longer than this for the model's
 _NEEDED = ("uvicorn", "prometheus_client", "orjson")
@@ -111,6 +113,17 @@ def _server(service: Service, settings: Serve, api_key: str | None, follower: An
                 for number, handler in before.items():
                     signal.signal(number, handler)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """uvicorn resets connections that wait to be accepted, and closes idle ones under a request that is on its
+            way. Here the former are accepted first, and all may send requests for `DRAIN_SECONDS` more: each answer
+            carries `Connection: close`."""
+            self.server_state.default_headers.append((b"connection", b"close"))
+            await _accept_rest(self, sockets or [])
+            end = time.monotonic() + DRAIN_SECONDS
+            while self.server_state.connections and time.monotonic() < end and not self.force_exit:
+                await asyncio.sleep(0.05)
+            await super().shutdown(sockets)
+
     service.metrics.registry.register(FollowCollector(follower))
     limits = ConnectionLimits(
         head_seconds=min(HEAD_SECONDS, settings.timeout_seconds), body_seconds=settings.timeout_seconds,
@@ -123,6 +136,27 @@ def _server(service: Service, settings: Serve, api_key: str | None, follower: An
         timeout_graceful_shutdown=int(settings.timeout_seconds) + 5,
     )  # fmt: skip
     return Server(config)
+
+
+async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -> None:
+    """Stop listening; connections that the system holds ready are accepted before."""
+    await asyncio.sleep(0)
+    waiting: list[socket.socket] = []
+    for listener in listeners:
+        with contextlib.suppress(OSError):  # BlockingIOError: that was the last one
+            while True:
+                waiting.append(listener.accept()[0])
+    for listening in server.servers:
+        listening.close()
+
+    def protocol() -> asyncio.Protocol:
+        return server.config.http_protocol_class(  # type: ignore[call-arg]
+            config=server.config, server_state=server.server_state, app_state=server.lifespan.state
+        )
+
+    loop = asyncio.get_running_loop()
+    for connection in waiting:
+        await loop.connect_accepted_socket(protocol, connection)
 
 
 @contextlib.contextmanager

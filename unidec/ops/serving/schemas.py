@@ -349,7 +349,7 @@ class ReadyAnswer(_Answer):
 
 
 class NotReadyAnswer(ErrorAnswer, ReadyAnswer):
-    """No model answers yet, and how its loading goes."""
+    """No model answers yet, and how its loading goes; or a file of the one that answers was edited."""
 
 
 class AliveAnswer(_Answer):

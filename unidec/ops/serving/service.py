@@ -18,6 +18,7 @@ import orjson
 from unidec.errors import DataError
 from unidec.ops.serving.answers import Answer, answer_of, card, explain_body
 from unidec.ops.serving.labels import LabelSearch
+from unidec.ops.serving.mapped_files import MappedFiles
 from unidec.ops.serving.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Engine:
     """One loaded bundle with its encoder; several threads may ask it.
 
     Attributes:
-        identity, bundle, answerer: what it was made of.
+        identity, bundle, answerer: what it was made of. files: what is mapped of the bundle.
         runtime: what encodes queries.
         model_json: {"sha256", "version"} as answers show it.
     """
@@ -56,6 +57,7 @@ class Engine:
     def __init__(self, identity: Identity, answerer: Answerer, settings: Serve) -> None:
         self.identity, self.answerer = identity, answerer
         self.bundle: Bundle = answerer.bundle
+        self.files = MappedFiles(self.bundle.path)
         self.runtime: str = answerer.encoder.name
         self.model_json = orjson.dumps({"sha256": identity.sha256, "version": identity.version})
         self._card = {"model": asdict(identity), "runtime": self.runtime} | card(self.bundle, settings)
