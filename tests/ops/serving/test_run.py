@@ -129,7 +129,7 @@ class Load:
 
 
 def test_sigterm_resets_no_connection(folder: Path) -> None:
-    """Every request that was sent is answered; from then on with `connection: close`, and new connections are refused."""
+    """Every request that was sent is answered; then with `connection: close`, and new connections are refused."""
     process = start(folder)
     try:
         port = int(line(process, "serve: listening").strip().rpartition(":")[2])
