@@ -31,11 +31,11 @@ def test_a_deployment_names_a_flow_and_parameters_that_exist(deployment):
         assert described.get("description"), f"{flow.name}: {name}"
 
 
-def test_nothing_runs_by_itself_at_first_and_nothing_twice_at_once():
+def test_a_redeploy_leaves_schedules_as_they_are_and_nothing_runs_twice_at_once():
     scheduled = [one for one in DEPLOYMENTS if one.get("schedules")]
     assert {one["name"] for one in scheduled} == {"train", "refresh", "monitor"}
     for one in scheduled:
-        assert all(schedule["active"] is False for schedule in one["schedules"])
+        assert all(schedule["slug"] and "active" not in schedule for schedule in one["schedules"])
         assert one["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
 
 

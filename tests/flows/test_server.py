@@ -25,13 +25,13 @@ TABLES = {
 
 @pytest.fixture
 def project(tmp_path) -> Path:
-    """A copy of what a deployment needs: the flow, prefect.yaml with a quicker schedule, a tiny data set."""
+    """A copy of what a deployment needs: the flow, prefect.yaml, a tiny data set."""
     shutil.copytree(REPOSITORY / "flows", tmp_path / "project" / "flows", ignore=shutil.ignore_patterns("__pycache__"))
     described = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text(encoding="utf-8"))
     (deployment,) = [one for one in described["deployments"] if one["name"] == "train"]
-    assert deployment["schedules"] == [{"cron": "0 3 * * *", "timezone": "UTC", "active": False}]
+    assert deployment["schedules"] == [{"slug": "nightly", "cron": "0 3 * * *", "timezone": "UTC"}]
     assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
-    deployment |= {"parameters": JOB, "schedules": [{"interval": INTERVAL, "active": False}]}
+    deployment["parameters"] = JOB
     (tmp_path / "project" / "prefect.yaml").write_text(yaml.safe_dump(described))
     (tmp_path / "project" / "raw").mkdir()
     for name, text in TABLES.items():
@@ -45,6 +45,8 @@ def test_a_manual_and_a_scheduled_run_complete_and_one_that_overlaps_is_cancelle
     with helper("operations/server").Server(project, tmp_path / "home") as server:
         server.start()
         server.deploy()
+        assert all(one["active"] for one in server.deployment("unidec/train")["schedules"])
+        server.command("--no-prompt", "deployment", "schedule", "pause", "--all")
         first, second = server.run("unidec/train"), server.run("unidec/train")
         server.start_worker()
         ended = [server.ended(run, 120) for run in (first, second)]
@@ -55,7 +57,13 @@ def test_a_manual_and_a_scheduled_run_complete_and_one_that_overlaps_is_cancelle
 
         # only now: while a run is at work the deployment cancels any other
         (schedule,) = server.deployment("unidec/train")["schedules"]
+        assert not schedule["active"]
         server.command("deployment", "schedule", "resume", "unidec/train", schedule["id"])
+        described = (project / "prefect.yaml").read_text()
+        (project / "prefect.yaml").write_text(described.replace("cron: 0 3 * * *", f"interval: {INTERVAL}"))
+        server.deploy()
+        (again,) = server.deployment("unidec/train")["schedules"]
+        assert again["active"] and again["id"] == schedule["id"], "deploying again leaves a resumed schedule active"
 
         def by_schedule() -> list[dict]:
             runs = [run for run in server.runs("unidec/train") if run["auto_scheduled"]]

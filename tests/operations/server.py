@@ -80,8 +80,9 @@ class Server:
         self.wait(lambda: self.ask("health"), "healthy server", seconds)
 
     def deploy(self) -> None:
-        """`prefect work-pool create` and `prefect deploy --all`."""
-        self.command("work-pool", "create", "local", "--type", "process")
+        """`prefect work-pool create` where there is none, and `prefect deploy --all`."""
+        if not any(pool["name"] == "local" for pool in self.ask("work_pools/filter", {})):
+            self.command("work-pool", "create", "local", "--type", "process")
         self.command("--no-prompt", "deploy", "--all")
 
     def start_worker(self) -> subprocess.Popen[bytes]:
