@@ -19,6 +19,8 @@ from prefect.context import FlowRunContext
 
 log = logging.getLogger("unidec.flows")
 
+NO_PAGE = "no server shows it now: `make ui` starts one"
+
 _RESULT_PAGES = {
     "report": "outputs/report.html",
     "metrics": "outputs/metrics.json",
@@ -82,8 +84,7 @@ def show_metrics(figures: Mapping[str, Any]) -> None:
 def show_links(run_url: str | None, version: Any = None, model_name: str | None = None) -> None:
     """Where everything of this run lies."""
     lines = ["| what | where |", "|---|---|"]
-    if run_url:
-        lines.append(f"| MLflow run | [{run_url}]({run_url}) |")
+    lines.append(f"| MLflow run | {f'[{run_url}]({run_url})' if run_url else NO_PAGE} |")
     if version is not None:
         lines.append(f"| registered model | `models:/{model_name}/{version}` |")
     lines += _paths({**_RESULT_PAGES, **_DATA_PAGES})

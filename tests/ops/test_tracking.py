@@ -11,7 +11,7 @@ import pytest
 
 from unidec.ops.provenance import code_tags, dvc_hash
 from unidec.ops.tracking import Tracker, metric_name
-from unidec.ops.tracking_store import artifact_location, prepare_store, sqlite_path, tracking_uri, ui_url
+from unidec.ops.tracking_store import artifact_location, prepare_store, sqlite_path, tracking_uri
 
 PARAMS = {f"section.key{i}": i for i in range(230)} | {"long": "x" * 7000}
 DATASET = {"name": "tiny", "digest": "f" * 64, "path": "data/dataset", "num_queries": 7}
@@ -178,7 +178,6 @@ def test_addresses(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking.test:5000")
     assert tracking_uri(tmp_path) == "http://tracking.test:5000"
     assert artifact_location(tracking_uri()) is None and sqlite_path(tracking_uri()) is None
-    assert ui_url(tracking_uri(), "1", "ab") == "http://tracking.test:5000/#/experiments/1/runs/ab"
     assert metric_name("head/R@10") == "head/R_at_10"
 
 

@@ -219,7 +219,10 @@ def test_a_labelled_window_is_measured(work: SimpleNamespace, tmp_path: Path) ->
     assert result["metrics"]["P@1"] == pytest.approx(np.mean([0 if n % 2 else hit for n, hit in enumerate(hits)]))
 
 
-def test_the_run_of_a_window(work: SimpleNamespace, raw: RawData, tmp_path: Path) -> None:
+def test_the_run_of_a_window(
+    work: SimpleNamespace, raw: RawData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIDEC_MLFLOW_UI", "http://mlflow.test")
     texts = raw.queries["train"]["title"].to_pylist()[2000:2300]
     result = stages.monitor(work.params(), window(tmp_path / "week.parquet", texts), bundle=CHAMPION)
     client = open_client(f"sqlite:///{work.folder}/mlflow.db")

@@ -166,7 +166,7 @@ class Tracker:
 
     @property
     def url(self) -> str | None:
-        """Address of the run's page."""
+        """Address of the run's page; None while no server shows it."""
         return ui_url(self.uri, self._state["experiment_id"], self.run_id) if self.run_id else None
 
     def finish(self, status: Status = "FINISHED") -> None:

@@ -10,10 +10,11 @@ import logging
 import os
 import socket
 import time
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import quote, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.request import ProxyHandler, build_opener, getproxies, proxy_bypass
 
 from unidec.errors import ArtifactError
 
@@ -61,10 +62,36 @@ def artifact_location(uri: str) -> str | None:
     return None if path is None else (path.parent / "artifacts").as_uri()
 
 
-def ui_url(uri: str, experiment_id: str, run_id: str) -> str:
-    """Address of a run's page: at `UNIDEC_MLFLOW_UI`, else at the server, else at the UI which `make ui` starts."""
-    base = os.environ.get("UNIDEC_MLFLOW_UI") or (uri if uri.startswith("http") else "http://127.0.0.1:5000")
-    return f"{base.rstrip('/')}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
+def ui_url(uri: str, experiment_id: str, run_id: str) -> str | None:
+    """Address of a run's page; None while no server shows it.
+
+    Pages are served at `UNIDEC_MLFLOW_UI` (not checked: this process may not reach it), else by the tracking server,
+    else at the address that `make ui` noted beside the store, else at MLflow's usual port, if that server has the run.
+    """
+    base = os.environ.get("UNIDEC_MLFLOW_UI")
+    if not base and uri.startswith("http"):
+        base = uri if listens(uri) else None
+    elif not base:
+        noted = ui_note(uri)
+        known = [noted.read_text(encoding="utf-8").strip()] if noted and noted.is_file() else []
+        base = next((address for address in [*known, "http://127.0.0.1:5000"] if _shows(address, run_id)), None)
+    return f"{base.rstrip('/')}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}" if base else None
+
+
+def ui_note(uri: str) -> Path | None:
+    """The file in which `make ui` keeps the address where it serves an SQLite store; None for any other store."""
+    path = sqlite_path(uri)
+    return path and path.with_name(".ui-address")
+
+
+def _shows(address: str, run_id: str) -> bool:
+    """Whether an MLflow server on this machine has the run."""
+    direct = build_opener(ProxyHandler({}))
+    try:
+        with direct.open(f"{address}/api/2.0/mlflow/runs/get?run_id={quote(run_id)}", timeout=2):
+            return True
+    except (OSError, HTTPException, ValueError):
+        return False
 
 
 def listens(uri: str, seconds: float = 1.0) -> bool:

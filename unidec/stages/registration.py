@@ -32,7 +32,7 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> di
             in a run of its own.
 
     Returns:
-        {"model", "version", "alias", "run": its page's address}.
+        {"model", "version", "alias", "run": its page's address, None while no server shows it}.
 
     Raises:
         ConfigError: a folder that is neither, or whose origin is not registered.
