@@ -4,7 +4,7 @@
 
 LF-AmazonTitles-1.3M as UniDEC trains it (1,098 queries, pool of 3,000, 256 wide, 32 tokens, every layer of a
 DistilBERT), and a table of 450 million labels, 64 wide (Query2Bid-450M of DePSL: batch 2,048, 12 tokens). Prints a
-table and writes benchmarks/results/plan.json. Everything in it is reckoned, nothing is measured.
+table and writes benchmarks/results/plan.json. All of it is computed, nothing is measured.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from unidec.config import Params
 from unidec.data.storage import write_json
-from unidec.stages.plan import plan_memory
-from unidec.training.plan.items import STEP, gib
-from unidec.training.plan.sizes import Sizes
+from unidec.stages.plan import TRAINING, plan_memory
+from unidec.training.memory.estimate import gib
+from unidec.training.memory.sizes import Sizes
 
 ENCODER = {"name": "distilbert-base-uncased", "kind": "transformer", "trainable_layers": -1}
 AMAZON = {"encoder": ENCODER, "model": {"dim": 256}, "pool": {"batch_size": 1098, "size": 3000, "beta": 3, "eta": 6},
@@ -49,15 +49,14 @@ def main() -> None:
     print(f"{'':34} {'state':>11} {'step':>11} {'peak':>11}  on the GPU; host at most; fits")
     for name, (values, sizes, card) in CASES.items():
         planned = plan_memory(Params.model_validate(values), sizes, free={"device": card, "host": HOST, "disk": DISK})
-        plan = planned.plan
-        step, peak = plan.peak("device", phases=STEP)[1], plan.peak("device")
-        training = plan.peak("host", phases=[phase for phase in planned.as_dict()["peaks"]["host"]["phases_gib"]
-                                             if phase != "index"])  # fmt: skip
-        verdict = "; ".join(planned.last_lines)
+        plan = planned.estimate
+        step, peak = plan.peak("device", ["step"])[1], plan.peak("device")
+        training = plan.peak("host", TRAINING)
+        verdict = "; ".join(planned.verdict())
         print(f"{name:34} {gib(plan.state_bytes):>11} {gib(step):>11} {gib(peak[1]):>11}  {peak[0]}; "
               f"{gib(training[1])} in training, {gib(plan.peak('host')[1])} with the index; {verdict}")  # fmt: skip
         results[name] = {"parameters": values, "card_bytes": card, **planned.as_dict()}
-    write_json(Path(__file__).parent / "results" / "plan.json", {"kind": "reckoned, not measured", "cases": results})
+    write_json(Path(__file__).parent / "results" / "plan.json", {"kind": "computed, not measured", "cases": results})
 
 
 if __name__ == "__main__":

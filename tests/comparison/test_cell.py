@@ -21,7 +21,7 @@ from unidec.data.formats import write_raw
 from unidec.data.storage import write_json
 from unidec.errors import TrainingError
 from unidec.evaluation.metrics import filtered_truth
-from unidec.training.plan.timing import Times
+from unidec.training.step_timing import Times
 
 pytestmark = pytest.mark.timeout(240)
 ORDER = ("first", "second", "both heads", "served", "kNN")

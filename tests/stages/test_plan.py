@@ -10,9 +10,9 @@ from unidec.errors import ArtifactError, ConfigError
 from unidec.stages import data as data_stages
 from unidec.stages import paths
 from unidec.stages.plan import TRAINING, check_fits, measure_time, memory_figures, plan_memory, stored_sizes
-from unidec.training.plan import timing
-from unidec.training.plan.advice import with_settings
-from unidec.training.plan.sizes import Sizes
+from unidec.training import step_timing
+from unidec.training.memory.advice import with_settings
+from unidec.training.memory.sizes import Sizes
 
 BY_HAND = ["--labels", "1300000", "--queries", "2248619", "--tokens", "32", "--no-measure"]
 GIB = 1 << 30
@@ -45,7 +45,7 @@ def test_the_training_here_fits(ingested):
     params = ingested.params()
     planned = check_fits(params)
     assert planned is not None and not planned.short
-    assert planned.plan.device == "cpu"
+    assert planned.estimate.device == "cpu"
     sizes = stored_sizes(params)
     assert (sizes.num_queries, sizes.num_train, sizes.num_labels) == (2500, 1900, 4497)
 
@@ -53,7 +53,7 @@ def test_the_training_here_fits(ingested):
 @pytest.mark.parametrize("place", ["host_memory", "disk"])
 def test_what_does_not_fit_is_refused_with_what_would(ingested, place):
     params = ingested.params(**{"pool.batch_size": 2048})
-    plan = plan_memory(params).plan
+    plan = plan_memory(params).estimate
     kind = place.removesuffix("_memory")
     needed = plan.peak(kind, phases=TRAINING)[1]  # the index is made later, on another machine if need be
     enough = int(needed / 0.95) + (64 << 20)
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused_with_what_would(ingested, place):
 def test_advice_of_the_error_makes_it_fit(ingested):
     """A GPU by its size alone: the error names a setting, and with it the check passes."""
     params = ingested.params(**{"pool.batch_size": 2048, "encoder.kind": "transformer", "encoder.trainable_layers": -1})
-    needed = plan_memory(params, free={"device": 1}).plan.peak("device")[1]
+    needed = plan_memory(params, free={"device": 1}).estimate.peak("device")[1]
     with pytest.raises(ConfigError, match="recompute=true"):
         check_fits(params, device_memory=needed)
     check_fits(with_settings(params, {"run.recompute": True}), device_memory=needed)
@@ -100,10 +100,10 @@ def test_by_hand(run_cli, tmp_path, monkeypatch):
     code, out, _ = run_cli("plan", *BY_HAND, *roomy, "--device-memory", "16GiB", "--json")
     result = json.loads(out)
     assert code == 1 and result["advice"] == {"settings": {"run.recompute": True}, "fits": True} | {
-        "needed_gib": result["advice"]["needed_gib"]
+        "needed_bytes": result["advice"]["needed_bytes"]
     }
-    assert 4 < result["state_gib"] < 6 and result["facts"]["batch_queries"] == 1098
-    assert {item["place"] for item in result["items"]} == {"device", "host", "disk"}
+    assert 4 < result["state_bytes"] / GIB < 6 and result["facts"]["batch_queries"] == 1098
+    assert {item["place"] for item in result["amounts"]} == {"device", "host", "disk"}
 
 
 def test_mistakes_by_hand(run_cli, tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_mistakes_by_hand(run_cli, tmp_path, monkeypatch):
 )
 def test_measured_times(in_work, overrides, monkeypatch):
     """Real steps on random ids, without data."""
-    monkeypatch.setattr(timing, "SECONDS", 1e9)  # whole batches, however busy the machine is
+    monkeypatch.setattr(step_timing, "SECONDS", 1e9)  # whole batches, however busy the machine is
     params = in_work.params(**overrides, **{"pool.batch_size": 32, "pool.size": 64})
     found = measure_time(params, Sizes.given(500, 320, 6, vocab_size=400))
     assert found.how["step"].startswith("measured")

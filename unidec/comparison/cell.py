@@ -22,7 +22,7 @@ from unidec.data.storage import write_json
 from unidec.errors import Stopped, TrainingError, UnidecError
 
 if TYPE_CHECKING:
-    from unidec.training.plan.timing import Times
+    from unidec.training.step_timing import Times
 
 IDENTITY = "identity.json"  # under which the folder's unfinished work was begun
 BUDGET = "budget.json"

@@ -41,7 +41,7 @@ from unidec.data.tensor_file import num_bytes, open_tensors, read_tensors, write
 from unidec.errors import ArtifactError
 from unidec.training import refresh
 from unidec.training.distributed import ALONE, Ranks
-from unidec.training.plan.machine import available_host
+from unidec.training.memory.machine import available_host
 
 KIND, VERSION = "checkpoint", 2
 KEPT = 2

@@ -32,10 +32,10 @@ from unidec.errors import ArtifactError
 from unidec.model import frozen
 from unidec.model.encoder import InputBuilder
 from unidec.training.clustering import balanced_clusters
+from unidec.training.memory.advice import with_settings
+from unidec.training.memory.sizes import NAMED, Batch, EncoderShape, Sizes, batch_sizes, typical_lengths
 from unidec.training.mining import mine_hard_negatives
 from unidec.training.needs import head_labels
-from unidec.training.plan.advice import with_settings
-from unidec.training.plan.sizes import NAMED, Batch, EncoderShape, Sizes, batch_sizes, typical_lengths
 from unidec.training.precision import autocast_type, choose_device
 
 STEPS = 3

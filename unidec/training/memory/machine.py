@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unidec.errors import ConfigError
-from unidec.training.plan.items import Place
+from unidec.training.memory.estimate import Place
 
 _UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
 _CGROUPS = (  # limit and use of the process's own group, version 2 then 1

@@ -1,4 +1,4 @@
-"""What a plan is made from: the sizes of the data, the shape of the encoder, and the sizes of a batch.
+"""Sizes behind the memory estimate: of the data, of the encoder, of a batch.
 
 Legend: N queries of all splits, L labels, B queries in a batch, S labels in its pool, H mined negatives a query, D
 width of a head, W width of the encoder, T tokens.
@@ -21,7 +21,7 @@ from unidec.data.tokens import CHUNK_TEXTS, Tokens
 from unidec.errors import ArtifactError, ConfigError
 from unidec.training.needs import draws_pools, encoded_labels, head_labels
 
-# config.json of the models that the papers and the recipes name, where no folder is at hand (their model cards)
+# config.json of the models that papers and recipes name (from their model cards), for estimates without the model
 NAMED: dict[str, dict[str, Any]] = {
     "distilbert-base-uncased": {"model_type": "distilbert", "dim": 768, "n_layers": 6, "n_heads": 12,
                                 "hidden_dim": 3072, "vocab_size": 30522, "max_position_embeddings": 512},
@@ -33,7 +33,6 @@ NAMED: dict[str, dict[str, Any]] = {
                          "type_vocab_size": 2},
 }  # fmt: skip
 _FAMILIES = ("bert", "roberta", "xlm-roberta", "distilbert", "mpnet")
-_SAMPLED_IDS, _RUNS, _POWERS = 1 << 21, 256, 28
 _MPNET_BUCKETS = 32  # relative positions of MPNet, a bias for each and every head
 
 
@@ -42,7 +41,7 @@ class EncoderShape:
     """A transformer's architecture, as its config.json states it.
 
     Attributes:
-        known: its family is one whose parameters are counted exactly; others are counted like BERT.
+        known: parameters of this family are counted exactly; others are counted like BERT.
     """
 
     family: str
@@ -60,7 +59,7 @@ class EncoderShape:
         """From the content of config.json.
 
         Raises:
-            ConfigError: a size that is not there.
+            ConfigError: a size is missing.
         """
 
         def size(*names: str) -> int:
@@ -83,7 +82,7 @@ class EncoderShape:
         """By a config.json, a local folder, a name of `NAMED`, or what `resolve_encoder` finds.
 
         Raises:
-            ArtifactError: none of these. ConfigError: a file that is no such config.
+            ArtifactError: none of these exists. ConfigError: the file is not a transformer's config.
         """
         folder = Path(name) / "config.json"
         file = config_file or (folder if folder.is_file() else None)
@@ -108,11 +107,6 @@ class EncoderShape:
         return 4 * (h * h + h) + (h * i + i) + (i * h + h) + 4 * h
 
     @property
-    def layer_matrices(self) -> int:
-        """Entries of one layer's matrices: what autocast keeps a half-precision copy of."""
-        return 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
-
-    @property
     def parameters(self) -> int:
         """All of them, without a pooling head (`load_transformer` leaves it out)."""
         rows = self.vocab_size + self.positions + (0 if self.family in ("distilbert", "mpnet") else self.token_types)
@@ -123,7 +117,7 @@ class EncoderShape:
         """Layers that train under `encoder.trainable_layers`.
 
         Raises:
-            ConfigError: more than there are.
+            ConfigError: the encoder has fewer layers.
         """
         if trainable_layers > self.layers:
             raise ConfigError("more layers to train than there are", where="encoder.trainable_layers",
@@ -138,16 +132,15 @@ class EncoderShape:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the data is.
+    """Sizes of a data set.
 
     Attributes:
         num_queries: N of all splits; num_train, num_validation: of those splits; num_labels: L.
-        num_pairs, num_filter_pairs: stored entries of the two matrices.
+        num_pairs: stored query-label pairs.
         query_lengths, label_lengths: number of texts with 0, 1, 2, ... tokens.
         vocab_size: of the tokenizer.
-        text_bytes: of the stored texts of the labels (uids and titles go into the bundle); 0: not known.
-        num_graph_pairs: entries of the label graph (Gandalf's soft targets); 0: not known.
-        distinct: different tokens to expect among 1, 2, 4, 8, ... tokens of these texts; empty: not known.
+        text_bytes: of the stored label texts; 0: unknown.
+        num_graph_pairs: entries of the label graph (Gandalf's soft targets); 0: unknown.
     """
 
     num_queries: int
@@ -155,81 +148,43 @@ class Sizes:
     num_validation: int
     num_labels: int
     num_pairs: int
-    num_filter_pairs: int
     query_lengths: tuple[int, ...]
     label_lengths: tuple[int, ...]
     vocab_size: int
     text_bytes: int = 0
     num_graph_pairs: int = 0
-    distinct: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, dataset: XMCDataset, query_tokens: Tokens, label_tokens: Tokens, num_graph_pairs: int = 0) -> Sizes:
         """Of a data set, its token caches and, for Gandalf, the entries of its label graph."""
         return cls(
             dataset.num_queries, len(dataset.rows("train")), len(dataset.rows("validation")), dataset.num_labels,
-            int(dataset.relevance.nnz), int(dataset.filter_pairs.nnz), _histogram(query_tokens),
-            _histogram(label_tokens), query_tokens.vocab_size, int(dataset.labels.nbytes), num_graph_pairs,
-            _distinct(query_tokens, label_tokens),
+            int(dataset.relevance.nnz), _histogram(query_tokens), _histogram(label_tokens), query_tokens.vocab_size,
+            int(dataset.labels.nbytes), num_graph_pairs,
         )  # fmt: skip
 
     @classmethod
     def given(
-        cls, labels: int, queries: int, tokens: int, *, pairs: int | None = None, vocab_size: int = 30522,
-        validation: int = 0,
-    ) -> Sizes:  # fmt: skip
-        """By hand: every text has `tokens` tokens; without `pairs` each query has 5 labels (the sets of the papers
-        have 2 to 22)."""
+        cls, labels: int, queries: int, tokens: int, *, pairs: int | None = None, vocab_size: int = 30522
+    ) -> Sizes:
+        """From counts alone: every text has `tokens` tokens; without `pairs` each query has 5 labels (the sets of the
+        papers have 2 to 22)."""
         if min(labels, queries, tokens) < 1:
             raise ConfigError("sizes must be at least 1", where="--labels, --queries, --tokens",
                               got=f"{labels}, {queries}, {tokens}")  # fmt: skip
-        lengths = [0] * (tokens + 1)
+        shorter = (0,) * tokens
         return cls(
-            queries + validation, queries, validation, labels, 5 * queries if pairs is None else pairs, 0,
-            (*lengths[:-1], queries + validation), (*lengths[:-1], labels), vocab_size,
+            queries, queries, 0, labels, 5 * queries if pairs is None else pairs, (*shorter, queries),
+            (*shorter, labels), vocab_size,
         )  # fmt: skip
-
-    @property
-    def query_tokens(self) -> int:
-        """Tokens of all queries."""
-        return sum(length * count for length, count in enumerate(self.query_lengths))
-
-    @property
-    def label_tokens(self) -> int:
-        """Tokens of all labels."""
-        return sum(length * count for length, count in enumerate(self.label_lengths))
 
 
 def _histogram(tokens: Tokens) -> tuple[int, ...]:
     return tuple(int(count) for count in np.bincount(tokens.lengths(), minlength=1))
 
 
-def _distinct(*caches: Tokens) -> tuple[int, ...]:
-    """Expected number of different tokens among 2^k drawn ones: sum over tokens of 1 - (1 - share)^(2^k)."""
-    sample = np.concatenate([_sample(tokens.ids) for tokens in caches])
-    share_V = np.bincount(sample) / max(len(sample), 1)
-    keep = np.log1p(-share_V[(share_V > 0) & (share_V < 1)])
-    return tuple(math.ceil(float(-np.expm1(keep * 2.0**k).sum())) + 1 for k in range(_POWERS))
-
-
-def _sample(ids: np.ndarray) -> np.ndarray:
-    """All ids, or of many some runs from everywhere: a run is read at once, where single ids would read every page."""
-    if len(ids) <= _SAMPLED_IDS:
-        return ids
-    run = _SAMPLED_IDS // _RUNS
-    starts = np.linspace(0, len(ids) - run, _RUNS, dtype=np.int64)
-    return np.concatenate([ids[start : start + run] for start in starts])
-
-
-def distinct_tokens(sizes: Sizes, num_tokens: int) -> int:
-    """At most so many different tokens to expect in a batch of `num_tokens`."""
-    bound = min(num_tokens, sizes.vocab_size)
-    power = max(0, math.ceil(math.log2(max(num_tokens, 1))))
-    return min(bound, sizes.distinct[power]) if power < len(sizes.distinct) else bound
-
-
 def typical_lengths(histogram: tuple[int, ...], num_texts: int, max_length: int) -> np.ndarray:
-    """Lengths of a batch of texts drawn from these, ascending: evenly spaced quantiles, the longest text among them.
+    """Lengths of a typical batch of texts, ascending: evenly spaced quantiles, the longest text among them.
 
     Returns:
         int64 [num_texts], cut to `max_length`.
@@ -243,61 +198,38 @@ def typical_lengths(histogram: tuple[int, ...], num_texts: int, max_length: int)
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts that one step encodes, as the encoder pads them: chunks of similar length.
+    """Texts that are encoded together, in chunks of similar length as the encoder pads them.
 
     Attributes:
-        count: texts. tokens: without padding. padded: with it. squares: token pairs of one text, with padding.
-        longest: tokens of the longest. chunk_padded, chunk_squares: of a chunk of the longest texts.
-        held: what is encoded with a graph at once where gradients are cached; None: all of this.
+        count: texts. tokens: without padding. padded: with padding. squares: token pairs within texts, with padding.
     """
 
     count: int
     tokens: int
     padded: int
     squares: int
-    longest: int
-    chunk_padded: int
-    chunk_squares: int
-    held: Texts | None = None
-
-    @property
-    def graph(self) -> Texts:
-        """Those whose activations are held at once."""
-        return self.held or self
 
 
-def padded_texts(parts: list[np.ndarray], encode_chunk: int = 0) -> Texts:
-    """What `InputBuilder` makes of parts (queries, labels) with these ascending lengths.
-
-    Args:
-        encode_chunk: as in section `optim`.
-    """
-    held = None
-    if encode_chunk:
-        parts = [part[start : start + encode_chunk] for part in parts for start in range(0, len(part), encode_chunk)]
-        largest = max(parts, key=lambda part: len(part) * int(part[-1]), default=None)
-        held = None if largest is None else padded_texts([largest])
+def padded_texts(parts: list[np.ndarray]) -> Texts:
+    """What `InputBuilder` makes of parts (queries, labels) with these ascending lengths."""
     chunks = [part[start : start + CHUNK_TEXTS] for part in parts for start in range(0, len(part), CHUNK_TEXTS)]
-    padded = [len(chunk) * int(chunk[-1]) for chunk in chunks]
-    squares = [len(chunk) * int(chunk[-1]) ** 2 for chunk in chunks]
-    longest = max((int(part[-1]) for part in parts if len(part)), default=0)
-    chunk = min(max(map(len, parts), default=0), CHUNK_TEXTS)  # in some batch it is of the longest texts
     return Texts(
-        sum(map(len, parts)), sum(int(part.sum()) for part in parts), sum(padded), sum(squares), longest,
-        chunk * longest, chunk * longest**2, held,
+        sum(map(len, parts)), sum(int(part.sum()) for part in parts),
+        sum(len(chunk) * int(chunk[-1]) for chunk in chunks), sum(len(chunk) * int(chunk[-1]) ** 2 for chunk in chunks),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sizes of one training step.
+    """Sizes of the largest training step.
 
     Attributes:
-        queries: B; labels: in the dual encoder's logits (S or L; a classifier alone: S); classifier_labels: in the
-            classifier's (S or L; 0: no classifier).
-        steps: steps an epoch; negatives: H, places of a mined shortlist (0: nothing is mined).
+        queries: B. labels: in the dual encoder's logits (S or L; without a dual encoder: S). classifier_labels: in
+            the classifier's (S or L; 0: no classifier).
+        steps: steps an epoch. negatives: H, columns of the mined shortlist (0: nothing is mined).
         texts: queries and labels that one rank encodes.
-        unique_tokens: at most so many different tokens among them; held_tokens: among those encoded at once.
+        held: those of them whose activations are in memory at once; fewer with `run.recompute` and
+            `optim.encode_chunk`.
     """
 
     queries: int
@@ -306,12 +238,11 @@ class Batch:
     steps: int
     negatives: int
     texts: Texts
-    unique_tokens: int
-    held_tokens: int
+    held: Texts
 
 
 def batch_sizes(params: Params, sizes: Sizes) -> Batch:
-    """The largest step these parameters make on this data (`Trainer`, `PoolSampler`)."""
+    """The largest step that these parameters make on this data (`Trainer`, `PoolSampler`)."""
     pool = params.pool
     num_train = training_rows(params, sizes)
     batches = math.ceil(num_train / pool.batch_size)
@@ -325,28 +256,32 @@ def batch_sizes(params: Params, sizes: Sizes) -> Batch:
     drawn = max(1, min(sampled, sizes.num_labels, pool.size or sampled))
     count = {"none": 0, "pool": drawn, "all": sizes.num_labels}
     de_labels, clf_labels = (count[labels] for labels in head_labels(params))
-    encoded = count[encoded_labels(params)]
-    ranks, longest = params.run.devices, params.tokens.max_length  # each rank encodes its part of both
-    parts = [typical_lengths(sizes.query_lengths, -(-num_queries // ranks), longest)]
-    if encoded:
-        parts.append(typical_lengths(sizes.label_lengths, -(-encoded // ranks), longest))
-    texts = padded_texts(parts, params.optim.encode_chunk)
+    parts = _lengths(params, sizes, num_queries, count[encoded_labels(params)])
+    texts = padded_texts(parts)
     return Batch(
         num_queries, de_labels or drawn, clf_labels, batches, pool.eta * pool.refresh if mines else 0, texts,
-        _bag_rows(params, sizes, texts.tokens), _bag_rows(params, sizes, texts.graph.tokens),
+        _held(params, parts, texts),
     )  # fmt: skip
 
 
-def _bag_rows(params: Params, sizes: Sizes, num_tokens: int) -> int:
-    """At most so many different rows of the bag's table to expect; a word of several pieces has two at least."""
-    return distinct_tokens(sizes, num_tokens) + min(params.encoder.bag_words, num_tokens // 2)
+def _lengths(params: Params, sizes: Sizes, num_queries: int, num_labels: int) -> list[np.ndarray]:
+    """Lengths of the texts of one rank: each rank encodes its part of the queries and of the labels."""
+    ranks, longest = params.run.devices, params.tokens.max_length
+    counts = ((sizes.query_lengths, num_queries), (sizes.label_lengths, num_labels))
+    return [typical_lengths(histogram, -(-count // ranks), longest) for histogram, count in counts if count]
 
 
-def label_rows(params: Params, sizes: Sizes) -> int:
-    """Labels whose texts are training queries too (Gandalf)."""
-    return math.ceil(params.label_graph.share * sizes.num_labels) if params.pool.gandalf else 0
+def _held(params: Params, parts: list[np.ndarray], texts: Texts) -> Texts:
+    at_once = min(
+        params.optim.encode_chunk or texts.count, CHUNK_TEXTS if params.run.recompute else texts.count, texts.count
+    )
+    if at_once == texts.count:
+        return texts
+    longest = max((int(part[-1]) for part in parts if len(part)), default=0)
+    return padded_texts([np.full(at_once, longest)])
 
 
 def training_rows(params: Params, sizes: Sizes) -> int:
-    """n: training queries, with Gandalf label texts too."""
-    return sizes.num_train + label_rows(params, sizes)
+    """Training queries; with Gandalf a share of the label texts too."""
+    labels = math.ceil(params.label_graph.share * sizes.num_labels) if params.pool.gandalf else 0
+    return sizes.num_train + labels

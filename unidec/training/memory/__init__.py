@@ -1,0 +1,1 @@
+"""Memory that a training needs, and whether a machine has it."""
