@@ -13,12 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.sparse import csr_matrix
 
 from unidec.comparison import peers
-from unidec.comparison.peers import environments, tfidf
+from unidec.comparison.peers import environments
 from unidec.comparison.peers.environments import ENVIRONMENTS, READY, Environment, is_ready
-from unidec.comparison.peers.running import as_rows
 from unidec.comparison.peers.task import K, peer_task, training_rows
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_manifest
@@ -83,10 +81,9 @@ def test_run_refuses_what_it_does_not_know(cell):
 
 def test_a_package_that_is_not_there_is_named(cell, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for name, package in (("mix", "sklearn"), ("xr-linear", "sklearn"), ("st-static", "sentence_transformers")):
-        with pytest.raises(ArtifactError, match=f"no {package}") as error:
-            peers.run(name, cell, 0, {})
-        assert "bench" in str(error.value)
+    with pytest.raises(ArtifactError, match="no sentence_transformers") as error:
+        peers.run("st-static", cell, 0, {})
+    assert "bench" in str(error.value)
 
 
 # -- features ---------------------------------------------------------------------------------------------------------
@@ -173,29 +170,6 @@ def test_tf_idf_scores_equal_loops(tiny_dataset, cell, name):
     assert predictions(cell, "validation")[0].shape == (5, 40)
 
 
-def test_fewer_neighbours_are_the_nearest_ones(tiny_dataset, cell, tmp_path):
-    task = peer_task(tiny_dataset, "title", "train", tmp_path)
-    x, y = task.matrix("X.train"), task.matrix("Y.train")
-    votes = tfidf.neighbour_votes(x, x, y, 1)
-    np.testing.assert_allclose(votes[:, :] > 0, y.toarray() > 0, err_msg="a query's nearest neighbour is itself")
-    assert (tfidf.neighbour_votes(x, x, y, 1000) >= votes - 1e-6).all()
-
-
-def test_top_labels_break_ties_by_the_lower_label_and_leave_nothing_found_empty():
-    labels, scores = tfidf.top_labels(np.array([[0, 1, 2, 1], [0, 0, 0, 0]], dtype=np.float32), 3)
-    assert labels.tolist() == [[2, 1, 3], [-1, -1, -1]]
-    assert scores.tolist() == [[2, 1, 1], [-math.inf] * 3]
-
-
-def test_blocks_change_nothing(tiny_dataset, tmp_path, monkeypatch):
-    task = peer_task(tiny_dataset, "title", "train", tmp_path)
-    score, _ = tfidf.scorer("mix", task, {"neighbours": 5, "match_weight": 0.5})
-    whole = tfidf.predict(score, task.matrix("X.test"), task.width, 43, "mix")
-    monkeypatch.setattr(tfidf, "BLOCK", 5)
-    for one, other in zip(whole, tfidf.predict(score, task.matrix("X.test"), task.width, 43, "mix"), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_trained_on_both_splits_predicts_test_alone(cell):
     facts = peers.run("knn", cell, 0, {"train_on": "train+validation"})
     assert facts["trained_on"] == "train+validation"
@@ -203,18 +177,6 @@ def test_trained_on_both_splits_predicts_test_alone(cell):
 
 
 # -- foreign programs -------------------------------------------------------------------------------------------------
-
-
-def test_sparse_predictions_become_rows():
-    rng = np.random.default_rng(0)
-    dense = np.round(rng.random((7, 9)) * (rng.random((7, 9)) < 0.5), 1)
-    dense[2] = 0
-    labels, scores = as_rows(csr_matrix(dense), 4)
-    for i, row in enumerate(dense):
-        want = sorted((-value, label) for label, value in enumerate(row) if value)[:4]
-        assert labels[i].tolist() == [label for _, label in want] + [-1] * (4 - len(want))
-        np.testing.assert_allclose(scores[i][: len(want)], [-value for value, _ in want], rtol=1e-6)
-        assert (scores[i][len(want) :] == -np.inf).all()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from html_page import Page
 from unidec.evaluation.page import Shown, table
 from unidec.evaluation.plots import plots_csv, refresh_parts, save_pngs, wall_seconds
 from unidec.evaluation.report import ReportInput, calibration_bins, render, write_report
+from unidec.evaluation.significance import Comparison
 from unidec.evaluation.svg import Line, Range, bar_chart, line_chart, range_chart
 from unidec.evaluation.training_sections import validation_by_time
 
@@ -30,6 +31,7 @@ BINS = [{"bin": b, "labels": 10 * b, "train_pairs": 50, "most": 9 - b, "least": 
 GRID = [{"beta": b, "eta": e, "pool_size": 100.0 * (b + e), "positives": 2.0 * b} for e in (0, 1) for b in (1, 2)]
 STUDY = {"batches": 3, "queries": 100.0, "beta": 2, "eta": 1, "size": 900, "share": 71.5,
          "histogram": [0, 5, 15] + [0] * 30, "grid": GRID}  # fmt: skip
+BETTER = Comparison("model", "mix", "tail/R@10", 30.0, 20.0, 10.0, 4.25, 15.75, 0.0001, 0.0004, 99, 1, 1)
 HISTORY = [{"step": s, "loss": 5 / s, "loss_de": 3 / s, "lr_heads": 1e-4, "grad_norm": 1.0, "pool_size": 3000,
             "positives_per_query": 3.5, "texts_per_s": 900} for s in range(1, 900)]  # fmt: skip
 ROUNDS = [{"round": r, "epoch": 5 * r, "seconds": 60.0, "refresh_seconds": 9.0, "cluster_seconds": 2.0,
@@ -51,7 +53,7 @@ def _full(text: str = "some text") -> ReportInput:
         index={"recall@10": 99.5, text: text},
         calibration={"score": np.linspace(0, 1, 200).reshape(40, 5), "correct": np.arange(200).reshape(40, 5) > 100},
         right=[_example(text)], wrong=[_example(text)], card={text: {text: text}}, params={text: [text, 1]},
-        lineage={text: text, "dirty": True}, notes=[text],
+        lineage={text: text, "dirty": True}, verdict=text, warnings=[text], comparison=[BETTER],
         distributions=[{"title": text, "x": text, "y": text, "bars": {text: 7, "2": 3}}],
     )  # fmt: skip
 

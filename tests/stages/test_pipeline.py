@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,7 +136,11 @@ def test_evaluation(done: SimpleNamespace) -> None:
     assert metrics["index"]["recall@10"] > 99.8 and metrics["index"]["recall@100"] > 99.8
     assert {"de", "clf"} <= metrics.keys() and max(metrics["de"]["P@1"], metrics["clf"]["P@1"]) > 3
     assert done.said["evaluate"]["metrics"]["P@1"] == test["P@1"]
-    assert paths.REPORT.stat().st_size > 10_000
+    page = paths.REPORT.read_text()
+    assert "Against the better TF-IDF baseline of each metric, on 500 test queries, the model gains " in page
+    assert done.said["evaluate"]["against_baselines"] in unescape(page)
+    assert metrics["baselines"].keys() == {"knn", "mix"} and 10 < metrics["baselines"]["mix"]["P@1"] < 100
+    assert f"{metrics['baselines']['mix']['P@1']:.2f}" in page and "TF-IDF kNN + label match" in page
     assert {file.name for file in paths.PLOTS.iterdir()} >= {"training.csv", "validation.csv", "at_k.csv", "groups.csv"}
 
 

@@ -81,14 +81,20 @@ def test_the_card_against_loops(
     json.dumps(card)
 
 
-def test_peers_come_from_the_stored_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_come_from_the_stored_results_of_the_same_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert stage._baselines("data", "title") == ({}, "")
+    dataset: Any = SimpleNamespace(name="data", sha256="1234")
+    assert stage._peers(dataset, "title") == ({}, "")
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
-    stored = {"facts": {"train_on": "train+validation"}, "results": {"kNN": {"metrics": {"P@1": 1.5, "P@77": 3.0}}}}
+    results = {"kNN": {"metrics": {"P@1": 0.5}}, "XR-Linear": {"metrics": {"P@1": 1.5, "P@77": 3.0}}}
+    stored = {"facts": {"train_on": "train+validation", "dataset_sha256": "1234"}, "results": results}
     (folder / "baselines-data-title-content.json").write_text(json.dumps(stored))
-    assert stage._baselines("data", "title+content") == ({"kNN": {"P@1": 1.5}}, "train and validation")
+    shown, note = stage._peers(dataset, "title+content")
+    assert shown == {"XR-Linear": {"P@1": 1.5}}, "TF-IDF is measured at each evaluation"
+    assert note.startswith("XR-Linear: measured") and note.endswith("trained on train and validation.")
+    dataset.sha256 = "other data under the same name"
+    assert stage._peers(dataset, "title+content") == ({}, "")
 
 
 @pytest.mark.parametrize(

@@ -289,8 +289,8 @@ def profile_dataset(
 
 def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dict[str, Share]:
     """Shares that are counted over the whole data set."""
-    hash_N, empty_N = _hashes_of(dataset, "queries", text)
-    hash_L, empty_L = _hashes_of(dataset, "labels", text)
+    hash_N, empty_N = hashes_of(dataset, "queries", text)
+    hash_L, empty_L = hashes_of(dataset, "labels", text)
     count_N = np.diff(dataset.relevance.indptr)
     in_train_P = np.repeat(np.isin(np.arange(dataset.num_queries), rows["train"]), count_N)
     points_L = np.bincount(dataset.relevance.indices[in_train_P], minlength=dataset.num_labels)
@@ -310,7 +310,7 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
     }
 
 
-def _hashes_of(dataset: XMCDataset, which: Literal["queries", "labels"], text: Text) -> tuple[np.ndarray, np.ndarray]:
+def hashes_of(dataset: XMCDataset, which: Literal["queries", "labels"], text: Text) -> tuple[np.ndarray, np.ndarray]:
     """Hash of each text, and whether it is empty."""
     parts = [
         (text_hashes(array), pc.equal(pc.utf8_trim_whitespace(array), "").to_numpy(zero_copy_only=False))

@@ -53,6 +53,8 @@ svg .spread{stroke-width:2}
 .card{background:var(--soft);border:1px solid var(--rule);border-radius:8px;padding:9px 13px}
 .card b{display:block;font-size:23px;line-height:1.2;font-variant-numeric:tabular-nums}.card span{color:var(--muted);
 font-size:13px}
+.verdict,.warning{background:var(--soft);border-left:4px solid var(--s0);padding:8px 14px;max-width:none}
+.warning{border-color:var(--bad)}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:4px 28px;align-items:start}
 .example{border:1px solid var(--rule);border-radius:8px;padding:10px 14px;margin:0 0 14px;overflow-wrap:anywhere}
 .example h4{margin:0 0 6px;font-size:15px}.example table{width:100%;margin:0;font-size:13px}.example td,.example th{

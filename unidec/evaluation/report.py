@@ -13,7 +13,9 @@ import numpy as np
 
 from unidec.data.storage import write_bytes_atomic
 from unidec.evaluation import training_sections
+from unidec.evaluation.baselines import NAMES as BASELINES
 from unidec.evaluation.page import (
+    Shown,
     charts,
     document,
     facts,
@@ -25,6 +27,7 @@ from unidec.evaluation.page import (
     section,
     table,
 )  # fmt: skip
+from unidec.evaluation.significance import Comparison
 from unidec.evaluation.svg import bar_chart
 
 HEADLINE = (
@@ -63,7 +66,8 @@ class ReportInput:
         card: facts about the data set. distributions: of the data set, {"title", "x", "y", "bars": {bar: count}}
             each, x and y named with their units.
         params: all parameters. lineage: git commit, hashes, run id.
-        notes: paragraphs under the headline figures.
+        verdict: what the model gains over the baselines, on top of the page. comparison: the figures behind it.
+        warnings: why the figures may say little.
     """
 
     title: str = "UniDEC report"
@@ -85,7 +89,9 @@ class ReportInput:
     distributions: Records = ()
     params: Mapping[str, Any] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
-    notes: Sequence[str] = ()
+    verdict: str = ""
+    comparison: Sequence[Comparison] = ()
+    warnings: Sequence[str] = ()
 
 
 def write_report(path: str | os.PathLike[str], report: ReportInput) -> None:
@@ -116,10 +122,12 @@ def render(report: ReportInput) -> str:
     sections = {anchor: section(anchor, heading, body) for anchor, (heading, body) in parts.items()}
     links = navigation([(anchor, parts[anchor][0]) for anchor in sections if sections[anchor]])
     about = " · ".join(escape(text) for text in (report.dataset, report.model, report.date) if text)
-    gate = '<a href="gate.html">the gate\'s verdict</a>, once it was asked'
+    gate = '<a href="gate.html">gate report</a> (once the gate has run)'
     top = f'<h1>{escape(report.title)}</h1><p class="muted">{about} · {gate}</p>' + _cards(report)
-    notes = "".join(f"<p>{escape(text)}</p>" for text in report.notes)
-    return document(report.title, [top + notes + links, *sections.values()])
+    said = "".join(f'<p class="warning"><b>Warning.</b> {escape(text)}</p>' for text in report.warnings)
+    if report.verdict:
+        said = f'<p class="verdict">{escape(report.verdict)}</p>{said}'
+    return document(report.title, [top + said + links, *sections.values()])
 
 
 def _main_metrics(report: ReportInput) -> Mapping[str, float]:
@@ -147,7 +155,31 @@ def _headline(report: ReportInput) -> str:
     if queries:
         about = f"{int(queries):,} queries. {about}"
     kinds = [*("" for _ in ours), *("reference" for _ in report.baselines)]
-    return table(["system", *columns], rows, best=True, kinds=kinds) + note(f"{about} {report.baseline_note}".strip())
+    return (
+        table(["system", *columns], rows, best=True, kinds=kinds)
+        + note(f"{about} {report.baseline_note}".strip())
+        + _against_baselines(report.comparison)
+    )
+
+
+def _against_baselines(comparison: Sequence[Comparison]) -> str:
+    """The model beside the better baseline of each metric, with intervals and p-values."""
+    rows = []
+    for one in comparison:
+        group, _, metric = one.metric.rpartition("/")
+        name = f"{metric}, {GROUPS[group]}" if group else metric
+        interval, kind = Shown(f"{one.low:+.2f} to {one.high:+.2f}"), "right" * one.better + "wrong" * one.worse
+        difference = Shown(f"{one.difference:+.2f}", kind=kind)
+        p_value = Shown("< 0.001" if one.p_adjusted < 0.001 else f"{one.p_adjusted:.3f}")
+        baseline = Shown(f"{one.against_value:.2f}", small=f" {BASELINES[one.against]}")
+        rows.append([name, one.value, difference, interval, p_value, baseline])
+    header = ["metric", "model", "difference", "95 % interval", "p, corrected", "better baseline"]
+    about = (
+        "Difference in percentage points, on the queries that both ranked; interval by paired bootstrap, p-value by "
+        "paired randomisation test with Holm's correction over these rows."
+    )
+    shown = table(header, rows, caption="Against the TF-IDF baselines")
+    return shown + note(about) if shown else ""
 
 
 def _groups(report: ReportInput) -> str:

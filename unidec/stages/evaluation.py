@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
 from unidec.data.storage import read_json_lines, read_manifest, write_bytes_atomic, write_json
+from unidec.evaluation.baselines import COMPARED, compare_with_baselines, measure_baselines, verdict, warnings
 from unidec.evaluation.frequency import frequency_bins
 from unidec.evaluation.metrics import evaluate as all_metrics
 from unidec.evaluation.plots import plots_csv, save_pngs
@@ -25,7 +27,7 @@ from unidec.retrieval.index import recall
 from unidec.retrieval.space import Space
 from unidec.stages import paths
 from unidec.stages.ranking import QUERIES_AT_ONCE, K, Ranking, headline, pair_keys
-from unidec.stages.report import report_input
+from unidec.stages.report import Evaluated, report_input
 from unidec.stages.start_file import read_start
 from unidec.stages.tracked import PARTS, description, split_figures
 
@@ -35,7 +37,8 @@ ORACLE_QUERIES = 2000  # queries on which the index is compared with exact searc
 
 def evaluate(params: Params) -> dict[str, Any]:
     """Rank labels for every test query as the bundle serves them, and measure; also each head alone, where training
-    queries vote also both heads without them and the votes alone, and the index against exact search.
+    queries vote also both heads without them and the votes alone, the index against exact search, and TF-IDF
+    baselines made from the same training split.
 
     Writes outputs/metrics.json, outputs/plots/, outputs/predictions.parquet and outputs/report.html.
     """
@@ -56,14 +59,26 @@ def evaluate(params: Params) -> dict[str, Any]:
     result["index"] = _against_exact(bundle, ranking) | weights
     result["validation"] = info.metrics.get("validation", {})
     result["frequency_bins"] = frequency_bins(labels, truth, propensity.counts_L, propensity.inverse_L)
+    baselines = measure_baselines(dataset, params.tokens.text, propensity.inverse_L, propensity.group_L)
+    compared = compare_with_baselines(labels, truth, baselines, propensity.inverse_L, propensity.group_L)
+    warned = warnings(headline(result["test"]), dataset, params.tokens.text, propensity.counts_L)
+    result |= {
+        "baselines": {name: {key: own[key] for key in COMPARED} for name, own in baselines.metrics.items()},
+        # lists, which `dvc metrics` leaves out of its tables
+        "against_baselines": [asdict(one) for one in compared], "warnings": warned,
+    }  # fmt: skip
     shown = {name: headline(result[name]) for name in PARTS if name in result}
     write_json(paths.METRICS, result | shown)
     _write_predictions(paths.PREDICTIONS, dataset, ranking.rows, scores, labels)
     history, rounds = (read_json_lines(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds"))
     plots_csv(history, rounds, result["test"], paths.PLOTS)
-    write_report(paths.REPORT, report_input(params, bundle, ranking, truth, scores, labels, result, history, rounds))
+    found = Evaluated(bundle, ranking, truth, scores, labels, result, baselines, compared, warned)
+    write_report(paths.REPORT, report_input(params, found, history, rounds))
     _track(params, dataset, result, history, rounds)
-    return {"metrics": headline(result["test"]), "report": str(paths.REPORT)}
+    return {
+        "metrics": headline(result["test"]), "against_baselines": verdict(compared), "warnings": warned,
+        "report": str(paths.REPORT),
+    }  # fmt: skip
 
 
 def _search(bundle: Bundle, ranking: Ranking) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.label_graph import load_label_graph
 from unidec.data.propensity import load_propensity
 from unidec.data.storage import read_manifest
+from unidec.evaluation.baselines import NAMES, Baselines, verdict
 from unidec.evaluation.frequency import doubling_histogram
 from unidec.evaluation.metrics import GROUPS, per_query
 from unidec.evaluation.pools import pool_study
 from unidec.evaluation.report import ReportInput
+from unidec.evaluation.significance import Comparison
 from unidec.model.encoder import InputBuilder
 from unidec.ops.provenance import code_tags, dvc_hash
 from unidec.ops.tracking import Tracker
@@ -38,33 +41,43 @@ from unidec.training.refresh import Refresh
 
 EXAMPLES = 6  # queries answered right and as many answered wrong
 SHOWN = 5  # labels shown for each
-BASELINE_NOTE = "Below ours: peers measured on the same split with the same metric code, trained on {}."
+PEER_NOTE = "{}: measured earlier on this data with the same metric code, trained on {}."
 WITH_VOTES = {"both": "both heads", "de": "dual encoder", "clf": "classifier"}
+_OF_TFIDF = ("kNN", "label match", "mix")  # names in benchmarks/results
 CALIBRATED = 5  # predictions a query that the calibration plot counts
 
 
-def report_input(
-    params: Params,
-    bundle: Bundle,
-    ranking: Ranking,
-    truth: sp.csr_matrix,
-    scores: np.ndarray,
-    labels: np.ndarray,
-    result: dict[str, Any],
-    history: list[dict[str, Any]],
-    rounds: list[dict[str, Any]],
-) -> ReportInput:
-    """Everything the page shows.
+@dataclass(frozen=True)
+class Evaluated:
+    """A bundle's answers on the test split, and what was measured of them.
 
-    Args:
+    Attributes:
         truth: bool csr [n, L], filtered pairs removed. scores, labels: [n, K] as searched, -1 where there is no label.
-        result: what outputs/metrics.json holds. history, rounds: the records of training.
+        result: what outputs/metrics.json holds.
+        compared: the bundle beside the baselines. warnings: why its figures may say little.
     """
-    dataset = ranking.dataset
-    correct = np.asarray(truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()).astype(bool)
+
+    bundle: Bundle
+    ranking: Ranking
+    truth: sp.csr_matrix
+    scores: np.ndarray
+    labels: np.ndarray
+    result: dict[str, Any]
+    baselines: Baselines
+    compared: list[Comparison]
+    warnings: list[str]
+
+
+def report_input(
+    params: Params, found: Evaluated, history: list[dict[str, Any]], rounds: list[dict[str, Any]]
+) -> ReportInput:
+    """Everything the page shows. history, rounds: the records of training."""
+    bundle, result, labels = found.bundle, found.result, found.labels
+    dataset = found.ranking.dataset
+    correct = np.asarray(found.truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()).astype(bool)
     correct &= labels >= 0
-    right, wrong = _examples(bundle, ranking, truth, scores, labels, correct)
-    baselines, trained_on = _baselines(dataset.name, params.tokens.text)
+    right, wrong = _examples(found, correct)
+    peers, peer_note = _peers(dataset, params.tokens.text)
     card, distributions = _card(params, dataset)
     run_dir = paths.RUNS / read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
     return ReportInput(
@@ -73,14 +86,17 @@ def report_input(
         dataset=f"{dataset.name}, {params.tokens.text}",
         model=f"{params.encoder.kind} encoder ({params.encoder.name})",
         metrics=_metrics(result, bundle.model.heads),
-        baselines=baselines,
-        baseline_note=BASELINE_NOTE.format(trained_on) if baselines else "",
+        baselines={NAMES[name]: headline(dict(own)) for name, own in found.baselines.metrics.items()} | peers,
+        baseline_note=f"{found.baselines.about} {peer_note}".strip(),
+        verdict=verdict(found.compared),
+        warnings=found.warnings,
+        comparison=found.compared,
         history=history,
         rounds=rounds,
         bins=result.get("frequency_bins", ()),
         pools=_pools(params, bundle, dataset, run_dir),
         index={"kind": bundle.info.index_kind, "space": bundle.info.space, **result["index"]},
-        calibration={"score": scores[:, :CALIBRATED], "correct": correct[:, :CALIBRATED]},
+        calibration={"score": found.scores[:, :CALIBRATED], "correct": correct[:, :CALIBRATED]},
         right=right,
         wrong=wrong,
         card=card,
@@ -98,14 +114,20 @@ def _metrics(result: dict[str, Any], heads: str) -> dict[str, dict[str, float]]:
     return shown | {name: result[name] for name in ("de", "clf", "knn") if name in result}
 
 
-def _baselines(name: str, text: str) -> tuple[dict[str, dict[str, float]], str]:
-    """What was measured of peers on this data set, if anything was, and what they were trained on."""
-    path = Path("benchmarks/results") / f"baselines-{name}-{text.replace('+', '-')}.json"
+def _peers(dataset: XMCDataset, text: str) -> tuple[dict[str, dict[str, float]], str]:
+    """What `unidec.comparison.peers` measured on this very data, if anything, and what it was trained on.
+
+    Without those of TF-IDF: they are measured at each evaluation.
+    """
+    path = Path("benchmarks/results") / f"baselines-{dataset.name}-{text.replace('+', '-')}.json"
     if not path.is_file():
         return {}, ""
     stored = json.loads(path.read_text(encoding="utf-8"))
-    shown = {system: headline(entry["metrics"]) for system, entry in stored["results"].items()}
-    return shown, str(stored.get("facts", {}).get("train_on", "train")).replace("+", " and ")
+    if stored["facts"].get("dataset_sha256") != dataset.sha256:
+        return {}, ""
+    shown = {name: headline(entry["metrics"]) for name, entry in stored["results"].items() if name not in _OF_TFIDF}
+    trained_on = str(stored["facts"].get("train_on", "train")).replace("+", " and ")
+    return shown, PEER_NOTE.format(", ".join(shown), trained_on) if shown else ""
 
 
 def _card(params: Params, dataset: XMCDataset) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -150,32 +172,22 @@ def _pools(params: Params, bundle: Bundle, dataset: XMCDataset, run_dir: Path) -
     return pool_study(batches.sampler, of_epoch, refresh.negatives, epoch)
 
 
-def _examples(
-    bundle: Bundle, ranking: Ranking, truth: sp.csr_matrix, scores: np.ndarray, labels: np.ndarray, correct: np.ndarray
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _examples(found: Evaluated, correct: np.ndarray) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Seeded draws of queries whose first label is right, and of queries none of whose shown labels is."""
-    has_truth = np.diff(truth.indptr) > 0
-    first = per_query(labels[:, :1], truth)["P@1"] > 0
+    has_truth = np.diff(found.truth.indptr) > 0
+    first = per_query(found.labels[:, :1], found.truth)["P@1"] > 0
     none = ~correct[:, :SHOWN].any(axis=1) & has_truth
     rng = np.random.default_rng(0)
     chosen = [rng.permutation(np.flatnonzero(mask))[:EXAMPLES] for mask in (first, none)]
-    right, wrong = (
-        [_example(bundle, ranking, truth, scores, labels, correct, int(i)) for i in pick] for pick in chosen
-    )
+    right, wrong = ([_example(found, correct, int(i)) for i in pick] for pick in chosen)
     return right, wrong
 
 
-def _example(
-    bundle: Bundle,
-    ranking: Ranking,
-    truth: sp.csr_matrix,
-    scores: np.ndarray,
-    labels: np.ndarray,
-    correct: np.ndarray,
-    i: int,
-) -> dict[str, Any]:
+def _example(found: Evaluated, correct: np.ndarray, i: int) -> dict[str, Any]:
+    """Query `i` of the split."""
+    bundle, ranking, truth = found.bundle, found.ranking, found.truth
     dataset, info = ranking.dataset, bundle.info
-    shown = labels[i : i + 1, :SHOWN]
+    shown = found.labels[i : i + 1, :SHOWN]
     parts = {}
     if ranking.query_de is not None and ranking.label_de is not None:
         parts["de"] = head_scores(ranking.query_de[i : i + 1], ranking.label_de, shown)[0]
@@ -189,14 +201,14 @@ def _example(
         votes = one.votes(bundle.neighbours, info.knn.neighbours)
         parts["knn"] = votes[:, np.maximum(shown[0], 0)].toarray()[0]
     true_rows = truth.indices[truth.indptr[i] : truth.indptr[i + 1]]
-    found = [label for label in shown[0] if label >= 0]
-    uids, titles = dataset.label_uids(np.array(found)), dataset.label_texts(np.array(found))
+    answered = [label for label in shown[0] if label >= 0]
+    uids, titles = dataset.label_uids(np.array(answered)), dataset.label_texts(np.array(answered))
     predictions = [
-        {"label": uids[k], "title": titles[k], "score": float(scores[i, k]), "correct": bool(correct[i, k]),
+        {"label": uids[k], "title": titles[k], "score": float(found.scores[i, k]), "correct": bool(correct[i, k]),
          **{head: float(values[k]) for head, values in parts.items()}}
-        for k in range(len(found))
+        for k in range(len(answered))
     ]  # fmt: skip
-    missed = np.setdiff1d(true_rows, found)
+    missed = np.setdiff1d(true_rows, answered)
     return {
         "query": dataset.query_texts(ranking.rows[i : i + 1])[0],
         "truth": dataset.label_texts(true_rows),

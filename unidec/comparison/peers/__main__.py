@@ -2,7 +2,8 @@
 
     python -m unidec.comparison.peers data/dataset --text title --peers knn label-match mix xr-linear
 
-Writes benchmarks/results/baselines-<data set>-<text>.json, which the report of `unidec evaluate` shows beside ours.
+Writes benchmarks/results/baselines-<data set>-<text>.json. The report of `unidec evaluate` on the same data shows it,
+without the TF-IDF peers, which each evaluation measures itself.
 Peers that are not asked for keep the figures that the file has of them, where it is about the same data.
 """
 

@@ -19,7 +19,6 @@ from unidec.errors import ArtifactError, ConfigError, TrainingError
 
 if TYPE_CHECKING:
     import numpy as np
-    import scipy.sparse as sp
     from numpy.typing import NDArray
 
     from unidec.data.dataset import XMCDataset
@@ -61,7 +60,11 @@ def run(name: str, folder: str | Path, seed: int, options: Mapping[str, Any]) ->
     problems = check_options(name, options)
     if problems:
         raise ConfigError("; ".join(problems), where=f"options of {name}")
-    _need("sentence_transformers" if name.startswith("st-") else "sklearn", name)
+    if name.startswith("st-") and importlib.util.find_spec("sentence_transformers") is None:
+        raise ArtifactError(
+            f"{name} requires a package that is not installed",
+            got="no sentence_transformers", fix="pip install 'unidec-xmc[bench]'",
+        )  # fmt: skip
     folder, chosen = Path(folder), full_options(name, options)
     settings = _settings(folder / "peer.json")
     dataset = XMCDataset.open(folder / "data" / "dataset", verify=False)
@@ -99,21 +102,25 @@ def _on_features(
 
 
 def _ours(name: str, task: Any, options: Mapping[str, Any]) -> tuple[Predictions, dict[str, Any]]:
+    import scipy.sparse as sp
     import sklearn
 
-    from unidec.comparison.peers import tfidf
+    from unidec.evaluation.tfidf import TfidfRanker
 
     start = time.perf_counter()
-    score, stored = tfidf.scorer(name, task, options)
-    facts: dict[str, Any] = {"train_seconds": time.perf_counter() - start, "parameters": int(stored), "search_ms": {},
-             "version": f"unidec, features of scikit-learn {sklearn.__version__}"}  # fmt: skip
-    most = max(task.facts["num_train"], task.matrix("labels").shape[0])
+    train_MF, relevance_ML, label_LF = (task.matrix(part) for part in ("X.train", "Y.train", "labels"))
+    own = {key: options[key] for key in ("neighbours", "match_weight") if key in options}
+    ranker = TfidfRanker(sp.csr_matrix(train_MF.T), relevance_ML, sp.csr_matrix(label_LF.T), **own)
+    stored = {"knn": train_MF.nnz + relevance_ML.nnz, "label-match": label_LF.nnz}
+    stored["mix"] = sum(stored.values())
+    facts: dict[str, Any] = {"train_seconds": time.perf_counter() - start, "parameters": int(stored[name]),
+             "search_ms": {}, "version": f"unidec, features of scikit-learn {sklearn.__version__}"}  # fmt: skip
     found = {}
     for split in task.splits:
-        x_NF = task.matrix(f"X.{split}")
+        x_nF = task.matrix(f"X.{split}")
         start = time.perf_counter()
-        found[split] = tfidf.predict(score, x_NF, task.width, most, f"{PEERS[name].title}, {split}")
-        facts["search_ms"][split] = 1000 * (time.perf_counter() - start) / x_NF.shape[0]
+        found[split] = ranker.rank(x_nF, [name], task.width, f"{PEERS[name].title}, {split}")[name]
+        facts["search_ms"][split] = 1000 * (time.perf_counter() - start) / x_nF.shape[0]
     return found, facts
 
 
@@ -123,6 +130,7 @@ def _foreign(
     import scipy.sparse as sp
 
     from unidec.comparison.peers.environments import install, run_program, versions
+    from unidec.evaluation.tfidf import top_rows
 
     python = install(name, environments)
     made = folder / "peer-output"
@@ -134,7 +142,8 @@ def _foreign(
     run_program(python, program, arguments, folder / "peer.log", threads, PEERS[name].title)
     try:
         facts = json.loads((made / "facts.json").read_text(encoding="utf-8"))
-        found = {split: as_rows(sp.csr_matrix(sp.load_npz(made / f"{split}.npz")), task.width) for split in task.splits}
+        predicted = {split: sp.csr_matrix(sp.load_npz(made / f"{split}.npz")) for split in task.splits}
+        found = {split: top_rows(matrix, task.width) for split, matrix in predicted.items()}
     except (OSError, ValueError) as error:
         raise TrainingError(
             f"{PEERS[name].title} left no predictions", where=str(folder / "peer.log"), got=str(error)[:200]
@@ -143,26 +152,6 @@ def _foreign(
     packages = versions(name, environments)
     main = {"xr-linear": "libpecos", "plt": "napkinxc"}[name]
     return found, facts | {"version": f"{main} {packages[main]}", "environment": packages}
-
-
-def as_rows(predicted: sp.csr_matrix, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """A sparse prediction, CSR [n, L], as labels int64 [n, width] and scores float32, best first, padded with -1, -inf.
-
-    Every stored entry is a prediction; among equal scores the lower label goes first.
-    """
-    import numpy as np
-
-    predicted.sum_duplicates()
-    length = np.diff(predicted.indptr)
-    row = np.repeat(np.arange(len(length)), length)
-    order = np.lexsort((predicted.indices, -predicted.data, row))
-    column = np.arange(len(row)) - np.repeat(predicted.indptr[:-1], length)
-    labels = np.full((len(length), width), -1, dtype=np.int64)
-    scores = np.full(labels.shape, -np.inf, dtype=np.float32)
-    keep = column < width
-    labels[row[keep], column[keep]] = predicted.indices[order][keep]
-    scores[row[keep], column[keep]] = predicted.data[order][keep]
-    return labels, scores
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -176,13 +165,6 @@ def _settings(path: Path) -> dict[str, Any]:
     if missing:
         raise ArtifactError("settings are missing", where=str(path), got=", ".join(sorted(missing)))
     return settings
-
-
-def _need(module: str, name: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise ArtifactError(
-            f"{name} needs a package that is not installed", got=f"no {module}", fix="pip install 'unidec-xmc[bench]'"
-        )
 
 
 def _of_comparison(facts: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:

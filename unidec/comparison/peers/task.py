@@ -89,18 +89,14 @@ def peer_task(dataset: XMCDataset, text: Text, train_on: str, folder: Path) -> P
 
 
 def _write(dataset: XMCDataset, text: Text, train_on: str, path: Path) -> dict[str, Any]:
-    from sklearn.feature_extraction.text import TfidfVectorizer
+    from unidec.evaluation.tfidf import fit_words
 
     train_rows = training_rows(dataset, train_on)
     splits = predicted_splits(dataset, train_on)
     sizes = [len(train_rows), *(dataset.rows(split).size for split in splits)]
     if not all(sizes):
         raise DataError("an empty split", where=str(dataset.path), got=f"{sizes} queries in train, {', '.join(splits)}")
-    vectorizer = TfidfVectorizer(sublinear_tf=True, stop_words="english", dtype=np.float32)
-    try:
-        train_MF = vectorizer.fit_transform(dataset.query_texts(train_rows, text))
-    except ValueError as error:  # scikit-learn's "empty vocabulary"
-        raise DataError("texts without a word to count", where=str(dataset.path), got=str(error)[:200]) from error
+    vectorizer, train_MF = fit_words(dataset.query_texts(train_rows, text), str(dataset.path))
     matrices = {
         "X.train": train_MF,
         "Y.train": (dataset.relevance[train_rows] > 0).astype(np.float32),
@@ -117,7 +113,7 @@ def _write(dataset: XMCDataset, text: Text, train_on: str, path: Path) -> dict[s
             "text": text,
             "train_on": train_on,
             "num_train": len(train_rows),
-            "num_words": len(vectorizer.vocabulary_),
+            "num_words": train_MF.shape[1],
         },
     }
     with write_folder(path, KIND, VERSION, meta) as out:

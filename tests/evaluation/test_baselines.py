@@ -1,0 +1,126 @@
+"""Baselines of every report: bounded, on the same queries as the model, and put into one sentence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from html_page import Page
+
+from unidec.data.dataset import write_dataset
+from unidec.data.propensity import frequency_group, inverse_propensity, label_counts
+from unidec.data.raw import text_table
+from unidec.evaluation import baselines as module
+from unidec.evaluation.baselines import (
+    COMPARED,
+    NAMES,
+    compare_with_baselines,
+    measure_baselines,
+    verdict,
+    warnings,
+)
+from unidec.evaluation.metrics import evaluate, filtered_truth
+from unidec.evaluation.report import ReportInput, render
+
+
+@pytest.fixture(scope="module")
+def case(slice_dataset):
+    """A data set with the weights of its labels, and the truth of its test split."""
+    counts = label_counts(slice_dataset.relevance, slice_dataset.rows("train"))
+    rows = slice_dataset.rows("test")
+    truth = filtered_truth(slice_dataset.relevance[rows], slice_dataset.filter_pairs[rows])
+    inverse = inverse_propensity(counts, len(slice_dataset.rows("train")), 0.55, 1.5)
+    return slice_dataset, truth, inverse, frequency_group(counts), counts
+
+
+def perfect_answers(truth) -> np.ndarray:
+    found = np.full((truth.shape[0], 100), -1, dtype=np.int64)
+    for i in range(len(found)):
+        true = truth.indices[truth.indptr[i] : truth.indptr[i + 1]][:100]
+        found[i, : len(true)] = true
+    return found
+
+
+def test_they_are_measured_by_the_metric_code_of_the_model(case):
+    dataset, truth, inverse, groups, _ = case
+    measured = measure_baselines(dataset, "title", inverse, groups)
+    assert set(measured.labels) == set(NAMES) and measured.about.endswith("1,900 queries of the train split.")
+    np.testing.assert_array_equal(measured.places, np.arange(500))
+    filters = dataset.filter_pairs[dataset.rows("test")].toarray().astype(bool)
+    for name, labels in measured.labels.items():
+        assert labels.shape == (500, 100)
+        assert measured.metrics[name] == evaluate(labels, truth, inverse, groups)
+        hit = labels >= 0
+        assert not filters[np.nonzero(hit)[0], labels[hit]].any(), "filtered pairs are removed"
+    assert measured.metrics["mix"]["R@100"] > measured.metrics["knn"]["R@100"] > 10
+
+
+def test_large_data_is_sampled_and_says_so(case, monkeypatch):
+    dataset, truth, inverse, groups, _ = case
+    monkeypatch.setattr(module, "MAX_TRAIN", 300)
+    monkeypatch.setattr(module, "MAX_SCORES", 1)
+    monkeypatch.setattr(module, "MIN_TEST", 40)
+    measured = measure_baselines(dataset, "title", inverse, groups)
+    assert len(measured.places) == 40 == len(measured.labels["knn"]) and (np.diff(measured.places) > 0).all()
+    assert "a sample of 300 queries of the train split (of 1,900" in measured.about
+    assert "a sample of 40 test queries (of 500)" in measured.about
+    found = compare_with_baselines(perfect_answers(truth), truth, measured, inverse, groups)
+    assert {one.num_queries for one in found if "/" not in one.metric} == {40}
+    whole = evaluate(perfect_answers(truth)[measured.places], truth[measured.places], inverse, groups)
+    assert found[0].value == pytest.approx(whole["P@1"])
+
+
+def test_the_sentence_names_gains_losses_and_what_is_open(case):
+    dataset, truth, inverse, groups, _ = case
+    measured = measure_baselines(dataset, "title", inverse, groups)
+
+    def judged(labels):
+        found = compare_with_baselines(labels, truth, measured, inverse, groups)
+        assert [one.metric for one in found[: len(COMPARED)]] == list(COMPARED)
+        return found, verdict(found)
+
+    found, words = judged(perfect_answers(truth))
+    assert all(one.better for one in found) and {one.metric for one in found} >= {"tail/R@10", "torso/R@10"}
+    assert "on 500 test queries, the model gains P@1 +" in words and "loses nothing significant" in words
+    for one in found[: len(COMPARED)]:
+        assert one.against_value == pytest.approx(max(m[one.metric] for m in measured.metrics.values()))
+    found, words = judged(np.full((500, 100), -1, dtype=np.int64))
+    assert "gains nothing" in words and "loses P@1 -" in words and "R@10 of tail labels -" in words
+    _, words = judged(measured.labels["mix"])
+    assert "gains nothing" in words and "loses nothing" in words and "no significant difference: P@1 +0.0" in words
+    assert verdict([]) == ""
+
+
+def test_a_split_without_queries_or_words_has_no_baselines(case, raw_factory, tmp_path):
+    _, _, inverse, groups, _ = case
+    for raw in (raw_factory(num_test=0), _wordless(raw_factory())):
+        dataset = write_dataset(tmp_path / "none", raw, validation_share=0)
+        measured = measure_baselines(dataset, "title", inverse, groups)
+        assert measured.about.startswith("No TF-IDF baselines: ") and not measured.labels
+        assert compare_with_baselines(np.zeros((0, 100), dtype=int), None, measured, inverse, groups) == []
+
+
+def _wordless(raw):
+    for name, table in raw.queries.items():
+        raw.queries[name] = text_table(table["uid"].to_pylist(), ["!"] * table.num_rows)
+    return raw
+
+
+def test_warnings_name_what_makes_figures_worthless(case, raw_factory, tmp_path):
+    dataset, _, _, _, counts = case
+    assert warnings({"P@1": 50.0, "R@100": 99.9}, dataset, "title", counts) == []
+    assert "One label has training queries" in warnings({}, dataset, "title", np.array([0, 7, 0]))[0]
+    (said,) = warnings({"P@1": 100.0, "R@100": 70.0, "MRR": 100.0}, dataset, "title", counts)
+    assert said.startswith("P@1: 100.0.")
+    raw = raw_factory(num_test=12, num_labels=40)
+    raw.queries["test"] = raw.queries["train"].slice(0, 12)
+    small = write_dataset(tmp_path / "leak", raw, validation_share=0)
+    leak, few = warnings({"P@1": 50.0, "R@100": 100.0}, small, "title", np.full(40, 3))
+    assert leak.startswith("The text of 12 of 12 test queries (100.0%) is also a training query's")
+    assert few == "R@100: 100.0 because the data set has only 40 labels."
+
+
+def test_sentence_and_warnings_are_on_top_of_the_page():
+    page = render(ReportInput(title="data", metrics={"both": {"P@1": 50.0}}, verdict="better <b>", warnings=["leak &"]))
+    words = Page(page).words
+    assert words.index("better <b>") < words.index("Warning. leak &") < words.index("Metrics")
+    assert "Against the TF-IDF baselines" not in words

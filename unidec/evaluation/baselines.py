@@ -1,0 +1,191 @@
+"""What a model gains over TF-IDF: baselines of the same training split, ranked and measured beside it in seconds.
+
+On large data the work is bounded by sampling training and test queries (`MAX_TRAIN`, `MAX_TEST`, `MAX_SCORES`);
+`Baselines.about` says so then. A comparison is always on the same queries for both sides.
+
+Shape legend: N test queries, n of them that are ranked, M training queries, L labels, F words, K labels a query.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+
+from unidec.data.dataset import Text, XMCDataset
+from unidec.data.profile import hashes_of
+from unidec.errors import DataError
+from unidec.evaluation.metrics import GROUPS, evaluate, filtered_truth, remove_filtered
+from unidec.evaluation.significance import Comparison, best_systems, compare_systems, holm, query_scores
+from unidec.evaluation.tfidf import TfidfRanker, fit_words
+
+NAMES = {"knn": "TF-IDF kNN", "mix": "TF-IDF kNN + label match"}
+COMPARED = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
+OF_GROUP = "R@10"  # what is compared within a frequency group of the labels
+MODEL = "model"
+K = 100
+MAX_TRAIN = 100_000
+MAX_TEST, MIN_TEST = 10_000, 1_000
+MAX_SCORES = 500_000_000  # (test query, training query or label) pairs; beyond, test queries are sampled
+NUM_SAMPLES = 2_000  # of the paired tests: p-values down to 0.001
+PERFECT = 99.95  # percent: shown as 100.0
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """What the baselines answered; both mappings are empty where there was nothing to compare with.
+
+    Attributes:
+        labels: int64 [n, K] by name of `NAMES`, filtered pairs removed. metrics: of these queries, in percent.
+        places: int64 [n], which queries of the test split were ranked, ascending.
+        about: how they were trained and measured, in a sentence or two.
+    """
+
+    labels: Mapping[str, NDArray[np.int64]]
+    metrics: Mapping[str, Mapping[str, float]]
+    places: NDArray[np.int64]
+    about: str
+
+
+def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: Any) -> Baselines:
+    """kNN over the training queries, and kNN with label match, on the test split.
+
+    Args:
+        text: which texts are compared. inverse_L, group_L: inverse propensity and frequency group of each label.
+    """
+    train, test = dataset.rows("train"), dataset.rows("test")
+    if not len(train) or not len(test):
+        return Baselines({}, {}, np.zeros(0, dtype=np.int64), "No TF-IDF baselines: a split without queries.")
+    rows = _sample(train, MAX_TRAIN)
+    affordable = max(MIN_TEST, MAX_SCORES // max(len(rows) + dataset.num_labels, 1))
+    places = _sample(np.arange(len(test)), min(MAX_TEST, affordable))
+    filters = dataset.filter_pairs[test[places]]
+    width = min(K + int(np.diff(filters.indptr).max(initial=0)), dataset.num_labels)
+    try:
+        vectorizer, train_MF = fit_words(dataset.query_texts(rows, text), str(dataset.path))
+    except DataError as error:
+        return Baselines({}, {}, places, f"No TF-IDF baselines: {error.what}.")
+    label_LF = vectorizer.transform(itertools.chain.from_iterable(dataset.text_batches("labels", text)))
+    relevance_ML = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows]).astype(np.float32)
+    ranker = TfidfRanker(csr_matrix(train_MF.T), relevance_ML, csr_matrix(label_LF.T))
+    queries_nF = vectorizer.transform(dataset.query_texts(test[places], text))
+    ranked = ranker.rank(queries_nF, list(NAMES), width, "TF-IDF baselines")
+    truth = filtered_truth(dataset.relevance[test[places]], filters)
+    labels = {name: remove_filtered(*ranked[name], filters, K)[0] for name in NAMES}
+    metrics = {name: evaluate(found, truth, inverse_L, group_L) for name, found in labels.items()}
+    return Baselines(labels, metrics, places, _about(len(rows), len(train), len(places), len(test)))
+
+
+def compare_with_baselines(
+    model_NK: NDArray[np.integer], truth: csr_matrix, baselines: Baselines, inverse_L: Any, group_L: Any
+) -> list[Comparison]:
+    """The model beside the better baseline of each metric, and by frequency of the labels; paired tests, Holm.
+
+    Args:
+        model_NK: the model's labels for the whole test split, best first, -1 where there are none.
+        truth: CSR [N, L] after filters. inverse_L, group_L: as `measure_baselines`.
+
+    Returns:
+        One comparison for each of `COMPARED`, then `<group>/R@10` of each group with test queries.
+    """
+    if not baselines.labels:
+        return []
+    rankings = {MODEL: model_NK[baselines.places], **baselines.labels}
+    truth = csr_matrix(truth[baselines.places])
+    found = _against_best(rankings, truth, inverse_L, COMPARED)
+    for number, group in enumerate(GROUPS):
+        part = csr_matrix(truth, copy=True)
+        part.data = np.where(np.asarray(group_L)[part.indices] == number, part.data, 0)
+        part.eliminate_zeros()
+        rows = np.flatnonzero(np.diff(part.indptr))
+        if len(rows):
+            own = {system: labels[rows] for system, labels in rankings.items()}
+            compared = _against_best(own, csr_matrix(part[rows]), inverse_L, [OF_GROUP])
+            found += [dataclasses.replace(one, metric=f"{group}/{one.metric}") for one in compared]
+    corrected = holm([one.p_value for one in found])
+    return [dataclasses.replace(one, p_adjusted=float(p)) for one, p in zip(found, corrected, strict=True)]
+
+
+def verdict(compared: Sequence[Comparison]) -> str:
+    """What the model gains over the baselines, where it loses, and how sure that is: one sentence, "" for nothing."""
+    if not compared:
+        return ""
+    better = [_words(one) for one in compared if one.better]
+    worse = [_words(one) for one in compared if one.worse]
+    unsure = [_words(one) for one in compared if not one.better and not one.worse]
+    parts = [f"gains {', '.join(better)}" if better else "gains nothing significant"]
+    parts.append(f"loses {', '.join(worse)}" if worse else "loses nothing significant")
+    if unsure:
+        parts.append(f"no significant difference: {', '.join(unsure)}")
+    num_queries = max(one.num_queries for one in compared)
+    return (
+        f"Against the better TF-IDF baseline of each metric, on {num_queries:,} test queries, the model "
+        f"{'; '.join(parts)} (percentage points; significant: p < 0.05 in a paired test with Holm's correction)."
+    )
+
+
+def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text, counts_L: NDArray[np.integer]) -> list[str]:
+    """Why the figures of the test split may say little: in words, nothing where there is no reason.
+
+    Args:
+        metrics: of the test split, in percent. counts_L: training queries of each label.
+    """
+    found = []
+    trained = int((counts_L > 0).sum())
+    if trained <= 1:
+        found.append(
+            f"{'One label has' if trained else 'No label has'} training queries: there is nothing to choose between, "
+            "and the metrics say nothing about the model."
+        )
+    test = dataset.rows("test")
+    hash_N, _ = hashes_of(dataset, "queries", text)
+    repeated = int(np.isin(hash_N[test], hash_N[dataset.rows("train")]).sum())
+    if repeated:
+        found.append(
+            f"The text of {repeated:,} of {len(test):,} test queries ({repeated / len(test):.1%}) is also a training "
+            "query's: the metrics reward remembering them. Remove them from the test split, or from training."
+        )
+    perfect = [name for name, value in metrics.items() if "/" not in name and "@" in name and value >= PERFECT]
+    trivial = [name for name in perfect if name[0] in "Rc" and int(name.partition("@")[2]) >= dataset.num_labels]
+    if trivial:
+        found.append(f"{', '.join(trivial)}: 100.0 because the data set has only {dataset.num_labels:,} labels.")
+    surprising = [name for name in perfect if name not in trivial]
+    if surprising:
+        found.append(
+            f"{', '.join(surprising)}: 100.0. Real data is hardly ever that easy: look for test queries among the "
+            "training queries, for labels named in the texts, and at the number of test queries."
+        )
+    return found
+
+
+def _sample(rows: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """At most so many of the rows: seeded, ascending."""
+    if len(rows) <= most:
+        return rows
+    return np.sort(np.random.default_rng(0).choice(rows, most, replace=False))
+
+
+def _about(used: int, train: int, ranked: int, test: int) -> str:
+    about = f"TF-IDF baselines: made from {'' if used == train else 'a sample of '}{used:,} queries of the train split"
+    about += "" if used == train else f" (of {train:,}, which makes them weaker)"
+    return about + (f", measured on a sample of {ranked:,} test queries (of {test:,})." if ranked < test else ".")
+
+
+def _against_best(
+    rankings: Mapping[str, NDArray[np.integer]], truth: csr_matrix, inverse_L: Any, metrics: Sequence[str]
+) -> list[Comparison]:
+    runs = {system: [query_scores(labels, truth, inverse_L)] for system, labels in rankings.items()}
+    best = best_systems(runs, [system for system in runs if system != MODEL], metrics)
+    compared = compare_systems(runs, best, metrics, num_samples=NUM_SAMPLES)
+    return [one for one in compared if one.system == MODEL]
+
+
+def _words(one: Comparison) -> str:
+    group, _, metric = one.metric.rpartition("/")
+    return f"{metric} of {group} labels {one.difference:+.1f}" if group else f"{metric} {one.difference:+.1f}"
