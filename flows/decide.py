@@ -1,4 +1,4 @@
-"""From a registered version to a champion, or to the reasons why not; and what is told of it."""
+"""From a registered version to a champion, or to the reasons why not; and the notifications about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
         always: False: what was judged against the present champion before is not judged again.
 
     Returns:
-        {"gate": its result, "promoted": ... or "refused": words}; {} where there was nothing to judge.
+        {"gate": its result, "promoted": ... or "refused": words}; {} where there was nothing to judge. Where a refusal
+        leaves the model without a champion also {"no_champion": {"version", "reason", "command": what changes it}}.
     """
     if not always and not stages.needs_gate(params, str(version)):
         return {}
@@ -29,9 +30,13 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     done: dict[str, Any] = {"gate": verdict}
     name = params.tracking.model_name
     if not verdict["passed"]:
-        failed = [reason for reason in verdict["reasons"] if not reason["passed"]]
-        words = "; ".join(f"{reason['check']}: {reason['words']}" for reason in failed)
-        return done | _refused(params, version, verdict, words)
+        failed = {reason["check"]: reason["words"] for reason in verdict["reasons"] if not reason["passed"]}
+        words = "; ".join(f"{check}: {why}" for check, why in failed.items())
+        # a bundle that is damaged or cannot answer is trained again; a limit can be overruled
+        command = f"unidec promote {version} --force --reason TEXT"
+        if failed.keys() & {"hash", "loads", "answers"}:
+            command = "make train ARGS=--force"
+        return done | _refused(params, version, verdict, words, command)
     if verdict.get("already"):
         return done
     if not (params.retrain.promote if promote is None else promote):
@@ -40,7 +45,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     try:
         done["promoted"] = steps.promote(params, str(version))
     except Refused as error:
-        return done | _refused(params, version, verdict, str(error))
+        return done | _refused(params, version, verdict, str(error), f"unidec promote {version}")
     previous = done["promoted"].get("previous")
     endings.say(f"version {version} of {name} is the champion; `unidec rollback` goes back to {previous or 'none'}")
     figures = verdict.get("metrics", {}).get("challenger", {})
@@ -50,11 +55,13 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     return done
 
 
-def _refused(params: Params, version: Any, verdict: dict[str, Any], words: str) -> dict[str, Any]:
+def _refused(params: Params, version: Any, verdict: dict[str, Any], words: str, command: str) -> dict[str, Any]:
     endings.say(f"version {version} of {params.tracking.model_name} is not promoted: {words}")
     payload = {"version": str(version), "champion": verdict.get("champion"), "reasons": verdict["reasons"]}
     publish.tell(params, "refused", f"version {version} is refused", payload, [words])
-    return {"refused": words}
+    if verdict.get("champion") is not None:
+        return {"refused": words}
+    return {"refused": words, "no_champion": {"version": str(version), "reason": words, "command": command}}
 
 
 def share(params: Params, version: Any, done: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled, Completed
 
 from flows import left
-from unidec.errors import UnidecError
+from unidec.errors import Refused, UnidecError
 from unidec.ops.tracking import RUN_TAGS
 from unidec.stages.launch import watch
 from unidec.stages.runs import close_tracking
@@ -170,6 +170,8 @@ def leave_if_server_left(error: BaseException, words: str | None = None) -> None
 def on_command_line(run: Callable[[], Any], words: str | None = None) -> int:
     """Runs a flow as a program does: errors in one line, an exit code, Ctrl-C and SIGTERM leave cleanly.
 
+    A run that the gate leaves without a champion ends with exit code 6 and a last line that says how to change it.
+
     Args:
         run: calls the flow; what it returns is printed as JSON.
         words: the farewell when it is stopped.
@@ -192,6 +194,10 @@ def on_command_line(run: Callable[[], Any], words: str | None = None) -> int:
         _on_command_line = False
         signal.signal(signal.SIGTERM, before)
     print(json.dumps(done, indent=2))
+    if missing := done.get("no_champion"):
+        why = " ".join(missing["reason"].split())
+        print(f"there is no champion: version {missing['version']} was refused ({why}); run: {missing['command']}")
+        return Refused.exit_code
     return 0
 
 

@@ -7,8 +7,8 @@ Two doors lead to the same tasks:
   are recorded in `dvc.lock`; the bundle is registered; what passes the gate becomes champion.
 - `python -m flows.train --steps train`: these steps only, no call of DVC. This is what `dvc repro` runs.
 
-Parameters other than those of params.yaml as it stands (`--set`, `--params`) never touch DVC's outputs: such a trial
-has a folder of its own below `runs/own/`; it is registered and never promoted.
+Parameters other than those of params.yaml (`--set`, `--params`) never touch DVC's outputs: such a trial has a folder of
+its own below `runs/own/`. It has an MLflow run, is registered only with `--register`, and is never promoted.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def train(
     steps: Literal["all"] | Step | list[Step] = "all",
     params_file: str = "params.yaml",
     use_dvc: bool = True,
+    register_trial: bool = False,
 ) -> Any:
     """Retrains: fetches data, trains what is out of date, registers, judges and promotes; or runs some of the steps.
 
@@ -84,11 +85,12 @@ def train(
         start: warm: from the champion; cold: from nothing; auto: from the champion, from nothing every so often and
             where it does not fit. Empty: as `retrain.start` in the parameters says.
         promote: whether a challenger that passes the gate becomes champion. Empty: as `retrain.promote` says.
-        overrides: {"optim.epochs": 3}: a trial with other parameters, in a folder of its own; DVC is left alone and
-            nothing is promoted.
+        overrides: {"optim.epochs": 3}: a trial with other parameters, in a folder of its own; DVC is left alone,
+            nothing is registered or promoted.
         steps: all, or some of them: no call of DVC, no gate.
         params_file: parameters; another file than params.yaml makes a trial.
         use_dvc: with all steps: let DVC decide what is stale, and record what was made.
+        register_trial: also a trial's bundle, as `challenger`.
 
     Returns:
         what was done: {"steps", and where they ran "start", "epoch", "metrics", "version", "run_url", "skipped",
@@ -107,6 +109,9 @@ def train(
             with _own_folder(params) if own else contextlib.nullcontext(params) as params:
                 if use_dvc and not own and wanted == list(STEPS):
                     return _retrain(params, Wishes(force, start, promote))
+                if own and not register_trial and "register" in wanted:
+                    wanted.remove("register")
+                    endings.say("a trial: its bundle is not registered (--register does)")
                 return _in_process(params, wanted)
         except (KeyboardInterrupt, TerminationSignal) as error:
             endings.leave_if_server_left(error)
@@ -276,10 +281,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m flows.train",
         description="Train, evaluate, register, judge and promote a UniDEC model: everything that is out of date.",
         epilog="examples:\n"
-        "  python -m flows.train                              what changed is made anew, the bundle registered\n"
+        "  python -m flows.train                              what changed is rebuilt, registered and judged\n"
         "  python -m flows.train --force                      train although nothing changed\n"
         "  python -m flows.train --force --start cold         ... from nothing, not from the champion\n"
-        "  python -m flows.train --set optim.epochs=3         a trial, in a folder of its own below runs/own/\n"
+        "  python -m flows.train --set optim.epochs=3         a trial, in runs/own/: not registered, not promoted\n"
+        "  python -m flows.train --set optim.epochs=3 --register    ... registered as challenger\n"
         "  python -m flows.train --steps train                one step, as `dvc repro` runs it\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -289,6 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-dvc", action="store_true", help="run every step here and now, leave dvc.lock alone")
     parser.add_argument("--force", action="store_true", help="train although nothing changed")
     parser.add_argument("--start", choices=get_args(Start), help="from the champion or from nothing: retrain.start")
+    parser.add_argument("--register", action="store_true", help="register a trial's bundle (--set, --params), too")
     parser.add_argument("--no-promote", action="store_true", help="the champion stays, whatever the gate says")
     options = parser.parse_args(arguments)
 
@@ -304,6 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             steps="all" if wanted == list(STEPS) else wanted,
             params_file=options.params,
             use_dvc=not options.no_dvc,
+            register_trial=options.register,
         )
 
     return endings.on_command_line(run)

@@ -78,9 +78,10 @@ def test_promote_and_rollback(world):
     a = world.store("a", **world.passed())
     code, shown, _ = world.run("promote", a, "--reason", "the first")
     assert code == 0 and f"promote: version = {a}\n" in shown
-    b = world.store("b", **(world.passed(a) | {"git.dirty": "true"}))
+    refused = {"git.dirty": "true", "gate.passed": "false", "gate.failed": "code"}
+    b = world.store("b", **(world.passed(a) | refused))
     code, _, error = world.run("promote", b)
-    assert code == 6 and "uncommitted changes" in error and "--force" in error
+    assert code == 6 and "did not pass the gate: code" in error and "--allow-dirty" in error
     assert world.run("promote", b, "--set", "gate.allow_dirty=true")[0] == 0
     assert aliases(world.client, world.name) == {"champion": b, "previous": a}
     code, shown, _ = world.run("rollback", "--reason", "odd", "--json")

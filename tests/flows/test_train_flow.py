@@ -277,6 +277,35 @@ def test_other_parameters_have_a_folder_of_their_own(run, stages, place, flow_mo
     assert seen["here"] != first
 
 
+def test_a_trial_registers_only_when_asked(run, stages, place):
+    (place / "other.yaml").write_text((place / "params.yaml").read_text())
+    done = run(overrides={"optim.epochs": 2})
+    assert "register" not in stages.calls and "register" not in done["steps"] and "version" not in done
+    stages.calls.clear()
+    run(params_file="other.yaml", use_dvc=False)
+    assert "register" not in stages.calls
+    assert run(overrides={"optim.epochs": 2}, register_trial=True)["version"] == 3
+    assert stages.calls[-1] == "register" and not [
+        call for call in stages.calls if call.startswith(("gate", "promote"))
+    ]
+
+
+def test_a_run_that_the_gate_leaves_without_a_champion(run, stages, flow_module, capsys):
+    stages.passed = False
+    assert "no_champion" not in run()
+    gate = stages.gate
+    stages.gate = lambda *given: gate(*given) | {"champion": None}
+    missing = run()["no_champion"]
+    assert missing["version"] == "3" and "2.1 behind" in missing["reason"]
+    assert missing["command"] == "unidec promote 3 --force --reason TEXT"
+    loads = {"check": "loads", "passed": False, "got": None, "limit": None, "words": "damaged"}
+    stages.gate = lambda *given: gate(*given) | {"champion": None, "reasons": [loads]}
+    assert run()["no_champion"]["command"] == "make train ARGS=--force"
+    assert flow_module.endings.on_command_line(lambda: {"refused": "x", "no_champion": missing}) == 6
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "no champion" in last and "2.1 behind" in last and last.endswith(missing["command"])
+
+
 def test_inputs_edited_meanwhile_are_not_recorded(run, stages, place):
     (place / "data").mkdir()
     (place / "data/part").write_text("1")
@@ -318,7 +347,14 @@ def test_command_line(place, stages, flow_module, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(flow_module, "train", lambda **arguments: calls.append(arguments) or {"version": 1})
     assert flow_module.main(["--set", "pool.beta=2", "--steps", "train", "--force", "--start", "cold"]) == 0
-    told = {"force": True, "start": "cold", "promote": None, "steps": ["train"], "use_dvc": True}
+    told = {
+        "force": True,
+        "start": "cold",
+        "promote": None,
+        "steps": ["train"],
+        "use_dvc": True,
+        "register_trial": False,
+    }
     assert calls == [{**told, "overrides": {"pool.beta": 2}, "params_file": "params.yaml"}]
     assert json.loads(capsys.readouterr().out) == {"version": 1}
     assert flow_module.main(["--set", "pool.bta=2"]) == 2

@@ -93,7 +93,7 @@ def test_what_speaks_against_it_is_listed_at_once_and_force_says_so(stored, clie
     for words in (
         "nDCG@5, code",
         "compared it with version 99",
-        "uncommitted",
+        "--force",
         "rolled back at 2026-01-01 by ann: slow",
     ):
         assert words in str(caught.value)
@@ -116,7 +116,7 @@ def test_not_judged_not_passed_or_judged_against_another(stored, client, uri, ta
 def test_a_dirty_tree_only_when_told(stored, client, uri):
     dirty = {"gate.passed": "false", "gate.failed": "code", "gate.champion": "", "git.dirty": "true"}
     a = stored("a", **dirty)
-    with pytest.raises(Refused, match="uncommitted"):
+    with pytest.raises(Refused, match=rf"pass the gate: code\n.*unidec promote {a} --allow-dirty"):
         promote(stored.name, a, uri=uri)
     done = promote(stored.name, a, allow_dirty=True, uri=uri)
     assert done["dirty"] and not done["forced"]

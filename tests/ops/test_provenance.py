@@ -7,20 +7,26 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
-from unidec.ops.provenance import artifact_tags, code_tags, dvc_hash, md5_of, run_tags
+from unidec.config import load_params
+from unidec.ops.provenance import artifact_tags, code_tags, dvc_hash, md5_of, run_tags, uncommitted
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A git repository with a file in it."""
+    """A git repository with code, parameters and raw data in it."""
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     run(tmp_path, "git", "init", "-q", "-b", "main")
-    (tmp_path / "code.py").write_text("x = 1\n")
+    write(tmp_path / "unidec/model.py", "x = 1\n")
+    write(tmp_path / "README.md", "words\n")
+    write(tmp_path / "data/raw/queries.csv", "id,text\n")
+    write(tmp_path / "params.yaml", "recipe: unidec\noptim: {epochs: 5}\n")
+    write_lock(tmp_path, {}, {"data/raw": "7.dir", "data/start.json": "8", "../beside": "9", "/elsewhere": "9"})
     (tmp_path / ".gitignore").write_text("/data/*\n!/data/start.json\n!/data/raw\n/outputs/*\n!/outputs/metrics.json\n")
     commit(tmp_path)
     return tmp_path
@@ -30,8 +36,8 @@ def run(folder: Path, *words: str) -> str:
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-def commit(folder: Path) -> None:
-    run(folder, "git", "add", "-A")
+def commit(folder: Path, what: str = "-A") -> None:
+    run(folder, "git", "add", what)
     run(folder, "git", "-c", "user.name=t", "-c", "user.email=t@example.invalid", "commit", "-q", "-m", "x")
 
 
@@ -48,17 +54,66 @@ def write_lock(folder: Path, outs: dict[str, str], raw: dict[str, str]) -> None:
     (folder / "dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", "stages": stages}))
 
 
-def test_what_a_run_itself_writes_is_no_edit_of_the_code(project: Path) -> None:
-    assert code_tags(project)["git.dirty"] == "false"
-    for name in ("dvc.lock", "data/start.json", "outputs/metrics.json"):
-        write(project / name, "{}")
-    assert code_tags(project)["git.dirty"] == "false"
-    write(project / "data/raw/queries.csv", "id,text\n")
-    assert code_tags(project)["git.dirty"] == "true"
-    assert code_tags(project, ["data/raw"])["git.dirty"] == "false"
+def made_with(project: Path) -> dict[str, Any]:
+    """What index writes into a bundle: all parameters but those of operations."""
+    return load_params(project / "params.yaml").model_dump(exclude={"device", "gate", "tracking"})
+
+
+def test_only_what_decides_a_model_makes_it_dirty(project: Path) -> None:
+    clean = code_tags(project, made_with=made_with(project))
+    assert clean["git.dirty"] == "false" and "git.changed" not in clean and uncommitted(clean, project) == []
+    (project / "data/start.json").write_text("{}")
+    write(project / "outputs/metrics.json", "{}")
+    write(project / "README.md", "other words\n")
+    write(project / "predictions.parquet", "untracked")
+    write(project / "unidec/untracked.py", "")
+    text = "# a comment\nrecipe: unidec\noptim: {epochs: 5}\ngate: {margin: 1.0}\nserve: {port: 1}\n"
+    write(project / "params.yaml", text)
+    (project / "unidec/model.py").touch()
+    assert code_tags(project, made_with=made_with(project))["git.dirty"] == "false"
+    write(project / "data/raw/queries.csv", "id,text\nq1,a\n")
+    assert uncommitted(code_tags(project), project) == ["data/raw/queries.csv"]
     assert code_tags(project, ["data/raw", "/elsewhere", "../beside", ""])["git.dirty"] == "false"
-    (project / "code.py").write_text("x = 2\n")
-    assert code_tags(project, ["data/raw"])["git.dirty"] == "true"
+    (project / "unidec/model.py").write_text("x = 2\n")
+    assert uncommitted(code_tags(project, ["data/raw"]), project) == ["unidec/model.py"]
+
+
+def test_parameters_count_by_value_with_their_recipe(project: Path) -> None:
+    write(project / "params.yaml", "recipe: unidec\noptim: {epochs: 6}\n")
+    assert code_tags(project)["git.dirty"] == "false"  # the code alone
+    assert uncommitted(code_tags(project, made_with=made_with(project)), project) == ["optim.epochs"]
+    write(project / "params.yaml", "recipe: depsl\noptim: {epochs: 5}\n")
+    assert "model.heads" in uncommitted(code_tags(project, made_with=made_with(project)), project)
+    # a trial works in a folder of its own, with absolute paths to the project's data
+    trial = project / "runs/own/abc"
+    trial.mkdir(parents=True)
+    write(project / "params.yaml", "recipe: unidec\noptim: {epochs: 5}\n")
+    params = made_with(project)
+    params["data"]["path"] = str(project / params["data"]["path"])
+    assert code_tags(trial, made_with=params)["git.dirty"] == "false"
+    params["optim"]["epochs"] = 6
+    assert uncommitted(code_tags(trial, made_with=params), project) == ["optim.epochs"]
+
+
+def test_what_was_committed_since_is_not_uncommitted_any_more(project: Path) -> None:
+    write(project / "unidec/model.py", "from unidec import added\n")
+    write(project / "unidec/added.py", "y = 1\n")  # not tracked yet
+    write(project / "params.yaml", "recipe: unidec\noptim: {epochs: 6}\n")
+    tags = code_tags(project, made_with=made_with(project))
+    assert uncommitted(tags, project) == ["unidec/model.py", "optim.epochs"]
+    run(project, "git", "stash", "-q")
+    assert uncommitted(tags, project) == ["unidec/model.py", "optim.epochs"]  # gone from here is not committed
+    run(project, "git", "stash", "pop", "-q")
+    run(project, "git", "add", "unidec/model.py")
+    commit(project, ".")
+    assert uncommitted(tags, project) == []
+    (project / "unidec/model.py").unlink()
+    deleted = code_tags(project)
+    assert uncommitted(deleted, project) == ["unidec/model.py"]
+    commit(project)
+    assert uncommitted(deleted, project) == []
+    assert uncommitted(tags, project) == ["unidec/model.py"]  # another commit, with other code
+    assert uncommitted({"git.dirty": "true"}, project) == ["changes that were not recorded"]
 
 
 def test_where_git_cannot_say_nothing_is_said(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -185,7 +185,8 @@ def test_code_tags_and_dvc_hash(tmp_path):
     assert set(code_tags(tmp_path)) - {"mlflow.user"} == {"unidec.version", "mlflow.source.name"}
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t.test"]
     subprocess.run([*git, "init", "-q"], check=True)
-    (tmp_path / "code.py").write_text("1\n")
+    (tmp_path / "unidec").mkdir()
+    (tmp_path / "unidec" / "code.py").write_text("1\n")
     (tmp_path / "dvc.lock").write_text(
         "schema: '2.0'\nstages:\n  ingest:\n    cmd: x\n    outs:\n    - path: data/dataset\n      md5: 0ab.dir\n"
     )
@@ -197,7 +198,7 @@ def test_code_tags_and_dvc_hash(tmp_path):
     tags = code_tags(tmp_path)
     assert tags["git.dirty"] == "false" and len(tags["mlflow.source.git.commit"]) == 40
     assert len(tags["dvc.lock.sha256"]) == 64
-    (tmp_path / "code.py").write_text("2\n")
+    (tmp_path / "unidec" / "code.py").write_text("2\n")
     assert code_tags(tmp_path)["git.dirty"] == "true"
     assert dvc_hash("data/dataset", tmp_path) == "0ab.dir"
     assert dvc_hash("data/other", tmp_path) is None and dvc_hash("x", tmp_path / "none") is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from unidec import stages
 from unidec.data.dataset import XMCDataset
 from unidec.errors import ArtifactError, ConfigError, Refused
+from unidec.ops.provenance import code_tags
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.probe import Probe, answers
 from unidec.stages import contest, servable
@@ -211,15 +213,42 @@ def test_hashes_that_agree_do_not_help_what_cannot_be_loaded(world):
     assert failed(result) == ["loads"] and "index.faiss" in result["reasons"][-1]["words"]
 
 
-def test_a_dirty_tree_and_what_was_rolled_back(world):
-    dirty = world.version(world.bundle("dirty"), git__dirty="true")
-    assert failed(stages.gate(world.params())) == ["code"]
+def test_a_refusal_for_uncommitted_changes_ends_with_their_commit(world, monkeypatch):
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.invalid"]
+    Path("unidec").mkdir()
+    Path("unidec/code.py").write_text("1\n")
+    Path("params.yaml").write_text("optim: {epochs: 5}\n")
+    for words in (["init", "-q"], ["add", "unidec", "params.yaml"], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    world.version(world.bundle("champion", wrong=range(0, 60, 4)), alias="champion")
+    Path("unidec/code.py").write_text("2\n")
+    tags = {key.replace(".", "__"): value for key, value in code_tags().items()}
+    version = world.version(world.bundle("better"), **tags)
+    assert failed(stages.gate(world.params())) == ["code"] and not stages.needs_gate(world.params(), version)
+    subprocess.run([*git, "commit", "-qam", "two"], check=True)
+    assert stages.needs_gate(world.params(), version)
+    assert stages.gate(world.params())["passed"]
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert world.tags(version)["git.dirty"] == "false" and world.tags(version)["mlflow.source.git.commit"] == head
+    assert stages.promote(world.params())["dirty"] is False
+
+
+def test_a_dirty_tree_and_what_was_rolled_back(world, caplog):
+    dirty = world.version(world.bundle("dirty", wrong=range(0, 60, 4)), git__dirty="true")
+    result = stages.gate(world.params())  # a first champion replaces nothing: a warning is enough
+    assert result["passed"] and "accepted for a first champion" in result["reasons"][0]["words"]
+    assert "uncommitted changes" in caplog.text
+    assert stages.promote(world.params())["dirty"] and world.aliases()["champion"] == dirty
+    later = world.version(world.bundle("later", wrong=range(0, 60, 30)), git__dirty="true")
+    result = stages.gate(world.params())
+    assert failed(result) == ["code"] and "--allow-dirty" in result["reasons"][0]["words"]
+    assert not stages.needs_gate(world.params(), later)
+    with pytest.raises(Refused, match=f"unidec promote {later} --allow-dirty"):
+        stages.promote(world.params())
     result = stages.gate(world.params(allow_dirty=True))
     assert result["passed"] and "gate.allow_dirty accepts" in result["reasons"][0]["words"]
-    with pytest.raises(Refused, match="uncommitted"):
-        stages.promote(world.params())
-    assert stages.promote(world.params(allow_dirty=True))["dirty"]
-    assert world.aliases()["champion"] == dirty
+    assert stages.promote(world.params())["dirty"] and world.aliases()["champion"] == later
     better = world.version(
         world.bundle("better", labels=range(60)), rolled_back__at="2026-11-01", rolled_back__by="ann"
     )

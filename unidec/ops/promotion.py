@@ -116,9 +116,7 @@ def hindrances(version: ModelVersion, champion: str | None, allow_dirty: bool = 
     if "gate.passed" in tags and tags.get("gate.champion", "") != (champion or ""):
         judged = f"version {tags['gate.champion']}" if tags.get("gate.champion") else "no champion"
         now = f"version {champion} is champion" if champion else "there is no champion"
-        found.append(f"the gate compared it with {judged}, and now {now}: `unidec gate` compares anew")
-    if tags.get("git.dirty") == "true" and not allow_dirty:
-        found.append("it was made with uncommitted changes: --allow-dirty promotes it all the same, and says so")
+        found.append(f"the gate compared it with {judged}, and now {now}: `unidec gate` compares again")
     if ROLLED_BACK[0] in tags:
         found.append(rolled_back_words(tags))
     return found
@@ -144,7 +142,7 @@ def promote(
 
     Args:
         which: version number or alias.
-        allow_dirty: also one made with uncommitted changes; tag `promoted.dirty` says so.
+        allow_dirty: also one that the gate refused for nothing but uncommitted changes; tag `promoted.dirty` says so.
         force: also one that the gate refused or has not seen, or that was rolled back; tag `promoted.forced` says so.
             A bundle whose hash is wrong never.
         reason: kept in the tag `promoted.reason`.
@@ -167,10 +165,11 @@ def promote(
             return {**done, "previous": now.get(PREVIOUS)}
         against = hindrances(version, champion, allow_dirty or force)
         if against and not force:
-            raise Refused(
-                f"version {number} is not promoted", where=model_name, got="; ".join(against),
-                fix=f"mend it, or overrule: unidec promote {number} --force --reason TEXT",
-            )  # fmt: skip
+            only_code = not hindrances(version, champion, allow_dirty=True)
+            fix = f"unidec promote {number} --force --reason TEXT"
+            if only_code:
+                fix = f"commit the changes and run `make train`, or: unidec promote {number} --allow-dirty"
+            raise Refused(f"version {number} is not promoted", where=model_name, got="; ".join(against), fix=fix)
         verify_version(model_name, number, version.tags.get(HASH_TAG, ""))
         tags = {**_said("promoted", reason), "promoted.dirty": _word(dirty), "promoted.forced": _word(bool(against))}
         _step(client, model_name, now, number, champion, {number: tags}, {number: ROLLED_BACK})

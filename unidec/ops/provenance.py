@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import yaml
 
 import unidec
+from unidec.config import load_params
+from unidec.errors import ConfigError
 from unidec.ops.tracking import RUN_TAGS
 
 ARTIFACTS = (
@@ -27,39 +30,140 @@ RECORDS = ("dvc.lock", "params.yaml", "data/start.json")
 """Files that together with a commit say how a model was made; its MLflow run keeps them as they were then."""
 RECORDS_FOLDER = "made_of"
 DVC_TAG, DIFFERS_TAG = "dvc.", "dvc.differs"
+COMMIT_TAG, DIRTY_TAG, CHANGED_TAG = "mlflow.source.git.commit", "git.dirty", "git.changed"
+OPERATIONS = ("recipe", "device", "run", "source", "retrain", "gate", "drift", "serve", "tracking")
+"""Parameters that say where a model is trained and what becomes of it; what a recipe's name stands for counts."""
 
-_WRITTEN = ("dvc.lock", "data/start.json", "outputs")  # by the pipeline itself: a change there is no edit of the code
+_CODE = ("unidec", "flows")  # and what dvc.lock lists as dependencies
+_WRITTEN = ("params.yaml", "dvc.lock", "data/start.json", "outputs")  # compared by value, or written by the pipeline
+_LONGEST_TAG = 5000
 _UNFIT = re.compile(r"[^\w.\-/: ]")  # MLflow takes no other characters in a tag's name
 _BLOCK = 1 << 20
 
 
-def code_tags(root: Path | str = ".", besides: Iterable[str] = ()) -> dict[str, str]:
-    """Tags that say which code and which lock file a run used; a fact that cannot be had is left out.
+def code_tags(
+    root: Path | str = ".", besides: Iterable[str] = (), made_with: Mapping[str, Any] | None = None
+) -> dict[str, str]:
+    """Tags that name the code and the lock file of a run; a fact that is not available is left out.
+
+    Only what decides a model makes it dirty: tracked files of the code and of DVC's dependencies, compared with the
+    commit by content, and parameters, compared with the commit's params.yaml by value.
 
     Args:
-        root: of the project.
-        besides: further paths, relative to the repository, whose changes are no edit of the code: data that a run
-            fetches. Those outside of it are ignored.
+        root: of the project, or a trial's folder in it.
+        besides: further paths, relative to the project, whose changes do not count: data that a run fetches. Those
+            outside of it are ignored.
+        made_with: all parameters that made the model, by section; None: parameters are not compared.
 
     Returns:
-        "mlflow.source.git.commit", "git.dirty" ("true"/"false"), "dvc.lock.sha256", "unidec.version",
-        "mlflow.source.name", "mlflow.user".
+        "mlflow.source.git.commit", "git.dirty" ("true"/"false"), "git.changed" (JSON: what `uncommitted` compares),
+        "dvc.lock.sha256", "unidec.version", "mlflow.source.name", "mlflow.user".
     """
     tags = {"unidec.version": unidec.__version__, "mlflow.source.name": "flows/train.py"}
     with contextlib.suppress(OSError, KeyError):  # a container's user may have no name
         tags["mlflow.user"] = getpass.getuser()
-    commit = git(root, "rev-parse", "HEAD")
-    if commit:
-        tags["mlflow.source.git.commit"] = commit
-        inside = [
-            path for path in besides if path and not path.startswith("/") and ".." not in PurePosixPath(path).parts
-        ]
-        left_out = [f":(exclude,top,literal){path}" for path in (*_WRITTEN, *inside)]
-        changed = git(root, "status", "--porcelain", "--", ":/", *left_out)
-        if changed is not None:
-            tags["git.dirty"] = "true" if changed else "false"
+    project = _project(root)
+    if commit := git(project, "rev-parse", "HEAD"):
+        tags[COMMIT_TAG] = commit
+        files = _changed_files(project, commit, _paths_of_code(project, besides))
+        values = {} if made_with is None else _changed_parameters(project, commit, made_with)
+        if files is not None:
+            tags[DIRTY_TAG] = "true" if files or values else "false"
+            changed = json.dumps({"files": files, "parameters": values}, sort_keys=True)
+            if (files or values) and len(changed) <= _LONGEST_TAG:
+                tags[CHANGED_TAG] = changed
     lock = lock_sha256(root)
     return tags | ({"dvc.lock.sha256": lock} if lock else {})
+
+
+def uncommitted(tags: Mapping[str, str], root: Path | str = ".") -> list[str]:
+    """Files and parameters that made a version and are not in the commit that is checked out, by name.
+
+    Args:
+        tags: of the version: see `code_tags`.
+        root: of the project.
+
+    Returns:
+        [] where the version was made from a commit, or all it was made of has been committed since.
+    """
+    if tags.get(DIRTY_TAG) != "true":
+        return []
+    try:
+        changed = json.loads(tags[CHANGED_TAG])
+        files, values = dict(changed["files"]), dict(changed["parameters"])
+    except (KeyError, TypeError, ValueError):
+        return ["changes that were not recorded"]
+    project, commit = _project(root), tags.get(COMMIT_TAG, "")
+    # files that were added since were not there when the version was made
+    words = ("--diff-filter=a", commit, "HEAD", "--", *_paths_of_code(project))
+    since = git(project, "diff", "--name-only", "--relative", "-z", *words)
+    if since is None:
+        return [*sorted(files), *sorted(values)]
+    left = {name for name in since.split("\0") if name and name not in files}
+    left |= {name for name, blob in files.items() if (git(project, "rev-parse", f"HEAD:./{name}") or "") != blob}
+    made_with, now = _committed_parameters(project, commit) | values, _committed_parameters(project, "HEAD")
+    return [*sorted(left), *(key for key in sorted(made_with | now) if made_with.get(key) != now.get(key))]
+
+
+def _project(root: Path | str) -> Path:
+    """The folder of params.yaml: `root`, or for a trial below runs/own/ the project that it belongs to."""
+    root = Path(root).resolve()
+    return next((folder for folder in (root, *root.parents[:3]) if (folder / "params.yaml").is_file()), root)
+
+
+def _paths_of_code(project: Path, besides: Iterable[str] = ()) -> list[str]:
+    """Pathspecs, relative to the project, of all files that decide a model."""
+
+    def inside(paths: Iterable[str]) -> list[str]:
+        return [path for path in paths if path and not path.startswith("/") and ".." not in PurePosixPath(path).parts]
+
+    wanted = {*_CODE, *inside(_entries(_lock(project), "deps"))}
+    left_out = [f":(exclude,literal){path}" for path in (*_WRITTEN, *inside(besides))]
+    return [*(f":(literal){path}" for path in sorted(wanted)), *left_out]
+
+
+def _changed_files(project: Path, commit: str, paths: list[str]) -> dict[str, str] | None:
+    """Tracked files that differ from the commit -> git's hash of their content, "" where deleted; None without git."""
+    found = git(project, "diff", "--name-only", "--relative", "-z", commit, "--", *paths)
+    if found is None:
+        return None
+    names = [name for name in found.split("\0") if name]
+    there = [name for name in names if (project / name).is_file()]
+    hashes = (git(project, "hash-object", "--", *there) or "").split() if there else []
+    return dict.fromkeys(names, "") | dict(zip(there, hashes, strict=False))
+
+
+def _changed_parameters(project: Path, commit: str, made_with: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters that differ from the commit's; None as a value: the commit alone has this key."""
+    mine, its = _by_key(made_with, project), _committed_parameters(project, commit)
+    return {key: mine.get(key) for key in mine | its if mine.get(key) != its.get(key)}
+
+
+def _committed_parameters(project: Path, commit: str) -> dict[str, Any]:
+    """Key path -> value of what the commit's params.yaml and its recipe say; {} where it has none that can be read."""
+    text = git(project, "show", f"{commit}:./params.yaml")
+    if text is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "params.yaml"
+        file.write_text(text, encoding="utf-8")
+        try:
+            return _by_key(load_params(file).model_dump(), project)
+        except ConfigError:
+            return {}
+
+
+def _by_key(params: Mapping[str, Any], project: Path) -> dict[str, Any]:
+    """Parameters that decide a model by key path, as JSON has them; paths in the project relative to it."""
+    values: dict[str, Any] = {}
+    for name, section in params.items():
+        if name not in OPERATIONS:
+            values |= (
+                {f"{name}.{k}": v for k, v in section.items()} if isinstance(section, Mapping) else {name: section}
+            )
+    inside = f"{project}{os.sep}"  # a trial's paths are absolute
+    values = {key: v.removeprefix(inside) if isinstance(v, str) else v for key, v in values.items()}
+    return json.loads(json.dumps(values))
 
 
 def lock_sha256(root: Path | str = ".") -> str | None:

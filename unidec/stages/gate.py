@@ -23,6 +23,7 @@ from unidec.evaluation.metrics import filtered_truth
 from unidec.ops.fetch import fetch_bundle
 from unidec.ops.gate_record import record
 from unidec.ops.promotion import CHALLENGER, CHAMPION, ROLLED_BACK, known_version, rolled_back_words, version_of
+from unidec.ops.provenance import COMMIT_TAG, DIRTY_TAG, git, uncommitted
 from unidec.ops.registry import HASH_TAG
 from unidec.ops.tracking_store import open_client, tracking_uri
 from unidec.retrieval.bundle import Bundle
@@ -34,6 +35,7 @@ from unidec.stages.servable import probe_texts, servability
 from unidec.training.precision import choose_device
 
 if TYPE_CHECKING:
+    from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 GATE_JSON = Path("outputs/gate.json")
@@ -75,7 +77,7 @@ def gate(params: Params, version: str | int | None = None) -> dict[str, Any]:
         checks = [Check("champion", True, None, None, "it is the champion already")]
     else:
         rules = _rules(params.gate, challenger.tags)
-        checks = _provenance(challenger, rules)
+        checks = _provenance(challenger, champion, rules)
         found, more = _judged(challenger, champion, dataset, rules, params.device)
         checks, verdict = checks + found, verdict | more
     passed = all(check.passed for check in checks)
@@ -85,6 +87,7 @@ def gate(params: Params, version: str | int | None = None) -> dict[str, Any]:
     for check in checks:
         log.log(logging.INFO if check.passed else logging.WARNING, "gate: %s: %s", check.check, check.words)
     if not already:
+        _note_commit(client, challenger)
         record(client, challenger, verdict, settings_sha256(params), [GATE_JSON, GATE_PAGE])
         _purge({version.tags.get(HASH_TAG, "")[:16] for version in (challenger, champion) if version is not None})
     return {
@@ -105,19 +108,25 @@ def _purge(kept: set[str]) -> None:
 
 
 def needs_gate(params: Params, version: str | int) -> bool:
-    """Whether the gate has something to decide: not where it is champion, or was refused as things are now.
+    """Whether the gate has something to decide: not for the champion, nor while the reasons of a refusal hold.
 
-    Things are: this champion, this data set, these settings; one that was rolled back stays refused.
+    Without a champion a version is always judged. A refusal depends on the champion, the data set, the settings and
+    what is committed; one that was rolled back stays refused.
     """
     name, client = params.tracking.model_name, open_client(tracking_uri())
     challenger, champion = known_version(client, name, version), version_of(client, name, CHAMPION)
-    if (champion is not None and champion.version == challenger.version) or ROLLED_BACK[0] in challenger.tags:
+    if champion is None:
+        return True
+    tags = challenger.tags
+    if champion.version == challenger.version or ROLLED_BACK[0] in tags:
         return False
+    if "code" in tags.get("gate.failed", "").split(", ") and not uncommitted(tags):
+        return True
     seen = {
-        "gate.passed": "false", "gate.champion": str(champion.version) if champion else "",
+        "gate.passed": "false", "gate.champion": str(champion.version),
         "gate.dataset.sha256": paths.open_dataset().sha256, "gate.settings": settings_sha256(params),
     }  # fmt: skip
-    return any(challenger.tags.get(key) != value for key, value in seen.items())
+    return any(tags.get(key) != value for key, value in seen.items())
 
 
 def settings_sha256(params: Params) -> str:
@@ -144,21 +153,36 @@ def _about(version: ModelVersion | None) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _provenance(version: ModelVersion, rules: Gate) -> list[Check]:
-    """Whether what made it can be had again, and whether it was sent away before."""
+def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gate) -> list[Check]:
+    """Whether the code and parameters that made it are in git, and whether it was rolled back.
+
+    Nothing is asked of a first champion: there is nothing that it replaces.
+    """
     tags, checks = version.tags, []
-    if tags.get("git.dirty") == "true":
-        words = "made with uncommitted changes: nobody can have this code again"
-        if rules.allow_dirty:
-            words = "made with uncommitted changes, which gate.allow_dirty accepts"
-        checks.append(Check("code", rules.allow_dirty, "dirty", "clean", words))
+    if left := uncommitted(tags):
+        words = f"made with uncommitted changes ({', '.join(left[:5])}{', ...' if len(left) > 5 else ''})"
+        if champion is None:
+            words += ", accepted for a first champion; commit them, or later models are refused"
+            log.warning("gate: version %s was %s", version.version, words)
+        elif rules.allow_dirty:
+            words += ", which gate.allow_dirty accepts"
+        else:
+            words += f": commit them and run `make train`, or run `unidec promote {version.version} --allow-dirty`"
+        checks.append(Check("code", champion is None or rules.allow_dirty, "dirty", "clean", words))
     else:
-        commit = tags.get("mlflow.source.git.commit", "")
+        commit = tags.get(COMMIT_TAG, "")
         checks.append(Check("code", True, commit[:12] or None, None, f"commit {commit[:12] or 'unknown'}"))
     if ROLLED_BACK[0] in tags:
         words = f"{rolled_back_words(tags)}; `unidec promote {version.version} --force` overrules that"
         checks.append(Check("rolled back", False, tags[ROLLED_BACK[0]], None, words))
     return checks
+
+
+def _note_commit(client: MlflowClient, version: ModelVersion) -> None:
+    """A version whose uncommitted changes were committed since gets the commit that has them."""
+    if version.tags.get(DIRTY_TAG) == "true" and not uncommitted(version.tags):
+        for key, value in ((COMMIT_TAG, git(".", "rev-parse", "HEAD") or ""), (DIRTY_TAG, "false")):
+            client.set_model_version_tag(version.name, str(version.version), key, value)
 
 
 def _judged(

@@ -40,7 +40,8 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> di
     path = paths.BUNDLE if bundle is None else Path(bundle)
     info = read_info(path)
     refreshed = info.card.get("refreshed")
-    tags = _code_tags(params) | provenance.run_tags()
+    # a refreshed bundle has the parameters of its parent, which its own tags say all of
+    tags = _code_tags(params, info.params if refreshed is None else None) | provenance.run_tags()
     if refreshed is None and path.resolve() != paths.BUNDLE.resolve():
         raise ConfigError(
             "nothing here says how this bundle was trained", where=str(path),
@@ -57,13 +58,13 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> di
     return {"model": params.tracking.model_name, "version": version, "alias": "challenger", "run": tracker.url}
 
 
-def _code_tags(params: Params) -> dict[str, str]:
-    """Of the code as it is now; data that a source brings is no edit of it."""
+def _code_tags(params: Params, made_with: dict[str, Any] | None) -> dict[str, str]:
+    """Of the code as it is now and of a bundle's parameters; data that a source brings is no edit of the code."""
     source = params.source
     fetched = [] if source.kind == "none" else [params.data.path]
     if source.kind == "dvc":
         fetched.append(source.path if source.path.endswith(".dvc") else f"{source.path}.dvc")
-    return provenance.code_tags(besides=fetched)
+    return provenance.code_tags(besides=fetched, made_with=made_with)
 
 
 def _trained(params: Params) -> tuple[Tracker, dict[str, Any], dict[str, str]]:
