@@ -35,7 +35,7 @@ from unidec.model.unidec import KIND, VERSION
 from unidec.stages import paths
 from unidec.stages.ranking import Ranking, headline, tuned_blend
 from unidec.training.trainer import Trainer
-from unidec.training.warm import Start, warm_params
+from unidec.training.warm_start import Start, warm_params
 
 ROOT = Path(__file__).resolve().parents[1]
 QUERIES, LABELS = 0.1, 0.05  # share of each version that the other does not have

@@ -23,8 +23,8 @@ from prefect.states import Cancelled, Completed
 from flows import left
 from unidec.errors import Refused, UnidecError
 from unidec.ops.tracking import RUN_TAGS
-from unidec.stages.launch import watch
 from unidec.stages.runs import close_tracking
+from unidec.stages.watch import watch
 
 _on_command_line = False  # set by on_command_line(): this process is ours to end
 

@@ -25,7 +25,7 @@ from unidec.ops.tracking_store import open_client, prepare_store
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import read_info
 from unidec.stages import paths, session, training
-from unidec.stages.monitor import _answers
+from unidec.stages.monitoring import _answers
 from unidec.stages.profile import KEY, read_profile
 
 pytestmark = pytest.mark.timeout(300)

@@ -14,6 +14,7 @@ from unidec.config import Params
 from unidec.data.storage import write_json
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError
 from unidec.stages import launch
+from unidec.stages.watch import LAUNCHER, name_of
 from unidec.training.distributed import LostRank
 
 
@@ -56,10 +57,8 @@ def test_one_process_needs_no_launcher(monkeypatch):
 
 def test_a_worker_whose_launcher_is_gone_leaves(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    program = (
-        "import sys, time; from unidec.stages import launch; launch.watch(); print(1, flush=True); time.sleep(600)"
-    )
-    env = os.environ | {launch.LAUNCHER: launch._name(parent.pid)}
+    program = "import sys, time; from unidec.stages.watch import watch; watch(); print(1, flush=True); time.sleep(600)"
+    env = os.environ | {LAUNCHER: name_of(parent.pid)}
     with subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE) as worker:
         try:
             assert worker.stdout.readline() == b"1\n"

@@ -22,7 +22,8 @@ from unidec.model.row_table import Placement
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.training import warm
 from unidec.training.trainer import Trainer
-from unidec.training.warm import Start, take_rows, warm_params
+from unidec.training.warm import take_rows
+from unidec.training.warm_start import Start, warm_params
 
 WIDTH, DIM = 6, 4
 UIDS = [f"label-{row}" for row in range(9)]

@@ -34,11 +34,11 @@ _KEPT = (SPEC, "log.txt", ".lock")
 
 def main(folder: str) -> int:
     """Do the task of a folder; returns the exit code."""
-    from unidec.stages import launch
+    from unidec.stages.watch import watch
 
     os.chdir(folder)
     if PARENT in os.environ:
-        launch.watch(int(os.environ[PARENT]))
+        watch(int(os.environ[PARENT]))
     spec = json.loads(Path(SPEC).read_text(encoding="utf-8"))
     accepted = tuple(os.environ.get(ACCEPT, "").split())
     try:

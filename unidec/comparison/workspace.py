@@ -36,7 +36,7 @@ READERS = ("data/dataset.py", "data/formats", "data/raw.py", "data/tokens.py", "
 GRAPHS = ("data/label_graph.py",)
 TRAINING = (
     "model", "training", "retrieval", "evaluation/metrics.py",
-    "stages/training.py", "stages/index.py", "stages/ranking.py", "stages/evaluation.py",
+    "stages/training.py", "stages/indexing.py", "stages/ranking.py", "stages/evaluation.py",
 )  # fmt: skip
 PEERS = ("comparison/peers", "evaluation/metrics.py")
 # where a training runs and how it is shown; propensities are in the data's key

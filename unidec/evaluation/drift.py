@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix
-from scipy.stats import betabinom
 
 from unidec.data.profile import DatasetProfile, spaced
 
@@ -125,6 +124,8 @@ def low_score_noise(low: float, reference_size: int, window_size: int) -> float:
 
     How many of n fall below an order statistic of N others is beta-binomial whatever the distribution (Wilks, 1941).
     """
+    from scipy.stats import betabinom  # takes half a second to import
+
     rank = low * (reference_size - 1) + 1  # from 1; between two where the quantile is
     return float(betabinom.ppf(QUANTILE, window_size, rank, reference_size + 1 - rank)) / max(window_size, 1)
 

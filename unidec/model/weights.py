@@ -10,16 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from unidec.data.storage import MANIFEST, file_sha256, read_manifest
-from unidec.data.tensor_file import open_tensors
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.arrays import KIND, VERSION, WEIGHTS
 from unidec.sections import Encoder
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from unidec.model.unidec import UniDEC
 
 COPY_BLOCK = 1 << 17  # rows copied at once
@@ -29,7 +27,7 @@ _NOTES = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "arch
 # of section `encoder`: where the weights come from and how they train, not what they compute
 _TRAINING = {"name", "start", "frozen", "trainable_layers", "dropout", "bag_dropout"}
 
-Read = Callable[[str, int | None, int | None], Tensor]
+Read = Callable[[str, int | None, int | None], "Tensor"]
 
 
 def copy_into(own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], read: Read) -> None:
@@ -100,7 +98,6 @@ def start_differences(settings: Encoder, transformer: Path, tokenizer: Path, fol
     return differing
 
 
-@torch.no_grad()
 def take_start(
     model: UniDEC, folder: str | Path, *, where: str = "encoder.start",
     fix: str = "set section encoder and model.dim as the start was trained with; its config.json has them",
@@ -120,11 +117,15 @@ def take_start(
         ArtifactError: no exported model, or a damaged one.
         ConfigError: its encoder or a head is another one.
     """
+    import torch
+
+    from unidec.data.tensor_file import open_tensors
+
     folder = Path(folder)
     read_manifest(folder, KIND, VERSION)
     _check_texts(model, folder, where, fix)
     own = dict(model.state_dict())
-    with open_tensors(folder / WEIGHTS) as file:
+    with torch.no_grad(), open_tensors(folder / WEIGHTS) as file:
         shapes = {name: file.shape(name) for name in file.names}
         sources = {name: name for name in [*own, *shapes] if name.startswith("encoder.")}
         if not any(name.startswith("encoder.residual.") for name in shapes):

@@ -61,7 +61,7 @@ def signals_raise(again: str, farewell: str = "") -> Iterator[None]:
 
 
 def _leave_now(number: signal.Signals, farewell: str) -> NoReturn:
-    # children see that their parent is gone, and end (launch.watch)
+    # children see that their parent is gone, and end (unidec.stages.watch)
     if farewell:
         print(farewell, file=sys.stderr, flush=True)
     os._exit(EXIT_CODES[number])

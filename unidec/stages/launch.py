@@ -30,13 +30,12 @@ from unidec.config import Params
 from unidec.data.storage import write_json
 from unidec.errors import ConfigError, TrainingError, UnidecError
 from unidec.progress import silence
+from unidec.stages.watch import GRACE_S, LAUNCHER, name_of, watch
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.stop import stop_signals
 
-GRACE_S = 30.0  # from SIGTERM to SIGKILL: time to finish a step and write a checkpoint (fault 5)
 TOLD_S = 10.0  # from a rank's error to SIGKILL for ranks that do not notice: they hang
 POLL_S = 0.2
-LAUNCHER = "UNIDEC_LAUNCHER"  # process id and start of who must be alive for workers to go on
 
 _ranks: Ranks = ALONE  # of the user's torchrun, inside `led`
 _at_work = False  # these are at work: an error in it reaches the others by itself
@@ -156,7 +155,7 @@ def _check_devices(params: Params) -> None:
 def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
     env = dict(os.environ)
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
-    env[LAUNCHER] = _name(os.getpid())
+    env[LAUNCHER] = name_of(os.getpid())
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if loopback:  # all on this machine: no name to resolve, no port open to others
         env.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
@@ -232,37 +231,3 @@ def error_from(told: dict[str, Any]) -> UnidecError:
     error: UnidecError = kind.__new__(kind)
     error.args, error.exit_code = (told["message"],), told["exit_code"]
     return error
-
-
-# -- whoever starts workers must be alive ------------------------------------------------------------------------------
-
-
-def _name(pid: int) -> str:
-    """A process by its number and its start: numbers come again."""
-    return f"{pid} {psutil.Process(pid).create_time():.2f}"
-
-
-def watch(*pids: int) -> None:
-    """Leave (SIGTERM, later for good) when one of these processes, or the launcher, is gone."""
-    import threading
-
-    names = [_name(pid) for pid in pids if pid > 1]
-    if LAUNCHER in os.environ:
-        names.append(os.environ[LAUNCHER])
-
-    def gone(name: str) -> bool:
-        try:
-            pid = int(name.split()[0])
-            # dead, but its parent has not looked yet
-            return _name(pid) != name or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    def look() -> None:
-        while not any(gone(name) for name in names):
-            time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(GRACE_S)
-        os._exit(1)
-
-    threading.Thread(target=look, daemon=True, name="unidec-watch").start()

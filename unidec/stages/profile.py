@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from unidec.config import Params
 from unidec.data.profile import VERSION, profile_dataset
 from unidec.evaluation.drift import served_facts, served_noise, text_noise
-from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle_folder import read_info
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours
 from unidec.retrieval.space import pair_scores
 from unidec.stages.ranking import Blend, Ranking
+
+if TYPE_CHECKING:
+    from unidec.model.unidec import UniDEC
 
 KEY = "profile"
 """Where it stands in the card of bundle.json."""

@@ -7,25 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import scipy.sparse as sp
-import torch
 
 from unidec.config import Params
 from unidec.data.dataset import Split, XMCDataset
 from unidec.data.propensity import Propensity, load_propensity
 from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth
-from unidec.model.frozen import cached_inputs
-from unidec.model.search import exact_search
-from unidec.model.unidec import UniDEC
 from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, votes_alone
 from unidec.retrieval.space import Space, label_vectors, pair_scores, query_vectors
 from unidec.retrieval.words import WordSpace
 from unidec.stages import paths
 from unidec.training.precision import autocast_type
+
+if TYPE_CHECKING:
+    from unidec.model.unidec import UniDEC
 
 K = 100
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@3", "PSP@5", "R@10", "R@100", "coverage@5", "MRR")
@@ -75,6 +74,10 @@ class Ranking:
             vectors: the labels' arrays of the model's bundle: "de", "clf", "bias", those that exist; None: labels are
                 encoded, and the classifier is the model's.
         """
+        import torch
+
+        from unidec.model.frozen import cached_inputs
+
         tokens = {which: paths.open_tokens(which) for which in ("queries", "labels")}
         amp = autocast_type(precision, model.device)
         build = cached_inputs(model.encoder, tokens, paths.CACHE, model.device, amp)
@@ -109,6 +112,8 @@ class Ranking:
     def top(self, space: Space, clf_weight: float, clf_normalize: bool, k: int = K) -> tuple[np.ndarray, np.ndarray]:
         """Exact search without filtered pairs: (scores float32 [n, k], labels int64 [n, k], -1 where there are
         none)."""
+        from unidec.model.search import exact_search
+
         query, label = self.queries(space, clf_weight, clf_normalize), self.labels(space, clf_normalize)
         return exact_search(query, label, min(k, len(label)), exclude=self.filter_pairs)
 
@@ -196,6 +201,10 @@ def training_neighbours(
     Args:
         tokens: of the training split's queries alone, in their order; None: data/tokens, and data/cache.
     """
+    import torch
+
+    from unidec.model.frozen import cached_inputs
+
     rows, build = dataset.rows("train"), None
     places = rows if tokens is None else np.arange(len(rows))
     amp = autocast_type(precision, model.device)

@@ -21,7 +21,6 @@ from unidec.ops.holder import is_alive, left_running, tracking_state
 from unidec.ops.tracking import Status, Tracker
 from unidec.ops.tracking_left import send_left
 from unidec.stages import paths
-from unidec.training.checkpoint import checkpoint_folders, read_state
 from unidec.training.identity import SECTIONS, check_same, differences
 
 RUN = "run.json"
@@ -300,6 +299,8 @@ def _last_written(path: Path) -> float:
 
 def _states(run_dir: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Checkpoints that have a state to read, newest first; their hashes are not looked at."""
+    from unidec.training.checkpoint import checkpoint_folders, read_state  # imports torch
+
     for path in checkpoint_folders(run_dir):
         with contextlib.suppress(ArtifactError, OSError):
             yield path, read_state(run_dir, path, verify=False)

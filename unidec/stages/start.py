@@ -21,7 +21,7 @@ from unidec.retrieval.bundle_folder import read_info, read_labels
 from unidec.stages import paths
 from unidec.stages.start_file import StartFile, read_start, write_start
 from unidec.training.identity import SECTIONS
-from unidec.training.warm import FIX, Start
+from unidec.training.warm_start import FIX, Start
 
 Kind = Literal["auto", "warm", "cold"]
 _MOST_KEYS = 4  # that a reason names

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from unidec.config import Params
 from unidec.data.storage import write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError
-from unidec.training.warm import FIX, warm_params
+from unidec.training.warm_start import FIX, warm_params
 
 START = Path("data/start.json")
 

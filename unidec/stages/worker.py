@@ -15,6 +15,7 @@ from unidec.data.storage import write_json
 from unidec.errors import UnidecError
 from unidec.progress import silence
 from unidec.stages import launch
+from unidec.stages.watch import watch
 from unidec.training.distributed import LostRank, Ranks
 
 TELL_S = 3.0  # how long a rank whose peer is gone waits for the peer's own words
@@ -26,7 +27,7 @@ def main(folder: Path) -> int:
     An error with a fix is told and ends in 0, so that torchrun does not try it again; the launcher raises it. Whatever
     else ends a rank (a signal, a lost peer, a bug) has another code.
     """
-    launch.watch(os.getppid())
+    watch(os.getppid())
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     rank = int(os.environ["RANK"])
     if rank > 0:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from unidec.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def choose_device(device: str) -> torch.device:
@@ -13,6 +16,8 @@ def choose_device(device: str) -> torch.device:
     Raises:
         ConfigError: "cuda" without a usable GPU.
     """
+    import torch
+
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -27,6 +32,8 @@ def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
     was measured three times slower than float32. It asks the processor, not a stopwatch: the same machine always
     decides alike.
     """
+    import torch
+
     if precision != "auto":
         return torch.bfloat16 if precision == "bf16" else None
     if device.type == "cuda":

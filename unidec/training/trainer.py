@@ -45,7 +45,8 @@ from unidec.training.refresh import Refresh, make_refresh
 from unidec.training.sampler import PoolSampler
 from unidec.training.start import start_bag
 from unidec.training.stop import stop_signals
-from unidec.training.warm import Start, take_model, take_rows
+from unidec.training.warm import take_model, take_rows
+from unidec.training.warm_start import Start
 
 LOG_EVERY = 10  # steps between two lines of history: the only steps at which the host waits for the device
 
