@@ -1,96 +1,97 @@
-"""Progress: plain lines where there is no terminal, a bar where there is one."""
+"""Progress: plain lines without a terminal, a bar on one."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
-from unidec.progress import progress
-
-
-class Clock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from unidec.progress import Progress, progress
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
     def isatty(self) -> bool:
         return True
 
 
-def test_lines_come_every_ten_seconds_with_rate_and_time_left() -> None:
-    clock, stream = Clock(), io.StringIO()
+@pytest.fixture
+def lines() -> Callable[..., tuple[Progress[Any], Callable[[float], None], io.StringIO]]:
+    """`lines(iterable, ...)` -> a progress display without a terminal, a function that moves its clock, its output."""
+
+    def make(iterable: Iterable[Any] | None = None, **options: Any):
+        stream = io.StringIO()
+        bar = progress(iterable, stream=stream, **{"desc": "x", **options})
+        now = [0.0]
+        bar._time, bar.start_t, bar.last_print_t = (lambda: now[0]), 0.0, 0.0
+        return bar, lambda seconds: now.__setitem__(0, now[0] + seconds), stream
+
+    return make
+
+
+def test_lines_every_ten_seconds_with_rate_and_time_left(lines):
+    bar, wait, stream = lines(list(range(100)), desc="encode", unit="text")
     seen = []
-    for item in progress(list(range(100)), desc="encode", unit="text", stream=stream, clock=clock):
+    for item in bar:
         seen.append(item)
-        clock.now += 0.5
+        wait(0.5)
     assert seen == list(range(100))
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == "encode: 20/100 (20%) text, 2.0 text/s, 10s elapsed, 40s left"
-    assert lines[-1] == "encode: 100/100 (100%) text, 2.0 text/s, 50s elapsed, done"
-    assert len(lines) == 6
+    printed = stream.getvalue().splitlines()
+    assert printed[0] == "encode: 20/100 (20%) text, 2.0 text/s, 00:10 elapsed, 00:40 left"
+    assert printed[-1] == "encode: 100/100 (100%) text, 2.0 text/s, 00:50 elapsed, done"
+    assert len(printed) == 6
 
 
-def test_context_manager_with_update_and_note() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with progress(total=1000, desc="search", unit="query", every=60, stream=stream, clock=clock) as bar:
+def test_context_manager_with_update_and_note(lines):
+    bar, wait, stream = lines(total=1000, desc="search", unit="query", every=60)
+    with bar:
         for _ in range(10):
-            clock.now += 300
+            wait(300)
             bar.note("loss 1.5")
             bar.update(100)
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == "search: 100/1,000 (10%) query, 3.0 s/query, 5:00 elapsed, 45:00 left, loss 1.5"
-    assert "50:00 elapsed, done" in lines[-1]
+    printed = stream.getvalue().splitlines()
+    assert printed[0] == "search: 100/1,000 (10%) query, 3.0 s/query, 05:00 elapsed, 45:00 left, loss 1.5"
+    assert "50:00 elapsed, done" in printed[-1]
 
 
-def test_short_work_is_silent_and_unknown_totals_show_no_time_left() -> None:
-    clock, stream = Clock(), io.StringIO()
-    assert list(progress(iter("ab"), desc="x", stream=stream, clock=clock)) == ["a", "b"]
+def test_short_work_is_silent_and_unknown_totals_show_no_time_left(lines):
+    bar, _, stream = lines(iter("ab"))
+    assert list(bar) == ["a", "b"]
     assert stream.getvalue() == ""
-    with progress(desc="x", stream=stream, clock=clock) as bar:
-        clock.now += 3700
+    bar, wait, stream = lines()
+    with bar:
+        wait(3700)
         bar.update(5)
     assert stream.getvalue().splitlines()[0] == "x: 5 it, 740.0 s/it, 1:01:40 elapsed"
 
 
-def test_failure_is_said_and_an_early_stop_is_none() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with pytest.raises(RuntimeError), progress(total=3, desc="x", stream=stream, clock=clock):
+def test_a_failure_prints_stopped_and_an_early_end_of_a_loop_nothing(lines):
+    bar, _, stream = lines(total=3)
+    with pytest.raises(RuntimeError), bar:
         raise RuntimeError
-    assert "stopped" in stream.getvalue()
+    bar.close()
+    assert stream.getvalue().count("stopped") == 1
 
     def broken():
         yield 1
         raise OSError
 
-    stream = io.StringIO()
+    bar, _, stream = lines(broken())
     with pytest.raises(OSError):
-        list(progress(broken(), desc="x", stream=stream, clock=clock))
+        list(bar)
     assert "stopped" in stream.getvalue()
-    stream = io.StringIO()
-    loop = iter(progress(range(5), desc="x", stream=stream, clock=clock))
+    bar, _, stream = lines(range(5))
+    loop = iter(bar)
     next(loop)
     loop.close()
     assert stream.getvalue() == ""
 
 
-def test_a_terminal_gets_a_bar() -> None:
+def test_a_terminal_shows_a_bar():
     stream = Terminal()
     with progress(total=4, desc="train", unit="step", stream=stream) as bar:
         bar.update(4)
         bar.note("loss 2")
     assert "train: 100%" in stream.getvalue()
     assert "4/4" in stream.getvalue()
-
-
-def test_nothing_to_iterate_over() -> None:
-    with pytest.raises(TypeError, match="context manager"):
-        list(progress(desc="x", stream=io.StringIO()))

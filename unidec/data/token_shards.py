@@ -60,7 +60,7 @@ def begin_tokens(
     return Work.begin(folder, "tokens", facts, settings, num_texts, shards=shards, rows_a_shard=ROWS_A_SHARD)
 
 
-def write_token_shard(work: Work, number: int, show: Callable[[int], None] | None = None) -> None:
+def write_token_shard(work: Work, number: int, show: Callable[[int], object] | None = None) -> None:
     """Tokenises one shard's texts.
 
     Raises:

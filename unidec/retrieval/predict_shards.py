@@ -80,7 +80,7 @@ def begin_predictions(
 
 
 def write_prediction_shard(
-    work: Work, number: int, show: Callable[[int], None] | None = None, bundle: Bundle | None = None
+    work: Work, number: int, show: Callable[[int], object] | None = None, bundle: Bundle | None = None
 ) -> None:
     """Predicts one shard's queries.
 

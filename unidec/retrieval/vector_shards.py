@@ -86,7 +86,7 @@ def begin_vectors(
     )
 
 
-def write_vector_shard(work: Work, number: int, show: Callable[[int], None] | None = None) -> None:
+def write_vector_shard(work: Work, number: int, show: Callable[[int], object] | None = None) -> None:
     """Encodes one shard's texts.
 
     Raises:

@@ -73,7 +73,7 @@ def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def run_shard(
-    folder: str | os.PathLike[str], number: int, threads: int = 0, show: Callable[[int], None] | None = None
+    folder: str | os.PathLike[str], number: int, threads: int = 0, show: Callable[[int], object] | None = None
 ) -> dict[str, Any]:
     """Writes one shard, unless it is there already.
 
