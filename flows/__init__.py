@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from unidec.errors import without_credentials
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,3 +24,9 @@ _DEFAULTS = {
 }
 for _name, _value in _DEFAULTS.items():
     os.environ.setdefault(_name, _value)
+
+# Prefect prints its address; user and password belong into the variable that it has for them
+_API = urlsplit(os.environ.get("PREFECT_API_URL", ""))
+if _API.username:
+    os.environ.setdefault("PREFECT_API_AUTH_STRING", f"{unquote(_API.username)}:{unquote(_API.password or '')}")
+    os.environ["PREFECT_API_URL"] = without_credentials(_API.geturl())

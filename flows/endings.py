@@ -21,7 +21,7 @@ from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled, Completed
 
 from flows import left
-from unidec.errors import Refused, UnidecError
+from unidec.errors import Refused, UnidecError, without_credentials
 from unidec.ops.tracking import RUN_TAGS
 from unidec.stages.runs import close_tracking
 from unidec.stages.watch import watch
@@ -94,7 +94,7 @@ def _tagged() -> Iterator[None]:
     """MLflow's runs and versions that are made meanwhile name the flow run."""
     before = os.environ.get(RUN_TAGS)
     tags = {"prefect.flow_run_id": str(current_flow_run.id), "prefect.flow_run_name": current_flow_run.name}
-    url = str(current_flow_run.ui_url or "")
+    url = without_credentials(str(current_flow_run.ui_url or ""))
     if url.startswith("http"):  # a temporary server has no page
         tags["prefect.flow_run_url"] = url
     if deployment.name:

@@ -27,6 +27,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Crashed
 
 from unidec.data.storage import write_json
+from unidec.errors import without_credentials
 from unidec.ops.holder import is_alive, this_process
 from unidec.stages.runs import close_tracking
 
@@ -112,7 +113,7 @@ def _write(note: Path, run_dir: str | None) -> None:
 
 def _server() -> str:
     """Whose run it is; empty: a temporary server on the database in Prefect's home."""
-    return str(PREFECT_API_URL.value() or "")
+    return without_credentials(str(PREFECT_API_URL.value() or ""))
 
 
 def _read(note: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from prefect.events import emit_event
 from prefect.runtime import flow_run as current_flow_run
 
 from unidec.config import Params, load_params
-from unidec.errors import UnidecError
+from unidec.errors import UnidecError, without_credentials
 from unidec.ops.promotion import tag_version
 
 log = logging.getLogger("unidec.flows")
@@ -154,7 +154,8 @@ def tell(params: Params, event: str, subject: str, payload: Mapping[str, Any], l
     emit(params.tracking.model_name, event, payload)
     if params.retrain.notify:
         where = current_flow_run.ui_url
-        body = "\n".join([*lines, *([where] if where and str(where).startswith("http") else [])])
+        link = [without_credentials(str(where))] if str(where).startswith("http") else []
+        body = "\n".join([*lines, *link])
         notify(params.retrain.notify, f"{params.tracking.model_name}: {subject}", body)
 
 

@@ -17,7 +17,14 @@ from typing import Any
 
 import yaml
 
-from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError
+from unidec.errors import (
+    ArtifactError,
+    ConfigError,
+    DataError,
+    TrainingError,
+    UnidecError,
+    without_credentials,
+)
 from unidec.stages.runs import one_at_a_time
 
 __all__ = ["CommandError", "commit", "inputs_digest", "one_at_a_time", "reproduce", "run", "stale"]
@@ -152,7 +159,7 @@ def run(
 def _crossed_out(line: str, secrets: Mapping[str, str]) -> str:
     for value in sorted(filter(None, secrets.values()), key=len, reverse=True):
         line = line.replace(value, "********")
-    return line
+    return without_credentials(line)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

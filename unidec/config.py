@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from unidec.conflicts import find_conflicts
-from unidec.errors import ConfigError
+from unidec.errors import ConfigError, without_credentials
 from unidec.problems import ParamsError, nearest, problem, short, valid_values
 from unidec.sections import Params, Section
 from unidec.strict_yaml import KeyPath, parse_scalar, read_yaml
@@ -81,6 +81,14 @@ def build_params(values: dict[str, Any], origin: dict[str, str], where: str) -> 
             names = recipe_names()
             expected, near = f"one of {', '.join(names)}", nearest(recipe, names)
             problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
+    problems += [
+        problem(key, "a password or token in a parameter", short(value), "an address without credentials", origin,
+                fix="set it in the environment; source.secrets names Prefect secrets for DVC's processes")
+        for name, section in values.items()
+        for key, value in ([(name, section)] if not isinstance(section, dict) else
+                           [(f"{name}.{key}", value) for key, value in section.items()])
+        if without_credentials(str(value)) != str(value)
+    ]  # fmt: skip
     params, found = _validate(values, origin)
     if found or problems or params is None:
         raise ParamsError(problems + found, where)

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
+_USER_INFO = re.compile(r"(?<=://)[^\s/?#'\"<>]*@")
+_SECRET_VALUE = re.compile(
+    r"(?i)(?<=[?&])([^\s=&]*(?:password|passwd|secret|token|signature|api_?key)[^\s=&]*=)[^\s&'\"<>]+"
+)
+
+
+def without_credentials(text: str) -> str:
+    """The text with every address in it as it may be shown or stored: without user, password and secret parameters."""
+    return _SECRET_VALUE.sub(r"\1***", _USER_INFO.sub("", text))
+
 
 class UnidecError(Exception):
-    """Base of every error meant for a user; the command line prints it without a traceback.
+    """Base of every error meant for a user; the command line prints it without a traceback, and never with credentials.
 
     Args:
         what: one sentence that says what is wrong.
@@ -33,7 +45,7 @@ class UnidecError(Exception):
             lines.append(f"  expected: {expected}")
         if fix:
             lines.append(f"  fix: {fix}")
-        super().__init__("\n".join(lines))
+        super().__init__(without_credentials("\n".join(lines)))
 
 
 class ConfigError(UnidecError):

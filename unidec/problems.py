@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from unidec.errors import ConfigError
+from unidec.errors import ConfigError, without_credentials
 
 
 class ParamsError(ConfigError):
@@ -57,8 +57,8 @@ def problem(
 
 
 def short(value: Any) -> str:
-    """A value as Python writes it, cut to 80 characters."""
-    text = repr(value)
+    """A value as Python writes it, without credentials, cut to 80 characters."""
+    text = without_credentials(repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

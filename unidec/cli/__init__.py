@@ -9,8 +9,10 @@ import json
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +22,7 @@ from unidec.cli import data, export, index, labels, lineage, models, predict, se
 from unidec.cli.options import DEFAULT_PARAMS, AsJson, Assignments, ParamsFile, load
 from unidec.cli.output import show, show_table
 from unidec.config import Params, describe, load_params, parse_overrides, recipe_names, to_yaml
-from unidec.errors import ConfigError, Stopped, UnidecError
+from unidec.errors import ConfigError, Stopped, UnidecError, without_credentials
 
 app = typer.Typer(
     name="unidec",
@@ -328,11 +330,18 @@ def _wait_for_nobody(exit_code: int) -> None:
         os._exit(exit_code)
 
 
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As Python's own, without the credentials of addresses in messages."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(without_credentials(text), end="", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Entry point: an error that a user can mend is a message and an exit code, not a traceback."""
     debug = "--debug" in sys.argv[1:]
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
     run: Callable[..., Any] = app
+    sys.excepthook = _print_traceback
     try:
         run(args=arguments, prog_name="unidec")
     except UnidecError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -158,7 +157,7 @@ def _tags(task: Task, tracker: Any) -> dict[str, str]:
     from unidec.ops.tracking import RUN_TAGS
     from unidec.ops.tracking_store import tracking_uri
 
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or tracking_uri(".")
+    uri = tracking_uri(".")
     tags = {"mlflow.runName": task.key, "comparison": "" if tracker is None else str(tracker.run_id)}
     if tracker is not None and tracker.run_id:
         tags["mlflow.parentRunId"] = tracker.run_id

@@ -185,19 +185,19 @@ def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, ver
     return manifest
 
 
-def write_json(path: str | os.PathLike[str], obj: Any) -> None:
-    """Write JSON in one piece (UTF-8, keys as given); numbers that are not finite become null."""
+def write_json(path: str | os.PathLike[str], obj: Any, mode: int = 0o666) -> None:
+    """Write JSON in one piece (UTF-8, keys as given); numbers that are not finite become null. `mode`: of the file."""
     text = json.dumps(_plain(obj), ensure_ascii=False, allow_nan=False, indent=1)
-    write_bytes_atomic(path, text.encode() + b"\n")
+    write_bytes_atomic(path, text.encode() + b"\n", mode)
 
 
-def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file in one piece: beside, flushed, renamed."""
+def write_bytes_atomic(path: str | os.PathLike[str], data: bytes, mode: int = 0o666) -> None:
+    """Write a file in one piece: beside, flushed, renamed. It is created with `mode`, less the process's umask."""
     final = Path(os.path.abspath(path))
     temporary = _temporary(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlparse
 
+from unidec.errors import without_credentials
 from unidec.ops.holder import left_running, tracking_state
 from unidec.ops.promotion import all_versions
 from unidec.ops.tracking import Tracker
@@ -73,7 +74,8 @@ def tracking_findings(run_dirs: Collection[Path], root: Path = Path("."), at_wor
         yield from _of_registry(client)
     except Exception as error:  # whatever MLflow, its database or the network throws
         yield Finding(
-            f"the tracking store cannot be read: {(str(error).splitlines() or [''])[0][:200]}", uri, "warning",
+            f"the tracking store cannot be read: {(without_credentials(str(error)).splitlines() or [''])[0][:200]}",
+            without_credentials(uri), "warning",
             "start its server, or correct MLFLOW_TRACKING_URI; training goes on without it",
         )  # fmt: skip
 

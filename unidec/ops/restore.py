@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unidec.errors import ArtifactError, ConfigError
+from unidec.errors import ArtifactError, ConfigError, without_credentials
 from unidec.ops.provenance import RECORDS, RECORDS_FOLDER, git
 from unidec.ops.registry import tracking_to
 from unidec.ops.tracking_store import tracking_uri
@@ -138,9 +138,13 @@ def _write_dvc_config(root: Path, project: Path) -> None:
     if not shared.has_option("cache", "dir"):
         _set(own, "cache", "dir", str(place / "cache"))
     (project / ".dvc").mkdir(exist_ok=True)
-    with (project / ".dvc" / "config.local").open("w", encoding="utf-8") as file:
+    # it may hold a remote's password
+    with open(project / ".dvc" / "config.local", "x", encoding="utf-8", opener=_private) as file:
         own.write(file)
-    (project / ".dvc" / "config.local").chmod(0o600)  # it may hold a remote's password
+
+
+def _private(name: str, flags: int) -> int:
+    return os.open(name, flags, 0o600)
 
 
 def _set(config: configparser.ConfigParser, section: str, key: str, value: str) -> None:
@@ -167,5 +171,5 @@ def _commands(project: Path, uri: str) -> list[str]:
     return [
         f"cd {shlex.quote(str(project))}",
         f"{python} -m dvc checkout    # or, where the cache has not all of it: {python} -m dvc pull",
-        f"MLFLOW_TRACKING_URI={shlex.quote(uri)} {python} -m flows.train --steps {_AGAIN}",
+        f"MLFLOW_TRACKING_URI={shlex.quote(without_credentials(uri))} {python} -m flows.train --steps {_AGAIN}",
     ]

@@ -28,10 +28,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unidec.data.storage import write_json
+from unidec.errors import without_credentials
 from unidec.ops.holder import this_process
 from unidec.ops.system_metrics import sampled
 from unidec.ops.tracking_spool import Point, Spool
-from unidec.ops.tracking_store import Outage, experiment_id, listens, open_client, tracking_uri, ui_url
+from unidec.ops.tracking_store import (
+    Outage,
+    experiment_id,
+    listens,
+    open_client,
+    tracking_uri,
+    ui_url,
+    with_credentials,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -78,6 +87,7 @@ class Tracker:
     ) -> None:
         self.experiment = experiment
         self.uri = uri or tracking_uri(root)
+        self.shown_uri = without_credentials(self.uri)
         self.run_dir: Path | None = None
         self._flush_seconds, self._retry_seconds = flush_seconds, retry_seconds
         self._state: dict[str, Any] = {}
@@ -123,9 +133,9 @@ class Tracker:
         outer = _outer_tags()
         run_name = outer.pop("mlflow.runName", run_name)
         old = _read_json(self.run_dir / _STATE)
-        same = old.get("uri") == self.uri and old.get("experiment") == self.experiment
+        same = without_credentials(old.get("uri", "")) == self.shown_uri and old.get("experiment") == self.experiment
         self._state = {
-            "uri": self.uri,
+            "uri": self.shown_uri,
             "experiment": self.experiment,
             "run_name": run_name or self.run_dir.name,
             "run_key": old["run_key"] if same else uuid.uuid4().hex,
@@ -148,7 +158,10 @@ class Tracker:
     def resume(cls, run_dir: Path | str, **options: Any) -> Tracker:
         """Goes on with the run begun in `run_dir`; a tracker that does nothing where none was begun."""
         state = _read_json(Path(run_dir) / _STATE)
-        tracker = cls(state.get("experiment", "unidec"), uri=state.get("uri"), **options)
+        if state:
+            state["uri"] = without_credentials(state["uri"])
+            options["uri"] = with_credentials(state["uri"])
+        tracker = cls(state.get("experiment", "unidec"), **options)
         if state:
             tracker.run_dir, tracker._state = Path(run_dir), state
             tracker._read_pending()
@@ -269,7 +282,7 @@ class Tracker:
         """
         if force:
             return self._flush(Outage.was_cheap)
-        outage = Outage.of(self.uri)
+        outage = Outage.of(self.shown_uri)
         if not self._state or (outage and not outage.is_due(self._retry_seconds)):
             return self._flush(lambda _: False)
         done: list[bool] = []
@@ -277,7 +290,7 @@ class Tracker:
         thread.start()
         thread.join(_PATIENCE)
         if not done:
-            Outage.note(self.uri, _PATIENCE)
+            Outage.note(self.shown_uri, _PATIENCE)
             self._leave(thread)
         return done == [True]
 
@@ -292,7 +305,7 @@ class Tracker:
             self._points = []
             return True
         self._last_flush = begin = time.monotonic()
-        outage = Outage.of(self.uri)
+        outage = Outage.of(self.shown_uri)
         if (outage and not is_due(outage)) or not self._sending.acquire(timeout=0 if self._is_live else _PATIENCE):
             self._spool()
             return False
@@ -303,14 +316,16 @@ class Tracker:
             self._send_points()
             self._send_rest()
         except Exception as error:  # whatever MLflow, its database or the network throws: training is worth more
-            if Outage.note(self.uri, time.monotonic() - begin):
-                log.warning("%s is away; what is logged waits in %s: %s", self.uri, self.run_dir, _first_line(error))
+            if Outage.note(self.shown_uri, time.monotonic() - begin):
+                log.warning(
+                    "%s is away; what is logged waits in %s: %s", self.shown_uri, self.run_dir, _first_line(error)
+                )
             self._spool()
             return False
         finally:
             self._sending.release()
-        if seconds := Outage.end(self.uri):
-            log.info("%s is back after %.0f s: everything kept meanwhile was sent", self.uri, seconds)
+        if seconds := Outage.end(self.shown_uri):
+            log.info("%s is back after %.0f s: everything kept meanwhile was sent", self.shown_uri, seconds)
         self._write_pending()
         return True
 
@@ -344,7 +359,7 @@ class Tracker:
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
-                log.warning("MLflow run %s is gone from %s: a new one takes its place", self.run_id, self.uri)
+                log.warning("MLflow run %s is gone from %s: a new one takes its place", self.run_id, self.shown_uri)
                 return None
             return run if run.info.lifecycle_stage == "active" else None
         experiment = client.get_experiment_by_name(self.experiment)
@@ -432,7 +447,7 @@ class Tracker:
     def _save_state(self) -> None:
         assert self.run_dir is not None
         if threading.current_thread() is not self._left:
-            write_json(self.run_dir / _STATE, self._state)
+            write_json(self.run_dir / _STATE, self._state, mode=0o600)
 
     def _read_pending(self) -> None:
         points = self._disk.read()
@@ -465,7 +480,9 @@ def _now() -> int:
 
 def _outer_tags() -> dict[str, str]:
     try:
-        return {str(key): str(value) for key, value in json.loads(os.environ.get(RUN_TAGS) or "{}").items()}
+        return {
+            key: without_credentials(str(value)) for key, value in json.loads(os.environ.get(RUN_TAGS) or "{}").items()
+        }
     except (ValueError, AttributeError):
         log.warning("%s is no JSON object: it is passed over", RUN_TAGS)
         return {}
@@ -477,7 +494,7 @@ def _points(step: int, metrics: Mapping[str, float]) -> list[Point]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:300] or type(error).__name__
+    return (without_credentials(str(error)).splitlines() or [""])[0][:300] or type(error).__name__
 
 
 def _read_json(path: Path) -> dict[str, Any]:

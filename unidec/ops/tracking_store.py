@@ -13,10 +13,10 @@ import time
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 from urllib.request import ProxyHandler, build_opener, getproxies, proxy_bypass
 
-from unidec.errors import ArtifactError
+from unidec.errors import ArtifactError, without_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -43,10 +43,25 @@ def quiet_mlflow() -> None:
 
 
 def tracking_uri(root: Path | str = ".") -> str:
-    """The tracking store's address: `MLFLOW_TRACKING_URI`, else SQLite in `<root>/mlflow/`; SQLite paths absolute."""
+    """The tracking store's address: `MLFLOW_TRACKING_URI`, else SQLite in `<root>/mlflow/`; SQLite paths absolute.
+
+    User and password of a server's address move to the variables that MLflow has for them, so that no message of its
+    own shows them. Those of a database stay: see `without_credentials`.
+    """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow/mlflow.db"
+    address = urlsplit(uri)
+    if address.scheme in ("http", "https") and address.username:
+        os.environ.setdefault("MLFLOW_TRACKING_USERNAME", unquote(address.username))
+        os.environ.setdefault("MLFLOW_TRACKING_PASSWORD", unquote(address.password or ""))
+        os.environ["MLFLOW_TRACKING_URI"] = uri = without_credentials(uri)
     path = sqlite_path(uri, root)
     return uri if path is None else f"{_SQLITE}{path}"
+
+
+def with_credentials(stored: str) -> str:
+    """A stored address with the credentials of `MLFLOW_TRACKING_URI`, where that names the same store."""
+    known = tracking_uri()
+    return known if without_credentials(known) == stored else stored
 
 
 def sqlite_path(uri: str, root: Path | str = ".") -> Path | None:
@@ -75,7 +90,9 @@ def ui_url(uri: str, experiment_id: str, run_id: str) -> str | None:
         noted = ui_note(uri)
         known = [noted.read_text(encoding="utf-8").strip()] if noted and noted.is_file() else []
         base = next((address for address in [*known, "http://127.0.0.1:5000"] if _shows(address, run_id)), None)
-    return f"{base.rstrip('/')}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}" if base else None
+    if not base:
+        return None
+    return f"{without_credentials(base).rstrip('/')}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
 
 
 def ui_note(uri: str) -> Path | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from unidec.data.storage import MANIFEST, file_sha256, is_stale, read_manifest
-from unidec.errors import ArtifactError, TrainingError
+from unidec.errors import ArtifactError, TrainingError, without_credentials
 from unidec.ops.doctor import Finding, Severity, environment_findings, tracking_findings
 from unidec.stages import paths
 from unidec.stages.runs import one_at_a_time, run_folders
@@ -341,5 +341,5 @@ def _ask(root: Path, *words: str) -> tuple[dict[str, Any] | None, str]:
         return None, str(error)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        return None, (done.stderr.strip().splitlines() or ["no answer"])[-1][:200]
+        return None, (without_credentials(done.stderr).strip().splitlines() or ["no answer"])[-1][:200]
     return json.loads(lines[-1]), ""

@@ -203,7 +203,7 @@ def _state(pid: int) -> str:
 def test_close_wakes_who_waits(tmp_path, monkeypatch):
     real = module.start_child
     words = ("timeit", "-n1", "-r1", "import time; time.sleep(60)")  # reads nothing, answers nothing
-    monkeypatch.setattr(module, "start_child", lambda *given: real(*words))
+    monkeypatch.setattr(module, "start_child", lambda *_, **__: real(*words))
     watch = Watch(Address("m", "champion", None), tmp_path, store(tmp_path))
     timer = threading.Timer(0.2, watch.close)
     timer.start()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unidec.data.storage import folder_sha256, remove_folder, write_json
-from unidec.errors import ArtifactError, ConfigError, UnidecError
+from unidec.errors import ArtifactError, ConfigError, UnidecError, without_credentials
 from unidec.ops.fetch import COPIES, parse_address
 from unidec.ops.serving.room import available_bytes, folder_bytes, give_back
 from unidec.ops.serving.service import Engine, Identity, Service
@@ -444,7 +444,7 @@ class Follower:
     def _refuse(self, found: Found, error: Exception) -> None:
         before = self._refused
         times = before.times + 1 if before is not None and before.found == found else 1
-        why = f"{error}" if isinstance(error, UnidecError) else f"{type(error).__name__}: {error}"
+        why = without_credentials(f"{error}" if isinstance(error, UnidecError) else f"{type(error).__name__}: {error}")
         stays = _name(self._identities()[0])
         log.warning("version %s is refused, %s goes on serving: %s", found.version, stays, _on_a_line(why[:_SHOWN]))
         self._remove_copies()

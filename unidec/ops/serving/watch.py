@@ -24,6 +24,7 @@ from typing import Any
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.ops.fetch import Address, fetch_bundle
 from unidec.ops.serving.children import answer_pipe, end_child, end_with_parent, start_child
+from unidec.ops.tracking_store import tracking_uri
 
 START_SECONDS = 90.0  # more for the first answer: imports on a busy machine
 LOOK_SECONDS = 60.0  # MLflow gives a server 20 s, three times
@@ -70,8 +71,9 @@ class Watch:
     def prepare(self) -> None:
         """Starts the process, so that its imports run beside ours; `look` and `fetch` do it where it was not done."""
         if self._child is None:
-            where = {"uri": self.uri, "folder": str(self.folder), **asdict(self.address)}
-            self._child = start_child("unidec.ops.serving.watch", json.dumps(where))
+            where = {"folder": str(self.folder), **asdict(self.address)}
+            # the address in the environment, not among the arguments, which every user of the machine can list
+            self._child = start_child("unidec.ops.serving.watch", json.dumps(where), MLFLOW_TRACKING_URI=self.uri)
             self._answers, self._fresh = queue.Queue(), True
             threading.Thread(
                 target=_read_lines, args=(self._child, self._answers), daemon=True, name="unidec-watch"
@@ -247,7 +249,7 @@ def main() -> None:
     asked = None
     for number, line in enumerate(sys.stdin.buffer):
         try:
-            asked = asked or _Asked(**json.loads(sys.argv[1]))
+            asked = asked or _Asked(tracking_uri(), **json.loads(sys.argv[1]))
             answer = _answer(asked, json.loads(line))
         except (MlflowException, OSError, UnidecError) as error:  # of opening the store
             answer = {"away": f"{type(error).__name__}: {error}"[:_MESSAGE]}
