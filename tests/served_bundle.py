@@ -1,11 +1,13 @@
 """A real bundle of a few hundred labels, made in a second, for tests that start a real server.
 
-UniDEC with a bag of tokens, untrained: a label is found by the words of its title. Both heads; training queries vote.
+UniDEC with a bag of tokens (kind `both`: and a transformer), untrained: a label is found by the words of its title. Both
+heads; training queries vote.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from scipy.sparse import csr_matrix
@@ -45,7 +47,9 @@ def write_source(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def make_served_bundle(folder: Path, num_labels: int = 400, seed: int = 0, votes: bool = True) -> Path:
+def make_served_bundle(
+    folder: Path, num_labels: int = 400, seed: int = 0, votes: bool = True, kind: Literal["bag", "both"] = "bag"
+) -> Path:
     """Write `folder/bundle`; another seed gives other vectors, so that answers differ in their scores.
 
     Uids are L0, L1, ... and titles `text(row)`; the first titles are also the queries that vote, for their own label.
@@ -57,10 +61,10 @@ def make_served_bundle(folder: Path, num_labels: int = 400, seed: int = 0, votes
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     model = UniDEC.create(
-        Encoder(kind="bag"), Model(dim=16, dropout=0.0), num_labels, source, len(WORDS) + 2,
+        Encoder(kind=kind, trainable_layers=0), Model(dim=16, dropout=0.0), num_labels, source, len(WORDS) + 2,
         {"tokens": {"max_length": 8}},
     ).eval()  # fmt: skip
-    model.start_table(torch.from_numpy(rng.normal(size=(num_labels, 32)).astype(np.float32)))
+    model.start_table(torch.from_numpy(rng.normal(size=(num_labels, model.encoder.width)).astype(np.float32)))
     with write_folder(folder / "model", KIND, VERSION) as out:
         model.save_into(out)
     tokens = encode_texts(titles, source, 8)

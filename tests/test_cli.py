@@ -195,6 +195,7 @@ def bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     module = types.ModuleType("unidec.retrieval.bundle")
     module.Bundle = FakeBundle  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unidec.retrieval.bundle", module)
+    monkeypatch.setattr("unidec.cli.predict._encoder", lambda _bundle, runtime: runtime)
     (tmp_path / "outputs" / "bundle").mkdir(parents=True)
     return tmp_path / "outputs" / "bundle"
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = (
     "torch",
@@ -43,3 +45,12 @@ def test_a_flow_that_trains_nothing_requires_no_torch():
 def test_every_stage_is_found():
     code = "from unidec import stages\nfor name in stages._MODULE_OF: assert callable(getattr(stages, name)), name"
     assert "torch" in imported(code)
+
+
+@pytest.mark.parametrize("kind", ["bag", "both"])
+def test_predict_for_texts_requires_no_torch(kind, tmp_path, helper):
+    bundle = helper("served_bundle").make_served_bundle(tmp_path, num_labels=30, kind=kind)
+    code = f"""
+from unidec.cli import app
+app(["predict", "redcar bluecar", "-k", "2", "--bundle", {str(bundle)!r}], standalone_mode=False)"""
+    assert not imported(code) & {"torch", "transformers", "mlflow", "prefect"}

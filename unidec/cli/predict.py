@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from unidec.cli.options import DEFAULT_BUNDLE, AsJson, BundleAddress, bundle_folder
 from unidec.cli.output import show, show_predictions
-from unidec.errors import ConfigError
+from unidec.errors import ArtifactError, ConfigError, UnidecError
+
+if TYPE_CHECKING:
+    from unidec.retrieval.bundle import Bundle
+    from unidec.retrieval.query_encoder import QueryEncoder
 
 Runtime = Annotated[
-    Literal["torch", "auto", "onnx", "onnx-int8"],
-    typer.Option("--runtime", help="what encodes the texts; auto: the fastest that keeps quality (docs/query-path.md)"),
+    Literal["torch", "auto", "onnx", "onnx-int8"] | None,
+    typer.Option(
+        "--runtime",
+        help="what encodes the texts; auto: the fastest that keeps quality (docs/query-path.md). Default: torch for "
+        "--input, onnx for texts on the command line (torch where onnxruntime cannot run the model)",
+    ),
 ]
 
 
@@ -35,7 +43,7 @@ def predict(
     ] = None,
     target: Annotated[Path | None, typer.Option("--output", help="predictions: .parquet, .csv, .tsv or .jsonl")] = None,
     column: Annotated[str | None, typer.Option("--column", help="column of --input, if not `query` or `text`")] = None,
-    runtime: Runtime = "torch",
+    runtime: Runtime = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the best labels for texts, or write those for a file of queries: killed, the same command goes on."""
@@ -45,17 +53,14 @@ def predict(
     folder = bundle_folder(bundle)
     from unidec.retrieval.bundle import Bundle
 
-    loaded = Bundle.load(folder, lazy=runtime != "torch")
+    loaded = Bundle.load(folder, lazy=source is None or runtime not in (None, "torch"))
     if source is not None and target is not None:
         from unidec.retrieval.predict_shards import predict_resumably
 
-        count = predict_resumably(loaded, source, target, k, column=column, runtime=runtime)
+        count = predict_resumably(loaded, source, target, k, column=column, runtime=runtime or "torch")
         show("predict", {"queries": count, "output": str(target)}, as_json)
         return
-    if runtime != "torch":
-        from unidec.retrieval.query_encoder import open_encoder
-
-        loaded.encoder = open_encoder(loaded, runtime)
+    loaded.encoder = _encoder(loaded, runtime)
     import pandas as pd
 
     frame = loaded.predict_frame(pd.DataFrame({"query": texts}), k=k)
@@ -63,3 +68,17 @@ def predict(
         print(frame.to_json(orient="records", lines=True, force_ascii=False), end="")
     else:
         show_predictions(frame)
+
+
+def _encoder(bundle: Bundle, runtime: Runtime) -> QueryEncoder:
+    """By default onnxruntime with 32 bits: torch's labels without the seconds that importing torch takes."""
+    from unidec.retrieval.query_encoder import open_encoder
+
+    if runtime is not None:
+        return open_encoder(bundle, runtime)
+    try:
+        return open_encoder(bundle, "onnx")
+    except ArtifactError:
+        raise
+    except UnidecError:  # an architecture that is not known there, or onnxruntime is not installed
+        return open_encoder(bundle, "torch")
