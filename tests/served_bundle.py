@@ -1,7 +1,7 @@
 """A real bundle of a few hundred labels, made in a second, for tests that start a real server.
 
-UniDEC with a bag of tokens (kind `both`: and a transformer), untrained: a label is found by the words of its title. Both
-heads; training queries vote.
+UniDEC with a bag of tokens (kind `both`: and a transformer), untrained: a label is found by the words of its title.
+Both heads; training queries vote.
 """
 
 from __future__ import annotations
