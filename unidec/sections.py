@@ -306,12 +306,19 @@ class Gate(Section):
         ["P@1", "PSP@5", "tail/R@10", "coverage@5"], description="metrics that may not lose more than that"
     )
     max_latency_ms: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="95th percentile of one query's answer in a fresh process; 0: no limit"
+        0.0, description="95th percentile of one query's answer in a fresh process, by the wall clock; 0: no limit"
     )
-    max_latency_ratio: Annotated[float, Field(ge=0)] = Field(2.0, description="the same, times the champion's; 0: none")
+    max_latency_ratio: Annotated[float, Field(ge=0)] = Field(
+        2.0, description="the same in processor time, times the champion's; 0: none"
+    )
     max_megabytes: Annotated[float, Field(ge=0)] = Field(0.0, description="size of the bundle; 0: no limit")
     max_size_ratio: Annotated[float, Field(ge=0)] = Field(1.5, description="the same, times the champion's; 0: none")
-    max_load_seconds: Annotated[float, Field(ge=0)] = Field(60.0, description="until a fresh process answers; 0: none")
+    max_load_seconds: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="until a fresh process answers, by the wall clock; 0: no limit"
+    )
+    max_load_ratio: Annotated[float, Field(ge=0)] = Field(
+        2.0, description="the same in processor time, times the champion's; 0: none"
+    )
     probes: Count = Field(64, description="queries that a fresh process must answer")
     allow_dirty: bool = Field(False, description="promote also what was made with uncommitted changes")
 

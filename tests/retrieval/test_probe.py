@@ -34,7 +34,9 @@ def test_what_a_fresh_process_says(bundle, helper):
     assert 0 < found.p50_ms <= found.p95_ms < 10_000 and 0 < found.load_seconds < 120
     assert found.megabytes == pytest.approx(sum(f.stat().st_size for f in bundle.rglob("*") if f.is_file()) / 1e6)
     assert 50 < found.peak_megabytes < 4000  # Python and torch, not the parent's memory too
-    assert set(found.figures()) == {"load_seconds", "p50_ms", "p95_ms", "peak_megabytes", "megabytes"}
+    assert 0 < found.p95_cpu_ms < 10_000 and 0.1 < found.load_cpu_seconds < 120
+    times = {"load_seconds", "load_cpu_seconds", "p50_ms", "p95_ms", "p95_cpu_ms"}
+    assert set(found.figures()) == times | {"peak_megabytes", "megabytes"}
 
 
 def test_one_that_cannot_be_served_says_why(bundle, tmp_path, monkeypatch):
@@ -70,7 +72,7 @@ def test_nothing_heavy_is_imported_for_training(bundle):
 
 
 def made(labels, scores) -> Probe:
-    return Probe("0", 1.0, 1.0, 1.0, 1.0, 1.0, labels, scores)
+    return Probe("0", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, labels, scores)
 
 
 @pytest.mark.parametrize(

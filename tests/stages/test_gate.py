@@ -45,7 +45,8 @@ def world(helper, store, tmp_path, monkeypatch, request):
 @pytest.fixture(autouse=True)
 def played(monkeypatch):
     """Fresh processes without the process; `played["p95_ms"] = 3.0` for all, or {sha256: 3.0}."""
-    times = {"load_seconds": 1.0, "p50_ms": 1.0, "p95_ms": 2.0, "peak_megabytes": 100.0}
+    times = dict.fromkeys(("load_seconds", "load_cpu_seconds", "p50_ms"), 1.0)
+    times |= {"p95_ms": 2.0, "p95_cpu_ms": 2.0, "peak_megabytes": 100.0}
 
     def probe(path, texts, k, timeout):
         bundle = Bundle.load(path)
@@ -68,7 +69,7 @@ def test_from_the_first_model_to_one_that_takes_its_place(world):
     assert stages.needs_gate(params, first)
     result = stages.gate(params)
     assert result["passed"] and result["challenger"] == first and result["champion"] is None
-    assert [r["check"] for r in result["reasons"]] == ["code", "hash", "loads", "answers", "load time"]
+    assert [r["check"] for r in result["reasons"]] == ["code", "hash", "loads", "answers"]
     assert result["metrics"] == {}  # nobody to be compared with
     stages.promote(params, first)
     assert world.aliases() == {"champion": first, "challenger": first}
@@ -271,13 +272,22 @@ def test_slower_or_larger(world, played):
     slow = world.bundle("slow", padding=2000)
     champion, version = world.version(world.bundle("champion"), alias="champion"), world.version(slow)
     sha256 = world.tags(version)["bundle.sha256"]
-    played["p95_ms"] = {sha256: 5.0}
-    played["load_seconds"] = {sha256: 61.0}
-    result = stages.gate(world.params(max_latency_ms=4.0, max_megabytes=0.1))
-    assert failed(result) == ["load time", "latency", "size", "latency ratio", "size ratio"]
+    played |= {"p95_ms": {sha256: 5.0}, "p95_cpu_ms": {sha256: 5.0}}
+    played |= {"load_seconds": {sha256: 61.0}, "load_cpu_seconds": {sha256: 9.0}}
+    result = stages.gate(world.params(max_latency_ms=4.0, max_megabytes=0.1, max_load_seconds=60.0))
+    assert failed(result) == ["load time", "latency", "size", "load ratio", "latency ratio", "size ratio"]
     assert "2.50 times the champion's" in world.tags(version)["gate.reasons"]
-    off = {"max_load_seconds": 0.0, "max_latency_ratio": 0.0, "max_size_ratio": 0.0}
+    off = {"max_load_ratio": 0.0, "max_latency_ratio": 0.0, "max_size_ratio": 0.0}
     assert stages.gate(world.params(**off))["passed"] and world.tags(version)["gate.champion"] == champion
+
+
+def test_a_busy_machine_decides_nothing(world, played):
+    world.version(world.bundle("champion"), alias="champion")
+    version = world.version(world.bundle("same", labels=[*range(60), 70]))
+    sha256 = world.tags(version)["bundle.sha256"]
+    played |= {"load_seconds": {sha256: 300.0}, "p95_ms": {sha256: 90.0}}  # as much work, on cores that others use
+    result = stages.gate(world.params())
+    assert result["passed"] and {"load ratio", "latency ratio"} <= {reason["check"] for reason in result["reasons"]}
 
 
 def test_a_clock_that_was_disturbed_once_is_asked_again(world, played, monkeypatch):
@@ -287,7 +297,7 @@ def test_a_clock_that_was_disturbed_once_is_asked_again(world, played, monkeypat
 
     def disturbed(path, *args):
         calls.append(path)
-        played["p95_ms"] = {world.tags(version)["bundle.sha256"]: 50.0 if len(calls) < 3 else 2.0}
+        played["p95_cpu_ms"] = {world.tags(version)["bundle.sha256"]: 50.0 if len(calls) < 3 else 2.0}
         return probe(path, *args)
 
     monkeypatch.setattr(servable, "probe_bundle", disturbed)

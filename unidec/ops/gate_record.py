@@ -63,7 +63,8 @@ def _figures(verdict: Mapping[str, Any]) -> dict[str, float]:
     compared, probe = verdict.get("comparison", {}), verdict.get("probes", {}).get("challenger", {})
     found = {"passed": float(verdict["passed"])}
     found |= {name: compared[name] for name in ("difference", "confidence") if compared.get(name) is not None}
-    return found | {name: probe[name] for name in ("load_seconds", "p50_ms", "p95_ms", "megabytes") if name in probe}
+    names = ("load_seconds", "load_cpu_seconds", "p50_ms", "p95_ms", "p95_cpu_ms", "megabytes")
+    return found | {name: probe[name] for name in names if name in probe}
 
 
 def _with_gate(card: str, verdict: Mapping[str, Any], lines: Sequence[str], champion: str) -> str:
