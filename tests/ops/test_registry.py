@@ -104,6 +104,11 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
     assert kept.run_id == run_id and kept.tags["dataset.sha256"] == "d" * 64
     assert kept.tags["bundle.sha256"] == folder_sha256(bundle)
     assert "| P@1 | 45.00 |" in kept.description and "head/" not in kept.description
+    in_order = ("| P@1 |", "- data set: tiny", "load_model", kept.tags["bundle.sha256"])
+    assert sorted(in_order, key=kept.description.index) == list(in_order)
+    shown = list(kept.tags)
+    assert shown[0] == "metrics.test" and kept.tags["metrics.test"] == "P@1 45.00"
+    assert set(shown[-3:]) == {"bundle.sha256", "dataset.sha256", "run_id"}
     assert client.get_run(run_id).info.status == "RUNNING"  # as it was before
 
     with registry.tracking_to(uri):
@@ -132,6 +137,23 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
     assert "code/unidec/errors.py" in files and not [name for name in files if name.endswith((".pkl", ".pyc"))]
     requirements = (tmp_path / "stored" / "requirements.txt").read_text().split("\n")
     assert not [line for line in requirements if line.split("=")[0].strip() == "unidec"]
+
+
+def test_the_runs_test_metrics_are_the_models_with_its_data_set(uri, client, tmp_path, stand_in, path_as_before):
+    tracker = Tracker("tests", uri=uri)
+    about = {"name": "tiny", "digest": "f" * 36, "path": "data/dataset"}
+    run_id = tracker.start(tmp_path / "run", {}, dataset=about)
+    tracker.log_final({"test/P@1": 41.0, "test/tail/R@10": 7.0, "validation/P@1": 40.0})
+    version = registry.register(make_bundle(tmp_path / "bundle"), run_id, "measured", uri=uri)
+    source = client.get_model_version("measured", str(version)).source  # models:/<id of the logged model>
+    model = client.get_logged_model(source.rpartition("/")[2])
+    assert {(m.key, m.value, m.run_id, m.dataset_name, m.dataset_digest) for m in model.metrics} == {
+        ("test/P_at_1", 41.0, run_id, "tiny", "f" * 36), ("test/tail/R_at_10", 7.0, run_id, "tiny", "f" * 36),
+    }  # fmt: skip
+    experiment = client.get_run(run_id).info.experiment_id
+    found = client.search_logged_models([experiment], datasets=[{"dataset_name": "tiny", "dataset_digest": "f" * 36}])
+    assert [one.model_id for one in found] == [model.model_id]
+    assert [point.value for point in client.get_metric_history(run_id, "test/P_at_1")] == [41.0]  # once
 
 
 def test_another_bundle_is_another_version_and_takes_the_alias(uri, client, run_id, tmp_path, stand_in, path_as_before):

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import warnings
@@ -29,6 +30,8 @@ _SERVING = (  # what a loaded bundle needs of our dependencies; versions come fr
     "torch", "transformers", "safetensors", "numpy", "scipy", "pandas", "pyarrow", "pydantic", "pyyaml", "tqdm",
     "mlflow", "faiss-cpu", "onnx", "onnxruntime",
 )  # fmt: skip
+
+_HASH = re.compile(r"[0-9a-f]{32,64}(\.dir)?")
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ def register(
                 model_name,
                 source=f"models:/{model_id}",
                 run_id=run_id,
-                tags={key: str(value) for key, value in (all_tags | {"run_id": run_id}).items()},
+                tags=_figures_first(all_tags | {"run_id": run_id}, card),
                 description=model_card(card, sha256),
                 model_id=model_id,
             )
@@ -116,14 +119,12 @@ def checked_sha256(bundle_path: Path) -> str:
 
 
 def model_card(card: Mapping[str, Any] | str | None, sha256: str) -> str:
-    """Markdown: facts, a table of metrics, the bundle's hash, how to load it."""
+    """Markdown: a table of metrics, facts, how to load it, the bundle's hash."""
     if isinstance(card, str):
         return card
     facts = dict(card or {})
     metrics = facts.pop("metrics", {})
-    lines = ["# UniDEC bundle", ""]
-    lines += [f"- {key}: {value}" for key, value in facts.items() if not isinstance(value, (Mapping, list))]
-    lines += [f"- sha256: `{sha256}`"]
+    lines = ["# UniDEC bundle"]
     nested = metrics if any(isinstance(value, Mapping) for value in metrics.values()) else {"value": metrics}
     nested = {split: values for split, values in nested.items() if isinstance(values, Mapping) and values}
     names = sorted({name for values in nested.values() for name in values if "/" not in name})
@@ -132,8 +133,18 @@ def model_card(card: Mapping[str, Any] | str | None, sha256: str) -> str:
         for name in names:
             shown = [_shown(values.get(name)) for values in nested.values()]
             lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    lines += ["", *(f"- {key}: {value}" for key, value in facts.items() if not isinstance(value, (Mapping, list)))]
     lines += ["", '`mlflow.pyfunc.load_model(...).predict(DataFrame({"query": [...]}), params={"k": 5})`']
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"Bundle sha256: `{sha256}`"])
+
+
+def _figures_first(tags: Mapping[str, Any], card: Mapping[str, Any] | str | None) -> dict[str, str]:
+    """Tags in the order in which MLflow's page of a version lists them: the test split's figures, words, then hashes."""
+    metrics = card.get("metrics", {}) if isinstance(card, Mapping) else {}
+    test = {name: value for name, value in metrics.get("test", {}).items() if "/" not in name}
+    figures = {"metrics.test": ", ".join(f"{name} {_shown(value)}" for name, value in test.items())} if test else {}
+    words = {key: str(value) for key, value in tags.items()}
+    return figures | dict(sorted(words.items(), key=lambda tag: bool(_HASH.fullmatch(tag[1]))))
 
 
 def signature() -> ModelSignature:
@@ -186,6 +197,7 @@ def _log_model(client: MlflowClient, bundle_path: Path, run_id: str | None, tags
         mlflow.start_run(run_id=run_id, run_name=None if run_id else "register")
         stack.callback(mlflow.end_run, "FINISHED" if before == "RUNNING" else before)
         active = mlflow.active_run().info.run_id
+        steps = [m.step for m in client.get_run(active).data.to_proto().metrics if m.key.startswith("training/")]
         info = mlflow.pyfunc.log_model(
             name="bundle",
             python_model=str(package / "ops" / "pyfunc.py"),
@@ -197,10 +209,24 @@ def _log_model(client: MlflowClient, bundle_path: Path, run_id: str | None, tags
             pip_requirements=serving_requirements(),
             metadata={HASH_TAG: tags[HASH_TAG]},
             tags=dict(tags),
+            step=max([1, *steps]),  # its figures become the model's; those without a step: `_link_test_metrics`
         )
     if before == "RUNNING":
         client.update_run(active, status="RUNNING")
+    _link_test_metrics(client, active, info.model_id)
     return info.model_id, active
+
+
+def _link_test_metrics(client: MlflowClient, run_id: str, model_id: str) -> None:
+    """The run's figures of the test split become the model's as well, with the run's data set: MLflow's Models tab
+    groups by it. With their first timestamp and step, so that the run's own history has each once."""
+    from mlflow.entities import Metric
+
+    run = client.get_run(run_id)
+    used = run.inputs.dataset_inputs if run.inputs else []
+    data = {"dataset_name": used[0].dataset.name, "dataset_digest": used[0].dataset.digest} if used else {}
+    found = [metric for metric in run.data.to_proto().metrics if metric.key.startswith("test/")]
+    client.log_batch(run_id, [Metric(m.key, m.value, m.timestamp, m.step, model_id, **data) for m in found])
 
 
 def verify_version(model_name: str, version: str | int, sha256: str) -> None:
