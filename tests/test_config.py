@@ -47,6 +47,22 @@ def test_an_override_beats_the_file_and_the_file_beats_the_recipe(tmp_path: Path
     assert params.encoder == recipe.encoder
 
 
+def test_a_key_without_a_value_has_the_recipes(tmp_path: Path) -> None:
+    recipe = load(tmp_path, "recipe: unidec-gpu")
+    assert load(tmp_path, "recipe: unidec-gpu\noptim: {epochs, lr_clf: }\nencoder: {name: null}\nloss:\n") == recipe
+    assert load(tmp_path, "recipe: unidec-gpu\noptim: {epochs: 7, lr_clf}").optim == recipe.optim.model_copy(
+        update={"epochs": 7}
+    )
+    (wrong,) = problems(tmp_path, "optim: {epochs, lr_clff}")
+    assert "optim.lr_clff" in wrong and "lr_clf" in wrong
+
+
+def test_the_shipped_file_lists_every_key() -> None:
+    raw, _ = read_yaml(ROOT / "params.yaml")
+    listed = [f"{name}.{key}" for name, value in raw.items() if isinstance(value, dict) for key in value]
+    assert sorted(listed) == sorted(key for key in config.known_keys() if "." in key)
+
+
 def test_defaults_where_nothing_is_said(tmp_path: Path) -> None:
     assert load(tmp_path, "") == config.Params()
     assert load(tmp_path, "pool:\nloss:\n  # balance: 0.3\n") == config.Params()

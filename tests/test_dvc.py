@@ -6,12 +6,14 @@ dvc.yaml says it depends on, and notes that it ran.
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import yaml
@@ -144,11 +146,11 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     kept_by_dvc = ("data/dataset", "data/tokens", "outputs/model", "outputs/bundle", ".dvcstore")
     assert not [name for name in tracked if name.startswith(kept_by_dvc)]
 
-    project.edit("params.yaml", "tokens: {}", "tokens: {max_length: 64}")
+    project.edit("params.yaml", "tokens: {text, max_length}", "tokens: {text, max_length: 64}")
     assert project.repro() == ["tokens", *AFTER_TRAIN]
-    project.edit("params.yaml", "pool: {}", "pool: {beta: 2}")
+    project.edit("params.yaml", " beta,", " beta: 2,")
     assert project.repro() == AFTER_TRAIN
-    project.edit("params.yaml", "index: {kind: pq}", "index: {kind: hnsw}")
+    project.edit("params.yaml", "index: {kind: pq,", "index: {kind: hnsw,")
     assert project.repro() == ["index", "evaluate"]
     project.edit("params.yaml", "propensity_a: 0.55", "propensity_a: 0.6")
     assert sorted(project.repro()) == ["evaluate", "index", "propensity", "train"]
@@ -179,6 +181,56 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     assert project.stale() == ["evaluate", "index", "label_graph", "tokens", "train"]
     (project.root / "data" / "raw" / "lf-debian" / "raw.txt").write_text("other texts")
     assert "ingest" in project.stale()
+
+
+# in place of flows.train in the stage `train`: what the library finds out about where it runs
+LOOK = """
+import json, os, pathlib
+from unidec.ops.tracking_store import tracking_uri
+found = {"store": tracking_uri(), "experiment": os.environ.get("DVC_EXP_NAME"), "folder": os.getcwd()}
+with open(os.environ["LOOKED"], "a") as log:
+    log.write(json.dumps(found) + "\\n")
+"""
+
+
+def test_a_queue_of_two_experiments_runs_with_the_checkouts_python_and_store(tmp_path: Path) -> None:
+    project = Project(tmp_path / "project")
+    # the checkout's environment is found from the temporary copies: they have no .venv, git ignores it
+    python = project.root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    look = f"case \"$*\" in *train) {sys.executable} -c '{LOOK}' || exit 1;; esac"
+    python.write_text(f'#!/bin/sh\n{look}\nexec {project.env.pop("UNIDEC_PYTHON")} "$@"\n')
+    python.chmod(0o755)
+    project.env |= {"LOOKED": str(tmp_path / "looked"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    project.env = {name: value for name, value in project.env.items() if name != "MLFLOW_TRACKING_URI"}
+    project.dvc("exp", "run", "--queue", "--set-param", "optim.lr_clf=0.001,0.002")
+    project.dvc("queue", "start")
+    for _ in range(200):
+        rows = project.dvc("queue", "status").splitlines()[1:]
+        if not any("Running" in row or "Queued" in row for row in rows):
+            break
+        time.sleep(0.3)
+    assert sum("Success" in row for row in rows) == 2, rows
+    looked = [json.loads(line) for line in (tmp_path / "looked").read_text().splitlines()]
+    assert {found["store"] for found in looked} == {f"sqlite:///{project.root}/mlflow/mlflow.db"}
+    assert all(found["folder"].startswith(f"{project.root}/.dvc/tmp/exps/") for found in looked)
+    rows = list(csv.DictReader(project.dvc("exp", "show", "--csv", "--only-changed").splitlines()))
+    shown = {row["Experiment"]: row["optim.lr_clf"] for row in rows if row["Experiment"]}
+    assert sorted(shown.values()) == ["0.001", "0.002"] and set(shown) == {found["experiment"] for found in looked}
+
+    name = next(name for name, value in shown.items() if value == "0.002")
+    project.dvc("exp", "apply", name)
+    assert yaml.safe_load((project.root / "params.yaml").read_text())["optim"]["lr_clf"] == 0.002
+
+
+def test_an_experiment_can_set_every_key(tmp_path: Path) -> None:
+    from dvc.utils.hydra import apply_overrides
+    from unidec.config import known_keys
+
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    apply_overrides(tmp_path / "params.yaml", [f"{key}=7" for key in known_keys()])
+    raw = yaml.safe_load((tmp_path / "params.yaml").read_text())
+    assert all(value == 7 for section in raw.values() if isinstance(section, dict) for value in section.values())
 
 
 def test_every_parameter_belongs_to_a_stage() -> None:

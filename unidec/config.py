@@ -54,8 +54,8 @@ def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str,
     """Read a parameter file: its recipe's values, then its own, then `overrides`.
 
     Args:
-        path: YAML file with the sections of `Params`; a missing key has its recipe's value, else the default. None: no
-            file, only `overrides`.
+        path: YAML file with the sections of `Params`; a key that is missing or has no value has its recipe's value,
+            else the default. None: no file, only `overrides`.
         overrides: `{"pool.beta": 2}`: values by key path.
 
     Raises:
@@ -63,7 +63,7 @@ def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str,
     """
     raw, lines = ({}, {}) if path is None else read_yaml(Path(path))
     origin = {".".join(key): f"line {line}" for key, line in lines.items()}
-    values = _no_empty_sections(raw)
+    values = _given(raw)
     for key, value in (overrides or {}).items():
         _put(values, tuple(key.split(".")), value)
         origin[key] = "--set"
@@ -144,17 +144,27 @@ def fingerprint(params: Params, *sections: str) -> str:
 def _read_recipe(name: str) -> dict[str, Any]:
     """A shipped recipe's values. It says how to train, not on what or where: it has no data, seed or device."""
     with resources.as_file(resources.files("unidec") / "recipes" / f"{name}.yaml") as path:
-        values = _no_empty_sections(read_yaml(path)[0])
+        values = _given(read_yaml(path)[0])
     unfit = sorted(_NOT_OF_A_RECIPE & values.keys())
     if unfit:
         raise ConfigError(f"a recipe cannot set {', '.join(unfit)}", where=f"recipe {name}")
     return values
 
 
-def _no_empty_sections(raw: dict[str, Any]) -> dict[str, Any]:
-    """A section whose keys are all commented out reads as null: that is an empty section."""
-    sections = {key for key, field in Params.model_fields.items() if isinstance(field.default, Section)}
-    return {key: {} if value is None and key in sections else value for key, value in raw.items()}
+def _given(raw: dict[str, Any]) -> dict[str, Any]:
+    """Without keys that have no value: params.yaml may list them, `dvc exp run --set-param` finds them by that.
+
+    An unknown key stays, to be refused; a section that reads as null (its keys are commented out) is empty.
+    """
+    sections = {key: type(field.default) for key, field in Params.model_fields.items() if isinstance(field.default, Section)}
+    given = dict(raw)
+    for name in sections.keys() & raw.keys():
+        if raw[name] is None:
+            given[name] = {}
+        elif isinstance(raw[name], dict):
+            known = sections[name].model_fields
+            given[name] = {key: value for key, value in raw[name].items() if value is not None or key not in known}
+    return given
 
 
 def _put(values: dict[str, Any], key: KeyPath, value: Any) -> None:

@@ -1,7 +1,7 @@
 """Where MLflow keeps what it is told: its address, a safe first start, and a client that gives up soon.
 
 Default store: SQLite in `<root>/mlflow/mlflow.db`, artifacts in `<root>/mlflow/artifacts`; `MLFLOW_TRACKING_URI` names
-any other.
+any other. A DVC experiment in a temporary copy of the checkout uses the checkout's store.
 """
 
 from __future__ import annotations
@@ -64,11 +64,21 @@ def with_credentials(stored: str) -> str:
     return known if without_credentials(known) == stored else stored
 
 
+def project_folder() -> Path:
+    """The working folder; in a temporary copy made by `dvc exp run --temp` or `dvc queue`, the checkout it is a copy of.
+
+    DVC names that in DVC_ROOT, and keeps its copies below `.dvc/tmp` there.
+    """
+    checkout = Path(os.environ.get("DVC_ROOT", ""))
+    return checkout if Path.cwd().is_relative_to((checkout / ".dvc" / "tmp").resolve()) else Path()
+
+
 def sqlite_path(uri: str, root: Path | str = ".") -> Path | None:
     """The database file of a `sqlite:///` address, made absolute from `root`; None for any other address."""
     if not uri.startswith(_SQLITE) or ":memory:" in uri:
         return None
-    return (Path(root) / uri.removeprefix(_SQLITE)).resolve()
+    base = project_folder() if Path(root) == Path() else Path(root)
+    return (base / uri.removeprefix(_SQLITE)).resolve()
 
 
 def artifact_location(uri: str) -> str | None:

@@ -8,6 +8,7 @@ from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.tokens import TokenCache
 from unidec.ops.fetch import COPIES
+from unidec.ops.tracking_store import project_folder
 from unidec.stages.start_file import effective, read_start
 from unidec.training import identity
 
@@ -17,7 +18,7 @@ CHANGE = Path("data/change")  # against what the champion was trained on; DVC kn
 TOKENS = Path("data/tokens")
 PROPENSITY = Path("data/propensity")
 LABEL_GRAPH = Path("data/label_graph")
-CACHE = Path("data/cache")
+CACHE = project_folder() / "data" / "cache"  # shared by the experiments of a queue
 RUNS = Path("runs")
 BUNDLES = COPIES
 DRIFT = Path("runs/drift")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Collection, Iterator
@@ -305,7 +306,10 @@ def _open_tracking(params: Params, run_dir: Path, state: dict[str, Any], lines: 
         tags |= {"accepted": "; ".join(accepted)[:5000]}
     about = {"name": dataset.name, "digest": digest, "path": str(paths.DATASET), **facts}
     tracker = Tracker(params.tracking.experiment)
-    name = f"{dataset.name} {params.recipe or params.model.heads} {run_dir.name[:6]}"
+    experiment = os.environ.get("DVC_EXP_NAME", "")  # set by `dvc exp run` and `dvc queue`
+    if experiment:
+        tags["dvc_experiment"] = experiment
+    name = f"{dataset.name} {params.recipe or params.model.heads} {experiment or run_dir.name[:6]}"
     run_id = state.get("notes", {}).get("mlflow_run_id")
     logged = model_params(flatten(params), read_start().warm)
     tracker.start(run_dir, logged, tags, about, run_name=name, run_id=run_id)
