@@ -10,12 +10,14 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from unidec.errors import without_credentials
+from unidec.ops.tracking_store import project_folder
 
-_ROOT = Path(__file__).resolve().parents[1]
+_CHECKOUT = Path(__file__).resolve().parents[1]  # of an installed package: no project
+_FOLDER = _CHECKOUT if (_CHECKOUT / "prefect.toml").is_file() and project_folder() == Path() else project_folder()
 
 # the same as prefect.toml says, for runs that start in another folder
 _DEFAULTS = {
-    "PREFECT_HOME": str(_ROOT / ".prefect"),
+    "PREFECT_HOME": str(_FOLDER.resolve() / ".prefect"),
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     "PREFECT_LOGGING_EXTRA_LOGGERS": "unidec",

@@ -225,6 +225,7 @@ def test_a_queue_of_two_experiments_runs_with_the_checkouts_python_and_store(tmp
 
 def test_an_experiment_can_set_every_key(tmp_path: Path) -> None:
     from dvc.utils.hydra import apply_overrides
+
     from unidec.config import known_keys
 
     shutil.copy(ROOT / "params.yaml", tmp_path)

@@ -156,7 +156,9 @@ def _given(raw: dict[str, Any]) -> dict[str, Any]:
 
     An unknown key stays, to be refused; a section that reads as null (its keys are commented out) is empty.
     """
-    sections = {key: type(field.default) for key, field in Params.model_fields.items() if isinstance(field.default, Section)}
+    sections = {
+        key: type(field.default) for key, field in Params.model_fields.items() if isinstance(field.default, Section)
+    }
     given = dict(raw)
     for name in sections.keys() & raw.keys():
         if raw[name] is None:

@@ -1,4 +1,4 @@
-"""DVC experiments in temporary copies of a checkout, with real trainings: their MLflow runs are in the checkout's store."""
+"""DVC experiments in temporary copies of a checkout, with real trainings: their runs are in the checkout's store."""
 
 from __future__ import annotations
 

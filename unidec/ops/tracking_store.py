@@ -65,7 +65,7 @@ def with_credentials(stored: str) -> str:
 
 
 def project_folder() -> Path:
-    """The working folder; in a temporary copy made by `dvc exp run --temp` or `dvc queue`, the checkout it is a copy of.
+    """The working folder; in a temporary copy made by `dvc exp run --temp` or `dvc queue`, the checkout itself.
 
     DVC names that in DVC_ROOT, and keeps its copies below `.dvc/tmp` there.
     """
