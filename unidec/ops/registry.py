@@ -139,7 +139,7 @@ def model_card(card: Mapping[str, Any] | str | None, sha256: str) -> str:
 
 
 def _figures_first(tags: Mapping[str, Any], card: Mapping[str, Any] | str | None) -> dict[str, str]:
-    """Tags in the order in which MLflow's page of a version lists them: the test split's figures, words, then hashes."""
+    """Tags in the order in which MLflow's page of a version lists them: the test split's figures, words, hashes."""
     metrics = card.get("metrics", {}) if isinstance(card, Mapping) else {}
     test = {name: value for name, value in metrics.get("test", {}).items() if "/" not in name}
     figures = {"metrics.test": ", ".join(f"{name} {_shown(value)}" for name, value in test.items())} if test else {}
