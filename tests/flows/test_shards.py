@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from unidec.errors import ConfigError, DataError
+from unidec.retrieval.predict_file import predict_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROWS, SHARDS = 6000, 6
@@ -79,7 +80,7 @@ def place(helper, tmp_path_factory) -> Path:
     pq.write_table(pa.table({"query": texts}), root / "in.parquet", row_group_size=999)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the workers: other numbers of threads may round otherwise
-    Bundle.load(root / "bundle").predict_file(root / "in.parquet", root / "whole.parquet", k=3)
+    predict_file(Bundle.load(root / "bundle"), root / "in.parquet", root / "whole.parquet", k=3)
     torch.set_num_threads(threads)
     return root
 

@@ -20,6 +20,7 @@ from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError, DataError
 from unidec.retrieval.bundle import Bundle, write_bundle
 from unidec.retrieval.index import LabelIndex
+from unidec.retrieval.predict_file import predict_file
 
 pytestmark = pytest.mark.usefixtures("stub_model")
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words"]
@@ -177,7 +178,7 @@ def test_files_in_and_out(rng, tmp_path, ending, column, output):
     source = tmp_path / f"queries{ending}"
     _write_queries(source, ending, texts, column)
     target = tmp_path / "new" / output
-    number = bundle.predict_file(source, target, k=2, column=column if column == "my text" else None, batch_size=4)
+    number = predict_file(bundle, source, target, k=2, column=column if column == "my text" else None, batch_size=4)
     assert number == len(texts) and [p.name for p in target.parent.iterdir()] == [output]
     if output.endswith(".parquet"):
         rows = pq.read_table(target).to_pylist()
@@ -213,23 +214,23 @@ def test_files_that_cannot_be_read_leave_nothing_behind(rng, tmp_path):
     (tmp_path / "out.csv").write_text("before")
     for source in [*sorted(folder.iterdir()), folder / "nothing.csv"]:
         with pytest.raises(DataError) as caught:
-            bundle.predict_file(source, tmp_path / "out.csv")
+            predict_file(bundle, source, tmp_path / "out.csv")
         assert source.name in str(caught.value), caught.value
         assert (tmp_path / "out.csv").read_text() == "before"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "files", "model", "out.csv"]
     with pytest.raises(DataError, match=r"broken\.jsonl:2"):
-        bundle.predict_file(folder / "broken.jsonl", tmp_path / "out.csv")
+        predict_file(bundle, folder / "broken.jsonl", tmp_path / "out.csv")
     (folder / "good.csv").write_text("query\nred\n")
     with pytest.raises(DataError, match="unknown format"):
-        bundle.predict_file(folder / "good.csv", tmp_path / "out.xlsx")
+        predict_file(bundle, folder / "good.csv", tmp_path / "out.xlsx")
     with pytest.raises(DataError, match="same file"):
-        bundle.predict_file(folder / "good.csv", folder / "good.csv")
+        predict_file(bundle, folder / "good.csv", folder / "good.csv")
 
 
 def test_a_file_of_a_header_only_gives_no_predictions(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng)
     (tmp_path / "in.csv").write_text("id,query\n")
-    assert Bundle.load(tmp_path / "b").predict_file(tmp_path / "in.csv", tmp_path / "out.parquet") == 0
+    assert predict_file(Bundle.load(tmp_path / "b"), tmp_path / "in.csv", tmp_path / "out.parquet") == 0
     assert pq.read_table(tmp_path / "out.parquet").num_rows == 0
 
 

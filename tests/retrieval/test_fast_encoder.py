@@ -21,8 +21,9 @@ from unidec.model.onnx_graph import encoder_graph
 from unidec.model.transformer_parts import UnsupportedModel
 from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.encoded import ModelEncoder
 from unidec.retrieval.fast_encoder import CHUNK_TEXTS, FastEncoder
-from unidec.retrieval.query_encoder import ModelEncoder, open_encoder
+from unidec.retrieval.query_encoder import open_encoder
 from unidec.sections import Encoder, Model
 
 ort = pytest.importorskip("onnxruntime")

@@ -18,6 +18,7 @@ from unidec.errors import ArtifactError
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION
 from unidec.retrieval.neighbours import FILES, TEMPERATURE, VOTES, Candidates, Neighbours, votes_alone
+from unidec.retrieval.predict_file import predict_file
 
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat"]
 
@@ -230,7 +231,7 @@ def test_the_batch_and_what_is_excluded_do_not_change_a_score(rng, tmp_path):
     assert less.labels == free.labels[2:] and less.knn_scores == free.knn_scores[2:]
     np.testing.assert_allclose(less.scores, free.scores[2:], rtol=1e-6)
     (tmp_path / "in.csv").write_text("query\nred car\nan old house\n")
-    bundle.predict_file(tmp_path / "in.csv", tmp_path / "out.jsonl", k=2)
+    predict_file(bundle, tmp_path / "in.csv", tmp_path / "out.jsonl", k=2)
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["label"] for line in lines] == [x for text in QUERIES[:2] for x in bundle.predict([text], 2)[0].labels]
 

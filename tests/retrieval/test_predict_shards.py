@@ -22,6 +22,7 @@ from unidec.data.shards import Work
 from unidec.errors import ArtifactError, DataError
 from unidec.retrieval import predict_shards
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.predict_file import predict_file
 from unidec.retrieval.predict_shards import (
     begin_predictions,
     merge_predictions,
@@ -67,7 +68,7 @@ def test_shards_give_the_bytes_of_one_piece(rng, tmp_path, texts, ending, output
     monkeypatch.setattr("unidec.retrieval.predict_file.GROUP_ROWS", 50)
     write_tiny_bundle(tmp_path / "b", rng)
     source = write_queries(tmp_path / f"in{ending}", texts)
-    Bundle.load(tmp_path / "b").predict_file(source, tmp_path / "whole" / output, k=3, batch_size=BATCH)
+    predict_file(Bundle.load(tmp_path / "b"), source, tmp_path / "whole" / output, k=3, batch_size=BATCH)
     work = begin_predictions(tmp_path / "b", source, tmp_path / output, 3, batch_size=BATCH, shards=5)
     assert work.num_shards == 5 and work.num_rows == len(texts)
     run(work, [4, 1, 0, 3, 2])  # in any order
@@ -185,7 +186,7 @@ predict_resumably(bundle.Bundle.load(sys.argv[2]), *sys.argv[3:5], k=3, batch_si
 def test_killed_and_started_again(rng, tmp_path, texts):
     write_tiny_bundle(tmp_path / "b", rng)
     source, output = write_queries(tmp_path / "in.csv", texts), tmp_path / "out.parquet"
-    Bundle.load(tmp_path / "b").predict_file(source, tmp_path / "whole.parquet", k=3, batch_size=BATCH)
+    predict_file(Bundle.load(tmp_path / "b"), source, tmp_path / "whole.parquet", k=3, batch_size=BATCH)
     words = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path / "b"), str(source), str(output)]
     process = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"})
     end = time.monotonic() + 60

@@ -18,8 +18,6 @@ from unidec.sections import Encoder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from unidec.model.unidec import UniDEC
-
 COPY_BLOCK = 1 << 17  # rows copied at once
 # of a transformer's config.json: says by whom it was written, not what it computes
 _NOTES = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
@@ -99,7 +97,7 @@ def start_differences(settings: Encoder, transformer: Path, tokenizer: Path, fol
 
 
 def take_start(
-    model: UniDEC, folder: str | Path, *, where: str = "encoder.start",
+    model: Any, folder: str | Path, *, where: str = "encoder.start",
     fix: str = "set section encoder and model.dim as the start was trained with; its config.json has them",
 ) -> None:  # fmt: skip
     """Give a new model the encoder and heads of an exported one (`encoder.start`, or a warm start's).
@@ -109,7 +107,7 @@ def take_start(
     alone (NGAME's second stage) begins in the space that was learnt. Table, bias and temperatures are not taken.
 
     Args:
-        model: `model.tokenizer_folder` and `model.config_folder` are set.
+        model: a `UniDEC` whose `tokenizer_folder` and `config_folder` are set.
         folder: of an exported model.
         where, fix: what an error names.
 
@@ -149,7 +147,7 @@ def take_start(
             ) from error
 
 
-def _check_texts(model: UniDEC, folder: Path, where: str, fix: str) -> None:
+def _check_texts(model: Any, folder: Path, where: str, fix: str) -> None:
     """The same tokens, and the same encoder around the weights: checked, and its scale taken over.
 
     Raises:

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from unidec.data.tokens import Piece
 from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle, Prediction
+from unidec.retrieval.encoded import Encoded, QueryEncoder
 from unidec.retrieval.neighbours import VOTES, Ranked
-from unidec.retrieval.query_encoder import Encoded, QueryEncoder
 from unidec.retrieval.space import SPACES, Space, exact_scores
 
 Labels = npt.NDArray[np.int64]

@@ -40,9 +40,9 @@ from unidec.retrieval.bundle_folder import (
     write_bundle,
 )
 from unidec.retrieval.bundle_index import read_index
+from unidec.retrieval.encoded import Encoded, ModelEncoder, QueryEncoder
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, read_neighbours
-from unidec.retrieval.query_encoder import Encoded, ModelEncoder, QueryEncoder
 from unidec.retrieval.space import Space, head_query_vectors, head_scores, pair_scores, query_vectors
 from unidec.retrieval.text_file import text_column
 
@@ -301,12 +301,6 @@ class Bundle:
         }
         return pa.table(columns, schema=PREDICTION_SCHEMA)
 
-    def predict_file(self, input_path: Any, output_path: Any, k: int = 5, **options: Any) -> int:
-        """Predict a file of queries into a file; see `predict_file.predict_file`."""
-        from unidec.retrieval.predict_file import predict_file
-
-        return predict_file(self, input_path, output_path, k, **options)
-
     def named(self, rows: Labels) -> tuple[list[str], list[str]]:
         """Uids and titles of some label rows."""
         if len(rows) <= _FEW_NAMES:
@@ -425,9 +419,6 @@ class Bundle:
         return np.fromiter(pairs, dtype=np.int64, count=len(pairs))
 
 
-_FEW_NAMES = 32  # looked up one by one: a look-up of many costs as much as for so many
-_FIRST_MORE = 32  # labels that are searched beside the k wanted where some are excluded
-
 PREDICTION_SCHEMA = pa.schema(
     [
         ("query_row", pa.int64()),
@@ -438,6 +429,9 @@ PREDICTION_SCHEMA = pa.schema(
         ("score", pa.float32()),
     ]
 )
+
+_FEW_NAMES = 32  # looked up one by one: a look-up of many costs as much as for so many
+_FIRST_MORE = 32  # labels that are searched beside the k wanted where some are excluded
 
 
 def _load_model(path: Path, device: str) -> Any:

@@ -11,19 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from unidec.data.storage import load_array
 from unidec.errors import ArtifactError
+from unidec.retrieval.bundle_info import BundleInfo
 from unidec.retrieval.index import IndexOptions, LabelIndex
 from unidec.retrieval.index_kinds import GRAPHS
 from unidec.retrieval.label_rows import LabelRows
-
-if TYPE_CHECKING:
-    from unidec.retrieval.bundle_folder import BundleInfo
 
 INDEX, NODES = "index.faiss", "index_rows.npy"
 _FIX = "write the bundle again: unidec index"

@@ -24,7 +24,7 @@ from unidec.model.onnx_graph import linear, stack_graph
 from unidec.model.onnx_int8 import Int8Products, watching_graph
 from unidec.model.transformer_parts import Linear, TransformerParts
 from unidec.model.words import with_words
-from unidec.retrieval.query_encoder import Encoded, spoken
+from unidec.retrieval.encoded import Encoded, as_encoded
 from unidec.retrieval.words import WordSpace
 
 Floats = npt.NDArray[np.float32]
@@ -90,7 +90,7 @@ class FastEncoder:
             found["de"] = _normalised(np.tanh(found["de"]))
         if "clf" in found:
             found["clf"] = np.ascontiguousarray(found["clf"])
-        return spoken(tokens, self._tokenizer, self._words, found.get("de"), found.get("clf"))
+        return as_encoded(tokens, self._tokenizer, self._words, found.get("de"), found.get("clf"))
 
     def _check_rows(self, what: str, needed: int, there: int) -> None:
         """Now, rather than when the first such text is asked."""
