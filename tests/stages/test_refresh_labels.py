@@ -70,7 +70,7 @@ def test_unchanged_data_changes_nothing(params: Params) -> None:
     said = stages.refresh_labels(params)
     assert said == {"changed": False, "bundle": None, "parent": "1", "reason": "version 1 has this data set"}
     assert not paths.REFRESHED.exists()
-    with pytest.raises(ConfigError, match="no such version"):
+    with pytest.raises(ConfigError, match="not in the registry: no such alias"):
         stages.refresh_labels(params, "nobody")
 
 

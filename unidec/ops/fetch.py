@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from unidec.data.storage import MANIFEST
 from unidec.errors import ArtifactError, ConfigError
-from unidec.ops.promotion import version_of
+from unidec.ops.promotion import known_version, version_of
 from unidec.ops.registry import HASH_TAG, checked_sha256, find_version, tracking_to
 from unidec.ops.tracking_store import open_client, tracking_uri
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 COPIES = Path("runs/bundles")  # of registered bundles, by hash; may be deleted at any time
 _URI = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
+_SCHEME = re.compile(r"[A-Za-z]\w+:")  # two letters or more: not a drive of Windows
 _NOT_THERE = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}  # else the store is away
 
 
@@ -37,14 +38,17 @@ def parse_address(text: str) -> Address | None:
     """What an address of a bundle in the registry names; None of a folder's path.
 
     Raises:
-        ConfigError: it begins like an address, and is none.
+        ConfigError: it begins like an address and is neither one nor a folder.
     """
-    if not text.startswith("models:"):
-        return None
     found = _URI.fullmatch(text)
     if found is None:
+        if not _SCHEME.match(text) or Path(text).exists():
+            return None
+        name, _, which = _SCHEME.sub("", text).strip("/").replace("@", "/").partition("/")
+        meant = f"models:/{name or 'unidec'}{'/' if which.isdecimal() else '@'}{which or 'champion'}"
         expected = "a folder, models:/name@alias or models:/name/version"
-        raise ConfigError("not an address of a bundle", where="bundle", got=text, expected=expected)
+        fix = f"did you mean {meant}?" if _URI.fullmatch(meant) else None
+        raise ConfigError("not an address of a bundle", where="bundle", got=text, expected=expected, fix=fix)
     return Address(found["name"], found["alias"], found["version"])
 
 
@@ -67,20 +71,8 @@ def fetch_bundle(
     address = parse_address(text)
     if address is None:
         return Path(text)
-    from mlflow.exceptions import MlflowException
-
     uri = uri or tracking_uri(root)
-    client = open_client(uri)
-    try:
-        if address.alias:
-            version = client.get_model_version_by_alias(address.name, address.alias)
-        else:
-            version = client.get_model_version(address.name, address.version or "")
-    except MlflowException as error:
-        if error.error_code not in _NOT_THERE:
-            raise
-        fix = "`unidec register` registers outputs/bundle"
-        raise ConfigError("not in the registry", where=uri, got=f"{text}: {error}", fix=fix) from error
+    version = known_version(open_client(uri), address.name, address.alias or address.version or "")
     return _fetch(version, Path(folder), uri)
 
 

@@ -20,11 +20,12 @@ import socket
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from unidec.errors import ConfigError, Refused
 from unidec.ops.registry import HASH_TAG, tracking_to, verify_version
 from unidec.ops.tracking_store import open_client, sqlite_path, tracking_uri
+from unidec.problems import nearest
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -36,6 +37,7 @@ ROLLED_BACK = ("rolled_back.at", "rolled_back.by", "rolled_back.reason")
 OTHERS_STEP_SECONDS = 120.0  # so long another machine's step counts as being taken
 LOCK_SECONDS = 60.0
 _A_PAGE = 100
+_LISTED = 10  # versions or models in an error
 
 
 def aliases(client: MlflowClient, model_name: str) -> dict[str, str]:
@@ -79,17 +81,30 @@ def version_of(client: MlflowClient, model_name: str, which: str | int) -> Model
 
 
 def known_version(client: MlflowClient, model_name: str, which: str | int) -> ModelVersion:
-    """As `version_of`; ConfigError where there is none."""
+    """As `version_of`; ConfigError where there is none: it lists the aliases and versions, or models, that exist."""
     found = version_of(client, model_name, which)
-    if found is None:
-        held = sorted((int(v.version) for v in all_versions(client, model_name)), reverse=True)
-        known = [*aliases(client, model_name), *map(str, held[:10])]
-        raise ConfigError(
-            "no such version of the model", where=model_name, got=which,
-            expected=f"one of {', '.join(known)}" if known else None,
-            fix="`unidec models` lists them; `unidec register` registers outputs/bundle as challenger",
-        )  # fmt: skip
-    return found
+    return found or _unknown(client, model_name, str(which))
+
+
+def _unknown(client: MlflowClient, model_name: str, which: str) -> NoReturn:
+    named, numbers = aliases(client, model_name), [str(version.version) for version in all_versions(client, model_name)]
+    if named or numbers:
+        kind, near = ("version", None) if which.isdecimal() else ("alias", nearest(which, list(named)))
+        known = [f"alias {alias} (version {number})" for alias, number in sorted(named.items())]
+        newest = sorted(numbers, key=int)[-_LISTED:]
+        older = f" and {len(numbers) - _LISTED} older" if len(numbers) > _LISTED else ""
+        known += [f"version{'s' if len(numbers) > 1 else ''} {', '.join(newest)}{older}"]
+        address = f"models:/{model_name}@{near}"
+    else:
+        names = [model.name for model in client.search_registered_models(max_results=100)]
+        kind, near = "model", nearest(model_name, [name for name in names if name != model_name])
+        known = [f"models {', '.join(names[:_LISTED])}"] if names else ["no model is registered"]
+        address = f"models:/{near}{'/' if which.isdecimal() else '@'}{which}"
+    raise ConfigError(
+        f"not in the registry: no such {kind}", where=f"models:/{model_name}", got=which, expected="; ".join(known),
+        fix=f"did you mean {address}?" if near else
+        "`unidec models` lists versions and aliases; `unidec register` registers outputs/bundle as challenger",
+    )  # fmt: skip
 
 
 def tag_version(

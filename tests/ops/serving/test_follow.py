@@ -53,6 +53,7 @@ class Shelf:
         self.about: dict[str, dict[str, Any]] = {}
         self.fetched: list[str] = []
         self.prepared = self.closed = 0
+        self.missing = "not in the registry: no such alias"
         self.fetching = lambda found: None
 
     def add(self, version: str, **about: Any) -> Found:

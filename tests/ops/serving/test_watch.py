@@ -18,7 +18,7 @@ import pytest
 
 from unidec.data.storage import folder_sha256
 from unidec.errors import ArtifactError, ConfigError
-from unidec.ops.fetch import Address, parse_address
+from unidec.ops.fetch import Address, fetch_bundle, parse_address
 from unidec.ops.serving import watch as module
 from unidec.ops.serving.watch import Found, RegistryAway, Watch, _answer, _Asked, stored_bytes
 from unidec.ops.tracking_store import open_client
@@ -56,9 +56,11 @@ def test_what_the_child_finds(shop, tmp_path):
     assert _answer(asked(shop, tmp_path), {"do": "look"}) == found
     assert _answer(asked(shop, tmp_path, alias=None, version="1"), {"do": "look"}) == found
     for nothing in ({"alias": "nobody"}, {"alias": None, "version": "99"}):
-        assert _answer(asked(shop, tmp_path, **nothing), {"do": "look"}) == {"found": None}
+        answer = _answer(asked(shop, tmp_path, **nothing), {"do": "look"})
+        assert answer["found"] is None and "alias champion (version 1); versions 1, 2, 3, 4" in answer["missing"]
     other = _Asked(shop.uri, str(tmp_path), "no-such-model", "champion", None)
-    assert _answer(other, {"do": "look"}) == {"found": None}
+    answer = _answer(other, {"do": "look"})
+    assert answer["found"] is None and "no such model" in answer["missing"] and NAME in answer["missing"]
 
 
 def test_what_the_child_fetches(shop, tmp_path):
@@ -129,11 +131,49 @@ def test_a_registry_that_lists_files_without_end_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["models:", "models:/x", "models:/x@", "models:/x/latest", "models:/a/b/1", "models:/x@y/1"]
-)
-def test_addresses_that_are_none(text):
-    with pytest.raises(ConfigError, match="not an address"):
+    ("text", "meant"),
+    [
+        ("models:", "models:/unidec@champion"), ("models:/x", "models:/x@champion"),
+        ("models:/x@", "models:/x@champion"), ("models:/x/latest", "models:/x@latest"), ("models:/a/b/1", None),
+        ("models:/x@y/1", None), ("model:/x@champion", "models:/x@champion"), ("model:/x/7", "models:/x/7"),
+        ("models://x@champion", "models:/x@champion"), ("models:x@7", "models:/x/7"), ("http://x/y", "models:/x@y"),
+    ],
+)  # fmt: skip
+def test_addresses_that_are_none(text, meant):
+    with pytest.raises(ConfigError, match="not an address") as caught:
         parse_address(text)
+    assert caught.value.fix == (meant and f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    ("address", "meant"),
+    [
+        (f"models:/{NAME}@champoin", f"models:/{NAME}@champion"),
+        ("models:/unidce@champion", f"models:/{NAME}@champion"),
+        ("models:/unidce/2", f"models:/{NAME}/2"), (f"models:/{NAME}/99", None), ("models:/z@zzz", None),
+    ],
+)  # fmt: skip
+def test_what_the_registry_does_not_have_is_answered_with_what_it_has(shop, tmp_path, address, meant):
+    with pytest.raises(ConfigError, match="not in the registry") as caught:
+        fetch_bundle(address, tmp_path, uri=shop.uri)
+    error = caught.value
+    listed = NAME if "no such model" in error.what else "alias champion (version 1); versions 1, 2, 3, 4"
+    assert listed in str(error.expected) and error.where == address.rpartition("@" if "@" in address else "/")[0]
+    assert error.fix == f"did you mean {meant}?" if meant else "`unidec models`" in error.fix
+
+
+def test_a_server_with_a_bad_address_never_says_that_it_listens(shop, tmp_path):
+    for source, code, said in (
+        (f"models:/{NAME}@champoin", 2, f"did you mean models:/{NAME}@champion?"),
+        (f"model:/{NAME}@champion", 2, f"did you mean models:/{NAME}@champion?"),
+        ("no-such-folder", 4, "no bundle here"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "unidec.cli", "serve", source, "--port", "0"], cwd=tmp_path, text=True,
+            env=os.environ | {"MLFLOW_TRACKING_URI": shop.uri}, capture_output=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == code and said in done.stderr and "listening" not in done.stdout, done
+        assert "Traceback" not in done.stderr
 
 
 def test_addresses():

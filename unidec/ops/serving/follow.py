@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 class Registry(Protocol):
     """What `Watch` does; see there."""
 
+    missing: str
+
     def prepare(self) -> None: ...
     def look(self) -> Found | None: ...
     def fetch(self, found: Found, max_bytes: int) -> tuple[Path, bool]: ...
@@ -86,6 +88,7 @@ class Follower:
         registry, trials, load: in place of the real ones, for tests.
 
     Attributes:
+        exists: done when the registry, or a folder, has what `source` names; or when another version serves instead.
         first: which bundle serves first, once it does, or the error for which none does.
 
     Raises:
@@ -106,6 +109,7 @@ class Follower:
     ) -> None:
         self.service, self.source, self.settings = service, source, settings
         self.address = parse_address(source)
+        self.exists: Future[None] = Future()
         self.first: Future[Identity] = Future()
         self._uri = (uri or tracking_uri(root)) if self.address else ""
         self._copies = Path(root) / COPIES
@@ -225,16 +229,22 @@ class Follower:
         """Puts the engine to begin with in place: what the registry says; where it is silent, the one of last time."""
         began = time.monotonic()
         if self.address is None or self._registry is None:
+            self._source_exists()
             engine = self._loaded(Found(None, ""), Path(self.source), None)
         else:
             self._registry.prepare()
             ahead = self._last_time()  # loaded while the registry is asked: mostly it is the one
             engine = self._agreed(ahead)
+        self._source_exists()
         self.service.swap(engine)
         self._busy = ""
         self._remember(engine)
         log.info("%s serves after %.1f s", _name(engine.identity), time.monotonic() - began)
         return engine.identity
+
+    def _source_exists(self) -> None:
+        if not self.exists.done():
+            self.exists.set_result(None)
 
     def _agreed(self, ahead: Engine | None) -> Engine:
         """The engine of what the registry says, `ahead` where that is it, or where nothing better can be had.
@@ -245,8 +255,8 @@ class Follower:
         try:
             found = self._find()
             if found is None:
-                fix = "`unidec models` lists versions and aliases; `unidec promote` moves champion"
-                raise ConfigError("not in the registry", where=self._uri, got=self.source, fix=fix)
+                raise ConfigError(self._registry.missing if self._registry else "not in the registry")
+            self._source_exists()
             if ahead is not None and ahead.bundle.sha256 == found.sha256:
                 return ahead
             folder = self._fetch(found)

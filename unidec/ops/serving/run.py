@@ -22,7 +22,8 @@ from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unidec.errors import ConfigError
+from unidec.data.storage import MANIFEST
+from unidec.errors import ArtifactError, ConfigError
 from unidec.sections import Serve
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
     service = Service(settings)
     follower = Follower(service, source, settings, root=root)
     service.follower = follower
+    if follower.address is None and not (Path(source) / MANIFEST).is_file():
+        fix = "run `unidec index`, or name a registered model: models:/unidec@champion"
+        raise ArtifactError("no bundle here", where=source, fix=fix)
     api_key = _api_key(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
     with _listening(settings) as listener:
@@ -69,7 +73,7 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
         try:
             server = _server(service, settings, api_key, follower)
             address = _address(listener)
-            print(f"serve: listening at {address}", flush=True)
+            follower.exists.add_done_callback(lambda _: print(f"serve: listening at {address}", flush=True))
 
             def loaded(first: Future[Identity]) -> None:
                 if first.exception() is None:

@@ -3,8 +3,9 @@
 MLflow takes seconds to import, some 170 MB and its own time to notice that a server hangs. None of that is the
 server's: what does not answer is a process that is killed, and asked anew by another.
 
-One JSON object a line. Asked: {"do": "look"}, or {"do": "fetch", "version": "7", "max_bytes": n}. Answered: {"found":
-{...} | null}, {"folder": path, "fetched": bool}, {"refused": why} (it stays so), or {"away": why} (it may pass).
+One JSON object a line. Requests: {"do": "look"}, or {"do": "fetch", "version": "7", "max_bytes": n}. Answers:
+{"found": {...}}, {"found": null, "missing": why}, {"folder": path, "fetched": bool}, {"refused": why} (it stays so), or
+{"away": why} (it may pass).
 """
 
 from __future__ import annotations
@@ -60,10 +61,14 @@ class Watch:
         address: what is followed.
         folder: where copies of bundles are kept, by hash.
         uri: the tracking store.
+
+    Attributes:
+        missing: after a look that found nothing: the error that lists what the registry has.
     """
 
     def __init__(self, address: Address, folder: Path, uri: str) -> None:
         self.address, self.folder, self.uri = address, folder, uri
+        self.missing = ""
         self._child: subprocess.Popen[bytes] | None = None
         self._answers: queue.Queue[bytes] = queue.Queue()
         self._fresh, self._closing = True, threading.Lock()
@@ -85,8 +90,9 @@ class Watch:
         Raises:
             RegistryAway: no answer.
         """
-        found = self._ask({"do": "look"}, seconds)["found"]
-        return None if found is None else Found(**found)
+        answer = self._ask({"do": "look"}, seconds)
+        self.missing = answer.get("missing", "")
+        return None if answer["found"] is None else Found(**answer["found"])
 
     def fetch(self, found: Found, max_bytes: int, seconds: float = FETCH_SECONDS) -> tuple[Path, bool]:
         """The folder of a version's bundle, every file's hash checked, and whether it was fetched now.
@@ -154,12 +160,13 @@ class _Asked:
         self.client = open_client(uri)
 
     def look(self) -> dict[str, Any]:
-        from unidec.ops.promotion import version_of
+        from unidec.ops.promotion import known_version
         from unidec.ops.registry import HASH_TAG
 
-        version = version_of(self.client, self.name, self.which)
-        if version is None:
-            return {"found": None}
+        try:
+            version = known_version(self.client, self.name, self.which)
+        except ConfigError as error:
+            return {"found": None, "missing": str(error)}
         tags = version.tags
         found = Found(str(version.version), tags.get(HASH_TAG, ""), tags.get("dataset.sha256"))
         return {"found": asdict(found)}
