@@ -286,9 +286,29 @@ def test_init_writes_a_file_that_loads_and_has_what_dvc_needs(run, tmp_path: Pat
     shipped = yaml.safe_load((ROOT / "params.yaml").read_text())
     assert set(written) == set(shipped)
     assert set(written["data"]) == set(shipped["data"])
-    assert run("init", "mine")[0] == 2
+    code, _, err = run("init", "mine")
+    assert code == 2 and "exists already" in err
     assert run("init", "other", "--recipe", "nonsense")[0] == 2
     assert not (tmp_path / "other" / "params.yaml").exists()
+
+
+def test_init_changes_a_parameter_file_and_keeps_its_other_lines(run, tmp_path: Path) -> None:
+    before = (ROOT / "params.yaml").read_text()
+    path = tmp_path / "params.yaml"
+    path.write_text(before)
+    code, out, err = run("init", "--data-path", "data/raw/my shop: x", "--recipe", "depsl")
+    assert (code, err) == (0, "") and "data.path: data/raw/my shop: x" in out
+    params = load_params(path)
+    assert (params.data.path, params.recipe) == ("data/raw/my shop: x", "depsl")
+    lines = [(old, new) for old, new in zip(before.splitlines(), path.read_text().splitlines(), strict=True)]
+    changed = [new for old, new in lines if old != new]
+    assert len(changed) == 2 and changed[0].startswith('recipe: "depsl"    # unidec: both heads')
+    written = path.read_text()
+    code, _, err = run("init", "--recipe", "nonsense")
+    assert code == 2 and path.read_text() == written
+    path.write_text("recipe: unidec\ndata: {}\n")
+    code, _, err = run("init", "--data-path", "x")
+    assert code == 2 and "no key data.path to change" in err and "add it by hand" in err
 
 
 def test_version(run) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from unidec import cli
 from unidec.data.storage import file_sha256, write_folder
 from unidec.ops.doctor import Finding
 from unidec.stages import doctor
@@ -268,3 +269,30 @@ def test_outputs_cache_and_remote(dvc: Callable[..., None], place: Path) -> None
     reported(1, "in neither workspace nor cache", "outputs/model")
     Path("dvc.lock").write_text("<<<<<<< HEAD\n")
     reported(1, "dvc data status fails", "dvc.lock")
+
+
+def test_a_clone_in_which_nothing_is_built_is_healthy(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What DVC says of a fresh clone: every output is deleted, and in no cache."""
+    (place / ".dvc").mkdir()
+    (place / "dvc.lock").touch()
+    outputs = ["data/dataset", "outputs/model"]
+    status = {"uncommitted": {"deleted": outputs}, "not_in_cache": outputs}
+    monkeypatch.setattr(doctor, "_ask", lambda root, *words: (status if "data" in words else {}, ""))
+    monkeypatch.setattr("sys.argv", ["unidec", "doctor"])
+
+    def run(code: int) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == code
+        return capsys.readouterr().out
+
+    assert run(0) == "healthy (1 note: unidec doctor --json)\n"
+    finding = only(doctor.examine())
+    assert (finding.severity, finding.what) == ("note", "nothing is built here yet")
+    (place / "outputs" / "model").mkdir(parents=True)  # something was built: what is missing matters then
+    assert "in neither workspace nor cache" in run(4)
+    (place / "outputs" / "model").rmdir()
+    monkeypatch.setattr(doctor, "_ask", lambda root, *words: ({}, ""))
+    assert run(0) == "healthy\n"

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +78,23 @@ def test_used_beside_planned(ingested):
     figures = memory_figures(ingested.params())
     assert set(figures) == {"host_planned_gib", "host_used_gib"}
     assert all(value > 0.01 for value in figures.values())
+
+
+def test_a_small_training_is_one_line(ingested, run_cli):
+    import yaml
+
+    Path("small.yaml").write_text(yaml.safe_dump(ingested.params().model_dump(mode="json")))
+    command = ["plan", "--params", "small.yaml", "--no-measure", "--host-memory", "64GiB", "--disk", "64GiB"]
+    code, out, _ = run_cli(*command)
+    (line,) = out.splitlines()
+    assert code == 0 and line.startswith("fits: host memory ") and " of 64.00 GiB" in line and "--terms" in line
+    code, whole, _ = run_cli(*command, "--terms")
+    assert code == 0 and "classifier table" in whole and whole.rstrip().endswith("fits")
+    code, out, _ = run_cli(*command, "--json")
+    assert code == 0 and json.loads(out)["fits"] is True
+    needed = json.loads(out)["peaks"]["host"]["needed_bytes"]
+    code, tight, _ = run_cli(*command[:-4], "--host-memory", f"{int(1.5 * needed)}B", "--disk", "64GiB")
+    assert code == 0 and "classifier table" in tight, "more than half of what is free: every amount"
 
 
 def test_nothing_ingested(tmp_path, monkeypatch, in_work):

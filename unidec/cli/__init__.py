@@ -18,10 +18,10 @@ from typing import Annotated, Any
 import typer
 
 from unidec import __version__
-from unidec.cli import data, export, index, labels, lineage, models, predict, serve, servers
+from unidec.cli import data, export, index, init, labels, lineage, models, predict, serve, servers
 from unidec.cli.options import DEFAULT_PARAMS, AsJson, Assignments, ParamsFile, load
 from unidec.cli.output import show, show_table
-from unidec.config import Params, describe, load_params, parse_overrides, recipe_names, to_yaml
+from unidec.config import describe, parse_overrides, recipe_names, to_yaml
 from unidec.errors import ConfigError, Stopped, UnidecError, without_credentials
 
 app = typer.Typer(
@@ -141,10 +141,12 @@ def doctor(
     from unidec.stages.doctor import examine, exit_code, report, rows_of
 
     findings = examine(deep=deep, fix=fix)
+    notes = [finding for finding in findings if finding.severity == "note" and not finding.done]
     if as_json:
         print(json.dumps(report(findings), indent=2))
-    elif not findings:
-        print("nothing wrong")
+    elif len(notes) == len(findings):
+        number = f"{len(notes)} note{'s' if len(notes) > 1 else ''}"
+        print("healthy" + (f" ({number}: unidec doctor --json)" if notes else ""))
     else:
         show_table(*rows_of(findings))
     sys.exit(exit_code(findings))
@@ -173,6 +175,7 @@ def plan(
     ] = None,
     disk: Annotated[str | None, typer.Option(metavar="SIZE", help="disk, instead of what is free")] = None,
     measure: Annotated[bool, typer.Option(help="time a few real steps on random ids, on this machine")] = True,
+    terms: Annotated[bool, typer.Option("--terms", help="every amount, also of a training that fits easily")] = False,
 ) -> None:
     """Memory and time of a training before it starts, term by term, and what would fit; exit code 1: too large."""
     loaded = load(params, assignments)
@@ -180,7 +183,7 @@ def plan(
 
     sizes = {"labels": labels, "queries": queries, "tokens": tokens, "pairs": pairs}
     free = {"device": device_memory, "host": host_memory, "disk": disk}
-    sys.exit(0 if plan_command(loaded, sizes, free, encoder_config, measure, as_json) else 1)
+    sys.exit(0 if plan_command(loaded, sizes, free, encoder_config, measure, as_json, terms) else 1)
 
 
 index.add_to(app)
@@ -270,36 +273,7 @@ def config_keys() -> None:
     print(f"\nrecipes: {', '.join(recipe_names())}")
 
 
-@app.command(epilog="Example: unidec init my-project --data-path my/folder --format tables")
-def init(
-    folder: Annotated[Path, typer.Argument(help="where params.yaml is written")],
-    data_path: Annotated[str, typer.Option(help="folder of raw files")] = "data/raw/mine",
-    data_format: Annotated[str, typer.Option("--format", help="their layout")] = "auto",
-    recipe: Annotated[str, typer.Option(help=f"one of {', '.join(recipe_names())}")] = "unidec",
-) -> None:
-    """Write a params.yaml for your own data; an existing one is never overwritten."""
-    path = folder / "params.yaml"
-    overrides = {"recipe": recipe, "data.path": data_path, "data.format": data_format}
-    sections = "".join(
-        f"{name}: {{}}\n" for name in Params.model_fields if name not in ("recipe", "seed", "device", "data")
-    )
-    body = f"recipe: {recipe}\nseed: 0\ndevice: auto\n\ndata:\n"
-    body += "".join(
-        f"  {key}: {json.dumps(overrides.get(f'data.{key}', value))}\n"
-        for key, value in Params().data.model_dump().items()
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(f"# `unidec config keys` explains every key; keys here override the recipe.\n{body}\n{sections}")
-    except FileExistsError as error:
-        raise ConfigError("exists already", where=str(path), fix="edit it, or name another folder") from error
-    try:
-        load_params(path)
-    except ConfigError:
-        path.unlink()
-        raise
-    print(f"{path} written; next: unidec ingest --params {path}")
+init.add_to(app)
 
 
 @app.command()

@@ -302,6 +302,9 @@ def _dvc(root: Path) -> Iterator[Finding]:
         return
     changed = status.get("uncommitted", {})
     lost = _tops(status.get("not_in_cache", []))
+    if lost and not any((root / path).exists() for path in (paths.DATASET, paths.MODEL, paths.BUNDLE)):
+        yield Finding("nothing is built here yet", "dvc.lock", "note", "make train builds it, dvc pull fetches it")
+        return
     for path, count in _tops(changed.get("modified", [])).items():
         yield Finding(f"{_files(count)} changed since dvc.lock was written", path, "warning",
                       "dvc repro makes it anew; dvc checkout takes the recorded one")  # fmt: skip

@@ -85,6 +85,20 @@ class Planned:
         return lines
 
     @property
+    def is_small(self) -> bool:
+        """It fits, and takes at most half of what is free everywhere: its terms interest nobody."""
+        frees = [(self.machine.free(place), self.estimate.peak(place)[1]) for place in self._places]
+        return not self.short and all(free is None or needed <= free / 2 for free, needed in frees)
+
+    def line(self) -> str:
+        """All of it in one line."""
+        parts = []
+        for place in self._places:
+            free = self.machine.free(place)
+            parts.append(f"{PLACES[place]} {gib(self.estimate.peak(place)[1])}" + (f" of {gib(free)}" if free else ""))
+        return f"{'does not fit' if self.short else 'fits'}: {', '.join(parts)}"
+
+    @property
     def _places(self) -> list[Place]:
         return [place for place in PLACES if place != "device" or self.estimate.device == "cuda"]
 
@@ -225,12 +239,14 @@ def plan_command(
     encoder_config: Path | None,
     measured: bool,
     as_json: bool,
+    terms: bool = False,
 ) -> bool:
     """Print what `unidec plan` prints.
 
     Args:
         by_hand: "labels", "queries", "tokens", "pairs" of a data set that is not here; all None: the ingested one.
         free: "device", "host", "disk" of another machine, as "16GiB".
+        terms: print every amount also of a small training, which otherwise takes one line.
 
     Returns:
         Whether it fits.
@@ -257,6 +273,8 @@ def plan_command(
         times = ["time: not measured: " + ("another machine" if there["device"] else "it does not fit here")]
     if as_json:
         print(json.dumps(result, indent=2))
+    elif planned.is_small and labels is None and not terms:
+        print("; ".join([planned.line(), *times[-1:], "--terms shows every amount"]))
     else:
         print("\n".join([*planned.lines(), *times, *planned.verdict()]))
     return not planned.short

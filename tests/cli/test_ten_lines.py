@@ -1,0 +1,139 @@
+"""README's "Your own data, in ten lines", as written there: parsed and begun here, run to a served champion if slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from unidec import cli
+from unidec.config import load_params
+from unidec.data.dataset import XMCDataset
+
+ROOT = Path(__file__).resolve().parents[2]
+UNIDEC = ".venv/bin/unidec "
+
+
+def commands() -> list[str]:
+    """The lines of the block, without their comments."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## Your own data, in ten lines")[1]
+    block = re.search(r"```sh\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    return [line.split("  #")[0].strip() for line in block[1].splitlines()]
+
+
+def one(part: str) -> str:
+    """The only command with this in it."""
+    (found,) = [command for command in commands() if part in command]
+    return found
+
+
+def environment(root: Path) -> dict[str, str]:
+    """Without what this process was told; the code of `root`, whatever the environment has installed."""
+    drop = ("GIT_", "DVC_", "PREFECT_", "MLFLOW_", "UNIDEC_", "MAKE", "PYTHON")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    return kept | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "true"}
+
+
+def test_every_command_is_one_that_exists() -> None:
+    assert 5 <= len(commands()) <= 10
+    program = typer.main.get_command(cli.app)
+    for command in commands():
+        words = shlex.split(command)
+        if command.startswith(UNIDEC):
+            parsed = program.make_context("unidec", words[1:])
+            assert isinstance(program, typer.core.TyperGroup)
+            name, subcommand, rest = program.resolve_command(parsed, words[1:])
+            assert subcommand is not None and name
+            if name != "config":
+                subcommand.make_context(name, rest, parent=parsed)  # refuses options and arguments that it has not
+        elif words[0] == "make":
+            subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True, timeout=60)
+        else:
+            assert shutil.which(words[0])
+
+
+def test_init_and_ingest_read_the_example(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    shutil.copytree(ROOT / "data" / "examples", tmp_path / "data" / "examples")
+    for words in ([*shlex.split(one(" init "))[1:]], ["config", "check"], ["ingest"]):
+        subprocess.run(
+            [sys.executable, "-m", "unidec.cli", *words],
+            cwd=tmp_path, env=environment(ROOT), check=True, capture_output=True, timeout=120,
+        )  # fmt: skip
+    assert load_params(tmp_path / "params.yaml").data.path == "data/examples/debian"
+    dataset = XMCDataset.open(tmp_path / "data" / "dataset")
+    assert len(dataset.rows("test")) > 100 and dataset.num_labels == 100
+    files = [path for path in (ROOT / "data" / "examples").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 200_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_from_a_clean_clone_to_a_served_champion(tmp_path: Path) -> None:
+    root = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(root)], check=True, timeout=120)
+    use_this_environment(root)
+
+    def run(command: str) -> str:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=root, env=environment(root), capture_output=True, text=True, timeout=1200
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+    serve = one(" serve ")
+    printed = {command: run(command) for command in commands() if command != serve}
+    summary = printed["make train"].splitlines()[-11:]
+    assert "version 1 of unidec is the champion" in summary and "report: outputs/report.html" in summary
+    assert any(line.startswith("TF-IDF kNN + label match") for line in summary)
+    assert len(printed[one('predict "')].splitlines()) == 1 + 5
+    output = shlex.split(one("--output"))[-1]
+    assert (root / output).is_file()
+    serving = one(" serve ")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [*shlex.split(serving), "--port", str(port)], cwd=root, env=environment(root), start_new_session=True
+    )
+    try:
+        answer = ask(f"http://127.0.0.1:{port}/predict", shlex.split(one('predict "'))[2])
+        assert answer["model"]["version"] == "1" and len(answer["predictions"][0]["labels"]) == 5
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+    assert run(f"{UNIDEC}doctor").startswith("healthy")
+
+
+def use_this_environment(root: Path) -> None:
+    """What `make setup` would install, from the environment of this process."""
+    (root / ".venv").mkdir()
+    for name in ("bin", "lib", "pyvenv.cfg"):
+        if (Path(sys.prefix) / name).exists():
+            (root / ".venv" / name).symlink_to(Path(sys.prefix) / name)
+    (root / ".venv" / ".installed").touch()
+
+
+def ask(url: str, query: str) -> dict:
+    body = json.dumps({"queries": [query], "k": 5}).encode()
+    for _ in range(240):
+        try:
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.load(response)
+        except OSError:  # not listening yet, or not ready
+            time.sleep(0.5)
+    raise AssertionError("the server did not answer")

@@ -1,0 +1,95 @@
+"""`unidec init`: a params.yaml for your own data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from unidec.config import Params, load_params, recipe_names
+from unidec.errors import ConfigError
+
+DEFAULTS = {"recipe": "unidec", "data.path": "data/raw/mine", "data.format": "auto"}
+
+
+def add_to(app: typer.Typer) -> None:
+    """The command of this file."""
+    app.command(epilog="Examples: unidec init --data-path data/raw/shop  |  unidec init my-project --format tables")(
+        init
+    )
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="of params.yaml; this folder, if it is not given")] = Path("."),
+    data_path: Annotated[
+        str | None, typer.Option(help=f"folder of raw files; {DEFAULTS['data.path']} in a new params.yaml")
+    ] = None,
+    data_format: Annotated[
+        str | None, typer.Option("--format", help="layout of the files (docs/data.md); auto in a new params.yaml")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help=f"one of {', '.join(recipe_names())}")] = None,
+) -> None:
+    """Write a params.yaml for your own data; in one that exists, change these keys and keep all other lines."""
+    path = folder / "params.yaml"
+    given = {"recipe": recipe, "data.path": data_path, "data.format": data_format}
+    values = {key: value for key, value in given.items() if value is not None}
+    before = path.read_text(encoding="utf-8") if path.exists() else None
+    if before is not None and not values:
+        raise ConfigError(
+            "exists already, and no key to change is given", where=str(path),
+            fix="unidec init --data-path FOLDER, or another folder for params.yaml",
+        )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(_new(DEFAULTS | values) if before is None else _changed(before, values, path), encoding="utf-8")
+    try:
+        load_params(path)
+    except ConfigError:
+        if before is None:
+            path.unlink()
+        else:
+            path.write_text(before, encoding="utf-8")
+        raise
+    written = ", ".join(f"{key}: {value}" for key, value in values.items())
+    print(f"{path}: {written or 'written'}; next: make train (or unidec ingest --params {path}, the data alone)")
+
+
+def _new(values: dict[str, str]) -> str:
+    """A whole file. DVC requires every section, and `dvc exp run -S KEY` every key, with or without a value."""
+    own = ("recipe", "seed", "device", "data")
+    keys = {name: ", ".join(getattr(Params(), name).model_dump()) for name in Params.model_fields if name not in own}
+    sections = "".join(f"{name}: {{{listed}}}\n" for name, listed in keys.items())
+    defaults = Params().data.model_dump()
+    data = "".join(f"  {key}: {json.dumps(values.get(f'data.{key}', value))}\n" for key, value in defaults.items())
+    return (
+        "# `unidec config keys` explains every key; keys here override the recipe.\n"
+        f"recipe: {values['recipe']}\nseed: 0\ndevice: auto\n\ndata:\n{data}\n{sections}"
+    )
+
+
+def _changed(text: str, values: dict[str, str], path: Path) -> str:
+    """The text with other values at these keys; comments and order stay.
+
+    Raises:
+        ConfigError: no YAML, or a key that the file does not have.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError("not YAML", where=str(path), got=str(error)[:200]) from error
+    places = []
+    for key, value in values.items():
+        node: Any = root
+        for name in key.split("."):
+            children = node.value if isinstance(node, yaml.MappingNode) else []
+            node = next((child for given, child in children if given.value == name), None)
+        if not isinstance(node, yaml.ScalarNode):
+            raise ConfigError(
+                f"no key {key} to change", where=str(path), fix=f"add it by hand, with the value {json.dumps(value)}"
+            )
+        places.append((node.start_mark.index, node.end_mark.index, json.dumps(value)))
+    for start, end, value in sorted(places, reverse=True):
+        text = f"{text[:start]}{value}{text[end:]}"
+    return text
