@@ -167,14 +167,20 @@ def leave_if_server_left(error: BaseException, words: str | None = None) -> None
         time.sleep(0.3)
 
 
-def on_command_line(run: Callable[[], Any], words: str | None = None) -> int:
+def as_json(done: Any) -> str:
+    """For programs that read what a flow returns."""
+    return json.dumps(done, indent=2)
+
+
+def on_command_line(run: Callable[[], Any], words: str | None = None, show: Callable[[Any], str] = as_json) -> int:
     """Runs a flow as a program does: errors in one line, an exit code, Ctrl-C and SIGTERM leave cleanly.
 
     A run that the gate leaves without a champion ends with exit code 6 and a last line that says how to change it.
 
     Args:
-        run: calls the flow; what it returns is printed as JSON.
+        run: calls the flow.
         words: the farewell when it is stopped.
+        show: what is printed of the flow's result.
     """
     global _on_command_line
     _on_command_line = True
@@ -193,10 +199,11 @@ def on_command_line(run: Callable[[], Any], words: str | None = None) -> int:
     finally:
         _on_command_line = False
         signal.signal(signal.SIGTERM, before)
-    print(json.dumps(done, indent=2))
+    print(show(done), flush=True)
     if missing := done.get("no_champion"):
         why = " ".join(missing["reason"].split())
-        print(f"there is no champion: version {missing['version']} was refused ({why}); run: {missing['command']}")
+        words = f"there is no champion: version {missing['version']} was refused ({why}); run: {missing['command']}"
+        print(words, file=sys.stderr)
         return Refused.exit_code
     return 0
 
@@ -206,9 +213,12 @@ def terminate(number: int, _frame: Any) -> None:
 
 
 class _OneLine(logging.Filter):
-    """Prefect logs a traceback for every error: one that says what, where and how to fix it needs none."""
+    """Without Prefect's tracebacks of errors that say what, where and how to fix it, and without its farewell, which
+    would follow a run's last line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith("Stopping temporary server"):
+            return False
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, UnidecError | CancelledRun):  # the latter: a run that turned itself away
             record.msg, record.args = "stopped: %s", (str(error),)
@@ -217,7 +227,7 @@ class _OneLine(logging.Filter):
 
 
 def one_line_for_known_errors() -> None:
-    for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
+    for name in ("prefect", "prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logger = logging.getLogger(name)
         if not any(isinstance(known, _OneLine) for known in logger.filters):
             logger.addFilter(_OneLine())

@@ -30,6 +30,7 @@ from prefect import flow
 from prefect.exceptions import TerminationSignal
 
 from flows import artifacts, decide, endings, late, publish, reproduce, steps
+from flows.summary import summary
 from unidec.config import Params, fingerprint, load_params, parse_overrides
 from unidec.errors import ConfigError, DataError, TrainingError
 from unidec.ops.tracking import Tracker
@@ -93,8 +94,8 @@ def train(
         register_trial: also a trial's bundle, as `challenger`.
 
     Returns:
-        what was done: {"steps", and where they ran "start", "epoch", "metrics", "version", "run_url", "skipped",
-        "gate", "promoted", "refused", "shared"}.
+        what was done: {"steps", and where they ran "start", "epoch", what `unidec.stages.evaluate` returns, "model",
+        "version", "run_url", "skipped", "gate", "promoted", "refused", "shared"}.
 
     Raises:
         UnidecError: parameters, data, artifacts or training are wrong; nothing is retried then.
@@ -208,14 +209,16 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
         if "index" in wanted:
             steps.index(params)
         if "evaluate" in wanted:
-            done["metrics"] = steps.evaluate(params).get("metrics", {})
+            done |= steps.evaluate(params)
+            done["report"] = str(Path(done["report"]).resolve())
             artifacts.show_metrics(done["metrics"])
         if recorded is not None:
             recorded()
         done["run_url"] = Tracker.resume(run_dir).url if run_dir else None
         if "register" in wanted:
             registered = steps.register(params)
-            done |= {"version": registered.get("version"), "run_url": done["run_url"] or registered.get("run")}
+            done |= {key: registered.get(key) for key in ("model", "version")}
+            done["run_url"] = done["run_url"] or registered.get("run")
         artifacts.show_links(done["run_url"], done.get("version"), params.tracking.model_name)
         if "train" in wanted or "register" in wanted:
             endings.say(f"MLflow run: {done['run_url'] or artifacts.NO_PAGE}")
@@ -297,6 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--start", choices=get_args(Start), help="from the champion or from nothing: retrain.start")
     parser.add_argument("--register", action="store_true", help="register a trial's bundle (--set, --params), too")
     parser.add_argument("--no-promote", action="store_true", help="the champion stays, whatever the gate says")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, not a summary")
     options = parser.parse_args(arguments)
 
     def run() -> dict[str, Any]:
@@ -314,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             register_trial=options.register,
         )
 
-    return endings.on_command_line(run)
+    return endings.on_command_line(run, show=endings.as_json if options.json else summary)
 
 
 if __name__ == "__main__":

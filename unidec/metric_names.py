@@ -8,6 +8,9 @@ from typing import NamedTuple
 GROUPS = ("tail", "torso", "head")
 """Names of the frequency groups 0, 1, 2 of `unidec.data.propensity.frequency_group`."""
 
+BASELINES = {"knn": "TF-IDF kNN", "mix": "TF-IDF kNN + label match"}
+"""What every report compares a model with (`unidec.evaluation.baselines`), and how it is shown."""
+
 DEFAULT_KS = (1, 3, 5, 10, 100)
 DEFAULT_PROPENSITY_KS = (1, 3, 5)
 

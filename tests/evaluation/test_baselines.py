@@ -12,7 +12,6 @@ from unidec.data.raw import text_table
 from unidec.evaluation import baselines as module
 from unidec.evaluation.baselines import (
     COMPARED,
-    NAMES,
     compare_with_baselines,
     measure_baselines,
     verdict,
@@ -20,6 +19,7 @@ from unidec.evaluation.baselines import (
 )
 from unidec.evaluation.metrics import evaluate, filtered_truth
 from unidec.evaluation.report import ReportInput, render
+from unidec.metric_names import BASELINES
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def perfect_answers(truth) -> np.ndarray:
 def test_they_are_measured_by_the_metric_code_of_the_model(case):
     dataset, truth, inverse, groups, _ = case
     measured = measure_baselines(dataset, "title", inverse, groups)
-    assert set(measured.labels) == set(NAMES) and measured.about.endswith("1,900 queries of the train split.")
+    assert set(measured.labels) == set(BASELINES) and measured.about.endswith("1,900 queries of the train split.")
     np.testing.assert_array_equal(measured.places, np.arange(500))
     filters = dataset.filter_pairs[dataset.rows("test")].toarray().astype(bool)
     for name, labels in measured.labels.items():

@@ -73,11 +73,11 @@ class Stages(types.SimpleNamespace):
 
     def evaluate(self, _params: Params) -> dict:
         self._call("evaluate")
-        return {"metrics": {"test": {"P@1": 45.0}}}
+        return {"metrics": {"P@1": 45.0}, "report": "outputs/report.html"}
 
     def register(self, _params: Params, bundle: str | None = None) -> dict:
         self._call("register" if bundle is None else f"register {bundle}")
-        return {"version": 3}
+        return {"model": "unidec", "version": 3}
 
     def fetch(self, _params: Params) -> dict:
         self._call("fetch")
@@ -150,7 +150,7 @@ WHOLE = [*PREPARED, "data_change", "choose_start None", *ROUNDS, *FINISH, "commi
 def test_everything_in_order(run, stages):
     done = run()
     assert stages.calls == [*WHOLE, "gate 3", "promote 3"]
-    assert (done["epoch"], done["version"], done["metrics"]) == (EPOCHS, 3, {"test": {"P@1": 45.0}})
+    assert (done["epoch"], done["version"], done["metrics"]) == (EPOCHS, 3, {"P@1": 45.0})
     assert done["start"]["version"] == "2" and done["promoted"]["previous"] == "2" and "refused" not in done
     ((event, told),) = run.events
     assert event == "promoted" and told == {"version": "3", "previous": "2", "metrics": {"nDCG@5": 40.1}}
@@ -302,7 +302,7 @@ def test_a_run_that_the_gate_leaves_without_a_champion(run, stages, flow_module,
     stages.gate = lambda *given: gate(*given) | {"champion": None, "reasons": [loads]}
     assert run()["no_champion"]["command"] == "make train ARGS=--force"
     assert flow_module.endings.on_command_line(lambda: {"refused": "x", "no_champion": missing}) == 6
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = capsys.readouterr().err.splitlines()[-1]
     assert "no champion" in last and "2.1 behind" in last and last.endswith(missing["command"])
 
 
@@ -346,7 +346,7 @@ def test_the_mlflow_run_ends_as_training_did(run, stages, flow_module, monkeypat
 def test_command_line(place, stages, flow_module, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(flow_module, "train", lambda **arguments: calls.append(arguments) or {"version": 1})
-    assert flow_module.main(["--set", "pool.beta=2", "--steps", "train", "--force", "--start", "cold"]) == 0
+    assert flow_module.main(["--json", "--set", "pool.beta=2", "--steps", "train", "--force", "--start", "cold"]) == 0
     told = {
         "force": True,
         "start": "cold",

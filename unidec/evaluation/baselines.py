@@ -24,8 +24,8 @@ from unidec.errors import DataError
 from unidec.evaluation.metrics import GROUPS, evaluate, filtered_truth, remove_filtered
 from unidec.evaluation.significance import Comparison, best_systems, compare_systems, holm, query_scores
 from unidec.evaluation.tfidf import TfidfRanker, fit_words
+from unidec.metric_names import BASELINES
 
-NAMES = {"knn": "TF-IDF kNN", "mix": "TF-IDF kNN + label match"}
 COMPARED = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
 OF_GROUP = "R@10"  # what is compared within a frequency group of the labels
 MODEL = "model"
@@ -42,7 +42,7 @@ class Baselines:
     """What the baselines answered; both mappings are empty where there was nothing to compare with.
 
     Attributes:
-        labels: int64 [n, K] by name of `NAMES`, filtered pairs removed. metrics: of these queries, in percent.
+        labels: int64 [n, K] by name of `BASELINES`, filtered pairs removed. metrics: of these queries, in percent.
         places: int64 [n], which queries of the test split were ranked, ascending.
         about: how they were trained and measured, in a sentence or two.
     """
@@ -75,9 +75,9 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
     relevance_ML = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows]).astype(np.float32)
     ranker = TfidfRanker(csr_matrix(train_MF.T), relevance_ML, csr_matrix(label_LF.T))
     queries_nF = vectorizer.transform(dataset.query_texts(test[places], text))
-    ranked = ranker.rank(queries_nF, list(NAMES), width, "TF-IDF baselines")
+    ranked = ranker.rank(queries_nF, list(BASELINES), width, "TF-IDF baselines")
     truth = filtered_truth(dataset.relevance[test[places]], filters)
-    labels = {name: remove_filtered(*ranked[name], filters, K)[0] for name in NAMES}
+    labels = {name: remove_filtered(*ranked[name], filters, K)[0] for name in BASELINES}
     metrics = {name: evaluate(found, truth, inverse_L, group_L) for name, found in labels.items()}
     return Baselines(labels, metrics, places, _about(len(rows), len(train), len(places), len(test)))
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from unidec.data.storage import write_bytes_atomic
 from unidec.evaluation import training_sections
-from unidec.evaluation.baselines import NAMES as BASELINES
 from unidec.evaluation.page import (
     Shown,
     charts,
@@ -29,6 +28,7 @@ from unidec.evaluation.page import (
 )  # fmt: skip
 from unidec.evaluation.significance import Comparison
 from unidec.evaluation.svg import bar_chart
+from unidec.metric_names import BASELINES
 
 HEADLINE = (
     "P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@3", "PSP@5", "R@10", "R@100", "coverage@5", "MRR",

@@ -76,7 +76,8 @@ def evaluate(params: Params) -> dict[str, Any]:
     write_report(paths.REPORT, report_input(params, found, history, rounds))
     _track(params, dataset, result, history, rounds)
     return {
-        "metrics": headline(result["test"]), "against_baselines": verdict(compared), "warnings": warned,
+        "metrics": headline(result["test"]), "baselines": result["baselines"],
+        "against_baselines": verdict(compared), "warnings": warned,
         "report": str(paths.REPORT),
     }  # fmt: skip
 

@@ -22,12 +22,13 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.label_graph import load_label_graph
 from unidec.data.propensity import load_propensity
 from unidec.data.storage import read_manifest
-from unidec.evaluation.baselines import NAMES, Baselines, verdict
+from unidec.evaluation.baselines import Baselines, verdict
 from unidec.evaluation.frequency import doubling_histogram
 from unidec.evaluation.metrics import GROUPS, per_query
 from unidec.evaluation.pools import pool_study
 from unidec.evaluation.report import ReportInput
 from unidec.evaluation.significance import Comparison
+from unidec.metric_names import BASELINES
 from unidec.model.encoder import InputBuilder
 from unidec.ops.provenance import code_tags, dvc_hash
 from unidec.ops.tracking import Tracker
@@ -86,7 +87,7 @@ def report_input(
         dataset=f"{dataset.name}, {params.tokens.text}",
         model=f"{params.encoder.kind} encoder ({params.encoder.name})",
         metrics=_metrics(result, bundle.model.heads),
-        baselines={NAMES[name]: headline(dict(own)) for name, own in found.baselines.metrics.items()} | peers,
+        baselines={BASELINES[name]: headline(dict(own)) for name, own in found.baselines.metrics.items()} | peers,
         baseline_note=f"{found.baselines.about} {peer_note}".strip(),
         verdict=verdict(found.compared),
         warnings=found.warnings,
