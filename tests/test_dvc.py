@@ -258,5 +258,17 @@ def test_dependencies_on_code_exist() -> None:
         for path in stage["deps"]:
             if path.startswith("unidec/") and "$" not in path:
                 assert (ROOT / path).exists(), f"{name}: {path}"
-    for name in ("data", "tokens", "label_graph", "encoder", "model", "pool", "loss", "optim", "index"):
+    for name in (
+        "data",
+        "raw",
+        "validation",
+        "tokens",
+        "label_graph",
+        "encoder",
+        "model",
+        "pool",
+        "loss",
+        "optim",
+        "index",
+    ):
         assert name in yaml.safe_load((ROOT / "params.yaml").read_text()), "DVC refuses a section that is not there"

@@ -24,8 +24,8 @@ from unidec.strict_yaml import KeyPath, parse_scalar, read_yaml
 
 # a recipe says how to train, not on what, where, or what becomes of it
 _NOT_OF_A_RECIPE = {
-    "recipe", "data", "seed", "device", "run", "source", "warm", "retrain", "gate", "drift", "serve",
-    "tracking",
+    "recipe", "data", "raw", "validation", "seed", "device", "run", "source", "warm", "retrain", "gate", "drift",
+    "serve", "tracking",
 }  # fmt: skip
 
 

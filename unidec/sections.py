@@ -17,6 +17,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+Severity = Literal["error", "warn", "off"]
 LossName = Literal["ds", "supcon", "infonce", "triplet", "bce", "hinge", "softtopk"]
 
 
@@ -53,6 +54,38 @@ class Data(Section):
     split_seed: Seed = Field(0, description="seed of both splits")
     propensity_a: Positive = Field(0.55, description="A of the inverse propensities: a property of the data set")
     propensity_b: Annotated[float, Field(ge=0)] = Field(1.5, description="B of the inverse propensities")
+
+
+class RawBounds(Section):
+    """What raw files may hold; ingest refuses more."""
+
+    max_row_bytes: Annotated[int, Field(ge=1000, le=2**30)] = Field(
+        16 << 20, description="bytes of a line, or of a CSV row with line breaks in quotes"
+    )
+    max_text_chars: Count = Field(1_000_000, description="characters of a title or a content")
+    max_unpack_ratio: Count = Field(
+        50, description="times its own size that a compressed file may unpack to; 64 MB always"
+    )
+
+
+class Validation(Section):
+    """What `unidec validate` allows: for each check the largest share of rows, and what happens beyond it: error stops
+    before training, warn is reported, off: not checked."""
+
+    empty_texts: Share = Field(0.01, description="share of the queries, and of the labels, whose text is empty")
+    empty_texts_severity: Severity = Field("error", description="of a larger share")
+    test_texts_in_train: Share = Field(
+        0.01, description="share of the test queries whose text is also a training query's"
+    )
+    test_texts_in_train_severity: Severity = Field("error", description="of a larger share")
+    queries_without_positives: Share = Field(0.5, description="share of the queries")
+    queries_without_positives_severity: Severity = Field("error", description="of a larger share")
+    labels_without_training_points: Share = Field(0.5, description="share of the labels")
+    labels_without_training_points_severity: Severity = Field("error", description="of a larger share")
+    label_texts_given_twice: Share = Field(0.2, description="share of the labels whose text another label has")
+    label_texts_given_twice_severity: Severity = Field("error", description="of a larger share")
+    filtered_positives: Share = Field(0.01, description="share of the positives that are also filter pairs")
+    filtered_positives_severity: Severity = Field("warn", description="of a larger share")
 
 
 class Tokens(Section):
@@ -394,6 +427,8 @@ class Params(Section):
     seed: Seed = Field(0, description="seed of everything random in training")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
     data: Data = Data()
+    raw: RawBounds = RawBounds()
+    validation: Validation = Validation()
     tokens: Tokens = Tokens()
     label_graph: LabelGraph = LabelGraph()
     encoder: Encoder = Encoder()

@@ -8,7 +8,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from unidec.data.formats import files, read_raw
+from unidec.data import bounded
+from unidec.data.formats import read_raw
 from unidec.data.formats.files import Source, read_sparse_text
 from unidec.errors import DataError
 
@@ -45,7 +46,7 @@ def slow_texts(content: bytes) -> list[str]:
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_texts_and_blocks_equal_the_whole_file(tmp_path, monkeypatch, content, size, suffix):
-    monkeypatch.setattr(files, "BYTES_AT_ONCE", size)
+    monkeypatch.setattr(bounded, "BYTES_AT_ONCE", size)
     path = tmp_path / f"Y.txt{suffix}"
     path.write_bytes(gzip.compress(content) if suffix else content)
     source = Source(tmp_path)
@@ -73,7 +74,7 @@ def test_sparse_text_in_blocks(tmp_path, monkeypatch, size, end):
     rng = np.random.default_rng(2)
     rows = [sorted(rng.choice(50, rng.integers(0, 6), replace=False).tolist()) for _ in range(30)] + [[7]]
     body = b"\n".join(b" ".join(b"%d:%.2f" % (label, label / 7 + 0.5) for label in row) for row in rows)
-    monkeypatch.setattr(files, "BYTES_AT_ONCE", size)
+    monkeypatch.setattr(bounded, "BYTES_AT_ONCE", size)
     source, (query_P, label_P, value_P, lines) = sparse(tmp_path, b"31 50\n" + body + end, 31, 50)
     assert not source.problems.count
     assert list(zip(query_P, label_P, strict=True)) == [(q, label) for q, row in enumerate(rows) for label in row]
@@ -84,7 +85,7 @@ def test_sparse_text_in_blocks(tmp_path, monkeypatch, size, end):
 
 @pytest.mark.parametrize("size", [1, 5, 1 << 23])
 def test_faults_of_sparse_text_name_their_line_in_any_block(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(files, "BYTES_AT_ONCE", size)
+    monkeypatch.setattr(bounded, "BYTES_AT_ONCE", size)
     source, (query_P, label_P, _, _) = sparse(tmp_path, b"4 9\n1:1\n\n2:1 nonsense 3:1\n12345678901:1\n", 4, 9)
     assert source.problems.samples["not `label:relevance`"][0].startswith("trn_X_Y.txt:4")
     assert list(zip(query_P, label_P, strict=True)) == [(0, 1), (2, 2), (2, 3), (3, 12345678901)]
@@ -97,14 +98,14 @@ def test_faults_of_sparse_text_name_their_line_in_any_block(tmp_path, monkeypatc
      (b"2 9\n1:1\n", "1 rows"), (b"2 9\n1:1\n\n\n", "3 rows"), (b"2 9", "0 rows")],
 )  # fmt: skip
 def test_row_counts_of_sparse_text(tmp_path, monkeypatch, size, content, match):
-    monkeypatch.setattr(files, "BYTES_AT_ONCE", size)
+    monkeypatch.setattr(bounded, "BYTES_AT_ONCE", size)
     with pytest.raises(DataError, match=match):
         sparse(tmp_path, content, 2, 9)
 
 
 def test_reading_takes_memory_for_texts_and_pairs_but_not_for_the_files(tmp_path, monkeypatch):
     """Python's part of the memory (Arrow's own is not traced): no list of all texts, no whole file, no uid a row."""
-    monkeypatch.setattr(files, "BYTES_AT_ONCE", 1 << 16)
+    monkeypatch.setattr(bounded, "BYTES_AT_ONCE", 1 << 16)
     rows = 40_000
     text = ("some words of a text " * 3).strip()
     for name in ("Y.txt", "trn_X.txt", "tst_X.txt"):

@@ -16,7 +16,8 @@ from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.raw import RawData, text_table
 from unidec.data.storage import read_manifest, write_manifest
 from unidec.errors import ArtifactError
-from unidec.ops.validation import Thresholds, validate_dataset
+from unidec.ops.validation import CHECKS, validate_dataset
+from unidec.sections import Validation
 
 
 def tampered(dataset: XMCDataset, path: Path, name: str, change: Callable[[np.ndarray], np.ndarray]) -> Path:
@@ -95,13 +96,34 @@ def test_soft_faults_are_judged_by_thresholds(raw_factory: Callable[..., RawData
     assert [s["row"] for s in samples[("queries", "num_positives")]] == [11, 2000]
     assert len(samples[("pairs", "filtered")]) == 20
     assert any("row 7 (train-7)" in line for line in verdict["warnings"])
-    strict = Thresholds(
-        max_empty_texts=0, max_test_texts_in_train=0, max_queries_without_positives=0, max_label_texts_given_twice=0
-    )
-    verdict = validate_dataset(dataset.path, tmp_path / "v", docs=False, thresholds=strict)
+    strict = Validation(empty_texts=0, test_texts_in_train=0, queries_without_positives=0, label_texts_given_twice=0)
+    verdict = validate_dataset(dataset.path, tmp_path / "v", docs=False, limits=strict)
     assert not verdict["success"]
     columns = {column for _, column, _ in failed(verdict)}
     assert columns == {"text_length", "text_in_train", "num_positives", "labels_with_this_text"}
+
+
+def test_a_severity_decides_what_a_share_beyond_its_bound_means(
+    raw_factory: Callable[..., RawData], tmp_path: Path
+) -> None:
+    raw = raw_factory(60, 20, 10)
+    train = raw.queries["train"].to_pydict()
+    train["title"][7], train["content"][7] = "", ""
+    write_dataset(tmp_path / "d", replace(raw, queries={**raw.queries, "train": text_table(*train.values())}))
+    found = {}
+    for severity in ("error", "warn", "off"):
+        limits = Validation(empty_texts=0.0, empty_texts_severity=severity, test_texts_in_train_severity="off")
+        verdict = validate_dataset(tmp_path / "d", tmp_path / "v", docs=False, limits=limits)
+        found[severity] = [[line for line in verdict[kind] if "empty texts" in line] for kind in ("failed", "warnings")]
+        assert "text_in_train" not in {r["kwargs"].get("column") for r in verdict["expectations"]}
+    [line] = found["error"][0]
+    assert line.startswith("queries: empty texts: none; found 1 of 80") and line.endswith("validation.empty_texts")
+    assert found == {"error": [[line], []], "warn": [[], [line]], "off": [[], []]}
+
+
+def test_every_check_has_a_bound_and_a_severity_in_the_parameters() -> None:
+    keys = {check.key for check in CHECKS}
+    assert set(Validation.model_fields) == keys | {f"{key}_severity" for key in keys}
 
 
 def test_empty_texts_and_leaks_fail_by_default(raw_factory: Callable[..., RawData], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_every_parameter_has_a_place(identify):
     """A new parameter decides, or is of a section that never does."""
     identity = identify()
     without = {key.partition(".")[0] for key, _ in leaves(Params()) if key not in identity}
-    operations = {"source", "warm", "retrain", "gate", "drift", "serve", "tracking"}
+    operations = {"raw", "validation", "source", "warm", "retrain", "gate", "drift", "serve", "tracking"}
     assert without == operations | {"recipe", "device", "data", "label_graph", "index", "run"}
     assert {"data", "tokens.queries", "tokens.labels", "tokenizer", "code"} < identity.keys()
     assert identity["seed"] == "3" and identity["encoder.kind"] == '"bag"' and len(identity["code"]) == 64

@@ -66,16 +66,15 @@ def _data(spec: dict[str, Any], _accepted: tuple[str, ...]) -> None:
     """Data set (a slice of it, where one is asked for), tokens, propensities."""
     from unidec import stages
     from unidec.data.dataset import write_dataset
-    from unidec.data.formats import read_raw
+    from unidec.data.formats import read_section
     from unidec.data.raw import make_slice
     from unidec.stages import paths
 
     params = Params.model_validate(spec["params"])
     if spec["train"] or spec["test"]:
         data = params.data
-        raw = read_raw(data.path, data.format, test_share=data.test_share, split_seed=data.split_seed)
         everything = 2**62
-        raw = make_slice(raw, spec["train"] or everything, spec["test"] or everything)
+        raw = make_slice(read_section(data, params.raw), spec["train"] or everything, spec["test"] or everything)
         write_dataset(paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed)
     else:
         stages.ingest(params)

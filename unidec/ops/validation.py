@@ -2,13 +2,16 @@
 
 What cannot be stored at all (an index out of range, a relevance that is not a positive number, a pair given twice, text
 that is not UTF-8, row counts that differ) stops at ingest with `file:line`; here the stored data is checked once more,
-and what may be legal but may be a fault is judged by thresholds. `critical` fails the gate, `warning` is reported.
+and what is legal but may be a fault is judged by section `validation` of the parameters. `critical` fails the gate,
+`warning` is reported.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,32 +24,54 @@ from unidec.data.raw import SPLITS
 from unidec.data.storage import swap_folder, write_json
 from unidec.ops.checkpoint import MAX_SAMPLES, raised, run_checkpoint
 from unidec.ops.validation_page import render_page
+from unidec.sections import Validation
 
+_SMALL = 1_000_000  # pairs of data that is read again within seconds
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """Shares from 0 to 1. Above `max_...` the gate fails, above `warn_...` it warns."""
+Find = Callable[[list[str], list[str]], tuple[dict[str, str], dict[str, str]]]
+"""uids of queries, uids of labels -> `file:line` by uid, of both."""
 
-    max_empty_texts: float = 0.001
-    warn_empty_texts: float = 0.0
-    max_test_texts_in_train: float = 0.01
-    warn_test_texts_in_train: float = 0.0
-    max_queries_without_positives: float = 0.5
-    warn_queries_without_positives: float = 0.0
-    max_labels_without_training_points: float = 0.5
-    warn_labels_without_training_points: float = 0.1
-    max_label_texts_given_twice: float = 0.2
-    warn_label_texts_given_twice: float = 0.01
-    warn_filtered_positives: float = 0.01
+
+@dataclass(frozen=True)
+class Check:
+    """What may be a fault in some rows: values of a column outside of minimum and maximum.
+
+    Attributes:
+        key: in section `validation`: the share of rows that is allowed; `<key>_severity`: what a larger one means.
+        noted: share above which an allowed one is a warning.
+    """
+
+    key: str
+    table: str
+    column: str
+    minimum: float | None
+    maximum: float | None
+    what: str
+    noted: float = 0.0
+
+
+CHECKS = (
+    Check("empty_texts", "queries", "text_length", 1, None, "empty texts"),
+    Check("test_texts_in_train", "queries", "text_in_train", 0, 0,
+          "test queries whose text is also a training query's (leak)"),
+    Check("queries_without_positives", "queries", "num_positives", 1, None, "queries without positives"),
+    Check("empty_texts", "labels", "text_length", 1, None, "empty texts"),
+    Check("labels_without_training_points", "labels", "num_train_points", 1, None, "labels without training points",
+          noted=0.1),
+    Check("label_texts_given_twice", "labels", "labels_with_this_text", 1, 1, "labels whose text another label has",
+          noted=0.01),
+    Check("filtered_positives", "pairs", "filtered", 0, 0, "positives that are also filter pairs", noted=0.01),
+)  # fmt: skip
 
 
 def validate_dataset(
     dataset_path: str | os.PathLike[str],
     out_path: str | os.PathLike[str],
     docs: bool = True,
-    thresholds: Thresholds | None = None,
+    limits: Validation | None = None,
+    find: Find | None = None,
 ) -> dict[str, Any]:
     """Check a stored data set and write the verdict.
 
@@ -55,12 +80,16 @@ def validate_dataset(
         out_path: folder for result.json (the verdict; the same bytes for the same data), index.html (the same, to be
             read) and docs/ (Great Expectations' Data Docs, which hold run times).
         docs: also build Data Docs.
+        limits: section `validation` of the parameters; default: its defaults.
+        find: finds rows in the raw files; None: they are named by their place in the data set. Called only for faults,
+            and for warnings where the data is small: it may read all the files again.
 
     Returns:
         {"success", "name", "dataset_sha256", "rows", "failed", "warnings", "expectations"}; an expectation is {"table",
-        "type", "description", "kwargs", "severity", "success", "unexpected_count", "element_count", "observed",
-        "samples"} with at most 20 samples {"row", "uid", "value"} (pairs: query and label instead of row). `success` is
-        false if a critical one failed.
+        "type", "description", "key" (of the parameters, or None), "kwargs", "severity", "success", "unexpected_count",
+        "element_count", "observed", "samples"} with at most 20 samples {"row", "uid", "value"} (pairs: query and label
+        instead of row), and "at" (`file:line`) where it was found, which result.json leaves out. `success` is false if
+        a critical one failed.
 
     Raises:
         ArtifactError: the data set is missing or damaged. A failed check raises nothing: the caller decides.
@@ -68,22 +97,52 @@ def validate_dataset(
     dataset = XMCDataset.open(dataset_path)
     tables = {"queries": _query_frame(dataset), "labels": _label_frame(dataset), "pairs": _pair_frame(dataset)}
     with swap_folder(out_path) as out:
-        limits = thresholds or Thresholds()
-        raw = run_checkpoint("dataset", tables, lambda: _expectations(dataset, limits), out / "docs" if docs else None)
+        suites = partial(_expectations, dataset, limits or Validation())
+        raw = run_checkpoint("dataset", tables, suites, out / "docs" if docs else None)
         results = [_result(table, item, dataset, tables[table]) for table, item in raw]
-        failing = [r for r in results if not r["success"]]
-        verdict = {
-            "success": not any(r["severity"] == "critical" for r in failing),
+        facts = {
             "name": dataset.name,
             "dataset_sha256": dataset.sha256,
             "rows": {name: len(frame) for name, frame in tables.items()},
-            "failed": [_sentence(r) for r in failing if r["severity"] == "critical"],
-            "warnings": [_sentence(r) for r in failing if r["severity"] != "critical"],
-            "expectations": results,
         }
-        write_json(out / "result.json", verdict)
+        write_json(out / "result.json", _verdict(facts, results))
+        if find is not None:
+            _add_places(results, find, len(tables["pairs"]))
+        verdict = _verdict(facts, results)
         (out / "index.html").write_text(render_page(verdict, docs=docs), encoding="utf-8")
     return verdict
+
+
+def _verdict(facts: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    failing = [result for result in results if not result["success"]]
+    return {
+        "success": not any(result["severity"] == "critical" for result in failing),
+        **facts,
+        "failed": [_sentence(result) for result in failing if result["severity"] == "critical"],
+        "warnings": [_sentence(result) for result in failing if result["severity"] != "critical"],
+        "expectations": results,
+    }
+
+
+def _add_places(results: list[dict[str, Any]], find: Find, num_pairs: int) -> None:
+    """`file:line` of the samples, where the raw files still have them."""
+    samples = [
+        (result["table"], sample)
+        for result in results
+        if result["severity"] == "critical" or num_pairs < _SMALL
+        for sample in result["samples"]
+        if sample["uid"] is not None
+    ]
+    if not samples:
+        return
+    uids: dict[bool, list[str]] = {of_labels: [] for of_labels in (False, True)}
+    for table, sample in samples:
+        uids[table == "labels"].append(sample["uid"])
+    places = find(uids[False], uids[True])
+    for table, sample in samples:
+        at = places[table == "labels"].get(sample["uid"])
+        if at is not None:
+            sample["at"] = at
 
 
 def _query_frame(dataset: XMCDataset) -> pd.DataFrame:
@@ -148,17 +207,15 @@ def _text_facts(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(lengths).astype(np.int64), np.concatenate(hashes)
 
 
-def _expectations(dataset: XMCDataset, limits: Thresholds) -> dict[str, list[Any]]:
+def _expectations(dataset: XMCDataset, limits: Validation) -> dict[str, list[Any]]:
     import great_expectations.expectations as gxe
 
-    leak = (limits.max_test_texts_in_train, limits.warn_test_texts_in_train)
-    bare = (limits.max_queries_without_positives, limits.warn_queries_without_positives)
-    cold = (limits.max_labels_without_training_points, limits.warn_labels_without_training_points)
-    twins = (limits.max_label_texts_given_twice, limits.warn_label_texts_given_twice)
+    checks = {table: [e for check in CHECKS if check.table == table for e in _graded(check, limits)]
+              for table in ("queries", "labels", "pairs")}  # fmt: skip
     needed = (("train", "critical"), ("validation", "warning"), ("test", "warning"))
     return {
         "queries": [
-            *_text_expectations("queries", limits),
+            *_uid_expectations("queries"),
             gxe.ExpectColumnValuesToBeInSet(
                 column="split",
                 value_set=list(SPLITS),
@@ -171,19 +228,14 @@ def _expectations(dataset: XMCDataset, limits: Thresholds) -> dict[str, list[Any
                 )
                 for split, severity in needed
             ),
-            *_graded("text_in_train", 0, 0, "test queries whose text is also a training query's (leak)", *leak),
-            *_graded("num_positives", 1, None, "queries without positives", *bare),
+            *checks["queries"],
         ],
-        "labels": [
-            *_text_expectations("labels", limits),
-            *_graded("num_train_points", 1, None, "labels without training points", *cold),
-            *_graded("labels_with_this_text", 1, 1, "labels whose text another label has", *twins),
-        ],
-        "pairs": _pair_expectations(dataset, limits),
+        "labels": [*_uid_expectations("labels"), *checks["labels"]],
+        "pairs": [*_pair_expectations(dataset), *checks["pairs"]],
     }
 
 
-def _text_expectations(what: str, limits: Thresholds) -> list[Any]:
+def _uid_expectations(what: str) -> list[Any]:
     import great_expectations.expectations as gxe
 
     return [
@@ -192,14 +244,12 @@ def _text_expectations(what: str, limits: Thresholds) -> list[Any]:
             column="uid", min_value=1, severity="critical", description="every uid is there"
         ),
         gxe.ExpectColumnValuesToBeUnique(column="uid", severity="critical", description="every uid is there once"),
-        *_graded("text_length", 1, None, "empty texts", limits.max_empty_texts, limits.warn_empty_texts),
     ]
 
 
-def _pair_expectations(dataset: XMCDataset, limits: Thresholds) -> list[Any]:
+def _pair_expectations(dataset: XMCDataset) -> list[Any]:
     import great_expectations.expectations as gxe
 
-    filtered = f"positives that are also filter pairs: {_at_most(limits.warn_filtered_positives)}"
     return [
         gxe.ExpectTableRowCountToBeBetween(min_value=1, severity="critical", description="there are pairs"),
         _between("query", 0, dataset.num_queries - 1, "query rows are in range", "critical"),
@@ -216,25 +266,33 @@ def _pair_expectations(dataset: XMCDataset, limits: Thresholds) -> list[Any]:
         gxe.ExpectCompoundColumnsToBeUnique(
             column_list=["query", "label"], severity="critical", description="every pair is there once"
         ),
-        _between("filtered", 0, 0, filtered, "warning", limits.warn_filtered_positives),
     ]
 
 
-def _between(column: str, minimum: float, maximum: float | None, what: str, severity: str, share: float = 0.0) -> Any:
-    """All values in range but for a share of them."""
+def _between(column: str, minimum: float, maximum: float, what: str, severity: str) -> Any:
+    """All values in range."""
     import great_expectations.expectations as gxe
 
     return gxe.ExpectColumnValuesToBeBetween(
-        column=column, min_value=minimum, max_value=maximum, mostly=1 - share, severity=severity, description=what
+        column=column, min_value=minimum, max_value=maximum, severity=severity, description=what
     )
 
 
-def _graded(column: str, minimum: float, maximum: float | None, what: str, limit: float, warn: float) -> list[Any]:
-    """The same expectation twice: the gate's limit, and the warning's."""
+def _graded(check: Check, limits: Validation) -> list[Any]:
+    """The expectation at the parameters' bound; where a larger share is an error, a second one that warns below it."""
+    import great_expectations.expectations as gxe
+
+    severity, bound = getattr(limits, f"{check.key}_severity"), getattr(limits, check.key)
+    levels = {"error": [(bound, "critical")], "warn": [(bound, "warning")], "off": []}[severity]
+    if severity == "error" and check.noted < bound:
+        levels.append((check.noted, "warning"))
     return [
-        _between(column, minimum, maximum, f"{what}: {_at_most(share)}", severity, share)
-        for share, severity in ((limit, "critical"), (warn, "warning"))
-    ]
+        gxe.ExpectColumnValuesToBeBetween(
+            column=check.column, min_value=check.minimum, max_value=check.maximum, mostly=1 - share, severity=level,
+            description=f"{check.what}: {_at_most(share)}", meta={"key": f"validation.{check.key}"},
+        )
+        for share, level in levels
+    ]  # fmt: skip
 
 
 def _at_most(share: float) -> str:
@@ -248,6 +306,7 @@ def _result(table: str, item: Any, dataset: XMCDataset, frame: pd.DataFrame) -> 
         "table": table,
         "type": config.type,
         "description": config.description or config.type,
+        "key": (config.meta or {}).get("key"),
         "kwargs": kwargs,
         "severity": str(getattr(config.severity, "value", config.severity)),
         "success": bool(item.success),
@@ -301,9 +360,12 @@ def _sentence(result: dict[str, Any]) -> str:
     elif result["observed"] is not None:
         text += f"; found {result['observed']}"
     if result["samples"]:
-        places = [
-            f"row {s['row']} ({s['uid']})" if "row" in s else f"query {s['query']}, label {s['label']}"
-            for s in result["samples"]
-        ]
-        text += f"; for example {', '.join(places[:3])}"
-    return text
+        text += f"; for example {', '.join(map(_place, result['samples'][:3]))}"
+    return text + (f"; bound: {result['key']}" if result["key"] else "")
+
+
+def _place(sample: dict[str, Any]) -> str:
+    place = f"row {sample['row']} ({sample['uid']})" if "row" in sample else (
+        f"query {sample['query']}, label {sample['label']}"
+    )  # fmt: skip
+    return f"{sample['at']}, {place}" if "at" in sample else place

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import json
-import zlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from unidec.data.csv_file import CsvFile
 from unidec.errors import DataError
 from unidec.retrieval.label_change import MOST_SHOWN, LabelText
-from unidec.retrieval.text_file import ending
+from unidec.retrieval.text_file import ending, json_lines
 
 UIDS = ("uid", "id", "label")  # what the column may be called
 TEXTS = ("text", "title")
@@ -44,7 +42,7 @@ def read_labels(path: Path, texts: bool = True) -> list[LabelText]:
             item, wrong = _label(row, f"{path.name}:{number}", texts)
             problems += [f"{path}:{number}: {wrong}"] if wrong else []
             found.append(item)
-    except (UnicodeDecodeError, csv.Error, OSError, EOFError, zlib.error, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException) as error:
         raise DataError("a file that cannot be read", where=str(path), got=str(error)[:200]) from error
     if problems:
         more = f"\n  and {len(problems) - MOST_SHOWN:,} more" if len(problems) > MOST_SHOWN else ""
@@ -83,29 +81,15 @@ def _is_unicode(text: str) -> bool:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, delimiter="\t" if ending(path) == ".tsv" else ",")
-        names = next(rows, [])
-        _check_columns(names, path)
-        number = rows.line_num + 1
-        for row in rows:
-            if row:
-                yield number, dict(zip(names, row, strict=False))
-            number = rows.line_num + 1
+    file = CsvFile(path)
+    _check_columns(file.names, path)
+    for number, row in islice(file.rows(), 1, None):
+        yield number, dict(zip(file.names, row, strict=False))
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError("not a line of JSON", where=f"{path}:{number}", got=str(error)[:200]) from error
-            yield number, row if isinstance(row, dict) else {}
+    for number, row in json_lines(path):
+        yield number, row if isinstance(row, dict) else {}
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -6,24 +6,22 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 
+from unidec.data.bounded import decode_line, read_lines
+from unidec.data.csv_file import CsvFile
 from unidec.errors import ArtifactError, DataError
 from unidec.progress import progress
 
 Texts = Iterator[list[str]]
 TEXT_COLUMNS = ("query", "text")
 CHUNK_ROWS = 4096
-CSV_BLOCK_BYTES = 16 << 20  # also the longest row that can be read
 _PARQUET_BUFFER = 1 << 20  # bytes of each column read at once; without it a row group's whole column is
 _COPY_SCHEMA = pa.schema([("text", pa.large_string())])
 
@@ -166,63 +164,61 @@ def read_copy(path: Path, rows: tuple[int, int]) -> Texts:
 
 
 def _read_csv(path: Path, column: str | None) -> Texts:
-    from pyarrow import csv as arrow_csv
-
-    delimiter = "\t" if ending(path) == ".tsv" else ","
-    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
+    file = CsvFile(path)
     try:
-        with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-            names = next(csv.reader(file, delimiter=delimiter), [])
-    except (UnicodeDecodeError, csv.Error, OSError, EOFError, zlib.error) as error:
-        raise DataError("a header that cannot be read", where=f"{path}:1", got=str(error)[:200]) from error
-    name = text_column(names, column, str(path))
+        name = text_column(file.names, column, str(path))
+    except DataError as error:
+        wanted = (column,) if column else TEXT_COLUMNS
+        other = next(filter(None, (file.other_delimiter([one]) for one in wanted)), None)
+        if other is None:
+            raise
+        raise DataError(
+            error.what, where=error.where, got=error.got, expected=error.expected,
+            fix=f"the columns are separated by {other}: save the file with {file.delimiter_name} between them",
+        ) from error  # fmt: skip
     row = 0
     try:
-        reader = arrow_csv.open_csv(
-            pa.input_stream(str(path), compression="detect"),
-            read_options=arrow_csv.ReadOptions(block_size=CSV_BLOCK_BYTES, use_threads=False),
-            parse_options=arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-            convert_options=arrow_csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()}),
-        )
-        for batch in reader:
+        for batch in file.batches([name]):
             for start in range(0, batch.num_rows, CHUNK_ROWS):
                 part = batch.column(0).slice(start, CHUNK_ROWS)
                 yield _as_texts(part, row, path, name)
                 row += len(part)
-    except (pa.ArrowException, OSError) as error:
-        where = f"{path}, after row {row}"
-        raise DataError("a file that cannot be read", where=where, got=str(error)[:300], expected="UTF-8") from error
+    except pa.ArrowInvalid as error:
+        for line, what, got in file.faults():
+            raise DataError(what, where=f"{path}:{line}", got=got) from error
+        raise DataError("a file that cannot be read", where=f"{path}, after row {row}", got=str(error)[:300]) from error
 
 
 def _read_json_lines(path: Path, column: str | None) -> Texts:
-    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
     texts: list[str] = []
-    with opener(path, "rb") as file:
-        for number, line in enumerate(_lines(file, path), 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise DataError("not a line of JSON", where=f"{path}:{number}", got=str(error)[:200]) from error
-            if not isinstance(row, dict):
-                raise DataError("not an object", where=f"{path}:{number}", got=type(row).__name__)
-            name = text_column(list(row), column, f"{path}:{number}")
-            if not isinstance(row[name], str):
-                raise DataError("not text", where=f"{path}:{number}, {name}", got=repr(row[name])[:80])
-            texts.append(row[name])
-            if len(texts) == CHUNK_ROWS:
-                yield texts
-                texts = []
+    for number, row in json_lines(path):
+        if not isinstance(row, dict):
+            raise DataError("not an object", where=f"{path}:{number}", got=type(row).__name__)
+        name = text_column(list(row), column, f"{path}:{number}")
+        if not isinstance(row[name], str):
+            raise DataError("not text", where=f"{path}:{number}, {name}", got=repr(row[name])[:80])
+        texts.append(row[name])
+        if len(texts) == CHUNK_ROWS:
+            yield texts
+            texts = []
     if texts:
         yield texts
 
 
-def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
-    try:
-        yield from file
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError("a file that cannot be read", where=str(path), got=str(error)[:200]) from error
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Number (1-based) and value of each line of a JSON lines file; blank lines are left out.
+
+    Raises:
+        DataError: a line that is not JSON, or is longer than it may be.
+    """
+    for number, line in read_lines(path):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(decode_line(line, path, number))
+        except (ValueError, RecursionError) as error:
+            raise DataError("not a line of JSON", where=f"{path}:{number}", got=str(error)[:200]) from error
+        yield number, value
 
 
 def _as_texts(array: pa.Array, first_row: int, path: Path, name: str) -> list[str]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from unidec.data.csv_file import CsvFile
 from unidec.errors import DataError
-from unidec.retrieval.text_file import ending, read_texts
+from unidec.retrieval.text_file import ending, json_lines, read_texts
 
 LABELS = "labels"
 
@@ -74,16 +73,12 @@ def _parquet_labels(path: Path, column: str) -> list[Any] | None:
 
 
 def _json_labels(path: Path, column: str) -> list[Any] | None:
-    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
+    rows = [row for _, row in json_lines(path)]
     return [row.get(column) for row in rows] if any(column in row for row in rows) else None
 
 
 def _csv_labels(path: Path, column: str) -> list[Any] | None:
-    import csv
-
-    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t" if ending(path) == ".tsv" else ",")
-        return [row[column] for row in rows] if column in (rows.fieldnames or []) else None
+    file = CsvFile(path)
+    if column not in file.names:
+        return None
+    return [value for batch in file.batches([column]) for value in batch.column(0).to_pylist()]

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from unidec.config import Params
 from unidec.data.dataset import write_dataset
-from unidec.data.formats import read_raw
+from unidec.data.formats import find_rows, read_section
 from unidec.data.label_graph import build_label_graph, load_label_graph
 from unidec.data.propensity import build_propensity, load_propensity
 from unidec.data.token_shards import ROWS_A_SHARD, TEXTS_A_BATCH, merge_tokens, write_token_shard
@@ -19,8 +19,12 @@ from unidec.stages import paths
 def ingest(params: Params) -> dict[str, Any]:
     """Raw files of any known layout -> data/dataset; the validation split is cut here."""
     data = params.data
-    raw = read_raw(data.path, data.format, test_share=data.test_share, split_seed=data.split_seed)
-    dataset = write_dataset(paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed)
+    dataset = write_dataset(
+        paths.DATASET,
+        read_section(data, params.raw),
+        validation_share=data.validation_share,
+        split_seed=data.split_seed,
+    )
     facts = {key: dataset.manifest["meta"][key] for key in ("name", "format", "num_labels", "num_pairs")}
     return {**facts, **dataset.manifest["meta"]["splits"], "sha256": dataset.sha256}
 
@@ -33,15 +37,26 @@ def validate(params: Params) -> dict[str, Any]:
     """
     from unidec.ops.validation import validate_dataset
 
-    result = validate_dataset(paths.DATASET, paths.VALIDATION)
+    def find(queries: list[str], labels: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+        files = paths.open_dataset().manifest["meta"]["raw_files"]
+        return find_rows(params.data, params.raw, files, queries, labels)
+
+    result = validate_dataset(paths.DATASET, paths.VALIDATION, limits=params.validation, find=find)
+    page = str(paths.VALIDATION / "index.html")
     if not result["success"]:
         raise DataError(
             "the data is not fit to train on",
-            where=str(paths.VALIDATION / "index.html"),
-            got="; ".join(str(failed) for failed in result["failed"]),
-            fix="mend the raw files, or raise a limit with a reason; nothing was trained",
+            where=page,
+            got="\n    ".join(["", *result["failed"]]),
+            fix="correct the rows; or raise the bound that is named, or set its ..._severity to warn, in section "
+            "validation of the parameters. Nothing was trained",
         )
-    return {"success": True, "expectations": len(result["expectations"]), "page": str(paths.VALIDATION / "index.html")}
+    return {
+        "success": True,
+        "expectations": len(result["expectations"]),
+        "warnings": dict(enumerate(result["warnings"], 1)),
+        "page": page,
+    }
 
 
 def tokens(params: Params) -> dict[str, Any]:

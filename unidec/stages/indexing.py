@@ -15,7 +15,8 @@ from unidec.stages.profile import KEY, training_profile
 from unidec.stages.ranking import Ranking, headline, training_neighbours, tuned_blend
 from unidec.training.precision import choose_device
 
-_OPERATIONS = {"device", "source", "retrain", "gate", "drift", "serve", "tracking"}  # no parameters of a model
+# no parameters of a model
+_OPERATIONS = {"device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking"}
 
 
 def index(params: Params) -> dict[str, Any]:

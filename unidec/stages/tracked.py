@@ -20,7 +20,7 @@ _OF_REFRESH = {
     "refresh_seconds": "seconds", "cluster_cosine": "cluster_cosine", "mine_positive_found": "positive_found",
     "mine_positive_rank": "positive_rank", "mine_negative_score": "negative_score",
 }  # fmt: skip
-_NOT_THE_MODELS = ("run", "source", "retrain", "gate", "drift", "serve", "tracking")
+_NOT_THE_MODELS = ("raw", "validation", "run", "source", "retrain", "gate", "drift", "serve", "tracking")
 _SHOWN = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +13,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from unidec.data.bounded import DEFAULT_BOUNDS
 from unidec.data.formats import beir, tables, xmc_json, xmc_text
 from unidec.data.formats.files import Source
+from unidec.data.formats.ids import rows_of
+from unidec.data.formats.problems import Lines, showing
 from unidec.data.raw import RawData, cut_test, make_slice
 from unidec.data.storage import file_sha256, swap_folder
 from unidec.errors import DataError
+from unidec.sections import Data, RawBounds
 
 if TYPE_CHECKING:
     from unidec.data.dataset import XMCDataset
 
-__all__ = ["LAYOUTS", "RawData", "make_slice", "read_raw", "write_raw"]
+__all__ = [
+    "LAYOUTS", "RawData", "find_rows", "make_slice", "read_raw", "read_section", "write_raw",
+]  # fmt: skip
 
 LAYOUTS: dict[str, Any] = {
     "xmc-json": xmc_json,
@@ -32,7 +41,12 @@ LAYOUTS: dict[str, Any] = {
 
 
 def read_raw(
-    path: str | os.PathLike[str], format: str = "auto", *, test_share: float = 0.2, split_seed: int = 0
+    path: str | os.PathLike[str],
+    format: str = "auto",
+    *,
+    test_share: float = 0.2,
+    split_seed: int = 0,
+    bounds: RawBounds = DEFAULT_BOUNDS,
 ) -> RawData:
     """Read a folder of raw files.
 
@@ -40,27 +54,69 @@ def read_raw(
         path: the folder.
         format: a name in LAYOUTS, or "auto" to tell by the files that are there.
         test_share, split_seed: where the data names no test split, this share of its queries becomes one (`cut_test`).
+        bounds: of rows, texts and compressed files.
 
     Raises:
-        DataError: the layout is not known or not told apart; files are missing or damaged; or pairs, uids and texts
-            with faults (see docs/data.md), all kinds at once with at most 20 samples as `file:line`.
+        DataError: the layout is not known or not told apart; files are missing, damaged or beyond a bound; or pairs,
+            uids and texts with faults (see docs/data.md), all kinds at once with at most 20 samples as `file:line`.
     """
+    source, raw = _read(path, format, bounds)
+    if "test" not in raw.queries:
+        raw = cut_test(raw, test_share, split_seed)
+    files = {name: file_sha256(file) for name, file in sorted(source.read.items())}
+    return replace(raw, name=source.root.resolve().name, files=files)
+
+
+def read_section(data: Data, bounds: RawBounds) -> RawData:
+    """`read_raw` as section `data` of the parameters says."""
+    return read_raw(data.path, data.format, test_share=data.test_share, split_seed=data.split_seed, bounds=bounds)
+
+
+def find_rows(
+    data: Data, bounds: RawBounds, files: Mapping[str, str], queries: Sequence[str], labels: Sequence[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Where raw files that were read before have some queries and labels.
+
+    Args:
+        files: sha256 by relative path, as in `RawData.files`.
+        queries, labels: uids.
+
+    Returns:
+        `file:line` by uid, of the queries and of the labels; nothing where a file has changed since.
+    """
+    root = Path(data.path)
+    if not all((root / name).is_file() and file_sha256(root / name) == sha256 for name, sha256 in files.items()):
+        return {}, {}
+    source, raw = _read(root, data.format, bounds)
+    found: dict[str, str] = {}
+    for split, table in raw.queries.items():
+        found |= _places(table, queries, *source.queries_at[split])
+    assert source.labels_at is not None
+    return found, _places(raw.labels, labels, *source.labels_at)
+
+
+def _places(table: pa.Table, uids: Sequence[str], file: str, lines: Lines) -> dict[str, str]:
+    rows = np.unique(rows_of(pa.array(uids, pa.large_string()), table["uid"]))
+    rows = rows[rows >= 0]
+    if not rows.size:
+        return {}
+    names = table["uid"].take(pa.array(rows)).to_pylist()
+    return {uid: f"{file}:{line}" for uid, line in zip(names, lines(rows).tolist(), strict=True)}
+
+
+def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple[Source, RawData]:
+    """All that the files hold, checked."""
     root = Path(path)
     if not root.is_dir():
         raise DataError("no such folder", where=str(root), fix="set data.path to the folder with the raw files")
     layout = _detect(root) if format == "auto" else format
     if layout not in LAYOUTS:
         raise DataError("an unknown layout", where=str(root), got=layout, expected=", ".join(["auto", *LAYOUTS]))
-    source = Source(root)
+    source = Source(root, bounds)
     raw: RawData = LAYOUTS[layout].read(source)
     _check(source, raw)
     source.problems.stop()
-    if "test" not in raw.queries:
-        raw = cut_test(raw, test_share, split_seed)
-    files = {name: file_sha256(file) for name, file in sorted(source.read.items())}
-    return RawData(
-        root.resolve().name, raw.queries, raw.labels, raw.relevance, raw.filter_pairs, format=layout, files=files
-    )
+    return source, replace(raw, format=layout)
 
 
 def write_raw(data: RawData | XMCDataset, path: str | os.PathLike[str], format: str, **options: str) -> None:
@@ -100,7 +156,18 @@ def _detect(root: Path) -> str:
 
 
 def _check(source: Source, raw: RawData) -> None:
-    """What every layout must give: labels, training queries, and no uid on both sides of a split."""
+    """What every layout must give: labels, training queries, texts within bounds, no uid on both sides of a split."""
+    places = [
+        (raw.labels, source.labels_at),
+        *((table, source.queries_at[split]) for split, table in raw.queries.items()),
+    ]
+    limit = source.bounds.max_text_chars
+    for (table, place), column in itertools.product(places, ("title", "content")):
+        assert place is not None
+        lengths = pc.utf8_length(table[column])
+        rows = np.flatnonzero(pc.greater(lengths, limit).to_numpy())
+        kind = f"text of more than raw.max_text_chars = {limit:,} characters"
+        source.problems.add_rows(kind, place[0], rows, place[1], showing(lengths, f"{column}: "))
     if not raw.num_labels:
         source.problems.add("no labels at all", "labels", 0)
     if not raw.queries["train"].num_rows:

@@ -33,7 +33,8 @@ def fits(source: Source) -> bool:
 def read(source: Source) -> RawData:
     """Read the layout; faults are noted in `source.problems`. A score of 0 means judged and not relevant: left out."""
     problems = source.problems
-    corpus, _, _ = _read_objects(source, source.need("corpus.jsonl"), "corpus")
+    corpus, corpus_line_L, _ = _read_objects(source, source.need("corpus.jsonl"), "corpus")
+    source.labels_at = (source.name(source.need("corpus.jsonl")), lines_of(corpus_line_L))
     queries, line_N, named_split_N = _read_objects(source, source.need("queries.jsonl"), "query")
     name = source.name(source.need("queries.jsonl"))
     judged = {}

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
-import gzip
 import re
 import warnings
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from unidec.data.bounded import DEFAULT_BOUNDS, not_utf8, read_blocks, read_lines
 from unidec.data.formats.problems import Lines, Problems
 from unidec.errors import DataError
+from unidec.sections import RawBounds
 
-BYTES_AT_ONCE = 1 << 23  # of a file that is read in blocks of lines
-_BOM = b"\xef\xbb\xbf"
 _PAIR = re.compile(rb"([+-]?\d{1,18}):(\S+)")
 
 
 class Source:
-    """A folder of raw files, the faults found in it, the files read and where queries came from."""
+    """A folder of raw files, the faults found in it, the files read and where texts came from.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    Attributes:
+        queries_at: by split, the file of its queries and the line of each row in it.
+        labels_at: the same of the labels.
+    """
+
+    def __init__(self, root: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> None:
+        self.root, self.bounds = root, bounds
         self.problems = Problems(root)
         self.read: dict[str, Path] = {}
-        self.queries_at: dict[str, tuple[str, Lines]] = {}  # split -> file of its queries, row -> line in it
+        self.queries_at: dict[str, tuple[str, Lines]] = {}
+        self.labels_at: tuple[str, Lines] | None = None
 
     def find(self, *names: str) -> Path | None:
         """The first of the names that is there, as it is or with .gz."""
@@ -54,42 +57,16 @@ class Source:
         self.read[relative] = path
         return relative
 
-    @contextlib.contextmanager
-    def open(self, path: Path) -> Iterator[IO[bytes]]:
-        """The file, unpacked; damage of a gzip file is a DataError."""
-        self.name(path)
-        try:
-            with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
-                yield file  # type: ignore[misc]
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError("a damaged gzip file", where=str(path), got=str(error), fix="fetch it again") from error
-
-    def data(self, path: Path) -> bytes:
-        """The whole file, unpacked, without a byte order mark."""
-        with self.open(path) as file:
-            return file.read().removeprefix(_BOM)
-
     def lines(self, path: Path) -> Iterator[tuple[int, bytes]]:
         """Number (1-based) and bytes of each line, unpacked, without line end and byte order mark."""
-        with self.open(path) as file:
-            for number, line in enumerate(file, 1):
-                yield number, (line.removeprefix(_BOM) if number == 1 else line).rstrip(b"\r\n")
+        self.name(path)
+        for number, line in read_lines(path, self.bounds):
+            yield number, line.rstrip(b"\r")
 
     def blocks(self, path: Path) -> Iterator[tuple[int, bytes]]:
-        """Whole lines, some megabytes at a time: number of the first (1-based), and the lines, the last one's end cut
-        off."""
-        with self.open(path) as file:
-            rest, number = file.read(len(_BOM)).removeprefix(_BOM), 1
-            while block := file.read(BYTES_AT_ONCE):
-                whole, newline, last = block.rpartition(b"\n")
-                if not newline:
-                    rest += block
-                    continue
-                whole, rest = rest + whole, last
-                yield number, whole
-                number += whole.count(b"\n") + 1
-            if rest:
-                yield number, rest.removesuffix(b"\n")
+        """Whole lines, some megabytes at a time: see `read_blocks`."""
+        self.name(path)
+        return read_blocks(path, self.bounds)
 
     def texts(self, path: Path) -> pa.ChunkedArray:
         """A UTF-8 text a line, large_string; a line that is not UTF-8 is noted as a fault and stands as an empty
@@ -112,8 +89,7 @@ class Source:
         try:
             return line.decode("utf-8")
         except UnicodeDecodeError as error:
-            detail = f"byte {error.start + 1} is {line[error.start]:#04x}"
-            self.problems.add("text that is not UTF-8", self.name(path), number, detail)
+            self.problems.add("text that is not UTF-8", self.name(path), number, not_utf8(line, error))
             return None
 
 
@@ -183,23 +159,27 @@ def _check_header(head: bytes, path: Path, num_queries: int, num_labels: int) ->
 
 def read_filter_text(source: Source, path: Path) -> tuple[np.ndarray, np.ndarray, Lines]:
     """Filter file: `query_row label_row` a line, 0-based, no header. Returns query_P, label_P (int64) and the lines."""
-    data = source.data(path)
-    parsed = _parse(data, per_token=1)
+    blocks = [_filter_pairs(source, path, number, lines) for number, lines in source.blocks(path)]
+    table = np.concatenate([np.zeros((0, 3), dtype=np.int64), *blocks])
+    return table[:, 0], table[:, 1], lambda rows: table[rows, 2]
+
+
+def _filter_pairs(source: Source, path: Path, first: int, lines: bytes) -> np.ndarray:
+    """Query, label and line of each pair in some lines, of which `first` is the number: int64 [P, 3]."""
+    parsed = _parse(lines, per_token=1)
     if parsed is not None:
         values, line_T = parsed
         well_formed = line_T.size % 2 == 0 and np.all(line_T[::2] == line_T[1::2]) and np.all(np.diff(line_T[::2]) > 0)
         if well_formed and np.all(np.floor(values) == values):
-            pairs = values.reshape(-1, 2).astype(np.int64)
-            return pairs[:, 0], pairs[:, 1], lambda rows: line_T[::2][rows] + 1
+            return np.column_stack((values.reshape(-1, 2).astype(np.int64), line_T[::2] + first))
     good: list[tuple[int, int, int]] = []
-    for number, line in source.lines(path):
+    for number, line in enumerate(lines.split(b"\n"), first):
         tokens = line.split()
         if len(tokens) == 2 and all(re.fullmatch(rb"-?\d{1,18}", token) for token in tokens):
             good.append((int(tokens[0]), int(tokens[1]), number))
         elif tokens:
             source.problems.add("not `query_row label_row`", source.name(path), number, _shown(line))
-    table = np.asarray(good, dtype=np.int64).reshape(-1, 3)
-    return table[:, 0], table[:, 1], lambda rows: table[rows, 2]
+    return np.asarray(good, dtype=np.int64).reshape(-1, 3)
 
 
 def _parse(body: bytes, per_token: int) -> tuple[np.ndarray, np.ndarray] | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from scipy.sparse import csr_matrix, save_npz
 
+from unidec.data.bounded import check_unpacked
 from unidec.data.formats.files import Source
 from unidec.data.formats.problems import pair_matrix
 from unidec.errors import DataError
@@ -32,6 +33,7 @@ def read_npz(source: Source, path: Path, shape: tuple[int, int]) -> csr_matrix:
     name = source.name(path)
     try:
         with zipfile.ZipFile(path) as archive:
+            check_unpacked(path, sum(info.file_size for info in archive.infolist()), source.bounds)
             headers = {info.filename.removesuffix(".npy"): _header(archive, info) for info in archive.infolist()}
             kind = str(_load(archive, "format", headers).astype("U8"))
             if kind not in _NEEDS or not set(_NEEDS[kind]) <= headers.keys():

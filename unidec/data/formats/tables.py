@@ -6,10 +6,9 @@ split]; filters (optional): query_id, label_id. A split is train, validation or 
 
 from __future__ import annotations
 
-import csv
-import io
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ import pyarrow.csv as pv
 import pyarrow.parquet as pq
 from scipy.sparse import csr_matrix
 
+from unidec.data.bounded import check_unpacked
+from unidec.data.csv_file import CsvFile
 from unidec.data.formats.beir import read_objects, to_numbers
 from unidec.data.formats.files import Source
 from unidec.data.formats.ids import Pairs, look_up, split_pairs
@@ -59,6 +60,7 @@ def read(source: Source) -> RawData:
     rows_by_split = {split: rows for split, rows in rows_by_split.items() if rows.size or split == "train"}
     for split, rows in rows_by_split.items():
         source.queries_at[split] = (queries.name, _lines_of_some(queries, rows))
+    source.labels_at = (labels.name, labels.lines)
     shape = (query_texts.num_rows, label_texts.num_rows)
     return RawData(
         source.root.name,
@@ -162,28 +164,9 @@ class _Table:
     def __init__(self, source: Source, stem: str, needed: Sequence[str], optional: Sequence[str]) -> None:
         path = _find(source, stem) or source.need(*(f"{stem}.{kind}" for kind in KINDS))
         self.source, self.path, self.name = source, path, source.name(path)
-        self.lines: Lines = self._lines_of_csv
-        kind = path.name.removesuffix(".gz").rpartition(".")[2]
-        self.delimiter = "\t" if kind == "tsv" else ","
-        if kind == "parquet":
-            table, self.lines = self._parquet(), next_line
-        elif kind == "jsonl":
-            table = self._jsonl(needed, optional)
-        else:
-            table = self._csv()
-        if "title" in table.column_names and "text" not in table.column_names:
-            table = table.rename_columns(["text" if name == "title" else name for name in table.column_names])
-        missing = [name for name in needed if name not in table.column_names]
-        twice = {name for name in table.column_names if table.column_names.count(name) > 1}
-        if missing or twice:
-            raise DataError(
-                f"columns missing: {', '.join(missing)}"
-                if missing
-                else f"columns given twice: {', '.join(sorted(twice))}",
-                where=f"{path}:1",
-                got=", ".join(table.column_names),
-                expected=", ".join(needed) + "".join(f" [, {name}]" for name in optional),
-            )
+        self.needed, self.optional = needed, optional
+        read: dict[str, Callable[[], tuple[pa.Table, Lines]]] = {"parquet": self._parquet, "jsonl": self._jsonl}
+        table, self.lines = read.get(path.name.removesuffix(".gz").rpartition(".")[2], self._csv)()
         self.num_rows = table.num_rows
         self.columns = {name: self._strings(table, name) for name in (*needed, *optional) if name in table.column_names}
 
@@ -192,29 +175,58 @@ class _Table:
         check_uids(self.columns["id"], self.source.problems, self.name, self.lines, what)
         return text_table(self.columns["id"], self.columns["text"], self.columns.get("content"))
 
+    def _known(self, names: Sequence[str], hint: str | None = None) -> dict[str, str]:
+        """The file's columns that are read: our name of each; `title` is another name for `text`.
+
+        Args:
+            names: of the columns in the file.
+            hint: what to do when columns are missing.
+
+        Raises:
+            DataError: one that is needed is missing, or one is there twice.
+        """
+        ours = ["text" if name == "title" and "text" not in names else name for name in names]
+        missing = [name for name in self.needed if name not in ours]
+        twice = {name for name in ours if ours.count(name) > 1}
+        if missing or twice:
+            raise DataError(
+                f"columns missing: {', '.join(missing)}"
+                if missing
+                else f"columns given twice: {', '.join(sorted(twice))}",
+                where=f"{self.path}:1",
+                got=", ".join(ours)[:300],
+                expected=", ".join(self.needed) + "".join(f" [, {name}]" for name in self.optional),
+                fix=hint,
+            )
+        return {name: our for name, our in zip(names, ours, strict=True) if our in (*self.needed, *self.optional)}
+
     def _strings(self, table: pa.Table, name: str) -> pa.ChunkedArray:
         column = table[name]
         if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
             column = pc.cast(column, pa.large_string())
         return pc.fill_null(pc.cast(column, pa.large_string()), "")
 
-    def _parquet(self) -> pa.Table:
+    def _parquet(self) -> tuple[pa.Table, Lines]:
         try:
-            table = pq.read_table(self.path, memory_map=True)
+            with pq.ParquetFile(self.path, memory_map=True) as file:
+                groups = (file.metadata.row_group(group) for group in range(file.num_row_groups))
+                check_unpacked(self.path, sum(group.total_byte_size for group in groups), self.source.bounds)
+                known = self._known(file.schema_arrow.names)
+                table = file.read(columns=list(known)).rename_columns(known)
             table.validate(full=True)  # also checks UTF-8
         except (pa.ArrowException, OSError) as error:
             raise DataError("not a readable Parquet file", where=str(self.path), got=str(error)[:200]) from error
-        return table
+        return table, next_line
 
-    def _jsonl(self, needed: Sequence[str], optional: Sequence[str]) -> pa.Table:
-        names = (*needed, *optional)
+    def _jsonl(self) -> tuple[pa.Table, Lines]:
+        names = (*self.needed, *self.optional)
         columns: dict[str, list[str | None]] = {name: [] for name in names}
         numbers: list[int] = []
         present: set[str] = set()
         for number, item in read_objects(self.source, self.path):
             if "title" in item and "text" not in item:
                 item["text"] = item["title"]
-            absent = [name for name in needed if not isinstance(item.get(name), str | int | float)]
+            absent = [name for name in self.needed if not isinstance(item.get(name), str | int | float)]
             if absent:
                 self.source.problems.add(f"no {' and '.join(absent)}", self.name, number, str(item)[:80])
                 continue
@@ -223,65 +235,43 @@ class _Table:
             for name in names:
                 value = item.get(name)
                 columns[name].append(None if value is None else value if isinstance(value, str) else str(value))
-        line_N = np.asarray(numbers, dtype=np.int64)
-        self.lines = lines_of(line_N)
-        kept = {name: columns[name] for name in names if name in needed or name in present}
+        kept = {name: columns[name] for name in names if name in self.needed or name in present}
         try:
-            return pa.table({name: pa.array(column, pa.large_string()) for name, column in kept.items()})
+            table = pa.table({name: pa.array(column, pa.large_string()) for name, column in kept.items()})
         except UnicodeEncodeError as error:
             raise DataError(
                 "a lone surrogate in a text", where=str(self.path), got=str(error), fix="remove it"
             ) from error
+        return table, lines_of(np.asarray(numbers, dtype=np.int64))
 
-    def _csv(self) -> pa.Table:
-        data = self.source.data(self.path)
-        names = self._header(data)
+    def _csv(self) -> tuple[pa.Table, Lines]:
+        problems = self.source.problems
+
+        def decode(line: bytes, path: Path, number: int) -> str:
+            self.source.decode(line, path, number)  # notes what is not UTF-8
+            return line.decode("utf-8", "replace")
+
+        file = CsvFile(self.path, self.source.bounds, decode)
+        problems.stop()
+        other = file.other_delimiter(self.needed)
+        hint = f"the columns are separated by {other}: save the file with {file.delimiter_name} between them"
+        known = self._known(file.names, hint if other else None)
+        schema = pa.schema([(name, pa.large_string()) for name in known])
         try:
-            return pv.read_csv(
-                io.BytesIO(data),
-                parse_options=pv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True),
-                convert_options=pv.ConvertOptions(
-                    column_types=dict.fromkeys(names, pa.large_string()),
-                    strings_can_be_null=False,
-                    quoted_strings_can_be_null=False,
-                ),
-            )
+            table = pa.Table.from_batches(file.batches(list(known)), schema).rename_columns(known)
         except pa.ArrowInvalid as error:
-            self._find_faults(data, len(names))
-            self.source.problems.stop()
+            for line, what, got in file.faults():
+                problems.add(what, self.name, line, got)
+            problems.stop()
             raise DataError("not a readable table", where=str(self.path), got=str(error)[:300]) from error
+        return table, lambda rows: _lines_of_csv(file, rows)
 
-    def _header(self, data: bytes) -> list[str]:
-        head = data.partition(b"\n")[0]
-        text = self.source.decode(head.rstrip(b"\r"), self.path, 1)
-        self.source.problems.stop()
-        if not text:
-            raise DataError("an empty file", where=str(self.path), expected="a header and rows")
-        return next(csv.reader([text], delimiter=self.delimiter))
 
-    def _find_faults(self, data: bytes, num_columns: int) -> None:
-        """Look for the lines that Arrow's reader refused without saying where."""
-        for number, line in enumerate(data.split(b"\n"), 1):
-            self.source.decode(line, self.path, number)
-        rows = csv.reader(io.StringIO(data.decode("utf-8", "replace"), newline=""), delimiter=self.delimiter)
-        start = 1
-        for row in rows:
-            if row and len(row) != num_columns:
-                self.source.problems.add(f"not {num_columns} columns", self.name, start, f"{len(row)}: {row[0][:40]!r}")
-            start = rows.line_num + 1
-
-    def _lines_of_csv(self, rows: np.ndarray) -> np.ndarray:
-        """Line on which each row starts; quoted line breaks and blank lines take a second look."""
-        text = self.source.data(self.path).decode("utf-8")
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=self.delimiter)
-        last, starts, start = int(np.max(rows)), [], 1
-        for row in reader:
-            if row:
-                starts.append(start)
-            start = reader.line_num + 1
-            if len(starts) > last + 1:  # the first row is the header
-                break
-        return np.asarray(starts)[np.asarray(rows) + 1]
+def _lines_of_csv(file: CsvFile, rows: np.ndarray) -> np.ndarray:
+    """Line on which each row starts; quoted line breaks and blank lines take a second look."""
+    last = int(np.max(rows)) + 1  # the first row is the header
+    starts = [line for line, _ in itertools.islice(file.rows(), last + 1)]
+    return np.asarray(starts)[np.asarray(rows) + 1]
 
 
 def _renamed(table: pa.Table) -> pa.Table:

@@ -35,7 +35,8 @@ EXPECTED = "trn.json, lbl.json (and tst.json)"
 
 def read(source: Source) -> RawData:
     """Read the layout; faults are noted in `source.problems`."""
-    labels = _Objects(source, source.need("lbl.json"), targets=False, offset=0).table
+    label_objects = _Objects(source, source.need("lbl.json"), targets=False, offset=0)
+    labels, source.labels_at = label_objects.table, (label_objects.name, label_objects.lines)
     queries, relevance, filters = {}, {}, {}
     offset = 0
     for split, file in FILES.items():
@@ -63,7 +64,7 @@ def read_filters(source: Source, split: str, shape: tuple[int, int]) -> csr_matr
 
 
 class _Objects:
-    """One JSON object a line, gathered in chunks so that texts are held once, in Arrow."""
+    """One JSON object a line, parsed a block at a time so that texts are held once, in Arrow."""
 
     def __init__(self, source: Source, path: Path, *, targets: bool, offset: int) -> None:
         self.source, self.path, self.targets = source, path, targets
@@ -77,14 +78,8 @@ class _Objects:
         self.per_row = array("q")  # a list of numbers would take five times as much
         self.line_of_row = array("q")
         self.offset = offset
-        pending: list[tuple[int, bytes]] = []
-        for number, line in source.lines(path):
-            if line.strip():
-                pending.append((number, line))
-                if len(pending) == CHUNK:
-                    self._add_all(pending)
-                    pending = []
-        self._add_all(pending)
+        for first, lines in source.blocks(path):
+            self._add_all([(number, line) for number, line in enumerate(lines.split(b"\n"), first) if line.strip()])
         self.table = pa.concat_tables(self.chunks) if self.chunks else TEXT_SCHEMA.empty_table()
         self.line_N = np.asarray(self.line_of_row, dtype=np.int64)
         what = "query" if targets else "label"

@@ -30,7 +30,7 @@ def fits(source: Source) -> bool:
 
 def read(source: Source) -> RawData:
     """Read the layout; faults of single lines are noted in `source.problems`."""
-    labels = _table(source.texts(source.need("Y.txt", "raw/Y.txt")), 0)
+    labels = _labels(source, "Y.txt", "raw/Y.txt")
 
     def relevance(short: str, shape: tuple[int, int]) -> csr_matrix:
         path = source.need(f"{short}_X_Y.txt", f"raw/{short}_X_Y.txt", f"Y.{short}.npz")
@@ -84,6 +84,12 @@ def _read(
     return RawData(source.root.name, queries, labels, relevance, filters)
 
 
+def _labels(source: Source, *names: str) -> pa.Table:
+    path = source.need(*names)
+    source.labels_at = (source.name(path), next_line)
+    return _table(source.texts(path), 0)
+
+
 def _table(texts: pa.ChunkedArray, offset: int) -> pa.Table:
     uids = pc.cast(pa.array(np.arange(offset, offset + len(texts))), pa.large_string())
     return text_table(uids, texts)
@@ -116,7 +122,7 @@ class Pecos:
                 expected="X.trn.txt and X.tst.txt, a text a line",
                 fix="add the text files that the features were made of",
             )
-        labels = _table(source.texts(source.need("output-items.txt")), 0)
+        labels = _labels(source, "output-items.txt")
 
         def relevance(short: str, shape: tuple[int, int]) -> csr_matrix:
             return read_npz(source, source.need(f"Y.{short}.npz"), shape)
