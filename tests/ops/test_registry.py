@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -52,8 +53,6 @@ def stand_in(monkeypatch):
     class TableAnswerer:
         @classmethod
         def open(cls, path, runtime, threads):
-            import pathlib
-
             bundle = cls()
             bundle.labels = json.loads((pathlib.Path(path) / "labels.json").read_text())
             bundle.opened = (runtime, threads)
@@ -191,8 +190,6 @@ def test_what_was_stored_is_damaged(uri, client, run_id, tmp_path, stand_in, pat
     def log_and_damage(*args):
         model_id, run = log_model(*args)
         with registry.tracking_to(uri) as mlflow:
-            import pathlib
-
             path = pathlib.Path(mlflow.get_logged_model(model_id).artifact_location.removeprefix("file://"))
         (path / "artifacts" / "bundle" / "labels.json").write_text('["DAMAGED"]')
         return model_id, run
@@ -216,6 +213,33 @@ def test_requirements_are_ours_without_our_name():
     names = [line.split("<")[0].split(">")[0].split("=")[0] for line in registry.serving_requirements()]
     assert {"torch", "transformers", "mlflow", "numpy"} <= set(names)
     assert not {"unidec", "unidec-xmc", "prefect", "dvc"} & set(names)
+
+
+ECHO = """
+import sys, types
+class Echo:
+    open = classmethod(lambda cls, *_: cls())
+    predict = lambda self, frame, **_: print("asked", *frame["query"])
+module = types.ModuleType("unidec.retrieval.answer_table")
+module.TableAnswerer, sys.modules[module.__name__] = Echo, module
+"""
+
+
+def test_the_documented_lines_load_the_champion_in_the_repositorys_folder(tmp_path, stand_in, path_as_before):
+    """docs/exports.md and docs/operations.md, as pasted; no other database is left behind."""
+    uri = prepare_store(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    registry.register(make_bundle(tmp_path / "bundle"), None, "unidec", alias="champion", uri=uri)
+    docs = pathlib.Path(__file__).parents[2] / "docs"
+    pieces = [(docs / name).read_text().split("```python\n") for name in ("exports.md", "operations.md")]
+    blocks = [piece.partition("```")[0] for some in pieces for piece in some[1:]]
+    blocks = [block for block in blocks if "pyfunc.load_model" in block]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW_", "PYTHONPATH"))}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "\n".join([ECHO, *blocks])], cwd=tmp_path, env=environment,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert len(blocks) == 2 and done.stdout.splitlines() == ["asked a text editor"] * 2, done.stderr
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.db")] == ["mlflow/mlflow.db"]
 
 
 # -- a real model, in processes that know nothing of us ----------------------------------------------------------------
