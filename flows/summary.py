@@ -59,7 +59,8 @@ def _outcome(done: Mapping[str, Any]) -> str:
         before = f"; `unidec rollback` returns to version {previous}" if previous else ""
         return f"version {version} of {model} is the champion{before}"
     if "refused" in done:
-        return f"version {version} of {model} is not promoted, see {_shown('outputs/gate.html')}: {done['refused']}"
+        why = " ".join(done["refused"].split())
+        return f"version {version} of {model} is not promoted, see outputs/gate.html: {why}"
     if gate.get("passed") and not gate.get("already"):
         return f"version {version} of {model} passed the gate and is not promoted: `unidec promote` promotes it"
     if "skipped" in done:

@@ -52,7 +52,7 @@ def test_a_new_champion(promoted: dict[str, Any]) -> None:
 
 def test_a_refused_version_and_warnings(promoted: dict[str, Any]) -> None:
     del promoted["promoted"]
-    promoted |= {"refused": "nDCG@5: 2.1 behind", "warnings": ["P@1: 100.0."]}
+    promoted |= {"refused": "nDCG@5:\n  2.1 behind", "warnings": ["P@1: 100.0."]}
     text = summary(promoted)
     assert "version 4 of unidec is not promoted, see outputs/gate.html: nDCG@5: 2.1 behind" in text
     assert "warning: P@1: 100.0." in text and "\nchampion, version 3" in text
