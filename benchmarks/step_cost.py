@@ -40,7 +40,7 @@ from unidec.model.sources import resolve_encoder
 from unidec.stages import paths
 from unidec.training import trainer as trainer_module
 from unidec.training.batches import Prepared
-from unidec.training.refresh import make_refresh
+from unidec.training.refresh import make_clusters, make_refresh
 from unidec.training.trainer import Trainer
 
 # part -> group; the groups of `OVERHEAD` shall be at most a fifth of a step
@@ -212,11 +212,12 @@ def open_trainer(params: Params, run_dir: Path) -> Trainer:
     transformer: Any = load_transformer(resolve_encoder(params.encoder.name))
     embedding_VD = transformer.get_input_embeddings().weight.detach()
 
+    clusters = make_clusters(
+        params, trainer.rows, lambda: lexical_vectors(tokens["queries"], trainer.rows, embedding_VD), trainer.device
+    )
     trainer.made, _ = make_refresh(
-        params, trainer.rows, trainer.sampler,
-        lambda: lexical_vectors(tokens["queries"], trainer.rows, embedding_VD),
-        lambda: lexical_vectors(tokens["labels"], np.arange(len(tokens["labels"])), embedding_VD),
-        trainer.device,
+        params, trainer.rows, trainer.sampler, clusters,
+        lambda: lexical_vectors(tokens["labels"], np.arange(len(tokens["labels"])), embedding_VD), trainer.device,
     )  # fmt: skip
     trainer.model.train()
     return trainer

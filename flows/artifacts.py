@@ -72,6 +72,33 @@ def show_round(number: int, figures: Mapping[str, Any]) -> None:
         create_table_artifact(rows, key="validation", description=f"validation split after round {number}")
 
 
+_OF_REFRESH = {
+    "clusters": {
+        "encode_queries_seconds": "seconds to encode the queries",
+        "cluster_seconds": "seconds to cluster them",
+        "clusters": "clusters",
+        "cluster_cosine": "cosine within clusters",
+    },
+    "hard-negatives": {
+        "encode_labels_seconds": "seconds to encode the labels",
+        "mine_seconds": "seconds to mine",
+        "mine_positive_found": "queries with a positive in their shortlist, share",
+        "mine_positive_rank": "rank of the first positive, mean",
+        "mine_negative_score": "score of the negatives (hardness), mean",
+    },
+}
+
+
+@_harmless
+def show_refresh(part: str, number: int, report: Mapping[str, Any]) -> None:
+    """One half of a round's refresh, "clusters" or "hard-negatives": how long it took and how good it is."""
+    rows = [
+        {"figure": words, "value": round(report[key], 4)} for key, words in _OF_REFRESH[part].items() if key in report
+    ]
+    if rows:
+        create_table_artifact(rows, key=part, description=f"{part.replace('-', ' ')} of round {number}")
+
+
 @_harmless
 def show_metrics(figures: Mapping[str, Any]) -> None:
     """The test split's figures."""

@@ -9,7 +9,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from flows import publish, reproduce, source
+from flows import artifacts, publish, reproduce, source
 from unidec import stages
 from unidec.config import Params
 from unidec.errors import UnidecError
@@ -74,10 +74,20 @@ def start_run(params: Params) -> dict[str, Any]:
 
 
 # A round is not retried: what ended it would end it again, and the next run resumes from its checkpoint.
-@task(name="refresh", task_run_name="refresh {number} of {total}", **_once)
-def refresh(params: Params, run_dir: str, number: int, total: int) -> dict[str, Any]:
-    """Clusters the queries and mines hard negatives."""
-    return stages.refresh(params, run_dir)
+@task(name="cluster", task_run_name="cluster {number} of {total}", **_once)
+def cluster(params: Params, run_dir: str, number: int, total: int) -> dict[str, Any]:
+    """Clusters the training queries for a round."""
+    report = stages.cluster(params, run_dir)
+    artifacts.show_refresh("clusters", number, report)
+    return report
+
+
+@task(name="mine", task_run_name="mine {number} of {total}", **_once)
+def mine(params: Params, run_dir: str, number: int, total: int) -> dict[str, Any]:
+    """Mines hard negatives for a round: with the clusters that is its refresh."""
+    report = stages.refresh(params, run_dir)
+    artifacts.show_refresh("hard-negatives", number, report)
+    return report
 
 
 @task(name="train round", task_run_name="train round {number} of {total}", **_once)

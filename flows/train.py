@@ -228,7 +228,7 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
 def _fit(params: Params, begun: dict[str, Any]) -> dict[str, Any]:
     """Rounds of refresh and training until the run's last epoch, then the model is exported.
 
-    Inside a round the refresh does nothing, and the round goes on at its next step.
+    Inside a round the refresh does nothing, and the round resumes at its next step.
     """
     # a warm start has other epochs than the parameters say: the run knows
     run_dir, epochs, a_round = begun["run_dir"], begun["epochs"], begun["refresh"]
@@ -239,7 +239,8 @@ def _fit(params: Params, begun: dict[str, Any]) -> dict[str, Any]:
     bar = artifacts.begin_progress(epoch, epochs)
     while not finished:
         number = epoch // a_round + 1
-        steps.refresh(params, run_dir, number, total)
+        steps.cluster(params, run_dir, number, total)
+        steps.mine(params, run_dir, number, total)
         state = steps.train_round(params, run_dir, number, total)
         epoch, finished = state["epoch"], state["finished"]
         artifacts.show_progress(bar, epoch, epochs)

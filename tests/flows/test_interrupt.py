@@ -26,7 +26,8 @@ def train_round(params, run_dir):
     time.sleep(600)
 
 from unidec import stages
-stages.start_run, stages.refresh, stages.train_round = start_run, lambda *_: {}, train_round
+stages.start_run, stages.train_round = start_run, train_round
+stages.cluster = stages.refresh = lambda *_: {}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal; background jobs ignore it
 from flows.train import main
 sys.exit(main(["--steps", "train"]))

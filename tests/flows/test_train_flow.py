@@ -15,7 +15,7 @@ from unidec.config import Params, load_params
 from unidec.errors import ConfigError, DataError, TrainingError
 
 EPOCHS, A_ROUND = 5, 2
-ROUNDS = ["start_run", "refresh", "train_round", "refresh", "train_round", "refresh", "train_round", "export"]
+ROUNDS = ["start_run", *["cluster", "refresh", "train_round"] * 3, "export"]
 FINISH = ["index", "evaluate"]
 
 
@@ -61,8 +61,12 @@ class Stages(types.SimpleNamespace):
         sizes = {"epochs": params.optim.epochs, "refresh": params.pool.refresh}
         return {"run_dir": str(run_dir), "epoch": epoch, "finished": finished, **sizes}
 
+    def cluster(self, _params: Params, _run_dir: str) -> dict:
+        return self._call("cluster") | {"epoch": 0, "cluster_seconds": 0.5, "clusters": 8, "cluster_cosine": 0.71}
+
     def refresh(self, _params: Params, _run_dir: str) -> dict:
-        return self._call("refresh")
+        mined = {"mine_seconds": 0.2, "mine_positive_found": 0.9, "mine_negative_score": 0.31}
+        return self._call("refresh") | {"epoch": 0} | mined
 
     def train_round(self, params: Params, run_dir: str) -> dict:
         done = Path(run_dir) / "epoch"
@@ -240,7 +244,7 @@ def test_resumes_after_the_last_checkpoint(run, stages, place, epoch):
     (place / "runs/abc/epoch").write_text(str(epoch))
     run(steps="train")
     rounds = -(-(EPOCHS - epoch) // A_ROUND)
-    assert stages.calls == ["start_run", *["refresh", "train_round"] * rounds, "export"]
+    assert stages.calls == ["start_run", *["cluster", "refresh", "train_round"] * rounds, "export"]
 
 
 def test_steps_make_no_call_of_dvc_and_are_not_judged(run, stages):
@@ -426,16 +430,23 @@ def test_a_run_shows_tasks_and_results(prefect_server, stages, flow_module, plac
 
     state = flow_module.train(use_dvc=False, return_state=True)
     assert state.is_completed()
-    wanted, names = {"validate", "refresh 1 of 3", "train round 3 of 3", "register"}, set()
+    wanted, names = {"validate", "cluster 1 of 3", "mine 3 of 3", "train round 3 of 3", "register"}, set()
     with get_client(sync_client=True) as client:
         for _ in range(100):  # the server learns of task runs a little later
             names = {run.name for run in client.read_task_runs()}
             if wanted <= names:
                 break
             time.sleep(0.2)
-        keys = {artifact.key for artifact in client.read_artifacts()}
+        artifacts = {artifact.key: artifact for artifact in client.read_artifacts()}
+        tasks = {run.id: run.name for run in client.read_task_runs()}
     assert wanted <= names
-    assert {"epochs", "validation", "metrics", "links"} <= keys
+    assert {"epochs", "validation", "metrics", "links"} <= set(artifacts)
+    clusters, mined = artifacts["clusters"], artifacts["hard-negatives"]
+    assert tasks[clusters.task_run_id].startswith("cluster ") and tasks[mined.task_run_id].startswith("mine ")
+    shown = {row["figure"]: row["value"] for row in json.loads(clusters.data)}
+    assert shown == {"seconds to cluster them": 0.5, "clusters": 8, "cosine within clusters": 0.71}
+    shown = {row["figure"]: row["value"] for row in json.loads(mined.data)}
+    assert list(shown.values()) == [0.2, 0.9, 0.31]
 
 
 def test_states_say_what_came_of_a_run(prefect_server, stages, flow_module, place, monkeypatch):

@@ -147,6 +147,8 @@ def test_inside_a_round_the_refresh_does_nothing(work: SimpleNamespace, monkeypa
     begun = stages.start_run(params)
     assert (begun["epoch"], begun["step"]) == (0, 3) and begun["epoch_step"] == 3
     cut(monkeypatch, Trainer, "refresh")
+    cut(monkeypatch, Trainer, "cluster")
+    assert stages.cluster(params, begun["run_dir"]) == {}
     report = stages.refresh(params, begun["run_dir"])
     assert report["epoch"] == 0 and report["mine_queries"] > 0  # what was said then
     assert stages.train_round(params, begun["run_dir"])["epoch"] == ROUND
@@ -163,6 +165,21 @@ def test_the_model_of_one_process_is_that_of_a_process_for_each_stage(
         training.forget()
         state |= stages.train_round(params, state["run_dir"])
     training.forget()
+    stages.export(params, state["run_dir"])
+    assert outcome() == uncut
+
+
+def test_clusters_and_negatives_in_two_stages_make_the_same_model(work: SimpleNamespace, uncut: dict[str, Any]) -> None:
+    params = work.params()
+    state = stages.start_run(params)
+    while not state["finished"]:
+        clustered = stages.cluster(params, state["run_dir"])
+        assert 0 < clustered["cluster_cosine"] <= 1 and "mine_queries" not in clustered
+        if state["epoch"]:  # killed between the two, in a later round
+            training.forget()
+        mined = stages.refresh(params, state["run_dir"])
+        assert mined["clusters"] == clustered["clusters"] and mined["mine_positive_found"] > 0
+        state |= stages.train_round(params, state["run_dir"])
     stages.export(params, state["run_dir"])
     assert outcome() == uncut
 

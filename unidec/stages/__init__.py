@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from unidec.stages.session import train
     from unidec.stages.start import choose_start
     from unidec.stages.start_file import effective
-    from unidec.stages.training import export, refresh, start_run, train_round
+    from unidec.stages.training import cluster, export, refresh, start_run, train_round
 
 _MODULES = {
     "change": "data_change drift",
@@ -38,7 +38,7 @@ _MODULES = {
     "session": "train",
     "start": "choose_start",
     "start_file": "effective",
-    "training": "export refresh start_run train_round",
+    "training": "cluster export refresh start_run train_round",
 }
 _MODULE_OF = {function: module for module, functions in _MODULES.items() for function in functions.split()}
 

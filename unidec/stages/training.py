@@ -148,8 +148,20 @@ def start_run(params: Params, resume: str | None = None, accept: Collection[str]
             "rounds": -(-epochs // a_round), "start": read_start().as_dict(), "lines": lines}  # fmt: skip
 
 
+def cluster(params: Params, run_dir: str) -> dict[str, Any]:
+    """The first half of a refresh: cluster the training queries for the coming round.
+
+    Several processes make the whole refresh in one launch: the queries are encoded once.
+
+    Returns:
+        figures of the clusters; {} inside a round, or where its refresh is made.
+    """
+    params = effective(params)
+    return _work("refresh" if launch.needed(params) else "cluster", params, run_dir)
+
+
 def refresh(params: Params, run_dir: str) -> dict[str, Any]:
-    """Cluster the training queries and mine hard negatives for the coming round.
+    """Cluster the training queries, unless `cluster` just did, and mine hard negatives for the coming round.
 
     Where the run is inside a round, or its refresh is made, nothing is done: what was reported then comes back.
     """
@@ -201,8 +213,10 @@ def _work(name: str, params: Params, run_dir: str) -> dict[str, Any]:
 def work(
     name: str, params: Params, run_dir: str | Path, ranks: Ranks = ALONE, accept: Collection[str] = ()
 ) -> dict[str, Any]:
-    """What every rank of a training does: "refresh" or "train_round". The first rank writes and speaks for all."""
+    """What every rank of a training does: "cluster", "refresh" or "train_round". The first rank writes and reports."""
     with _opened(params, run_dir, accept, ranks) as kept:
+        if name == "cluster":
+            return {"epoch": kept.trainer.epoch, **kept.trainer.cluster()} if kept.trainer.refresh_due else {}
         if name == "refresh":
             return _refresh(kept.trainer, Path(run_dir))
         report = _train(kept.trainer, Path(run_dir))

@@ -92,55 +92,89 @@ def cluster_size(pool: Pool, epoch: int) -> int:
     return min(pool.cluster_start << doublings, pool.batch_size)
 
 
+@dataclass(frozen=True)
+class Clusters:
+    """The first half of a refresh.
+
+    Attributes:
+        order, offsets: as in `Refresh`; None: random batches.
+        query_ND: float32 [n, D] of the training queries, which mining needs too; None where nothing compares them.
+        report: seconds of each part, number, size and cosine of the clusters.
+    """
+
+    order: np.ndarray | None
+    offsets: np.ndarray | None
+    query_ND: np.ndarray | None
+    report: dict[str, Any]
+
+
+def mines(params: Params) -> bool:
+    """Whether rounds need hard negatives: a classifier that sees all labels needs none."""
+    return params.pool.eta > 0 and not (params.model.heads == "clf" and params.pool.clf_labels == "all")
+
+
+def make_clusters(
+    params: Params,
+    rows: np.ndarray,
+    query_vectors: Callable[[], np.ndarray],
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    epoch: int = 0,
+) -> Clusters:
+    """Cluster the training queries; what the parameters do not need is left out.
+
+    Args:
+        rows: int64 [n] training rows.
+        query_vectors: gives float32 [n, D] of the training queries; called only when clusters or negatives need them.
+        ranks: processes that all call this, and share the work.
+        epoch: finished epochs, which decide the size of the clusters.
+    """
+    begin, size, clustered = time.perf_counter(), cluster_size(params.pool, epoch), params.pool.batches == "clustered"
+    order, offsets, query_ND = None, None, None
+    report: dict[str, Any] = {}
+    if clustered and size == 1:  # a query is its own cluster: nothing to compare
+        order, offsets = rows, np.arange(len(rows) + 1)
+    if (clustered and size > 1) or mines(params):
+        query_ND = query_vectors()
+        report["encode_queries_seconds"] = time.perf_counter() - begin
+    if clustered and size > 1 and query_ND is not None:
+        clusters = balanced_clusters(query_ND, size, params.seed, device=device, ranks=ranks)
+        order, offsets = rows[clusters.order_N], clusters.offsets
+        report |= {"cluster_seconds": clusters.report.seconds, "clusters": clusters.report.num_clusters,
+                   "cluster_size": size, "cluster_cosine": clusters.report.objective}  # fmt: skip
+    report["refresh_seconds"] = time.perf_counter() - begin
+    return Clusters(order, offsets, query_ND, report)
+
+
 def make_refresh(
     params: Params,
     rows: np.ndarray,
     sampler: PoolSampler,
-    query_vectors: Callable[[], np.ndarray],
+    clusters: Clusters,
     label_vectors: Callable[[], np.ndarray],
     device: torch.device,
     ranks: Ranks = ALONE,
-    epoch: int = 0,
 ) -> tuple[Refresh, dict[str, Any]]:
-    """Cluster the training queries and mine hard negatives; what the parameters do not need is left out.
+    """Mine hard negatives where the parameters need them: with the clusters that is the refresh.
 
     Args:
         rows: int64 [n] training rows.
         sampler: knows positives and filter pairs.
-        query_vectors: gives float32 [n, D] of the training queries; called only when needed.
-        label_vectors: gives float32 [L, D], with several ranks this rank's part of it.
+        label_vectors: gives float32 [L, D], with several ranks this rank's part of it; called only when needed.
         ranks: processes that all call this, and share the work.
-        epoch: finished epochs, which decide the size of the clusters.
 
     Returns:
-        the refresh, and figures: seconds of each part, clusters, what mining found.
+        the refresh, and figures: those of the clusters, and what mining found.
     """
-    pool, begin = params.pool, time.perf_counter()
-    # a classifier that sees all labels needs no hard negatives
-    mines = pool.eta > 0 and not (params.model.heads == "clf" and pool.clf_labels == "all")
-    arrays: dict[str, np.ndarray] = {}
-    report: dict[str, Any] = {}
-    size = cluster_size(pool, epoch)
-    if pool.batches == "clustered" and size == 1:  # a query is its own cluster: nothing to compare
-        arrays["order"], arrays["offsets"] = rows, np.arange(len(rows) + 1)
-    clusters_queries = pool.batches == "clustered" and size > 1
-    if clusters_queries or mines:
-        query_ND = query_vectors()
-        report["encode_queries_seconds"] = time.perf_counter() - begin
-        if clusters_queries:
-            clusters = balanced_clusters(query_ND, size, params.seed, device=device, ranks=ranks)
-            arrays["order"], arrays["offsets"] = rows[clusters.order_N], clusters.offsets
-            report |= {"cluster_seconds": clusters.report.seconds, "clusters": clusters.report.num_clusters,
-                       "cluster_size": size, "cluster_cosine": clusters.report.objective}  # fmt: skip
-        if mines:
-            now = time.perf_counter()
-            label_LD = label_vectors()
-            report["encode_labels_seconds"] = time.perf_counter() - now
-            mined = mine_hard_negatives(
-                query_ND, rows, label_LD, sampler.relevance, sampler.filter_pairs, pool.eta * pool.refresh,
-                sampler.num_queries, device=device, ranks=ranks,
-            )  # fmt: skip
-            arrays["negatives"] = mined.shortlist
-            report |= {f"mine_{key}": value for key, value in mined.report.items()}
-    report["refresh_seconds"] = time.perf_counter() - begin
-    return Refresh(arrays.get("order"), arrays.get("offsets"), arrays.get("negatives")), report
+    begin, report, negatives = time.perf_counter(), dict(clusters.report), None
+    if mines(params) and clusters.query_ND is not None:
+        label_LD = label_vectors()
+        report["encode_labels_seconds"] = time.perf_counter() - begin
+        mined = mine_hard_negatives(
+            clusters.query_ND, rows, label_LD, sampler.relevance, sampler.filter_pairs,
+            params.pool.eta * params.pool.refresh, sampler.num_queries, device=device, ranks=ranks,
+        )  # fmt: skip
+        negatives = mined.shortlist
+        report |= {f"mine_{key}": value for key, value in mined.report.items()}
+    report["refresh_seconds"] += time.perf_counter() - begin
+    return Refresh(clusters.order, clusters.offsets, negatives), report

@@ -41,7 +41,7 @@ from unidec.training.objective import Objective
 from unidec.training.optim import Optimisers
 from unidec.training.precision import autocast_type, choose_device
 from unidec.training.random_streams import random_states, restore_random_states, start_stream
-from unidec.training.refresh import Refresh, make_refresh
+from unidec.training.refresh import Clusters, Refresh, make_clusters, make_refresh
 from unidec.training.sampler import PoolSampler
 from unidec.training.start import start_bag
 from unidec.training.stop import stop_signals
@@ -119,6 +119,7 @@ class Trainer:
         self.writer = CheckpointWriter(run_dir, ranks)
         self.epoch = self.epoch_step = self.step = 0
         self.made = Refresh()
+        self._clusters: Clusters | None = None  # of the coming round, until its hard negatives are mined
         self.seconds = 0.0
         self.notes: dict[str, Any] = {}
         self._saved_step, self._saved_at = 0, time.monotonic()
@@ -242,18 +243,32 @@ class Trainer:
     def _refresh_folder(self, epoch: int) -> Path:
         return self.run_dir / "refresh" / f"epoch-{epoch:05d}"
 
-    def refresh(self) -> dict[str, Any]:
-        """Clusters and hard negatives for the coming round, by the model as it is; kept in the run's folder.
+    def cluster(self) -> dict[str, Any]:
+        """Clusters of the training queries for the coming round, by the model as it is; `refresh` uses them.
 
         Queries and labels are compared in the dual encoder's space; a classifier alone compares in its own.
 
         Returns:
-            figures: seconds of each part, clusters, what mining found.
+            figures: seconds of each part, number and cosine of the clusters.
         """
+        self._clusters = make_clusters(
+            self.params, self.rows, self._query_vectors, self.device, self.ranks, epoch=self.epoch
+        )
+        return self._clusters.report
+
+    def refresh(self) -> dict[str, Any]:
+        """Clusters, where `cluster` was not called, and hard negatives for the coming round; kept in the run's folder.
+
+        Returns:
+            figures: those of the clusters, and what mining found.
+        """
+        if self._clusters is None:
+            self.cluster()
+        assert self._clusters is not None
         made, report = make_refresh(
-            self.params, self.rows, self.sampler, self._query_vectors, self._label_vectors, self.device, self.ranks,
-            epoch=self.epoch,
-        )  # fmt: skip
+            self.params, self.rows, self.sampler, self._clusters, self._label_vectors, self.device, self.ranks
+        )
+        self._clusters = None
         if self.ranks.is_first:
             self._keep(made)
         self.ranks.barrier()  # the others read it
