@@ -23,6 +23,7 @@ def summary(done: Mapping[str, Any]) -> str:
     measured = done if "metrics" in done else _stored()
     lines = [*_table(done, measured), *(f"warning: {words}" for words in measured.get("warnings", ()))]
     lines += [_outcome(done), f"report: {_shown(measured.get('report', _REPORT))}"]
+    lines += [f"MLflow run: {done['run_url']}"] if done.get("run_url") else []
     return "\n".join([*lines, *_next(done)])
 
 
@@ -75,12 +76,9 @@ def _next(done: Mapping[str, Any]) -> list[str]:
     trial = done.get("version") is None
     source = f" --bundle {_shown(bundle)}" if trial else ""
     served = _shown(bundle) if trial or "no_champion" in done else f"models:/{done['model']}@champion"
-    return [
-        "next:",
-        f'  {program} predict "some text" -k 5{source}',
-        f"  {program} serve {served}",
-        "  make ui" if Path("Makefile").is_file() else f"  {program} models",
-    ]
+    # `make ui` serves the pages of runs: where a server shows this run already, the line above links to it
+    third = "make ui" if Path("Makefile").is_file() and not done.get("run_url") else f"{program} models"
+    return ["next:", f'  {program} predict "some text" -k 5{source}', f"  {program} serve {served}", f"  {third}"]
 
 
 def _shown(path: str | Path) -> str:

@@ -220,8 +220,6 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
             done |= {key: registered.get(key) for key in ("model", "version")}
             done["run_url"] = done["run_url"] or registered.get("run")
         artifacts.show_links(done["run_url"], done.get("version"), params.tracking.model_name)
-        if "train" in wanted or "register" in wanted:
-            endings.say(f"MLflow run: {done['run_url'] or artifacts.NO_PAGE}")
     return done
 
 

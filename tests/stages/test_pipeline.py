@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,6 +175,29 @@ def test_tracking_knows_the_run(done: SimpleNamespace) -> None:
     assert len(client.get_metric_history(run.info.run_id, "validation/P_at_1")) == 2
     names = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert {"report.html", "metrics.json", "plots"} <= names
+
+
+def test_a_trial_logs_the_same_data_as_any_run(
+    done: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial works in a folder below runs/own/, has the data's absolute path and no dvc.lock beside it."""
+    from unidec.ops.tracking_store import open_client
+
+    client, trial = open_client(f"sqlite:///{done.folder}/mlflow.db"), tmp_path / "runs" / "own" / "0123456789ab"
+    logged = []
+    for folder, data in ((tmp_path, "./raw/"), (trial, str(tmp_path / "raw"))):
+        shutil.copytree(done.folder / "data", folder / "data")
+        shutil.copytree(done.folder / "bert", folder / "bert")
+        monkeypatch.chdir(folder)
+        if folder == tmp_path:
+            lock = {"stages": {"ingest": {"outs": [{"path": "data/dataset", "md5": "0a.dir"}]}}}
+            Path("dvc.lock").write_text(json.dumps(lock))
+        begun = stages.start_run(done.params(**{"data.path": data, "tracking.experiment": "trials"}))
+        run = client.get_run(Tracker.resume(begun["run_dir"]).run_id)
+        (used,) = run.inputs.dataset_inputs
+        logged.append((run.data.params["data.path"], used.dataset.name, used.dataset.digest))
+        assert run.data.tags.get("dvc.data/dataset") == ("0a.dir" if folder == tmp_path else None)
+    assert logged[0] == logged[1] and logged[0][0] == "raw"
 
 
 def test_index_and_evaluation_again_write_the_same(done: SimpleNamespace) -> None:

@@ -19,7 +19,7 @@ from unidec.data.label_graph import load_label_graph
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.model.unidec import KIND, VERSION
-from unidec.ops.provenance import code_tags, dvc_hash
+from unidec.ops.provenance import DVC_TAG, code_tags, dvc_hash
 from unidec.ops.tracking import Tracker
 from unidec.stages import launch, paths, runs
 from unidec.stages.plan import check_fits, memory_figures
@@ -313,19 +313,20 @@ def _open_tracking(params: Params, run_dir: Path, state: dict[str, Any], lines: 
     dataset = paths.open_dataset()
     meta = dataset.manifest["meta"]
     facts = {key: meta[key] for key in ("num_queries", "num_labels", "num_pairs")}
-    digest = dvc_hash(str(paths.DATASET)) or dataset.sha256
     tags = code_tags() | {"dataset.sha256": dataset.sha256, "run.folder": run_dir.name} | start_tags()
     accepted = [line.removeprefix("accepted: ") for line in lines if line.startswith("accepted: ")]
     if accepted:
         tags |= {"accepted": "; ".join(accepted)[:5000]}
-    about = {"name": dataset.name, "digest": digest, "path": str(paths.DATASET), **facts}
+    about = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET), **facts}
     tracker = Tracker(params.tracking.experiment)
+    if known := dvc_hash(str(paths.DATASET)):
+        tags[f"{DVC_TAG}{paths.DATASET}"] = known
     experiment = os.environ.get("DVC_EXP_NAME", "")  # set by `dvc exp run` and `dvc queue`
     if experiment:
         tags["dvc_experiment"] = experiment
     name = f"{dataset.name} {params.recipe or params.model.heads} {experiment or run_dir.name[:6]}"
     run_id = state.get("notes", {}).get("mlflow_run_id")
-    logged = model_params(flatten(params), read_start().warm)
+    logged = model_params(flatten(params) | {"data.path": paths.from_project(params.data.path)}, read_start().warm)
     tracker.start(run_dir, logged, tags, about, run_name=name, run_id=run_id)
     tracker.log_files([paths.VALIDATION / "index.html"], "validation")
     return tracker
