@@ -8,8 +8,6 @@ import logging
 import os
 import signal
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,13 +18,11 @@ from prefect.runtime import deployment
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled, Completed
 
-from flows import left
+from flows import left, server
 from unidec.errors import Refused, UnidecError, without_credentials
 from unidec.ops.tracking import RUN_TAGS
 from unidec.stages.runs import close_tracking
 from unidec.stages.watch import watch
-
-_on_command_line = False  # set by on_command_line(): this process is ours to end
 
 FAREWELL: dict[type[BaseException], tuple[int, str]] = {
     KeyboardInterrupt: (130, "interrupted: run again to go on from the last checkpoint"),
@@ -149,30 +145,17 @@ def turned_away(reason: str | UnidecError) -> Any:
     return Cancelled(message=str(reason))
 
 
-def leave_if_server_left(error: BaseException, words: str | None = None) -> None:
-    """Ctrl-C reaches Prefect's temporary server too, and without it Prefect tries to report for minutes: end here then.
-
-    Training has stopped and the MLflow run is closed when this is called; the system lets go of the lock. Only within
-    `on_command_line`: elsewhere the process is not ours to end.
-    """
-    context = FlowRunContext.get()
-    if not _on_command_line or context is None:
-        return
-    for _ in range(10):  # it takes a moment to go, if it goes
-        try:
-            urllib.request.urlopen(f"{str(context.client.api_url).rstrip('/')}/health", timeout=1).close()
-        except OSError:
-            print(words or FAREWELL[type(error)][1], file=sys.stderr, flush=True)
-            os._exit(FAREWELL[type(error)][0])
-        time.sleep(0.3)
-
-
 def as_json(done: Any) -> str:
     """For programs that read what a flow returns."""
     return json.dumps(done, indent=2)
 
 
-def on_command_line(run: Callable[[], Any], words: str | None = None, show: Callable[[Any], str] = as_json) -> int:
+def on_command_line(
+    run: Callable[[], Any],
+    words: str | None = None,
+    show: Callable[[Any], str] = as_json,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> int:
     """Runs a flow as a program does: errors in one line, an exit code, Ctrl-C and SIGTERM leave cleanly.
 
     A run that the gate leaves without a champion ends with exit code 6 and a last line that says how to change it.
@@ -181,14 +164,14 @@ def on_command_line(run: Callable[[], Any], words: str | None = None, show: Call
         run: calls the flow.
         words: the farewell when it is stopped.
         show: what is printed of the flow's result.
+        meanwhile: called while Prefect's temporary server starts.
     """
-    global _on_command_line
-    _on_command_line = True
     # Prefect hands SIGTERM back to whoever had it: by default that kills us before its temporary server is stopped
     before = signal.signal(signal.SIGTERM, terminate)
     one_line_for_known_errors()
     try:
-        done = run()
+        with server.running(meanwhile):
+            done = run()
     except UnidecError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -197,7 +180,6 @@ def on_command_line(run: Callable[[], Any], words: str | None = None, show: Call
         print(words or usual, file=sys.stderr)
         return code
     finally:
-        _on_command_line = False
         signal.signal(signal.SIGTERM, before)
     print(show(done), flush=True)
     if missing := done.get("no_champion"):

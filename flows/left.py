@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
+from flows import server
 
 # isort: split
 from prefect.client.orchestration import get_client
@@ -113,7 +113,8 @@ def _write(note: Path, run_dir: str | None) -> None:
 
 def _server() -> str:
     """Whose run it is; empty: a temporary server on the database in Prefect's home."""
-    return without_credentials(str(PREFECT_API_URL.value() or ""))
+    url = str(PREFECT_API_URL.value() or "")
+    return "" if server.is_temporary(url) else without_credentials(url)
 
 
 def _read(note: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from prefect import flow
 
 from flows import endings
 from flows.runners import Runner
-from flows.shards import add_options, at, merge, on_command_line, write_shards
+from flows.shards import add_options, merge, on_command_line, write_shards
 from unidec.ops.fetch import fetch_bundle
 from unidec.stages import shards as work
 from unidec.stages.paths import BUNDLES
@@ -57,7 +57,7 @@ def predict(
     """
     Runner.parse(runner)  # what is wrong shows before the input is read
     folder = work.shards_folder(output)
-    with endings.at_work(), at(folder):
+    with endings.at_work(), work.alone(folder):
         work.begin_predictions(
             fetch_bundle(bundle, BUNDLES), input, output, k, column=column, shards=shards, device=device,
             runtime=runtime,

@@ -16,7 +16,6 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 
 # isort: split
 from prefect import flow
-from prefect.exceptions import TerminationSignal
 
 from flows import artifacts, decide, endings, late, publish, reproduce, steps
 from unidec.config import Params, load_params
@@ -48,16 +47,12 @@ def refresh(promote: bool | None = None) -> Any:
         params = load_params("params.yaml")
         if reason := late.collapse():
             return endings.turned_away(reason)
-        try:
-            with contextlib.ExitStack() as stack:
-                try:
-                    stack.enter_context(reproduce.one_at_a_time())
-                except TrainingError as error:
-                    return endings.turned_away(error)
-                return endings.named(_refresh(params, promote))
-        except (KeyboardInterrupt, TerminationSignal) as error:
-            endings.leave_if_server_left(error, _AGAIN)
-            raise
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(reproduce.one_at_a_time())
+            except TrainingError as error:
+                return endings.turned_away(error)
+            return endings.named(_refresh(params, promote))
 
 
 _AGAIN = "stopped: nothing was changed; run again"

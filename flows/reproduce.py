@@ -60,17 +60,28 @@ def reproduce(stage: str, say: Callable[[str], None] = print) -> None:
     raise CommandError(f"dvc repro {stage} ended with {code}: {words}")
 
 
-def stale(stages: tuple[str, ...] = MODEL_STAGES) -> list[str]:
-    """Of stages that follow one another, those that must run: the first that changed and all after it.
+def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
+    """What is out of date, by one `dvc status`.
 
-    Outputs that are only missing are taken from DVC's cache first, when it has them.
+    Model outputs that are only missing are taken from DVC's cache first, when it has them.
+
+    Returns:
+        whether one of the data stages must be reproduced; and of the model's stages, which follow one another, the
+        first that changed and all after it (to be asked for again once the data stages are reproduced).
     """
-    status = _status(stages)
+    try:
+        status = _status((*data_stages, *MODEL_STAGES))
+    except CommandError:
+        if not data_stages:
+            raise
+        return True, []  # `dvc repro` reports what is wrong
+    if any(stage in status for stage in data_stages):
+        return True, []
     if status and all(_only_missing(changes) for changes in status.values()):
-        run(["checkout", *stages])
-        status = _status(stages)
-    first = next((number for number, stage in enumerate(stages) if stage in status), len(stages))
-    return list(stages[first:])
+        run(["checkout", *MODEL_STAGES])
+        status = _status(MODEL_STAGES)
+    first = next((number for number, stage in enumerate(MODEL_STAGES) if stage in status), len(MODEL_STAGES))
+    return False, list(MODEL_STAGES[first:])
 
 
 def commit(stages: list[str]) -> None:

@@ -30,7 +30,6 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 from prefect import flow, task, unmapped
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
-from prefect.exceptions import TerminationSignal
 from prefect.futures import as_completed
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -72,17 +71,6 @@ def shard(folder: str, number: int, threads: int = 0) -> dict[str, Any]:
 def merge(folder: str) -> dict[str, Any]:
     """Writes the result of all shards."""
     return work.merge(folder)
-
-
-@contextlib.contextmanager
-def at(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Holds a work's lock; stopped on the command line, waits for no server that was stopped too."""
-    try:
-        with work.alone(folder):
-            yield
-    except (KeyboardInterrupt, TerminationSignal) as error:
-        endings.leave_if_server_left(error, _FAREWELL)
-        raise
 
 
 def write_shards(folder: str | os.PathLike[str], runner: str | None = None) -> int:
@@ -218,7 +206,7 @@ def tokens(
     done: dict[str, Any] = {}
     for which in ("queries", "labels"):
         folder = work.token_shards_folder(which)
-        with at(folder):
+        with work.alone(folder):
             plan = work.tokens_in_shards(params, which, shards)
             small = shards is None and plan.num_shards == 1
             done[which] = {"texts": plan.num_rows, "shards": plan.num_shards}
@@ -262,7 +250,7 @@ def encode(
         if value not in known:
             raise ConfigError("unknown value", where=name, got=value, expected=" or ".join(known))
     folder = work.shards_folder(output)
-    with at(folder):
+    with work.alone(folder):
         work.begin_vectors(
             bundle, source, output, folder, side, dtype=dtype, column=column, shards=shards, device=device
         )  # fmt: skip

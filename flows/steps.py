@@ -41,9 +41,12 @@ def fetch(params: Params) -> dict[str, Any]:
 
 
 @task(name="prepare", task_run_name="prepare {stage}", **_again)
-def prepare(stage: str) -> None:
-    """Brings a data stage up to date through DVC."""
-    reproduce.reproduce(stage, log.info)
+def prepare(stage: str, data_changed: bool = True) -> None:
+    """Brings a data stage up to date through DVC; a stage is up to date where `dvc status` reports no data stage."""
+    if data_changed:
+        reproduce.reproduce(stage, log.info)
+    else:
+        log.info("%s is up to date", stage)
 
 
 @task(name="data", task_run_name="{stage}", **_once)

@@ -23,18 +23,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
+from flows import server
+
+if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
+    server.start()  # takes seconds, as do the imports that follow
 
 # isort: split
 from prefect import flow
-from prefect.exceptions import TerminationSignal
 
 from flows import artifacts, decide, endings, late, publish, reproduce, steps
 from flows.summary import summary
 from unidec.config import Params, fingerprint, load_params, parse_overrides
 from unidec.errors import ConfigError, DataError, TrainingError
 from unidec.ops.tracking import Tracker
-from unidec.ops.tracking_store import tracking_uri
+from unidec.ops.tracking_store import import_mlflow, tracking_uri
 
 Start = Literal["auto", "warm", "cold"]
 Step = Literal[
@@ -106,17 +108,13 @@ def train(
         own = bool(overrides) or Path(params_file).resolve() != Path("params.yaml").resolve()
         if reason := late.collapse():
             return endings.turned_away(reason)
-        try:
-            with _own_folder(params) if own else contextlib.nullcontext(params) as params:
-                if use_dvc and not own and wanted == list(STEPS):
-                    return _retrain(params, Wishes(force, start, promote))
-                if own and not register_trial and "register" in wanted:
-                    wanted.remove("register")
-                    endings.say("a trial: its bundle is not registered (--register does)")
-                return _in_process(params, wanted)
-        except (KeyboardInterrupt, TerminationSignal) as error:
-            endings.leave_if_server_left(error)
-            raise
+        with _own_folder(params) if own else contextlib.nullcontext(params) as params:
+            if use_dvc and not own and wanted == list(STEPS):
+                return _retrain(params, Wishes(force, start, promote))
+            if own and not register_trial and "register" in wanted:
+                wanted.remove("register")
+                endings.say("a trial: its bundle is not registered (--register does)")
+            return _in_process(params, wanted)
 
 
 def parse_steps(steps: str | Sequence[str]) -> list[str]:
@@ -151,9 +149,13 @@ def _retrain(params: Params, wishes: Wishes) -> Any:
 def _through_dvc(params: Params, wishes: Wishes) -> dict[str, Any]:
     if params.source.kind != "none":
         endings.say(f"fetch: {steps.fetch(params)['reason']}")
+    data_changed, work = reproduce.stale(DATA_STEPS)
     for stage in DATA_STEPS:
-        steps.prepare(stage)
-    work = list(reproduce.MODEL_STAGES) if wishes.force else reproduce.stale()
+        steps.prepare(stage, data_changed)
+    if data_changed:
+        _, work = reproduce.stale()
+    if wishes.force:
+        work = list(reproduce.MODEL_STAGES)
     if not work:
         return _skip(params, wishes)
     endings.say(f"to be made anew: {', '.join(work)}")
@@ -302,22 +304,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the result as JSON, not a summary")
     options = parser.parse_args(arguments)
 
+    def check() -> None:
+        parse_steps(options.steps)
+        load_params(options.params, parse_overrides(options.set) or None)
+        import_mlflow()  # each run requires it
+
     def run() -> dict[str, Any]:
-        overrides = parse_overrides(options.set) or None
         wanted = parse_steps(options.steps)
-        load_params(options.params, overrides)  # what is wrong shows before Prefect starts
         return train(
             force=options.force,
             start=options.start,
             promote=False if options.no_promote else None,
-            overrides=overrides,
+            overrides=parse_overrides(options.set) or None,
             steps="all" if wanted == list(STEPS) else wanted,
             params_file=options.params,
             use_dvc=not options.no_dvc,
             register_trial=options.register,
         )
 
-    return endings.on_command_line(run, show=endings.as_json if options.json else summary)
+    return endings.on_command_line(run, show=endings.as_json if options.json else summary, meanwhile=check)
 
 
 if __name__ == "__main__":

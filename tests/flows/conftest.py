@@ -17,3 +17,11 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with prefect_test_harness(server_startup_timeout=300), pytest.MonkeyPatch.context() as patch:
         patch.setattr(left, "NOTES", tmp_path_factory.mktemp("notes"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_temporary_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs a flow's command line in this process starts no server."""
+    from flows import server
+
+    monkeypatch.setattr(server, "start", lambda: None)

@@ -136,10 +136,10 @@ def run(flow_module, stages, monkeypatch):
     def start(**arguments):
         return flow_module.train.fn(**arguments)
 
-    start.stale, start.events = ["train", "index", "evaluate"], []
+    start.stale, start.events, start.data_changed = ["train", "index", "evaluate"], [], True
     dvc = flow_module.reproduce
     monkeypatch.setattr(dvc, "reproduce", lambda stage, _say: stages._call(f"dvc {stage}"))
-    monkeypatch.setattr(dvc, "stale", lambda: start.stale)
+    monkeypatch.setattr(dvc, "stale", lambda data_stages=(): (bool(data_stages) and start.data_changed, start.stale))
     monkeypatch.setattr(dvc, "commit", lambda made: stages._call("commit " + " ".join(made)))
     monkeypatch.setattr(flow_module.publish, "emit", lambda _name, event, told: start.events.append((event, told)))
     return start
@@ -197,6 +197,15 @@ def test_nothing_changed(run, stages):
     stages.calls.clear()
     assert "skipped" not in run(force=True)
     assert "train_round" in stages.calls and "commit train index evaluate" in stages.calls
+
+
+def test_where_no_data_stage_changed_none_is_reproduced(run, stages):
+    run.stale, run.data_changed = [], False
+    assert "skipped" in run()
+    assert stages.calls == ["register"]
+    run.stale = ["evaluate"]
+    run()
+    assert stages.calls[1] == "evaluate"
 
 
 def test_what_was_killed_before_the_gate_is_judged_by_the_next_run(run, stages):
@@ -396,21 +405,31 @@ def dvc_project(place, monkeypatch):
 
 
 def test_dvc_says_what_is_stale_and_records_what_was_made(dvc_project, place):
-    assert dvc_project.stale() == ["train", "index", "evaluate"]
+    assert dvc_project.stale()[1] == ["train", "index", "evaluate"]
     for name in ("model", "bundle", "metrics"):
         (place / name).write_text((place / "params.yaml").read_text())
     digest = dvc_project.inputs_digest()
     dvc_project.commit(["train", "index", "evaluate"])
-    assert dvc_project.stale() == [] and dvc_project.inputs_digest() == digest
+    assert dvc_project.stale()[1] == [] and dvc_project.inputs_digest() == digest
     (place / "bundle").unlink()
-    assert dvc_project.stale() == [] and (place / "bundle").exists()  # from the cache
+    assert dvc_project.stale()[1] == [] and (place / "bundle").exists()  # from the cache
     (place / "bundle").write_text("other")
-    assert dvc_project.stale() == ["index", "evaluate"]
+    assert dvc_project.stale()[1] == ["index", "evaluate"]
     dvc_project.commit(["index", "evaluate"])
     (place / "params.yaml").write_text("index: {kind: hnsw}\n")  # a file that is read, and a parameter of another stage
-    assert dvc_project.stale()[0] == "train" and dvc_project.inputs_digest() != digest
+    assert dvc_project.stale()[1][0] == "train" and dvc_project.inputs_digest() != digest
     dvc_project.commit(["train"])
-    assert dvc_project.stale() == ["index", "evaluate"]  # the parameter alone
+    assert dvc_project.stale()[1] == ["index", "evaluate"]  # the parameter alone
+
+
+def test_one_call_of_dvc_reports_data_and_model(dvc_project, place, monkeypatch):
+    assert dvc_project.stale(("validate",)) == (True, [])
+    calls = []
+    monkeypatch.setattr(dvc_project, "run", lambda words: (calls.append(words), (0, "{}"))[1])
+    assert dvc_project.stale(("validate",)) == (False, [])
+    assert calls == [["status", "--json", "validate", "train", "index", "evaluate"]]
+    monkeypatch.setattr(dvc_project, "run", lambda words: (255, "ERROR: no such stage"))
+    assert dvc_project.stale(("validate",)) == (True, [])  # `dvc repro` reports the error
 
 
 def test_a_stage_that_fails_in_dvc_is_the_error_it_was(dvc_project):
@@ -454,11 +473,11 @@ def test_states_say_what_came_of_a_run(prefect_server, stages, flow_module, plac
 
     monkeypatch.setattr(flow_module.reproduce, "reproduce", lambda *_: None)
     monkeypatch.setattr(flow_module.reproduce, "commit", lambda *_: None)
-    monkeypatch.setattr(flow_module.reproduce, "stale", lambda: ["train", "index", "evaluate"])
+    monkeypatch.setattr(flow_module.reproduce, "stale", lambda *_: (True, ["train", "index", "evaluate"]))
     stages.passed = False
     state = flow_module.train(return_state=True)
     assert (state.type.value, state.name, state.message) == ("COMPLETED", "Refused", "nDCG@5: 2.1 behind")
-    monkeypatch.setattr(flow_module.reproduce, "stale", lambda: [])
+    monkeypatch.setattr(flow_module.reproduce, "stale", lambda *_: (True, []))
     state = flow_module.train(return_state=True)
     assert (state.type.value, state.name) == ("COMPLETED", "Skipped") and "nothing that the model" in state.message
     assert "skipped" in flow_module.train()  # who calls it gets what was done

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from unidec import __version__
 from unidec.data.storage import MANIFEST, folder_sha256, read_manifest
 from unidec.errors import ArtifactError
-from unidec.ops.tracking_store import open_client, quiet_mlflow, tracking_uri
+from unidec.ops.tracking_store import import_mlflow, open_client, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -277,11 +277,7 @@ def _aliased(client: MlflowClient, model_name: str, alias: str) -> str | None:
 @contextlib.contextmanager
 def tracking_to(uri: str) -> Iterator[Any]:
     """MLflow with its process-wide store set to `uri` (its fluent calls know no other), and set back afterwards."""
-    quiet_mlflow()
-    with warnings.catch_warnings():  # about MLflow's own modules: nobody here can act on them
-        warnings.simplefilter("ignore")
-        import mlflow.pyfunc
-
+    mlflow = import_mlflow()
     environment = os.environ.get("MLFLOW_TRACKING_URI")
     mlflow.set_tracking_uri(uri)
     try:

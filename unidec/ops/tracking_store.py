@@ -10,9 +10,10 @@ import logging
 import os
 import socket
 import time
+import warnings
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote, unquote, urlsplit
 from urllib.request import ProxyHandler, build_opener, getproxies, proxy_bypass
 
@@ -40,6 +41,15 @@ def quiet_mlflow() -> None:
         os.environ.setdefault(name, value)
     for name in ("alembic", "mlflow.store.db.utils", "mlflow.system_metrics", "mlflow.pyfunc"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def import_mlflow() -> Any:
+    """The module, with its pyfunc flavour; takes two seconds."""
+    quiet_mlflow()
+    with warnings.catch_warnings():  # about MLflow's own modules: nobody here can act on them
+        warnings.simplefilter("ignore")
+        import mlflow.pyfunc
+    return mlflow
 
 
 def tracking_uri(root: Path | str = ".") -> str:

@@ -1,0 +1,52 @@
+"""The temporary Prefect server of a flow that is started on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import psutil
+
+# a flow as `python -m flows.train` runs it, with what it leaves to look at
+PROGRAM = """
+import json, os, sys
+from flows import server
+server.start()
+from prefect import flow, task
+from flows import endings, left
+import psutil
+
+@task
+def step():
+    return 1
+
+@flow
+def small():
+    with endings.at_work():
+        step()
+        servers = [child.pid for child in psutil.Process().children() if "flows.server" in child.cmdline()]
+        tags = json.loads(os.environ[endings.RUN_TAGS])
+        return {"servers": servers, "server_of_the_note": left._server(), "tags": tags}
+
+code = endings.on_command_line(small)
+print(json.dumps("prefect.server.api.server" in sys.modules))
+sys.exit(code)
+"""
+
+
+def test_it_starts_once_outside_of_the_flows_process_and_ends_with_it(tmp_path):
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    environment = own | {"PREFECT_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    result, imported = done.stdout.rsplit("\n", 2)[:2]
+    result = json.loads(result)
+    assert json.loads(imported) is False, "the flow's process imported the server's code"
+    assert len(result["servers"]) == 1 and not psutil.pid_exists(result["servers"][0])
+    assert result["server_of_the_note"] == ""  # the next run, on the same database, sets a killed run in order
+    assert "prefect.flow_run_id" in result["tags"] and "prefect.flow_run_url" not in result["tags"]  # it has no pages
+    assert "Finished in state Completed" in done.stderr and "Error" not in done.stderr
