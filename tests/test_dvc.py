@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,6 +182,13 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     assert project.stale() == ["evaluate", "index", "label_graph", "tokens", "train"]
     (project.root / "data" / "raw" / "lf-debian" / "raw.txt").write_text("other texts")
     assert "ingest" in project.stale()
+
+    # a stage that is refused, because a training reads its output, leaves the output as it was
+    before = (project.root / "data" / "dataset" / "result.json").read_text()
+    Path(project.env["UNIDEC_PYTHON"]).write_text("#!/bin/sh\nexit 5\n")
+    with pytest.raises(AssertionError, match="exited with 5"):
+        project.dvc("repro", "ingest")
+    assert (project.root / "data" / "dataset" / "result.json").read_text() == before
 
 
 # in place of flows.train in the stage `train`: what the library finds out about where it runs

@@ -14,8 +14,10 @@ from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import DataError
 from unidec.model.sources import resolve_encoder
 from unidec.stages import paths
+from unidec.stages.lock import replaces_inputs
 
 
+@replaces_inputs()
 def ingest(params: Params) -> dict[str, Any]:
     """Raw files of any known layout -> data/dataset; the validation split is cut here."""
     data = params.data
@@ -59,6 +61,7 @@ def validate(params: Params) -> dict[str, Any]:
     }
 
 
+@replaces_inputs()
 def tokens(params: Params) -> dict[str, Any]:
     """Texts -> data/tokens/{queries,labels}."""
     dataset = paths.open_dataset()
@@ -89,6 +92,7 @@ def _tokens_resumably(params: Params, which: Literal["queries", "labels"]) -> No
         merge_tokens(work)
 
 
+@replaces_inputs()
 def propensity(params: Params) -> dict[str, Any]:
     """Inverse propensities and frequency groups -> data/propensity."""
     build_propensity(paths.open_dataset(), params.data.propensity_a, params.data.propensity_b, paths.PROPENSITY)
@@ -98,6 +102,7 @@ def propensity(params: Params) -> dict[str, Any]:
     return {"a": made.a, "b": made.b, **groups}
 
 
+@replaces_inputs()
 def label_graph(params: Params) -> dict[str, Any]:
     """Soft targets of label texts -> data/label_graph."""
     build_label_graph(paths.open_dataset(), params.label_graph, paths.LABEL_GRAPH)

@@ -16,7 +16,7 @@ from typing import Any
 
 from unidec.config import Params, flatten
 from unidec.data.storage import read_json_lines, write_json
-from unidec.errors import ArtifactError, ConfigError, TrainingError
+from unidec.errors import ArtifactError, ConfigError
 from unidec.ops.holder import is_alive, left_running, tracking_state
 from unidec.ops.tracking import Status, Tracker
 from unidec.ops.tracking_left import send_left
@@ -24,7 +24,6 @@ from unidec.stages import paths
 from unidec.training.identity import SECTIONS, check_same, differences
 
 RUN = "run.json"
-LOCK = ".train.lock"
 _SHOWN = ("P@1", "nDCG@5", "PSP@5")
 _MOST_KEYS = 6  # differing keys that one line names
 
@@ -231,29 +230,6 @@ def _shown(value: str) -> str:
 
 
 # -- holding ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def one_at_a_time(folder: Path = paths.RUNS) -> Iterator[None]:
-    """Holds the project's training lock; the system lets go of it when its holder dies, so there is nothing to remove.
-
-    Raises:
-        TrainingError: another training holds it.
-    """
-    from filelock import FileLock, Timeout
-
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise TrainingError(
-            "another training is under way in this folder", where=str(folder), fix="wait for it, or cancel it"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 from unidec.config import Params
 from unidec.stages import launch, runs, training
 from unidec.stages.interrupts import signals_raise
+from unidec.stages.lock import one_at_a_time
 
 _AGAIN = "run the same command again to go on from the last checkpoint"
 _FAREWELL = "left at once; the last whole checkpoint is kept"
@@ -38,7 +39,7 @@ def train(
     with signals_raise(_AGAIN, _FAREWELL), launch.led(params) as leading:
         if not leading:
             return {}
-        with runs.one_at_a_time():
+        with one_at_a_time():
             state = training.start_run(params, resume, accept)
             for line in state.pop("lines"):
                 say(line)

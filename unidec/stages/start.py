@@ -19,6 +19,7 @@ from unidec.model.weights import start_differences
 from unidec.ops.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.retrieval.bundle_folder import read_info, read_labels
 from unidec.stages import paths
+from unidec.stages.lock import replaces_inputs
 from unidec.stages.start_file import StartFile, read_start, write_start
 from unidec.training.identity import SECTIONS
 from unidec.training.warm_start import FIX, Start
@@ -27,6 +28,7 @@ Kind = Literal["auto", "warm", "cold"]
 _MOST_KEYS = 4  # that a reason names
 
 
+@replaces_inputs()
 def choose_start(params: Params, kind: Kind | None = None) -> dict[str, Any]:
     """Choose what the next training starts from, and write it to data/start.json if that says something else.
 
