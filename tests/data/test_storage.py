@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,57 @@ def test_damaged_manifests_are_refused(folder: Path, text: str) -> None:
     (folder / "manifest.json").write_text(text)
     with pytest.raises(ArtifactError, match=r"manifest\.json"):
         read_manifest(folder, "thing", 2)
+
+
+def test_a_flipped_bit_anywhere_in_a_manifest_is_found(folder: Path) -> None:
+    path = folder / "manifest.json"
+    whole = path.read_bytes()
+    for place, byte in enumerate(whole):
+        path.write_bytes(whole[:place] + bytes([byte ^ 1 << place % 8]) + whole[place + 1 :])
+        with pytest.raises(ArtifactError, match=r"manifest\.json"):
+            read_manifest(folder, "thing", 2, verify=False)
+
+
+def test_a_manifest_of_an_older_version_without_its_hash_is_read(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    old = {key: value for key, value in manifest.items() if key != "sha256"}
+    (folder / "manifest.json").write_text(json.dumps(old, indent=1))
+    assert read_manifest(folder, "thing", 2) == old
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"meta": {"a": 2}}, indent=1))
+    with pytest.raises(ArtifactError, match=r"manifest\.json: a damaged manifest"):
+        read_manifest(folder, "thing", 2)
+
+
+def test_a_manifest_of_60_megabytes_is_refused_unread(folder: Path) -> None:
+    files = {f"f{number}": {"size": 1, "sha256": "0" * 64} for number in range(1000)}
+    text = json.dumps({"kind": "thing", "version": 2, "unidec": "0.1.0", "meta": {}, "files": files})
+    with open(folder / "manifest.json", "w") as file:
+        for _ in range((60 << 20) // len(text)):
+            file.write(text)
+    tracemalloc.start()
+    with pytest.raises(ArtifactError, match=r"manifest\.json: a manifest of impossible size"):
+        read_manifest(folder, "thing", 2)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_a_folder_is_verified_once_while_its_files_stay_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needed() -> bool:
+        with storage.verify_once(folder) as verify:
+            return verify
+
+    assert needed() and needed()  # just written: another write could leave the same time stamp
+    monkeypatch.setattr(storage, "_SETTLED_S", -60.0)
+    assert needed() and not needed()
+    (folder / "x.npy").write_bytes((folder / "x.npy").read_bytes())
+    assert needed() and not needed()
+    make(folder, 4)
+    with pytest.raises(ArtifactError), storage.verify_once(folder):
+        read_manifest(folder, "other", 2)
+    assert needed() and not needed()
+    with storage.verify_once(folder, verify=False) as verify:
+        assert not verify
 
 
 def test_other_kind_and_newer_version_are_refused(folder: Path) -> None:

@@ -19,7 +19,7 @@ from unidec import cli
 from unidec.data.storage import file_sha256, write_folder
 from unidec.ops.doctor import Finding
 from unidec.stages import doctor
-from unidec.stages.runs import one_at_a_time
+from unidec.stages.lock import one_at_a_time
 from unidec.training.checkpoint import Checkpoint, CheckpointWriter
 
 
@@ -105,31 +105,31 @@ def test_what_ranks_left_is_removed_unless_a_training_is_at_work(place: Path) ->
 # -- artifacts -----------------------------------------------------------------------------------------------------
 
 
-def artifact(path: str) -> Path:
-    with write_folder(path, "tokens", 1) as out:
+def artifact(path: str, kind: str) -> Path:
+    with write_folder(path, kind, 1) as out:
         np.save(out.path / "ids.npy", np.arange(100))
     return Path(path)
 
 
 def test_a_damaged_artifact() -> None:
-    path = artifact("data/tokens/queries")
+    path = artifact("outputs/model", "model")
     assert doctor.examine(deep=True) == []
     with open(path / "ids.npy", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\7")
     assert doctor.examine() == []  # the size is right: only --deep reads it
-    reported(4, "damaged", "data/tokens/queries", deep=True)
+    reported(4, "damaged", "outputs/model/ids.npy", deep=True)
     os.truncate(path / "ids.npy", 10)
-    assert "dvc checkout data/tokens/queries" in reported(4, "got: 10 bytes", "data/tokens/queries").fix
+    assert "dvc checkout outputs/model" in reported(4, "got: 10 bytes", "outputs/model/ids.npy").fix
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"kind": 3}'])
 def test_a_folder_without_its_manifest(content: bytes | None) -> None:
-    path = artifact("data/cache/vectors-1")
+    path = artifact("data/cache/vectors-1", "encoder-cache")
     (path / "manifest.json").unlink()
     if content is not None:
         (path / "manifest.json").write_bytes(content)
-    assert "computed again" in reported(4, "damaged", "vectors-1").fix
+    assert "computed again" in reported(4, "manifest", "vectors-1/manifest.json").fix
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from unidec.errors import ConfigError, Stopped, TrainingError
 from unidec.ops.tracking import Tracker
 from unidec.ops.tracking_store import open_client, prepare_store
 from unidec.stages import paths, runs, session, training
+from unidec.stages.lock import one_at_a_time
 from unidec.training.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(240)
@@ -336,8 +338,26 @@ def test_a_training_ends_as_what_happened(work: SimpleNamespace, monkeypatch: py
         if error is Stopped:
             assert raised.value.exit_code == 143
     assert runs.run_info(run).state == "failed"
-    with runs.one_at_a_time(), pytest.raises(TrainingError, match="another training"):
+    with one_at_a_time(), pytest.raises(TrainingError, match="another training"):
         train(work.params())
+
+
+def test_the_export_of_a_finished_run_needs_no_room_for_a_training(
+    work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def no_room(_params: Params) -> None:
+        raise ConfigError("the training does not fit into memory")
+
+    train(work.params())
+    whole = read_manifest(paths.MODEL, "model", 1)
+    shutil.rmtree(paths.MODEL)
+    training.forget()
+    monkeypatch.setattr(training, "check_fits", no_room)
+    train(work.params())
+    assert read_manifest(paths.MODEL, "model", 1) == whole
+    with pytest.raises(ConfigError, match="does not fit"):
+        train(work.params(seed=4))
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(40, "40 s"), (150, "2 min"), (9000, "2.5 h"), (2e5, "2.3 days")])

@@ -134,7 +134,7 @@ def list_runs(as_json: AsJson = False) -> None:
 @app.command(epilog="Examples: unidec doctor  |  unidec doctor --fix  |  unidec doctor --deep --json")
 def doctor(
     fix: Annotated[bool, typer.Option("--fix", help="do what cannot lose data, and say what was done")] = False,
-    deep: Annotated[bool, typer.Option("--deep", help="also hash every file of every artifact")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="also hash models, bundles and checkpoints")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Look for what a crash or a full disk leaves behind; exit code 0: nothing wrong, 1: warnings, 4: broken."""

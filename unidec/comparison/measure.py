@@ -196,10 +196,9 @@ def _sizes(bundle: Any, folder: Path) -> dict[str, float]:
 
 
 def _propensity() -> Any:
-    from unidec.data.propensity import load_propensity
     from unidec.stages import paths
 
-    return load_propensity(paths.PROPENSITY, verify=False)
+    return paths.open_propensity()
 
 
 def _without_filtered(dataset: Any, split: Any, suffix: str) -> tuple[np.ndarray, Any]:

@@ -219,10 +219,10 @@ def _scores(workspace: Workspace, entries: Sequence[Found]) -> dict[str, list[Qu
         if not (entry.folder / PREDICTIONS).is_file() or not (folder / "dataset").is_dir():
             continue
         if folder not in opened:
-            dataset = XMCDataset.open(folder / "dataset", verify=False)
+            dataset = XMCDataset.open(folder / "dataset")
             rows = dataset.rows("test")
             truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
-            opened[folder] = truth, load_propensity(folder / "propensity", verify=False).inverse_L
+            opened[folder] = truth, load_propensity(folder / "propensity").inverse_L
         truth, inverse_L = opened[folder]
         labels = load_array(entry.folder / PREDICTIONS, np.int32, ndim=2)
         scores.setdefault(entry.job.cell, []).append(query_scores(labels, truth, inverse_L))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
 from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, hold_out, stack
-from unidec.data.storage import files_sha256, load_array, read_manifest, write_folder
+from unidec.data.storage import files_sha256, load_array, read_manifest, verify_once, write_folder
 from unidec.errors import ArtifactError
 
 KIND = "dataset"
@@ -51,14 +51,19 @@ class XMCDataset:
         self.labels = _open_texts(path / "labels.arrow")
         self.num_queries = self.queries.num_rows
         self.num_labels = self.labels.num_rows
+        for table, name, num_rows in (
+            ("queries", "num_queries", self.num_queries),
+            ("labels", "num_labels", self.num_labels),
+        ):
+            if meta.get(name) != num_rows:
+                _refuse(
+                    path / f"{table}.arrow", "another number of rows than the manifest has", num_rows, meta.get(name)
+                )
         self.split_N = load_array(path / "split.npy", np.uint8)
         if self.split_N.shape[0] != self.num_queries:
-            raise ArtifactError(
-                "row counts that differ",
-                where=str(path / "split.npy"),
-                got=self.split_N.shape[0],
-                expected=self.num_queries,
-            )
+            _refuse(path / "split.npy", "row counts that differ", self.split_N.shape[0], self.num_queries)
+        if check and self.num_queries and self.split_N.max() >= len(SPLITS):
+            _refuse(path / "split.npy", "an unknown split", int(self.split_N.max()), f"at most {len(SPLITS) - 1}")
         data = load_array(path / "relevance_data.npy", np.float32)
         self.relevance = self._csr("relevance", data, check)
         self.filter_pairs = self._csr("filter", None, check)
@@ -68,13 +73,14 @@ class XMCDataset:
         """Open a folder written by `write_dataset`.
 
         Args:
-            verify: also check every file's sha256 and every index.
+            verify: also check every file's sha256 and every index, once in a process while the files stay the same.
 
         Raises:
             ArtifactError: missing, damaged, or of a newer version.
         """
         root = Path(path)
-        return cls(root, read_manifest(root, KIND, VERSION, verify=verify), check=verify)
+        with verify_once(root, verify) as needed:
+            return cls(root, read_manifest(root, KIND, VERSION, verify=needed), check=needed)
 
     def rows(self, split: Split) -> np.ndarray:
         """Rows of a split, ascending: int64 [n]."""
@@ -133,15 +139,15 @@ class XMCDataset:
         indices = load_array(self.path / f"{name}_indices.npy", np.int32)
         if data is None:
             data = np.ones(indices.shape[0], dtype=bool)
-        sound = (
-            indptr.shape[0] == self.num_queries + 1
-            and indptr[0] == 0
-            and indptr[-1] == indices.shape[0] == data.shape[0]
-        )
-        if sound and check and indices.shape[0]:
-            sound = bool((np.diff(indptr) >= 0).all() and indices.min() >= 0 and indices.max() < self.num_labels)
-        if not sound:
-            raise ArtifactError(f"{name} pairs that do not fit the texts", where=str(self.path), fix="run ingest again")
+        what, starts = f"{name} pairs that do not fit the texts", self.path / f"{name}_indptr.npy"
+        if indptr.shape[0] != self.num_queries + 1 or indptr[0] != 0 or (check and (np.diff(indptr) < 0).any()):
+            _refuse(starts, what, f"{indptr.shape[0]} row starts", f"{self.num_queries + 1}, ascending from 0")
+        if not indptr[-1] == indices.shape[0] == data.shape[0]:
+            _refuse(starts, what, f"{indices.shape[0]} labels, {data.shape[0]} values", f"{int(indptr[-1])} of each")
+        if check and indices.shape[0] and not (indices.min() >= 0 and indices.max() < self.num_labels):
+            _refuse(
+                self.path / f"{name}_indices.npy", what, f"label row {indices.max()}", f"0 to {self.num_labels - 1}"
+            )
         matrix = csr_matrix((data, indices, indptr), shape=(self.num_queries, self.num_labels), copy=False)
         matrix.has_sorted_indices = True
         matrix.has_canonical_format = True
@@ -189,6 +195,10 @@ def write_dataset(
             np.save(out.path / f"{name}_indices.npy", matrix.indices.astype(np.int32), allow_pickle=False)
         np.save(out.path / "relevance_data.npy", relevance.data.astype(np.float32), allow_pickle=False)
     return XMCDataset.open(path, verify=False)
+
+
+def _refuse(path: Path, what: str, got: object, expected: object) -> NoReturn:
+    raise ArtifactError(what, where=str(path), got=got, expected=expected, fix="run `unidec ingest` again")
 
 
 def _write_texts(path: Path, table: pa.Table) -> None:

@@ -18,7 +18,7 @@ from scipy.sparse import csr_matrix, vstack
 
 from unidec.data.flat_file import FlatFile
 from unidec.data.random_walk import visit_blocks
-from unidec.data.storage import load_array, read_manifest, write_folder
+from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
 from unidec.errors import ArtifactError, DataError
 from unidec.progress import progress
 from unidec.sections import LabelGraph
@@ -209,6 +209,11 @@ def load_label_graph(path: str | os.PathLike[str], verify: bool = True) -> csr_m
         ArtifactError: missing, damaged, of another kind or a newer version, or arrays that do not fit together.
     """
     root = Path(path)
+    with verify_once(root, verify) as needed:
+        return _load(root, needed)
+
+
+def _load(root: Path, verify: bool) -> csr_matrix:
     num_labels = read_manifest(root, KIND, VERSION, verify)["meta"].get("num_labels")
     indptr = load_array(root / "indptr.npy", np.int64)
     indices = load_array(root / "indices.npy", np.int32)
@@ -216,9 +221,9 @@ def load_label_graph(path: str | os.PathLike[str], verify: bool = True) -> csr_m
     if (
         len(indptr) - 1 != num_labels
         or indptr[0] != 0
-        or (np.diff(indptr) < 0).any()
         or not (indptr[-1] == len(indices) == len(data))
-        or (len(indices) and (indices.min() < 0 or indices.max() >= num_labels))
+        or (verify and (np.diff(indptr) < 0).any())
+        or (verify and len(indices) and (indices.min() < 0 or indices.max() >= num_labels))
     ):
         raise ArtifactError(
             "arrays that are no label graph",

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unidec.data.raw import SPLITS
-from unidec.data.storage import load_array, read_manifest, write_folder
+from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
 from unidec.errors import ArtifactError, DataError
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def load_propensity(path: str | os.PathLike[str], verify: bool = True) -> Propen
         ArtifactError: missing, damaged, of another kind or a newer version, or arrays that do not fit together.
     """
     root = Path(path)
-    meta = read_manifest(root, KIND, VERSION, verify)["meta"]
+    with verify_once(root, verify) as needed:
+        meta = read_manifest(root, KIND, VERSION, needed)["meta"]
     inverse_L = load_array(root / "inverse_propensity.npy", np.float64, mmap=False)
     count_L = load_array(root / "label_counts.npy", np.int64, mmap=False)
     group_L = load_array(root / "group.npy", np.int8, mmap=False)

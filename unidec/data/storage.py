@@ -2,7 +2,8 @@
 
 Everything the pipeline keeps is a folder with a `manifest.json` (kind, version, meta, size and sha256 of every file).
 It is written beside its final place, flushed, and renamed; it is checked before anything in it is parsed. Nothing in
-a manifest changes from run to run, so a rebuilt folder is byte-identical.
+a manifest changes from run to run, so a rebuilt folder is byte-identical. A manifest ends with the sha256 of the bytes
+before it; older ones, which lack it, are read too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,10 +33,15 @@ import numpy as np
 from unidec import __version__
 from unidec.errors import ArtifactError
 
+Signature = tuple[tuple[str, int, int, int, int], ...]  # of each file: name, inode, size, times of change
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 1 << 20  # some 7,000 files; parsing JSON takes ten times its size
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+_SEAL = re.compile(rb',\n "sha256": "([^"]{64})"\n}\n\Z')  # how a manifest ends: the sha256 of what stands before
+_SETTLED_S = 1.0  # a file changed more recently may change again within the resolution of its time stamp
+_HASH_THREADS = min(8, os.cpu_count() or 1)
 _ours: set[str] = set()  # names of what this process is writing, or wrote
+_verified: dict[str, Signature] = {}  # folders that this process verified: the files that it saw
 _REBUILD = "delete the folder and run the stage that writes it again"
 
 
@@ -113,8 +120,8 @@ def swap_folder(
 def write_manifest(
     path: str | os.PathLike[str], kind: str, version: int, meta: Mapping[str, Any],
     hashes: Mapping[str, str] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Write `manifest.json` over every file in the folder, flushed to the disk, and return it; `hashes` are known."""
+) -> None:  # fmt: skip
+    """Write `manifest.json` over every file in the folder, flushed to the disk; `hashes` are known."""
     root = Path(path)
     known = hashes or {}
     files = {}
@@ -123,8 +130,8 @@ def write_manifest(
             digest = known.get(name) or file_sha256(root / name)
             files[name] = {"size": (root / name).stat().st_size, "sha256": digest}
     manifest = {"kind": kind, "version": version, "unidec": __version__, "meta": dict(meta), "files": files}
-    write_json(root / MANIFEST, manifest)
-    return manifest
+    body = _json(manifest).removesuffix(b"\n}\n")
+    write_bytes_atomic(root / MANIFEST, _json(manifest | {"sha256": hashlib.sha256(body).hexdigest()}))
 
 
 def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, verify: bool = True) -> dict[str, Any]:
@@ -171,24 +178,61 @@ def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, ver
     extra = sorted(found - set(manifest["files"]))
     if extra:
         raise ArtifactError("a file that the manifest does not list", where=str(root / extra[0]), fix="remove it")
+    if not manifest.keys() <= {"kind", "version", "unidec", "meta", "files"}:
+        # a seal that is where it belongs was checked and taken off
+        raise ArtifactError(
+            "a damaged manifest", where=str(root / MANIFEST), got="changed after it was written", fix=_REBUILD
+        )
     if verify:
-        for name, entry in manifest["files"].items():
-            digest = file_sha256(root / name)
-            if digest != entry["sha256"]:
+        _check_hashes(root, manifest["files"])
+    return manifest
+
+
+def _check_hashes(root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Hash all files, some at a time (hashlib works outside of Python's lock)."""
+    with ThreadPoolExecutor(min(_HASH_THREADS, len(files)) or 1) as pool:
+        for name, digest in zip(files, pool.map(file_sha256, [root / name for name in files]), strict=True):
+            if digest != files[name]["sha256"]:
+                pool.shutdown(wait=False, cancel_futures=True)
                 raise ArtifactError(
                     "a file is damaged",
                     where=str(root / name),
                     got=f"sha256 {digest}",
-                    expected=entry["sha256"],
+                    expected=files[name]["sha256"],
                     fix=_REBUILD,
                 )
-    return manifest
+
+
+@contextlib.contextmanager
+def verify_once(path: str | os.PathLike[str], verify: bool = True) -> Iterator[bool]:
+    """`with verify_once(folder) as verify: open(folder, verify)`: whether hashes and contents have to be checked.
+
+    They have not where this process checked these very files before (by inode, size and times of change), so that a
+    folder may be opened in every round of a training and is read once.
+
+    Args:
+        verify: False: never.
+    """
+    key, now = os.path.abspath(path), time.time()
+    files = _signature(Path(path)) if verify else ()
+    needed = verify and (not files or _verified.get(key) != files)
+    yield needed
+    if needed and all(changed < (now - _SETTLED_S) * 1e9 for *_, changed in files):
+        _verified[key] = files
+
+
+def _signature(root: Path) -> Signature:
+    files = [(name, (root / name).stat()) for name in _files(root)]
+    return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files)
 
 
 def write_json(path: str | os.PathLike[str], obj: Any, mode: int = 0o666) -> None:
     """Write JSON in one piece (UTF-8, keys as given); numbers that are not finite become null. `mode`: of the file."""
-    text = json.dumps(_plain(obj), ensure_ascii=False, allow_nan=False, indent=1)
-    write_bytes_atomic(path, text.encode() + b"\n", mode)
+    write_bytes_atomic(path, _json(obj), mode)
+
+
+def _json(obj: Any) -> bytes:
+    return json.dumps(_plain(obj), ensure_ascii=False, allow_nan=False, indent=1).encode() + b"\n"
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], data: bytes, mode: int = 0o666) -> None:
@@ -285,9 +329,21 @@ def _parse_manifest(root: Path) -> dict[str, Any]:
             "no manifest: the folder is not one of ours, or was cut off", where=str(where), fix=_REBUILD
         )
     if where.stat().st_size > MAX_MANIFEST_BYTES:
-        raise ArtifactError("a manifest of impossible size", where=str(where), got=f"{where.stat().st_size} bytes")
+        raise ArtifactError(
+            "a manifest of impossible size",
+            where=str(where),
+            got=f"{where.stat().st_size:,} bytes",
+            expected=f"at most {MAX_MANIFEST_BYTES:,} bytes",
+            fix=_REBUILD,
+        )
     try:
-        manifest = json.loads(where.read_bytes())
+        data = where.read_bytes()
+        seal = _SEAL.search(data)
+        if seal and hashlib.sha256(data[: seal.start()]).hexdigest().encode() != seal[1]:
+            raise ValueError("other bytes than were written")
+        manifest = json.loads(data)
+        if seal:
+            del manifest["sha256"]
         well_formed = (
             isinstance(manifest["kind"], str)
             and type(manifest["version"]) is int

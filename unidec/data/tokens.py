@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from unidec.data.storage import file_sha256, load_array, read_manifest, write_folder
+from unidec.data.storage import file_sha256, load_array, read_manifest, verify_once, write_folder
 from unidec.errors import ArtifactError, DataError
 from unidec.progress import progress
 
@@ -110,12 +110,17 @@ class TokenCache(Tokens):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], verify: bool = True) -> TokenCache:
-        """Opens a cache; with `verify` hashes and the range of all ids are checked too.
+        """Opens a cache; with `verify` hashes and all ids are checked too, once in a process (`verify_once`).
 
         Raises:
             ArtifactError: missing, damaged, of another kind or a newer version, or arrays that do not fit together.
         """
         root = Path(path)
+        with verify_once(root, verify) as needed:
+            return cls._open(root, needed)
+
+    @classmethod
+    def _open(cls, root: Path, verify: bool) -> TokenCache:
         meta = read_manifest(root, KIND, VERSION, verify)["meta"]
         numbers = [meta.get(key) for key in ("vocab_size", "pad_id", "max_length", "num_texts")]
         if any(type(number) is not int or number < 0 for number in numbers):
@@ -126,18 +131,20 @@ class TokenCache(Tokens):
             len(offsets) != meta["num_texts"] + 1
             or offsets[0] != 0
             or offsets[-1] != len(ids)
-            or not _lengths_within(offsets, meta["max_length"])
+            or (verify and not _lengths_within(offsets, meta["max_length"]))
         ):
             raise ArtifactError(
                 "offsets and ids do not fit together",
-                where=str(root),
+                where=str(root / "offsets.npy"),
                 got=f"{len(offsets)} offsets, {len(ids)} ids",
                 expected=f"{meta['num_texts']} texts of at most {meta['max_length']} tokens, one after the other",
                 fix="delete the folder and run the stage that writes it again",
             )
         starts = range(0, len(ids) if verify else 0, _CHECK_AT_ONCE)
         if any(int(ids[start : start + _CHECK_AT_ONCE].max()) >= meta["vocab_size"] for start in starts):
-            raise ArtifactError("a token id beyond the vocabulary", where=str(root), expected=f"< {meta['vocab_size']}")
+            raise ArtifactError(
+                "a token id beyond the vocabulary", where=str(root / "ids.npy"), expected=f"< {meta['vocab_size']}"
+            )
         cache = cls(ids, offsets, meta["vocab_size"], meta["pad_id"], meta["max_length"])
         cache.path, cache.meta = root, meta
         return cache

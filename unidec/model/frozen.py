@@ -21,13 +21,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from unidec.data.storage import load_array, read_manifest, write_folder
+from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
 from unidec.data.tokens import TokenCache, Tokens, length_chunks
+from unidec.errors import ArtifactError
 from unidec.model.encoder import InputBuilder, TextEncoder, TransformerEncoder
 from unidec.model.weights import output_settings
 from unidec.progress import progress
 
-KIND, VERSION = "encoder-cache", 1
+KIND, VERSION = "encoder-cache", 2
 TEXTS_AT_ONCE = 16384  # sorted by length within such a slice: memory stays bounded for any N
 
 
@@ -197,8 +198,9 @@ def _kept(
 
     Those that are not on the first one's machine are given no file to fill.
     """
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    path = folder / f"{what}-{key}"
+    key = hashlib.sha256(json.dumps(facts | {"version": VERSION}, sort_keys=True).encode()).hexdigest()
+    path = folder / f"{what}-{key[:16]}"
+    meta = {"key": key, "num_rows": shape[0], "width": shape[1]}
     is_first = together.rank == 0
 
     def fill_file(file: str) -> None:
@@ -211,15 +213,22 @@ def _kept(
 
     if not together.share(path.is_dir() if is_first else None):
         if is_first:
-            with write_folder(path, KIND, VERSION, {"num_rows": shape[0], "width": shape[1]}) as out:
+            with write_folder(path, KIND, VERSION, meta) as out:
                 file = str(out.path / "values.npy")
                 np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=shape).flush()
                 fill_file(together.share(file))
         else:
             fill_file(together.share())
         together.barrier()
-    read_manifest(path, KIND, VERSION, verify=is_first)
-    return load_array(path / "values.npy", np.float16, ndim=2)
+    with verify_once(path, verify=is_first) as needed:
+        found = read_manifest(path, KIND, VERSION, verify=needed)["meta"]
+    values = load_array(path / "values.npy", np.float16, ndim=2)
+    if found != meta or values.shape != shape:
+        raise ArtifactError(
+            "outputs of another encoder or of other texts", where=str(path), got=f"{found}, {values.shape}",
+            expected=f"{meta}, {shape}", fix="delete the folder: it will be computed again",
+        )  # fmt: skip
+    return values
 
 
 def _fill_outputs(

@@ -89,7 +89,7 @@ def drift(
     labels: tuple[Any, Any] = ({}, {})
     target = out or paths.DRIFT / _name(str(first), str(second))
     if (Path(second) / MANIFEST).is_file():
-        dataset = XMCDataset.open(second, verify=False)
+        dataset = XMCDataset.open(second)
         new = profile_dataset(dataset, tokenizer, old["max_length"], old["text"]).figures
         checks, later = compare_datasets(old, new, noise, params.drift), new["queries"]
         labels = (old["labels"], new["labels"])
@@ -129,7 +129,7 @@ def _first_side(params: Params, source: str | os.PathLike[str]) -> tuple[dict[st
         if profile is None:
             raise ArtifactError("a bundle without a profile of its data", where=text, fix="unidec index writes one")
         return profile, Noise(profile["noise"]), bundle / TOKENIZER
-    dataset = XMCDataset.open(text, verify=False)
+    dataset = XMCDataset.open(text)
     tokenizer = resolve_encoder(params.encoder.name)
     made: DatasetProfile = profile_dataset(dataset, tokenizer, params.tokens.max_length, params.tokens.text)
     return made.figures, Noise(text_noise(made)), tokenizer

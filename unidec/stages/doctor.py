@@ -13,16 +13,23 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unidec.data.dataset import XMCDataset
+from unidec.data.label_graph import load_label_graph
+from unidec.data.propensity import load_propensity
 from unidec.data.storage import MANIFEST, file_sha256, is_stale, read_manifest
-from unidec.errors import ArtifactError, TrainingError, without_credentials
+from unidec.data.tokens import TokenCache
+from unidec.errors import ArtifactError, without_credentials
+from unidec.model import frozen, unidec
 from unidec.ops.doctor import Finding, Severity, environment_findings, tracking_findings
+from unidec.retrieval import bundle_folder
 from unidec.stages import paths
-from unidec.stages.runs import one_at_a_time, run_folders
+from unidec.stages.lock import is_held
+from unidec.stages.runs import run_folders
 from unidec.training.checkpoint import KEPT, checkpoint_folders, read_state
 
 _ROOTS = ("data", "outputs", "runs")
@@ -39,7 +46,7 @@ def examine(deep: bool = False, fix: bool = False, root: Path = Path(".")) -> li
     """Look at everything.
 
     Args:
-        deep: also hash every file of every artifact and checkpoint.
+        deep: also hash every file of models, bundles and checkpoints; what a training reads is always hashed.
         fix: mend what can be mended without losing data.
         root: of the project.
 
@@ -47,7 +54,7 @@ def examine(deep: bool = False, fix: bool = False, root: Path = Path(".")) -> li
         what was found, the worst first; `done` says what was mended.
     """
     run_dirs = _run_dirs(root)
-    at_work = _is_locked(root / paths.RUNS)
+    at_work = is_held(root / paths.RUNS)
     findings = [
         *_half_written(root, at_work),
         *_locks(root),
@@ -103,17 +110,6 @@ def _run_dirs(root: Path) -> list[Path]:
     return [path for base in _bases(root) for path in run_folders(base / paths.RUNS)]
 
 
-def _is_locked(folder: Path) -> bool:
-    """Whether a training holds the project."""
-    if not folder.is_dir():
-        return False
-    try:
-        with one_at_a_time(folder):
-            return False
-    except (TrainingError, OSError):
-        return True
-
-
 # -- files ------------------------------------------------------------------------------------------
 
 
@@ -144,31 +140,36 @@ def _remove(path: Path) -> str:
 
 
 def _artifacts(base: Path, deep: bool) -> Iterator[Finding]:
-    """Damaged artifacts of the stages."""
-    names = (paths.DATASET, paths.TOKENS / "queries", paths.TOKENS / "labels", paths.PROPENSITY, paths.LABEL_GRAPH,
-             paths.MODEL, paths.BUNDLE)  # fmt: skip
-    for name in names:
-        yield from _damage(base / name, deep, f"dvc checkout {name}, or run its stage again")
-    for path in sorted((base / paths.CACHE).glob("*")):
-        if path.is_dir() and not path.name.startswith("."):
-            yield from _damage(path, deep, "delete it: it is computed again")
+    """Damaged artifacts of the stages; what a training reads is always hashed, as the training itself does."""
+    opened: dict[Path, Callable[[Path], object]] = {
+        paths.DATASET: XMCDataset.open,
+        paths.TOKENS / "queries": TokenCache.open,
+        paths.TOKENS / "labels": TokenCache.open,
+        paths.PROPENSITY: load_propensity,
+        paths.LABEL_GRAPH: load_label_graph,
+        paths.MODEL: partial(_read_folder, kind=unidec.KIND, version=unidec.VERSION, deep=deep),
+        paths.BUNDLE: partial(_read_folder, kind=bundle_folder.KIND, version=bundle_folder.VERSION, deep=deep),
+    }
+    for name, opens in opened.items():
+        yield from _damage(base / name, opens, f"dvc checkout {name}, or run its stage again")
+    read_cache = partial(_read_folder, kind=frozen.KIND, version=frozen.VERSION, deep=True)
+    for path in sorted((base / paths.CACHE).glob("*-*")):
+        if not path.name.startswith("."):
+            yield from _damage(path, read_cache, "delete it: it is computed again")
 
 
-def _damage(path: Path, deep: bool, fix: str) -> Iterator[Finding]:
+def _read_folder(path: Path, kind: str, version: int, deep: bool) -> object:
+    return read_manifest(path, kind, version, deep)
+
+
+def _damage(path: Path, opens: Callable[[Path], object], fix: str) -> Iterator[Finding]:
     if not path.is_dir():
         return
     try:
-        about = json.loads((path / MANIFEST).read_bytes()) if (path / MANIFEST).is_file() else {}
-        about = about if isinstance(about, dict) else {}
-    except ValueError:
-        about = {}
-    version = about.get("version")
-    try:
-        read_manifest(path, str(about.get("kind", "artifact")), version if type(version) is int else 1, deep)
+        opens(path)
     except ArtifactError as error:
-        first, *rest = str(error).splitlines()
-        got = next((line.strip() for line in rest if line.startswith("  got")), "")
-        yield Finding(f"damaged: {first.rpartition(': ')[2]}{', ' + got if got else ''}", str(path), "broken", fix)
+        got = f", got: {error.got}" if error.got is not None else ""
+        yield Finding(f"damaged: {error.what}{got}", error.where or str(path), "broken", fix)
 
 
 # -- runs -------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.propensity import load_propensity
 from unidec.data.storage import read_json_lines, read_manifest, write_bytes_atomic, write_json
 from unidec.evaluation.baselines import COMPARED, compare_with_baselines, measure_baselines, verdict, warnings
 from unidec.evaluation.frequency import frequency_bins
@@ -43,7 +42,7 @@ def evaluate(params: Params) -> dict[str, Any]:
     Writes outputs/metrics.json, outputs/plots/, outputs/predictions.parquet and outputs/report.html.
     """
     dataset = paths.open_dataset()
-    propensity = load_propensity(paths.PROPENSITY)
+    propensity = paths.open_propensity()
     bundle = Bundle.load(paths.BUNDLE)
     ranking = Ranking.of_model(bundle.model, dataset, "test", params.optim.precision, bundle.vectors)
     truth = ranking.truth

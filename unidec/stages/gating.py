@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from unidec.config import Params, fingerprint
 from unidec.data.dataset import XMCDataset
-from unidec.data.propensity import load_propensity
 from unidec.data.storage import remove_folder, write_bytes_atomic, write_json
 from unidec.errors import ArtifactError
 from unidec.evaluation.challenge import Challenge, Check, challenge
@@ -236,7 +235,7 @@ def _contestant(path: Path, bundle: Bundle | None, dataset: XMCDataset, device: 
 
 def _compared(challenger: Contestant, champion: Contestant, dataset: XMCDataset, rules: Gate) -> Challenge:
     rows = dataset.rows("test")
-    propensity = load_propensity(paths.PROPENSITY)
+    propensity = paths.open_propensity()
     return challenge(
         challenger.labels, champion.labels, filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows]),
         propensity.inverse_L, propensity.group_L, metric=rules.metric, margin=rules.margin,

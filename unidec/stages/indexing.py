@@ -24,7 +24,7 @@ def index(params: Params) -> dict[str, Any]:
     where they are "auto". Training queries that get no weight are left out of the bundle."""
     settings = params.index
     dataset = paths.open_dataset()
-    model = UniDEC.load(paths.MODEL, device=str(choose_device(params.device)), verify=False)
+    model = UniDEC.load(paths.MODEL, device=str(choose_device(params.device)))
     ranking = Ranking.of_model(model, dataset, "validation", params.optim.precision)
     neighbours = None
     if settings.knn_weight != 0:

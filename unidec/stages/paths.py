@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TypeVar
+
+from scipy.sparse import csr_matrix
 
 from unidec.config import Params
+from unidec.data import dataset
 from unidec.data.dataset import XMCDataset
+from unidec.data.label_graph import load_label_graph
+from unidec.data.propensity import Propensity, load_propensity
+from unidec.data.storage import read_manifest
 from unidec.data.tokens import TokenCache
+from unidec.errors import ArtifactError
 from unidec.ops.fetch import COPIES
 from unidec.ops.tracking_store import project_folder
 from unidec.stages.start_file import effective, read_start
 from unidec.training import identity
 
+Made = TypeVar("Made")
 DATASET = Path("data/dataset")
 VALIDATION = Path("data/validation")
 CHANGE = Path("data/change")  # against what the champion was trained on; DVC knows nothing of it
@@ -41,22 +50,52 @@ def from_project(path: str) -> str:
     return full.relative_to(project).as_posix() if full.is_relative_to(project) else str(full)
 
 
-def open_dataset() -> XMCDataset:
-    """The ingested data set; hashes were checked when it was written and are not read again here."""
-    return XMCDataset.open(DATASET, verify=False)
+def open_dataset(verify: bool = True) -> XMCDataset:
+    """The ingested data set; as all that follow, its bytes are verified once in a process."""
+    return XMCDataset.open(DATASET, verify)
 
 
-def open_tokens(which: str) -> TokenCache:
-    """Token cache of "queries" or "labels"."""
-    return TokenCache.open(TOKENS / which, verify=False)
+def open_tokens(which: str, verify: bool = True) -> TokenCache:
+    """Token cache of "queries" or "labels".
+
+    Raises:
+        ArtifactError: damaged, or made of another number of texts than the data set has.
+    """
+    cache = TokenCache.open(TOKENS / which, verify)
+    return _made_of(cache, cache.num_texts, which, TOKENS / which, "tokens")
+
+
+def open_propensity() -> Propensity:
+    """Propensities of the labels; raises as `open_tokens`."""
+    propensity = load_propensity(PROPENSITY)
+    return _made_of(propensity, len(propensity.inverse_L), "labels", PROPENSITY, "propensity")
+
+
+def open_label_graph(params: Params, verify: bool = True) -> csr_matrix | None:
+    """Soft targets of label texts where they are trained on; raises as `open_tokens`."""
+    if not params.pool.gandalf:
+        return None
+    graph = load_label_graph(LABEL_GRAPH, verify)
+    return _made_of(graph, graph.shape[0], "labels", LABEL_GRAPH, "label-graph")
+
+
+def _made_of(made: Made, num_rows: int, which: str, path: Path, command: str) -> Made:
+    expected = read_manifest(DATASET, dataset.KIND, dataset.VERSION, verify=False)["meta"].get(f"num_{which}")
+    if num_rows != expected:
+        raise ArtifactError(
+            "made from another data set", where=str(path), got=f"{num_rows} {which}",
+            expected=f"{expected}, as {DATASET} has", fix=f"run `unidec {command}` again",
+        )  # fmt: skip
+    return made
 
 
 def run_identity(params: Params) -> dict[str, str]:
     """What decides the training that these parameters, this data, this code and this start make."""
     start = read_start().bundle_sha256 or None
     return identity.run_identity(
-        effective(params), open_dataset(), open_tokens("queries"), open_tokens("labels"), start
-    )
+        effective(params), open_dataset(), open_tokens("queries"), open_tokens("labels"), start,
+        open_label_graph(params),
+    )  # fmt: skip
 
 
 def run_folder(params: Params) -> Path:

@@ -105,11 +105,8 @@ class Planned:
 
 def stored_sizes(params: Params) -> Sizes:
     """Sizes of the ingested data set and its token caches."""
-    edges = 0
-    if params.pool.gandalf and paths.LABEL_GRAPH.is_dir():
-        from unidec.data.label_graph import load_label_graph
-
-        edges = int(load_label_graph(paths.LABEL_GRAPH).nnz)
+    graph = paths.open_label_graph(params) if paths.LABEL_GRAPH.is_dir() else None
+    edges = int(graph.nnz) if graph is not None else 0
     return Sizes.of(paths.open_dataset(), paths.open_tokens("queries"), paths.open_tokens("labels"), edges)
 
 

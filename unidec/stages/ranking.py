@@ -14,7 +14,7 @@ import scipy.sparse as sp
 
 from unidec.config import Params
 from unidec.data.dataset import Split, XMCDataset
-from unidec.data.propensity import Propensity, load_propensity
+from unidec.data.propensity import Propensity
 from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth
 from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, votes_alone
@@ -163,7 +163,7 @@ class Ranking:
 
     def metrics_of(self, labels: np.ndarray, propensity: Propensity | None = None) -> dict[str, float]:
         """Every metric of the split for these labels, int [n, K], best first, -1 where there are none."""
-        propensity = propensity or load_propensity(paths.PROPENSITY, verify=False)
+        propensity = propensity or paths.open_propensity()
         return evaluate(labels, self.truth, propensity.inverse_L, propensity.group_L)
 
     def metrics_of_votes(
@@ -248,7 +248,7 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     The classifier's weight starts as the best without votes. Of equals the smaller weight is taken.
     """
     index = params.index
-    propensity = load_propensity(paths.PROPENSITY, verify=False)
+    propensity = paths.open_propensity()
     if neighbours is None:
         weight = tuned_clf_weight(ranking, params)
         return Blend(weight, 0.0, ranking.metrics(index.space, weight, index.clf_normalize, propensity))
@@ -291,7 +291,7 @@ def tuned_clf_weight(ranking: Ranking, params: Params) -> float:
     index = params.index
     if index.clf_weight != "auto":
         return float(index.clf_weight)
-    propensity = load_propensity(paths.PROPENSITY, verify=False)
+    propensity = paths.open_propensity()
     scored = {w: ranking.metrics("both", w, index.clf_normalize, propensity)[TUNED_ON] for w in CLF_WEIGHTS}
     return max(scored, key=lambda weight: scored[weight])
 

@@ -19,8 +19,6 @@ import torch
 import unidec
 from unidec.config import Params, flatten
 from unidec.data.dataset import XMCDataset
-from unidec.data.label_graph import load_label_graph
-from unidec.data.propensity import load_propensity
 from unidec.data.storage import read_manifest
 from unidec.evaluation.baselines import Baselines, verdict
 from unidec.evaluation.frequency import doubling_histogram
@@ -133,7 +131,7 @@ def _peers(dataset: XMCDataset, text: str) -> tuple[dict[str, dict[str, float]],
 
 def _card(params: Params, dataset: XMCDataset) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Facts about the data set, and how its labels and queries are distributed."""
-    meta, propensity = dataset.manifest["meta"], load_propensity(paths.PROPENSITY, verify=False)
+    meta, propensity = dataset.manifest["meta"], paths.open_propensity()
     labels_N = np.diff(dataset.relevance.indptr)
     counts_L, train_N = propensity.counts_L, labels_N[dataset.rows("train")]
     groups = np.bincount(propensity.group_L, minlength=len(GROUPS))
@@ -165,7 +163,7 @@ def _pools(params: Params, bundle: Bundle, dataset: XMCDataset, run_dir: Path) -
     if not Refresh.is_made(folders[-1], epoch):
         return {}
     refresh = Refresh.load(folders[-1], epoch)
-    graph = load_label_graph(paths.LABEL_GRAPH) if params.pool.gandalf else None
+    graph = paths.open_label_graph(params)
     cpu = torch.device("cpu")
     builder = InputBuilder(bundle.model.encoder, cpu)  # pools are drawn without texts: it is not called
     batches = Batches(params, dataset, {}, builder, cpu, label_graph=graph)

@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from unidec.config import Params, flatten
-from unidec.data.label_graph import load_label_graph
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.model.unidec import KIND, VERSION
@@ -36,15 +35,19 @@ REFRESH, HISTORY, ROUNDS = "refresh.json", "history.jsonl", "rounds.jsonl"
 
 
 def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = (), ranks: Ranks = ALONE) -> Trainer:
-    """The run's trainer, at its newest checkpoint."""
+    """The run's trainer, at its newest checkpoint; on each machine one process verifies what it reads.
+
+    Where `launch` started this process, the one that called it did.
+    """
+    verify = ranks.is_first_here and launch.LAUNCHER not in os.environ
     return Trainer(
         params,
-        paths.open_dataset(),
-        paths.open_tokens("queries"),
-        paths.open_tokens("labels"),
+        paths.open_dataset(verify),
+        paths.open_tokens("queries", verify),
+        paths.open_tokens("labels", verify),
         Path(run_dir),
         paths.CACHE,
-        label_graph=load_label_graph(paths.LABEL_GRAPH) if params.pool.gandalf else None,
+        label_graph=paths.open_label_graph(params, verify),
         accept=accept,
         ranks=ranks,
         start=open_start(),
@@ -124,12 +127,14 @@ def start_run(params: Params, resume: str | None = None, accept: Collection[str]
     identity = paths.run_identity(params)
     run_dir = runs.choose_run(resume) if resume is not None else paths.RUNS / identity_sha256(identity)[:16]
     lines += [f"accepted: {line}" for line in runs.claim(run_dir, params, identity, accept)]
+    paths.open_propensity()  # with what the identity read, all that this training reads is verified now
     path, state, refused = newest_state(run_dir)
     if path is None:
         other = runs.others_unfinished(run_dir, identity)
         lines += [other] if other else []
-    check_fits(params)
     finished = state.get("epoch", 0) >= params.optim.epochs
+    if not finished:
+        check_fits(params)
     lines += [f"checkpoint passed over: {reason}" for reason in refused]
     lines += _where_it_goes_on(run_dir, path, state, params.optim.epochs)
     lines += [f"MLflow run of {name} ended as KILLED: its process is gone" for name in runs.close_left_running(run_dir)]

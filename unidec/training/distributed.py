@@ -106,6 +106,11 @@ class Ranks:
         """Whether this process is the one that writes and speaks for all."""
         return self.rank == 0
 
+    @property
+    def is_first_here(self) -> bool:
+        """Whether this process is the first one of its machine: the one that checks what all of them read there."""
+        return self.rank % self.local_world == 0
+
     # -- who has what -------------------------------------------------------------------------------------------------
 
     def part(self, count: int) -> tuple[int, int]:

@@ -12,6 +12,9 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import numpy as np
+from scipy.sparse import csr_matrix
+
 import unidec
 from unidec.config import Params, leaves
 from unidec.data import tokens
@@ -32,15 +35,17 @@ def run_identity(
     query_tokens: TokenCache,
     label_tokens: TokenCache,
     start: str | None = None,
+    label_graph: csr_matrix | None = None,
 ) -> dict[str, str]:
     """All that decides what a training becomes.
 
     Args:
-        start: hash of the bundle that a warm start goes on from.
+        start: hash of the bundle that a warm start continues from.
+        label_graph: the soft targets that the training uses, if any.
 
     Returns:
         `{"optim.lr_clf": "0.003", ...}` (values as JSON), and sha256 as "data", "tokens.queries", "tokens.labels",
-        "tokenizer" and "code", and as "encoder.start" and "start" where there is one.
+        "tokenizer" and "code", and as "encoder.start", "start" and "label_graph" where there is one.
 
     Raises:
         ArtifactError: there is no model where `encoder.start` says.
@@ -58,7 +63,17 @@ def run_identity(
         identity[f"tokens.{name}"] = files_sha256({name: entry["sha256"] for name, entry in files.items()})
     identity["tokenizer"] = str(query_tokens.meta.get("tokenizer_sha256"))
     identity["code"] = code_sha256()
+    if label_graph is not None:
+        identity["label_graph"] = _matrix_sha256(label_graph)
     return identity
+
+
+def _matrix_sha256(matrix: csr_matrix) -> str:
+    digest = hashlib.sha256()
+    for array in (matrix.indptr, matrix.indices, matrix.data):
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def identity_sha256(identity: Mapping[str, str]) -> str:
@@ -114,7 +129,8 @@ def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 def _kinds(changed: list[str]) -> str:
     """What the keys are, in words: "parameters, data"."""
     words = {"data": "data", "tokens.queries": "texts' tokens", "tokens.labels": "texts' tokens",
-             "tokenizer": "tokenizer", "code": "code", "start": "model to start from"}  # fmt: skip
+             "label_graph": "label graph", "tokenizer": "tokenizer", "code": "code",
+             "start": "model to start from"}  # fmt: skip
     return ", ".join(dict.fromkeys(words.get(key, "parameters") for key in changed))
 
 

@@ -123,7 +123,7 @@ class Trainer:
         self.seconds = 0.0
         self.notes: dict[str, Any] = {}
         self._saved_step, self._saved_at = 0, time.monotonic()
-        self._restore(accept)
+        self._restore(accept, label_graph)
 
     @property
     def rows(self) -> np.ndarray:
@@ -148,9 +148,11 @@ class Trainer:
     def _encode_some_labels(self, rows: np.ndarray) -> Tensor:
         return torch.from_numpy(self._encode("labels", rows, None)).to(self.device)
 
-    def _restore(self, accept: Collection[str]) -> None:
+    def _restore(self, accept: Collection[str], label_graph: sp.csr_matrix | None) -> None:
         sha256 = self.start.sha256 if self.start is not None else None
-        self.identity = run_identity(self.params, self.dataset, self.tokens["queries"], self.tokens["labels"], sha256)
+        self.identity = run_identity(
+            self.params, self.dataset, self.tokens["queries"], self.tokens["labels"], sha256, label_graph
+        )
         tables = self.model.tables().items()
         own = {name: (table.first_row, table.first_row + table.own_rows) for name, table in tables}
 

@@ -67,7 +67,7 @@ def run(name: str, folder: str | Path, seed: int, options: Mapping[str, Any]) ->
         )  # fmt: skip
     folder, chosen = Path(folder), full_options(name, options)
     settings = _settings(folder / "peer.json")
-    dataset = XMCDataset.open(folder / "data" / "dataset", verify=False)
+    dataset = XMCDataset.open(folder / "data" / "dataset")
     if name.startswith("st-"):
         from unidec.comparison.peers import sentence
 
