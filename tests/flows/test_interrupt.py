@@ -19,7 +19,7 @@ from unidec.ops.tracking import Tracker
 
 def start_run(params):
     Tracker().start("runs/abc", {"seed": params.seed})
-    return {"run_dir": "runs/abc", "epoch": 0, "finished": False}
+    return {"run_dir": "runs/abc", "epoch": 0, "epochs": 2, "refresh": 1, "finished": False}
 
 def train_round(params, run_dir):
     open("training", "w").close()
