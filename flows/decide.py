@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flows import artifacts, endings, publish, reproduce, source, steps
+from flows.summary import program
 from unidec import stages
 from unidec.config import Params
 from unidec.errors import Refused, UnidecError
@@ -33,7 +34,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
         failed = {reason["check"]: reason["words"] for reason in verdict["reasons"] if not reason["passed"]}
         words = "; ".join(f"{check}: {why}" for check, why in failed.items())
         # a bundle that is damaged or cannot answer is trained again; a limit can be overruled
-        command = f"unidec promote {version} --force --reason TEXT"
+        command = f"{program()} promote {version} --force"
         if failed.keys() & {"hash", "loads", "answers"}:
             command = "make train ARGS=--force"
         return done | _refused(params, version, verdict, words, command)
@@ -45,7 +46,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     try:
         done["promoted"] = steps.promote(params, str(version))
     except Refused as error:
-        return done | _refused(params, version, verdict, str(error), f"unidec promote {version}")
+        return done | _refused(params, version, verdict, str(error), f"{program()} promote {version}")
     previous = done["promoted"].get("previous")
     endings.say(f"version {version} of {name} is the champion; `unidec rollback` goes back to {previous or 'none'}")
     figures = verdict.get("metrics", {}).get("challenger", {})

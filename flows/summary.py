@@ -71,14 +71,18 @@ def _outcome(done: Mapping[str, Any]) -> str:
 
 def _next(done: Mapping[str, Any]) -> list[str]:
     """Commands to try, as they are typed in this folder."""
-    program = _shown(Path(sys.executable).parent / "unidec")
     bundle = Path(str(done.get("report", _REPORT))).with_name("bundle")
     trial = done.get("version") is None
     source = f" --bundle {_shown(bundle)}" if trial else ""
     served = _shown(bundle) if trial or "no_champion" in done else f"models:/{done['model']}@champion"
     # `make ui` serves the pages of runs: where a server shows this run already, the line above links to it
-    third = "make ui" if Path("Makefile").is_file() and not done.get("run_url") else f"{program} models"
-    return ["next:", f'  {program} predict "some text" -k 5{source}', f"  {program} serve {served}", f"  {third}"]
+    third = "make ui" if Path("Makefile").is_file() and not done.get("run_url") else f"{program()} models"
+    return ["next:", f'  {program()} predict "some text" -k 5{source}', f"  {program()} serve {served}", f"  {third}"]
+
+
+def program() -> str:
+    """The command `unidec` as it is typed in this folder."""
+    return _shown(Path(sys.executable).parent / "unidec")
 
 
 def _shown(path: str | Path) -> str:

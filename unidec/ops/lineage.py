@@ -146,8 +146,8 @@ def _about(client: MlflowClient, uri: str, version: ModelVersion, named: Mapping
     }
 
 
-def _run(client: MlflowClient, uri: str, run_id: str | None) -> dict[str, str] | None:
-    """The MLflow run; where it was deleted, its id alone."""
+def _run(client: MlflowClient, uri: str, run_id: str | None) -> dict[str, str | None] | None:
+    """The MLflow run, "url" None while no server shows it; where it was deleted, its id alone."""
     from mlflow.exceptions import MlflowException
 
     if not run_id:
