@@ -4,6 +4,8 @@ VENV      ?= .venv
 EXTRAS    ?= cpu,minilm,serve,dev
 # pip needs nothing else; `make train INSTALLER=uv` installs in a quarter of the time
 INSTALLER ?= pip
+# processes that run the tests
+JOBS      ?= 2
 PORT_MLFLOW  ?= 5000
 PORT_PREFECT ?= 4200
 BIN       := $(VENV)/bin
@@ -62,7 +64,7 @@ test: $(STAMP)  ## every quick check: lint, import rules, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
 test-faults: $(STAMP)  ## the slow tests: kills, interrupts, real servers
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -76,6 +76,22 @@ def make_raw(
     )
 
 
+# folders with the longest tests: they start first, so that no worker is left alone with them at the end
+SLOWEST = ("faults", "flows", "stages", "ops", "comparison", "training")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For pytest-xdist: a file's tests share a worker, and its fixtures; all flows share one Prefect server."""
+
+    def folder(item: pytest.Item) -> str:
+        parts = item.path.relative_to(ROOT / "tests").parts
+        return parts[0] if len(parts) > 1 else ""
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("flows" if folder(item) == "flows" else item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: SLOWEST.index(folder(item)) if folder(item) in SLOWEST else len(SLOWEST))
+
+
 @pytest.fixture(scope="session")
 def tiny_raw() -> RawData:
     return make_raw()
