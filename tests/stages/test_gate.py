@@ -229,9 +229,11 @@ def test_a_refusal_for_uncommitted_changes_ends_with_their_commit(world, monkeyp
     assert failed(stages.gate(world.params())) == ["code"] and not stages.needs_gate(world.params(), version)
     subprocess.run([*git, "commit", "-qam", "two"], check=True)
     assert stages.needs_gate(world.params(), version)
-    assert stages.gate(world.params())["passed"]
+    result = stages.gate(world.params())
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    assert world.tags(version)["git.dirty"] == "false" and world.tags(version)["mlflow.source.git.commit"] == head
+    assert result["passed"] and result["reasons"][0]["words"] == f"commit {head[:12]}"
+    assert world.tags(version)["git.dirty"] == "false" and "git.changed" not in world.tags(version)
+    assert world.tags(version)["mlflow.source.git.commit"] == head
     assert stages.promote(world.params())["dirty"] is False
 
 

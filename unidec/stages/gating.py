@@ -22,7 +22,7 @@ from unidec.evaluation.metrics import filtered_truth
 from unidec.ops.fetch import fetch_bundle
 from unidec.ops.gate_record import record
 from unidec.ops.promotion import CHALLENGER, CHAMPION, ROLLED_BACK, known_version, rolled_back_words, version_of
-from unidec.ops.provenance import COMMIT_TAG, DIRTY_TAG, git, uncommitted
+from unidec.ops.provenance import CHANGED_TAG, COMMIT_TAG, DIRTY_TAG, git, uncommitted
 from unidec.ops.registry import HASH_TAG
 from unidec.ops.tracking_store import open_client, tracking_uri
 from unidec.retrieval.bundle import Bundle
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 def gate(params: Params, version: str | int | None = None) -> dict[str, Any]:
     """Compare a version with the champion, see whether it can be served, and say so in files, tags and the MLflow run.
 
-    A first model has nobody to beat: it must be servable. One that is champion already passes unseen.
+    A first model has no champion to be compared with: it must be servable. One that is champion already passes unseen.
 
     Args:
         version: number or alias; None: `challenger`.
@@ -62,7 +62,7 @@ def gate(params: Params, version: str | int | None = None) -> dict[str, Any]:
             challenger that is worse, damaged or does not load raises nothing: it does not pass.
     """
     name, client = params.tracking.model_name, open_client(tracking_uri())
-    challenger = known_version(client, name, CHALLENGER if version is None else version)
+    challenger = _with_commit(client, known_version(client, name, CHALLENGER if version is None else version))
     champion = version_of(client, name, CHAMPION)
     dataset = paths.open_dataset()
     already = champion is not None and champion.version == challenger.version
@@ -86,7 +86,6 @@ def gate(params: Params, version: str | int | None = None) -> dict[str, Any]:
     for check in checks:
         log.log(logging.INFO if check.passed else logging.WARNING, "gate: %s: %s", check.check, check.words)
     if not already:
-        _note_commit(client, challenger)
         record(client, challenger, verdict, settings_sha256(params), [GATE_JSON, GATE_PAGE])
         _purge({version.tags.get(HASH_TAG, "")[:16] for version in (challenger, champion) if version is not None})
     return {
@@ -177,11 +176,15 @@ def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gat
     return checks
 
 
-def _note_commit(client: MlflowClient, version: ModelVersion) -> None:
+def _with_commit(client: MlflowClient, version: ModelVersion) -> ModelVersion:
     """A version whose uncommitted changes were committed since gets the commit that has them."""
-    if version.tags.get(DIRTY_TAG) == "true" and not uncommitted(version.tags):
-        for key, value in ((COMMIT_TAG, git(".", "rev-parse", "HEAD") or ""), (DIRTY_TAG, "false")):
-            client.set_model_version_tag(version.name, str(version.version), key, value)
+    if version.tags.get(DIRTY_TAG) != "true" or uncommitted(version.tags):
+        return version
+    number = str(version.version)
+    client.set_model_version_tag(version.name, number, COMMIT_TAG, git(".", "rev-parse", "HEAD") or "")
+    client.set_model_version_tag(version.name, number, DIRTY_TAG, "false")
+    client.delete_model_version_tag(version.name, number, CHANGED_TAG)
+    return known_version(client, version.name, number)
 
 
 def _judged(
