@@ -90,6 +90,15 @@ def test_the_sentence_names_gains_losses_and_what_is_open(case):
     assert verdict([]) == ""
 
 
+def test_recall_at_all_labels_is_not_compared(raw_factory, tmp_path):
+    few = write_dataset(tmp_path / "few", raw_factory(num_labels=10), validation_share=0)
+    counts, rows = label_counts(few.relevance, few.rows("train")), few.rows("test")
+    truth, ones = filtered_truth(few.relevance[rows], few.filter_pairs[rows]), np.ones(10)
+    measured = measure_baselines(few, "title", ones, frequency_group(counts))
+    found = compare_with_baselines(perfect_answers(truth), truth, measured, ones, frequency_group(counts))
+    assert [one.metric for one in found] == ["P@1", "P@5", "nDCG@5", "PSP@5"]
+
+
 def test_a_split_without_queries_or_words_has_no_baselines(case, raw_factory, tmp_path):
     _, _, inverse, groups, _ = case
     for raw in (raw_factory(num_test=0), _wordless(raw_factory())):

@@ -92,14 +92,16 @@ def compare_with_baselines(
         truth: CSR [N, L] after filters. inverse_L, group_L: as `measure_baselines`.
 
     Returns:
-        One comparison for each of `COMPARED`, then `<group>/R@10` of each group with test queries.
+        One comparison for each of `COMPARED`, then `<group>/R@10` of each group with test queries; none by R@k where
+        the data set has no more than k labels, which a model that ranks them all finds.
     """
     if not baselines.labels:
         return []
     rankings = {MODEL: model_NK[baselines.places], **baselines.labels}
     truth = csr_matrix(truth[baselines.places])
-    found = _against_best(rankings, truth, inverse_L, COMPARED)
-    for number, group in enumerate(GROUPS):
+    telling = [name for name in (*COMPARED, OF_GROUP) if not _is_trivial(name, truth.shape[1])]
+    found = _against_best(rankings, truth, inverse_L, [name for name in telling if name != OF_GROUP])
+    for number, group in enumerate(GROUPS if OF_GROUP in telling else ()):
         part = csr_matrix(truth, copy=True)
         part.data = np.where(np.asarray(group_L)[part.indices] == number, part.data, 0)
         part.eliminate_zeros()
@@ -152,7 +154,7 @@ def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text, coun
             "query's: the metrics reward remembering them. Remove them from the test split, or from training."
         )
     perfect = [name for name, value in metrics.items() if "/" not in name and "@" in name and value >= PERFECT]
-    trivial = [name for name in perfect if name[0] in "Rc" and int(name.partition("@")[2]) >= dataset.num_labels]
+    trivial = [name for name in perfect if _is_trivial(name, dataset.num_labels)]
     if trivial:
         found.append(f"{', '.join(trivial)}: 100.0 because the data set has only {dataset.num_labels:,} labels.")
     surprising = [name for name in perfect if name not in trivial]
@@ -162,6 +164,12 @@ def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text, coun
             "training queries, for labels named in the texts, and at the number of test queries."
         )
     return found
+
+
+def _is_trivial(metric: str, num_labels: int) -> bool:
+    """Whether all labels together reach 100: recall and coverage at no fewer places than there are labels."""
+    kind, _, k = metric.partition("@")
+    return kind in ("R", "coverage") and int(k) >= num_labels
 
 
 def _sample(rows: NDArray[np.int64], most: int) -> NDArray[np.int64]:
