@@ -36,7 +36,7 @@ from flows.summary import summary
 from unidec.config import Params, fingerprint, load_params, parse_overrides
 from unidec.errors import ConfigError, DataError, TrainingError
 from unidec.ops.tracking import Tracker
-from unidec.ops.tracking_store import import_mlflow, tracking_uri
+from unidec.ops.tracking_store import import_mlflow, prepare_store, tracking_uri
 
 Start = Literal["auto", "warm", "cold"]
 Step = Literal[
@@ -307,7 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def check() -> None:
         parse_steps(options.steps)
         load_params(options.params, parse_overrides(options.set) or None)
-        import_mlflow()  # each run requires it
+        import_mlflow()  # each run requires it, and the database, which takes seconds to create
+        prepare_store()
 
     def run() -> dict[str, Any]:
         wanted = parse_steps(options.steps)
