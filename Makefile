@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' || \
 	  { echo "Python 3.11 to 3.14 is needed; found: $$($(PYTHON) --version 2>&1). Say which: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing .[$(EXTRAS)] with $(strip $(INSTALLER)) (first time: 2 to 3 minutes with pip)"
+	@echo "installing .[$(EXTRAS)] with $(strip $(INSTALLER)) (first time: about 3 minutes with pip, one with uv)"
 ifeq ($(strip $(INSTALLER)),uv)
 	@command -v uv >/dev/null || test -x $(BIN)/uv || $(BIN)/python -m pip install -q uv
 	@PATH="$(CURDIR)/$(BIN):$$PATH" \
