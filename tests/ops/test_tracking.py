@@ -10,7 +10,8 @@ import subprocess
 import pytest
 
 from unidec.ops.provenance import code_tags, dvc_hash
-from unidec.ops.tracking import Tracker, metric_name
+from unidec.ops.tracking import Tracker
+from unidec.ops.tracking_spool import metric_name
 from unidec.ops.tracking_store import artifact_location, prepare_store, sqlite_path, tracking_uri
 
 PARAMS = {f"section.key{i}": i for i in range(230)} | {"long": "x" * 7000}

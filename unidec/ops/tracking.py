@@ -31,7 +31,7 @@ from unidec.data.storage import write_json
 from unidec.errors import without_credentials
 from unidec.ops.holder import this_process
 from unidec.ops.system_metrics import sampled
-from unidec.ops.tracking_spool import Point, Spool
+from unidec.ops.tracking_spool import Point, Spool, new_points, now_ms
 from unidec.ops.tracking_store import (
     Outage,
     experiment_id,
@@ -58,11 +58,6 @@ _AT_LAST = 30.0  # seconds that a run's end waits for an attempt which was left 
 _PATIENCE = 2.0  # seconds that a training waits while figures are sent: what an outage left may take minutes
 
 log = logging.getLogger(__name__)
-
-
-def metric_name(name: str) -> str:
-    """MLflow allows no "@" in a name: "P@1" -> "P_at_1"."""
-    return name.replace("@", "_at_")
 
 
 class Tracker:
@@ -145,7 +140,7 @@ class Tracker:
             "tags": {**(tags or {}), **outer},
             "dataset": dict(dataset) if dataset else None,
             "files": old.get("files", []) if same else [],
-            "begun": old.get("begun", _now()) if same else _now(),
+            "begun": old.get("begun", now_ms()) if same else now_ms(),
             "status": None,
             "holder": this_process(),
         }
@@ -185,7 +180,7 @@ class Tracker:
     def finish(self, status: Status = "FINISHED") -> None:
         """Sends everything that is left and ends the run."""
         if self._state:
-            self._state |= {"status": status, "ended": _now(), "status_sent": False}
+            self._state |= {"status": status, "ended": now_ms(), "status_sent": False}
             self._save_state()
             if self._left is not None:  # two attempts at a time would do no harm, but the second would find no place
                 self._left.join(_AT_LAST)
@@ -198,7 +193,7 @@ class Tracker:
 
         What is only in memory dies with the process: `catch_up` has it sent from the training's own records.
         """
-        self._keep(_points(step, metrics))
+        self._keep(new_points(step, metrics))
         if not self._is_live and time.monotonic() - self._last_flush >= self._flush_seconds:
             self.flush()
 
@@ -209,7 +204,7 @@ class Tracker:
             for name, _, step, _ in self._points:
                 known[name] = max(step, known.get(name, -1))
         for record in records:
-            points = _points(int(record["step"]), {name: value for name, value in record.items() if name != "step"})
+            points = new_points(int(record["step"]), {name: value for name, value in record.items() if name != "step"})
             self._keep([point for point in points if point[2] > known.get(point[0], -1)])
 
     @contextlib.contextmanager
@@ -241,7 +236,7 @@ class Tracker:
 
     def log_final(self, metrics: Mapping[str, float]) -> None:
         """Sends figures that have no step (a test split's); the newest value is the one that is shown."""
-        self._keep(_points(-1, metrics))
+        self._keep(new_points(-1, metrics))
         self.flush(force=True)
 
     def log_files(self, paths: Iterable[Path | str], folder: str | None = None) -> None:
@@ -267,8 +262,8 @@ class Tracker:
         if not self._state:
             yield
             return
-        begun = self._state.setdefault("begun", _now())
-        with sampled(lambda sample: self._keep(_points((_now() - begun) // 1000, sample))):
+        begun = self._state.setdefault("begun", now_ms())
+        with sampled(lambda sample: self._keep(new_points((now_ms() - begun) // 1000, sample))):
             yield
 
     # -- sending -----------------------------------------------------------------------------------------------------
@@ -474,10 +469,6 @@ class Tracker:
             log.warning("what tracking waits for cannot be kept on disk: %s", error)
 
 
-def _now() -> int:
-    return int(time.time() * 1000)
-
-
 def _outer_tags() -> dict[str, str]:
     try:
         return {
@@ -486,11 +477,6 @@ def _outer_tags() -> dict[str, str]:
     except (ValueError, AttributeError):
         log.warning("%s is no JSON object: it is passed over", RUN_TAGS)
         return {}
-
-
-def _points(step: int, metrics: Mapping[str, float]) -> list[Point]:
-    now = _now()
-    return [(metric_name(name), float(value), int(step), now) for name, value in metrics.items()]
 
 
 def _first_line(error: BaseException) -> str:

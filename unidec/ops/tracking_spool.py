@@ -10,8 +10,9 @@ import contextlib
 import json
 import logging
 import shutil
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from unidec.data.storage import write_bytes_atomic
@@ -21,6 +22,22 @@ Point = tuple[str, float, int, int]  # name, value, step (-1: a figure without s
 PENDING, FILES = "pending-metrics.jsonl", "pending-files"
 
 log = logging.getLogger(__name__)
+
+
+def metric_name(name: str) -> str:
+    """MLflow allows no "@" in a name: "P@1" -> "P_at_1"."""
+    return name.replace("@", "_at_")
+
+
+def now_ms() -> int:
+    """Milliseconds since 1970."""
+    return int(time.time() * 1000)
+
+
+def new_points(step: int, metrics: Mapping[str, float]) -> list[Point]:
+    """Metrics of one step as points of this moment; step -1: without steps."""
+    now = now_ms()
+    return [(metric_name(name), float(value), int(step), now) for name, value in metrics.items()]
 
 
 class Spool:
