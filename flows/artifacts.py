@@ -19,7 +19,10 @@ from prefect.context import FlowRunContext
 
 log = logging.getLogger("unidec.flows")
 
-NO_PAGE = "no server shows it now: `make ui` starts one"
+_STARTS_PAGES = (
+    "make ui",
+    "mlflow server --backend-store-uri sqlite:///mlflow/mlflow.db",
+)  # the latter without a Makefile
 
 _RESULT_PAGES = {
     "report": "outputs/report.html",
@@ -111,7 +114,8 @@ def show_metrics(figures: Mapping[str, Any]) -> None:
 def show_links(run_url: str | None, version: Any = None, model_name: str | None = None) -> None:
     """Where everything of this run lies."""
     lines = ["| what | where |", "|---|---|"]
-    lines.append(f"| MLflow run | {f'[{run_url}]({run_url})' if run_url else NO_PAGE} |")
+    no_page = f"no server shows it now: `{_STARTS_PAGES[not Path('Makefile').is_file()]}` starts one"
+    lines.append(f"| MLflow run | {f'[{run_url}]({run_url})' if run_url else no_page} |")
     if version is not None:
         lines.append(f"| registered model | `models:/{model_name}/{version}` |")
     lines += _paths({**_RESULT_PAGES, **_DATA_PAGES})

@@ -27,7 +27,7 @@ from unidec.errors import (
 )
 from unidec.stages.lock import one_at_a_time
 
-__all__ = ["CommandError", "commit", "inputs_digest", "one_at_a_time", "reproduce", "run", "stale"]
+__all__ = ["CommandError", "check_repository", "commit", "inputs_digest", "one_at_a_time", "reproduce", "run", "stale"]
 
 MODEL_STAGES = ("train", "index", "evaluate")
 _BY_EXIT_CODE = {error.exit_code: error for error in (ConfigError, DataError, ArtifactError, TrainingError)}
@@ -38,6 +38,19 @@ class CommandError(RuntimeError):
     """A command that failed in a way that trying again may mend (a lock held by another process, a full table)."""
 
 
+def check_repository() -> None:
+    """DVC can work here.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
+        raise ConfigError(
+            "no DVC repository", where=str(Path.cwd()), expected=".dvc/ and dvc.yaml",
+            fix="unidec init --project writes them; --no-dvc trains without",
+        )  # fmt: skip
+
+
 def reproduce(stage: str, say: Callable[[str], None] = print) -> None:
     """`dvc repro <stage>`; a stage that says why it failed has that raised here as the error it was.
 
@@ -45,6 +58,7 @@ def reproduce(stage: str, say: Callable[[str], None] = print) -> None:
         UnidecError: of the kind that the stage's exit code names, with the stage's own words.
         CommandError: DVC itself failed.
     """
+    check_repository()
     code, output = run(["repro", stage], say)
     if code == 0:
         return
@@ -183,6 +197,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _status(stages: tuple[str, ...]) -> dict[str, Any]:
+    check_repository()
     code, output = run(["status", "--json", *stages])
     lines = [line for line in output.splitlines() if line.startswith("{")]
     if code or not lines:

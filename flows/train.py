@@ -307,6 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def check() -> None:
         parse_steps(options.steps)
         load_params(options.params, parse_overrides(options.set) or None)
+        if options.steps == "all" and not (options.set or options.no_dvc or options.params != "params.yaml"):
+            reproduce.check_repository()
         import_mlflow()  # each run requires it, and the database, which takes seconds to create
         prepare_store()
 

@@ -359,6 +359,7 @@ def test_the_mlflow_run_ends_as_training_did(run, stages, flow_module, monkeypat
 def test_command_line(place, stages, flow_module, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(flow_module, "prepare_store", lambda: None)
+    Path(".dvc").mkdir()
     monkeypatch.setattr(flow_module, "train", lambda **arguments: calls.append(arguments) or {"version": 1})
     assert flow_module.main(["--json", "--set", "pool.beta=2", "--steps", "train", "--force", "--start", "cold"]) == 0
     told = {

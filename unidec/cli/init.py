@@ -1,4 +1,4 @@
-"""`unidec init`: a params.yaml for your own data."""
+"""`unidec init`: a params.yaml for your own data, and with --project all that DVC and Prefect need beside it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from unidec.cli.project import write_project
 from unidec.config import Params, load_params, recipe_names
 from unidec.errors import ConfigError
 
@@ -31,12 +32,20 @@ def init(
         str | None, typer.Option("--format", help="layout of the files (docs/data.md); auto in a new params.yaml")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help=f"one of {', '.join(recipe_names())}")] = None,
+    project: Annotated[
+        bool, typer.Option("--project", help="also write what DVC and Prefect need where there is no checkout")
+    ] = False,
 ) -> None:
     """Write a params.yaml for your own data; in one that exists, change these keys and keep all other lines."""
+    if project:
+        folder.mkdir(parents=True, exist_ok=True)
+        print(f"project {folder.resolve()}: wrote {', '.join(write_project(folder)) or 'nothing, all files exist'}")
     path = folder / "params.yaml"
     given = {"recipe": recipe, "data.path": data_path, "data.format": data_format}
     values = {key: value for key, value in given.items() if value is not None}
     before = path.read_text(encoding="utf-8") if path.exists() else None
+    if project and before is not None and not values:
+        return
     if before is not None and not values:
         raise ConfigError(
             "exists already, and no key to change is given", where=str(path),
@@ -53,7 +62,8 @@ def init(
             path.write_text(before, encoding="utf-8")
         raise
     written = ", ".join(f"{key}: {value}" for key, value in values.items())
-    print(f"{path}: {written or 'written'}; next: make train (or unidec ingest --params {path}, the data alone)")
+    train = "python -m flows.train" if project else "make train"
+    print(f"{path}: {written or 'written'}; next: {train} (or unidec ingest --params {path}, the data alone)")
 
 
 def _new(values: dict[str, str]) -> str:
