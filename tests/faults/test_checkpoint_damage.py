@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from unidec.data import tensor_file
-from unidec.data.storage import NewerFormatError
 from unidec.errors import ArtifactError
 from unidec.training.checkpoint import Checkpoint, CheckpointWriter, RowPart, load_checkpoint
 
@@ -54,27 +52,15 @@ def test_every_file_flipped_and_cut_off_anywhere(memory_folder: Path, opened: li
     places = sorted({0, 1, 8, len(whole) - 1, *random.sample(range(len(whole)), min(60, len(whole)))})
     damaged = [whole[:at] + bytes([whole[at] ^ 1 << random.randrange(8)]) + whole[at + 1 :] for at in places]
     damaged += [whole[:at] for at in places] + [whole + b"\0", whole * 2]
-    still_whole = newer = 0
     for content in damaged:
         (newest / file).write_bytes(content)
         opened.clear()
-        try:
-            loaded, refused = load_checkpoint(memory_folder)
-        except NewerFormatError:  # a manifest whose version was flipped upwards: what is newer is never passed over
-            newer += 1
-            assert opened == []
-            continue
+        loaded, refused = load_checkpoint(memory_folder)
         assert loaded is not None
-        if loaded.state["step"] == 20:  # a byte that says nothing: of the version of unidec that wrote it, a space
-            assert file == "manifest.json" and (loaded.dense["model.x"] == 20).all()
-            assert json.loads(content)["files"] == json.loads(whole)["files"]
-            still_whole += 1
-            continue
         assert len(refused) == 1 and str(newest) in refused[0]
         assert file == "manifest.json" or f"{newest.name}/{file}" in refused[0]
         assert loaded.state["step"] == 10 and (loaded.rows["table"].tensors["weight"] == 10).all()
         assert opened and all(newest.name not in name for name in opened)
-    assert still_whole < len(damaged) / 2 and newer <= 2 * (file == "manifest.json")
 
 
 def test_all_are_checked_before_one_is_opened(memory_folder: Path, opened: list[str]) -> None:

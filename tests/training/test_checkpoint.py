@@ -213,8 +213,6 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path, file, damage):
         path.write_bytes(path.read_bytes()[:-4])
     else:
         path.unlink()
-    if (file, damage) == ("manifest.json", "flip") and load_checkpoint(tmp_path)[1] == []:
-        pytest.skip("the flipped bit is in a place that says nothing")
     loaded, refused = load_checkpoint(tmp_path)
     assert equal(loaded, make(5))
     assert len(refused) == 1 and f"step-0000000010/{file if file != MANIFEST else ''}" in refused[0]
