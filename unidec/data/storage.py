@@ -17,9 +17,7 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
-import socket
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -31,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from unidec import __version__
+from unidec.data.temporary import remove_stale, temporary_beside
 from unidec.errors import ArtifactError
 
 Signature = tuple[tuple[str, int, int, int, int], ...]  # of each file: name, inode, size, times of change
@@ -40,7 +39,6 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 _SEAL = re.compile(rb',\n "sha256": "([^"]{64})"\n}\n\Z')  # how a manifest ends: the sha256 of what stands before
 _SETTLED_S = 1.0  # a file changed more recently may change again within the resolution of its time stamp
 _HASH_THREADS = min(8, os.cpu_count() or 1)
-_ours: set[str] = set()  # names of what this process is writing, or wrote
 _verified: dict[str, Signature] = {}  # folders that this process verified: the files that it saw
 _REBUILD = "delete the folder and run the stage that writes it again"
 
@@ -98,7 +96,7 @@ def swap_folder(
         remove_stale(final.parent, glob.escape(final.name))
         if num_bytes > shutil.disk_usage(final.parent).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        temporary = _temporary(final) if beside is None else final.parent / beside
+        temporary = temporary_beside(final) if beside is None else final.parent / beside
         if beside is not None:
             shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
@@ -238,7 +236,7 @@ def _json(obj: Any) -> bytes:
 def write_bytes_atomic(path: str | os.PathLike[str], data: bytes, mode: int = 0o666) -> None:
     """Write a file in one piece: beside, flushed, renamed. It is created with `mode`, less the process's umask."""
     final = Path(os.path.abspath(path))
-    temporary = _temporary(final)
+    temporary = temporary_beside(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -394,7 +392,7 @@ def _replace(temporary: Path, final: Path) -> None:
     if not os.path.lexists(final):
         os.rename(temporary, final)
     elif not _exchange(temporary, final):
-        old = _temporary(final)
+        old = temporary_beside(final)
         os.rename(final, old)
         os.rename(temporary, final)
         if old.is_dir() and not old.is_symlink():
@@ -415,12 +413,6 @@ def _exchange(first: Path, second: Path) -> bool:
     return renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0
 
 
-def _temporary(final: Path) -> Path:
-    path = final.parent / f".{final.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-    _ours.add(path.name)
-    return path
-
-
 def remove_folder(path: str | os.PathLike[str]) -> None:
     """Remove a folder; its name is gone at once, so that nobody ever finds half of it.
 
@@ -428,51 +420,9 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
         OSError: no permission.
     """
     final = Path(os.path.abspath(path))
-    temporary = _temporary(final)
+    temporary = temporary_beside(final)
     os.rename(final, temporary)
     shutil.rmtree(temporary, ignore_errors=True)
-
-
-def remove_stale(folder: str | os.PathLike[str], name: str = "*", hours: float = 24) -> list[str]:
-    """Remove what processes that are gone (killed) left half-written in a folder.
-
-    Args:
-        folder: where things were to be written.
-        name: of what was to be written (a pattern).
-        hours: what was written on another machine counts as left when nothing was added to it for so long.
-
-    Returns:
-        names of what was removed.
-    """
-    removed = []
-    for left in sorted(Path(folder).glob(f".{name}.*.tmp")):
-        with contextlib.suppress(OSError):  # another process may remove it at the same time
-            if is_stale(left, hours):
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-                removed.append(left.name)
-    return removed
-
-
-def is_stale(left: Path, hours: float = 24) -> bool:
-    """Whether the writer of a temporary folder or file is gone; of another machine's: nothing changed for so long."""
-    named = re.search(r"\.(\d+)\.[0-9a-f]{8}\.tmp$", left.name)
-    if named is None:
-        return False
-    if not left.name[: named.start()].endswith(f".{socket.gethostname()}"):
-        return time.time() - left.lstat().st_mtime > 3600 * hours
-    pid = int(named[1])
-    # in a container the one that was killed often had the number of the one that runs now
-    return left.name not in _ours if pid == os.getpid() else not _alive(pid)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _fsync(path: Path) -> None:

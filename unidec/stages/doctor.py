@@ -21,7 +21,8 @@ from typing import Any
 from unidec.data.dataset import XMCDataset
 from unidec.data.label_graph import load_label_graph
 from unidec.data.propensity import load_propensity
-from unidec.data.storage import MANIFEST, file_sha256, is_stale, read_manifest
+from unidec.data.storage import MANIFEST, file_sha256, read_manifest
+from unidec.data.temporary import is_stale
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError, without_credentials
 from unidec.model import frozen, unidec
