@@ -108,7 +108,7 @@ def test_the_gates_exit_code_says_what_it_said(world, monkeypatch, passed, code)
     got, shown, _ = world.run("gate", "7")
     assert got == code and asked == ["7"]
     assert f"nDCG@5\t{'pass' if passed else 'FAIL'}\t31 against 30" in shown
-    assert "version 7 against nobody: there is no champion" in shown and "outputs/gate.html" in shown
+    assert "version 7 (no champion to compare with): " in shown and "outputs/gate.html" in shown
     got, shown, _ = world.run("gate", "--json")
     assert got == code and json.loads(shown)["passed"] is passed and asked[-1] is None
 

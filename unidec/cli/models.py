@@ -52,13 +52,13 @@ def gate(
     if as_json:
         print(json.dumps(result, indent=2))
     else:
-        against = f"version {result['champion']}" if result["champion"] else "nobody: there is no champion"
+        against = f"against version {result['champion']}" if result["champion"] else "(no champion to compare with)"
         show_table(
             ["check", "", "why"],
             [[r["check"], "pass" if r["passed"] else "FAIL", r["words"]] for r in result["reasons"]],
         )
         said = "passed" if result["passed"] else "refused"
-        print(f"version {result['challenger']} against {against}: {said}; page: {result['page']}")
+        print(f"version {result['challenger']} {against}: {said}; page: {result['page']}")
     sys.exit(0 if result["passed"] else Refused.exit_code)
 
 
