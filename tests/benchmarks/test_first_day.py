@@ -14,7 +14,7 @@ import pytest
 AUDITED = """
 import json, sys
 started = []
-sys.addaudithook(lambda name, told: started.append([str(word) for word in told[1]]) if name == "subprocess.Popen" else 0)
+sys.addaudithook(lambda name, told: name == "subprocess.Popen" and started.append([str(word) for word in told[1]]))
 from flows.train import main
 code = main([])
 print(json.dumps(started))
