@@ -50,6 +50,12 @@ def test_a_new_champion(promoted: dict[str, Any]) -> None:
     ]  # fmt: skip
 
 
+def test_a_page_that_a_server_shows_is_linked_instead_of_naming_the_command(promoted: dict[str, Any]) -> None:
+    text = summary(promoted | {"run_url": "http://127.0.0.1:5731/#/experiments/1/runs/ab"})
+    assert "MLflow run: http://127.0.0.1:5731/#/experiments/1/runs/ab\n" in text and "make ui" not in text
+    assert "make ui" in summary(promoted | {"run_url": None})
+
+
 def test_a_refused_version_and_warnings(promoted: dict[str, Any]) -> None:
     del promoted["promoted"]
     promoted |= {"refused": "nDCG@5:\n  2.1 behind", "warnings": ["P@1: 100.0."]}
