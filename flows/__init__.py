@@ -5,6 +5,9 @@ Prefect reads its settings when it is imported, so those that this project needs
 
 from __future__ import annotations
 
+import unidec.interrupt  # noqa: F401  before all that takes time: from now on Ctrl-C ends with a line
+
+# isort: split
 import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit

@@ -19,6 +19,7 @@ from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled, Completed
 
 from flows import left, server
+from unidec import interrupt
 from unidec.errors import Refused, UnidecError, without_credentials
 from unidec.ops.tracking import RUN_TAGS
 from unidec.stages.runs import close_tracking
@@ -166,6 +167,7 @@ def on_command_line(
         show: what is printed of the flow's result.
         meanwhile: called while Prefect's temporary server starts.
     """
+    interrupt.end_guard()
     # Prefect hands SIGTERM back to whoever had it: by default that kills us before its temporary server is stopped
     before = signal.signal(signal.SIGTERM, terminate)
     one_line_for_known_errors()

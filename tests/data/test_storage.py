@@ -263,3 +263,14 @@ def test_load_array_refuses_pickle_and_other_types(tmp_path: Path) -> None:
             load_array(tmp_path / name, dtype, ndim)
     with pytest.raises(ArtifactError, match=r"none\.npy"):
         load_array(tmp_path / "none.npy")
+
+
+@pytest.mark.parametrize("damage", [b'{"loss": "\xff"}', b"{", b"\xff\xfe"])
+def test_a_damaged_line_of_records_is_named(tmp_path, damage):
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 2}\n')
+    with pytest.raises(ArtifactError, match="a damaged line") as caught:
+        storage.read_json_lines(path)
+    assert caught.value.where == f"{path}:2" and "remove this line" in caught.value.fix
+    path.write_bytes(b'{"step": 1}\n' + damage)  # cut off by a kill
+    assert storage.read_json_lines(path) == [{"step": 1}]

@@ -17,12 +17,14 @@ import time
 import types
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from unidec.data.storage import folder_sha256, write_folder
 from unidec.errors import ArtifactError
 from unidec.ops import registry
+from unidec.ops.store_copy import copy_store
 from unidec.ops.tracking import Tracker
 from unidec.ops.tracking_store import open_client, prepare_store
 
@@ -86,6 +88,42 @@ def make_bundle(path, labels=("vim", "nano", "emacs", "ed")):
     with write_folder(path, "bundle", 1) as out:
         (out.path / "labels.json").write_text(json.dumps(list(labels)))
     return path
+
+
+def test_a_run_that_another_store_has(uri, client, tmp_path, stand_in, path_as_before, caplog):
+    """Registered in this store under a run of its own, which names the other."""
+    other = Tracker("tests", uri=f"sqlite:///{tmp_path}/other/mlflow.db").start(tmp_path / "run", {})
+    version = registry.register(make_bundle(tmp_path / "bundle"), other, "elsewhere", uri=uri)
+    found = client.get_model_version("elsewhere", str(version))
+    assert found.tags["training.run_id"] == other and found.run_id not in (None, other)
+    assert client.get_run(found.run_id).info.status == "FINISHED"
+    assert f"MLflow run {other} is in another store" in caplog.text
+
+
+def test_a_folder_that_was_moved(tmp_path, stand_in, path_as_before, monkeypatch):
+    """As docs/servers.md says: the error names the command; after it the run is the one that trained the bundle."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    monkeypatch.chdir(before)
+    run_id = Tracker("tests").start(Path("runs/one"), {"optim.epochs": 1})
+    make_bundle(Path("bundle"))
+    monkeypatch.chdir(tmp_path)
+    before.rename(after)
+    monkeypatch.chdir(after)
+
+    tracker = Tracker.resume(Path("runs/one"))
+    tracker.set_tags({"moved": "true"})
+    assert tracker.run_id == run_id and open_client(tracker.uri).get_run(run_id).data.tags["moved"] == "true"
+    with pytest.raises(ArtifactError, match="was the project's folder moved") as caught:
+        registry.register(Path("bundle"), run_id, "moved")
+    words = caught.value.fix.split(", then")[0].split()
+    assert words[:2] == ["unidec", "copy-store"]
+    copy_store(words[2], words[3], words[5])
+    # in its place the new file would not be seen by this process, which has the old one open
+    version = registry.register(Path("bundle"), run_id, "moved", uri=words[3])
+    found = open_client(words[3]).get_model_version("moved", str(version))
+    assert found.run_id == run_id and not before.exists()
 
 
 def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_path, stand_in, path_as_before):

@@ -203,3 +203,12 @@ def test_code_tags_and_dvc_hash(tmp_path):
     assert code_tags(tmp_path)["git.dirty"] == "true"
     assert dvc_hash("data/dataset", tmp_path) == "0ab.dir"
     assert dvc_hash("data/other", tmp_path) is None and dvc_hash("x", tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("note", [b"[1]", b"3", b'{"run_id": "\xff"}', b'{"run_key": "x"}', b"{"])
+def test_a_damaged_note_of_the_run_begins_a_new_one(tmp_path, note):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tracking.json").write_bytes(note)
+    assert Tracker.resume(tmp_path / "run").run_id is None
+    tracker = Tracker(uri=f"sqlite:///{tmp_path}/mlflow.db")
+    assert tracker.start(tmp_path / "run", {}) is not None

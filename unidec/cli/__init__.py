@@ -5,6 +5,9 @@ Parameters are read and checked before anything heavy is imported, so that a mis
 
 from __future__ import annotations
 
+from unidec import interrupt  # before all that takes time: from now on Ctrl-C ends with a line
+
+# isort: split
 import json
 import os
 import sys
@@ -316,6 +319,7 @@ def main() -> None:
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
     run: Callable[..., Any] = app
     sys.excepthook = _print_traceback
+    interrupt.guard_work()
     try:
         run(args=arguments, prog_name="unidec")
     except UnidecError as error:
@@ -325,3 +329,6 @@ def main() -> None:
         if isinstance(error, Stopped):
             _wait_for_nobody(error.exit_code)
         sys.exit(error.exit_code)
+    except interrupt.Interrupted:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(interrupt.EXIT_CODE)

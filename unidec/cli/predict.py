@@ -9,7 +9,7 @@ import typer
 
 from unidec.cli.options import DEFAULT_BUNDLE, AsJson, BundleAddress, bundle_folder
 from unidec.cli.output import show, show_predictions
-from unidec.errors import ArtifactError, ConfigError, UnidecError
+from unidec.errors import ArtifactError, ConfigError, DataError, UnidecError
 
 if TYPE_CHECKING:
     from unidec.retrieval.bundle import Bundle
@@ -50,6 +50,12 @@ def predict(
     if bool(texts) == bool(source) or bool(source) != bool(target):
         fix = 'unidec predict "text", or unidec predict --input queries.csv --output predictions.parquet'
         raise ConfigError("either texts, or both --input and --output are needed", where="unidec predict", fix=fix)
+    for number, text in enumerate(texts or [], 1):
+        if not text.strip():  # the server refuses it, too
+            raise DataError(
+                "a text without anything in it", where=f"unidec predict, text {number}", got=repr(text),
+                expected="at least one character that is no space", fix="leave it out",
+            )  # fmt: skip
     folder = bundle_folder(bundle)
     from unidec.retrieval.bundle import Bundle
 

@@ -260,15 +260,18 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     if not Path(path).is_file():
         return []
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
+            records.append(json.loads(line.decode("utf-8")))
         except ValueError as error:
             if number == len(lines):
                 break
-            raise ArtifactError("a damaged line", where=f"{path}:{number}", got=line[:200]) from error
+            raise ArtifactError(
+                "a damaged line", where=f"{path}:{number}", got=repr(line[:200]), expected="a JSON object in UTF-8",
+                fix="remove this line: it is one record of what happened, and nothing is computed from it",
+            ) from error  # fmt: skip
     return records
 
 

@@ -39,7 +39,7 @@ def left_running(run_dirs: Iterable[Path]) -> list[Path]:
 
 
 def tracking_state(run_dir: Path) -> dict[str, Any]:
-    """What `tracking.json` of a training folder says; {} where there is none that can be read."""
+    """What `tracking.json` of a training folder holds; {} where there is none, or it is damaged."""
     try:
         state = json.loads((run_dir / "tracking.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

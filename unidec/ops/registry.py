@@ -14,14 +14,16 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from unidec import __version__
 from unidec.data.storage import MANIFEST, folder_sha256, read_manifest
 from unidec.errors import ArtifactError
-from unidec.ops.tracking_store import import_mlflow, open_client, tracking_uri
+from unidec.ops.tracking_store import artifact_location, import_mlflow, open_client, sqlite_path, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Experiment, Run
     from mlflow.entities.model_registry import ModelVersion
     from mlflow.models import ModelSignature
 
@@ -53,7 +55,8 @@ def register(
 
     Args:
         bundle_path: folder with a manifest.
-        run_id: the MLflow run that trained it; None: a run of its own.
+        run_id: the MLflow run that trained it; None, or one that another store has: a run of its own (tag
+            `training.run_id` then names the other).
         model_name: name of the registered model.
         alias: moved when the stored bundle's hash was checked; None: left alone.
         card: description: markdown, or {"metrics": {split: {name: value}}, and any facts}.
@@ -64,7 +67,8 @@ def register(
         the version's number.
 
     Raises:
-        ArtifactError: the bundle is damaged, or what the registry holds under its hash is not it.
+        ArtifactError: the bundle is damaged, what the registry holds under its hash is not it, or the store's files are
+            in a folder that is gone.
     """
     from filelock import FileLock
 
@@ -76,7 +80,12 @@ def register(
         version = find_version(client, model_name, sha256)
         if version is None:
             all_tags = {HASH_TAG: sha256, "unidec.version": __version__, **(tags or {})}
-            model_id, run_id = _log_model(client, bundle_path, run_id, all_tags)
+            run = _find_run(client, run_id) if run_id else None
+            if run_id and run is None:
+                log.warning("MLflow run %s is in another store: the version gets a run of its own", run_id)
+                all_tags["training.run_id"] = run_id
+            check_artifacts(client.get_experiment(run.info.experiment_id if run else "0"), uri)
+            model_id, run_id = _log_model(client, bundle_path, run, all_tags)
             version = client.create_model_version(
                 model_name,
                 source=f"models:/{model_id}",
@@ -179,7 +188,42 @@ def serving_requirements() -> list[str]:
     return [kept[name] for name in _SERVING if name in kept]
 
 
-def _log_model(client: MlflowClient, bundle_path: Path, run_id: str | None, tags: Mapping[str, str]) -> tuple[str, str]:
+def _find_run(client: MlflowClient, run_id: str) -> Run | None:
+    """The run, or None where the store does not have it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+
+
+def check_artifacts(experiment: Experiment | None, uri: str) -> None:
+    """Refuse to write below the folder in which an SQLite store was before it was moved.
+
+    Raises:
+        ArtifactError: the experiment's files are elsewhere than beside the store, in a folder that is gone.
+    """
+    path, beside = sqlite_path(uri), artifact_location(uri)
+    place = experiment.artifact_location if experiment else None
+    if path is None or not place or f"{place}/".startswith(f"{beside}/"):
+        return
+    address = urlsplit(place)
+    folder = Path(unquote(address.path))
+    if address.scheme not in ("", "file") or folder.parent.is_dir():  # not written to yet, perhaps
+        return
+    old = Path(*folder.parts[: folder.parts.index("artifacts") + 1]) if "artifacts" in folder.parts else folder
+    new = path.with_name("new.db")
+    raise ArtifactError(
+        "the tracking store keeps its files in a folder that is gone: was the project's folder moved?",
+        where=str(path), got=str(folder), expected=str(path.parent / "artifacts"),
+        fix=f"unidec copy-store sqlite:///{path} sqlite:///{new} --artifacts {old.as_uri()}, then mv {new} {path}",
+    )  # fmt: skip
+
+
+def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: Mapping[str, str]) -> tuple[str, str]:
     """Logs the model under its run, whose status stays what it was. Returns model id and run id."""
     import mlflow
     import pandas as pd
@@ -187,7 +231,7 @@ def _log_model(client: MlflowClient, bundle_path: Path, run_id: str | None, tags
     import unidec
 
     package = Path(unidec.__file__).parent
-    before = client.get_run(run_id).info.status if run_id else "FINISHED"
+    before, run_id = (run.info.status, run.info.run_id) if run else ("FINISHED", None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # MLflow's use of pandas, and its advice to write type hints

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unidec.data.storage import write_json
 from unidec.errors import without_credentials
-from unidec.ops.holder import this_process
+from unidec.ops.holder import this_process, tracking_state
 from unidec.ops.system_metrics import sampled
 from unidec.ops.tracking_spool import Point, Spool, new_points, now_ms
 from unidec.ops.tracking_store import (
@@ -37,6 +37,7 @@ from unidec.ops.tracking_store import (
     experiment_id,
     listens,
     open_client,
+    present_uri,
     tracking_uri,
     ui_url,
     with_credentials,
@@ -127,8 +128,8 @@ class Tracker:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         outer = _outer_tags()
         run_name = outer.pop("mlflow.runName", run_name)
-        old = _read_json(self.run_dir / _STATE)
-        same = without_credentials(old.get("uri", "")) == self.shown_uri and old.get("experiment") == self.experiment
+        old = _read_state(self.run_dir)
+        same = old.get("uri") == self.shown_uri and old.get("experiment") == self.experiment
         self._state = {
             "uri": self.shown_uri,
             "experiment": self.experiment,
@@ -152,9 +153,8 @@ class Tracker:
     @classmethod
     def resume(cls, run_dir: Path | str, **options: Any) -> Tracker:
         """Goes on with the run begun in `run_dir`; a tracker that does nothing where none was begun."""
-        state = _read_json(Path(run_dir) / _STATE)
+        state = _read_state(Path(run_dir))
         if state:
-            state["uri"] = without_credentials(state["uri"])
             options["uri"] = with_credentials(state["uri"])
         tracker = cls(state.get("experiment", "unidec"), **options)
         if state:
@@ -483,11 +483,11 @@ def _first_line(error: BaseException) -> str:
     return (without_credentials(str(error)).splitlines() or [""])[0][:300] or type(error).__name__
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
-        log.warning("%s is damaged: a new MLflow run is begun", path)
-        return {}
+def _read_state(run_dir: Path) -> dict[str, Any]:
+    """The folder's note of its MLflow run, with the store's address as it is now."""
+    state = tracking_state(run_dir)
+    if isinstance(state.get("uri"), str):
+        return state | {"uri": present_uri(without_credentials(state["uri"]))}
+    if (run_dir / _STATE).exists():
+        log.warning("%s is damaged: a new MLflow run is begun", run_dir / _STATE)
+    return {}

@@ -74,6 +74,14 @@ def with_credentials(stored: str) -> str:
     return known if without_credentials(known) == stored else stored
 
 
+def present_uri(stored: str) -> str:
+    """A stored address of a store as it is now: an SQLite file that is gone moved with the project's folder."""
+    path, own = sqlite_path(stored), sqlite_path(tracking_uri())
+    if path is None or path.is_file() or own is None or not own.is_file():
+        return stored
+    return tracking_uri()
+
+
 def project_folder() -> Path:
     """The working folder; in a temporary copy made by `dvc exp run --temp` or `dvc queue`, the checkout itself.
 

@@ -11,7 +11,7 @@ from unidec.config import Params
 from unidec.data.storage import read_manifest
 from unidec.errors import ConfigError
 from unidec.ops import provenance
-from unidec.ops.registry import checked_sha256, find_version, is_registered
+from unidec.ops.registry import check_artifacts, checked_sha256, find_version, is_registered
 from unidec.ops.registry import register as register_bundle
 from unidec.ops.tracking import Tracker
 from unidec.ops.tracking_store import open_client, tracking_uri
@@ -36,6 +36,7 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> di
 
     Raises:
         ConfigError: a folder that is neither, or whose origin is not registered.
+        ArtifactError: the bundle is damaged, or the tracking store keeps its files in a folder that is gone.
     """
     path = paths.BUNDLE if bundle is None else Path(bundle)
     info = read_info(path)
@@ -48,6 +49,8 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> di
             expected="outputs/bundle, or a folder of `unidec refresh-labels` or `unidec labels`",
             fix="register it in the project that made it",
         )  # fmt: skip
+    uri = tracking_uri()
+    check_artifacts(open_client(uri).get_experiment_by_name(params.tracking.experiment), uri)
     if refreshed is None:
         tracker, facts, more = _trained(params)
     else:
