@@ -37,7 +37,9 @@ def start() -> None:
         port = probe.getsockname()[1]
     _address = f"http://127.0.0.1:{port}/api"
     _process = subprocess.Popen(
-        [sys.executable, "-m", "flows.server", str(port)], env={**os.environ, **_ENVIRONMENT}, start_new_session=True
+        [sys.executable, "-m", "flows.server", str(port), str(os.getpid())],
+        env={**os.environ, **_ENVIRONMENT},
+        start_new_session=True,
     )
     atexit.register(stop)  # registered first, it runs last: Prefect sends its last logs and events at exit
 
@@ -99,10 +101,14 @@ def _healthy() -> bool:
 def main() -> None:
     """The server's process."""
     import uvicorn
+    from psutil import NoSuchProcess
 
     from unidec.stages.watch import watch
 
-    watch(os.getppid())
+    try:
+        watch(int(sys.argv[2]))  # not os.getppid(): the flow's process may be gone already
+    except NoSuchProcess:
+        return
     uvicorn.run(
         "prefect.server.api.server:create_app", factory=True, host="127.0.0.1", port=int(sys.argv[1]),
         log_level="error", lifespan="on",
