@@ -41,7 +41,7 @@ def run_identity(
 
     Args:
         start: hash of the bundle that a warm start continues from.
-        label_graph: the soft targets that the training uses, if any.
+        label_graph: soft targets, which count where `pool.gandalf` uses them.
 
     Returns:
         `{"optim.lr_clf": "0.003", ...}` (values as JSON), and sha256 as "data", "tokens.queries", "tokens.labels",
@@ -63,7 +63,7 @@ def run_identity(
         identity[f"tokens.{name}"] = files_sha256({name: entry["sha256"] for name, entry in files.items()})
     identity["tokenizer"] = str(query_tokens.meta.get("tokenizer_sha256"))
     identity["code"] = code_sha256()
-    if label_graph is not None:
+    if params.pool.gandalf and label_graph is not None:
         identity["label_graph"] = _matrix_sha256(label_graph)
     return identity
 
