@@ -269,7 +269,9 @@ def test_a_training_starts_where_the_other_ended(go_on):
         assert uid.startswith("new") or torch.equal(ours, first.model.table.weight[uids.index(uid)])
     shrunk = go_on("shrunk", start, **{"model.learn_temperature": True, "warm.keep": 0.25}).model.table.weight
     for row, uid in enumerate(second.dataset.label_uids()):
-        assert torch.equal(shrunk[row], second.model.table.weight[row]) == uid.startswith("new"), uid
+        # a new label's text is encoded in another batch: on some processors its row rounds differently
+        same = torch.allclose(shrunk[row], second.model.table.weight[row], rtol=0, atol=1e-6)
+        assert same == uid.startswith("new"), uid
     begun = read_json_lines(first.run_dir / "history.jsonl")[0]["loss"]
     train(second)
     assert second.epoch == 2 and read_json_lines(second.run_dir / "history.jsonl")[0]["loss"] < begun
