@@ -81,15 +81,13 @@ SLOWEST = ("faults", "flows", "stages", "ops", "comparison", "training")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For pytest-xdist: a file's tests share a worker, and its fixtures; all flows share one Prefect server."""
+    """Sort the tests by `SLOWEST`; pytest-xdist hands out whole files in this order."""
 
-    def folder(item: pytest.Item) -> str:
-        parts = item.path.relative_to(ROOT / "tests").parts
-        return parts[0] if len(parts) > 1 else ""
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(ROOT / "tests").parts[0]
+        return SLOWEST.index(folder) if folder in SLOWEST else len(SLOWEST)
 
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("flows" if folder(item) == "flows" else item.nodeid.partition("::")[0]))
-    items.sort(key=lambda item: SLOWEST.index(folder(item)) if folder(item) in SLOWEST else len(SLOWEST))
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -96,7 +96,7 @@ def test_cache_equals_memory(cache, minilm, random_texts):
 
 def test_a_cache_holds_two_bytes_a_token_and_eight_a_text(minilm, tmp_path, monkeypatch):
     """Also while it is opened and checked, and while batches are drawn: nothing else grows with the texts."""
-    num_texts, batch = 200_000, ["a library"] * 4000
+    num_texts, batch = 400_000, ["a library"] * 4000
     build_token_cache([batch] * (num_texts // 4000), minilm, 16, tmp_path / "many", num_texts)
     monkeypatch.setattr(tokens, "_CHECK_AT_ONCE", 4096)
     tracemalloc.start()
@@ -110,7 +110,7 @@ def test_a_cache_holds_two_bytes_a_token_and_eight_a_text(minilm, tmp_path, monk
         tracemalloc.stop()
     held = sum(value.nbytes for value in vars(cache).values() if isinstance(value, np.ndarray))
     assert held <= 2 * len(cache.ids) + 8 * (num_texts + 1)
-    assert peak < 2**19 < 4 * num_texts, "the arrays are mapped; a block of the checks is all that is allocated"
+    assert peak < 2**20 < 4 * num_texts, "the arrays are mapped; only blocks of the checks and hashes are allocated"
 
 
 def test_lengths(cache):

@@ -21,20 +21,18 @@ from unidec.sections import RawBounds
 
 MOST = 10**9
 CHILD = """
-import json, resource, sys
+import json, sys
 from unidec.data.formats import read_raw
 from unidec.errors import DataError
+from unidec.training.memory.machine import host_peak  # not getrusage: that starts at the peak of the parent
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-before, errors = peak(), []
+before, errors = host_peak(), []
 for folder in sys.argv[1:]:
     try:
         read_raw(folder)
     except DataError as error:
         errors.append([error.exit_code, error.where, error.what, error.fix])
-print(json.dumps({"errors": errors, "before": before, "peak": peak()}))
+print(json.dumps({"errors": errors, "before": before, "peak": host_peak()}))
 """
 
 

@@ -23,7 +23,7 @@ def random_ranking(monkeypatch: pytest.MonkeyPatch):
     """Queries and labels of some topics: each score tells something of the truth, none tells all."""
     group_L = np.zeros(LABELS, dtype=np.int8)
     propensity = Propensity(np.ones(LABELS), np.ones(LABELS, dtype=np.int64), group_L, 0.5, 1.5)
-    monkeypatch.setattr("unidec.stages.ranking.load_propensity", lambda *args, **kwargs: propensity)
+    monkeypatch.setattr("unidec.stages.paths.open_propensity", lambda: propensity)
 
     def make(seed: int, heads: str = "both", num: int = NUM, helps: bool = True) -> tuple[Ranking, Neighbours]:
         rng = np.random.default_rng(seed)

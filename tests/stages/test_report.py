@@ -29,7 +29,7 @@ def test_pools_are_drawn_as_the_last_round_drew_them(
     trainer.train_round()
     dataset, bundle = trainer.dataset, SimpleNamespace(model=trainer.model)
     graph = soft_targets(dataset.relevance[dataset.rows("train")], 0.1)
-    monkeypatch.setattr(stage, "load_label_graph", lambda path: graph)
+    monkeypatch.setattr(stage.paths, "open_label_graph", lambda params: graph if gandalf else None)
     study = stage._pools(trainer.params, bundle, dataset, trainer.run_dir)
     pool = trainer.params.pool
     assert (study["beta"], study["eta"], study["size"]) == (pool.beta, pool.eta, pool.size)
