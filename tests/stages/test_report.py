@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,7 @@ def test_the_card_against_loops(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     paths.PROPENSITY.parent.mkdir()
+    shutil.copytree(tiny_dataset.path, paths.DATASET)
     build_propensity(tiny_dataset, 0.55, 1.5, paths.PROPENSITY)
     card, distributions = stage._card(tiny_params(), tiny_dataset)
     counts = [0] * tiny_dataset.num_labels
