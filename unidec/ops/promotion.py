@@ -157,7 +157,7 @@ def promote(
 
     Args:
         which: version number or alias.
-        allow_dirty: also one that the gate refused for nothing but uncommitted changes; tag `promoted.dirty` says so.
+        allow_dirty: also promote a version that the gate refused only for uncommitted changes; sets the tag `promoted.dirty`.
         force: also one that the gate refused or has not seen, or that was rolled back; tag `promoted.forced` says so.
             A bundle whose hash is wrong never.
         reason: kept in the tag `promoted.reason`.

@@ -32,7 +32,7 @@ RECORDS_FOLDER = "made_of"
 DVC_TAG, DIFFERS_TAG = "dvc.", "dvc.differs"
 COMMIT_TAG, DIRTY_TAG, CHANGED_TAG = "mlflow.source.git.commit", "git.dirty", "git.changed"
 OPERATIONS = ("recipe", "device", "run", "source", "retrain", "gate", "drift", "serve", "tracking")
-"""Parameters that say where a model is trained and what becomes of it; what a recipe's name stands for counts."""
+"""Parameters of operations, which do not decide a model. A recipe counts by its values, not by its name."""
 
 _CODE = ("unidec", "flows")  # and what dvc.lock lists as dependencies
 _WRITTEN = ("params.yaml", "dvc.lock", "data/start.json", "outputs")  # compared by value, or written by the pipeline

@@ -46,7 +46,7 @@ def quiet_mlflow() -> None:
 def import_mlflow() -> Any:
     """The module, with its pyfunc flavour; takes two seconds."""
     quiet_mlflow()
-    with warnings.catch_warnings():  # about MLflow's own modules: nobody here can act on them
+    with warnings.catch_warnings():  # about MLflow's own modules
         warnings.simplefilter("ignore")
         import mlflow.pyfunc
     return mlflow

@@ -154,7 +154,7 @@ def _about(version: ModelVersion | None) -> dict[str, Any] | None:
 def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gate) -> list[Check]:
     """Whether the code and parameters that made it are in git, and whether it was rolled back.
 
-    Nothing is asked of a first champion: there is nothing that it replaces.
+    A first champion replaces nothing, so it has no such requirements.
     """
     tags, checks = version.tags, []
     if left := uncommitted(tags):

@@ -86,7 +86,7 @@ class Planned:
 
     @property
     def is_small(self) -> bool:
-        """It fits, and takes at most half of what is free everywhere: its terms interest nobody."""
+        """Whether it fits and takes at most half of what is free everywhere: one line is enough then."""
         frees = [(self.machine.free(place), self.estimate.peak(place)[1]) for place in self._places]
         return not self.short and all(free is None or needed <= free / 2 for free, needed in frees)
 

@@ -75,7 +75,7 @@ class Guard:
             await self._answer(scope, receive, exchange)
         except ClientGone:
             self.metrics.error("client_gone")
-            exchange.status = 499  # as nginx counts it; nobody reads it
+            exchange.status = 499  # nginx's code for a client that closed the request
         finally:
             exchange.hold(0)
             self.metrics.in_flight.dec()
