@@ -157,9 +157,9 @@ def promote(
 
     Args:
         which: version number or alias.
-        allow_dirty: also promote a version that the gate refused only for uncommitted changes; sets the tag `promoted.dirty`.
-        force: also one that the gate refused or has not seen, or that was rolled back; tag `promoted.forced` says so.
-            A bundle whose hash is wrong never.
+        allow_dirty: accept a refusal of the gate that names uncommitted changes only; sets the tag `promoted.dirty`.
+        force: accept any refusal, a version that was not judged or was rolled back; sets the tag `promoted.forced`. A
+            bundle with a wrong hash is never promoted.
         reason: kept in the tag `promoted.reason`.
         uri, root: registry; default: see `tracking_store.tracking_uri`.
 
