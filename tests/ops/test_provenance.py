@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from unidec.config import load_params
+from unidec.config import OPERATIONS, load_params
 from unidec.ops.provenance import artifact_tags, code_tags, dvc_hash, md5_of, run_tags, uncommitted
 
 
@@ -56,7 +56,7 @@ def write_lock(folder: Path, outs: dict[str, str], raw: dict[str, str]) -> None:
 
 def made_with(project: Path) -> dict[str, Any]:
     """What index writes into a bundle: all parameters but those of operations."""
-    return load_params(project / "params.yaml").model_dump(exclude={"device", "gate", "tracking"})
+    return load_params(project / "params.yaml").model_dump(exclude=set(OPERATIONS))
 
 
 def test_only_what_decides_a_model_makes_it_dirty(project: Path) -> None:

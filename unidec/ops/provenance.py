@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 import unidec
-from unidec.config import load_params
+from unidec.config import OPERATIONS, load_params
 from unidec.errors import ConfigError
 from unidec.ops.tracking import RUN_TAGS
 
@@ -31,8 +31,6 @@ RECORDS = ("dvc.lock", "params.yaml", "data/start.json")
 RECORDS_FOLDER = "made_of"
 DVC_TAG, DIFFERS_TAG = "dvc.", "dvc.differs"
 COMMIT_TAG, DIRTY_TAG, CHANGED_TAG = "mlflow.source.git.commit", "git.dirty", "git.changed"
-OPERATIONS = ("recipe", "device", "run", "source", "retrain", "gate", "drift", "serve", "tracking")
-"""Parameters of operations, which do not decide a model. A recipe counts by its values, not by its name."""
 
 _CODE = ("unidec", "flows")  # and what dvc.lock lists as dependencies
 _WRITTEN = ("params.yaml", "dvc.lock", "data/start.json", "outputs")  # compared by value, or written by the pipeline
@@ -157,7 +155,7 @@ def _by_key(params: Mapping[str, Any], project: Path) -> dict[str, Any]:
     """Parameters that decide a model by key path, as JSON has them; paths in the project relative to it."""
     values: dict[str, Any] = {}
     for name, section in params.items():
-        if name not in OPERATIONS:
+        if name not in (*OPERATIONS, "recipe", "run"):  # a recipe counts by its values
             values |= (
                 {f"{name}.{k}": v for k, v in section.items()} if isinstance(section, Mapping) else {name: section}
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unidec.config import Params
+from unidec.config import OPERATIONS, Params
 from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle_folder import write_bundle
 from unidec.retrieval.index import LabelIndex
@@ -14,9 +14,6 @@ from unidec.stages import paths
 from unidec.stages.profile import KEY, training_profile
 from unidec.stages.ranking import Ranking, headline, training_neighbours, tuned_blend
 from unidec.training.precision import choose_device
-
-# no parameters of a model
-_OPERATIONS = {"device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking"}
 
 
 def index(params: Params) -> dict[str, Any]:
@@ -41,7 +38,7 @@ def index(params: Params) -> dict[str, Any]:
         clf_normalize=settings.clf_normalize, neighbours=neighbours if blend.knn_weight else None,
         knn_weight=blend.knn_weight, knn_neighbours=settings.knn_neighbours, text=params.tokens.text,
         dataset={"name": dataset.name, "sha256": dataset.sha256}, metrics={"validation": metrics},
-        params=params.model_dump(exclude=_OPERATIONS), card=card | ({"tuning": blend.tried} if blend.tried else {}),
+        params=params.model_dump(exclude=set(OPERATIONS)), card=card | ({"tuning": blend.tried} if blend.tried else {}),
     )  # fmt: skip
     return {
         "bundle": str(paths.BUNDLE), "labels": dataset.num_labels, "clf_weight": blend.clf_weight,
