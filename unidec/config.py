@@ -22,10 +22,10 @@ from unidec.problems import ParamsError, nearest, problem, short, valid_values
 from unidec.sections import Params, Section
 from unidec.strict_yaml import KeyPath, parse_scalar, read_yaml
 
-# a recipe says how to train, not on what, where, or what becomes of it
 OPERATIONS = ("device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking")
 """Sections that do not decide a model: a bundle does not keep them."""
 
+# a recipe says how to train, not on what, where, or what becomes of it
 _NOT_OF_A_RECIPE = {
     "recipe", "data", "raw", "validation", "seed", "device", "run", "source", "warm", "retrain", "gate", "drift",
     "serve", "tracking",
