@@ -48,7 +48,8 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     except Refused as error:
         return done | _refused(params, version, verdict, str(error), f"{program()} promote {version}")
     previous = done["promoted"].get("previous")
-    endings.say(f"version {version} of {name} is the champion; `unidec rollback` goes back to {previous or 'none'}")
+    before = f"; `unidec rollback` returns to version {previous}" if previous else ""
+    endings.say(f"version {version} of {name} is the champion{before}")
     figures = verdict.get("metrics", {}).get("challenger", {})
     payload = {"version": str(version), "previous": previous, "metrics": figures}
     lines = [f"{key} {value:.2f}" for key, value in figures.items() if isinstance(value, float)][:6]

@@ -40,7 +40,7 @@ from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
 from unidec.progress import Progress, progress
 from unidec.stages import shards as work
 
-ROUNDS = 3  # a pool that broke because a worker died is made anew so often, less one
+ROUNDS = 3  # attempts: a pool that broke because a worker died is started again
 _FAREWELL = "stopped: the same command goes on with the shards that are missing"
 log = logging.getLogger("unidec.flows")
 

@@ -66,6 +66,8 @@ def _outcome(done: Mapping[str, Any]) -> str:
         return f"version {version} of {model} passed the gate and is not promoted: `unidec promote` promotes it"
     if "skipped" in done:
         return f"nothing to train: {done['skipped']}; it is version {version} of {model}"
+    if gate.get("already"):
+        return f"version {version} of {model} is the champion already"
     return f"version {version} of {model} is registered"
 
 

@@ -158,7 +158,7 @@ def _through_dvc(params: Params, wishes: Wishes) -> dict[str, Any]:
         work = list(reproduce.MODEL_STAGES)
     if not work:
         return _skip(params, wishes)
-    endings.say(f"to be made anew: {', '.join(work)}")
+    endings.say(f"will re-run: {', '.join(work)}")
     done: dict[str, Any] = {}
     if "train" in work:
         artifacts.show_change(steps.data_change(params))
@@ -189,7 +189,7 @@ def _record(made: list[str], before: str) -> None:
         raise ConfigError(
             "parameters, code or data were edited while the model was trained: its outputs are kept, dvc.lock is not",
             where="dvc.lock",
-            fix="run again: what the edit concerns is then made anew",
+            fix="run it again: what the edit concerns is then rebuilt",
         )
     steps.record(made)
 
