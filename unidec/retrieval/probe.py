@@ -1,4 +1,4 @@
-"""A bundle asked in a process of its own, as a server would: does it load, what does it answer, how fast, how large?
+"""Loads a bundle in a fresh process, as a server does: whether it loads, its answers, its speed and its size.
 
     python -m unidec.retrieval.probe < job.json        {"bundle": folder, "texts": [...], "k": 10, "began": time.time()}
 
@@ -128,9 +128,9 @@ def main() -> None:
     load_seconds, load_cpu_seconds = time.time() - job["began"], time.process_time()
     for text in texts[:WARM_UP]:
         bundle.predict([text], k=k)
-    labels, scores = answers(bundle, texts, k)
-    turns = [[_seconds(bundle, text, k) for _ in range(TURNS)] for text in texts]
-    wall, cpu = (sorted(min(turn[clock] for turn in query) for query in turns) for clock in (0, 1))
+    answered = [[_timed(bundle, text, k) for _ in range(TURNS)] for text in texts]
+    labels, scores = ([list(getattr(turns[0][0], name)) for turns in answered] for name in ("labels", "scores"))
+    wall, cpu = (sorted(min(turn[clock] for turn in turns) for turns in answered) for clock in (1, 2))
     p95 = int(0.95 * (len(texts) - 1))
     probe = Probe(
         sha256=bundle.sha256, load_seconds=load_seconds, load_cpu_seconds=load_cpu_seconds,
@@ -141,11 +141,11 @@ def main() -> None:
     print(json.dumps(asdict(probe)))
 
 
-def _seconds(bundle: Any, text: str, k: int) -> tuple[float, float]:
-    """Of the wall clock, and of the processor."""
+def _timed(bundle: Any, text: str, k: int) -> tuple[Any, float, float]:
+    """A text's prediction, and the seconds that it took by the wall clock and of the processor."""
     began, used = time.perf_counter(), time.process_time()
-    bundle.predict([text], k=k)
-    return time.perf_counter() - began, time.process_time() - used
+    (found,) = bundle.predict([text], k=k)
+    return found, time.perf_counter() - began, time.process_time() - used
 
 
 def peak_megabytes() -> float:
