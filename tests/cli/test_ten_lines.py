@@ -41,7 +41,7 @@ def one(part: str) -> str:
 
 
 def environment(root: Path) -> dict[str, str]:
-    """Without what this process was told; the code of `root`, whatever the environment has installed."""
+    """This process's environment without its own settings; imports the code of `root`, whatever is installed."""
     drop = ("GIT_", "DVC_", "PREFECT_", "MLFLOW_", "UNIDEC_", "MAKE", "PYTHON")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     return kept | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "true"}

@@ -25,7 +25,7 @@ from unidec.ops.tracking_store import tracking_uri, ui_note, ui_url
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "0a1b"
 
-# stands in for a server: answers every request with what its environment says of it
+# a fake server: answers every request with the settings in its environment
 SERVER = """#!{python}
 import http.server, json, os, sys
 class Answer(http.server.BaseHTTPRequestHandler):
