@@ -25,7 +25,7 @@ from step_cost import open_trainer
 
 from unidec.config import Params, load_params, parse_overrides, recipe_names
 from unidec.data.storage import write_json
-from unidec.stages import paths
+from unidec.pipeline import paths
 from unidec.training import checkpoint as checkpoint_module
 from unidec.training.refresh import Refresh
 from unidec.training.trainer import Trainer

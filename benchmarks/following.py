@@ -22,8 +22,8 @@ from measure import machine
 from served import HOST, Served
 
 from unidec.data.storage import folder_sha256, read_manifest, write_manifest
-from unidec.ops.tracking_store import open_client
 from unidec.retrieval.bundle_folder import KIND, VERSION
+from unidec.tracking.store import open_client
 
 NAME, FOLLOW = "following", 0.5
 PATIENCE = 300.0

@@ -67,8 +67,8 @@ def make_queries(label_LD: Floats, query_ND: Floats, positive_ND: Floats, num: i
 
 def real_queries(bundle_path: Path, num: int = 2000) -> tuple[Floats, Floats]:
     """Test queries of data/dataset and one true label of each, by the bundle's dual encoder, float32 [N, D] each."""
+    from unidec.pipeline import paths
     from unidec.retrieval.bundle import Bundle
-    from unidec.stages import paths
 
     bundle, dataset = Bundle.load(bundle_path, verify=False), paths.open_dataset()
     rng, rows = np.random.default_rng(0), dataset.rows("test")[:num]

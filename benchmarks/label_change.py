@@ -23,10 +23,10 @@ import torch
 from measure import machine
 
 from unidec.data.storage import write_json
-from unidec.ops.fetch import fetch_bundle
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.label_rows import LabelRows
 from unidec.retrieval.relabel import LabelChange, LabelText, with_labels
+from unidec.tracking.fetch import fetch_bundle
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from unidec.config import Params
 from unidec.data.storage import write_json
-from unidec.stages.plan import TRAINING, plan_memory
+from unidec.pipeline.plan import TRAINING, plan_memory
 from unidec.training.memory.estimate import gib
 from unidec.training.memory.sizes import Sizes
 

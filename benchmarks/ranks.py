@@ -50,7 +50,7 @@ def one_rank(system: str, steps: int, folder: Path) -> dict[str, Any]:
     import torch
 
     from unidec.config import load_params
-    from unidec.stages import paths
+    from unidec.pipeline import paths
     from unidec.training.distributed import Ranks
     from unidec.training.refresh import Refresh
     from unidec.training.trainer import Trainer

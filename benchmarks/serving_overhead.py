@@ -77,11 +77,11 @@ def serve(mode: str, port: int) -> None:
     """The child: a server whose model answers at once."""
     import uvicorn
 
-    from unidec.ops.serving.app import create_app
-    from unidec.ops.serving.protocol import http_protocol
-    from unidec.ops.serving.run import SWITCH_SECONDS
-    from unidec.ops.serving.service import Service
     from unidec.sections import Serve
+    from unidec.serving.app import create_app
+    from unidec.serving.protocol import http_protocol
+    from unidec.serving.run import SWITCH_SECONDS
+    from unidec.serving.service import Service
 
     settings = Serve(cache_queries=10_000 if mode == "kept" else 0)
     service = Service(settings)
@@ -107,8 +107,8 @@ class _Instant:
     runtime, model_json = "none", b'{"sha256":"none","version":null}'
 
     def __init__(self) -> None:
-        from unidec.ops.serving.service import Identity
         from unidec.retrieval.bundle import Prediction
+        from unidec.serving.service import Identity
 
         scores = [1.4538171291351318 / (i + 1) for i in range(5)]
         self.identity = Identity("none")

@@ -37,7 +37,7 @@ from unidec.data.tokens import Tokens
 from unidec.errors import ArtifactError
 from unidec.model.encoder import load_transformer
 from unidec.model.sources import resolve_encoder
-from unidec.stages import paths
+from unidec.pipeline import paths
 from unidec.training import trainer as trainer_module
 from unidec.training.batches import Prepared
 from unidec.training.refresh import make_clusters, make_refresh

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from unidec.data.storage import write_json
-from unidec.ops.tracking import Tracker
-from unidec.ops.tracking_store import Outage, open_client, prepare_store
+from unidec.tracking.run import Tracker
+from unidec.tracking.store import Outage, open_client, prepare_store
 
 FIGURES = 12
 

@@ -25,15 +25,15 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from unidec import stages
+from unidec import pipeline
 from unidec.config import Params, load_params, parse_overrides
 from unidec.data.dataset import write_dataset
 from unidec.data.formats import make_slice, read_raw
 from unidec.data.raw import RawData, hold_out
 from unidec.data.storage import write_folder, write_json
 from unidec.model.unidec import KIND, VERSION
-from unidec.stages import paths
-from unidec.stages.ranking import Ranking, headline, tuned_blend
+from unidec.pipeline import paths
+from unidec.pipeline.ranking import Ranking, headline, tuned_blend
 from unidec.training.trainer import Trainer
 from unidec.training.warm_start import Start, warm_params
 
@@ -138,8 +138,8 @@ def prepare(folder: Path, raw: RawData, params: Params) -> None:
     with _inside(folder):
         if not paths.PROPENSITY.is_dir():
             write_dataset(paths.DATASET, raw)
-            stages.tokens(params)
-            stages.propensity(params)
+            pipeline.tokens(params)
+            pipeline.propensity(params)
 
 
 def train(

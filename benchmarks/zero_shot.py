@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from unidec import stages
+from unidec import pipeline
 from unidec.config import Params, load_params, parse_overrides
 from unidec.data.dataset import write_dataset
 from unidec.data.formats import make_slice, read_raw
@@ -37,10 +37,10 @@ from unidec.data.tokens import encode_texts
 from unidec.evaluation.metrics import filtered_truth
 from unidec.model.search import exact_search
 from unidec.model.unidec import KIND, VERSION, UniDEC
+from unidec.pipeline import paths
+from unidec.pipeline.ranking import CLF_WEIGHTS
 from unidec.retrieval.new_rows import estimated_rows
 from unidec.retrieval.space import Space, label_vectors, query_vectors, unit_rows
-from unidec.stages import paths
-from unidec.stages.ranking import CLF_WEIGHTS
 from unidec.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,8 +89,8 @@ def train(folder: Path, version: RawData, params: Params) -> Path:
         if not Path("model/manifest.json").is_file():
             if not paths.PROPENSITY.is_dir():
                 write_dataset(paths.DATASET, version)
-                stages.tokens(params)
-                stages.propensity(params)
+                pipeline.tokens(params)
+                pipeline.propensity(params)
             tokens, run = [paths.open_tokens(which) for which in ("queries", "labels")], f"run-{time.time():.0f}"
             trainer = Trainer(params, paths.open_dataset(), *tokens, Path("runs") / run, paths.CACHE)
             while not trainer.finished:

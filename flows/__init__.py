@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from unidec.errors import without_credentials
-from unidec.ops.tracking_store import project_folder
+from unidec.tracking.store import project_folder
 
 _CHECKOUT = Path(__file__).resolve().parents[1]  # of an installed package: no project
 _FOLDER = _CHECKOUT if (_CHECKOUT / "prefect.toml").is_file() and project_folder() == Path() else project_folder()

@@ -6,7 +6,7 @@ from typing import Any
 
 from flows import artifacts, endings, publish, reproduce, source, steps
 from flows.summary import program
-from unidec import stages
+from unidec import pipeline
 from unidec.config import Params
 from unidec.errors import Refused, UnidecError
 
@@ -24,7 +24,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
         {"gate": its result, "promoted": ... or "refused": words}; {} where there was nothing to judge. Where a refusal
         leaves the model without a champion also {"no_champion": {"version", "reason", "command": what changes it}}.
     """
-    if not always and not stages.needs_gate(params, str(version)):
+    if not always and not pipeline.needs_gate(params, str(version)):
         return {}
     verdict = steps.gate(params, str(version))
     artifacts.show_gate(verdict)

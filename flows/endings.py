@@ -21,9 +21,9 @@ from prefect.states import Cancelled, Completed
 from flows import left, server
 from unidec import interrupt
 from unidec.errors import Refused, UnidecError, without_credentials
-from unidec.ops.tracking import RUN_TAGS
-from unidec.stages.runs import close_tracking
-from unidec.stages.watch import watch
+from unidec.pipeline.parent_watch import watch
+from unidec.pipeline.runs import close_tracking
+from unidec.tracking.run import RUN_TAGS
 
 FAREWELL: dict[type[BaseException], tuple[int, str]] = {
     KeyboardInterrupt: (130, "interrupted: run again to go on from the last checkpoint"),

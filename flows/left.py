@@ -28,8 +28,8 @@ from prefect.states import Crashed
 
 from unidec.data.storage import write_json
 from unidec.errors import without_credentials
-from unidec.ops.holder import is_alive, this_process
-from unidec.stages.runs import close_tracking
+from unidec.pipeline.runs import close_tracking
+from unidec.tracking.lock_holder import is_alive, this_process
 
 log = logging.getLogger("unidec.flows")
 

@@ -19,9 +19,9 @@ from prefect import flow
 from flows import endings
 from flows.runners import Runner
 from flows.shards import add_options, merge, on_command_line, write_shards
-from unidec.ops.fetch import fetch_bundle
-from unidec.stages import shards as work
-from unidec.stages.paths import BUNDLES
+from unidec.pipeline import shards as work
+from unidec.pipeline.paths import BUNDLES
+from unidec.tracking.fetch import fetch_bundle
 
 
 @flow(name="unidec-predict", description=__doc__, persist_result=False)

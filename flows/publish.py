@@ -14,7 +14,7 @@ from prefect.runtime import flow_run as current_flow_run
 
 from unidec.config import Params, load_params
 from unidec.errors import UnidecError, without_credentials
-from unidec.ops.promotion import tag_version
+from unidec.tracking.promotion import tag_version
 
 log = logging.getLogger("unidec.flows")
 

@@ -25,7 +25,7 @@ from unidec.errors import (
     UnidecError,
     without_credentials,
 )
-from unidec.stages.lock import one_at_a_time
+from unidec.pipeline.lock import one_at_a_time
 
 __all__ = ["CommandError", "check_repository", "commit", "inputs_digest", "one_at_a_time", "reproduce", "run", "stale"]
 

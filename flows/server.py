@@ -103,7 +103,7 @@ def main() -> None:
     import uvicorn
     from psutil import NoSuchProcess
 
-    from unidec.stages.watch import watch
+    from unidec.pipeline.parent_watch import watch
 
     try:
         watch(int(sys.argv[2]))  # not os.getppid(): the flow's process may be gone already

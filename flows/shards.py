@@ -37,8 +37,8 @@ from flows import endings
 from flows.runners import SYNTAX, VARIABLE, Runner
 from unidec.config import load_params, parse_overrides
 from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
+from unidec.pipeline import shards as work
 from unidec.progress import Progress, progress
-from unidec.stages import shards as work
 
 ROUNDS = 3  # attempts: a pool that broke because a worker died is started again
 _FAREWELL = "stopped: the same command goes on with the shards that are missing"

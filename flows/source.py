@@ -16,7 +16,7 @@ import yaml
 from prefect.blocks.system import Secret
 
 from flows import reproduce
-from unidec import stages
+from unidec import pipeline
 from unidec.config import Params
 from unidec.errors import ConfigError, DataError
 from unidec.sections import Source
@@ -26,14 +26,14 @@ def fetch(params: Params, say: Callable[[str], None] = print) -> dict[str, Any]:
     """The newest raw data into `data.path`.
 
     Returns:
-        {"changed", "source", "sha256", "reason"}, as `stages.fetch`.
+        {"changed", "source", "sha256", "reason"}, as `pipeline.fetch`.
 
     Raises:
         UnidecError: the source is missing, damaged or not described rightly; nothing is trained then.
         CommandError: DVC failed in a way that may pass.
     """
     if params.source.kind != "dvc":
-        return stages.fetch(params)
+        return pipeline.fetch(params)
     target = dvc_file(params.source)
     before = _described(target)
     imported = any("repo" in dep or "path" in dep for dep in before.get("deps", []))

@@ -10,7 +10,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from flows import artifacts, publish, reproduce, source
-from unidec import stages
+from unidec import pipeline
 from unidec.config import Params
 from unidec.errors import UnidecError
 
@@ -52,13 +52,13 @@ def prepare(stage: str, data_changed: bool = True) -> None:
 @task(name="data", task_run_name="{stage}", **_once)
 def data_step(stage: str, params: Params) -> dict[str, Any]:
     """Runs a data stage here, without DVC."""
-    return getattr(stages, stage)(params)
+    return getattr(pipeline, stage)(params)
 
 
 @task(name="data change", task_run_name="data change", **_again)
 def data_change(params: Params) -> dict[str, Any]:
     """Compares the data with what the champion was trained on; a change beyond the limits stops."""
-    return stages.data_change(params)
+    return pipeline.data_change(params)
 
 
 # -- model ------------------------------------------------------------------------------------------------------------
@@ -67,20 +67,20 @@ def data_change(params: Params) -> dict[str, Any]:
 @task(name="choose start", task_run_name="choose start", **_again)
 def choose_start(params: Params, kind: str | None) -> dict[str, Any]:
     """From the champion or from nothing -> data/start.json."""
-    return stages.choose_start(params, kind)
+    return pipeline.choose_start(params, kind)
 
 
 @task(name="start run", task_run_name="start run", **_again)
 def start_run(params: Params) -> dict[str, Any]:
     """Finds the checkpoint to go on from, or begins anew; opens the MLflow run."""
-    return stages.start_run(params)
+    return pipeline.start_run(params)
 
 
 # A round is not retried: what ended it would end it again, and the next run resumes from its checkpoint.
 @task(name="cluster", task_run_name="cluster {number} of {total}", **_once)
 def cluster(params: Params, run_dir: str, number: int, total: int) -> dict[str, Any]:
     """Clusters the training queries for a round."""
-    report = stages.cluster(params, run_dir)
+    report = pipeline.cluster(params, run_dir)
     artifacts.show_refresh("clusters", number, report)
     return report
 
@@ -88,7 +88,7 @@ def cluster(params: Params, run_dir: str, number: int, total: int) -> dict[str, 
 @task(name="mine", task_run_name="mine {number} of {total}", **_once)
 def mine(params: Params, run_dir: str, number: int, total: int) -> dict[str, Any]:
     """Mines hard negatives for a round: with the clusters that is its refresh."""
-    report = stages.refresh(params, run_dir)
+    report = pipeline.refresh(params, run_dir)
     artifacts.show_refresh("hard-negatives", number, report)
     return report
 
@@ -96,25 +96,25 @@ def mine(params: Params, run_dir: str, number: int, total: int) -> dict[str, Any
 @task(name="train round", task_run_name="train round {number} of {total}", **_once)
 def train_round(params: Params, run_dir: str, number: int, total: int) -> dict[str, Any]:
     """Trains until the next refresh; ends with a checkpoint."""
-    return stages.train_round(params, run_dir)
+    return pipeline.train_round(params, run_dir)
 
 
 @task(name="export", task_run_name="export", **_once)
 def export(params: Params, run_dir: str) -> dict[str, Any]:
     """The run's model -> outputs/model."""
-    return stages.export(params, run_dir)
+    return pipeline.export(params, run_dir)
 
 
 @task(name="index", task_run_name="index", **_once)
 def index(params: Params) -> dict[str, Any]:
     """Label vectors and index -> outputs/bundle."""
-    return stages.index(params)
+    return pipeline.index(params)
 
 
 @task(name="evaluate", task_run_name="evaluate", **_once)
 def evaluate(params: Params) -> dict[str, Any]:
     """Metrics, plots, predictions and report on the test split."""
-    return stages.evaluate(params)
+    return pipeline.evaluate(params)
 
 
 @task(name="record", task_run_name="record", **_again)
@@ -126,7 +126,7 @@ def record(made: list[str]) -> None:
 @task(name="refresh labels", task_run_name="refresh labels", **_once)
 def refresh_labels(params: Params) -> dict[str, Any]:
     """The champion with the labels of today -> a bundle of its own."""
-    return stages.refresh_labels(params)
+    return pipeline.refresh_labels(params)
 
 
 # -- registry and after -----------------------------------------------------------------------------------------------
@@ -135,19 +135,19 @@ def refresh_labels(params: Params) -> dict[str, Any]:
 @task(name="register", task_run_name="register", **_again)
 def register(params: Params, bundle: str | None = None) -> dict[str, Any]:
     """Registers the bundle as `challenger`; one that is registered already keeps its version."""
-    return stages.register(params) if bundle is None else stages.register(params, bundle)
+    return pipeline.register(params) if bundle is None else pipeline.register(params, bundle)
 
 
 @task(name="gate", task_run_name="gate of version {version}", **_again)
 def gate(params: Params, version: str) -> dict[str, Any]:
     """Challenger against champion: quality, significance, servability."""
-    return stages.gate(params, version)
+    return pipeline.gate(params, version)
 
 
 @task(name="promote", task_run_name="promote version {version}", **_again)
 def promote(params: Params, version: str) -> dict[str, Any]:
     """The version becomes `champion`, the champion `previous`."""
-    return stages.promote(params, version, allow_dirty=params.gate.allow_dirty, reason="retraining")
+    return pipeline.promote(params, version, allow_dirty=params.gate.allow_dirty, reason="retraining")
 
 
 @task(name="push", task_run_name="dvc push", **_again)
@@ -165,4 +165,4 @@ def commit_in_git(params: Params, version: Any, how: str, verdict: str, extra: S
 @task(name="monitor", task_run_name="monitor", **_once)
 def monitor(params: Params, queries: str, **options: Any) -> dict[str, Any]:
     """A window of live queries against what the champion was trained on."""
-    return stages.monitor(params, queries, **options)
+    return pipeline.monitor(params, queries, **options)

@@ -35,8 +35,8 @@ from flows import artifacts, decide, endings, late, publish, reproduce, steps
 from flows.summary import summary
 from unidec.config import Params, fingerprint, load_params, parse_overrides
 from unidec.errors import ConfigError, DataError, TrainingError
-from unidec.ops.tracking import Tracker
-from unidec.ops.tracking_store import import_mlflow, prepare_store, tracking_uri
+from unidec.tracking.run import Tracker
+from unidec.tracking.store import import_mlflow, prepare_store, tracking_uri
 
 Start = Literal["auto", "warm", "cold"]
 Step = Literal[
@@ -96,7 +96,7 @@ def train(
         register_trial: also a trial's bundle, as `challenger`.
 
     Returns:
-        what was done: {"steps", and where they ran "start", "epoch", what `unidec.stages.evaluate` returns, "model",
+        what was done: {"steps", and where they ran "start", "epoch", what `unidec.pipeline.evaluate` returns, "model",
         "version", "run_url", "skipped", "gate", "promoted", "refused", "shared"}.
 
     Raises:

@@ -77,7 +77,7 @@ def make_raw(
 
 
 # folders with the longest tests: they start first, so that no worker is left alone with them at the end
-SLOWEST = ("faults", "flows", "stages", "ops", "comparison", "training")
+SLOWEST = ("faults", "flows", "pipeline", "tracking", "serving", "comparison", "training")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from unidec.data.storage import folder_sha256
-from unidec.ops.tracking_store import open_client
+from unidec.tracking.store import open_client
 
 NAME, ALIAS = "served", "champion"
 PATIENCE = 120.0  # seconds for anything, on a machine that is busy with other things

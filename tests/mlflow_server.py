@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from unidec.ops.tracking_store import prepare_store
+from unidec.tracking.store import prepare_store
 
 
 def free_port() -> int:

@@ -32,10 +32,10 @@ SIMPLE = {
 
 
 class Stages(types.ModuleType):
-    """Stands for unidec.stages: notes the calls, trains in three rounds."""
+    """Stands for unidec.pipeline: notes the calls, trains in three rounds."""
 
     def __init__(self) -> None:
-        super().__init__("unidec.stages")
+        super().__init__("unidec.pipeline")
         self.calls: list[str] = []
         self.params: Params | None = None
         self.error: Exception | None = None
@@ -63,8 +63,8 @@ class Stages(types.ModuleType):
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
     fake = Stages()
-    monkeypatch.setitem(sys.modules, "unidec.stages", fake)
-    monkeypatch.setattr(unidec, "stages", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "unidec.pipeline", fake)
+    monkeypatch.setattr(unidec, "pipeline", fake, raising=False)
     return fake
 
 

@@ -265,9 +265,9 @@ def bundle(helper, tmp_path_factory):
 def served(bundle):
     """Address of the application over a real bundle, on loopback, with an API key; and the engine within."""
     uvicorn = pytest.importorskip("uvicorn")
-    from unidec.ops.serving.app import create_app
-    from unidec.ops.serving.service import Engine, Service
     from unidec.sections import Serve
+    from unidec.serving.app import create_app
+    from unidec.serving.service import Engine, Service
 
     settings = Serve(max_queries=8, runtime="torch")
     service = Service(settings)

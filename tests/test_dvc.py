@@ -194,7 +194,7 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
 # in place of flows.train in the stage `train`: what the library finds out about where it runs
 LOOK = """
 import json, os, pathlib
-from unidec.ops.tracking_store import tracking_uri
+from unidec.tracking.store import tracking_uri
 found = {"store": tracking_uri(), "experiment": os.environ.get("DVC_EXP_NAME"), "folder": os.getcwd()}
 with open(os.environ["LOOKED"], "a") as log:
     log.write(json.dumps(found) + "\\n")

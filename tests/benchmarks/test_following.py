@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from unidec.data.storage import read_manifest
-from unidec.ops.tracking_store import open_client
 from unidec.retrieval.bundle_folder import KIND, VERSION
+from unidec.tracking.store import open_client
 
 
 @pytest.fixture(scope="module")

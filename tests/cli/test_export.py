@@ -76,7 +76,7 @@ def test_a_registered_bundle_is_fetched(run, bundle, monkeypatch) -> None:
         asked.append((address, str(folder)))
         return bundle
 
-    monkeypatch.setattr("unidec.ops.fetch.fetch_bundle", fetch)
+    monkeypatch.setattr("unidec.tracking.fetch.fetch_bundle", fetch)
     assert run("predict", "river engine", "--bundle", "models:/unidec@champion", "-k", "2")[0] == 0
     assert run("export", "vectors", "--bundle", "models:/unidec/7")[0] == 0
     assert asked == [("models:/unidec@champion", "runs/bundles"), ("models:/unidec/7", "runs/bundles")]

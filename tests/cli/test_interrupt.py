@@ -30,7 +30,7 @@ runpy.run_module({module!r}, run_name="__main__", alter_sys=False)
     [
         ("unidec.cli", "typer", ["ingest"]),
         ("unidec.cli", "unidec.config", ["ingest"]),
-        ("unidec.cli", "unidec.stages.data", ["ingest"]),  # within the command
+        ("unidec.cli", "unidec.pipeline.data", ["ingest"]),  # within the command
         ("unidec.cli", "pyarrow.compute", ["ingest"]),
         ("flows.train", "prefect", []),
     ],

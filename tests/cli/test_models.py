@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from unidec import cli
-from unidec.ops.promotion import aliases
-from unidec.ops.tracking_store import open_client, prepare_store
+from unidec.tracking.promotion import aliases
+from unidec.tracking.store import open_client, prepare_store
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def world(helper, uri, tmp_path, monkeypatch, request, capsys):
     """`world.run("models")` -> exit code, output, errors; `world.store("a", **tags)`: a version."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    name, client, versions = request.node.originalname, open_client(uri), helper("ops/stored_versions")
+    name, client, versions = request.node.originalname, open_client(uri), helper("tracking/stored_versions")
     Path("params.yaml").write_text(f"recipe: unidec\ntracking: {{model_name: {name}}}\n")
 
     def run(*words: str) -> tuple[int, str, str]:
@@ -101,10 +101,10 @@ def test_the_gates_exit_code_says_what_it_said(world, monkeypatch, passed, code)
         reason = {"check": "nDCG@5", "passed": passed, "got": 1.0, "limit": 0.0, "words": "31 against 30"}
         return {"passed": passed, "challenger": "7", "champion": None, "reasons": [reason], "page": "outputs/gate.html"}
 
-    stages = types.ModuleType("unidec.stages")
-    stages.gate = gate
-    monkeypatch.setitem(sys.modules, "unidec.stages", stages)
-    monkeypatch.setattr("unidec.stages", stages, raising=False)
+    fake = types.ModuleType("unidec.pipeline")
+    fake.gate = gate
+    monkeypatch.setitem(sys.modules, "unidec.pipeline", fake)
+    monkeypatch.setattr("unidec.pipeline", fake, raising=False)
     got, shown, _ = world.run("gate", "7")
     assert got == code and asked == ["7"]
     assert f"nDCG@5\t{'pass' if passed else 'FAIL'}\t31 against 30" in shown
@@ -119,6 +119,8 @@ def test_an_unknown_metric_is_an_error_of_the_parameters(world):
 
 
 def test_models_promote_and_rollback_import_nothing_heavy():
-    code = "import sys, unidec.cli, unidec.ops.model_table, unidec.ops.promotion; print('torch' in sys.modules)"
+    code = (
+        "import sys, unidec.cli, unidec.tracking.model_table, unidec.tracking.promotion; print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

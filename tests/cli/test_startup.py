@@ -35,7 +35,7 @@ def test_the_command_line_imports_nothing_heavy():
 
 def test_stages_around_training_require_no_torch():
     names = ("ingest", "validate", "tokens", "propensity", "label_graph", "register", "needs_gate")
-    assert imported(f"from unidec import stages\nfor name in {names}: getattr(stages, name)") == set()
+    assert imported(f"from unidec import pipeline\nfor name in {names}: getattr(pipeline, name)") == set()
 
 
 def test_a_flow_that_trains_nothing_requires_no_torch():
@@ -43,7 +43,9 @@ def test_a_flow_that_trains_nothing_requires_no_torch():
 
 
 def test_every_stage_is_found():
-    code = "from unidec import stages\nfor name in stages._MODULE_OF: assert callable(getattr(stages, name)), name"
+    code = (
+        "from unidec import pipeline\nfor name in pipeline._MODULE_OF: assert callable(getattr(pipeline, name)), name"
+    )
     assert "torch" in imported(code)
 
 

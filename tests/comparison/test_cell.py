@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from unidec import pipeline
 from unidec.comparison import cell, engine, results
 from unidec.comparison.plan import load_comparison, nested
 from unidec.comparison.workspace import Workspace
@@ -195,7 +196,7 @@ def test_tags_from_outside(
 ) -> None:  # fmt: skip
     from mlflow import MlflowClient
 
-    from unidec.ops.tracking import RUN_TAGS, Tracker
+    from unidec.tracking.run import RUN_TAGS, Tracker
 
     parent = Tracker("tags")
     parent_id = parent.start(tmp_path / "parent", {})
@@ -294,14 +295,13 @@ def again(project: SimpleNamespace, tmp_path: Path, tiny_bert: Path, helper: Cal
 
 
 def test_cut_off_after_training_it_goes_on_there(again: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unidec import stages
 
     def broken(_params: Any) -> None:
         raise TrainingError("the disk is full", where="outputs")
 
     folder = again.workspace.tasks["d/first/0"].folder
     with monkeypatch.context() as patch:
-        patch.setattr(stages, "index", broken)
+        patch.setattr(pipeline, "index", broken)
         assert make(again.folder, again.workspace, "d/first/0") == 5
     assert "the disk is full" in json.loads((folder / "failure.json").read_text())["what"]
     assert engine.last_words(again.workspace.tasks["d/first/0"]) == "no log"  # nobody caught what it printed
@@ -342,7 +342,7 @@ def test_a_budget_of_minutes(again: SimpleNamespace, monkeypatch: pytest.MonkeyP
         asked.append(params.optim.epochs)
         return Times(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, {})
 
-    monkeypatch.setattr("unidec.stages.plan.measure_time", measured)
+    monkeypatch.setattr("unidec.pipeline.plan.measure_time", measured)
     (again.folder / "c.yaml").write_text((again.folder / "c.yaml").read_text() + "minutes: 0.05\n")
     workspace = open_workspace(again.folder)
     assert not workspace.tasks["d/first/0"].is_done() and make(again.folder, workspace, "d/first/0") == 0

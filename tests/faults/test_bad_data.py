@@ -300,7 +300,7 @@ def test_degenerate_data_is_legal(raw_factory: Callable[..., RawData], tmp_path:
 @pytest.mark.slow
 def test_a_million_stored_queries_are_judged_within_a_minute(tmp_path: Path) -> None:
     """What ingest lets through, legal but wrong: empty texts and a leak, told with few samples."""
-    from unidec.ops.validation import validate_dataset
+    from unidec.validation.suite import validate_dataset
 
     sizes, num_labels = {"train": 900_000, "test": 100_000}, 1000
     titles = {split: [f"a query of {split} number {row}" for row in range(size)] for split, size in sizes.items()}

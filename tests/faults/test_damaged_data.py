@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unidec import stages
+from unidec import pipeline
 from unidec.config import Params
 from unidec.data.formats import write_raw
 from unidec.data.storage import MANIFEST, read_manifest, write_manifest
 from unidec.errors import ArtifactError
-from unidec.ops.tracking_store import prepare_store
-from unidec.stages import doctor, paths, session, training
+from unidec.pipeline import doctor, paths, session, training
+from unidec.tracking.store import prepare_store
 from unidec.training.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(240)
@@ -55,10 +55,10 @@ def trained(
             prepare_store(f"sqlite:///{folder}/mlflow.db")
             params = _params(helper, folder)
             for stage in ("ingest", "tokens", "propensity", "label_graph"):
-                getattr(stages, stage)(params)
+                getattr(pipeline, stage)(params)
             if name == "mine":
                 session.train(params, say=lambda line: None)
-                stages.index(params)
+                pipeline.index(params)
             else:
                 training.open_trainer(params, "runs/none")
             projects[name] = SimpleNamespace(folder=folder, params=params)
@@ -128,7 +128,7 @@ def test_any_damaged_file_is_named_before_the_first_step(mine: SimpleNamespace, 
             assert str(path) in [f.where for f in doctor._artifacts(Path("."), False)] or _swapped(path, named)
             if path.parent.name != "label_graph":
                 with pytest.raises(ArtifactError):
-                    stages.evaluate(mine.params)
+                    pipeline.evaluate(mine.params)
         finally:
             path.write_bytes(before)
     assert not list(doctor._artifacts(Path("."), True))
@@ -140,7 +140,7 @@ def test_a_damaged_cache_of_the_frozen_encoder_is_named(mine: SimpleNamespace, d
         if path.is_relative_to("data/cache"):
             training.open_trainer(mine.params, "runs/new")
         else:
-            stages.index(mine.params)
+            pipeline.index(mine.params)
 
     for path in _files("data/cache", "outputs/model"):
         before = path.read_bytes()

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from unidec.data.storage import folder_sha256
-from unidec.ops.fetch import fetch_bundle
-from unidec.ops.registry import HASH_TAG
-from unidec.ops.tracking_store import open_client, prepare_store
+from unidec.tracking.fetch import fetch_bundle
+from unidec.tracking.registry import HASH_TAG
+from unidec.tracking.store import open_client, prepare_store
 
-CHILD = Path(__file__).parents[1] / "ops" / "killed_child.py"
+CHILD = Path(__file__).parents[1] / "tracking" / "killed_child.py"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def uri():
 @pytest.fixture(scope="module")
 def bundle_of(helper, tmp_path_factory):
     """`bundle_of(3)`: a real one, another for each number."""
-    world = helper("stages/gate_world")
+    world = helper("pipeline/gate_world")
     maker = world.World.__new__(world.World)
     maker.folder = tmp_path_factory.mktemp("bundles")
     return lambda number: maker.bundle(str(number), wrong=(0, number + 1)) / "artifacts" / "bundle"

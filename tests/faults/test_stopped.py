@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from unidec import stages
+from unidec import pipeline
 from unidec.config import load_params, to_yaml
 from unidec.data.formats import write_raw
 from unidec.data.storage import read_manifest
-from unidec.ops.tracking_store import prepare_store
+from unidec.tracking.store import prepare_store
 
 ROOT = Path(__file__).resolve().parents[2]
 CLI = [sys.executable, "-m", "unidec.cli", "train"]
@@ -51,7 +51,7 @@ def prepared(helper: Callable[[str], Any], tmp_path_factory: pytest.TempPathFact
     (folder / "params.yaml").write_text(to_yaml(params))
     with chdir(folder):
         for name in ("ingest", "tokens", "propensity"):
-            getattr(stages, name)(load_params())
+            getattr(pipeline, name)(load_params())
         prepare_store("sqlite:///mlflow/mlflow.db", folder)
     return folder
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from unidec.ops.tracking import Tracker
-from unidec.ops.tracking_left import send_left
-from unidec.ops.tracking_store import Outage, open_client
+from unidec.tracking.run import Tracker
+from unidec.tracking.store import Outage, open_client
+from unidec.tracking.unfinished_runs import send_left
 
 PARAMS = {f"section.key{i}": i for i in range(120)}
 DATASET = {"name": "tiny", "digest": "0" * 32, "path": "data/dataset", "num_queries": 7}
@@ -24,7 +24,7 @@ DATASET = {"name": "tiny", "digest": "0" * 32, "path": "data/dataset", "num_quer
 CHILD = """
 import sys, tempfile, time
 from pathlib import Path
-from unidec.ops.tracking import Tracker
+from unidec.tracking.run import Tracker
 run_dir, uri = Path(sys.argv[1]), sys.argv[2]
 tracker = Tracker("down", uri=uri, flush_seconds=0.0)
 tracker.start(run_dir, {"seed": 7}, {"git.dirty": "false"}, {"name": "tiny", "digest": "1", "path": "d"}, "killed")

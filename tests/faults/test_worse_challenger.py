@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unidec import stages
+from unidec import pipeline
 from unidec.data.dataset import XMCDataset
 from unidec.errors import Refused
-from unidec.ops.fetch import fetch_bundle
+from unidec.pipeline import servable
 from unidec.retrieval.bundle import Bundle
-from unidec.stages import servable
+from unidec.tracking.fetch import fetch_bundle
 
 UNSEEN = {"max_load_ratio": 0.0, "max_latency_ratio": 0.0, "max_size_ratio": 0.0}  # quality alone decides here
 WORSE = {
@@ -41,13 +41,13 @@ def world(helper, tmp_path_factory):
         pytest.MonkeyPatch.context() as m,
     ):
         folder = tmp_path_factory.mktemp("worse")
-        world = helper("stages/gate_world").World(folder, Path(store))
+        world = helper("pipeline/gate_world").World(folder, Path(store))
         m.chdir(folder)
         m.setenv("MLFLOW_TRACKING_URI", world.uri)
         world.data()
         world.champion = world.version(world.bundle("champion", wrong=range(18)))
-        assert stages.gate(world.params())["passed"]
-        stages.promote(world.params())
+        assert pipeline.gate(world.params())["passed"]
+        pipeline.promote(world.params())
         yield world
 
 
@@ -69,11 +69,11 @@ def test_a_worse_challenger_is_not_promoted(world, worse_in, monkeypatch):
     how, rules, expected = WORSE[worse_in]
     params = world.params(**rules)
     version = world.version(world.bundle(worse_in, **how))
-    result = stages.gate(params)
+    result = pipeline.gate(params)
     failed = {reason["check"] for reason in result["reasons"] if not reason["passed"]}
     assert not result["passed"] and failed == expected
     with pytest.raises(Refused) as caught:
-        stages.promote(params)
+        pipeline.promote(params)
     page, tags = Path(result["page"]).read_text(), world.tags(version)
     for reason in (reason for reason in result["reasons"] if not reason["passed"]):
         assert reason["check"] in str(caught.value)
@@ -86,8 +86,8 @@ def test_a_worse_challenger_is_not_promoted(world, worse_in, monkeypatch):
 def test_a_better_one_is_promoted_and_a_rollback_answers_as_before_within_ten_seconds(world):
     before = answers(world)
     version = world.version(world.bundle("better"))
-    assert stages.gate(world.params(**UNSEEN))["passed"]
-    stages.promote(world.params())
+    assert pipeline.gate(world.params(**UNSEEN))["passed"]
+    pipeline.promote(world.params())
     assert world.aliases() == {"champion": version, "previous": world.champion, "challenger": version}
     assert answers(world) != before
     params = world.folder / "params.yaml"

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from unidec.errors import TrainingError
-from unidec.ops.tracking import RUN_TAGS
+from unidec.tracking.run import RUN_TAGS
 
 
 @pytest.fixture(scope="module")

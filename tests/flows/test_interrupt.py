@@ -15,7 +15,7 @@ import pytest
 # a round that lasts for ever, in place of the library's
 PROGRAM = """
 import signal, sys, time
-from unidec.ops.tracking import Tracker
+from unidec.tracking.run import Tracker
 
 def start_run(params):
     Tracker().start("runs/abc", {"seed": params.seed})
@@ -25,9 +25,9 @@ def train_round(params, run_dir):
     open("training", "w").close()
     time.sleep(600)
 
-from unidec import stages
-stages.start_run, stages.train_round = start_run, train_round
-stages.cluster = stages.refresh = lambda *_: {}
+from unidec import pipeline
+pipeline.start_run, pipeline.train_round = start_run, train_round
+pipeline.cluster = pipeline.refresh = lambda *_: {}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal; background jobs ignore it
 from flows.train import main
 sys.exit(main(["--steps", "train"]))

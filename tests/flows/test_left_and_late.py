@@ -35,7 +35,7 @@ def client(prefect_server):
 
 def holder_that_is_gone() -> dict:
     """A process that told of itself and ended."""
-    program = "import json; from unidec.ops.holder import this_process; print(json.dumps(this_process()))"
+    program = "import json; from unidec.tracking.lock_holder import this_process; print(json.dumps(this_process()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 

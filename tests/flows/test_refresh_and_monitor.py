@@ -49,7 +49,7 @@ def world(place, monkeypatch):
         monitor=stage("monitor", window),
     )
     for module in (steps, decide):
-        monkeypatch.setattr(module, "stages", stages)
+        monkeypatch.setattr(module, "pipeline", stages)
     for name, task in vars(steps).items():
         if hasattr(task, "fn"):
             monkeypatch.setattr(steps, name, task.fn)

@@ -167,7 +167,7 @@ def test_what_the_flow_starts_itself(ask, runner):
 
 
 def test_only_what_is_missing_is_written(place, tmp_path, module, prefect_server):
-    from unidec.stages import shards as work
+    from unidec.pipeline import shards as work
 
     told = (place / "bundle", place / "in.parquet", tmp_path / "out.parquet", 3)
     plan = work.begin_predictions(*told, shards=SHARDS)
@@ -191,7 +191,7 @@ def test_a_shard_that_cannot_be_written_is_named(place, tmp_path, predict, prefe
 
 def test_workers_that_see_other_folders_are_found_out(place, tmp_path, module, monkeypatch, prefect_server):
     from unidec.errors import ArtifactError
-    from unidec.stages import shards as work
+    from unidec.pipeline import shards as work
 
     plan = work.begin_predictions(place / "bundle", place / "in.parquet", tmp_path / "out.parquet", shards=2)
     monkeypatch.setattr(module.work, "run_shard", lambda folder, number, threads: {})
@@ -204,14 +204,14 @@ def test_token_shards_are_joined_by_the_stage(
 ):
     import shutil
 
-    from unidec import stages
+    from unidec import pipeline
     from unidec.config import to_yaml
-    from unidec.stages import data, paths
+    from unidec.pipeline import data, paths
 
     shutil.copytree(tiny_dataset.path, paths.DATASET)
     params = tiny_params()
     Path("params.yaml").write_text(to_yaml(params))
-    stages.tokens(params)
+    pipeline.tokens(params)
     wanted = {path: path.read_bytes() for path in paths.TOKENS.rglob("*") if path.is_file()}
     assert len(wanted) == 6
     sizes = {"queries": tiny_dataset.num_queries, "labels": tiny_dataset.num_labels}
@@ -222,7 +222,7 @@ def test_token_shards_are_joined_by_the_stage(
     monkeypatch.setattr(data, "ROWS_A_SHARD", 10)
     written = []
     monkeypatch.setattr(data, "write_token_shard", lambda *told: written.append(told))
-    stages.tokens(params)
+    pipeline.tokens(params)
     assert written == [] and not list(paths.CACHE.rglob("*-of-*"))
     assert wanted == {path: path.read_bytes() for path in paths.TOKENS.rglob("*") if path.is_file()}
 

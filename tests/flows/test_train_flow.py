@@ -119,7 +119,7 @@ class Stages(types.SimpleNamespace):
 def stages(place, flow_module, monkeypatch) -> Stages:
     stand_in = Stages()
     for module in (flow_module.steps, flow_module.decide, flow_module.decide.source):
-        monkeypatch.setattr(module, "stages", stand_in)
+        monkeypatch.setattr(module, "pipeline", stand_in)
     return stand_in
 
 

@@ -17,15 +17,15 @@ from unidec.retrieval.probe import Probe, answers, num_different, probe_bundle
 
 @pytest.fixture(scope="module")
 def bundle(helper, tmp_path_factory) -> Path:
-    """A real one: `helper("stages/gate_world")` needs no registry for it."""
-    world = helper("stages/gate_world")
+    """A real one: `helper("pipeline/gate_world")` needs no registry for it."""
+    world = helper("pipeline/gate_world")
     maker = world.World.__new__(world.World)
     maker.folder = tmp_path_factory.mktemp("probe")
     return maker.bundle("one") / "artifacts" / "bundle"
 
 
 def test_what_a_fresh_process_says(bundle, helper):
-    texts = [helper("stages/gate_world").label_text(label) for label in range(12)]
+    texts = [helper("pipeline/gate_world").label_text(label) for label in range(12)]
     found = probe_bundle(bundle, texts, 5, timeout=120)
     here = Bundle.load(bundle)
     assert found.sha256 == here.sha256

@@ -595,7 +595,7 @@ import json, sys
 from pathlib import Path
 import numpy as np, scipy.sparse as sp
 from unidec.config import Params
-from unidec.stages.plan import process_bytes
+from unidec.pipeline.plan import process_bytes
 from unidec.training.memory.machine import host_peak
 from unidec.training.memory.estimate import estimate
 from unidec.training.memory.sizes import EncoderShape, Sizes

@@ -54,13 +54,13 @@ def _options(
 
 
 def _add_stage(command: str, stage: str, about: str, example: str) -> None:
-    """A command that runs one function of `unidec.stages` and prints what it returns."""
+    """A command that runs one function of `unidec.pipeline` and prints what it returns."""
 
     def run(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
         loaded = load(params, assignments)
-        from unidec import stages
+        from unidec import pipeline
 
-        show(command, getattr(stages, stage)(loaded), as_json)
+        show(command, getattr(pipeline, stage)(loaded), as_json)
 
     app.command(command, help=about, epilog=f"Example: {example}")(run)
 
@@ -113,9 +113,9 @@ def train(
             "a run to go on with needs --resume", where="unidec train", fix=f"unidec train --resume {run}"
         )
     loaded = load(params, assignments)
-    from unidec import stages
+    from unidec import pipeline
 
-    result = stages.train(loaded, (run or "") if resume else None, tuple(accept or ()))
+    result = pipeline.train(loaded, (run or "") if resume else None, tuple(accept or ()))
     if result:
         show("train", result, as_json)
 
@@ -123,7 +123,7 @@ def train(
 @app.command("runs", epilog="Examples: unidec runs  |  unidec runs --json")
 def list_runs(as_json: AsJson = False) -> None:
     """List the training runs of this folder: how far each came, its newest checkpoint, its MLflow run."""
-    from unidec.stages.runs import list_runs, rows_of
+    from unidec.pipeline.runs import list_runs, rows_of
 
     runs = list_runs()
     if as_json:
@@ -141,7 +141,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Look for what a crash or a full disk leaves behind; exit code 0: nothing wrong, 1: warnings, 4: broken."""
-    from unidec.stages.doctor import examine, exit_code, report, rows_of
+    from unidec.pipeline.doctor import examine, exit_code, report, rows_of
 
     findings = examine(deep=deep, fix=fix)
     notes = [finding for finding in findings if finding.severity == "note" and not finding.done]
@@ -182,7 +182,7 @@ def plan(
 ) -> None:
     """Memory and time of a training before it starts, term by term, and what would fit; exit code 1: too large."""
     loaded = load(params, assignments)
-    from unidec.stages.plan import plan_command
+    from unidec.pipeline.plan import plan_command
 
     sizes = {"labels": labels, "queries": queries, "tokens": tokens, "pairs": pairs}
     free = {"device": device_memory, "host": host_memory, "disk": disk}

@@ -33,9 +33,9 @@ def add_to(app: typer.Typer) -> None:
 def data_change(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
     """Compare data/dataset with what the champion was trained on; a change beyond the limits ends with exit code 3."""
     loaded = load(params, assignments)
-    from unidec import stages
+    from unidec import pipeline
 
-    show("data-change", stages.data_change(loaded), as_json)
+    show("data-change", pipeline.data_change(loaded), as_json)
 
 
 def drift(
@@ -49,9 +49,9 @@ def drift(
 ) -> None:
     """Compare two versions of the data, or data with a file of queries; exit code 1: something drifted."""
     loaded = load(params, assignments)
-    from unidec import stages
+    from unidec import pipeline
 
-    _end(stages.drift(loaded, first, second, out, column), as_json)
+    _end(pipeline.drift(loaded, first, second, out, column), as_json)
 
 
 def monitor(
@@ -70,10 +70,10 @@ def monitor(
 ) -> None:
     """Compare a window of live queries with what a model was trained on; exit code 1: it drifted."""
     loaded = load(params, assignments)
-    from unidec import stages
+    from unidec import pipeline
 
     options: dict[str, Any] = {"column": column, "labels_column": labels_column, "bundle": bundle, "out": out}
-    _end(stages.monitor(loaded, queries, **options), as_json)
+    _end(pipeline.monitor(loaded, queries, **options), as_json)
 
 
 def _end(result: dict[str, Any], as_json: bool) -> None:

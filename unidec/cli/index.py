@@ -43,9 +43,9 @@ def index(
     if context.invoked_subcommand is not None:
         return
     loaded = load(params, assignments)
-    from unidec import stages
+    from unidec import pipeline
 
-    show("index", stages.index(loaded), as_json)
+    show("index", pipeline.index(loaded), as_json)
 
 
 @index_app.command(
@@ -70,7 +70,7 @@ def tune(
 ) -> None:
     """Measure kinds of index on a bundle: recall against exact search, time of one query, memory, time to build; the
     fastest that finds enough is chosen. Exit code 1: none does."""
-    from unidec.stages.index_tune import index_tune
+    from unidec.pipeline.index_tune import index_tune
 
     named = [name.strip() for name in kinds.split(",") if name.strip()]
     found = index_tune(bundle_folder(bundle), recall, k, queries, named, out, threads)

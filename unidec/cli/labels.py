@@ -155,7 +155,7 @@ def _run(
     assignments: list[str] | None, as_json: bool, **change: Any,
 ) -> None:  # fmt: skip
     loaded = load_if_there(params, assignments)
-    from unidec.stages.labels import change_labels
+    from unidec.pipeline.labels import change_labels
 
     result = change_labels(loaded, bundle, out=out, register=register, dry_run=dry_run, **change)
     show(f"labels {command}", result, as_json)

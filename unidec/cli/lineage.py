@@ -49,8 +49,8 @@ def lineage(
     if data is not None and (model is not None or restore is not None):
         raise ConfigError("either a model or --data", where="unidec lineage", fix="unidec lineage --data HASH")
     loaded = load(params, assignments)
-    from unidec.ops.lineage import as_lines
-    from unidec.stages import lineage as stage
+    from unidec.pipeline import lineage as stage
+    from unidec.tracking.lineage import as_lines
 
     if data is not None:
         found = stage.models_of_data(loaded, data)
@@ -83,11 +83,11 @@ def refresh_labels(
 ) -> None:
     """Give a registered model the labels of data/dataset, without training: outputs/refreshed."""
     loaded = load(params, assignments)
-    from unidec import stages
+    from unidec import pipeline
 
-    result = stages.refresh_labels(loaded, version)
+    result = pipeline.refresh_labels(loaded, version)
     if register and result["changed"]:
-        result |= stages.register(loaded, result["bundle"])
+        result |= pipeline.register(loaded, result["bundle"])
     show("refresh-labels", result, as_json)
 
 
@@ -101,6 +101,6 @@ def register(
 ) -> None:
     """Register a bundle in MLflow under the alias `challenger`: outputs/bundle if no other is named."""
     loaded = load(params, assignments)
-    from unidec import stages
+    from unidec import pipeline
 
-    show("register", stages.register(loaded) if bundle is None else stages.register(loaded, bundle), as_json)
+    show("register", pipeline.register(loaded) if bundle is None else pipeline.register(loaded, bundle), as_json)

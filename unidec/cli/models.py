@@ -27,7 +27,7 @@ def add_to(app: typer.Typer) -> None:
 def models(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
     """List the registered versions: aliases, metrics, data, code, what the gate said, age."""
     loaded = load(params, assignments)
-    from unidec.ops.model_table import list_versions, rows_of
+    from unidec.tracking.model_table import list_versions, rows_of
 
     found = list_versions(loaded.tracking.model_name)
     if as_json:
@@ -46,9 +46,9 @@ def gate(
 ) -> None:
     """Compare a version with the champion and see whether it can be served: outputs/gate.html; exit code 6: refused."""
     loaded = load(params, assignments)
-    from unidec import stages
+    from unidec import pipeline
 
-    result = stages.gate(loaded, version)
+    result = pipeline.gate(loaded, version)
     if as_json:
         print(json.dumps(result, indent=2))
     else:
@@ -75,8 +75,8 @@ def promote(
 ) -> None:
     """Make a version that passed the gate the champion, and the champion the previous one."""
     loaded = load(params, assignments)
-    from unidec.ops.promotion import CHALLENGER
-    from unidec.ops.promotion import promote as promote_version
+    from unidec.tracking.promotion import CHALLENGER
+    from unidec.tracking.promotion import promote as promote_version
 
     result = promote_version(
         loaded.tracking.model_name, version or CHALLENGER, allow_dirty=allow_dirty or loaded.gate.allow_dirty,
@@ -93,6 +93,6 @@ def rollback(
 ) -> None:
     """Swap champion and previous; the version that is left is refused until somebody forces it."""
     loaded = load(params, assignments)
-    from unidec.ops.promotion import rollback as roll_back
+    from unidec.tracking.promotion import rollback as roll_back
 
     show("rollback", roll_back(loaded.tracking.model_name, reason=reason), as_json)

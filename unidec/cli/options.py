@@ -37,6 +37,6 @@ def bundle_folder(address: str) -> Path:
     """The folder of a bundle: itself, or the copy of a registered one, fetched if it is not there."""
     if not address.startswith("models:"):
         return Path(address)
-    from unidec.ops import fetch
+    from unidec.tracking import fetch
 
     return fetch.bundle_folder(address)

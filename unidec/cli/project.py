@@ -25,7 +25,7 @@ def write_project(folder: Path) -> list[str]:
     Returns:
         names of the files that were written.
     """
-    from unidec.ops.provenance import git
+    from unidec.tracking.provenance import git
 
     packaged = Path(unidec.__file__).parent / "project_template"
     template = packaged if packaged.is_dir() else packaged.parents[1]  # a checkout is a project itself

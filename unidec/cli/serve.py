@@ -28,7 +28,7 @@ def serve(
     Where an alias moves, the new version is loaded beside and takes over without a failed request (docs/serving.md).
     The environment variable UNIDEC_API_KEY holds the key that clients must send; without it none is asked for.
     """
-    from unidec.ops.serving.room import one_heap
+    from unidec.serving.room import one_heap
 
     one_heap()  # before anything begins a thread
     for name, value in _QUIET_THREADS.items():
@@ -36,7 +36,7 @@ def serve(
     given = {"serve.host": host, "serve.port": port}
     extra = [f"{key}={value}" for key, value in given.items() if value is not None]
     settings = load_if_there(params, [*(assignments or []), *extra]).serve
-    from unidec.ops.serving.run import serve as run
+    from unidec.serving.run import serve as run
 
     run(source, settings)
 

@@ -20,7 +20,7 @@ def copy_store(
     as_json: AsJson = False,
 ) -> None:
     """Copy a tracking database, runs and models, to another kind: SQLite to PostgreSQL, or back."""
-    from unidec.ops.store_copy import copy_store as copy
+    from unidec.tracking.store_copy import copy_store as copy
 
     result = copy(source, target, artifacts)
     show("copy-store", result, as_json)

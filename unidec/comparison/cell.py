@@ -34,7 +34,7 @@ _KEPT = (SPEC, "log.txt", ".lock")
 
 def main(folder: str) -> int:
     """Do the task of a folder; returns the exit code."""
-    from unidec.stages.watch import watch
+    from unidec.pipeline.parent_watch import watch
 
     os.chdir(folder)
     if PARENT in os.environ:
@@ -64,11 +64,11 @@ def main(folder: str) -> int:
 
 def _data(spec: dict[str, Any], _accepted: tuple[str, ...]) -> None:
     """Data set (a slice of it, where one is asked for), tokens, propensities."""
-    from unidec import stages
+    from unidec import pipeline
     from unidec.data.dataset import write_dataset
     from unidec.data.formats import read_section
     from unidec.data.raw import make_slice
-    from unidec.stages import paths
+    from unidec.pipeline import paths
 
     params = Params.model_validate(spec["params"])
     if spec["train"] or spec["test"]:
@@ -77,28 +77,28 @@ def _data(spec: dict[str, Any], _accepted: tuple[str, ...]) -> None:
         raw = make_slice(read_section(data, params.raw), spec["train"] or everything, spec["test"] or everything)
         write_dataset(paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed)
     else:
-        stages.ingest(params)
-    stages.tokens(params)
-    stages.propensity(params)
+        pipeline.ingest(params)
+    pipeline.tokens(params)
+    pipeline.propensity(params)
 
 
 def _graph(spec: dict[str, Any], _accepted: tuple[str, ...]) -> None:
-    from unidec import stages
+    from unidec import pipeline
 
-    stages.label_graph(Params.model_validate(spec["params"]))
+    pipeline.label_graph(Params.model_validate(spec["params"]))
 
 
 def _recipe(spec: dict[str, Any], accepted: tuple[str, ...]) -> None:
     """Train, index, evaluate, measure."""
-    from unidec import stages
+    from unidec import pipeline
     from unidec.comparison import measure
-    from unidec.stages.runs import list_runs
+    from unidec.pipeline.runs import list_runs
 
     begin = time.time()
     params = _within(spec["minutes"], spec["params"]) if "minutes" in spec else Params.model_validate(spec["params"])
     # with other code the run would get another name: the one that was begun goes on
     begun = "" if accepted and any(run.unfinished for run in list_runs()) else None
-    state = stages.train(params, begun, accepted if begun is not None else ())
+    state = pipeline.train(params, begun, accepted if begun is not None else ())
     peak = measure.peak_bytes()
     facts = measure.serve(params)
     result = measure.of_recipe(params, facts | {"peak_memory_bytes": peak}, Path(state["run_dir"]))
@@ -109,7 +109,7 @@ def _within(minutes: float, values: dict[str, Any]) -> Params:
     """The parameters with as many epochs as fill a training's time on this machine; measured once a cell."""
     told = read_json(Path(BUDGET))
     if told is None:
-        from unidec.stages.plan import measure_time
+        from unidec.pipeline.plan import measure_time
 
         # the time of a step does not depend on the weights that it starts from
         params = Params.model_validate({**values, "encoder": {**values["encoder"], "start": ""}})

@@ -134,8 +134,8 @@ def _parent(comparison: Comparison, jobs: Sequence[Job], workspace: Workspace) -
     """The comparison's own MLflow run; None where every cell is done, and nothing will be logged below it."""
     if all(task.is_done() for task in workspace.cells()):
         return None
-    from unidec.ops.provenance import code_tags
-    from unidec.ops.tracking import Tracker
+    from unidec.tracking.provenance import code_tags
+    from unidec.tracking.run import Tracker
 
     file = comparison.file
     facts: dict[str, Any] = {
@@ -154,8 +154,8 @@ def _parent(comparison: Comparison, jobs: Sequence[Job], workspace: Workspace) -
 
 def _tags(task: Task, tracker: Any) -> dict[str, str]:
     """Environment of a cell: its MLflow run lies below the comparison's, in the same store."""
-    from unidec.ops.tracking import RUN_TAGS
-    from unidec.ops.tracking_store import tracking_uri
+    from unidec.tracking.run import RUN_TAGS
+    from unidec.tracking.store import tracking_uri
 
     uri = tracking_uri(".")
     tags = {"mlflow.runName": task.key, "comparison": "" if tracker is None else str(tracker.run_id)}

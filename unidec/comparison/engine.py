@@ -19,8 +19,8 @@ from unidec.comparison.cell import ACCEPT, PARENT
 from unidec.comparison.workspace import FAILURE, LOG, SPEC, Task, Workspace, read_json
 from unidec.data.storage import write_json
 from unidec.errors import ArtifactError
+from unidec.pipeline.interrupts import signals_raise
 from unidec.progress import progress
-from unidec.stages.interrupts import signals_raise
 
 State = Literal["done", "failed", "not run"]
 _AGAIN = "run the same command again, it goes on where it stopped"

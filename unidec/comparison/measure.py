@@ -27,12 +27,12 @@ _HISTORY_LINES = 200
 
 def serve(params: Params) -> dict[str, float]:
     """Index and evaluate outputs/model; the seconds of both."""
-    from unidec import stages
+    from unidec import pipeline
 
     begin = time.perf_counter()
-    stages.index(params)
+    pipeline.index(params)
     indexed = time.perf_counter()
-    stages.evaluate(params)
+    pipeline.evaluate(params)
     return {"index_seconds": indexed - begin, "evaluate_seconds": time.perf_counter() - indexed}
 
 
@@ -45,10 +45,10 @@ def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> 
     """
     import pyarrow.parquet as pq
 
-    from unidec.ops.tracking import Tracker
+    from unidec.pipeline import paths
+    from unidec.pipeline.ranking import headline
     from unidec.retrieval.bundle import Bundle
-    from unidec.stages import paths
-    from unidec.stages.ranking import headline
+    from unidec.tracking.run import Tracker
     from unidec.training.identity import code_sha256
 
     metrics = _json(paths.METRICS)
@@ -78,7 +78,7 @@ def of_peer(params: Params, spec: dict[str, Any], facts: dict[str, Any]) -> dict
     """Result of a peer that wrote outputs/labels.npy and scores.npy: filters removed, measured as ours are."""
     from unidec.evaluation.frequency import frequency_bins
     from unidec.evaluation.metrics import evaluate
-    from unidec.stages import paths
+    from unidec.pipeline import paths
 
     dataset, propensity = paths.open_dataset(), _propensity()
     figures: dict[str, dict[str, float]] = {}
@@ -149,7 +149,7 @@ def machine() -> dict[str, Any]:
 
 def code_tags() -> dict[str, str]:
     """Commit and version, where they can be had."""
-    from unidec.ops import provenance
+    from unidec.tracking import provenance
 
     tags = provenance.code_tags()
     names = {"mlflow.source.git.commit": "commit", "git.dirty": "edited", "unidec.version": "unidec"}
@@ -162,7 +162,7 @@ def code_tags() -> dict[str, str]:
 def _search_times(bundle: Any, params: Params) -> dict[str, float]:
     """Milliseconds a test query: encoding (tokens and heads), and the rest of a prediction."""
     from unidec.data.tokens import encode_texts
-    from unidec.stages import paths
+    from unidec.pipeline import paths
 
     dataset = paths.open_dataset()
     rows = dataset.rows("test")[:TIMED_QUERIES]
@@ -196,7 +196,7 @@ def _sizes(bundle: Any, folder: Path) -> dict[str, float]:
 
 
 def _propensity() -> Any:
-    from unidec.stages import paths
+    from unidec.pipeline import paths
 
     return paths.open_propensity()
 
@@ -215,7 +215,7 @@ def _without_filtered(dataset: Any, split: Any, suffix: str) -> tuple[np.ndarray
 
 
 def _card(params: Params) -> dict[str, Any]:
-    from unidec.stages import paths
+    from unidec.pipeline import paths
 
     dataset = paths.open_dataset()
     meta = dataset.manifest["meta"]
@@ -228,7 +228,7 @@ def _card(params: Params) -> dict[str, Any]:
 
 def _tracked(params: Params, spec: dict[str, Any], result: dict[str, Any]) -> str | None:
     """An MLflow run for a peer: its settings and figures."""
-    from unidec.ops.tracking import Tracker
+    from unidec.tracking.run import Tracker
 
     tracker = Tracker(params.tracking.experiment)
     about = {"name": result["dataset"]["name"], "digest": result["dataset"]["sha256"], "path": "data/dataset"}

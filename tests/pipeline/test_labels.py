@@ -1,0 +1,156 @@
+"""Labels changed by hand: a new bundle of a registered one, its origin kept, and removed labels seen no more."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from mlflow import MlflowClient
+from typer.testing import CliRunner
+
+from unidec import pipeline
+from unidec.cli import app
+from unidec.config import Params, to_yaml
+from unidec.data.storage import folder_sha256
+from unidec.errors import ConfigError, DataError
+from unidec.pipeline import paths
+from unidec.pipeline.labels import change_labels
+from unidec.retrieval.answer import Answerer, Request
+from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.label_change import LabelText
+from unidec.retrieval.query_encoder import open_encoder
+from unidec.tracking.lineage import lineage
+from unidec.tracking.store import tracking_uri
+
+pytestmark = pytest.mark.timeout(240)
+NAME = "by-hand"
+
+
+@pytest.fixture(scope="module")
+def world(work: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A champion of the slice whose training queries vote, in a folder of its own with params.yaml."""
+    folder = tmp_path_factory.mktemp("by-hand")
+    for name in ("raw", "bert"):
+        shutil.copytree(work.folder / name, folder / name)
+    params = work.params(**{"index.knn_weight": 0.3, "index.knn_neighbours": 20, "tracking.model_name": NAME})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
+        for name in ("ingest", "tokens", "propensity", "label_graph", "train", "index"):
+            getattr(pipeline, name)(params)
+        version = pipeline.register(params)["version"]
+        MlflowClient(tracking_uri()).set_registered_model_alias(NAME, "champion", str(version))
+        Path("params.yaml").write_text(to_yaml(params), encoding="utf-8")
+    return SimpleNamespace(folder=folder, params=params)
+
+
+@pytest.fixture
+def params(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Params:
+    monkeypatch.chdir(world.folder)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{world.folder}/mlflow.db")
+    return world.params
+
+
+def run(*arguments: str) -> dict:
+    done = CliRunner().invoke(app, ["labels", *arguments, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.output[done.output.index("{") :])
+
+
+def test_added_removed_and_said_otherwise_then_registered(params: Params) -> None:
+    before = Bundle.load(paths.BUNDLE)
+    sha256, uids = before.sha256, before.uids.to_pylist()
+    Path("new.csv").write_text("uid,text,title\nn1,a reader of planets,planets\nn2,sorts bread by age,\n")
+    Path("gone.jsonl").write_text("".join(json.dumps({"uid": uid}) + "\n" for uid in uids[:30]))
+    Path("said.csv").write_text(f"uid,text\n{uids[40]},something else altogether\n")
+    files = ("--add", "new.csv", "--remove", "gone.jsonl", "--update", "said.csv")
+
+    said = run("apply", *files, "--bundle", f"models:/{NAME}@champion", "--dry-run")
+    assert said["changed"] and said["bundle"] is None and not paths.REFRESHED.exists()
+    said = run("apply", *files, "--bundle", f"models:/{NAME}@champion", "--register")
+    counts = {"added": 2, "removed": 30, "renamed": 1, "kept": len(uids) - 30}
+    assert {key: said[key] for key in counts} == counts
+    assert (said["labels"], said["estimated"], said["version"]) == (len(uids) - 28, 2, 2)
+    assert folder_sha256(paths.BUNDLE) == sha256
+
+    after = Bundle.load(paths.REFRESHED)
+    assert after.uids.to_pylist() == [*uids[30:], "n1", "n2"]
+    titles = dict(zip(after.uids.to_pylist(), after.titles.to_pylist(), strict=True))
+    assert (titles["n1"], titles["n2"]) == ("planets", "sorts bread by age")
+    assert titles[uids[40]] == "something else altogether"
+    assert "n1" in after.predict(["a reader of planets"], 3)[0].labels
+
+    client = MlflowClient(tracking_uri())
+    tags = client.get_model_version(NAME, "2").tags
+    wanted = {
+        "bundle.sha256": after.sha256, "start.kind": "refresh", "start.version": "1", "start.bundle.sha256": sha256,
+        "labels": "by hand", "dataset.sha256": before.info.dataset["sha256"],
+    }  # fmt: skip
+    assert {key: tags.get(key) for key in wanted} == wanted
+    assert not any(key.startswith("dvc.data/") for key in tags)
+    assert lineage(f"models:/{NAME}@challenger", model_name=NAME)["parent"]["version"] == "1"
+    again = run("apply", *files, "--bundle", "outputs/bundle", "--out", "elsewhere", "--register")
+    assert (again["version"], folder_sha256("elsewhere")) == (2, after.sha256)  # no second version of the same bytes
+
+
+def test_removed_labels_are_seen_nowhere(params: Params) -> None:
+    before = Bundle.load(paths.BUNDLE)
+    texts = pipeline.paths.open_dataset().query_texts()[:60]
+    answered = [uid for found in before.predict(texts, 3) for uid in found.labels]
+    gone = list(dict.fromkeys(answered))[:25]  # what is answered most readily
+    change_labels(params, paths.BUNDLE, remove=gone, out="without")
+    after = Bundle.load("without")
+    answerer = Answerer(after, open_encoder(after, "torch"))
+    everything = after.num_labels + len(gone)
+    for text in texts[:20]:
+        assert not set(after.predict([text], everything)[0].labels) & set(gone)
+        explained = answerer.explain(Request(text, k=5))
+        assert explained.neighbours
+        assert not {uid for query in explained.neighbours for uid, _ in query.labels} & set(gone)
+    allowed = answerer.answer([Request(texts[0], k=50, allow=(*gone, after.uids[0].as_py()))])[0]
+    assert allowed.labels == [after.uids[0].as_py()] and allowed.unknown_labels == len(gone)
+    held = (Path("without") / "labels.arrow").read_bytes() + (Path("without") / "bundle.json").read_bytes()
+    assert not any(f"{uid}\0".encode() in held for uid in gone if len(uid) > 12)
+
+
+def test_an_estimated_row_follows_its_text(params: Params) -> None:
+    """Added with one text and changed to another is the same as added with the other; a trained row stays."""
+    change_labels(params, paths.BUNDLE, add=[LabelText("n", "a reader of planets")], out="one")
+    change_labels(params, "one", update=[LabelText("n", "sorts bread by age")], out="two")
+    change_labels(params, paths.BUNDLE, add=[LabelText("n", "sorts bread by age")], out="three")
+    one, two, three = (Bundle.load(name) for name in ("one", "two", "three"))
+    for name in ("de", "clf"):
+        assert two.vectors[name][-1] == pytest.approx(three.vectors[name][-1], abs=1e-5)
+        assert abs(two.vectors[name][-1] - one.vectors[name][-1]).max() > 0.01
+    assert two.info.estimated == [(one.num_labels - 1, one.num_labels)]
+    uid = one.uids[0].as_py()
+    change_labels(params, "one", update=[LabelText(uid, "sorts bread by age")], out="four")
+    four = Bundle.load("four")
+    assert (four.vectors["clf"][0] == one.vectors["clf"][0]).all()
+    assert abs(four.vectors["de"][0] - one.vectors["de"][0]).max() > 0.01
+
+
+def test_mistakes_write_nothing(params: Params) -> None:
+    uid = Bundle.load(paths.BUNDLE).uids[3].as_py()
+    with pytest.raises(DataError, match="did you mean"):
+        change_labels(params, paths.BUNDLE, remove=[f"{uid}x"], out="never")
+    with pytest.raises(ConfigError, match="not changed in place"):
+        change_labels(params, paths.BUNDLE, remove=[uid], out=paths.BUNDLE)
+    assert not change_labels(params, paths.BUNDLE, out="never")["changed"]
+    change_labels(params, paths.BUNDLE, remove=[uid], out="mine")
+    with pytest.raises(ConfigError, match="not registered"):
+        change_labels(params, "mine", add=[LabelText("n", "x")], out="never", register=True)
+    assert not Path("never").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["add"], ["add", "x"], ["add", "x", "y", "--file", "z.csv"], ["update", "--title", "t"], ["remove"],
+     ["remove", "x", "--file", "z.csv"], ["apply"]],
+)  # fmt: skip
+def test_commands_without_what_they_need(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match="unidec labels"):
+        CliRunner().invoke(app, ["labels", *arguments], catch_exceptions=False)

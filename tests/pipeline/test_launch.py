@@ -1,0 +1,75 @@
+"""What the launcher makes of what its ranks leave behind; real processes are in tests/faults/test_rank_dies.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from unidec.config import Params
+from unidec.data.storage import write_json
+from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError
+from unidec.pipeline import launch
+from unidec.pipeline.parent_watch import LAUNCHER, name_of
+from unidec.training.distributed import LostRank
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, ArtifactError, TrainingError, UnidecError, LostRank])
+def test_an_error_keeps_its_words_and_its_exit_code(kind):
+    error = kind("no space", where="a/b", got=3, expected=4, fix="buy a disk")
+    again = launch.error_from(json.loads(json.dumps(launch.as_json(error, lost=False))))
+    assert str(again) == str(error) and again.exit_code == error.exit_code
+    # what only training knows comes back as what it is a kind of
+    assert type(again) is (TrainingError if kind is LostRank else kind)
+
+
+def test_the_error_with_a_cause_is_raised_not_its_consequences(tmp_path):
+    write_json(tmp_path / "error-0.json", launch.as_json(LostRank("gone"), lost=True))
+    write_json(tmp_path / "error-1.json", launch.as_json(ArtifactError("no space left"), lost=False))
+    with pytest.raises(ArtifactError, match="no space left"):
+        launch._result(tmp_path, 0)
+
+
+@pytest.mark.parametrize(("code", "words"), [(-9, "SIGKILL"), (1, "exit code 1"), (-15, "SIGTERM")])
+def test_a_rank_that_died(tmp_path, code, words):
+    write_json(tmp_path / "error-0.json", launch.as_json(LostRank("gone"), lost=True))
+    with pytest.raises(TrainingError, match=words):
+        launch._result(tmp_path, code)
+
+
+def test_the_first_ranks_result(tmp_path):
+    write_json(tmp_path / "result.json", {"epoch": 3})
+    assert launch._result(tmp_path, 0) == {"epoch": 3}
+    with pytest.raises(TrainingError, match="died"):  # written, but then a rank died
+        launch._result(tmp_path, 1)
+
+
+def test_one_process_needs_no_launcher(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert not launch.needed(Params()) and launch.needed(Params.model_validate({"run": {"devices": 2}}))
+    with launch.led(Params()) as leading:
+        assert leading and not launch.needed(Params())
+
+
+def test_a_worker_whose_launcher_is_gone_leaves(tmp_path):
+    parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    program = (
+        "import sys, time; from unidec.pipeline.parent_watch import watch; "
+        "watch(); print(1, flush=True); time.sleep(600)"
+    )
+    env = os.environ | {LAUNCHER: name_of(parent.pid)}
+    with subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE) as worker:
+        try:
+            assert worker.stdout.readline() == b"1\n"
+            time.sleep(1.5)
+            assert worker.poll() is None
+            parent.kill()  # and not waited for: it is there still, as a zombie
+            assert worker.wait(20) == -15
+        finally:
+            parent.kill()
+            parent.wait()
+            worker.kill()

@@ -1,0 +1,377 @@
+"""All stages in a row on a slice of lf-debian: what each writes, what it says, and what it does when run again."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from html import unescape
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from scipy.sparse import csr_matrix
+
+from unidec import pipeline
+from unidec.config import Params
+from unidec.data.dataset import XMCDataset
+from unidec.data.storage import folder_sha256, read_manifest
+from unidec.evaluation.metrics import per_query
+from unidec.model.unidec import UniDEC
+from unidec.pipeline import paths
+from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline, training_neighbours
+from unidec.retrieval.bundle import Bundle
+from unidec.tracking.run import Tracker
+
+pytestmark = pytest.mark.timeout(240)
+TIMES = ("seconds", "texts_per_s", "tokens_per_s")
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run_data_stages(params: Params) -> dict:
+    return {name: getattr(pipeline, name)(params) for name in ("ingest", "tokens", "propensity", "label_graph")}
+
+
+def run_rounds(params: Params) -> tuple[dict, list[dict], list[dict]]:
+    started = pipeline.start_run(params)
+    refreshes: list[dict] = []
+    rounds: list[dict] = []
+    while not (rounds[-1]["finished"] if rounds else started["finished"]):
+        refreshes.append(pipeline.refresh(params, started["run_dir"]))
+        rounds.append(pipeline.train_round(params, started["run_dir"]))
+    return started, refreshes, rounds
+
+
+@pytest.fixture
+def done(in_work: SimpleNamespace) -> SimpleNamespace:
+    """Everything from raw files to metrics, once for all tests of this file; `said` holds what each stage returned."""
+    if not hasattr(in_work, "said"):
+        params = in_work.params()
+        said = run_data_stages(params)
+        said["start_run"], said["refresh"], said["train_round"] = run_rounds(params)
+        said["export"] = pipeline.export(params, said["start_run"]["run_dir"])
+        said["index"] = pipeline.index(params)
+        said["evaluate"] = pipeline.evaluate(params)
+        in_work.said = said
+    return in_work
+
+
+def test_data_stages(done: SimpleNamespace) -> None:
+    said = done.said
+    assert {key: said["ingest"][key] for key in ("train", "validation", "test")} == {
+        "train": 1900, "validation": 100, "test": 500,
+    }  # fmt: skip
+    dataset = XMCDataset.open(paths.DATASET)
+    assert said["ingest"]["num_labels"] == dataset.num_labels and said["ingest"]["sha256"] == dataset.sha256
+    for which, size in (("queries", 2500), ("labels", dataset.num_labels)):
+        tokens = paths.open_tokens(which)
+        assert len(tokens) == said["tokens"][f"{which}_texts"] == size
+        assert said["tokens"][f"{which}_tokens"] == len(tokens.ids)
+        assert tokens.max_length == 16 and tokens.meta["text"] == "title"
+    assert sum(said["propensity"][f"{name}_labels"] for name in ("tail", "torso", "head")) == dataset.num_labels
+    assert (said["propensity"]["a"], said["propensity"]["b"]) == (0.55, 1.5)
+    assert said["label_graph"]["labels"] == dataset.num_labels and said["label_graph"]["edges"] > 0
+    json.dumps(said)  # what a stage says can be passed between tasks
+
+
+def test_rounds(done: SimpleNamespace) -> None:
+    started, refreshes, rounds = (done.said[name] for name in ("start_run", "refresh", "train_round"))
+    run = Path(started["run_dir"])
+    assert run.parent == paths.RUNS and len(run.name) == 16
+    assert (started["epoch"], started["finished"], started["rounds"]) == (0, False, 2)
+    assert [r["epoch"] for r in refreshes] == [0, 1]
+    assert all(r["clusters"] == 8 and r["mine_queries"] == 1900 and r["refresh_seconds"] > 0 for r in refreshes)
+    assert [(r["round"], r["epoch"], r["finished"], r["steps"]) for r in rounds] == [(1, 1, False, 8), (2, 2, True, 8)]
+    assert rounds[1]["validation"]["P@1"] > 5  # 4,497 labels: chance is 0.1
+    kept = records(run / "rounds.jsonl")
+    assert [(line["round"], line["epoch"]) for line in kept] == [(1, 1), (2, 2)]
+    assert kept[1]["validation"] == rounds[1]["validation"] and kept[1]["refresh"]["epoch"] == 1
+    assert [line["step"] for line in records(run / "history.jsonl")] == [0, 10]
+
+
+def test_started_again_it_is_finished(done: SimpleNamespace) -> None:
+    run_id = Tracker.resume(done.said["start_run"]["run_dir"]).run_id
+    again = pipeline.start_run(done.params())
+    lines = [f"run {Path(again['run_dir']).name} is trained: 2 epochs, 16 steps"]
+    assert again == {**done.said["start_run"], "epoch": 2, "step": 16, "finished": True, "lines": lines}
+    assert run_id is not None and Tracker.resume(again["run_dir"]).run_id == run_id  # no second MLflow run
+
+
+def test_exported_model_is_the_runs(done: SimpleNamespace) -> None:
+    run = Path(done.said["start_run"]["run_dir"])
+    assert done.said["export"] == {"model": str(paths.MODEL), "epoch": 2, "steps": 16}
+    assert read_manifest(paths.MODEL, "model", 1)["meta"] == {"run": run.name}
+    for name in ("history.jsonl", "rounds.jsonl"):
+        assert (paths.MODEL / name).read_bytes() == (run / name).read_bytes()
+    model, trainer = UniDEC.load(paths.MODEL), pipeline.training.open_trainer(done.params(), run)
+    state = trainer.model.state_dict()
+    assert all(np.array_equal(value.numpy(), state[name].numpy()) for name, value in model.state_dict().items())
+    assert model.params == done.params().model_dump(mode="json")
+
+
+def test_bundle_and_index(done: SimpleNamespace) -> None:
+    bundle, said = Bundle.load(paths.BUNDLE), done.said["index"]
+    assert said["clf_weight"] in CLF_WEIGHTS and bundle.info.clf_weight == said["clf_weight"]
+    assert bundle.num_labels == said["labels"] == XMCDataset.open(paths.DATASET).num_labels
+    assert not list(paths.BUNDLE.rglob("*.jsonl"))
+    # the tuned weight is the best on the validation split, by metrics computed one weight after the other
+    ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors)
+    scored = {weight: ranking.metrics("both", weight, True)["nDCG@5"] for weight in CLF_WEIGHTS}
+    assert scored[said["clf_weight"]] == max(scored.values())
+    assert said["validation"]["nDCG@5"] == pytest.approx(max(scored.values()))
+
+
+def test_evaluation(done: SimpleNamespace) -> None:
+    metrics = json.loads(paths.METRICS.read_text())
+    test = metrics["test"]
+    assert test["num_queries"] == 500
+    assert all(0 <= value <= 100 for name, value in test.items() if not name.endswith("num_queries"))
+    assert test["P@1"] > 5 and test["R@100"] > test["R@10"] > 0 and test["P@1"] >= test["P@5"]
+    # a flat index is exact but for labels of the same score: the tiny tokenizer reads some titles alike
+    assert metrics["index"]["recall@10"] > 99.8 and metrics["index"]["recall@100"] > 99.8
+    assert {"de", "clf"} <= metrics.keys() and max(metrics["de"]["P@1"], metrics["clf"]["P@1"]) > 3
+    assert done.said["evaluate"]["metrics"]["P@1"] == test["P@1"]
+    page = paths.REPORT.read_text()
+    assert "Against the better TF-IDF baseline of each metric, on 500 test queries, the model gains " in page
+    assert done.said["evaluate"]["against_baselines"] in unescape(page)
+    assert metrics["baselines"].keys() == {"knn", "mix"} and 10 < metrics["baselines"]["mix"]["P@1"] < 100
+    assert f"{metrics['baselines']['mix']['P@1']:.2f}" in page and "TF-IDF kNN + label match" in page
+    assert {file.name for file in paths.PLOTS.iterdir()} >= {"training.csv", "validation.csv", "at_k.csv", "groups.csv"}
+
+
+def test_predictions_are_the_bundles_answers_without_filtered_pairs(done: SimpleNamespace) -> None:
+    table = pq.read_table(paths.PREDICTIONS).to_pylist()
+    dataset, bundle = XMCDataset.open(paths.DATASET), Bundle.load(paths.BUNDLE)
+    rows = dataset.rows("test")
+    assert [line["query_row"] for line in table] == rows.tolist()
+    assert [line["query"] for line in table] == dataset.query_uids(rows)
+    uids = dataset.label_uids()
+    hits = same = 0
+    for line, row in zip(table[:40], rows[:40], strict=True):
+        filtered = dataset.filter_pairs[row].indices.tolist()
+        assert not set(filtered) & set(line["labels"]) and len(line["labels"]) == len(set(line["labels"])) == 100
+        assert line["scores"] == sorted(line["scores"], reverse=True)
+        (answer,) = bundle.predict(dataset.query_texts([row]), k=5, exclude=[[uids[label] for label in filtered]])
+        same += answer.labels == [uids[label] for label in line["labels"][:5]]
+        np.testing.assert_allclose(answer.scores, line["scores"][:5], rtol=1e-4, atol=1e-5)
+        hits += line["labels"][0] in dataset.relevance[row].indices
+    assert hits > 0 and same > 30  # all but ties
+
+
+def test_tracking_knows_the_run(done: SimpleNamespace) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{done.folder}/mlflow.db")
+    run = client.get_run(Tracker.resume(done.said["start_run"]["run_dir"]).run_id)
+    assert run.data.params["pool.beta"] == "2" and run.data.params["encoder.name"] == "bert"
+    assert run.data.metrics["test/P_at_1"] == done.said["evaluate"]["metrics"]["P@1"]
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "training/loss")] == [0, 10]
+    assert len(client.get_metric_history(run.info.run_id, "validation/P_at_1")) == 2
+    names = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert {"report.html", "metrics.json", "plots"} <= names
+
+
+def test_a_trial_logs_the_same_data_as_any_run(
+    done: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial works in a folder below runs/own/, has the data's absolute path and no dvc.lock beside it."""
+    from unidec.tracking.store import open_client
+
+    client, trial = open_client(f"sqlite:///{done.folder}/mlflow.db"), tmp_path / "runs" / "own" / "0123456789ab"
+    logged = []
+    for folder, data in ((tmp_path, "./raw/"), (trial, str(tmp_path / "raw"))):
+        shutil.copytree(done.folder / "data", folder / "data")
+        shutil.copytree(done.folder / "bert", folder / "bert")
+        monkeypatch.chdir(folder)
+        if folder == tmp_path:
+            lock = {"stages": {"ingest": {"outs": [{"path": "data/dataset", "md5": "0a.dir"}]}}}
+            Path("dvc.lock").write_text(json.dumps(lock))
+        begun = pipeline.start_run(done.params(**{"data.path": data, "tracking.experiment": "trials"}))
+        run = client.get_run(Tracker.resume(begun["run_dir"]).run_id)
+        (used,) = run.inputs.dataset_inputs
+        logged.append((run.data.params["data.path"], used.dataset.name, used.dataset.digest))
+        assert run.data.tags.get("dvc.data/dataset") == ("0a.dir" if folder == tmp_path else None)
+    assert logged[0] == logged[1] and logged[0][0] == "raw"
+
+
+def test_index_and_evaluation_again_write_the_same(done: SimpleNamespace) -> None:
+    metrics, bundle, table = paths.METRICS.read_bytes(), folder_sha256(paths.BUNDLE), paths.PREDICTIONS.read_bytes()
+    assert pipeline.index(done.params()) == done.said["index"]
+    assert folder_sha256(paths.BUNDLE) == bundle
+    pipeline.evaluate(done.params())
+    assert paths.METRICS.read_bytes() == metrics and paths.PREDICTIONS.read_bytes() == table
+
+
+def test_data_stages_again_write_the_same(done: SimpleNamespace) -> None:
+    folders = (paths.DATASET, paths.TOKENS / "queries", paths.TOKENS / "labels", paths.PROPENSITY, paths.LABEL_GRAPH)
+    before = [folder_sha256(folder) for folder in folders]
+    run_data_stages(done.params())
+    assert [folder_sha256(folder) for folder in folders] == before
+
+
+def test_a_round_cut_off_before_its_record_is_repeated_without_doubles(done: SimpleNamespace) -> None:
+    """Records of a later epoch than the checkpoint's belong to a run that was cut off: they are written once."""
+    params = done.params(seed=8)
+    started = pipeline.start_run(params)
+    run = Path(started["run_dir"])
+    pipeline.refresh(params, str(run))
+    pipeline.train_round(params, str(run))
+    (run / "rounds.jsonl").open("a").close()
+    first = records(run / "rounds.jsonl")
+    with open(run / "rounds.jsonl", "a") as file:
+        file.write(json.dumps({"epoch": 2, "round": 2, "of": "a run that was cut off"}) + "\n")
+    with open(run / "history.jsonl", "a") as file:
+        file.write(json.dumps({"step": 8, "loss": 0.0}) + "\n")
+    pipeline.training.forget()  # as after a kill
+    pipeline.refresh(params, str(run))
+    pipeline.train_round(params, str(run))
+    kept = records(run / "rounds.jsonl")
+    assert kept[0] == first[0] and [line["epoch"] for line in kept] == [1, 2] and "of" not in kept[1]
+    assert [line["step"] for line in records(run / "history.jsonl")] == [0, 10]
+
+
+@pytest.fixture
+def other_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What follows writes elsewhere than `done` did."""
+    for name in ("MODEL", "BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
+        monkeypatch.setattr(paths, name, tmp_path / getattr(paths, name).name)
+
+
+@pytest.mark.usefixtures("other_outputs")
+@pytest.mark.parametrize("trainable_layers", [0, 1])
+def test_frozen_layers_are_computed_once_for_all_stages(done: SimpleNamespace, trainable_layers: int) -> None:
+    before = set(paths.CACHE.glob("*"))
+    params = done.params(**{
+        "encoder.kind": "both", "encoder.trainable_layers": trainable_layers, "optim.epochs": 1,
+        "optim.lr_encoder": 1e-3,
+    })  # fmt: skip
+    started, _, _ = run_rounds(params)
+    made = set(paths.CACHE.glob("*")) - before
+    assert sorted(folder.name.split("-")[0] for folder in made) == ["hidden" if trainable_layers else "vectors"] * 2
+    pipeline.export(params, started["run_dir"])
+    pipeline.index(params)
+    assert pipeline.evaluate(params)["metrics"]["P@1"] > 1
+    assert set(paths.CACHE.glob("*")) - before == made
+
+
+@pytest.mark.usefixtures("other_outputs")
+@pytest.mark.parametrize("heads", ["de", "clf"])
+def test_a_head_alone_goes_through(done: SimpleNamespace, heads: str) -> None:
+    params = done.params(**{
+        "model.heads": heads, "optim.epochs": 1, "index.clf_weight": 1.0, "index.clf_normalize": False,
+        "index.kind": "hnsw", "model.clf_bias": heads == "clf", "loss.clf_bce": 0.0 if heads == "de" else 0.1,
+        "index.knn_weight": 0.3,
+    })  # fmt: skip
+    started, _, rounds = run_rounds(params)
+    pipeline.export(params, started["run_dir"])
+    pipeline.index(params)
+    metrics = pipeline.evaluate(params)["metrics"]
+    result = json.loads(paths.METRICS.read_text())
+    assert rounds[-1]["finished"] and 1 < metrics["P@1"] < 100
+    assert result["index"]["recall@10"] > 90
+    assert not {"de", "clf"} & result.keys() and {"heads", "knn"} <= result.keys()
+    assert Bundle.load(paths.BUNDLE).info.knn.space == heads and result["knn"]["P@1"] > 1
+
+
+@pytest.fixture
+def other_bundle(done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The model of `done`, all that follows elsewhere."""
+    for name in ("BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
+        monkeypatch.setattr(paths, name, tmp_path / getattr(paths, name).name)
+
+
+def dense_ndcg(bundle: Bundle, split: Any, clf_weight: float, knn_weight: float) -> float:
+    """nDCG@5 of a split with every label of every query scored, in double precision."""
+    dataset, info = XMCDataset.open(paths.DATASET), bundle.info
+    ranking = Ranking.of_model(bundle.model, dataset, split, "fp32", bundle.vectors)
+    query = ranking.queries(info.space, clf_weight, info.clf_normalize).astype(float)
+    score_NL = query @ ranking.labels(info.space, info.clf_normalize).astype(float).T
+    if knn_weight:
+        score_NL += knn_weight * bundle.neighbours.votes(ranking.query_de, info.knn.neighbours).toarray()
+    score_NL[ranking.filter_pairs.nonzero()] = -np.inf
+    best = np.argsort(-score_NL, axis=1, kind="stable")[:, :5]
+    return float(per_query(best, ranking.truth)["nDCG@5"].mean())
+
+
+@pytest.mark.usefixtures("other_bundle")
+def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleNamespace) -> None:
+    params = done.params(**{"index.knn_weight": "auto", "index.knn_neighbours": 20})
+    said = pipeline.index(params)
+    bundle, dataset = Bundle.load(paths.BUNDLE), XMCDataset.open(paths.DATASET)
+    info, tried = bundle.info, bundle.info.card["tuning"]
+    assert info.knn is not None and said["knn_weight"] == info.knn.weight in KNN_WEIGHTS
+    best = max(tried, key=lambda line: line["nDCG@5"])
+    assert best["nDCG@5"] == said["validation"]["nDCG@5"] == info.metrics["validation"]["nDCG@5"]
+    chosen = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight}
+    assert any(line["nDCG@5"] == best["nDCG@5"] and chosen.items() <= line.items() for line in tried)
+    # neither weight can be bettered alone
+    assert {line["knn_weight"] for line in tried if line["clf_weight"] == info.clf_weight} == set(KNN_WEIGHTS)
+    assert {line["clf_weight"] for line in tried if line["knn_weight"] == info.knn.weight} == set(CLF_WEIGHTS)
+    # better than the heads alone, and what a dense computation says
+    assert said["validation"]["nDCG@5"] > done.said["index"]["validation"]["nDCG@5"]
+    for line in (best, tried[0], tried[-1]):
+        dense = dense_ndcg(bundle, "validation", line["clf_weight"], line["knn_weight"])
+        assert line["nDCG@5"] == pytest.approx(dense, abs=0.3)  # ties: the tiny tokenizer reads some titles alike
+    # training queries vote, no others, and no filtered pair
+    rows = dataset.rows("train")
+    assert bundle.neighbours.uids.to_pylist() == dataset.query_uids(rows)
+    assert bundle.neighbours.titles.to_pylist() == dataset.query_texts(rows)
+    voting = bundle.neighbours.labels_ML > 0
+    assert (voting != (dataset.relevance[rows] > 0)).nnz == voting.multiply(dataset.filter_pairs[rows]).nnz == 0
+    altered = copy.copy(dataset)
+    relevant = dataset.relevance.toarray() > 0
+    altered.filter_pairs = csr_matrix(relevant & (relevant.cumsum(axis=1) == 1))
+    left = training_neighbours(bundle.model, altered, "fp32").labels_ML  # all but each query's first label
+    assert left.nnz == voting.nnz - (voting.getnnz(axis=1) > 0).sum()
+    before = folder_sha256(paths.BUNDLE)
+    assert pipeline.index(params) == said and folder_sha256(paths.BUNDLE) == before
+
+
+@pytest.mark.usefixtures("other_bundle")
+def test_the_evaluation_tells_what_votes_add(done: SimpleNamespace) -> None:
+    params = done.params(**{"index.knn_weight": 0.5, "index.clf_weight": done.said["index"]["clf_weight"]})
+    assert pipeline.index(params)["knn_weight"] == 0.5
+    pipeline.evaluate(params)
+    result = json.loads(paths.METRICS.read_text())
+    bundle, dataset = Bundle.load(paths.BUNDLE), XMCDataset.open(paths.DATASET)
+    without = json.loads((done.folder / "outputs" / "metrics.json").read_text())
+    assert result["index"]["knn_weight"] == 0.5 and without["index"]["knn_weight"] == 0
+    assert not {"heads", "knn"} & without.keys()
+    # without votes as in a bundle that has none; with them, as the dense computation says
+    assert result["heads"] == pytest.approx(headline(without["test"]), abs=0.2)
+    assert result["de"] == without["de"] and result["clf"] == without["clf"]
+    dense = dense_ndcg(bundle, "test", bundle.info.clf_weight, 0.5)
+    assert result["test"]["nDCG@5"] == pytest.approx(dense, abs=0.3)
+    assert result["test"]["nDCG@5"] != result["heads"]["nDCG@5"] != result["knn"]["nDCG@5"]
+    assert 1 < result["knn"]["P@1"] < 100
+    # the file holds the bundle's own answers, filtered pairs removed
+    uids = dataset.label_uids()
+    for line in pq.read_table(paths.PREDICTIONS).to_pylist()[:40]:
+        filtered = dataset.filter_pairs[line["query_row"]].indices.tolist()
+        assert not set(filtered) & set(line["labels"]) and len(set(line["labels"])) == 100
+        exclude = [[uids[label] for label in filtered]]
+        (answer,) = bundle.predict(dataset.query_texts([line["query_row"]]), k=5, exclude=exclude)
+        np.testing.assert_allclose(answer.scores, line["scores"][:5], rtol=1e-3, atol=1e-4)
+    from mlflow import MlflowClient
+
+    run = MlflowClient(f"sqlite:///{done.folder}/mlflow.db").get_run(
+        Tracker.resume(done.said["start_run"]["run_dir"]).run_id
+    )
+    assert run.data.metrics["knn/P_at_1"] == result["knn"]["P@1"]
+    assert run.data.metrics["heads/P_at_1"] == result["heads"]["P@1"]
+
+
+@pytest.mark.usefixtures("other_bundle")
+def test_votes_that_do_not_help_are_left_out(done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unidec.pipeline.ranking.KNN_WEIGHTS", (0.0, 1e9))
+    monkeypatch.setattr(Ranking, "votes", lambda self, *_: csr_matrix((len(self.rows), self.dataset.num_labels)))
+    said = pipeline.index(done.params(**{"index.knn_weight": "auto"}))
+    bundle = Bundle.load(paths.BUNDLE)
+    assert said["knn_weight"] == 0 and said["clf_weight"] == done.said["index"]["clf_weight"]
+    assert bundle.neighbours is None and bundle.info.card["tuning"]

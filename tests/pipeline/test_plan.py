@@ -1,0 +1,160 @@
+"""`unidec plan` and the check before a training: on a working folder, and by hand for data that is not here."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from unidec import cli
+from unidec.errors import ArtifactError, ConfigError
+from unidec.pipeline import data as data_stages
+from unidec.pipeline import paths
+from unidec.pipeline.plan import TRAINING, check_fits, measure_time, memory_figures, plan_memory, stored_sizes
+from unidec.training import step_timing
+from unidec.training.memory.advice import with_settings
+from unidec.training.memory.sizes import Sizes
+
+BY_HAND = ["--labels", "1300000", "--queries", "2248619", "--tokens", "32", "--no-measure"]
+GIB = 1 << 30
+
+
+@pytest.fixture
+def ingested(in_work):
+    if not paths.DATASET.is_dir():
+        data_stages.ingest(in_work.params())
+    if not paths.TOKENS.is_dir():
+        data_stages.tokens(in_work.params())
+    return in_work
+
+
+@pytest.fixture
+def run_cli(monkeypatch, capsys):
+    """`run_cli("plan", ...)` -> (exit code, output, errors)."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["unidec", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return run
+
+
+def test_the_training_here_fits(ingested):
+    params = ingested.params()
+    planned = check_fits(params)
+    assert planned is not None and not planned.short
+    assert planned.estimate.device == "cpu"
+    sizes = stored_sizes(params)
+    assert (sizes.num_queries, sizes.num_train, sizes.num_labels) == (2500, 1900, 4497)
+
+
+@pytest.mark.parametrize("place", ["host_memory", "disk"])
+def test_what_does_not_fit_is_refused_with_what_would(ingested, place):
+    params = ingested.params(**{"pool.batch_size": 2048})
+    plan = plan_memory(params).estimate
+    kind = place.removesuffix("_memory")
+    needed = plan.peak(kind, phases=TRAINING)[1]  # the index is made later, on another machine if need be
+    enough = int(needed / 0.95) + (64 << 20)
+    check_fits(params, **{place: enough})
+    with pytest.raises(ConfigError) as error:
+        check_fits(params, **{place: needed - 1})
+    assert all(word in str(error.value) for word in ("does not fit", "got:", "expected:", "fix:", "unidec plan"))
+    assert check_fits(with_settings(params, {"run.check_memory": False}), host_memory=1) is None
+
+
+def test_advice_of_the_error_makes_it_fit(ingested):
+    """A GPU by its size alone: the error names a setting, and with it the check passes."""
+    params = ingested.params(**{"pool.batch_size": 2048, "encoder.kind": "transformer", "encoder.trainable_layers": -1})
+    needed = plan_memory(params, free={"device": 1}).estimate.peak("device")[1]
+    with pytest.raises(ConfigError, match="recompute=true"):
+        check_fits(params, device_memory=needed)
+    check_fits(with_settings(params, {"run.recompute": True}), device_memory=needed)
+
+
+def test_used_beside_planned(ingested):
+    figures = memory_figures(ingested.params())
+    assert set(figures) == {"host_planned_gib", "host_used_gib"}
+    assert all(value > 0.01 for value in figures.values())
+
+
+def test_a_small_training_is_one_line(ingested, run_cli):
+    import yaml
+
+    Path("small.yaml").write_text(yaml.safe_dump(ingested.params().model_dump(mode="json")))
+    command = ["plan", "--params", "small.yaml", "--no-measure", "--host-memory", "64GiB", "--disk", "64GiB"]
+    code, out, _ = run_cli(*command)
+    (line,) = out.splitlines()
+    assert code == 0 and line.startswith("fits: host memory ") and " of 64.00 GiB" in line and "--terms" in line
+    code, whole, _ = run_cli(*command, "--terms")
+    assert code == 0 and "classifier table" in whole and whole.rstrip().endswith("fits")
+    code, out, _ = run_cli(*command, "--json")
+    assert code == 0 and json.loads(out)["fits"] is True
+    needed = json.loads(out)["peaks"]["host"]["needed_bytes"]
+    code, tight, _ = run_cli(*command[:-4], "--host-memory", f"{int(1.5 * needed)}B", "--disk", "64GiB")
+    assert code == 0 and "classifier table" in tight, "more than half of what is free: every amount"
+
+
+def test_nothing_ingested(tmp_path, monkeypatch, in_work):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError):
+        plan_memory(in_work.params(**{"encoder.name": str(in_work.folder / "bert")}))
+
+
+def test_by_hand(run_cli, tmp_path, monkeypatch):
+    """The papers' 1.3M setting needs no data and no encoder here; what is too large ends with exit code 1."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu\nmodel: {dim: 256}\npool: {batch_size: 1098}\n")
+    roomy = ["--host-memory", "256GiB", "--disk", "1TB"]
+    code, out, _ = run_cli("plan", *BY_HAND, *roomy, "--device-memory", "44.7GiB")
+    assert code == 0 and out.rstrip().endswith("fits")
+    assert "classifier table" in out and "1,300,000 x 256 x 4" in out and "GPU memory: " in out
+    code, out, _ = run_cli("plan", *BY_HAND, *roomy, "--device-memory", "16GiB")
+    lines = out.splitlines()
+    assert code == 1 and lines[-2].startswith("does not fit: GPU memory")
+    assert lines[-1].startswith("would fit:  --set run.recompute=true")
+    code, out, _ = run_cli("plan", *BY_HAND, *roomy, "--device-memory", "16GiB", "--json")
+    result = json.loads(out)
+    assert code == 1 and result["advice"] == {"settings": {"run.recompute": True}, "fits": True} | {
+        "needed_bytes": result["advice"]["needed_bytes"]
+    }
+    assert 4 < result["state_bytes"] / GIB < 6 and result["facts"]["batch_queries"] == 1098
+    assert {item["place"] for item in result["amounts"]} == {"device", "host", "disk"}
+
+
+def test_mistakes_by_hand(run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu\n")
+    code, _, errors = run_cli("plan", "--labels", "5")
+    assert code == 2 and "--queries" in errors
+    code, _, errors = run_cli("plan", *BY_HAND, "--device-memory", "much")
+    assert code == 2 and "16GiB" in errors
+    (tmp_path / "config.json").write_text("{}")
+    code, _, errors = run_cli("plan", *BY_HAND, "--encoder-config", "config.json")
+    assert code == 2 and "hidden_size" in errors
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"encoder.kind": "both"},
+        {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "model.heads": "de", "index.clf_weight": 1.0},
+        {"pool.de_labels": "all", "pool.clf_labels": "pool", "optim.encode_chunk": 16, "model.clf_residual": True},
+        {"encoder.frozen": True, "encoder.residual": False, "encoder.bag_dropout": 0.0, "pool.cluster_start": 4},
+    ],
+    ids=str,
+)
+def test_measured_times(in_work, overrides, monkeypatch):
+    """Real steps on random ids, without data."""
+    monkeypatch.setattr(step_timing, "SECONDS", 1e9)  # whole batches, however busy the machine is
+    params = in_work.params(**overrides, **{"pool.batch_size": 32, "pool.size": 64})
+    found = measure_time(params, Sizes.given(500, 320, 6, vocab_size=400))
+    assert found.how["step"].startswith("measured")
+    assert found.epoch == pytest.approx(16 * found.step)  # clusters of 20
+    assert min(found.step, found.encode, found.cluster, found.mine) > 0
+    assert (found.once > 0) == (overrides != {} or params.model.heads != "de")
+    assert found.total > params.optim.epochs * found.epoch
+    assert [name for name, _ in found.lines()] == ["step", "epoch", "refresh", "before the first step", "all epochs"]

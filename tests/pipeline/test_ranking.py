@@ -1,0 +1,158 @@
+"""Rankings of random vectors, against every label of every query scored in double precision."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+
+from unidec.config import Params
+from unidec.data.propensity import Propensity
+from unidec.evaluation.metrics import per_query
+from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Blend, Ranking, pair_keys, tuned_blend
+from unidec.retrieval.neighbours import Neighbours
+from unidec.retrieval.space import unit_rows
+
+NUM, LABELS, DIM, TRAIN = 60, 40, 6, 80
+
+
+@pytest.fixture
+def random_ranking(monkeypatch: pytest.MonkeyPatch):
+    """Queries and labels of some topics: each score tells something of the truth, none tells all."""
+    group_L = np.zeros(LABELS, dtype=np.int8)
+    propensity = Propensity(np.ones(LABELS), np.ones(LABELS, dtype=np.int64), group_L, 0.5, 1.5)
+    monkeypatch.setattr("unidec.pipeline.paths.open_propensity", lambda: propensity)
+
+    def make(seed: int, heads: str = "both", num: int = NUM, helps: bool = True) -> tuple[Ranking, Neighbours]:
+        rng = np.random.default_rng(seed)
+        hidden_ND, hidden_LD = rng.normal(size=(num, DIM)), rng.normal(size=(LABELS, DIM))
+        train_MD = rng.normal(size=(TRAIN, DIM))
+
+        def seen(hidden: np.ndarray, noise: float) -> np.ndarray:
+            return (hidden + noise * rng.normal(size=hidden.shape)).astype(np.float32)
+
+        def truth(hidden: np.ndarray) -> csr_matrix:
+            return csr_matrix((hidden @ hidden_LD.T + rng.normal(size=(len(hidden), LABELS)) > 4).astype(np.float32))
+
+        de = {} if heads == "clf" else {"q": unit_rows(seen(hidden_ND, 1.0)), "l": unit_rows(seen(hidden_LD, 1.0))}
+        clf = {} if heads == "de" else {"q": seen(hidden_ND, 1.0), "l": seen(hidden_LD, 1.0)}
+        dataset = SimpleNamespace(
+            relevance=truth(hidden_ND), filter_pairs=csr_matrix(rng.random((num, LABELS)) < 0.1), num_labels=LABELS
+        )
+        ranking = Ranking(
+            dataset, np.arange(num), de.get("q"), clf.get("q"), de.get("l"), clf.get("l"), None  # type: ignore[arg-type]
+        )  # fmt: skip
+        labels = truth(train_MD) if helps else csr_matrix(rng.random((TRAIN, LABELS)) < 0.1)
+        compared = seen(train_MD, 1.0) if helps else rng.normal(size=train_MD.shape)
+        return ranking, Neighbours(compared, labels, map(str, range(TRAIN)), map(str, range(TRAIN)))
+
+    return make
+
+
+def params_of(**index: object) -> Params:
+    return Params.model_validate({
+        "model": {"heads": index.pop("heads", "both")},
+        "index": {"clf_normalize": False, "knn_neighbours": 15, **index},
+        "loss": {"clf_bce": 0.0},
+    })  # fmt: skip
+
+
+def dense(ranking: Ranking, neighbours: Neighbours | None, params: Params, clf: float, knn: float) -> np.ndarray:
+    """Scores of all labels, float64 [n, L], -inf for filtered pairs."""
+    score_NL = np.zeros((len(ranking.rows), LABELS))
+    if ranking.query_de is not None and ranking.label_de is not None:
+        score_NL += ranking.query_de.astype(float) @ ranking.label_de.astype(float).T
+    if ranking.query_clf is not None and ranking.label_clf is not None:
+        weight = clf if ranking.query_de is not None else 1.0
+        score_NL += weight * (ranking.query_clf.astype(float) @ ranking.label_clf.astype(float).T)
+    if neighbours is not None:
+        score_NL += knn * ranking.votes(neighbours, params.index.knn_neighbours).toarray()
+    score_NL[ranking.filter_pairs.toarray()] = -np.inf
+    return score_NL
+
+
+def slow_ndcg(ranking: Ranking, score_NL: np.ndarray) -> float:
+    best = np.argsort(-score_NL, axis=1, kind="stable")[:, :5]
+    return float(per_query(best, ranking.truth)["nDCG@5"].mean())
+
+
+def slow_tuning(ranking: Ranking, neighbours: Neighbours, params: Params) -> tuple[float, float]:
+    """One weight after the other over its whole grid, always from dense scores."""
+
+    def best(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+        return max(pairs, key=lambda pair: slow_ndcg(ranking, dense(ranking, neighbours, params, *pair)))
+
+    index = params.index
+    clf = CLF_WEIGHTS if index.clf_weight == "auto" else (index.clf_weight,)
+    knn = KNN_WEIGHTS if index.knn_weight == "auto" else (index.knn_weight,)
+    at = best([(weight, 0.0) for weight in clf])
+    at = (at[0], knn[0])
+    for _ in range(3):
+        before = at
+        at = best([(at[0], weight) for weight in knn])
+        at = best([(weight, at[1]) for weight in clf])
+        if at == before:
+            break
+    return at
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "index",
+    [
+        {"clf_weight": "auto", "knn_weight": "auto"},
+        {"clf_weight": 0.5, "knn_weight": "auto"},
+        {"clf_weight": "auto", "knn_weight": 0.3},
+        {"clf_weight": 2.0, "knn_weight": 0.3},
+        {"heads": "de", "space": "de", "knn_weight": "auto"},
+        {"heads": "clf", "space": "clf", "knn_weight": "auto"},
+    ],
+    ids=str,
+)
+def test_tuned_weights_are_those_of_dense_scores(random_ranking, seed, index) -> None:
+    params = params_of(**index)
+    ranking, neighbours = random_ranking(seed, index.get("heads", "both"))
+    blend = tuned_blend(ranking, params, neighbours)
+    assert (blend.clf_weight, blend.knn_weight) == slow_tuning(ranking, neighbours, params)
+    for line in blend.tried:
+        scores = dense(ranking, neighbours, params, line["clf_weight"], line["knn_weight"])
+        assert line["nDCG@5"] == pytest.approx(slow_ndcg(ranking, scores), abs=1e-9)
+    own = dense(ranking, neighbours, params, blend.clf_weight, blend.knn_weight)
+    assert blend.metrics["nDCG@5"] == pytest.approx(slow_ndcg(ranking, own), abs=1e-9)
+
+
+def test_all_labels_are_ranked_as_by_dense_scores(random_ranking) -> None:
+    params = params_of(knn_weight=0.4)
+    ranking, neighbours = random_ranking(9)
+    votes = ranking.votes(neighbours, 15)
+    score_NL = dense(ranking, neighbours, params, 0.7, 0.4)
+    for k in (1, 5, 40):
+        found = ranking.candidates("both", 0.7, False, votes, k).top(0.4, k)
+        best = np.argsort(-score_NL, axis=1, kind="stable")[:, :k]
+        best = np.where(np.take_along_axis(score_NL, best, axis=1) > -np.inf, best, -1)
+        np.testing.assert_array_equal(found.rows, best)
+    alone = np.where(score_NL > -np.inf, votes.toarray(), 0)
+    best = np.argsort(-alone, axis=1, kind="stable")
+    best = np.where(np.take_along_axis(alone, best, axis=1) > 0, best, -1)
+    assert ranking.metrics_of_votes(neighbours, 15) == ranking.metrics_of(best)
+
+
+def test_votes_that_know_nothing_get_little_weight_and_none_where_there_is_nothing_to_tune_on(random_ranking) -> None:
+    params = params_of(clf_weight="auto", knn_weight="auto")
+    ranking, neighbours = random_ranking(3, helps=False)
+    assert tuned_blend(ranking, params, neighbours).knn_weight < 0.5
+    ranking, neighbours = random_ranking(3)
+    assert tuned_blend(ranking, params, neighbours).knn_weight > 0
+    without = tuned_blend(ranking, params_of(clf_weight=2.0), None)
+    assert (without.clf_weight, without.knn_weight, without.tried) == (2.0, 0.0, [])
+    empty, neighbours = random_ranking(3, num=0)
+    assert isinstance(tuned_blend(empty, params, neighbours), Blend)
+    assert tuned_blend(empty, params, neighbours).knn_weight == 0
+
+
+def test_keys_of_pairs() -> None:
+    pairs = csr_matrix(([True, False, True], ([0, 2, 2], [3, 1, 0])), shape=(3, 4))
+    assert pair_keys(pairs).tolist() == [3, 8, 9]
+    assert pair_keys(csr_matrix((0, 4))).tolist() == []

@@ -1,0 +1,176 @@
+"""The label set of a registered bundle follows the data: refreshed, registered again, traced back to what it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from mlflow import MlflowClient
+
+from unidec import pipeline
+from unidec.config import Params
+from unidec.data.dataset import XMCDataset
+from unidec.data.formats import read_raw, write_raw
+from unidec.data.raw import RawData
+from unidec.data.storage import folder_sha256
+from unidec.errors import ConfigError
+from unidec.pipeline import paths
+from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.bundle_folder import read_info
+from unidec.tracking.lineage import lineage
+from unidec.tracking.store import tracking_uri
+
+pytestmark = pytest.mark.timeout(240)
+GONE, NEW, RENAMED = 100, 50, 5  # labels
+
+
+def other_labels(raw: RawData) -> RawData:
+    """Raw data whose first labels are gone, whose last have new uids (so they are new), a few of others renamed."""
+    uids, titles = raw.labels["uid"].to_pylist(), raw.labels["title"].to_pylist()
+    uids[-NEW:] = [f"again-{uid}" for uid in uids[-NEW:]]
+    titles[200 : 200 + RENAMED] = [f"{title} suite" for title in titles[200 : 200 + RENAMED]]
+    texts = {"uid": pa.array(uids, pa.large_string()), "title": pa.array(titles, pa.large_string())}
+    table = pa.table(texts | {"content": raw.labels["content"]}).slice(GONE)
+    return dataclasses.replace(
+        raw, labels=table, relevance={split: pairs[:, GONE:] for split, pairs in raw.relevance.items()},
+        filter_pairs={split: pairs[:, GONE:] for split, pairs in raw.filter_pairs.items()},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(work: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A champion of the slice, in a folder of its own; `params`, `champion` (as registered)."""
+    folder = tmp_path_factory.mktemp("refresh")
+    for name in ("raw", "bert"):
+        shutil.copytree(work.folder / name, folder / name)
+    params = work.params(**{"index.knn_weight": 0.3, "index.knn_neighbours": 20, "tracking.model_name": "labels"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
+        for name in ("ingest", "tokens", "propensity", "label_graph", "train", "index", "evaluate"):
+            getattr(pipeline, name)(params)
+        champion = pipeline.register(params)
+        MlflowClient(tracking_uri()).set_registered_model_alias("labels", "champion", str(champion["version"]))
+    return SimpleNamespace(folder=folder, params=params, champion=champion)
+
+
+@pytest.fixture
+def params(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Params:
+    monkeypatch.chdir(world.folder)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{world.folder}/mlflow.db")
+    return world.params
+
+
+def test_unchanged_data_changes_nothing(params: Params) -> None:
+    said = pipeline.refresh_labels(params)
+    assert said == {"changed": False, "bundle": None, "parent": "1", "reason": "version 1 has this data set"}
+    assert not paths.REFRESHED.exists()
+    with pytest.raises(ConfigError, match="not in the registry: no such alias"):
+        pipeline.refresh_labels(params, "nobody")
+
+
+def test_the_labels_of_today(params: Params, world: SimpleNamespace) -> None:
+    before = Bundle.load(paths.BUNDLE)
+    raw = other_labels(read_raw(Path("raw")))
+    shutil.rmtree("raw")
+    write_raw(raw, Path("raw"), "xmc-json")
+    shutil.rmtree(paths.PROPENSITY)  # of the data that was, as the tokens are: nothing here may read them
+    shutil.rmtree(paths.TOKENS)
+    pipeline.ingest(params)
+    bundle_sha256 = folder_sha256(paths.BUNDLE)
+
+    said = world.said = pipeline.refresh_labels(params)
+    dataset, after = XMCDataset.open(paths.DATASET), Bundle.load(paths.REFRESHED)
+    old, uids = set(before.uids.to_pylist()), dataset.label_uids()
+    assert said["changed"] and said["bundle"] == str(paths.REFRESHED) and said["parent"] == "1"
+    counts = {name: said[name] for name in ("added", "removed", "renamed", "kept")}
+    assert counts == {"added": NEW, "removed": GONE + NEW, "renamed": RENAMED, "kept": len(uids) - NEW}
+    assert after.uids.to_pylist() == uids and after.info.dataset == {"name": dataset.name, "sha256": dataset.sha256}
+    assert folder_sha256(paths.BUNDLE) == bundle_sha256  # DVC's output stays
+
+    # the training queries of today vote, with today's labels
+    rows = dataset.rows("train")
+    assert after.neighbours is not None and after.neighbours.uids.to_pylist() == dataset.query_uids(rows)
+    assert after.neighbours.labels_ML.nnz == (dataset.relevance[rows] > 0).sum()
+    assert (after.info.knn.weight, after.info.clf_weight) == (before.info.knn.weight, before.info.clf_weight)
+
+    # what is said of the new labels, query by query
+    rows = dataset.rows("validation")
+    new = {uid for uid in uids if uid not in old}
+    positives, found = 0, {10: 0, 100: 0}
+    for row, answer in zip(rows, after.predict(dataset.query_texts(rows), 100), strict=True):
+        wanted = {uids[label] for label in dataset.relevance[row].indices} & new
+        positives += len(wanted)
+        for k in found:
+            found[k] += len(wanted & set(answer.labels[:k]))
+    assert positives and said["new_labels"]["positives"] == positives
+    # answers to filtered pairs are taken out before, so that a place may be another by a few
+    for k, hits in found.items():
+        assert said["new_labels"][f"R@{k}"] == pytest.approx(100 * hits / positives, abs=3)
+    assert after.info.metrics["validation"] == pytest.approx(said["validation"])
+    assert said["validation"]["P@1"] > 3
+
+
+def test_registered_again(params: Params, world: SimpleNamespace) -> None:
+    sha256 = folder_sha256(paths.REFRESHED)
+    registered = pipeline.register(params, paths.REFRESHED)
+    assert registered["version"] == 2
+    client = MlflowClient(tracking_uri())
+    version = client.get_model_version("labels", "2")
+    assert version.run_id != client.get_model_version("labels", "1").run_id
+    dataset = XMCDataset.open(paths.DATASET)
+    wanted = {
+        "bundle.sha256": sha256, "dataset.sha256": dataset.sha256, "dataset.name": dataset.name,
+        "start.kind": "refresh", "start.version": "1", "start.bundle.sha256": folder_sha256(paths.BUNDLE),
+    }  # fmt: skip
+    assert {key: version.tags.get(key) for key in wanted} == wanted
+    run = client.get_run(version.run_id)
+    assert run.info.status == "FINISHED" and run.data.metrics["labels/added"] == NEW
+    assert run.data.metrics["validation/P_at_1"] == pytest.approx(world.said["validation"]["P@1"])
+    assert pipeline.register(params, paths.REFRESHED) == registered  # once more is no second version
+    found = lineage("models:/labels@challenger", model_name="labels")
+    assert (found["version"], found["parent"]["version"], found["parent"]["parent"]) == ("2", "1", None)
+
+
+def test_refreshed_again_it_is_the_same_and_then_no_change(params: Params) -> None:
+    sha256 = folder_sha256(paths.REFRESHED)
+    assert pipeline.refresh_labels(params)["changed"] and folder_sha256(paths.REFRESHED) == sha256
+    said = pipeline.refresh_labels(params, 2)
+    assert not said["changed"] and read_info(paths.REFRESHED).card["refreshed"]["version"] == "1"
+
+
+def test_without_votes_another_data_set_with_the_same_labels_is_no_change(
+    params: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Bundle.load.__func__
+
+    def silent(cls: type[Bundle], *words: object, **options: object) -> Bundle:
+        bundle = load(cls, *words, **options)
+        bundle.neighbours, bundle.info = None, bundle.info.model_copy(update={"knn": None, "dataset": {}})
+        return bundle
+
+    monkeypatch.setattr(Bundle, "load", classmethod(silent))
+    assert pipeline.refresh_labels(params, 2)["reason"] == "version 2 has these labels"
+
+
+def test_new_labels_rank_by_their_text(params: Params) -> None:
+    after = Bundle.load(paths.REFRESHED)
+    old = set(Bundle.load(paths.BUNDLE).uids.to_pylist())
+    rows = [row for row, uid in enumerate(after.uids.to_pylist()) if uid not in old]
+    titles = [after.titles[row].as_py() for row in rows]
+    found = after.predict_arrays(titles, 10)
+    hits = [row in ranked for row, ranked in zip(rows, found.rows.tolist(), strict=True)]
+    assert np.mean(hits) > 0.6  # a query that says what the label says; chance is 0.2 %
+
+
+def test_a_bundle_of_somewhere_else_is_not_registered_with_figures_of_this_project(
+    params: Params, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(paths.BUNDLE, tmp_path / "bundle"))
+    with pytest.raises(ConfigError, match="how this bundle was trained"):
+        pipeline.register(params, other)

@@ -1,0 +1,96 @@
+"""From raw files to a bundle in two stages: a model that starts from another's export, frozen, residual, on a graph."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from unidec import pipeline
+from unidec.data.dataset import XMCDataset
+from unidec.data.formats import write_raw
+from unidec.data.label_graph import load_label_graph
+from unidec.data.storage import read_manifest
+from unidec.model.unidec import UniDEC
+from unidec.pipeline import paths
+from unidec.pipeline.ranking import Ranking, validation_metrics
+from unidec.retrieval.bundle import Bundle
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_raw, tiny_bert, monkeypatch):
+    """A working folder with raw files and a tiny transformer."""
+    (tmp_path / "raw").mkdir()
+    write_raw(tiny_raw, tmp_path / "raw", "xmc-json")
+    shutil.copytree(tiny_bert, tmp_path / "bert")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    return tmp_path
+
+
+def train(params):
+    """All rounds and what follows; the measures of the rounds."""
+    started, rounds = pipeline.start_run(params), []
+    while not (rounds and rounds[-1]["finished"]):
+        pipeline.refresh(params, started["run_dir"])
+        rounds.append(pipeline.train_round(params, started["run_dir"]))
+    pipeline.export(params, started["run_dir"])
+    pipeline.index(params)
+    pipeline.evaluate(params)
+    return [one["validation"] for one in rounds]
+
+
+RESIDUAL = "residual on a frozen encoder"
+SECOND = {
+    "a classifier on a frozen encoder": {"model.heads": "clf", "encoder.frozen": True},
+    RESIDUAL: {"model.clf_residual": True, "encoder.frozen": True},
+    "residual, with Gandalf on walks from half of the labels": {
+        "model.clf_residual": True, "pool.gandalf": True, "label_graph.kind": "random-walk", "label_graph.share": 0.5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != RESIDUAL)) for k in SECOND])
+def test_two_stages_from_raw_files_to_a_bundle(folder, helper, kind):
+    def params(**values):
+        common = {"data.path": "raw", "data.validation_share": 0.1, "encoder.kind": "both", "optim.epochs": 2}
+        return helper("tiny_training").tiny_params(Path("bert"), **common | values)
+
+    first, second = (
+        params(**{"model.heads": "de"}), params(**{"encoder.start": "first", "pool.cluster_start": 3} | SECOND[kind])
+    )  # fmt: skip
+    for name in ("ingest", "tokens", "propensity"):
+        getattr(pipeline, name)(first)
+    said = pipeline.label_graph(second)
+    train(first)
+    shutil.copytree(paths.MODEL, folder / "first")
+    validation = train(second)
+
+    graph = load_label_graph(paths.LABEL_GRAPH)
+    assert said == {"labels": 40, "texts": int((np.diff(graph.indptr) > 0).sum()), "edges": graph.nnz}
+    assert said["texts"] == round(40 * second.label_graph.share)
+    meta = read_manifest(paths.LABEL_GRAPH, "label_graph", 1)["meta"]
+    assert (meta["kind"], meta["share"]) == (second.label_graph.kind, second.label_graph.share)
+
+    # what training measured of the model is what the exported one gives, and what the bundle answers
+    model, start = UniDEC.load(paths.MODEL), UniDEC.load(folder / "first")
+    assert not model.settings.clf_residual
+    if second.encoder.frozen:
+        ours, theirs = (m.encoder.state_dict() for m in (model, start))
+        assert all(np.array_equal(ours[name], value) for name, value in theirs.items())
+    dataset = XMCDataset.open(paths.DATASET)
+    again = validation_metrics(Ranking.of_model(model, dataset, "validation", "fp32"), second)
+    assert again == pytest.approx(validation[-1], abs=1e-6)
+    # the bundle computes what the caches held in float16 for the evaluation
+    bundle = Bundle.load(paths.BUNDLE)
+    uids = dataset.label_uids()
+    for line in pq.read_table(paths.PREDICTIONS).to_pylist():
+        text = dataset.query_texts([line["query_row"]])
+        filtered = dataset.filter_pairs[line["query_row"]].indices
+        (answer,) = bundle.predict(text, k=5, exclude=[[uids[label] for label in filtered]])
+        np.testing.assert_allclose(answer.scores, line["scores"][:5], rtol=2e-2, atol=2e-2)

@@ -1,0 +1,343 @@
+"""What a training starts from: chosen, written down, fetched by hash; a real registry, tiny trainings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from mlflow.exceptions import MlflowException
+from scipy.sparse import csr_matrix
+
+from unidec import pipeline
+from unidec.config import Params
+from unidec.data.formats import write_raw
+from unidec.data.raw import RawData
+from unidec.data.storage import read_json_lines, read_manifest
+from unidec.errors import ArtifactError, ConfigError
+from unidec.pipeline import launch, paths, session, training
+from unidec.pipeline.start import open_start
+from unidec.pipeline.start_file import START, StartFile, effective, read_start, start_tags, write_start
+from unidec.retrieval.bundle import Bundle
+from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
+from unidec.tracking.registry import checked_sha256, register
+from unidec.tracking.run import Tracker
+from unidec.tracking.store import open_client, prepare_store
+
+pytestmark = pytest.mark.timeout(240)
+COLD = b'{\n  "kind": "cold"\n}\n'
+SHA = "a" * 64
+
+
+def later(raw: RawData) -> RawData:
+    """The next version of some data: a label gone, one new, the others in another order."""
+    order = [*range(raw.num_labels - 1, 0, -1), 5]
+    uids = [f"label-{row}" for row in order[:-1]] + ["new"]
+    labels = raw.labels.take(order).set_column(0, "uid", pa.array(uids, raw.labels.schema.field("uid").type))
+    relevance = {split: csr_matrix(pairs.tocsc()[:, order]) for split, pairs in raw.relevance.items()}
+    filters = {split: csr_matrix(pairs.tocsc()[:, order]) for split, pairs in raw.filter_pairs.items()}
+    return RawData(raw.name, raw.queries, labels, relevance, filters)
+
+
+def params_of(helper: Callable[[str], Any], **overrides: Any) -> Params:
+    values = {"data.path": "raw", "data.validation_share": 0.2, "optim.epochs": 2, "pool.refresh": 2,
+              "warm.epochs": 1, "run.check_memory": False, "run.checkpoint_minutes": 0.0}  # fmt: skip
+    return helper("tiny_training").tiny_params(Path("bert"), **(values | overrides))
+
+
+def make_data(params: Params) -> None:
+    for name in ("ingest", "tokens", "propensity"):
+        getattr(pipeline, name)(params)
+
+
+@pytest.fixture(scope="module")
+def made(helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A project with two versions of its data and a champion, trained cold on the first."""
+    folder = tmp_path_factory.mktemp("start")
+    for name, raw in (("raw", tiny_raw), ("raw2", later(tiny_raw))):
+        (folder / name).mkdir()
+        write_raw(raw, folder / name, "xmc-json")
+    helper("conftest").tiny_transformer("bert", tiny_raw, folder / "bert")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MLFLOW_TRACKING_URI", prepare_store(f"sqlite:///{folder}/mlflow.db"))
+        params = params_of(helper)
+        make_data(params)
+        session.train(params)
+        training.forget()
+        pipeline.index(params)
+        register(paths.BUNDLE, None, "unidec", alias="champion")
+        make_data(params_of(helper, **{"data.path": "raw2"}))
+        yield folder
+
+
+@pytest.fixture
+def work(
+    made: Path, helper: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SimpleNamespace]:
+    """The project with its second data; what a test registers is its own."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(made / "mlflow.db", tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    for name in ("raw", "raw2", "bert"):
+        (tmp_path / name).symlink_to(made / name)
+    shutil.copytree(made / "data", tmp_path / "data", ignore=shutil.ignore_patterns("cache"))
+    START.write_bytes(COLD)
+    yield SimpleNamespace(
+        folder=tmp_path,
+        params=lambda **overrides: params_of(helper, **{"data.path": "raw2"} | overrides),
+        bundle=made / "outputs" / "bundle",
+    )
+    training.forget()
+
+
+def move(alias: str, version: int | None) -> None:
+    import os
+
+    client = open_client(os.environ["MLFLOW_TRACKING_URI"])
+    if version is None:
+        client.delete_registered_model_alias("unidec", alias)
+    else:
+        client.set_registered_model_alias("unidec", alias, str(version))
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+def test_from_the_champion(work):
+    found = pipeline.choose_start(work.params())
+    sha256 = checked_sha256(work.bundle)
+    note = {"kind": "warm", "model": "unidec", "version": "1", "bundle_sha256": sha256, "generation": 1}
+    assert found == note | {"reason": "the champion, version 1", "changed": True}
+    assert json.loads(START.read_bytes()) == note
+    assert checked_sha256(paths.BUNDLES / sha256[:16]) == sha256
+    before = START.stat().st_mtime_ns
+    assert pipeline.choose_start(work.params())["changed"] is False and START.stat().st_mtime_ns == before
+    assert start_tags() == {"start.kind": "warm", "start.model": "unidec", "start.version": "1",
+                            "start.bundle.sha256": sha256, "start.generation": "1"}  # fmt: skip
+
+
+def test_without_a_champion(work):
+    move("champion", None)
+    assert pipeline.choose_start(work.params()) == {
+        "kind": "cold", "reason": "unidec has no champion yet", "changed": False,
+    }  # fmt: skip
+    assert START.read_bytes() == COLD and start_tags() == {"start.kind": "cold"}
+    named = work.params(**{"tracking.model_name": "another"})
+    assert pipeline.choose_start(named)["reason"] == "another has no champion yet"
+    with pytest.raises(ConfigError, match=r"another has no champion yet(.|\n)*fix: retrain.start: cold"):
+        pipeline.choose_start(named, "warm")
+
+
+def test_as_asked_for(work):
+    assert pipeline.choose_start(work.params(), "cold")["reason"] == "asked for"
+    assert pipeline.choose_start(work.params(**{"retrain.start": "cold"}))["kind"] == "cold"
+    assert pipeline.choose_start(work.params(**{"retrain.start": "cold"}), "auto")["kind"] == "warm"
+    assert pipeline.choose_start(work.params(), "cold")["changed"] is True and START.read_bytes() == COLD
+
+
+UNFIT = {"encoder.bag_words": 8, "model.dim": 8}
+
+
+@pytest.mark.parametrize("key", UNFIT)
+def test_a_champion_that_does_not_fit(work, key):
+    params = work.params(**{key: UNFIT[key]})
+    found = pipeline.choose_start(params)
+    assert found["kind"] == "cold" and found["reason"] == f"the champion, version 1, has another {key}"
+    with pytest.raises(ConfigError, match=rf"another {key}(.|\n)*retrain.start: cold"):
+        pipeline.choose_start(params, "warm")
+
+
+def test_another_tokenizer(work, helper, raw_factory):
+    raw = raw_factory(seed=5)
+    helper("conftest").tiny_transformer("bert", raw, work.folder / "other")
+    file = work.folder / "other" / "tokenizer.json"
+    changed = json.loads(file.read_text())
+    changed["model"]["unk_token"] = "[MASK]"
+    file.write_text(json.dumps(changed))
+    found = pipeline.choose_start(work.params(**{"encoder.name": str(work.folder / "other")}))
+    assert found["kind"] == "cold" and "another tokenizer" in found["reason"]
+
+
+@pytest.mark.parametrize("change", [{"pool.beta": 1}, {"optim.epochs": 3}, {"encoder.residual": True}], ids=str)
+def test_other_parameters_than_the_champions(work, change):
+    found = pipeline.choose_start(work.params(**change))
+    assert found["kind"] == "cold"
+    assert found["reason"] == f"other parameters than the champion's, version 1: {next(iter(change))}"
+    assert pipeline.choose_start(work.params(**change), "warm")["kind"] == "warm"
+
+
+def test_what_is_not_learnt_may_differ(work):
+    change = {"seed": 9, "index.clf_weight": 0.5, "run.checkpoint_minutes": 1.0, "warm.epochs": 2, "gate.margin": 1.0}
+    assert pipeline.choose_start(work.params(**change))["kind"] == "warm"
+
+
+def test_two_starts(work):
+    given = work.params(**{"encoder.start": str(work.folder)})
+    assert pipeline.choose_start(given)["reason"].startswith("encoder.start names")
+    pipeline.choose_start(work.params())
+    with pytest.raises(ConfigError, match=r"two models to start from(.|\n)*retrain.start: cold, or encoder.start"):
+        effective(given)
+    with pytest.raises(ConfigError, match="two models to start from"):
+        pipeline.start_run(given)
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_effective_parameters(work):
+    params = work.params()
+    assert effective(params) is params
+    pipeline.choose_start(params)
+    assert effective(params).optim.epochs == 1 != params.optim.epochs
+    assert effective(effective(params)) == effective(params)
+    START.unlink()
+    assert effective(params) is params and read_start() == StartFile()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"kind": "hot"}', '{"kind": "warm"}', '{"kind": "cold", "version": "1"}', '{"kind": "cold", "x": 1}',
+     json.dumps({"kind": "warm", "model": "m", "version": "1", "bundle_sha256": "xy", "generation": 1})],
+)  # fmt: skip
+def test_a_damaged_file_is_named(work, text):
+    START.write_text(text)
+    with pytest.raises(ArtifactError, match=r"data/start.json(.|\n)*bring it back from git"):
+        read_start()
+    assert write_start(StartFile()) and START.read_bytes() == COLD
+
+
+# -- the training -----------------------------------------------------------------------------------------------------
+
+
+def test_a_warm_training_from_choice_to_bundle(work):
+    params = work.params()
+    cold = paths.run_folder(params)
+    pipeline.choose_start(params)
+    assert paths.run_folder(params) != cold
+    begun = pipeline.start_run(params)
+    assert (begun["epochs"], begun["rounds"], begun["refresh"]) == (1, 1, 2) and begun["start"]["version"] == "1"
+    assert (
+        "starts from unidec version 1" in begun["lines"][0]
+        and "39 labels go on, 1 are new, 1 are gone" in begun["lines"][0]
+    )
+    done, said = session.train(params), []
+    assert done["epoch"] == 1 and done["finished"]
+    assert session.train(params, say=said.append)["epoch"] == 1 and "is trained" in said[1], "the same run"
+    champion = Bundle.load(work.bundle)
+    assert json.loads((paths.MODEL / "config.json").read_text())["start"] == read_start().as_dict()
+    pipeline.index(params)
+    ours = Bundle.load(paths.BUNDLE)
+    assert set(ours.uids.to_pylist()) - set(champion.uids.to_pylist()) == {"new"}
+    assert Tracker.resume(done["run_dir"] if "run_dir" in done else begun["run_dir"]).run_id
+    # a model that was started has gone on: its first losses are below those of the cold one
+    losses = [json.loads(line)["loss"] for line in (paths.MODEL / "history.jsonl").read_text().splitlines()]
+    first = read_json_lines(work.bundle.parent / "model" / "history.jsonl")[0]["loss"]
+    assert losses[0] < first
+
+
+def test_the_mlflow_run_says_what_it_started_from(work):
+    import os
+
+    pipeline.choose_start(work.params())
+    begun = pipeline.start_run(work.params())
+    run = open_client(os.environ["MLFLOW_TRACKING_URI"]).get_run(Tracker.resume(begun["run_dir"]).run_id)
+    assert run.data.tags["start.kind"] == "warm" and run.data.tags["start.bundle.sha256"] == read_start().bundle_sha256
+    assert run.data.params["optim.epochs"] == "1", "what it is trained with"
+
+
+def test_generations_are_counted_by_the_bundles_themselves(work):
+    params = work.params()
+    pipeline.choose_start(params)
+    session.train(params)
+    pipeline.index(params)
+    version = register(paths.BUNDLE, None, "unidec", alias="champion")
+    found = pipeline.choose_start(params)
+    assert (found["version"], found["generation"]) == (str(version), 2)
+    every = {"retrain.cold_every": 1}
+    found = pipeline.choose_start(work.params(**every))
+    assert found["kind"] == "cold" and found["reason"] == "1 warm starts in a row (retrain.cold_every)"
+    assert pipeline.choose_start(work.params(**every), "warm")["generation"] == 2
+    assert pipeline.choose_start(work.params(**{"retrain.cold_every": 0}))["generation"] == 2
+
+
+def test_a_start_is_fetched_again_and_the_same_model_comes_out(work):
+    params = work.params()
+    pipeline.choose_start(params)
+    session.train(params)
+    files = read_manifest(paths.MODEL, "model", 1)["files"]
+    training.forget()
+    for folder in (paths.BUNDLES, paths.RUNS):
+        shutil.rmtree(folder)
+    move("champion", None)  # who reproduces it needs the bundle, wherever the alias is now
+    session.train(params)
+    again = read_manifest(paths.MODEL, "model", 1)["files"]
+    assert again.keys() == files.keys()
+    for name in files:
+        assert name.endswith(".jsonl") or again[name]["sha256"] == files[name]["sha256"], name
+
+
+def test_a_start_that_is_gone_is_named(work):
+    write_start(StartFile(kind="warm", model="unidec", version="1", bundle_sha256=SHA, generation=1))
+    with pytest.raises(ArtifactError, match=r"no version of unidec holds this bundle(.|\n)*MLFLOW_TRACKING_URI"):
+        pipeline.start_run(work.params())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_processes_start_warm_too(work, monkeypatch):
+    params = work.params(**{"run.devices": 2})
+    pipeline.choose_start(params)
+    begun = pipeline.start_run(params)
+    assert launch.needed(params)
+    pipeline.refresh(params, begun["run_dir"])
+    assert pipeline.train_round(params, begun["run_dir"])["epoch"] == 1
+
+
+# -- fetching ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_copy_is_fetched_again(work):
+    pipeline.choose_start(work.params())
+    start = open_start()
+    assert start is not None
+    (start.model / "config.json").write_text("{}")
+    again = open_start()
+    assert again is not None and json.loads((again.model / "config.json").read_text())["num_labels"] == 40
+
+
+def test_found_by_hash_where_the_version_is_another(work):
+    sha256 = checked_sha256(work.bundle)
+    assert (
+        fetch_by_hash("unidec", sha256, "kept", "7")
+        == fetch_by_hash("unidec", sha256, "kept")
+        == Path("kept") / sha256[:16]
+    )
+    assert fetch_bundle("models:/unidec@champion", "kept") == Path("kept") / sha256[:16]
+    with pytest.raises(ConfigError, match="not in the registry"):
+        fetch_bundle("models:/unidec@nobody", "kept")
+
+
+def test_a_copy_that_is_whole_needs_no_registry(work, monkeypatch):
+    pipeline.choose_start(work.params())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{work.folder}/nothing.db")
+    start = open_start()
+    assert start is not None and len(start.uids) == 40
+    assert not (work.folder / "nothing.db").exists()
+
+
+def test_a_registry_that_is_away_is_no_cold_start(work, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(MlflowException):
+        pipeline.choose_start(work.params())
+    with pytest.raises(MlflowException):
+        find_alias("unidec", "champion")
+    with pytest.raises(MlflowException):
+        fetch_bundle("models:/unidec@champion", "kept")
+    assert START.read_bytes() == COLD

@@ -1,0 +1,158 @@
+"""The routes that the page asks, answered from twelve titles: what a test wants to go wrong goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from unidec.serving.page import page_routes
+
+TITLES = [
+    "red car", "green car", "blue car", "red boat", "green boat", "blue boat", "old house", "new house", "big house",
+    "old red house", "<img src=x onerror='document.title=1'>", 'größer, "neu"\nund <b>rot</b> 🚗',
+]  # fmt: skip
+UIDS = [*(f"L{i}" for i in range(11)), "a/b c?"]
+WEIGHTS = {"de": 1.0, "clf": 2.0, "knn": 0.5}
+
+
+class World:
+    """The server of a test.
+
+    Attributes:
+        bodies: of the requests to /predict, in order. headers: of all requests.
+        key: asked for where it is set. busy: so many requests are answered with 503. held: requests
+            for "red" alone get no answer meanwhile. model: the hash that answers.
+    """
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.authorizations: list[str | None] = []
+        self.key, self.busy, self.held, self.model = "", 0, False, "1" * 64
+        routes = [
+            Route("/predict", self._predict, methods=["POST"]),
+            Route("/explain", self._explain, methods=["POST"]),
+            Route("/labels", self._labels),
+            Route("/labels/{uid:path}", self._label),
+            Route("/card", self._card),
+        ]
+        self.app = Starlette(routes=[*page_routes(), *routes])
+
+    def reset(self) -> None:
+        """As it was at first."""
+        self.bodies, self.authorizations = [], []
+        self.key, self.busy, self.held, self.model = "", 0, False, "1" * 64
+
+    def ranked(self, asked: dict[str, Any], text: str) -> list[dict[str, Any]]:
+        """Labels by shared words, as the server names them; the classifier's part is negative for even rows."""
+        found = []
+        for row, (uid, title) in enumerate(zip(UIDS, TITLES, strict=True)):
+            de = len(set(text.split()) & set(title.split())) / 2 + 0.01 * row
+            label = {"de": de, "clf": -0.05 if row % 2 == 0 else 0.1, "knn": 0.2 if row == 3 else 0.0}
+            head = asked.get("head", "both")
+            score = label[head] if head != "both" else sum(WEIGHTS[name] * label[name] for name in WEIGHTS)
+            wanted = asked.get("allow") is None or uid in asked["allow"]
+            if wanted and uid not in asked.get("deny", []) and score >= asked.get("min_score", -9):
+                found.append({"uid": uid, "title": title, "score": score, **label})
+        return sorted(found, key=lambda label: -label["score"])[: asked["k"]]
+
+    def _refusal(self, request: Request) -> JSONResponse | None:
+        self.authorizations.append(request.headers.get("authorization"))
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return _wrong(401, what="an API key is asked for")
+        if self.busy:
+            self.busy -= 1
+            return _wrong(503, what="too many queries wait", got="1024", fix="ask again")
+        return None
+
+    async def _predict(self, request: Request) -> JSONResponse:
+        if refusal := self._refusal(request):
+            return refusal
+        asked = await request.json()
+        self.bodies.append(asked)
+        text = asked["queries"][0]
+        while text == "red" and self.held:
+            await asyncio.sleep(0.01)
+        if text == "bad":
+            return _wrong(422, what="the query is wrong", where="queries.0", got="<b>bad</b>", fix="write another one")
+        unknown = sum(word == "zzz" for word in text.split())
+        answer = {"labels": self.ranked(asked, text), "unknown_tokens": unknown}
+        return JSONResponse({"model": {"sha256": self.model, "version": "3"}, "predictions": [answer]})
+
+    async def _explain(self, request: Request) -> JSONResponse:
+        if refusal := self._refusal(request):
+            return refusal
+        asked = await request.json()
+        head, pieces = asked.get("head", "both"), asked["query"].split()
+        near = {"uid": "Q1", "title": "a <i>red</i> one", "cosine": 0.9, "labels": [{"uid": "L0", "title": "red car"}]}
+        return JSONResponse(
+            {
+                "labels": self.ranked(asked, asked["query"]),
+                "weights": WEIGHTS if head == "both" else {name: float(name == head) for name in WEIGHTS},
+                "nearest": [near],
+                "tokens": [{"piece": piece, "unknown": piece == "zzz"} for piece in pieces],
+                "unknown_tokens": pieces.count("zzz"),
+                "truncated": len(pieces) > 6,
+            }
+        )
+
+    async def _labels(self, request: Request) -> JSONResponse:
+        words = request.query_params["prefix"].lower()
+        found = [
+            {"uid": uid, "title": title}
+            for uid, title in zip(UIDS, TITLES, strict=True)
+            if title.lower().startswith(words) or f" {words}" in title.lower()
+        ]
+        return self._refusal(request) or JSONResponse({"labels": found, "more": False})
+
+    async def _label(self, request: Request) -> JSONResponse:
+        uid = request.path_params["uid"]
+        if uid not in UIDS:
+            return _wrong(404, what="no such label", got=uid)
+        return self._refusal(request) or JSONResponse({"uid": uid, "title": TITLES[UIDS.index(uid)]})
+
+    async def _card(self, request: Request) -> JSONResponse:
+        return self._refusal(request) or JSONResponse(
+            {
+                "model": {"sha256": self.model, "name": "unidec", "version": "3", "alias": "champion"},
+                "unidec": "0.1.0", "runtime": "torch", "index": {"kind": "flat", "width": 12}, "encoder": "bag",
+                "recipe": None, "data": {"name": "tiny <b>", "sha256": "0" * 64, "rows": {"train": 1234}},
+                "num_labels": len(UIDS), "num_neighbours": 30, "text": "title", "heads": ["de", "clf"],
+                "space": "both", "weights": WEIGHTS, "metrics": {"validation": {"P@1": 50.0, "odd": 1.0}},
+                "score_quantiles": [i / 100 for i in range(101)], "api_key": bool(self.key),
+                "limits": {"max_k": 12, "max_query_chars": 100}, "examples": ["red car", "old house"],
+            }
+        )  # fmt: skip
+
+
+def _wrong(status: int, **error: str) -> JSONResponse:
+    headers = {"Retry-After": "1"} if status == 503 else None
+    return JSONResponse({"error": error}, status, headers=headers)
+
+
+class Server:
+    """An application on a free port of this machine, in a thread."""
+
+    def __init__(self, app: Any) -> None:
+        import uvicorn
+
+        config = uvicorn.Config(app, port=0, log_config=None, ws="none", lifespan="auto", timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        end = time.monotonic() + 30
+        while not self._server.started:
+            assert time.monotonic() < end and self._thread.is_alive()
+            time.sleep(0.01)
+        self.address = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        """Ends it and waits for that."""
+        self._server.should_exit = True
+        self._thread.join(30)

@@ -1,0 +1,68 @@
+"""Answers as JSON: what is missing is null, and a bundle's card holds only what a card should."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from unidec.retrieval.bundle import Prediction
+from unidec.sections import Serve
+from unidec.serving.answers import answer_of, card, explain_body, predict_body
+
+MODEL = b'{"sha256":"a","version":null}'
+
+
+def test_a_part_that_the_model_lacks_is_null_and_scores_are_exact() -> None:
+    score = 0.10000000149011612  # a float32
+    odd = '"\\ \x00\n\u2028 🚗 </script>'
+    prediction = Prediction([odd, "b"], ["", odd], [score, -2.0], [score, -2.0], [], num_tokens=4, unknown_tokens=1)
+    answer = answer_of(prediction)
+    found = json.loads(predict_body(MODEL, [answer.json, answer.json]))
+    assert found["model"] == {"sha256": "a", "version": None} and len(found["predictions"]) == 2
+    first, second = found["predictions"][1]["labels"]
+    assert first == {"uid": odd, "title": "", "score": score, "de": score, "clf": None, "knn": None}
+    assert second["title"] == odd
+    assert (answer.best, answer.num_tokens, answer.unknown_tokens) == (score, 4, 1)
+
+
+def test_no_labels_and_no_queries() -> None:
+    answer = answer_of(Prediction([], [], [], [], []))
+    assert json.loads(answer.json) == {"labels": [], "unknown_tokens": 0, "unknown_filters": 0} and answer.best is None
+    assert json.loads(predict_body(MODEL, [])) == {"model": json.loads(MODEL), "predictions": []}
+
+
+def test_an_explanation_without_neighbours_or_votes() -> None:
+    explanation: Any = SimpleNamespace(
+        prediction=Prediction(["a"], ["t"], [1.0], [1.0], []), weights={"de": 1.0}, neighbours=None, cut=True,
+        tokens=[SimpleNamespace(text="[CLS]", unknown=False, special=True),
+                SimpleNamespace(text="xyz", unknown=True, special=False)],
+    )  # fmt: skip
+    found = json.loads(explain_body(MODEL, explanation))
+    assert found["weights"] == {"de": 1.0, "clf": 0.0, "knn": 0.0} and found["nearest"] == [] and found["truncated"]
+    assert found["tokens"] == [{"piece": "xyz", "unknown": True}]
+
+
+@pytest.mark.parametrize("num_labels", [1, 3, 6, 7, 100])
+@pytest.mark.parametrize(
+    "odd",
+    [None, 1, "x" * 9999, [1] * 9999, {"a" * 9999: 1}, {"a": {"b": 1}}, {str(i): i for i in range(999)}, {"a": True}],
+)
+def test_a_card_is_bounded_whatever_the_bundle_holds(odd: Any, num_labels: int) -> None:
+    info = SimpleNamespace(
+        card={"profile": {"rows": odd, "served": {"score_quantiles": odd}}} if num_labels > 3 else {"profile": odd},
+        params={"encoder": odd, "recipe": odd},
+        metrics={"validation": odd, "x" * 9999: {"P@1": 1.0}, "test": {"P@1": 2}},
+        dataset={"name": odd, "sha256": odd}, index_kind="flat", width=8, text="title", vectors={"de": [1, 8]},
+        space="de", clf_weight=1.5, knn=None,
+    )  # fmt: skip
+    titles = pa.array([f"title {i} {'y' * 9999}" for i in range(num_labels)])
+    bundle: Any = SimpleNamespace(info=info, num_labels=num_labels, titles=titles)
+    found = card(bundle, Serve())
+    assert len(json.dumps(found)) < 10_000
+    assert found["metrics"]["test"] == {"P@1": 2} and found["weights"] == {"de": 1.0, "clf": 0.0, "knn": 0.0}
+    assert 1 <= len(found["examples"]) == min(num_labels, 6), "each once"
+    assert found["score_quantiles"] is None

@@ -1,0 +1,144 @@
+"""The whole application over a real bundle: answers as `Bundle.predict` gives them, and as the OpenAPI says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unidec.errors import ArtifactError
+from unidec.sections import Serve
+from unidec.serving import schemas
+from unidec.serving.service import Engine, Identity, Service
+
+
+@pytest.fixture
+def asgi(helper: Any) -> Any:
+    return helper("tracking/serving/asgi")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, helper: Any) -> Path:
+    made: Path = helper("served_bundle").make_served_bundle(tmp_path_factory.mktemp("served"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    made = Engine.load(folder, Serve(runtime="torch", threads=1))
+    made.warm()
+    return made
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(main(), 60)
+
+    asyncio.run(limited())
+
+
+def test_answers_are_those_of_the_bundle(asgi: Any, engine: Engine) -> None:
+    texts = [engine.bundle.titles[row].as_py() for row in range(0, 40, 3)] + ["no such words", "größer 🚗 \x00"]
+    wanted = engine.bundle.predict(texts, k=7)
+
+    async def main() -> None:
+        async with asgi.running(engine, cache_queries=0) as server:
+            together = (await server.predict(*texts, k=7)).json["predictions"]
+            alone = [(await server.predict(text, k=7)).json["predictions"][0] for text in texts]
+            for got, one, want in zip(together, alone, wanted, strict=True):
+                for answer in (got, one):
+                    assert [label["uid"] for label in answer["labels"]] == want.labels
+                    assert [label["title"] for label in answer["labels"]] == want.titles
+                    for name, values in (
+                        ("score", want.scores), ("de", want.de_scores), ("clf", want.clf_scores),
+                        ("knn", want.knn_scores),
+                    ):  # fmt: skip
+                        assert [label[name] for label in answer["labels"]] == pytest.approx(values, abs=1e-5)
+            assert together[-2]["unknown_tokens"] == 3
+
+    run(main)
+
+
+def test_every_answer_is_as_the_openapi_says(asgi: Any, engine: Engine) -> None:
+    text = engine.bundle.titles[0].as_py()
+
+    async def main() -> None:
+        async with asgi.running(engine, "key") as server:
+            head = {"authorization": "Bearer key"}
+
+            async def of(model: Any, path: str, status: int = 200, what: Any = None, **more: Any) -> Any:
+                reply = await server.ask(path, what, headers=head | (asgi.JSON if what else {}), **more)
+                assert reply.status == status, reply.body
+                return model.model_validate_json(reply.body)
+
+            found = await of(schemas.PredictAnswer, "/predict", what={"queries": [text], "deny": ["L0", "no"]})
+            assert found.predictions[0].unknown_filters == 1 and len(found.predictions[0].labels) == 5
+            for one in ("de", "clf"):
+                answer = await of(schemas.PredictAnswer, "/predict", what={"queries": [text], "head": one})
+                scores = [label.score for label in answer.predictions[0].labels]
+                assert scores == pytest.approx(
+                    [getattr(label, one) for label in answer.predictions[0].labels], abs=1e-5
+                )
+            why = await of(schemas.ExplainAnswer, "/explain", what={"query": text, "k": 3})
+            assert why.nearest and [token.piece for token in why.tokens] == text.split()
+            for label in why.labels:
+                parts = {"de": label.de, "clf": label.clf, "knn": label.knn}
+                assert label.score == pytest.approx(sum(why.weights[n] * (v or 0) for n, v in parts.items()), abs=1e-5)
+            assert (await of(schemas.LabelAnswer, "/labels/L3")).row == 3
+            assert (await of(schemas.LabelsAnswer, "/labels", query="prefix=l1&limit=4")).more
+            await of(schemas.ErrorAnswer, "/labels/nope", 404)
+            assert (await of(schemas.VersionAnswer, "/version")).model.sha256 == engine.bundle.sha256
+            card = await of(schemas.CardAnswer, "/card")
+            assert card.api_key and card.num_labels == 400 and len(card.examples) == 6
+            assert (await of(schemas.ReadyAnswer, "/readyz")).ready and await of(schemas.AliveAnswer, "/healthz")
+            openapi = (await server.ask("/openapi.json", headers=head)).json
+            assert openapi["paths"]["/predict"]["post"]["security"] == [{"key": []}]
+            assert openapi["paths"]["/readyz"]["get"]["security"] == []
+        async with asgi.running() as server:
+            reply = await server.ask("/readyz")
+            assert not schemas.NotReadyAnswer.model_validate_json(reply.body).ready
+            assert "security" not in json.dumps((await server.ask("/openapi.json")).json)
+
+    run(main)
+
+
+def test_the_openapi_has_limits_and_examples_that_are_right(asgi: Any) -> None:
+    settings = Serve(max_queries=9, max_k=8, max_query_chars=77)
+    app = asgi.Asked(Service(settings), settings, None).app
+    post = app.openapi()["paths"]["/predict"]["post"]
+    body = post["requestBody"]["content"]["application/json"]
+    assert (
+        body["schema"]["properties"]["queries"]["maxItems"] == 9 and body["schema"]["properties"]["k"]["maximum"] == 8
+    )
+    assert body["schema"]["properties"]["queries"]["items"]["maxLength"] == 77
+    models = schemas.request_models(settings)
+    assert schemas.check(models.predict, body["example"]).k == 5
+    assert schemas.check(models.explain, schemas.EXPLAIN_EXAMPLE).query
+    schemas.PredictAnswer.model_validate(schemas.PREDICT_ANSWER_EXAMPLE)
+    assert {"400", "401", "408", "413", "415", "422", "503"} <= set(post["responses"])
+
+
+def test_another_bundle_than_the_registry_says_is_refused(folder: Path) -> None:
+    with pytest.raises(ArtifactError, match="another bundle"):
+        Engine.load(folder, Serve(), Identity("0" * 64, "m", "1"))
+
+
+def test_the_previous_engine_is_kept_or_let_go(asgi: Any) -> None:
+    old, new = asgi.StubEngine("a"), asgi.StubEngine("b")
+    for keep in (True, False):
+        service = Service(Serve(keep_previous=keep))
+        service.swap(old)
+        service.swap(old)
+        assert service.previous is None, "the same again changes nothing"
+        service.swap(new)
+        assert (service.current, service.previous) == (new, old if keep else None)
+        if keep:
+            service.swap_back()
+            assert (service.current, service.previous) == (old, new)
+            service.drop_previous()
+        with pytest.raises(Exception, match="no model before this one is kept"):
+            service.swap_back()

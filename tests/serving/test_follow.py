@@ -1,0 +1,514 @@
+"""Following an alias: what is loaded, refused and swapped, with a registry, trials and engines of the tests' own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import unidec.retrieval.answer  # noqa: F401  its imports take seconds: not within a time limit
+from unidec.errors import ArtifactError, ConfigError
+from unidec.sections import Serve
+from unidec.serving import follow
+from unidec.serving.follow import Follower
+from unidec.serving.service import Identity, Service
+from unidec.serving.trial import Trial
+from unidec.serving.watch import Found, RegistryAway
+
+ALIAS = "models:/m@champion"
+
+
+class Engine:
+    """An engine whose answers are one label: its version."""
+
+    def __init__(self, folder: Path, identity: Identity | None) -> None:
+        about = json.loads((folder / "about.json").read_text())
+        self.identity = identity or Identity(about["sha256"])
+        self.says, self.score = about["says"], about.get("score", 1.0)
+        self.warmed = 0
+        titles = pa.array(["one title", "another"])
+        self.bundle = SimpleNamespace(path=folder, sha256=about["sha256"], num_labels=2, titles=titles)
+
+    def answer(self, requests: list[Any]) -> list[Any]:
+        return [SimpleNamespace(labels=[self.says], scores=[self.score]) for _ in requests]
+
+    def warm(self, batch: int | None = None) -> None:
+        self.warmed += 1
+
+
+class Shelf:
+    """A registry in a folder; `alias` is what it stands for, an error is raised."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.alias = folder, None
+        self.kept: dict[str, Found] = {}
+        self.about: dict[str, dict[str, Any]] = {}
+        self.fetched: list[str] = []
+        self.prepared = self.closed = 0
+        self.missing = "not in the registry: no such alias"
+        self.fetching = lambda found: None
+
+    def add(self, version: str, **about: Any) -> Found:
+        found = self.kept[version] = Found(version, version * 16, "d" * 64)
+        self.about[version] = {"sha256": found.sha256, "says": version} | about
+        return found
+
+    def prepare(self) -> None:
+        self.prepared += 1
+
+    def look(self) -> Found | None:
+        if isinstance(self.alias, Exception):
+            raise self.alias
+        return None if self.alias is None else self.kept[self.alias]
+
+    def fetch(self, found: Found, max_bytes: int) -> tuple[Path, bool]:
+        self.fetching(found)
+        self.fetched.append(found.version or "")
+        folder = self.folder / found.sha256
+        is_new = not folder.is_dir()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "about.json").write_text(json.dumps(self.about[found.version or ""]))
+        return folder, is_new
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Tried:
+    """Trials that say what the engine will say, or raise `error`."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.runs = 0
+
+    def run(self, folder: Path, settings: Serve) -> Trial:
+        self.runs += 1
+        if self.error is not None:
+            raise self.error
+        about = json.loads((folder / "about.json").read_text())
+        return Trial(about["sha256"], ["a text"], [[about["says"]]], [[1.0]], 0.1, 1.0)
+
+    def close(self) -> None:
+        pass
+
+
+class World:
+    """A service, its follower, and what the follower sees."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        self.root, self.shelf, self.tried = root, Shelf(root / "runs" / "bundles"), Tried()
+        self.settings = Serve(**({"follow_seconds": 0.02, "timeout_seconds": 0.2} | settings))
+        self.loaded: list[weakref.ref[Engine]] = []
+        self.followers: list[Follower] = []
+        self.begin()
+
+    def begin(self, source: str = ALIAS) -> None:
+        self.service = Service(self.settings)
+        self.follower = Follower(
+            self.service, source, self.settings, root=self.root, uri="sqlite:///none.db", trials=self.tried,
+            registry=self.shelf if source.startswith("models:") else None, load=self.load,
+        )  # fmt: skip
+        self.followers.append(self.follower)
+
+    def load(self, folder: Path, settings: Serve, identity: Identity | None) -> Engine:
+        engine = Engine(folder, identity)
+        self.loaded.append(weakref.ref(engine))
+        return engine
+
+    def start(self, version: str = "1") -> None:
+        self.shelf.alias = version
+        self.follower.start()
+        self.follower.first.result(10)
+
+    def says(self) -> str:
+        assert self.service.current is not None
+        return self.service.current.answer([None])[0].labels[0]
+
+    def until(self, true: Callable[[], Any], seconds: float = 10) -> None:
+        end = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < end, self.follower.state()
+            time.sleep(0.005)
+
+    def looks(self, more: int = 3) -> None:
+        """So many more looks that were seen to."""
+        aim = self.follower.counts["looks"] + more
+        self.until(lambda: self.follower.counts["looks"] >= aim)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    for version in "123":
+        world.shelf.add(version)
+    yield world
+    for follower in world.followers:
+        follower.stop()
+
+
+def test_the_first_one_serves_warm_and_without_a_trial(world):
+    world.start()
+    engine = world.service.current
+    assert world.says() == "1" and engine.warmed == 1 and world.tried.runs == 0
+    assert engine.identity == Identity("1" * 16, "m", "1", "champion", "d" * 64)
+    assert world.follower.first.result() == engine.identity
+    assert world.service.previous is None
+
+
+def test_the_alias_moves_and_moves_back(world):
+    world.start()
+    first = world.service.current
+    world.shelf.alias = "2"
+    world.until(lambda: world.says() == "2")
+    assert world.service.current.warmed == 1 and world.tried.runs == 1
+    world.until(lambda: world.follower.state()["swaps"] == 1)
+    world.shelf.alias = "1"
+    world.until(lambda: world.says() == "1")
+    assert world.service.current is first, "the very one from memory"
+    world.until(lambda: world.follower.state()["swaps_back"] == 1)
+    assert world.shelf.fetched == ["1", "2"] and len(world.loaded) == 2
+    state = world.follower.state()
+    assert state["wanted"] == {"version": "1", "sha256": "1" * 16} and state["refused"] is None
+    json.dumps(state)
+
+
+def test_without_a_previous_one_the_way_back_is_a_load(tmp_path):
+    world = World(tmp_path, keep_previous=False)
+    world.shelf.add("1"), world.shelf.add("2")
+    world.start()
+    for version in "212":
+        world.shelf.alias = version
+        world.until(lambda version=version: world.says() == version)
+        assert world.service.previous is None
+    world.follower.stop()
+    assert len(world.loaded) == 4 and world.follower.counts["swaps_back"] == 0
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_version_that_fails_its_trial_is_refused_once(world, caplog, times):
+    world.start()
+    world.tried.error = ArtifactError("a fresh process cannot serve it", where="here")
+    with caplog.at_level(logging.WARNING, logger="unidec"):
+        world.shelf.alias = "2"
+        world.until(lambda: world.follower.state()["refused"])
+        world.looks(5)
+        assert world.tried.runs == 1, "not tried again at each look"
+        for again in range(1, times):
+            world.follower.look_soon()
+            world.until(lambda again=again: world.tried.runs == again + 1)
+    world.until(lambda: world.follower.counts["refusals"] == times)
+    refused = world.follower.state()["refused"]
+    assert world.says() == "1" and len(world.loaded) == 1, "it was never loaded here"
+    assert refused["version"] == "2" and refused["sha256"] == "2" * 16 and "cannot serve" in refused["why"]
+    assert sum("version 2 is refused, version 1 goes on serving" in text for text in caplog.messages) == times
+    world.tried.error = None
+    world.follower.look_soon()
+    world.until(lambda: world.says() == "2")
+    world.until(lambda: world.follower.state()["refused"] is None)
+
+
+def test_a_refused_version_is_tried_again_later_and_later(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(follow.time, "monotonic", lambda: now)
+    pauses = []
+    for times in (1, 2, 3, 7, 50):
+        refusal = follow._Refusal(Found("2", "x"), "why", now, times)
+        started = now
+        while not refusal.is_over():
+            now += 1
+        pauses.append(now - started)
+        now = started
+    assert pauses == [60, 120, 240, 3600, 3600]
+
+
+def test_the_alias_moves_back_from_a_refused_one(world):
+    world.start()
+    world.tried.error = ArtifactError("no")
+    world.shelf.alias = "2"
+    world.until(lambda: world.follower.state()["refused"])
+    world.shelf.alias = "1"
+    world.until(lambda: world.follower.state()["refused"] is None)
+    assert world.says() == "1"
+
+
+@pytest.mark.parametrize(
+    ("about", "why"),
+    [
+        ({"sha256": "f" * 16}, "another bundle"),
+        ({"score": 1.1}, "answers otherwise"),
+    ],
+    ids=["hash", "answers"],
+)
+def test_what_is_loaded_must_be_what_was_tried(world, about, why):
+    world.start()
+    world.shelf.add("4", **about)
+    world.shelf.alias = "4"
+    world.until(lambda: world.follower.state()["refused"])
+    assert world.says() == "1" and why in world.follower.state()["refused"]["why"]
+
+
+@pytest.mark.parametrize("error", [ValueError("of a library"), MemoryError(), RuntimeError("torch")], ids=repr)
+def test_whatever_loading_raises_the_old_one_serves(world, error, monkeypatch):
+    world.start()
+
+    def fails(*args: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(world.follower, "_load", fails)
+    world.shelf.alias = "2"
+    world.until(lambda: world.follower.state()["refused"])
+    assert world.says() == "1" and type(error).__name__ in world.follower.state()["refused"]["why"]
+    monkeypatch.setattr(world.follower, "_load", world.load)
+    world.shelf.alias = "3"
+    world.until(lambda: world.says() == "3")
+
+
+def test_a_version_without_a_hash_is_refused(world):
+    world.start()
+    world.shelf.kept["5"] = Found("5", "")
+    world.shelf.alias = "5"
+    world.until(lambda: world.follower.state()["refused"])
+    assert "without its bundle's hash" in world.follower.state()["refused"]["why"] and world.shelf.fetched == ["1"]
+
+
+def test_a_registry_that_is_away(world, caplog):
+    world.start()
+    with caplog.at_level(logging.INFO, logger="unidec"):
+        world.shelf.alias = RegistryAway("the registry does not answer", got="a refused connection")
+        world.until(lambda: world.follower.counts["failed_looks"] >= 3)
+        state = world.follower.state()
+        assert state["registry"] == "away" and "does not answer" in state["problem"] and world.says() == "1"
+        world.shelf.alias = "2"
+        world.until(lambda: world.says() == "2")
+    assert world.follower.state()["registry"] == "up" and world.follower.state()["problem"] is None
+    assert sum("does not answer" in text for text in caplog.messages) == 1, "said once, not at each look"
+    assert sum("answers again" in text for text in caplog.messages) == 1
+
+
+def test_a_registry_that_is_away_is_asked_less_often(world):
+    world.begin()
+    pauses = []
+    for fails in (0, 1, 2, 5, 100):
+        world.follower._fails = fails
+        pauses.append(max(world.follower._pause() for _ in range(200)))
+    assert pauses[0] < 0.0221 and 0.03 < pauses[1] < 0.045 and 0.07 < pauses[2] < 0.089
+    assert pauses[4] <= follow.AWAY_SECONDS * 1.1
+
+
+def test_a_registry_that_goes_away_while_it_is_fetched_from_refuses_nothing(world):
+    world.start()
+
+    def lost(found: Found) -> None:
+        world.shelf.fetching = lambda found: None
+        raise RegistryAway("gone")
+
+    world.shelf.fetching = lost
+    world.shelf.alias = "2"
+    world.until(lambda: world.says() == "2")
+    assert world.follower.counts["refusals"] == 0
+
+
+def test_an_alias_that_is_taken_away(world):
+    world.start()
+    world.shelf.alias = None
+    world.until(lambda: world.follower.state()["problem"])
+    assert world.says() == "1" and "version 1 goes on serving" in world.follower.state()["problem"]
+    world.shelf.alias = "2"
+    world.until(lambda: world.says() == "2")
+    world.until(lambda: world.follower.state()["problem"] is None)
+
+
+def test_an_alias_that_moves_on_while_a_version_is_tried(world):
+    world.start()
+
+    def moves(found: Found) -> None:
+        if found.version == "2":
+            world.shelf.alias = "3"
+
+    world.shelf.fetching = moves
+    seen = set()
+    world.shelf.alias = "2"
+    world.until(lambda: seen.add(world.says()) or world.says() == "3")
+    assert seen == {"1", "3"}, "what was withdrawn meanwhile never serves"
+    assert world.shelf.fetched == ["1", "2", "3"]
+
+
+def test_what_is_dropped_is_freed_in_memory_and_on_disk(world):
+    world.start()
+    for version in "23":
+        world.shelf.alias = version
+        world.until(lambda version=version: world.says() == version)
+    world.until(lambda: world.loaded[0]() is None)
+    assert world.loaded[1]() is world.service.previous and world.loaded[2]() is world.service.current
+    world.until(lambda: not (world.shelf.folder / ("1" * 16)).exists())
+    assert (world.shelf.folder / ("2" * 16)).exists() and (world.shelf.folder / ("3" * 16)).exists()
+
+
+def test_the_copy_of_a_refused_version_does_not_stay(world):
+    world.start()
+    world.tried.error = ArtifactError("no")
+    world.shelf.alias = "2"
+    world.until(lambda: world.follower.state()["refused"])
+    world.until(lambda: not (world.shelf.folder / ("2" * 16)).exists())
+    assert (world.shelf.folder / ("1" * 16)).exists()
+
+
+def test_a_copy_that_was_there_before_is_left(world):
+    (world.shelf.folder / ("1" * 16)).mkdir(parents=True)
+    world.start()
+    for version in "23":
+        world.shelf.alias = version
+        world.until(lambda version=version: world.says() == version)
+    world.until(lambda: world.loaded[0]() is None)
+    assert (world.shelf.folder / ("1" * 16)).exists()
+
+
+def test_a_request_keeps_what_it_began_with(world):
+    world.start()
+    mine = world.service.current
+    for version in "23":
+        world.shelf.alias = version
+        world.until(lambda version=version: world.says() == version)
+    assert mine.answer([None])[0].labels == ["1"] and world.loaded[0]() is mine
+
+
+def test_too_little_memory_costs_the_previous_one_first_and_then_refuses(world, monkeypatch):
+    free = [1 << 40]
+    monkeypatch.setattr(follow, "available_bytes", lambda: free[0])
+    world.start()
+    world.shelf.alias = "2"
+    world.until(lambda: world.says() == "2")
+    world.until(lambda: world.service.previous is not None)
+    free[0] = 0
+    world.shelf.alias = "3"
+    world.until(lambda: world.follower.state()["refused"])
+    assert world.says() == "2" and "too little memory" in world.follower.state()["refused"]["why"]
+    assert world.service.previous is None
+    free[0] = 1 << 40
+    world.follower.look_soon()
+    world.until(lambda: world.says() == "3")
+
+
+def test_at_the_start_an_unknown_alias_is_an_error(world):
+    world.shelf.alias = None
+    world.follower.start()
+    with pytest.raises(ConfigError, match="not in the registry"):
+        world.follower.first.result(10)
+    assert world.service.current is None and world.shelf.closed
+
+
+def test_at_the_start_a_registry_that_is_away_is_an_error_the_first_time(world):
+    world.shelf.alias = RegistryAway("gone")
+    world.follower.start()
+    with pytest.raises(RegistryAway):
+        world.follower.first.result(10)
+
+
+def short(world: World, version: str) -> None:
+    """Copies are named by the first 16 characters of the hash; here the hash is no longer."""
+    assert (world.shelf.folder / world.shelf.kept[version].sha256[:16]).is_dir()
+
+
+def test_a_start_while_the_registry_is_away_serves_what_served_last(world):
+    world.start()
+    world.shelf.alias = "2"
+    world.until(lambda: world.says() == "2")
+    short(world, "2")
+    world.until(lambda: world.follower.counts["swaps"] == 1)
+    world.follower.stop()
+    world.begin()
+    world.shelf.alias = RegistryAway("gone")
+    world.follower.start()
+    assert world.follower.first.result(10).version == "2" and world.says() == "2"
+    assert world.follower.state()["registry"] == "away"
+    world.shelf.alias = "3"
+    world.until(lambda: world.says() == "3")
+
+
+def test_a_start_loads_what_served_last_while_it_asks(world):
+    world.start()
+    world.follower.stop()
+    fetched = list(world.shelf.fetched)
+    world.begin()
+    world.start("1")
+    assert world.says() == "1" and world.shelf.fetched == fetched, "not fetched again"
+
+
+def test_a_start_with_another_champion_never_serves_the_last_one(world):
+    world.start()
+    world.follower.stop()
+    world.begin()
+    world.start("2")
+    assert world.says() == "2" and world.service.previous is None and world.tried.runs == 1
+
+
+def test_a_start_with_a_champion_that_is_refused_serves_what_served_last(world):
+    world.start()
+    world.follower.stop()
+    world.begin()
+    world.tried.error = ArtifactError("a fresh process cannot serve it")
+    world.start("2")
+    assert world.says() == "1" and world.follower.state()["refused"]["version"] == "2"
+
+
+@pytest.mark.parametrize("note", ["", "[]", "{}", '{"version": 1}', '{"sha256": "../..", "version": "1"}'])
+def test_a_note_that_is_damaged_is_no_hindrance(world, note):
+    world.follower._note.parent.mkdir(parents=True, exist_ok=True)
+    world.follower._note.write_text(note)
+    world.start()
+    assert world.says() == "1"
+
+
+def test_a_folder_is_loaded_again_only_when_asked(tmp_path, monkeypatch):
+    world = World(tmp_path)
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    monkeypatch.setattr(
+        follow, "folder_sha256", lambda path: json.loads((Path(path) / "about.json").read_text())["sha256"]
+    )
+    (folder / "about.json").write_text(json.dumps({"sha256": "a", "says": "a"}))
+    world.begin(str(folder))
+    world.follower.start()
+    assert world.follower.first.result(10).version is None
+    (folder / "about.json").write_text(json.dumps({"sha256": "b", "says": "b"}))
+    time.sleep(0.1)
+    assert world.says() == "a" and world.follower.state()["registry"] == "not asked"
+    world.follower.look_soon()
+    world.until(lambda: world.says() == "b")
+    world.follower.look_soon()
+    time.sleep(0.1)
+    assert len(world.loaded) == 2, "unchanged: nothing is loaded"
+    world.follower.stop()
+
+
+@pytest.mark.parametrize(("source", "seconds"), [("models:/m/1", 0.02), (ALIAS, 0.0)], ids=["version", "never"])
+def test_a_number_and_an_alias_not_to_be_followed_end_the_process_that_asks(tmp_path, source, seconds):
+    world = World(tmp_path, follow_seconds=seconds)
+    world.shelf.add("1")
+    world.begin(source)
+    world.start()
+    world.until(lambda: world.shelf.closed)
+    time.sleep(0.1)
+    assert world.follower.counts["looks"] == 1
+    world.follower.stop()
+
+
+def test_stop_is_quick_and_leaves_no_thread(world):
+    world.start()
+    began = time.monotonic()
+    world.follower.stop()
+    assert time.monotonic() - began < 1 and world.shelf.closed
+    assert not world.follower._thread.is_alive()
+
+
+def test_an_address_that_is_none_is_refused_at_once():
+    with pytest.raises(ConfigError, match="not an address"):
+        Follower(Service(Serve()), "models:/x", Serve())

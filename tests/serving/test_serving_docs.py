@@ -1,0 +1,81 @@
+"""docs/serving.md says what the server does: routes, keys, limits, metrics, pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from unidec.sections import Serve
+from unidec.serving import schemas
+from unidec.serving.app import create_app
+from unidec.serving.follow import Follower
+from unidec.serving.follow_metrics import FollowCollector
+from unidec.serving.service import Service
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "serving.md").read_text()
+
+
+def table(heading: str) -> list[list[str]]:
+    """Rows of the first table after a line that begins so."""
+    after = TEXT[TEXT.index(f"\n{heading}") :]
+    rows = re.search(r"\|---.*\n((?:\|.*\n)+)", after)
+    assert rows is not None
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows[1].splitlines()]
+
+
+def test_every_route_is_there_and_on_the_page() -> None:
+    paths = create_app(Service(Serve()), Serve(), "key").openapi()["paths"]
+    served = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    written = {re.sub(r"\?.*", "", row[0].strip("`")) for row in table("| route")}
+    assert {path.replace("{uid:path}", "{uid}") for path in served} | {"GET /openapi.json"} == written
+
+
+def test_every_key_of_a_request_and_its_default() -> None:
+    fields = schemas.request_models(Serve()).predict.model_fields
+    rows = {row[0].strip("`"): row[1].strip("`") for row in table("| key | default")}
+    assert set(rows) == set(fields) - {"queries"}
+    assert rows["k"] == str(fields["k"].default) and rows["head"] == fields["head"].default
+    body = re.search(r"-d '(\{.*\})'", TEXT)
+    assert body is not None and schemas.request_models(Serve()).predict.model_validate(json.loads(body[1]))
+
+
+def test_every_limit_and_its_default() -> None:
+    written: dict[str, str] = {}
+    for names, values, _ in table("| parameter"):
+        keys = [name.removeprefix("serve.") for name in re.findall(r"`([\w.]+)`", names)]
+        written.update(zip(keys, re.split(r", (?=\w)", values) if len(keys) > 1 else [values], strict=True))
+    for name, value in written.items():
+        default = getattr(Serve(), name)
+        assert value.replace(",", "") == (f"{default:g}" if isinstance(default, float) else str(default)), name
+    left = set(Serve.model_fields) - set(written) - {"host", "port"}
+    assert {name for name in left if f"serve.{name}" not in TEXT} == set()
+
+
+def test_every_metric_on_the_page_exists() -> None:
+    service = Service(Serve())
+    create_app(service, Serve())
+    service.metrics.registry.register(FollowCollector(Follower(service, "bundle", Serve())))
+    service.metrics.request("/predict", 200, 0.1)
+    service.metrics.error("overload")
+    known = {line.split()[2] for line in service.metrics.page().decode().splitlines() if line.startswith("# TYPE")}
+    known |= {"unidec_model_info", "unidec_model_labels"}  # there once a model is
+    known |= {"unidec_follow_last_swap_seconds", "unidec_follow_look_age_seconds"}  # ... once there was one
+    rows = "\n".join(row[0] for row in table("| name | what"))
+    names = set(re.findall(r"`((?:unidec|process)_\w+)", rows))
+    names |= {f"unidec_follow{name}" for name in re.findall(r"`(_\w+)`", rows)}
+    assert len(names) > 20 and names - known == set()
+    mine = {
+        name for name in known if name.startswith("unidec_") and "follow" not in name and not name.endswith("_created")
+    }
+    assert mine - names == set(), "not on the page"
+
+
+def test_pictures_are_there() -> None:
+    for name in re.findall(r"\((images/[\w.-]+)\)", TEXT):
+        assert (ROOT / "docs" / name).is_file(), name

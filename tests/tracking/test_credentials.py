@@ -1,0 +1,152 @@
+"""Credentials in addresses and variables: used where they are meant, and in no output, log, tag or file."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import reproduce
+from unidec.config import load_params
+from unidec.errors import ArtifactError, ConfigError, without_credentials
+from unidec.tracking.run import RUN_TAGS, Tracker
+from unidec.tracking.store import tracking_uri, ui_url
+
+SECRET = "s3cr%40et"  # of s3cr@et
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"https://user:{SECRET}@host:5000/x failed", "https://host:5000/x failed"),
+        ("API request to http://user:s3cr@et@host/api (and http://a:b@c)", "API request to http://host/api (and http://c)"),
+        (f"postgresql+psycopg2://u:{SECRET}@127.0.0.1/db", "postgresql+psycopg2://127.0.0.1/db"),
+        ("postgresql://h/db?user=u&password=s3cret&x=1", "postgresql://h/db?user=u&password=***&x=1"),
+        ("https://h/blob?X-Amz-Signature=s3cret retry", "https://h/blob?X-Amz-Signature=*** retry"),
+        ("models:/unidec@champion, a@b.example, http://h/#/x@y", "models:/unidec@champion, a@b.example, http://h/#/x@y"),
+        ("'https://token@host'", "'https://host'"),
+    ],
+)  # fmt: skip
+def test_only_credentials_are_taken_out(text: str, shown: str) -> None:
+    assert without_credentials(text) == shown
+    assert str(ArtifactError("failed", where=text, got=OSError(text), fix=text)).count(shown) == 3
+
+
+@pytest.mark.parametrize(
+    "key", ["source.path", "source.queries", "source.revision", "data.path", "tracking.experiment"]
+)
+def test_a_parameter_with_a_password_is_refused_by_its_key(key: str) -> None:
+    """Parameters are committed, tracked and shown on pages."""
+    with pytest.raises(ConfigError, match="a password or token in a parameter") as caught:
+        load_params(None, {key: f"https://user:{SECRET}{'x' * 90}@host/data"})
+    assert key in str(caught.value) and "s3cr" not in str(caught.value) and "source.secrets" in str(caught.value)
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    """Answers everything with 500; `seen`: the headers Authorization that it got."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found.seen.append(self.headers["Authorization"])  # type: ignore[attr-defined]
+            self.send_response(500)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    found = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found.seen = []  # type: ignore[attr-defined]
+    threading.Thread(target=found.serve_forever, daemon=True).start()
+    yield found
+    found.shutdown()
+    found.server_close()
+
+
+def everything_below(folder: Path) -> str:
+    return "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_run_keeps_and_logs_none_and_its_next_process_still_has_them(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = f"http://127.0.0.1:{server.server_port}"
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.setenv(name, "")  # so that it is restored afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", plain.replace("://", f"://user:{SECRET}@"))
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv(RUN_TAGS, json.dumps({"prefect.flow_run_url": f"http://user:{SECRET}@prefect.test/runs/1"}))
+    caplog.set_level(logging.DEBUG)
+    tracker = Tracker()
+    tracker.start(tmp_path, {"seed": 0}, tags={"a": "b"})
+    tracker.log(1, {"loss": 1.0})
+    Tracker.resume(tmp_path).finish("FAILED")
+    assert set(server.seen) == {"Basic " + base64.b64encode(b"user:s3cr@et").decode()}
+    state = json.loads((tmp_path / "tracking.json").read_text())
+    assert state["uri"] == plain and state["tags"]["prefect.flow_run_url"] == "http://prefect.test/runs/1"
+    monkeypatch.setenv("UNIDEC_MLFLOW_UI", f"http://user:{SECRET}@pages.test/")
+    assert tracking_uri() == plain and ui_url(plain, "1", "2") == "http://pages.test/#/experiments/1/runs/2"
+    assert "s3cr" not in everything_below(tmp_path) + caplog.text and "is away" in caplog.text
+
+
+def test_a_databases_password_stays_out_of_the_file_which_is_private_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"postgresql://user:{SECRET}@127.0.0.1:1/mlflow"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    modes = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (modes.append(stat.S_IMODE(os.stat(a).st_mode)), replace(a, b)))
+    Tracker().start(tmp_path, {})
+    assert set(modes) == {0o600}, "before it has its name"
+    assert "s3cr" not in everything_below(tmp_path)
+    resumed = Tracker.resume(tmp_path)
+    assert resumed.uri == uri and resumed.shown_uri == "postgresql://127.0.0.1:1/mlflow"
+    assert Tracker(uri=uri.replace("user", "other")).start(tmp_path, {}) is None
+    state = json.loads((tmp_path / "tracking.json").read_text())
+    assert state["uri"] == resumed.shown_uri, "the same store"
+
+
+def test_commands_print_none(server: Any, tmp_path: Path) -> None:
+    """Also where MLflow's own error, with its address, ends the command by a traceback."""
+    address = f"user:{SECRET}@127.0.0.1:{server.server_port}"
+    environment = os.environ | {
+        "MLFLOW_TRACKING_URI": f"http://{address}", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+        "UNIDEC_MLFLOW_UI": f"http://{address}/ui", "PREFECT_API_URL": f"http://{address}/api",
+    }  # fmt: skip
+    (tmp_path / "params.yaml").write_text("recipe: unidec\n")
+    commands = [["models"], ["doctor"], ["serve", "models:/unidec@champion", "--port", "0"]]
+    started = [
+        subprocess.Popen([sys.executable, "-m", "unidec.cli", *words], cwd=tmp_path, env=environment, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for words in commands
+    ]  # fmt: skip
+    for words, process in zip(commands, started, strict=True):
+        output = process.communicate(timeout=120)[0]
+        assert "s3cr" not in output and f"127.0.0.1:{server.server_port}" in output, (words, output)
+    assert "s3cr" not in everything_below(tmp_path) and len(server.seen) >= 3
+
+
+def test_prefect_and_dvc() -> None:
+    code = "import flows, os; print(os.environ['PREFECT_API_URL'], os.environ['PREFECT_API_AUTH_STRING'])"
+    environment = os.environ | {"PREFECT_API_URL": f"https://user:{SECRET}@host/api"}
+    environment.pop("PREFECT_API_AUTH_STRING", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, check=True)
+    assert done.stdout.split() == ["https://host/api", "user:s3cr@et"]
+    said = f"ERROR: failed to push to https://user:{SECRET}@host/x: key"
+    assert reproduce._crossed_out(said, {"KEY": "key"}) == "ERROR: failed to push to https://host/x: ********"

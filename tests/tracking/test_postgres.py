@@ -1,0 +1,206 @@
+"""A team's servers on a real PostgreSQL, started by the commands of mlflow/compose.yaml."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from unidec.cli import app
+from unidec.errors import ConfigError
+from unidec.tracking.fetch import fetch_bundle
+from unidec.tracking.registry import checked_sha256, register
+from unidec.tracking.run import Tracker
+from unidec.tracking.store import open_client, prepare_store
+from unidec.tracking.store_copy import copy_store
+
+pytest.importorskip("psycopg2", reason="the extra `postgres` is not installed")
+
+
+@pytest.fixture(scope="module")
+def postgres(helper):
+    module = helper("postgres_server")
+    if module.binaries() is None:
+        pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
+    server = module.Postgres()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def start(helper, postgres, name: str, folder: Path, port: int) -> subprocess.Popen:
+    """A service of compose.yaml as a process: its command and environment, with this machine's ports and folders."""
+    file, compose = helper("compose").compose(), helper("compose")
+    places = {
+        "@postgres:5432": f"@127.0.0.1:{postgres.port}", "/run/secrets": str(postgres.secrets), "0.0.0.0": "127.0.0.1",
+        "/srv/artifacts": str(folder / "artifacts"), "/srv/prefect": str(folder / "prefect"),
+        "--port 4200": f"--port {port}",
+    }  # fmt: skip
+    service = compose.outside(file["services"][name], places)
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW_", "PREFECT_", "PG"))}
+    environment = own | service["environment"] | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{own['PATH']}"}
+    if name == "mlflow":
+        environment |= {"MLFLOW_PORT": str(port), "MLFLOW_WORKERS": "1"}
+    log = folder / f"{name}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            service["command"], cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+    health = {"mlflow": "health", "prefect": "api/health"}[name]
+    assert f"/{health}'" in service["healthcheck"]["test"][-1]
+    try:
+        helper("mlflow_server").wait_for(f"http://127.0.0.1:{port}/{health}", process, log, 200)
+    except AssertionError:
+        stop(process)
+        raise
+    return process
+
+
+def stop(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(20)
+
+
+def tracked(uri: str, folder: Path) -> Tracker:
+    """A finished run with figures and a file."""
+    tracker = Tracker("tests", uri=uri)
+    tracker.start(folder / "run", {"seed": 0}, {"git.dirty": "false"}, {"name": "tiny", "digest": "d", "path": "p"})
+    for step in range(1500):
+        tracker.log(step, {"loss": step / 7})
+    tracker.log_final({"test/P@1": 41.0})
+    (folder / "report.html").write_text("<p>")
+    tracker.log_files([folder / "report.html"])
+    tracker.finish()
+    return tracker
+
+
+@pytest.fixture(scope="module")
+def mlflow(helper, postgres, tmp_path_factory):
+    """Address of MLflow's server."""
+    port = helper("mlflow_server").free_port()
+    process = start(helper, postgres, "mlflow", tmp_path_factory.mktemp("mlflow"), port)
+    yield f"http://127.0.0.1:{port}"
+    stop(process)
+
+
+@pytest.mark.slow
+def test_runs_models_and_aliases_behind_the_server(helper, mlflow, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # loading a model puts its copied code in front
+    tracker = tracked(mlflow, tmp_path)
+    bundle = helper("tracking/test_registry").real_bundle(tmp_path)
+    version = register(bundle, tracker.run_id, "unidec", uri=mlflow)
+    assert register(bundle, tracker.run_id, "unidec", uri=mlflow) == version  # the same bundle again
+    client = open_client(mlflow)
+    run = client.get_run(tracker.run_id)
+    assert (
+        run.info.status == "FINISHED" and run.data.metrics["test/P_at_1"] == 41.0 and run.data.params == {"seed": "0"}
+    )
+    assert run.info.artifact_uri.startswith("mlflow-artifacts:/")
+    points = client.get_metric_history(tracker.run_id, "loss")
+    assert sorted((p.step, p.value) for p in points) == [(s, s / 7) for s in range(1500)]
+    assert client.get_registered_model("unidec").aliases == {"challenger": str(version)}
+    assert [entry.path for entry in client.list_artifacts(tracker.run_id)] == ["report.html"]
+    fetched = fetch_bundle("models:/unidec@challenger", tmp_path / "bundles", uri=mlflow)
+    assert checked_sha256(fetched) == checked_sha256(bundle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("host", "status"), [("mlflow:5000", 200), ("127.0.0.1:5000", 200), ("localhost:7", 200), ("evil.example.com", 403)]
+)
+def test_the_server_answers_to_its_names_only(mlflow, host, status):
+    request = urllib.request.Request(f"{mlflow}/api/2.0/mlflow/experiments/get?experiment_id=0", headers={"Host": host})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            got = answer.status
+    except urllib.error.HTTPError as error:
+        got = error.code
+    assert got == status
+
+
+def test_a_store_moves_from_sqlite_to_postgres_and_back(helper, postgres, tmp_path, monkeypatch):
+    monkeypatch.setenv("PGPASSWORD", helper("postgres_server").SECRETS["mlflow"])
+    sqlite = prepare_store(f"sqlite:///{tmp_path / 'one' / 'mlflow.db'}")
+    tracker, client = tracked(sqlite, tmp_path), open_client(sqlite)
+    client.create_registered_model("unidec", description="bundles")
+    stored = (tmp_path / "one" / "artifacts" / "models" / "m-1").as_uri()
+    version = client.create_model_version("unidec", stored, tracker.run_id, {"bundle.sha256": "0" * 64}).version
+    client.set_registered_model_alias("unidec", "champion", version)
+    target = postgres.create("spare", owner="mlflow")
+    done = CliRunner().invoke(app, ["copy-store", sqlite, target, "--json"])
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.output)
+    assert (result["runs"], result["metrics"], result["models"]) == (1, 1501, 1)
+    places = {"from": (tmp_path / "one" / "artifacts").as_uri(), "to": "mlflow-artifacts:"}
+    assert result["artifacts"] == places
+
+    def seen(uri: str) -> dict:
+        client = open_client(uri)
+        run, model = client.get_run(tracker.run_id), client.get_registered_model("unidec")
+        found = client.get_model_version("unidec", str(version))
+        history = sorted((p.step, p.value) for p in client.get_metric_history(tracker.run_id, "loss"))
+        return {"params": run.data.params, "tags": run.data.tags, "metrics": run.data.metrics, "aliases": model.aliases,
+                "version": found.tags, "run": found.run_id, "description": found.description, "history": history,
+                "inputs": run.inputs.dataset_inputs[0].dataset.digest}  # fmt: skip
+
+    assert seen(target) == seen(sqlite)
+    uri = open_client(target).get_run(tracker.run_id).info.artifact_uri
+    assert uri == f"mlflow-artifacts:/{tracker.run_id}/artifacts"
+    assert open_client(target).get_model_version("unidec", version).source == "mlflow-artifacts:/models/m-1"
+    # the database goes on counting where it was
+    again = Tracker("tests", uri=target)
+    again.start(tmp_path / "later", {"seed": 1})
+    again.log_final({"test/P@1": 1.0})
+    again.finish()
+    assert open_client(target).get_run(again.run_id).data.metrics == {"test/P_at_1": 1.0}
+    with pytest.raises(ConfigError, match="the target holds"):
+        copy_store(sqlite, target)
+    for refused in (("http://127.0.0.1:5000", target), (f"sqlite:///{tmp_path}/none.db", target)):
+        with pytest.raises(ConfigError, match="tracking database"):
+            copy_store(*refused)
+    back = f"sqlite:///{tmp_path / 'two' / 'mlflow.db'}"
+    assert copy_store(target, back)["runs"] == 2 and seen(back) == seen(sqlite)
+    location = (tmp_path / "two" / "artifacts").as_uri()
+    assert open_client(back).get_run(tracker.run_id).info.artifact_uri == f"{location}/{tracker.run_id}/artifacts"
+    # a folder under another name
+    moved = f"sqlite:///{tmp_path / 'three' / 'mlflow.db'}"
+    assert copy_store(back, moved, f"{location}/")["artifacts"]["from"] == location
+    place = (tmp_path / "three" / "artifacts" / tracker.run_id / "artifacts").as_uri()
+    assert open_client(moved).get_run(tracker.run_id).info.artifact_uri == place
+
+
+@pytest.mark.slow
+def test_prefects_server_on_postgres(helper, postgres, tmp_path):
+    port = helper("mlflow_server").free_port()
+    process = start(helper, postgres, "prefect", tmp_path, port)
+    api = f"http://127.0.0.1:{port}/api"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment |= {"PREFECT_API_URL": api, "PREFECT_HOME": str(tmp_path / "home"), "DO_NOT_TRACK": "true"}
+    code = "from prefect import flow\n\n@flow(name='tiny')\ndef tiny(n: int = 2):\n    return n + 1\n\ntiny(3)\n"
+    (tmp_path / "tiny.py").write_text(code)
+    try:
+        done = subprocess.run(
+            [sys.executable, "tiny.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        body = json.dumps({"limit": 5}).encode()
+        request = urllib.request.Request(
+            f"{api}/flow_runs/filter", data=body, headers={"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            (run,) = json.load(answer)
+        assert run["state_type"] == "COMPLETED" and run["parameters"] == {"n": 3}
+    finally:
+        stop(process)

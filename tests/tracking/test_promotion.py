@@ -1,0 +1,335 @@
+"""Promotion and rollback: what is refused, and that both aliases move as one step whatever is killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from unidec.errors import ArtifactError, ConfigError, Refused
+from unidec.tracking import promotion
+from unidec.tracking.promotion import CHAMPION, PREVIOUS, STEP_TAG, aliases, promote, recover, rollback
+from unidec.tracking.store import open_client, prepare_store
+
+
+@pytest.fixture(scope="module")
+def uri():
+    memory = Path("/dev/shm")  # hundreds of small commits: to a process that is killed, memory is like any disk
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield prepare_store(f"sqlite:///{folder}/mlflow.db")
+
+
+@pytest.fixture(scope="module")
+def client(uri):
+    return open_client(uri)
+
+
+@pytest.fixture
+def stored(helper, client, tmp_path, request):
+    """`stored("a", **tags)`: a version of a model of this test's own; `stored.name`, `stored.passed`."""
+    versions = helper("tracking/stored_versions")
+
+    def make(what: str, **tags: str) -> str:
+        return versions.store_version(client, make.name, tmp_path / what, what, **tags)
+
+    make.name = request.node.name
+    make.passed = versions.passed
+    make.folder = tmp_path
+    return make
+
+
+def tags_of(client, name: str, version: str) -> dict[str, str]:
+    return client.get_model_version(name, version).tags
+
+
+def three_champions(stored, uri) -> list[str]:
+    """Versions a, b, c, promoted one after the other."""
+    versions: list[str] = []
+    for what in "abc":
+        versions.append(stored(what, **stored.passed(versions[-1] if versions else None)))
+        promote(stored.name, versions[-1], uri=uri)
+    return versions
+
+
+def test_the_first_has_no_previous_and_each_next_one_leaves_it(stored, client, uri):
+    a = stored("a", **stored.passed())
+    done = promote(stored.name, a, reason="the first", uri=uri)
+    assert done == {
+        "model": stored.name,
+        "version": a,
+        "previous": None,
+        "dirty": False,
+        "forced": False,
+        "changed": True,
+    }
+    assert aliases(client, stored.name) == {CHAMPION: a}
+    b = stored("b", **stored.passed(a))
+    client.set_registered_model_alias(stored.name, "challenger", b)
+    assert promote(stored.name, uri=uri)["previous"] == a
+    assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: a, "challenger": b}
+    again = promote(stored.name, b, uri=uri)
+    assert again["previous"] == a and not again["changed"]
+    kept = tags_of(client, stored.name, a)
+    assert kept["promoted.reason"] == "the first" and kept["promoted.by"]
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(kept["promoted.at"])).total_seconds()) < 600
+    assert kept["promoted.dirty"] == kept["promoted.forced"] == "false"
+    assert STEP_TAG not in client.get_registered_model(stored.name).tags
+
+
+def test_what_speaks_against_it_is_listed_at_once_and_force_says_so(stored, client, uri):
+    a = stored("a", **stored.passed())
+    promote(stored.name, a, uri=uri)
+    bad = {"gate.passed": "false", "gate.failed": "nDCG@5, code", "gate.champion": "99", "git.dirty": "true"}
+    b = stored("b", **bad, **{"rolled_back.at": "2026-01-01", "rolled_back.by": "ann", "rolled_back.reason": "slow"})
+    with pytest.raises(Refused) as caught:
+        promote(stored.name, b, uri=uri)
+    for words in (
+        "nDCG@5, code",
+        "compared it with version 99",
+        "--force",
+        "rolled back at 2026-01-01 by ann: slow",
+    ):
+        assert words in str(caught.value)
+    assert aliases(client, stored.name) == {CHAMPION: a}
+    done = promote(stored.name, b, force=True, reason="we need it", uri=uri)
+    assert done["forced"] and done["dirty"]
+    kept = tags_of(client, stored.name, b)
+    assert kept["promoted.forced"] == kept["promoted.dirty"] == "true" and kept["promoted.reason"] == "we need it"
+    assert not [key for key in kept if key.startswith("rolled_back")]
+
+
+@pytest.mark.parametrize("tags", [{}, {"gate.passed": "false"}, {"gate.passed": "true", "gate.champion": "3"}])
+def test_not_judged_not_passed_or_judged_against_another(stored, client, uri, tags):
+    version = stored("a", **tags)
+    with pytest.raises(Refused):
+        promote(stored.name, version, uri=uri)
+    assert aliases(client, stored.name) == {}
+
+
+def test_a_dirty_tree_only_when_told(stored, client, uri):
+    dirty = {"gate.passed": "false", "gate.failed": "code", "gate.champion": "", "git.dirty": "true"}
+    a = stored("a", **dirty)
+    with pytest.raises(Refused, match=rf"pass the gate: code\n.*unidec promote {a} --allow-dirty"):
+        promote(stored.name, a, uri=uri)
+    done = promote(stored.name, a, allow_dirty=True, uri=uri)
+    assert done["dirty"] and not done["forced"]
+    assert tags_of(client, stored.name, a)["promoted.dirty"] == "true"
+    b = stored("b", **(dirty | {"gate.failed": "code, latency", "gate.champion": a}))
+    with pytest.raises(Refused, match="did not pass the gate: latency"):
+        promote(stored.name, b, allow_dirty=True, uri=uri)
+
+
+def test_a_damaged_bundle_never_becomes_champion(stored, client, uri):
+    a, b = (stored(what, **stored.passed()) for what in "ab")
+    (stored.folder / "a" / "artifacts" / "bundle" / "labels.json").write_text('["A"]')
+    with pytest.raises(ArtifactError, match="damaged"):
+        promote(stored.name, a, force=True, uri=uri)
+    client.set_model_version_tag(stored.name, b, "bundle.sha256", "0" * 64)
+    with pytest.raises(ArtifactError, match="another bundle"):
+        promote(stored.name, b, force=True, uri=uri)
+    assert aliases(client, stored.name) == {} and STEP_TAG not in client.get_registered_model(stored.name).tags
+
+
+def test_no_such_version_names_those_there_are(stored, uri):
+    stored("a")
+    for which in ("7", "challenger", "nonsense"):
+        with pytest.raises(ConfigError, match="expected: version 1"):
+            promote(stored.name, which, uri=uri)
+    with pytest.raises(ConfigError, match="unidec register"):
+        promote("no-such-model", uri=uri)
+
+
+def test_rollback_swaps_and_what_was_left_stays_out(stored, client, uri):
+    _, b, c = three_champions(stored, uri)
+    assert rollback(stored.name, reason="answers are odd", uri=uri) == {
+        "model": stored.name, "version": b, "previous": c,
+    }  # fmt: skip
+    assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: c}
+    left, back = tags_of(client, stored.name, c), tags_of(client, stored.name, b)
+    assert left["rolled_back.reason"] == "answers are odd" and left["rolled_back.by"]
+    assert back["promoted.reason"] == f"rollback from version {c}: answers are odd"
+    client.set_model_version_tag(stored.name, c, "gate.champion", b)
+    with pytest.raises(Refused, match="rolled back"):
+        promote(stored.name, c, uri=uri)
+    rollback(stored.name, uri=uri)  # and back again
+    assert aliases(client, stored.name) == {CHAMPION: c, PREVIOUS: b}
+    assert "rolled_back.at" not in tags_of(client, stored.name, c)
+    assert "rolled_back.at" in tags_of(client, stored.name, b)
+
+
+def test_nothing_to_go_back_to(stored, client, uri):
+    with pytest.raises(Refused, match="no earlier champion"):
+        rollback("no-such-model", uri=uri)
+    a = stored("a", **stored.passed())
+    promote(stored.name, a, uri=uri)
+    with pytest.raises(Refused, match="no earlier champion"):
+        rollback(stored.name, uri=uri)
+    client.set_registered_model_alias(stored.name, PREVIOUS, a)
+    with pytest.raises(Refused, match="no earlier champion"):
+        rollback(stored.name, uri=uri)
+
+
+def test_a_damaged_previous_leaves_the_champion(stored, client, uri):
+    a, b = (three_champions(stored, uri))[1:]
+    (stored.folder / "b" / "artifacts" / "bundle" / "labels.json").unlink()
+    with pytest.raises(ArtifactError):
+        rollback(stored.name, uri=uri)
+    assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: a}
+
+
+# -- cut short --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def children():
+    """A process whose forked children are killed: imports are paid for once."""
+    words = [sys.executable, str(Path(__file__).parent / "killed_child.py")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def cut_short(children, stored, uri):
+    """`cut_short(what, n)`: a real process that is killed before its n-th write."""
+
+    def run(what: str, writes: int) -> None:
+        job = {"call": "rollback"} if what == "rollback" else {"call": "promote", "version": what}
+        children.stdin.write(json.dumps(job | {"name": stored.name, "uri": uri, "writes": writes}) + "\n")
+        children.stdin.flush()
+        children.stdout.readline()
+        assert children.stdout.readline() == f"gone {-signal.SIGKILL}\n"
+
+    return run
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2, 3, 5])
+def test_killed_between_two_writes(cut_short, stored, client, uri, writes):
+    """0: the note; 1: previous; 2: champion; from 3 on tags and the note's end."""
+    a, b, c = three_champions(stored, uri)
+    d = stored("d", **stored.passed(c))
+    cut_short(d, writes)
+    half = aliases(client, stored.name)
+    assert half[CHAMPION] == (d if writes >= 3 else c)  # at every moment one that was verified
+    recover(client, stored.name)
+    if writes < 3:
+        assert aliases(client, stored.name) == {CHAMPION: c, PREVIOUS: b}  # as if nothing had been
+    else:
+        assert aliases(client, stored.name) == {CHAMPION: d, PREVIOUS: c}
+        assert {"promoted.at", "promoted.forced"} <= tags_of(client, stored.name, d).keys()
+    assert STEP_TAG not in client.get_registered_model(stored.name).tags
+    assert recover(client, stored.name) == ""
+    assert promote(stored.name, d, uri=uri)["changed"] == (writes < 3)
+    assert aliases(client, stored.name) == {CHAMPION: d, PREVIOUS: c}
+    assert a not in aliases(client, stored.name).values()
+
+
+def test_a_rollback_killed_half_way_is_undone_or_completed_by_the_next(cut_short, stored, client, uri):
+    _, b, c = three_champions(stored, uri)
+    cut_short("rollback", 2)
+    assert aliases(client, stored.name) == {CHAMPION: c, PREVIOUS: c}  # half: previous moved, champion not
+    assert rollback(stored.name, uri=uri)["version"] == b
+    assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: c}
+    cut_short("rollback", 3)
+    assert recover(client, stored.name).endswith("is completed")
+    assert aliases(client, stored.name) == {CHAMPION: c, PREVIOUS: b}
+    assert "rolled_back.at" in tags_of(client, stored.name, b)
+
+
+def test_a_step_of_another_machine_is_waited_for_and_an_old_one_mended(stored, client, uri):
+    _, b, c = three_champions(stored, uri)
+    step = {"to": {CHAMPION: b, PREVIOUS: c}, "from": {CHAMPION: c, PREVIOUS: b}, "tags": {}, "removed": {},
+            "host": "elsewhere", "by": "ann", "at": datetime.now(UTC).isoformat(), "token": "x"}  # fmt: skip
+    client.set_registered_model_tag(stored.name, STEP_TAG, json.dumps(step))
+    with pytest.raises(Refused, match="ann on elsewhere"):
+        rollback(stored.name, uri=uri)
+    step["at"] = "2026-01-01T00:00:00+00:00"
+    client.set_registered_model_tag(stored.name, STEP_TAG, json.dumps(step))
+    client.set_registered_model_alias(stored.name, PREVIOUS, c)
+    assert recover(client, stored.name).endswith("it had not become champion")
+    assert aliases(client, stored.name) == {CHAMPION: c, PREVIOUS: b}
+    client.set_registered_model_tag(stored.name, STEP_TAG, "{nonsense")
+    assert "nobody can read" in recover(client, stored.name)
+
+
+def test_aliases_that_somebody_moved_by_hand_are_left_alone(cut_short, stored, client, uri):
+    a, b, c = three_champions(stored, uri)
+    d = stored("d", **stored.passed(c))
+    cut_short(d, 2)
+    client.set_registered_model_alias(stored.name, CHAMPION, a)
+    recover(client, stored.name)
+    assert aliases(client, stored.name) == {CHAMPION: a, PREVIOUS: c}
+    assert b != c
+
+
+def test_two_at_once_both_finish_one_after_the_other(stored, client, uri):
+    a = stored("a", **stored.passed())
+    promote(stored.name, a, uri=uri)
+    rivals = [stored(what, **stored.passed(a)) for what in "bc"]
+    found: list[object] = []
+
+    def try_it(version: str) -> None:
+        words = (
+            "import sys; from unidec.tracking.promotion import promote; "
+            "promote(sys.argv[1], sys.argv[2], uri=sys.argv[3])"
+        )
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", words, stored.name, version, uri], capture_output=True, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+        found.append((version, done.returncode, done.stderr))
+
+    threads = [threading.Thread(target=try_it, args=(version,)) for version in rivals]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (won,) = [version for version, code, _ in found if code == 0]
+    assert aliases(client, stored.name) == {CHAMPION: won, PREVIOUS: a}
+    (lost,) = [error for _, code, error in found if code]
+    assert f"version {won} is champion" in lost  # the gate had compared it with another
+
+
+def test_a_lock_is_left_by_nobody(stored, uri, monkeypatch):
+    monkeypatch.setattr(promotion, "LOCK_SECONDS", 0.1)
+    a = stored("a", **stored.passed())
+    with promotion._one_at_a_time(stored.name, uri, "."), pytest.raises(Refused, match="under way"):
+        promote(stored.name, a, uri=uri)
+    assert promote(stored.name, a, uri=uri)["changed"]
+
+
+@pytest.mark.slow
+def test_all_of_it_over_http(helper, children, tmp_path):
+    """A real server: promoted, killed half-way, mended, rolled back; a server that is away is no promotion."""
+    versions, name = helper("tracking/stored_versions"), "served"
+    with helper("mlflow_server").MlflowServer(tmp_path).running() as server:
+        client, numbers = open_client(server.uri), []
+        for what in "abc":
+            tags = versions.passed(numbers[-1] if numbers else None)
+            numbers.append(versions.upload_version(client, name, tmp_path / what, what, **tags))
+            if what != "c":
+                promote(name, numbers[-1], uri=server.uri, root=tmp_path)
+        a, b, c = numbers
+        job = {"call": "promote", "version": c, "name": name, "uri": server.uri, "writes": 2}
+        children.stdin.write(json.dumps(job) + "\n")
+        children.stdin.flush()
+        children.stdout.readline()
+        assert children.stdout.readline() == f"gone {-signal.SIGKILL}\n"
+        assert aliases(client, name) == {CHAMPION: b, PREVIOUS: b}
+        assert recover(client, name).endswith("it had not become champion")
+        assert aliases(client, name) == {CHAMPION: b, PREVIOUS: a}
+        assert promote(name, c, uri=server.uri, root=tmp_path)["previous"] == b
+        assert rollback(name, uri=server.uri, root=tmp_path)["version"] == b
+        assert aliases(client, name) == {CHAMPION: b, PREVIOUS: c}
+        (stored,) = [f for f in (tmp_path / "artifacts").rglob("labels.json") if f.read_text() == '["c"]']
+        stored.write_text('["C"]')
+        with pytest.raises(ArtifactError, match="damaged"):
+            rollback(name, uri=server.uri, root=tmp_path)
+        assert aliases(client, name) == {CHAMPION: b, PREVIOUS: c}

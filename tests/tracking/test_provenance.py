@@ -1,0 +1,177 @@
+"""What a version's tags say of code and data: hashes as DVC has them, dirt only where somebody edited."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from unidec.config import OPERATIONS, load_params
+from unidec.tracking.provenance import artifact_tags, code_tags, dvc_hash, md5_of, run_tags, uncommitted
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A git repository with code, parameters and raw data in it."""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    run(tmp_path, "git", "init", "-q", "-b", "main")
+    write(tmp_path / "unidec/model.py", "x = 1\n")
+    write(tmp_path / "README.md", "words\n")
+    write(tmp_path / "data/raw/queries.csv", "id,text\n")
+    write(tmp_path / "params.yaml", "recipe: unidec\noptim: {epochs: 5}\n")
+    write_lock(tmp_path, {}, {"data/raw": "7.dir", "data/start.json": "8", "../beside": "9", "/elsewhere": "9"})
+    (tmp_path / ".gitignore").write_text("/data/*\n!/data/start.json\n!/data/raw\n/outputs/*\n!/outputs/metrics.json\n")
+    commit(tmp_path)
+    return tmp_path
+
+
+def run(folder: Path, *words: str) -> str:
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def commit(folder: Path, what: str = "-A") -> None:
+    run(folder, "git", "add", what)
+    run(folder, "git", "-c", "user.name=t", "-c", "user.email=t@example.invalid", "commit", "-q", "-m", "x")
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def write_lock(folder: Path, outs: dict[str, str], raw: dict[str, str]) -> None:
+    stages = {
+        "ingest": {"deps": [{"path": path, "md5": md5} for path, md5 in raw.items()]},
+        "other": {"outs": [{"path": path, "md5": md5} for path, md5 in outs.items()]},
+    }
+    (folder / "dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", "stages": stages}))
+
+
+def made_with(project: Path) -> dict[str, Any]:
+    """What index writes into a bundle: all parameters but those of operations."""
+    return load_params(project / "params.yaml").model_dump(exclude=set(OPERATIONS))
+
+
+def test_only_what_decides_a_model_makes_it_dirty(project: Path) -> None:
+    clean = code_tags(project, made_with=made_with(project))
+    assert clean["git.dirty"] == "false" and "git.changed" not in clean and uncommitted(clean, project) == []
+    (project / "data/start.json").write_text("{}")
+    write(project / "outputs/metrics.json", "{}")
+    write(project / "README.md", "other words\n")
+    write(project / "predictions.parquet", "untracked")
+    write(project / "unidec/untracked.py", "")
+    text = "# a comment\nrecipe: unidec\noptim: {epochs: 5}\ngate: {margin: 1.0}\nserve: {port: 1}\n"
+    write(project / "params.yaml", text)
+    (project / "unidec/model.py").touch()
+    assert code_tags(project, made_with=made_with(project))["git.dirty"] == "false"
+    write(project / "data/raw/queries.csv", "id,text\nq1,a\n")
+    assert uncommitted(code_tags(project), project) == ["data/raw/queries.csv"]
+    assert code_tags(project, ["data/raw", "/elsewhere", "../beside", ""])["git.dirty"] == "false"
+    (project / "unidec/model.py").write_text("x = 2\n")
+    assert uncommitted(code_tags(project, ["data/raw"]), project) == ["unidec/model.py"]
+
+
+def test_parameters_count_by_value_with_their_recipe(project: Path) -> None:
+    write(project / "params.yaml", "recipe: unidec\noptim: {epochs: 6}\n")
+    assert code_tags(project)["git.dirty"] == "false"  # the code alone
+    assert uncommitted(code_tags(project, made_with=made_with(project)), project) == ["optim.epochs"]
+    write(project / "params.yaml", "recipe: depsl\noptim: {epochs: 5}\n")
+    assert "model.heads" in uncommitted(code_tags(project, made_with=made_with(project)), project)
+    # a trial works in a folder of its own, with absolute paths to the project's data
+    trial = project / "runs/own/abc"
+    trial.mkdir(parents=True)
+    write(project / "params.yaml", "recipe: unidec\noptim: {epochs: 5}\n")
+    params = made_with(project)
+    params["data"]["path"] = str(project / params["data"]["path"])
+    assert code_tags(trial, made_with=params)["git.dirty"] == "false"
+    params["optim"]["epochs"] = 6
+    assert uncommitted(code_tags(trial, made_with=params), project) == ["optim.epochs"]
+
+
+def test_what_was_committed_since_is_not_uncommitted_any_more(project: Path) -> None:
+    write(project / "unidec/model.py", "from unidec import added\n")
+    write(project / "unidec/added.py", "y = 1\n")  # not tracked yet
+    write(project / "params.yaml", "recipe: unidec\noptim: {epochs: 6}\n")
+    tags = code_tags(project, made_with=made_with(project))
+    assert uncommitted(tags, project) == ["unidec/model.py", "optim.epochs"]
+    run(project, "git", "stash", "-q")
+    assert uncommitted(tags, project) == ["unidec/model.py", "optim.epochs"]  # gone from here is not committed
+    run(project, "git", "stash", "pop", "-q")
+    run(project, "git", "add", "unidec/model.py")
+    commit(project, ".")
+    assert uncommitted(tags, project) == []
+    (project / "unidec/model.py").unlink()
+    deleted = code_tags(project)
+    assert uncommitted(deleted, project) == ["unidec/model.py"]
+    commit(project)
+    assert uncommitted(deleted, project) == []
+    assert uncommitted(tags, project) == ["unidec/model.py"]  # another commit, with other code
+    assert uncommitted({"git.dirty": "true"}, project) == ["changes that were not recorded"]
+
+
+def test_where_git_cannot_say_nothing_is_said(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    assert not {"git.dirty", "mlflow.source.git.commit"} & code_tags(elsewhere).keys()
+    (project / ".git" / "index").write_bytes(b"damaged")
+    assert "git.dirty" not in code_tags(project)  # a status that failed is not a clean one
+
+
+def test_a_folders_hash_is_dvcs(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "folder"
+    for name in ("b.txt", "a/z.bin", "a-b/c", "a/ä ö.txt", "empty", "a.b/c"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"" if name == "empty" else rng.bytes(2_000_000 if name == "b.txt" else 9))
+    run(tmp_path, "git", "init", "-q")
+    dvc = (sys.executable, "-m", "dvc")
+    run(tmp_path, *dvc, "init", "-q")
+    (tmp_path / "file").write_text("x")
+    run(tmp_path, *dvc, "add", "-q", "folder", "file")
+    said = {
+        name: yaml.safe_load((tmp_path / f"{name}.dvc").read_text())["outs"][0]["md5"] for name in ("folder", "file")
+    }
+    assert said == {name: md5_of(tmp_path / name) for name in said}
+    assert md5_of(tmp_path / "nothing") is None
+
+
+def test_a_tag_never_says_more_than_is_so(tmp_path: Path) -> None:
+    write(tmp_path / "data/dataset/x", "1")
+    write(tmp_path / "outputs/bundle/x", "2")
+    assert artifact_tags("data/raw", tmp_path) == {}
+    dataset, bundle = md5_of(tmp_path / "data/dataset"), md5_of(tmp_path / "outputs/bundle")
+    assert dataset and bundle
+    write_lock(
+        tmp_path, {"data/dataset": dataset, "outputs/bundle": bundle, "outputs/model": "1.dir"}, {"data/raw": "7.dir"}
+    )
+    assert artifact_tags("data/raw/", tmp_path) == {
+        "dvc.data/dataset": dataset, "dvc.outputs/bundle": bundle, "dvc.data/raw": "7.dir",
+        "dvc.differs": "outputs/model",
+    }  # fmt: skip
+    assert artifact_tags("data/raw", tmp_path, only=["outputs/bundle"]) == {"dvc.outputs/bundle": bundle}
+    write(tmp_path / "outputs/bundle/x", "3")
+    write(tmp_path / "data/dataset/x", "4")
+    assert artifact_tags("data/raw", tmp_path) == {"dvc.differs": "data/dataset, outputs/model, outputs/bundle"}
+    assert dvc_hash("data/dataset", tmp_path) == dataset
+
+
+def test_a_path_that_is_no_name_of_a_tag(tmp_path: Path) -> None:
+    write(tmp_path / "data/dataset/x", "1")
+    dataset = md5_of(tmp_path / "data/dataset")
+    assert dataset
+    write_lock(tmp_path, {"data/dataset": dataset}, {"../raw (new)": "7.dir"})
+    assert artifact_tags("../raw (new)", tmp_path)["dvc.../raw _new_"] == "7.dir"
+
+
+def test_the_flow_run_that_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNIDEC_RUN_TAGS", raising=False)
+    assert run_tags() == {}
+    given = {"prefect.flow_run_id": "1-2", "mlflow.parentRunId": "x"}
+    monkeypatch.setenv("UNIDEC_RUN_TAGS", json.dumps(given))
+    assert run_tags() == {"prefect.flow_run_id": "1-2"}

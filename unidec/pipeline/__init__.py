@@ -1,0 +1,49 @@
+"""One function a pipeline stage: parameters in, folders written, a small JSON-able summary out.
+
+The command line and the flow call these; neither they nor DVC see a tensor. Paths are relative to the working folder.
+A function's module is imported when the function is first used: ingesting data requires no torch. So no module here may
+have the name of a function: importing it would replace the function.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unidec.pipeline.data import ingest, label_graph, propensity, tokens, validate
+    from unidec.pipeline.drift_check import data_change, drift
+    from unidec.pipeline.evaluation import evaluate
+    from unidec.pipeline.fetching import fetch
+    from unidec.pipeline.gating import gate, needs_gate
+    from unidec.pipeline.indexing import index
+    from unidec.pipeline.label_refresh import refresh_labels
+    from unidec.pipeline.monitoring import monitor
+    from unidec.pipeline.promotion import promote, rollback
+    from unidec.pipeline.registration import register
+    from unidec.pipeline.session import train
+    from unidec.pipeline.start import choose_start
+    from unidec.pipeline.start_file import effective
+    from unidec.pipeline.training import cluster, export, refresh, start_run, train_round
+
+_MODULES = {
+    "drift_check": "data_change drift",
+    "data": "ingest label_graph propensity tokens validate",
+    "evaluation": "evaluate",
+    "fetching": "fetch",
+    "gating": "gate needs_gate",
+    "indexing": "index",
+    "label_refresh": "refresh_labels",
+    "monitoring": "monitor",
+    "promotion": "promote rollback",
+    "registration": "register",
+    "session": "train",
+    "start": "choose_start",
+    "start_file": "effective",
+    "training": "cluster export refresh start_run train_round",
+}
+_MODULE_OF = {function: module for module, functions in _MODULES.items() for function in functions.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

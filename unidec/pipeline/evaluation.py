@@ -1,0 +1,145 @@
+"""Stage `evaluate`: the bundle on the test split -> metrics, plots, predictions, report."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from unidec.config import Params
+from unidec.data.dataset import XMCDataset
+from unidec.data.storage import read_json_lines, read_manifest, write_bytes_atomic, write_json
+from unidec.evaluation.baselines import COMPARED, compare_with_baselines, measure_baselines, verdict, warnings
+from unidec.evaluation.frequency import frequency_bins
+from unidec.evaluation.metrics import evaluate as all_metrics
+from unidec.evaluation.plots import plots_csv, save_pngs
+from unidec.evaluation.report import write_report
+from unidec.model.search import exact_search
+from unidec.pipeline import paths
+from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking, headline, pair_keys
+from unidec.pipeline.report import Evaluated, report_input
+from unidec.pipeline.run_tracking import PARTS, description, split_figures
+from unidec.pipeline.start_file import read_start
+from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.index import recall
+from unidec.retrieval.space import Space
+from unidec.tracking.run import Tracker
+
+SINGLE_HEADS: tuple[Space, ...] = ("de", "clf")
+ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
+
+
+def evaluate(params: Params) -> dict[str, Any]:
+    """Rank labels for every test query as the bundle serves them, and measure; also each head alone, where training
+    queries vote also both heads without them and the votes alone, the index against exact search, and TF-IDF
+    baselines made from the same training split.
+
+    Writes outputs/metrics.json, outputs/plots/, outputs/predictions.parquet and outputs/report.html.
+    """
+    dataset = paths.open_dataset()
+    propensity = paths.open_propensity()
+    bundle = Bundle.load(paths.BUNDLE)
+    ranking = Ranking.of_model(bundle.model, dataset, "test", params.optim.precision, bundle.vectors)
+    truth = ranking.truth
+    info = bundle.info
+    scores, labels = _search(bundle, ranking)
+    result: dict[str, Any] = {"test": all_metrics(labels, truth, propensity.inverse_L, propensity.group_L)}
+    for space in SINGLE_HEADS if bundle.model.heads == "both" else ():
+        result[space] = ranking.metrics(space, 1.0, info.clf_normalize, propensity)
+    if bundle.neighbours is not None and info.knn is not None:
+        result["heads"] = ranking.metrics(info.space, info.clf_weight, info.clf_normalize, propensity)
+        result["knn"] = ranking.metrics_of_votes(bundle.neighbours, info.knn.neighbours, propensity)
+    weights = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight if info.knn else 0.0}
+    result["index"] = _against_exact(bundle, ranking) | weights
+    result["validation"] = info.metrics.get("validation", {})
+    result["frequency_bins"] = frequency_bins(labels, truth, propensity.counts_L, propensity.inverse_L)
+    baselines = measure_baselines(dataset, params.tokens.text, propensity.inverse_L, propensity.group_L)
+    compared = compare_with_baselines(labels, truth, baselines, propensity.inverse_L, propensity.group_L)
+    warned = warnings(headline(result["test"]), dataset, params.tokens.text, propensity.counts_L)
+    result |= {
+        "baselines": {name: {key: own[key] for key in COMPARED} for name, own in baselines.metrics.items()},
+        # lists, which `dvc metrics` leaves out of its tables
+        "against_baselines": [asdict(one) for one in compared], "warnings": warned,
+    }  # fmt: skip
+    shown = {name: headline(result[name]) for name in PARTS if name in result}
+    write_json(paths.METRICS, result | shown)
+    _write_predictions(paths.PREDICTIONS, dataset, ranking.rows, scores, labels)
+    history, rounds = (read_json_lines(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds"))
+    plots_csv(history, rounds, result["test"], paths.PLOTS)
+    found = Evaluated(bundle, ranking, truth, scores, labels, result, baselines, compared, warned)
+    write_report(paths.REPORT, report_input(params, found, history, rounds))
+    _track(params, dataset, result, history, rounds)
+    return {
+        "metrics": headline(result["test"]), "baselines": result["baselines"],
+        "against_baselines": verdict(compared), "warnings": warned,
+        "report": str(paths.REPORT),
+    }  # fmt: skip
+
+
+def _search(bundle: Bundle, ranking: Ranking) -> tuple[np.ndarray, np.ndarray]:
+    """The bundle's answer for each query of the split, filtered pairs removed: (scores [n, K], labels [n, K])."""
+    parts = []
+    words = ranking.words(bundle.neighbours)
+    for start in range(0, max(len(ranking.rows), 1), QUERIES_AT_ONCE):
+        some = slice(start, start + QUERIES_AT_ONCE)
+        de, clf = (None if part is None else part[some] for part in (ranking.query_de, ranking.query_clf))
+        spoken = None if words is None else words[some]
+        parts.append(bundle.rank(de, clf, K, pair_keys(ranking.filter_pairs[some]), spoken))
+    return np.concatenate([part.scores for part in parts]), np.concatenate([part.rows for part in parts])
+
+
+def _against_exact(bundle: Bundle, ranking: Ranking) -> dict[str, float]:
+    """Recall of the index's first 10 and 100 labels against exact search, in percent."""
+    info = bundle.info
+    query = ranking.queries(info.space, info.clf_weight, info.clf_normalize)[:ORACLE_QUERIES]
+    k = min(K, bundle.num_labels)
+    exact = exact_search(query, ranking.labels(info.space, info.clf_normalize), k)[1]
+    found = bundle.index.search(query, k)[1]
+    return {f"recall@{n}": 100 * recall(found[:, :n], exact[:, :n]) for n in (10, K) if n <= k}
+
+
+def _write_predictions(
+    path: Path, dataset: XMCDataset, rows: np.ndarray, scores: np.ndarray, labels: np.ndarray
+) -> None:
+    """One row a query: uid, label rows best first, scores."""
+    keep = labels >= 0
+    offsets = np.concatenate([[0], np.cumsum(keep.sum(1))]).astype(np.int32)
+    table = pa.table(
+        {
+            "query": pa.array(dataset.query_uids(rows)),
+            "query_row": pa.array(rows),
+            "labels": pa.ListArray.from_arrays(pa.array(offsets), pa.array(labels[keep].astype(np.int32))),
+            "scores": pa.ListArray.from_arrays(pa.array(offsets), pa.array(scores[keep].astype(np.float32))),
+        }
+    )
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_bytes_atomic(path, sink.getvalue().to_pybytes())
+
+
+def _track(
+    params: Params,
+    dataset: XMCDataset,
+    result: dict[str, Any],
+    history: list[dict[str, Any]],
+    rounds: list[dict[str, Any]],
+) -> None:
+    """Figures, plots, files and a description into the MLflow run that trained the model."""
+    run = read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
+    tracker = Tracker.resume(paths.RUNS / run)
+    tracker.log_final(split_figures(result))
+    start = read_start()
+    facts = {
+        "data": f"{dataset.name}, {dataset.num_labels:,} labels", "recipe": params.recipe,
+        "start": f"version {start.version} of {start.model}" if start.warm else "from nothing",
+    }  # fmt: skip
+    tracker.set_tags({"mlflow.note.content": description(result, facts)})
+    tracker.log_files([paths.REPORT, paths.METRICS])
+    tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results and Data Docs
+    with tempfile.TemporaryDirectory() as folder:
+        tracker.log_files(save_pngs(history, rounds, result["test"], folder), "plots")

@@ -1,0 +1,246 @@
+"""Stage `gate`: may the challenger take the champion's place? Every reason is written down, pass or fail.
+
+Both bundles are fetched from the registry, hashes checked, and rank the same test split by the same code. Nothing moves
+here: `promotion.py` does that.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unidec.config import Params, fingerprint
+from unidec.data.dataset import XMCDataset
+from unidec.data.storage import remove_folder, write_bytes_atomic, write_json
+from unidec.errors import ArtifactError
+from unidec.evaluation.challenge import Challenge, Check, challenge
+from unidec.evaluation.gate_page import render_gate
+from unidec.evaluation.metrics import filtered_truth
+from unidec.pipeline import paths
+from unidec.pipeline.champion_evaluation import Contestant, contestant
+from unidec.pipeline.ranking import headline
+from unidec.pipeline.servable import probe_texts, servability
+from unidec.retrieval.bundle import Bundle
+from unidec.sections import Gate
+from unidec.tracking.fetch import fetch_bundle
+from unidec.tracking.gate_record import record
+from unidec.tracking.promotion import CHALLENGER, CHAMPION, ROLLED_BACK, known_version, rolled_back_words, version_of
+from unidec.tracking.provenance import CHANGED_TAG, COMMIT_TAG, DIRTY_TAG, git, uncommitted
+from unidec.tracking.registry import HASH_TAG
+from unidec.tracking.store import open_client, tracking_uri
+from unidec.training.precision import choose_device
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+GATE_JSON = Path("outputs/gate.json")
+GATE_PAGE = Path("outputs/gate.html")
+_ENOUGH = 10  # copies of bundles kept
+_REFRESHED = "refresh"  # tag start.kind of a version whose labels alone changed
+
+log = logging.getLogger(__name__)
+
+
+def gate(params: Params, version: str | int | None = None) -> dict[str, Any]:
+    """Compare a version with the champion, see whether it can be served, and say so in files, tags and the MLflow run.
+
+    A first model has no champion to be compared with: it must be servable. One that is champion already passes unseen.
+
+    Args:
+        version: number or alias; None: `challenger`.
+
+    Returns:
+        {"passed", "already" (it is the champion), "model", "challenger", "champion" (versions), "reasons": [{"check",
+        "passed", "got", "limit", "words"}], "metrics": {"challenger", "champion"}, "page", "run"}.
+
+    Raises:
+        ConfigError: no such version. DataError, ArtifactError: no data set, or the champion's bundle is damaged. A
+            challenger that is worse, damaged or does not load raises nothing: it does not pass.
+    """
+    name, client = params.tracking.model_name, open_client(tracking_uri())
+    challenger = _with_commit(client, known_version(client, name, CHALLENGER if version is None else version))
+    champion = version_of(client, name, CHAMPION)
+    dataset = paths.open_dataset()
+    already = champion is not None and champion.version == challenger.version
+    verdict: dict[str, Any] = {
+        "model": name, "passed": False, "already": already, "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "challenger": _about(challenger), "champion": _about(champion),
+        "data": {"name": dataset.name, "sha256": dataset.sha256, "test queries": len(dataset.rows("test"))},
+        "settings": params.gate.model_dump(),
+    }  # fmt: skip
+    if already:
+        checks = [Check("champion", True, None, None, "it is the champion already")]
+    else:
+        rules = _rules(params.gate, challenger.tags)
+        checks = _provenance(challenger, champion, rules)
+        found, more = _judged(challenger, champion, dataset, rules, params.device)
+        checks, verdict = checks + found, verdict | more
+    passed = all(check.passed for check in checks)
+    verdict |= {"passed": passed, "reasons": [check.as_dict() for check in checks]}
+    write_json(GATE_JSON, verdict)
+    write_bytes_atomic(GATE_PAGE, render_gate(verdict).encode())
+    for check in checks:
+        log.log(logging.INFO if check.passed else logging.WARNING, "gate: %s: %s", check.check, check.words)
+    if not already:
+        record(client, challenger, verdict, settings_sha256(params), [GATE_JSON, GATE_PAGE])
+        _purge({version.tags.get(HASH_TAG, "")[:16] for version in (challenger, champion) if version is not None})
+    return {
+        "passed": passed, "already": already, "model": name, "challenger": str(challenger.version),
+        "champion": str(champion.version) if champion else None, "reasons": verdict["reasons"],
+        "metrics": {who: headline(values) for who, values in verdict.get("metrics", {}).items()},
+        "page": str(GATE_PAGE), "run": challenger.run_id or None,
+    }  # fmt: skip
+
+
+def _purge(kept: set[str]) -> None:
+    """The newest copies of bundles stay, and those that were compared just now; the registry has the others."""
+    folders = [path for path in paths.BUNDLES.glob("*") if path.is_dir() and path.name[0] != "."]
+    folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in folders[_ENOUGH:]:
+        if path.name not in kept:
+            remove_folder(path)
+
+
+def needs_gate(params: Params, version: str | int) -> bool:
+    """Whether the gate has something to decide: not for the champion, nor while the reasons of a refusal hold.
+
+    Without a champion a version is always judged. A refusal depends on the champion, the data set, the settings and
+    what is committed; one that was rolled back stays refused.
+    """
+    name, client = params.tracking.model_name, open_client(tracking_uri())
+    challenger, champion = known_version(client, name, version), version_of(client, name, CHAMPION)
+    if champion is None:
+        return True
+    tags = challenger.tags
+    if champion.version == challenger.version or ROLLED_BACK[0] in tags:
+        return False
+    if "code" in tags.get("gate.failed", "").split(", ") and not uncommitted(tags):
+        return True
+    seen = {
+        "gate.passed": "false", "gate.champion": str(champion.version),
+        "gate.dataset.sha256": paths.open_dataset().sha256, "gate.settings": settings_sha256(params),
+    }  # fmt: skip
+    return any(tags.get(key) != value for key, value in seen.items())
+
+
+def settings_sha256(params: Params) -> str:
+    """What a verdict depends on beside models and data."""
+    return fingerprint(params, "gate")[:16]
+
+
+def _rules(rules: Gate, tags: dict[str, str]) -> Gate:
+    """As they are set; a champion whose labels alone were refreshed need not be better, only not worse."""
+    if tags.get("start.kind") != _REFRESHED:
+        return rules
+    return rules.model_copy(update={"margin": min(rules.margin, -rules.tolerance)})
+
+
+def _about(version: ModelVersion | None) -> dict[str, Any] | None:
+    if version is None:
+        return None
+    tags = version.tags
+    return {
+        "version": str(version.version), "bundle sha256": tags.get(HASH_TAG, ""),
+        "data set sha256": tags.get("dataset.sha256", ""), "commit": tags.get("mlflow.source.git.commit", ""),
+        "uncommitted changes": tags.get("git.dirty", "") == "true", "start": tags.get("start.kind", ""),
+        "run": version.run_id or "",
+    }  # fmt: skip
+
+
+def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gate) -> list[Check]:
+    """Whether the code and parameters that made it are in git, and whether it was rolled back.
+
+    A first champion replaces nothing, so it has no such requirements.
+    """
+    tags, checks = version.tags, []
+    if left := uncommitted(tags):
+        words = f"made with uncommitted changes ({', '.join(left[:5])}{', ...' if len(left) > 5 else ''})"
+        if champion is None:
+            words += ", accepted for a first champion; commit them, or later models are refused"
+            log.warning("gate: version %s was %s", version.version, words)
+        elif rules.allow_dirty:
+            words += ", which gate.allow_dirty accepts"
+        else:
+            words += f": commit them and run `make train`, or run `unidec promote {version.version} --allow-dirty`"
+        checks.append(Check("code", champion is None or rules.allow_dirty, "dirty", "clean", words))
+    else:
+        commit = tags.get(COMMIT_TAG, "")
+        checks.append(Check("code", True, commit[:12] or None, None, f"commit {commit[:12] or 'unknown'}"))
+    if ROLLED_BACK[0] in tags:
+        words = f"{rolled_back_words(tags)}; `unidec promote {version.version} --force` overrules that"
+        checks.append(Check("rolled back", False, tags[ROLLED_BACK[0]], None, words))
+    return checks
+
+
+def _with_commit(client: MlflowClient, version: ModelVersion) -> ModelVersion:
+    """A version whose uncommitted changes were committed since gets the commit that has them."""
+    if version.tags.get(DIRTY_TAG) != "true" or uncommitted(version.tags):
+        return version
+    number = str(version.version)
+    client.set_model_version_tag(version.name, number, COMMIT_TAG, git(".", "rev-parse", "HEAD") or "")
+    client.set_model_version_tag(version.name, number, DIRTY_TAG, "false")
+    client.delete_model_version_tag(version.name, number, CHANGED_TAG)
+    return known_version(client, version.name, number)
+
+
+def _judged(
+    challenger: ModelVersion, champion: ModelVersion | None, dataset: XMCDataset, rules: Gate, device: str
+) -> tuple[list[Check], dict[str, Any]]:
+    """The checks on the bundle itself, and what the page shows of them."""
+    champion_path = _fetch(champion) if champion is not None else None
+    sha256 = challenger.tags.get(HASH_TAG, "")
+    try:
+        path = _fetch(challenger)
+    except ArtifactError as error:
+        return [Check("hash", False, None, sha256, str(error).replace("\n", " "))], {}
+    checks = [Check("hash", True, sha256, sha256, f"sha256 {sha256[:16]}, as registered")]
+    try:
+        bundle = Bundle.load(path)
+    except ArtifactError as error:
+        return [*checks, Check("loads", False, None, None, str(error).replace("\n", " "))], {}
+    texts = probe_texts(dataset, bundle, rules.probes)
+    found, probes = servability(path, champion_path, bundle, texts, rules)
+    about: dict[str, Any] = {"probes": {who: probe.figures() for who, probe in probes.items()}}
+    checks += found
+    if not probes or champion_path is None:
+        return checks, about
+    if not len(dataset.rows("test")):
+        words = "the data set has no test queries on which it could be compared with the champion"
+        return [*checks, Check(rules.metric, False, None, None, words)], about
+    both = {
+        "challenger": _contestant(path, bundle, dataset, device),
+        "champion": _contestant(champion_path, None, dataset, device),
+    }
+    result = _compared(both["challenger"], both["champion"], dataset, rules)
+    about["metrics"] = {"challenger": result.challenger, "champion": result.champion}
+    about["comparison"] = {
+        key: value for key, value in asdict(result).items() if key not in ("challenger", "champion", "checks")
+    }
+    about["labels"] = {who: {"unknown": one.unknown, "removed": one.removed} for who, one in both.items()}
+    return checks + result.checks, about
+
+
+def _fetch(version: ModelVersion) -> Path:
+    return fetch_bundle(f"models:/{version.name}/{version.version}", paths.BUNDLES)
+
+
+def _contestant(path: Path, bundle: Bundle | None, dataset: XMCDataset, device: str) -> Contestant:
+    """Ranked where the model runs fastest; hashes were checked when it was fetched."""
+    place = choose_device(device).type
+    if bundle is None or place != "cpu":
+        bundle = Bundle.load(path, verify=False, device=place)
+    return contestant(bundle, dataset)
+
+
+def _compared(challenger: Contestant, champion: Contestant, dataset: XMCDataset, rules: Gate) -> Challenge:
+    rows = dataset.rows("test")
+    propensity = paths.open_propensity()
+    return challenge(
+        challenger.labels, champion.labels, filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows]),
+        propensity.inverse_L, propensity.group_L, metric=rules.metric, margin=rules.margin,
+        confidence=rules.confidence, guarded=rules.guarded, tolerance=rules.tolerance,
+    )  # fmt: skip

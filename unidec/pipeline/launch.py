@@ -1,0 +1,233 @@
+"""Training in several processes: the stages call it, torchrun starts it.
+
+Two ways lead here, and the stages see one call, `run`:
+
+- `run.devices` above 1: `run` starts torchrun with a worker (`unidec.pipeline.worker`) for each device, waits, and
+  returns what the first rank returned. Signals are passed on; no process is left behind.
+- the user's own torchrun (`torchrun --nproc-per-node 8 -m unidec.cli train`, also over several machines): inside `led`
+  the first rank does what one process would; where it trains, the other ranks train with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from unidec import errors
+from unidec.config import Params
+from unidec.data.storage import write_json
+from unidec.errors import ConfigError, TrainingError, UnidecError
+from unidec.pipeline.parent_watch import GRACE_S, LAUNCHER, name_of, watch
+from unidec.progress import silence
+from unidec.training.distributed import ALONE, Ranks
+from unidec.training.stop import stop_signals
+
+TOLD_S = 10.0  # from a rank's error to SIGKILL for ranks that do not notice: they hang
+POLL_S = 0.2
+
+_ranks: Ranks = ALONE  # of the user's torchrun, inside `led`
+_at_work = False  # these are at work: an error in it reaches the others by itself
+
+
+def needed(params: Params) -> bool:
+    """Whether training runs in several processes, so that `run` has to be called."""
+    return params.run.devices > 1 or not _ranks.alone
+
+
+def run(
+    name: str, params: Params, run_dir: str | Path, accept: Collection[str] = (), restarts: int = 0
+) -> dict[str, Any]:
+    """Run `pipeline.training.work(name, ...)` on all ranks.
+
+    Args:
+        name: "refresh" or "train_round".
+        params, run_dir, accept: handed to it.
+        restarts: how often torchrun starts all processes anew after one died; each time they go on from the newest
+            checkpoint. Errors that name their fix are not tried again.
+
+    Returns:
+        what it returned on the first rank.
+
+    Raises:
+        ConfigError: more devices than this machine has.
+        TrainingError: a process died.
+        UnidecError: what a rank raised.
+    """
+    job = {"name": name, "params": params.model_dump(), "run_dir": str(run_dir), "accept": list(accept)}
+    if not _ranks.alone:
+        return _call(job)
+    _check_devices(params)
+    # the handlers are the outermost: when the signal takes effect, nothing of ours is left
+    with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="unidec-launch-") as folder:
+        write_json(Path(folder) / "job.json", job)
+        process = _start(params.run.devices, folder, restarts)
+        code = None
+        try:
+            code = _wait(process, stop, None if restarts else Path(folder))
+        finally:
+            _end(process, GRACE_S if code is None else 0.0)
+        return {} if stop.asked else _result(Path(folder), process.returncode if code is None else code)
+
+
+def _call(job: dict[str, Any]) -> dict[str, Any]:
+    """Let all ranks of the user's torchrun do this."""
+    global _at_work
+    _at_work = True
+    result = work_on(_ranks, _ranks.share(job))
+    _at_work = False
+    return result
+
+
+def work_on(ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
+    """One call, on one of the ranks."""
+    from unidec.pipeline import training  # which imports this module
+
+    params = Params.model_validate(job["params"])
+    return training.work(job["name"], params, job["run_dir"], ranks, tuple(job["accept"]))
+
+
+# -- under the user's torchrun ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def led(params: Params) -> Iterator[bool]:
+    """`with led(params) as leading: if leading: ...`: the body runs on the first rank, the others serve its calls.
+
+    Without torchrun this process leads itself, and nothing happens here.
+    """
+    global _ranks, _at_work
+    ranks = Ranks.from_environment(params.device)
+    if ranks.alone:
+        yield True
+        return
+    watch(os.getppid())
+    if not ranks.is_first:
+        silence()
+        while (job := ranks.share()) is not None:
+            if "exit_code" in job:
+                sys.exit(job["exit_code"])
+            work_on(ranks, job)
+        ranks.close()
+        yield False
+        return
+    _ranks, _at_work = ranks, False
+    try:
+        yield True
+    except UnidecError as error:
+        if not _at_work:  # the others wait for the next call
+            ranks.share({"exit_code": error.exit_code})
+        raise
+    finally:
+        _ranks = ALONE
+    ranks.share(None)
+    ranks.close()
+
+
+# -- under our own ----------------------------------------------------------------------------------------------------
+
+
+def _check_devices(params: Params) -> None:
+    from unidec.training.precision import choose_device
+
+    if choose_device(params.device).type == "cuda":
+        import torch
+
+        if params.run.devices > torch.cuda.device_count():
+            raise ConfigError(
+                "more devices than this machine has", where="run.devices", got=params.run.devices,
+                expected=f"at most {torch.cuda.device_count()}",
+                fix="fewer, or torchrun on several machines: docs/distributed.md",
+            )  # fmt: skip
+
+
+def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
+    env = dict(os.environ)
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
+    env[LAUNCHER] = name_of(os.getpid())
+    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if loopback:  # all on this machine: no name to resolve, no port open to others
+        env.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(devices),
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
+        "--max-restarts", str(restarts), "--monitor-interval", "0.5", "-m", "unidec.pipeline.worker", folder,
+    ]  # fmt: skip
+    return subprocess.Popen(command, env=env, start_new_session=True)
+
+
+def _wait(process: subprocess.Popen[bytes], stop: Any, folder: Path | None) -> int | None:
+    """The exit code; None: it goes on, and was asked to stop.
+
+    Args:
+        folder: where ranks tell of errors; the others end soon after, or are taken to hang. None: torchrun sees to it.
+    """
+    while not stop.asked:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(POLL_S)
+        told = [file.stat().st_mtime for file in folder.glob("error-*.json")] if folder is not None else []
+        if told and time.time() - min(told) > TOLD_S:
+            return 1
+    return None
+
+
+def _end(process: subprocess.Popen[bytes], grace: float) -> None:
+    """SIGTERM, which saves a checkpoint; what is left `grace` seconds later is killed, workers included."""
+    family = _family(process.pid)
+    if process.poll() is None and grace:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace)
+    for member in family:  # each worker has a session of its own: no group holds them all
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    return []
+
+
+def _result(folder: Path, code: int) -> dict[str, Any]:
+    """What the first rank wrote; or the error of the rank that has one to tell."""
+    told = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("error-*.json"))]
+    for error in sorted(told, key=lambda error: error["lost"]):
+        if not error["lost"]:
+            raise error_from(error)
+    result = folder / "result.json"
+    if code == 0 and result.is_file():
+        return json.loads(result.read_text(encoding="utf-8"))
+    how = f"torchrun ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} of torchrun"
+    raise TrainingError(
+        "a process of the training died", where="torchrun", got=how,
+        fix="torchrun says above which, and by what; start again: the run goes on from its last checkpoint, with any "
+        "run.devices",
+    )  # fmt: skip
+
+
+def as_json(error: UnidecError, lost: bool) -> dict[str, Any]:
+    """An error, to be raised again in another process."""
+    known = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
+    return {"class": known, "message": str(error), "exit_code": error.exit_code, "lost": lost}
+
+
+def error_from(told: dict[str, Any]) -> UnidecError:
+    """The error that `as_json` told of, with its words."""
+    kind = getattr(errors, told["class"])
+    error: UnidecError = kind.__new__(kind)
+    error.args, error.exit_code = (told["message"],), told["exit_code"]
+    return error

@@ -1,0 +1,105 @@
+"""The training lock of a project: one training at a time, and no stage replaces what it reads meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unidec.data.storage import write_bytes_atomic
+from unidec.errors import TrainingError
+from unidec.pipeline import paths
+from unidec.tracking.lock_holder import is_alive, this_process
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+LOCK, HOLDER = ".train.lock", ".train.holder.json"
+HELD = "UNIDEC_LOCK"  # environment variable: which process holds the lock of which folder
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path = paths.RUNS) -> Iterator[None]:
+    """Hold the project's training lock; the system releases it when its holder dies, so there is nothing to remove.
+
+    Raises:
+        TrainingError: another process holds it: a training, or a stage that replaces what a training reads.
+    """
+    lock = _acquire(folder)
+    before = os.environ.get(HELD)
+    try:
+        note = json.dumps(this_process() | {"folder": str(folder.resolve())})
+        write_bytes_atomic(folder / HOLDER, note.encode())
+        os.environ[HELD] = note  # for the stages that this process starts
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(HELD, None)
+        else:
+            os.environ[HELD] = before
+        lock.release()
+
+
+@contextlib.contextmanager
+def replaces_inputs(folder: Path = paths.RUNS) -> Iterator[None]:
+    """`one_at_a_time` for a stage that replaces what a training reads.
+
+    The process that holds the lock may call it, and so may stages that it starts (through DVC): they run before the
+    training opens its data.
+
+    Raises:
+        TrainingError: as `one_at_a_time`.
+    """
+    held = _parse(os.environ.get(HELD, ""))
+    if held.get("folder") == str(folder.resolve()) and is_alive(held):
+        yield
+        return
+    with one_at_a_time(folder):
+        yield
+
+
+def is_held(folder: Path = paths.RUNS) -> bool:
+    """Whether a process holds the project's training lock."""
+    if not folder.is_dir():
+        return False
+    try:
+        _acquire(folder).release()
+    except (TrainingError, OSError):
+        return True
+    return False
+
+
+def _acquire(folder: Path) -> BaseFileLock:
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise TrainingError(
+            "another training is under way in this folder, or a stage that replaces its data", where=str(folder),
+            got=_shown_holder(folder), fix="wait for it, or cancel it",
+        ) from error  # fmt: skip
+    return lock
+
+
+def _shown_holder(folder: Path) -> str | None:
+    import psutil
+
+    with contextlib.suppress(OSError, KeyError, psutil.Error):
+        holder = _parse((folder / HOLDER).read_text(encoding="utf-8"))
+        if is_alive(holder):
+            command = " ".join(psutil.Process(holder["pid"]).cmdline())
+            return f"process {holder['pid']}: {command[:200]}"
+    return None
+
+
+def _parse(text: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else {}
+    return {}

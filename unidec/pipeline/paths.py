@@ -1,0 +1,106 @@
+"""Where the stages read and write, and what opens their artifacts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+from scipy.sparse import csr_matrix
+
+from unidec.config import Params
+from unidec.data import dataset
+from unidec.data.dataset import XMCDataset
+from unidec.data.label_graph import load_label_graph
+from unidec.data.propensity import Propensity, load_propensity
+from unidec.data.storage import read_manifest
+from unidec.data.tokens import TokenCache
+from unidec.errors import ArtifactError
+from unidec.pipeline.start_file import effective, read_start
+from unidec.tracking.fetch import COPIES
+from unidec.tracking.store import project_folder
+from unidec.training import identity
+
+Made = TypeVar("Made")
+DATASET = Path("data/dataset")
+VALIDATION = Path("data/validation")
+CHANGE = Path("data/change")  # against what the champion was trained on; DVC knows nothing of it
+TOKENS = Path("data/tokens")
+PROPENSITY = Path("data/propensity")
+LABEL_GRAPH = Path("data/label_graph")
+CACHE = project_folder() / "data" / "cache"  # shared by the experiments of a queue
+RUNS = Path("runs")
+BUNDLES = COPIES
+DRIFT = Path("runs/drift")
+MONITOR = Path("runs/monitor")
+MODEL = Path("outputs/model")
+BUNDLE = Path("outputs/bundle")
+REFRESHED = Path("outputs/refreshed")  # a champion with other labels; DVC knows nothing of it
+METRICS = Path("outputs/metrics.json")
+PLOTS = Path("outputs/plots")
+PREDICTIONS = Path("outputs/predictions.parquet")
+REPORT = Path("outputs/report.html")
+
+
+def from_project(path: str) -> str:
+    """A path inside the project, relative to it, as every run logs it: a trial works in `runs/own/<fingerprint>/`."""
+    here = Path.cwd()
+    project = here.parents[2] if here.parts[-3:-1] == ("runs", "own") else here
+    full = Path(os.path.abspath(path))
+    return full.relative_to(project).as_posix() if full.is_relative_to(project) else str(full)
+
+
+def open_dataset(verify: bool = True) -> XMCDataset:
+    """The ingested data set; as all that follow, its bytes are verified once in a process."""
+    return XMCDataset.open(DATASET, verify)
+
+
+def open_tokens(which: str, verify: bool = True) -> TokenCache:
+    """Token cache of "queries" or "labels".
+
+    Raises:
+        ArtifactError: damaged, or made of another number of texts than the data set has.
+    """
+    cache = TokenCache.open(TOKENS / which, verify)
+    return _made_of(cache, cache.num_texts, which, TOKENS / which, "tokens")
+
+
+def open_propensity() -> Propensity:
+    """Propensities of the labels; raises as `open_tokens`."""
+    propensity = load_propensity(PROPENSITY)
+    return _made_of(propensity, len(propensity.inverse_L), "labels", PROPENSITY, "propensity")
+
+
+def open_label_graph(params: Params, verify: bool = True) -> csr_matrix | None:
+    """Soft targets of label texts where they are trained on; raises as `open_tokens`."""
+    if not params.pool.gandalf:
+        return None
+    graph = load_label_graph(LABEL_GRAPH, verify)
+    return _made_of(graph, graph.shape[0], "labels", LABEL_GRAPH, "label-graph")
+
+
+def _made_of(made: Made, num_rows: int, which: str, path: Path, command: str) -> Made:
+    expected = read_manifest(DATASET, dataset.KIND, dataset.VERSION, verify=False)["meta"].get(f"num_{which}")
+    if num_rows != expected:
+        raise ArtifactError(
+            "made from another data set", where=str(path), got=f"{num_rows} {which}",
+            expected=f"{expected}, as {DATASET} has", fix=f"run `unidec {command}` again",
+        )  # fmt: skip
+    return made
+
+
+def run_identity(params: Params) -> dict[str, str]:
+    """What decides the training that these parameters, this data, this code and this start make."""
+    start = read_start().bundle_sha256 or None
+    return identity.run_identity(
+        effective(params), open_dataset(), open_tokens("queries"), open_tokens("labels"), start,
+        open_label_graph(params),
+    )  # fmt: skip
+
+
+def run_folder(params: Params) -> Path:
+    """The folder of that training.
+
+    What only says where it runs or is shown (`device`, `run`, `tracking`, `index`) leaves the name as it is.
+    """
+    return RUNS / identity.identity_sha256(run_identity(params))[:16]

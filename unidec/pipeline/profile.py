@@ -1,0 +1,66 @@
+"""The training profile that travels in a bundle: what its data looked like, and what it answered held-out queries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unidec.config import Params
+from unidec.data.profile import VERSION, profile_dataset
+from unidec.evaluation.drift import served_facts, served_noise, text_noise
+from unidec.pipeline.ranking import Blend, Ranking
+from unidec.retrieval.bundle_folder import read_info
+from unidec.retrieval.index import LabelIndex
+from unidec.retrieval.neighbours import Candidates, Neighbours
+from unidec.retrieval.space import pair_scores
+
+if TYPE_CHECKING:
+    from unidec.model.unidec import UniDEC
+
+KEY = "profile"
+"""Where it stands in the card of bundle.json."""
+
+
+def training_profile(
+    params: Params, model: UniDEC, ranking: Ranking, index: LabelIndex, blend: Blend, neighbours: Neighbours | None
+) -> dict[str, Any]:
+    """`profile_dataset` of the data set; "served": vectors and top scores of the validation queries (None without
+    any); "noise": what chance explains, by window size.
+
+    Args:
+        ranking: of the validation split. index, blend, neighbours: as the bundle serves them.
+    """
+    profile = profile_dataset(ranking.dataset, model.tokenizer_folder, model.max_length, params.tokens.text)
+    vectors, scores = _served(params, ranking, index, blend, neighbours)
+    noise = text_noise(profile) | served_noise(vectors, scores)
+    return profile.figures | {"served": served_facts(vectors, scores), "noise": noise}
+
+
+def read_profile(bundle: Path) -> dict[str, Any] | None:
+    """The profile in a bundle; None in one of before there were any, or of a version that this code does not know."""
+    profile = read_info(bundle).card.get(KEY)
+    return profile if isinstance(profile, dict) and profile.get("version") == VERSION else None
+
+
+def _served(
+    params: Params, ranking: Ranking, index: LabelIndex, blend: Blend, neighbours: Neighbours | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors in the searched space, and the best label's score, as `Bundle.rank` gives it, nothing excluded."""
+    settings = params.index
+    query = ranking.queries(settings.space, blend.clf_weight, settings.clf_normalize)
+    if not len(query):
+        return query, np.zeros(0, dtype=np.float32)
+    scores, rows = index.search(query, 1)
+    if neighbours is None or not blend.knn_weight:
+        return query, scores[:, 0]
+    candidates = Candidates.of(
+        rows,
+        ranking.votes(neighbours, settings.knn_neighbours),
+        lambda query_P, label_P: pair_scores(
+            query, query_P, label_P, ranking.label_de, ranking.label_clf, ranking.bias, settings.space,
+            settings.clf_normalize,
+        ),
+    )  # fmt: skip
+    return query, candidates.top(blend.knn_weight, 1).scores[:, 0]

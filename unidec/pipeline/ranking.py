@@ -1,0 +1,306 @@
+"""Labels ranked for the queries of a split, and their metrics: for validation in training, for the index, for the test.
+
+Legend: N queries, n queries of a split, M training queries, L labels, D width of a head, K places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import scipy.sparse as sp
+
+from unidec.config import Params
+from unidec.data.dataset import Split, XMCDataset
+from unidec.data.propensity import Propensity
+from unidec.data.tokens import Tokens
+from unidec.evaluation.metrics import evaluate, filtered_truth
+from unidec.pipeline import paths
+from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, votes_alone
+from unidec.retrieval.space import Space, label_vectors, pair_scores, query_vectors
+from unidec.retrieval.words import WordSpace
+from unidec.training.precision import autocast_type
+
+if TYPE_CHECKING:
+    from unidec.model.unidec import UniDEC
+
+K = 100
+HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@3", "PSP@5", "R@10", "R@100", "coverage@5", "MRR")
+CLF_WEIGHTS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
+QUERIES_AT_ONCE = 4096  # a multiple of faiss's own blocks; the votes of a query take some kilobytes
+KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)
+NeighboursBy = Literal["model", "words"]
+VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "square"}  # measured: docs/third-score.md
+TUNED_ON = "nDCG@5"
+MAX_TURNS = 3  # of tuning one weight after the other: the second changes little
+
+
+def headline(metrics: dict[str, float]) -> dict[str, float]:
+    """The few figures people compare."""
+    return {name: metrics[name] for name in HEADLINE if name in metrics}
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Vectors of both heads for the queries of a split and all labels; None for a head that is not there.
+
+    Attributes:
+        rows: int64 [n], data set rows of the queries.
+        query_de, query_clf: float32 [n, D]; label_de, label_clf: float32 [L, D]; bias: float32 [L] or None.
+    """
+
+    dataset: XMCDataset
+    rows: np.ndarray
+    query_de: np.ndarray | None
+    query_clf: np.ndarray | None
+    label_de: np.ndarray | None
+    label_clf: np.ndarray | None
+    bias: np.ndarray | None
+
+    @classmethod
+    def of_model(
+        cls,
+        model: UniDEC,
+        dataset: XMCDataset,
+        split: Split,
+        precision: str,
+        vectors: Mapping[str, np.ndarray] | None = None,
+    ) -> Ranking:
+        """Encode a split's queries.
+
+        Args:
+            vectors: the labels' arrays of the model's bundle: "de", "clf", "bias", those that exist; None: labels are
+                encoded, and the classifier is the model's.
+        """
+        import torch
+
+        from unidec.model.frozen import cached_inputs
+
+        tokens = {which: paths.open_tokens(which) for which in ("queries", "labels")}
+        amp = autocast_type(precision, model.device)
+        build = cached_inputs(model.encoder, tokens, paths.CACHE, model.device, amp)
+        rows = dataset.rows(split)
+        with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
+            query_de, query_clf = model.encode_queries(tokens["queries"], rows, build)
+            if vectors is not None:
+                labels = [vectors.get(name) for name in ("de", "clf", "bias")]
+            else:
+                label_de = model.encode_labels(tokens["labels"], build) if model.heads != "clf" else None
+                labels = [label_de, *model.classifier_table()]
+        return cls(dataset, rows, query_de, query_clf, *labels)
+
+    @property
+    def truth(self) -> sp.csr_matrix:
+        """Relevance of these queries without filtered pairs."""
+        return filtered_truth(self.dataset.relevance[self.rows], self.filter_pairs)
+
+    @property
+    def filter_pairs(self) -> sp.csr_matrix:
+        """Filter pairs of these queries."""
+        return self.dataset.filter_pairs[self.rows]
+
+    def labels(self, space: Space, clf_normalize: bool) -> np.ndarray:
+        """Label side of a space, float32 [L, D']."""
+        return label_vectors(self.label_de, self.label_clf, self.bias, space, clf_normalize)
+
+    def queries(self, space: Space, clf_weight: float, clf_normalize: bool) -> np.ndarray:
+        """Query side of a space, float32 [n, D']."""
+        return query_vectors(self.query_de, self.query_clf, space, clf_weight, clf_normalize, self.bias is not None)
+
+    def top(self, space: Space, clf_weight: float, clf_normalize: bool, k: int = K) -> tuple[np.ndarray, np.ndarray]:
+        """Exact search without filtered pairs: (scores float32 [n, k], labels int64 [n, k], -1 where there are
+        none)."""
+        from unidec.model.search import exact_search
+
+        query, label = self.queries(space, clf_weight, clf_normalize), self.labels(space, clf_normalize)
+        return exact_search(query, label, min(k, len(label)), exclude=self.filter_pairs)
+
+    @property
+    def excluded(self) -> np.ndarray:
+        """Keys query * L + label of the filter pairs, int64, sorted."""
+        return pair_keys(self.filter_pairs)
+
+    def votes(self, neighbours: Neighbours, num: int) -> sp.csr_matrix:
+        """Votes of the `num` nearest training queries: float32 CSR [n, L]."""
+        return neighbours.votes(self.compared(neighbours), num)
+
+    def compared(self, neighbours: Neighbours) -> np.ndarray | sp.csr_matrix:
+        """What of the queries is compared with training queries: float32 [n, D], or their words, CSR [n, F]."""
+        words = self.words(neighbours)
+        if words is not None:
+            return words
+        compared = self.query_de if self.query_de is not None else self.query_clf
+        assert compared is not None
+        return compared
+
+    def words(self, neighbours: Neighbours | None) -> sp.csr_matrix | None:
+        """The queries' words, float32 CSR [n, F]; None where training queries are not compared by them."""
+        if neighbours is None or neighbours.words is None:
+            return None
+        return neighbours.words.vectors(*paths.open_tokens("queries").ragged(self.rows))
+
+    def candidates(
+        self, space: Space, clf_weight: float, clf_normalize: bool, votes: sp.csr_matrix, k: int = K
+    ) -> Candidates:
+        """What can be among the k best labels of the heads' score and the votes, whatever the votes' weight."""
+        query = self.queries(space, clf_weight, clf_normalize)
+        return Candidates.of(
+            self.top(space, clf_weight, clf_normalize, k)[1],
+            votes,
+            lambda query_P, label_P: pair_scores(
+                query, query_P, label_P, self.label_de, self.label_clf, self.bias, space, clf_normalize
+            ),
+            self.excluded,
+        )
+
+    def metrics(
+        self, space: Space, clf_weight: float, clf_normalize: bool, propensity: Propensity | None = None
+    ) -> dict[str, float]:
+        """Every metric of the split under one space, by the heads alone."""
+        return self.metrics_of(self.top(space, clf_weight, clf_normalize)[1], propensity)
+
+    def metrics_of(self, labels: np.ndarray, propensity: Propensity | None = None) -> dict[str, float]:
+        """Every metric of the split for these labels, int [n, K], best first, -1 where there are none."""
+        propensity = propensity or paths.open_propensity()
+        return evaluate(labels, self.truth, propensity.inverse_L, propensity.group_L)
+
+    def metrics_of_votes(
+        self, neighbours: Neighbours, num: int, propensity: Propensity | None = None
+    ) -> dict[str, float]:
+        """Every metric of the split by the votes of similar training queries alone."""
+        labels = np.full((len(self.rows), K), -1, dtype=np.int64)
+        compared = self.compared(neighbours)
+        for start in range(0, len(labels), QUERIES_AT_ONCE):
+            some = slice(start, start + QUERIES_AT_ONCE)
+            votes = neighbours.votes(compared[some], num)
+            labels[some] = votes_alone(votes, K, pair_keys(self.filter_pairs[some])).rows
+        return self.metrics_of(labels, propensity)
+
+
+def pair_keys(pairs: sp.csr_matrix) -> np.ndarray:
+    """Keys row * columns + column of a CSR matrix's stored pairs, int64, ascending, each once."""
+    rows = np.repeat(np.arange(pairs.shape[0], dtype=np.int64), np.diff(pairs.indptr))
+    return np.unique(rows * pairs.shape[1] + pairs.indices)
+
+
+def training_neighbours(
+    model: UniDEC,
+    dataset: XMCDataset,
+    precision: str,
+    vote: Vote | None = None,
+    by: NeighboursBy = "model",
+    tokens: Tokens | None = None,
+) -> Neighbours:
+    """The training split's queries as neighbours, compared in the dual encoder's space (the classifier's where it is
+    alone), or by their words.
+
+    Queries of other splits never vote, nor do filtered pairs.
+
+    Args:
+        tokens: of the training split's queries alone, in their order; None: data/tokens, and data/cache.
+    """
+    import torch
+
+    from unidec.model.frozen import cached_inputs
+
+    rows, build = dataset.rows("train"), None
+    places = rows if tokens is None else np.arange(len(rows))
+    amp = autocast_type(precision, model.device)
+    if tokens is None:
+        tokens = paths.open_tokens("queries")
+        if by == "model":
+            build = cached_inputs(model.encoder, {"queries": tokens}, paths.CACHE, model.device, amp)
+    labels = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
+    texts = (dataset.query_uids(rows), dataset.query_texts(rows), vote or VOTE[by])
+    if by == "words":
+        flat, offsets = tokens.ragged(places)
+        space = WordSpace.fit(model.tokenizer_folder, flat, offsets)
+        return Neighbours(space.vectors(flat, offsets), labels, *texts, space)
+    head: Literal["de", "clf"] = "clf" if model.heads == "clf" else "de"
+    with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
+        de, clf = model.vectors("queries", tokens, places, build, desc="training queries", only=head)
+    vectors = de if head == "de" else clf
+    assert vectors is not None
+    return Neighbours(vectors, labels, *texts)
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Weights of the served score.
+
+    Attributes:
+        clf_weight, knn_weight: of the classifier's score, and of the votes (0: none).
+        metrics: of the ranking's split under it.
+        tried: what was tried to find the weights, {clf_weight, knn_weight, `TUNED_ON`}, in order; [] without votes.
+    """
+
+    clf_weight: float
+    knn_weight: float
+    metrics: dict[str, float]
+    tried: list[dict[str, float]] = field(default_factory=list)
+
+
+def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None) -> Blend:
+    """The weights: as given, or tuned on the ranking's split ("auto"), one after the other until neither changes.
+
+    The classifier's weight starts as the best without votes. Of equals the smaller weight is taken.
+    """
+    index = params.index
+    propensity = paths.open_propensity()
+    if neighbours is None:
+        weight = tuned_clf_weight(ranking, params)
+        return Blend(weight, 0.0, ranking.metrics(index.space, weight, index.clf_normalize, propensity))
+    clf_weights = CLF_WEIGHTS if index.clf_weight == "auto" else (float(index.clf_weight),)
+    knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (float(index.knn_weight),)
+    votes = ranking.votes(neighbours, index.knn_neighbours)
+    found: dict[tuple[float, float], dict[str, float]] = {}
+
+    def best(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+        """The best of some (clf_weight, knn_weight), those with one clf_weight next to each other."""
+        for clf_weight, knn_weight in pairs:
+            if (clf_weight, knn_weight) in found:
+                continue
+            if clf_weight not in candidates:
+                candidates.clear()
+                candidates[clf_weight] = ranking.candidates(index.space, clf_weight, index.clf_normalize, votes)
+            labels = candidates[clf_weight].top(knn_weight, K).rows
+            found[clf_weight, knn_weight] = ranking.metrics_of(labels, propensity)
+        return max(pairs, key=lambda pair: found[pair][TUNED_ON])
+
+    candidates: dict[float, Candidates] = {}  # of the last clf_weight: they serve every weight of the votes
+    at = (tuned_clf_weight(ranking, params), knn_weights[0])
+    for _ in range(MAX_TURNS):
+        before = at
+        at = best([(at[0], weight) for weight in knn_weights])
+        if not at[1]:  # without votes the classifier's weight is the best already
+            break
+        at = best([(weight, at[1]) for weight in clf_weights])
+        if at == before:
+            break
+    tried = [{"clf_weight": c, "knn_weight": v, TUNED_ON: metrics[TUNED_ON]} for (c, v), metrics in found.items()]
+    return Blend(*at, found[at], tried)
+
+
+def tuned_clf_weight(ranking: Ranking, params: Params) -> float:
+    """The classifier's weight without votes: as given, or the best of `CLF_WEIGHTS` on the ranking's split ("auto").
+
+    Raw classifier scores are training logits times tau, of the order of cosines: one range serves both forms.
+    """
+    index = params.index
+    if index.clf_weight != "auto":
+        return float(index.clf_weight)
+    propensity = paths.open_propensity()
+    scored = {w: ranking.metrics("both", w, index.clf_normalize, propensity)[TUNED_ON] for w in CLF_WEIGHTS}
+    return max(scored, key=lambda weight: scored[weight])
+
+
+def validation_metrics(ranking: Ranking, params: Params) -> dict[str, float]:
+    """Metrics of the validation split in the space that will be served, without votes; {} where there is no such
+    split."""
+    if not len(ranking.rows):
+        return {}
+    index = params.index
+    weight = 1.0 if index.clf_weight == "auto" else float(index.clf_weight)
+    return ranking.metrics(index.space, weight, index.clf_normalize)

@@ -1,0 +1,140 @@
+"""What a training starts from: chosen before it (`choose_start`), opened when it begins.
+
+The choice is written to data/start.json, on which DVC's stage `train` depends: who runs that stage again, also years
+later, starts from the same model, found in the registry by its hash.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from unidec.config import Params, leaves
+from unidec.errors import ConfigError
+from unidec.model.sources import resolve_encoder
+from unidec.model.weights import start_differences
+from unidec.pipeline import paths
+from unidec.pipeline.lock import replaces_inputs
+from unidec.pipeline.start_file import StartFile, read_start, write_start
+from unidec.retrieval.bundle_folder import read_info, read_labels
+from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
+from unidec.training.identity import SECTIONS
+from unidec.training.warm_start import FIX, Start
+
+Kind = Literal["auto", "warm", "cold"]
+_MOST_KEYS = 4  # that a reason names
+
+
+@replaces_inputs()
+def choose_start(params: Params, kind: Kind | None = None) -> dict[str, Any]:
+    """Choose what the next training starts from, and write it to data/start.json if that says something else.
+
+    Args:
+        params: as params.yaml has them.
+        kind: "auto": from the champion where that is sensible, else from nothing; None: as `retrain.start` says.
+
+    Returns:
+        {"kind", "reason", "changed"}, and for a warm start {"model", "version", "bundle_sha256", "generation"};
+        changed: data/start.json was written.
+
+    Raises:
+        ConfigError: a warm start was asked for, and there is no champion, or it does not fit.
+        ArtifactError: the champion's bundle is damaged.
+        MlflowException: the registry does not answer; nothing is trained from nothing for that reason.
+    """
+    kind = kind or params.retrain.start
+    start, reason = (StartFile(), "asked for") if kind == "cold" else _from_champion(params, kind)
+    return start.as_dict() | {"reason": reason, "changed": write_start(start)}
+
+
+def _from_champion(params: Params, kind: Kind) -> tuple[StartFile, str]:
+    name = params.tracking.model_name
+    if params.encoder.start:
+        return _cold(kind, "encoder.start names a model to start from", 'encoder.start: ""')
+    champion = find_alias(name, "champion")
+    if champion is None:
+        return _cold(kind, f"{name} has no champion yet")
+    bundle = fetch_bundle(f"models:/{name}/{champion.version}", paths.BUNDLES)
+    unfit = _unfit(params, bundle)
+    if unfit:
+        return _cold(kind, f"the champion, version {champion.version}, has another {_some(unfit)}")
+    given = json.loads((bundle / "model" / "config.json").read_text(encoding="utf-8")).get("start", {})
+    before = int(given.get("generation", 0))
+    if kind == "auto":
+        other = _other_parameters(params, bundle)
+        if other:
+            return _cold(kind, f"other parameters than the champion's, version {champion.version}: {_some(other)}")
+        if 0 < params.retrain.cold_every <= before:
+            return _cold(kind, f"{before} warm starts in a row (retrain.cold_every)")
+    start = StartFile(
+        kind="warm", model=name, version=str(champion.version), bundle_sha256=champion.tags["bundle.sha256"],
+        generation=before + 1,
+    )  # fmt: skip
+    return start, f"the champion, version {champion.version}"
+
+
+def _cold(kind: Kind, reason: str, fix: str = FIX) -> tuple[StartFile, str]:
+    """From nothing, or where a warm start was asked for an error."""
+    if kind == "warm":
+        raise ConfigError("no warm start", where="retrain.start", got=reason, fix=f"{fix}, or auto")
+    return StartFile(), reason
+
+
+def _unfit(params: Params, bundle: Path) -> list[str]:
+    """What makes a bundle's model one that these parameters cannot start from."""
+    model, encoder = bundle / "model", resolve_encoder(params.encoder.name)
+    unfit = start_differences(params.encoder, encoder, encoder, model)
+    given = json.loads((model / "config.json").read_text(encoding="utf-8"))["model"]
+    return unfit + ["model.dim"] * (given["dim"] != params.model.dim)
+
+
+def _other_parameters(params: Params, bundle: Path) -> list[str]:
+    """Keys that decide what is learnt, beside the seed, and had another value in the champion's training."""
+    given, new_keys = read_info(bundle).params, dict(_deciding(Params()))
+
+    def champions(key: str) -> Any:
+        section, _, name = key.partition(".")
+        return given.get(section, {}).get(name, new_keys[key])  # a key that is newer than the champion had its default
+
+    return [key for key, value in _deciding(params) if json.dumps(champions(key)) != json.dumps(value)]
+
+
+def _deciding(params: Params) -> list[tuple[str, Any]]:
+    sections = {*SECTIONS, "label_graph"} - {"seed"}
+    return [(key, value) for key, value in leaves(params) if key.partition(".")[0] in sections]
+
+
+def _some(keys: list[str]) -> str:
+    more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
+    return ", ".join(keys[:_MOST_KEYS]) + more
+
+
+def open_start() -> Start | None:
+    """The model that data/start.json names, fetched if need be; None for a cold start.
+
+    Raises:
+        ArtifactError: the registry does not have it, or what it has is damaged.
+        MlflowException: the registry does not answer.
+    """
+    start = read_start()
+    if not start.warm:
+        return None
+    bundle = fetch_by_hash(start.model, start.bundle_sha256, paths.BUNDLES, start.version)
+    return Start(bundle / "model", _uids(bundle), start.bundle_sha256, bundle / "vectors")
+
+
+def _uids(bundle: Path) -> pa.Array:
+    return read_labels(bundle, read_info(bundle).num_labels)["uid"].combine_chunks()
+
+
+def start_lines(start: Start | None) -> list[str]:
+    """What people are told of a warm start."""
+    if start is None:
+        return []
+    note, labels = read_start(), start.compared(paths.open_dataset().labels["uid"])
+    who = f"{note.model} version {note.version} (bundle {note.bundle_sha256[:12]})"
+    counted = f"{labels['kept']:,} labels go on, {labels['new']:,} are new, {labels['removed']:,} are gone"
+    return [f"starts from {who}, warm starts in a row: {note.generation}; {counted}"]

@@ -1,0 +1,237 @@
+"""`unidec serve`: one process, uvicorn's event loop, and a thread for the model.
+
+It listens at once (/healthz answers, /readyz says 503) and loads meanwhile. SIGTERM or Ctrl-C: new connections are
+refused, requests on open ones are answered for `DRAIN_SECONDS` more, exit code 0; a second Ctrl-C ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from importlib import util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unidec.data.storage import MANIFEST
+from unidec.errors import ArtifactError, ConfigError
+from unidec.sections import Serve
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from unidec.serving.service import Identity, Service
+
+KEEP_ALIVE_SECONDS = 30  # an idle connection is closed after so long
+HEAD_SECONDS = 10.0  # at most, for a request's head
+BACKLOG = 2048
+DRAIN_SECONDS = 2.0  # after SIGTERM: connections that are open may send requests for so long
+STOP_SECONDS = 5.0  # at most, for what follows the registry
+SWITCH_SECONDS = 0.001  # Python's threads: the event loop waits no longer than this for the model's
+_NEEDED = ("uvicorn", "prometheus_client", "orjson")
+
+log = logging.getLogger(__name__)
+
+
+def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
+    """Serve a bundle until a signal ends it.
+
+    Args:
+        source: a folder, `models:/name@alias` (which is followed) or `models:/name/version`.
+        settings: section `serve`. root: the project, for the tracking store.
+
+    Raises:
+        ConfigError: the address cannot be listened at, something is not installed, or no such bundle.
+        ArtifactError: the bundle is damaged.
+    """
+    begun = time.monotonic()
+    _require()
+    from unidec.serving.follow import Follower
+    from unidec.serving.service import Service
+
+    _log_to_stderr()
+    service = Service(settings)
+    follower = Follower(service, source, settings, root=root)
+    service.follower = follower
+    if follower.address is None and not (Path(source) / MANIFEST).is_file():
+        fix = "run `unidec index`, or name a registered model: models:/unidec@champion"
+        raise ArtifactError("no bundle here", where=source, fix=fix)
+    api_key = _api_key(settings)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with _listening(settings) as listener:
+        server = None
+        follower.start()  # it loads while this thread imports what serves
+        try:
+            server = _server(service, settings, api_key, follower)
+            address = _address(listener)
+            follower.exists.add_done_callback(lambda _: print(f"serve: listening at {address}", flush=True))
+
+            def loaded(first: Future[Identity]) -> None:
+                if first.exception() is None:
+                    _tell_ready(service, address, time.monotonic() - begun)
+                else:
+                    server.should_exit = True
+
+            follower.first.add_done_callback(loaded)
+            server.run(sockets=[listener])
+        finally:
+            follower.stop(STOP_SECONDS if follower.first.done() else 1.0)  # what loads cannot be cut short
+    if follower.first.done() and (error := follower.first.exception()) is not None:
+        raise error
+
+
+def _require() -> None:
+    missing = [name for name in _NEEDED if util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "not installed", where="unidec serve", got=", ".join(missing), expected="the extra `serve`",
+            fix='pip install "unidec-xmc[cpu,serve]", in a checkout pip install -e ".[cpu,serve]" -c constraints.txt',
+        )  # fmt: skip
+
+
+def _server(service: Service, settings: Serve, api_key: str | None, follower: Any) -> uvicorn.Server:
+    """uvicorn, which ends with exit code 0 where a signal asks it to."""
+    import uvicorn
+
+    from unidec.serving.app import create_app
+    from unidec.serving.follow_metrics import FollowCollector
+    from unidec.serving.protocol import ConnectionLimits, http_protocol
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """As uvicorn's, but the signal is not raised again at the end: the process was asked to end, and did."""
+            before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """uvicorn resets connections that wait to be accepted, and closes idle ones under a request that is on its
+            way. Here the former are accepted first, and all may send requests for `DRAIN_SECONDS` more: each answer
+            carries `Connection: close`."""
+            self.server_state.default_headers.append((b"connection", b"close"))
+            await _accept_rest(self, sockets or [])
+            end = time.monotonic() + DRAIN_SECONDS
+            while self.server_state.connections and time.monotonic() < end and not self.force_exit:
+                await asyncio.sleep(0.05)
+            await super().shutdown(sockets)
+
+    service.metrics.registry.register(FollowCollector(follower))
+    limits = ConnectionLimits(
+        head_seconds=min(HEAD_SECONDS, settings.timeout_seconds), body_seconds=settings.timeout_seconds,
+        connections=settings.max_connections,
+    )  # fmt: skip
+    config = uvicorn.Config(
+        create_app(service, settings, api_key, hosts_of(settings, api_key)), http=http_protocol(limits), ws="none",
+        lifespan="on", log_config=None, access_log=False, proxy_headers=False, server_header=False, date_header=False,
+        backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(settings.timeout_seconds) + 5,
+    )  # fmt: skip
+    return Server(config)
+
+
+async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -> None:
+    """Stop listening; connections that the system holds ready are accepted before."""
+    await asyncio.sleep(0)
+    waiting: list[socket.socket] = []
+    for listener in listeners:
+        with contextlib.suppress(OSError):  # BlockingIOError: that was the last one
+            while True:
+                waiting.append(listener.accept()[0])
+    for listening in server.servers:
+        listening.close()
+
+    def protocol() -> asyncio.Protocol:
+        return server.config.http_protocol_class(  # type: ignore[call-arg]
+            config=server.config, server_state=server.server_state, app_state=server.lifespan.state
+        )
+
+    loop = asyncio.get_running_loop()
+    for connection in waiting:
+        await loop.connect_accepted_socket(protocol, connection)
+
+
+@contextlib.contextmanager
+def _listening(settings: Serve) -> Iterator[socket.socket]:
+    """The socket, bound before anything is loaded: an address that is taken shows at once."""
+    place = f"{settings.host}:{settings.port}"
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, number)
+    except OSError as error:
+        raise ConfigError("no address to listen at", where="serve.host", got=f"{place}: {error}") from error
+    with listener:
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            fix = "another --port; --port 0 takes any free one"
+            raise ConfigError("cannot listen there", where="serve.port", got=f"{place}: {error}", fix=fix) from error
+        yield listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _tell_ready(service: Service, address: str, seconds: float) -> None:
+    engine = service.current
+    assert engine is not None
+    gc.collect()
+    gc.freeze()  # what is loaded by now stays: collections of garbage need not look at it
+    version = f", version {engine.identity.version}" if engine.identity.version else ""
+    print(
+        f"serve: ready at {address} after {seconds:.2f} s: bundle {engine.identity.sha256[:16]}{version}, "
+        f"{engine.runtime}, {engine.bundle.num_labels} labels",
+        flush=True,
+    )
+
+
+def _api_key(settings: Serve) -> str | None:
+    """From the environment; warns where everybody in the network may ask without one."""
+    key = os.environ.get(settings.api_key_env, "").strip() or None
+    if key is None and not _is_loopback(settings.host):
+        log.warning(
+            "everybody who reaches %s may ask: set %s, or listen at 127.0.0.1", settings.host, settings.api_key_env
+        )
+    return key
+
+
+def hosts_of(settings: Serve, api_key: str | None) -> frozenset[str] | None:
+    """Names by which it may be asked, None: any. Whoever is on this machine may ask a server without a key, and so may
+    a page in their browser whose name points here: such a name is foreign. A key no page has."""
+    if settings.hosts:
+        return frozenset(name.lower() for name in settings.hosts)
+    return frozenset() if api_key is None and _is_loopback(settings.host) else None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("unidec").setLevel(logging.INFO)
+    logging.getLogger("uvicorn").setLevel(
+        logging.ERROR
+    )  # it warns of every broken request: a client could fill the disk

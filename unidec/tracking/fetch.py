@@ -1,0 +1,178 @@
+"""Registered bundle -> folder: what `models:/name@alias` or `models:/name/version` stands for, hash checked."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unidec.data.storage import MANIFEST
+from unidec.errors import ArtifactError, ConfigError
+from unidec.tracking.promotion import known_version, version_of
+from unidec.tracking.registry import HASH_TAG, checked_sha256, find_version, tracking_to
+from unidec.tracking.store import open_client, tracking_uri
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+
+COPIES = Path("runs/bundles")  # of registered bundles, by hash; may be deleted at any time
+_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
+_SCHEME = re.compile(r"[A-Za-z]\w+:")  # two letters or more: not a drive of Windows
+_NOT_THERE = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}  # else the store is away
+
+
+@dataclass(frozen=True)
+class Address:
+    """`models:/name@alias` or `models:/name/version`; one of the two is None."""
+
+    name: str
+    alias: str | None
+    version: str | None
+
+
+def parse_address(text: str) -> Address | None:
+    """What an address of a bundle in the registry names; None of a folder's path.
+
+    Raises:
+        ConfigError: it begins like an address and is neither one nor a folder.
+    """
+    found = _URI.fullmatch(text)
+    if found is None:
+        if not _SCHEME.match(text) or Path(text).exists():
+            return None
+        name, _, which = _SCHEME.sub("", text).strip("/").replace("@", "/").partition("/")
+        meant = f"models:/{name or 'unidec'}{'/' if which.isdecimal() else '@'}{which or 'champion'}"
+        expected = "a folder, models:/name@alias or models:/name/version"
+        fix = f"did you mean {meant}?" if _URI.fullmatch(meant) else None
+        raise ConfigError("not an address of a bundle", where="bundle", got=text, expected=expected, fix=fix)
+    return Address(found["name"], found["alias"], found["version"])
+
+
+def fetch_bundle(
+    source: str | os.PathLike[str], folder: str | os.PathLike[str], *, uri: str | None = None, root: Path | str = "."
+) -> Path:
+    """The folder of a bundle: `source` itself, or a registered one's copy in `folder`, named by its hash.
+
+    Args:
+        source: a folder, `models:/name@alias` or `models:/name/version`.
+        folder: where copies are kept; one that is there and whole is not fetched again.
+        uri, root: tracking store; default: see `tracking_store.tracking_uri`.
+
+    Raises:
+        ConfigError: not such an address, or the registry has none of this name, alias or version.
+        ArtifactError: what the registry gives is damaged or another bundle.
+        MlflowException: the registry does not answer.
+    """
+    text = os.fspath(source)
+    address = parse_address(text)
+    if address is None:
+        return Path(text)
+    uri = uri or tracking_uri(root)
+    version = known_version(open_client(uri), address.name, address.alias or address.version or "")
+    return _fetch(version, Path(folder), uri)
+
+
+def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
+    """`fetch_bundle` for a command: a registry that does not answer is an error with a way out.
+
+    Raises:
+        ConfigError, ArtifactError: as `fetch_bundle`, and where the registry does not answer.
+    """
+    if parse_address(source) is None:
+        return Path(source)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return fetch_bundle(source, folder)
+    except MlflowException as error:
+        raise ArtifactError(
+            "the registry does not answer", where=tracking_uri(), got=str(error).splitlines()[0][:300],
+            fix=f"MLFLOW_TRACKING_URI names it; copies that were fetched before lie in {folder}",
+        ) from error  # fmt: skip
+
+
+def fetch_by_hash(
+    model_name: str,
+    sha256: str,
+    folder: str | os.PathLike[str],
+    version: str | None = None,
+    *,
+    uri: str | None = None,
+    root: Path | str = ".",
+) -> Path:
+    """The folder of the registered bundle with this hash; the registry is not asked where a whole copy is kept.
+
+    Args:
+        model_name: name of the registered model.
+        folder: where copies are kept.
+        version: where it is looked for first; another version may hold the same bundle.
+        uri, root: tracking store; default: see `tracking_store.tracking_uri`.
+
+    Raises:
+        ArtifactError: the registry does not have it, or what it gives is damaged.
+        MlflowException: the registry does not answer.
+    """
+    target = Path(folder) / sha256[:16]
+    if _is_whole(target, sha256):
+        return target
+    from mlflow.exceptions import MlflowException
+
+    uri = uri or tracking_uri(root)
+    client, found = open_client(uri), None
+    try:
+        found = client.get_model_version(model_name, version) if version else None
+    except MlflowException as error:
+        if error.error_code not in _NOT_THERE:
+            raise
+    if found is None or found.tags.get(HASH_TAG) != sha256:
+        found = find_version(client, model_name, sha256)
+    if found is None:
+        raise ArtifactError(
+            f"no version of {model_name} holds this bundle", where=uri, got=sha256,
+            fix="MLFLOW_TRACKING_URI names the registry that it was registered in",
+        )  # fmt: skip
+    return _fetch(found, Path(folder), uri)
+
+
+def find_alias(model_name: str, alias: str, *, uri: str | None = None, root: Path | str = ".") -> ModelVersion | None:
+    """The version that an alias stands for; None where there is no such model or alias.
+
+    Raises:
+        MlflowException: the registry does not answer.
+    """
+    return version_of(open_client(uri or tracking_uri(root)), model_name, alias)
+
+
+def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:
+    """A version's bundle, from its copy or the registry; several processes may ask for it at once."""
+    import mlflow
+    from filelock import FileLock
+
+    sha256 = version.tags.get(HASH_TAG, "")
+    target = folder / (sha256[:16] or f"{version.name}-{version.version}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f".{target.name}.lock"):
+        if _is_whole(target, sha256):
+            return target
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch, tracking_to(uri):
+            address = f"models:/{version.name}/{version.version}"
+            path = mlflow.artifacts.download_artifacts(address, dst_path=scratch)
+            stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
+            if len(stored) != 1 or (got := checked_sha256(stored[0].parent)) != sha256:
+                held = "no bundle" if len(stored) != 1 else got
+                raise ArtifactError(f"{address} holds another bundle", where=uri, got=held, expected=sha256)
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(stored[0].parent, target)
+    return target
+
+
+def _is_whole(folder: Path, sha256: str) -> bool:
+    """Whether a copy is there, and no file of it damaged."""
+    try:
+        return folder.is_dir() and checked_sha256(folder) == sha256
+    except ArtifactError:
+        return False

@@ -1,0 +1,336 @@
+"""Bundle -> registered MLflow model: one version a bundle hash, and an alias that moves only to what was verified."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from unidec import __version__
+from unidec.data.storage import MANIFEST, folder_sha256, read_manifest
+from unidec.errors import ArtifactError
+from unidec.tracking.store import artifact_location, import_mlflow, open_client, sqlite_path, tracking_uri
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Experiment, Run
+    from mlflow.entities.model_registry import ModelVersion
+    from mlflow.models import ModelSignature
+
+HASH_TAG = "bundle.sha256"
+_SERVING = (  # what a loaded bundle needs of our dependencies; versions come from the distribution's own metadata
+    "torch", "transformers", "safetensors", "numpy", "scipy", "pandas", "pyarrow", "pydantic", "pyyaml", "tqdm",
+    "mlflow", "faiss-cpu", "onnx", "onnxruntime",
+)  # fmt: skip
+
+_HASH = re.compile(r"[0-9a-f]{32,64}(\.dir)?")
+
+log = logging.getLogger(__name__)
+
+
+def register(
+    bundle_path: Path | str,
+    run_id: str | None,
+    model_name: str,
+    alias: str | None = "challenger",
+    card: Mapping[str, Any] | str | None = None,
+    tags: Mapping[str, str] | None = None,
+    *,
+    uri: str | None = None,
+    root: Path | str = ".",
+) -> int:
+    """Logs a bundle as a pyfunc model, registers it and moves the alias to it; the same bundle again changes nothing.
+
+    A kill at any point leaves the alias where it was, and the next call makes or finds the one version.
+
+    Args:
+        bundle_path: folder with a manifest.
+        run_id: the MLflow run that trained it; None, or one that another store has: a run of its own (tag
+            `training.run_id` then names the other).
+        model_name: name of the registered model.
+        alias: moved when the stored bundle's hash was checked; None: left alone.
+        card: description: markdown, or {"metrics": {split: {name: value}}, and any facts}.
+        tags: further tags of the version (data set hash, git commit).
+        uri, root: tracking store; default: see `tracking_store.tracking_uri`.
+
+    Returns:
+        the version's number.
+
+    Raises:
+        ArtifactError: the bundle is damaged, what the registry holds under its hash is not it, or the store's files are
+            in a folder that is gone.
+    """
+    from filelock import FileLock
+
+    bundle_path, uri = Path(bundle_path).absolute(), uri or tracking_uri(root)
+    sha256 = checked_sha256(bundle_path)
+    client = open_client(uri)
+    with FileLock(bundle_path.parent / f".{bundle_path.name}.register.lock"), tracking_to(uri):
+        _ensure_model(client, model_name)
+        version = find_version(client, model_name, sha256)
+        if version is None:
+            all_tags = {HASH_TAG: sha256, "unidec.version": __version__, **(tags or {})}
+            run = _find_run(client, run_id) if run_id else None
+            if run_id and run is None:
+                log.warning("MLflow run %s is in another store: the version gets a run of its own", run_id)
+                all_tags["training.run_id"] = run_id
+            check_artifacts(client.get_experiment(run.info.experiment_id if run else "0"), uri)
+            model_id, run_id = _log_model(client, bundle_path, run, all_tags)
+            version = client.create_model_version(
+                model_name,
+                source=f"models:/{model_id}",
+                run_id=run_id,
+                tags=_figures_first(all_tags | {"run_id": run_id}, card),
+                description=model_card(card, sha256),
+                model_id=model_id,
+            )
+        verify_version(model_name, version.version, sha256)
+        if alias and _aliased(client, model_name, alias) != str(version.version):
+            client.set_registered_model_alias(model_name, alias, str(version.version))
+    return int(version.version)
+
+
+def find_version(client: MlflowClient, model_name: str, sha256: str) -> ModelVersion | None:
+    """The version that holds the bundle with this hash, or None."""
+    found = client.search_model_versions(f"name = '{model_name}' and tags.`{HASH_TAG}` = '{sha256}'")
+    return min(found, key=lambda version: int(version.version), default=None)
+
+
+def is_registered(bundle_path: Path | str, model_name: str, *, uri: str | None = None, root: Path | str = ".") -> bool:
+    """Whether the registry holds this very bundle."""
+    client = open_client(uri or tracking_uri(root))
+    return find_version(client, model_name, folder_sha256(bundle_path)) is not None
+
+
+def checked_sha256(bundle_path: Path) -> str:
+    """The bundle's hash, after every file was checked against its manifest.
+
+    Raises:
+        ArtifactError: it is missing or damaged.
+    """
+    try:
+        about = json.loads((bundle_path / MANIFEST).read_text(encoding="utf-8"))
+        kind, version = str(about["kind"]), int(about["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError("no bundle here", where=str(bundle_path), fix="run the stage that writes it") from error
+    read_manifest(bundle_path, kind, version)
+    return folder_sha256(bundle_path)
+
+
+def model_card(card: Mapping[str, Any] | str | None, sha256: str) -> str:
+    """Markdown: a table of metrics, facts, how to load it, the bundle's hash."""
+    if isinstance(card, str):
+        return card
+    facts = dict(card or {})
+    metrics = facts.pop("metrics", {})
+    lines = ["# UniDEC bundle"]
+    nested = metrics if any(isinstance(value, Mapping) for value in metrics.values()) else {"value": metrics}
+    nested = {split: values for split, values in nested.items() if isinstance(values, Mapping) and values}
+    names = sorted({name for values in nested.values() for name in values if "/" not in name})
+    if names:
+        lines += ["", "| metric | " + " | ".join(nested) + " |", "|---" * (len(nested) + 1) + "|"]
+        for name in names:
+            shown = [_shown(values.get(name)) for values in nested.values()]
+            lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    lines += ["", *(f"- {key}: {value}" for key, value in facts.items() if not isinstance(value, (Mapping, list)))]
+    lines += ["", '`mlflow.pyfunc.load_model(...).predict(DataFrame({"query": [...]}), params={"k": 5})`']
+    return "\n".join([*lines, "", f"Bundle sha256: `{sha256}`"])
+
+
+def _figures_first(tags: Mapping[str, Any], card: Mapping[str, Any] | str | None) -> dict[str, str]:
+    """Tags in the order in which MLflow's page of a version lists them: the test split's figures, words, hashes."""
+    metrics = card.get("metrics", {}) if isinstance(card, Mapping) else {}
+    test = {name: value for name, value in metrics.get("test", {}).items() if "/" not in name}
+    figures = {"metrics.test": ", ".join(f"{name} {_shown(value)}" for name, value in test.items())} if test else {}
+    words = {key: str(value) for key, value in tags.items()}
+    return figures | dict(sorted(words.items(), key=lambda tag: bool(_HASH.fullmatch(tag[1]))))
+
+
+def signature() -> ModelSignature:
+    """Input `query`, parameters of `answer.Request`, output rows.
+
+    MLflow's lists have no "not given": an empty `allow` is none.
+    """
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
+
+    columns = [("string", "query"), ("long", "rank"), ("string", "label"), ("string", "title"), ("double", "score")]
+    params = [
+        ParamSpec("k", "long", 5),
+        ParamSpec("allow", "string", [], (-1,)),
+        ParamSpec("deny", "string", [], (-1,)),
+        ParamSpec("min_score", "double", None),
+        ParamSpec("head", "string", "both"),
+    ]
+    return ModelSignature(
+        inputs=Schema([ColSpec("string", "query")]),
+        outputs=Schema([ColSpec(kind, name) for kind, name in columns]),
+        params=ParamSchema(params),
+    )
+
+
+def serving_requirements() -> list[str]:
+    """Requirements of a served bundle, as our distribution declares them; never our own name (code is copied along)."""
+    from packaging.requirements import Requirement
+
+    declared = [Requirement(line) for line in importlib.metadata.requires("unidec-xmc") or []]
+    kept = {need.name.lower(): f"{need.name}{need.specifier}" for need in declared if need.name.lower() in _SERVING}
+    return [kept[name] for name in _SERVING if name in kept]
+
+
+def _find_run(client: MlflowClient, run_id: str) -> Run | None:
+    """The run, or None where the store does not have it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+
+
+def check_artifacts(experiment: Experiment | None, uri: str) -> None:
+    """Refuse to write below the folder in which an SQLite store was before it was moved.
+
+    Raises:
+        ArtifactError: the experiment's files are elsewhere than beside the store, in a folder that is gone.
+    """
+    path, beside = sqlite_path(uri), artifact_location(uri)
+    place = experiment.artifact_location if experiment else None
+    if path is None or not place or f"{place}/".startswith(f"{beside}/"):
+        return
+    address = urlsplit(place)
+    folder = Path(unquote(address.path))
+    if address.scheme not in ("", "file") or folder.parent.is_dir():  # not written to yet, perhaps
+        return
+    old = Path(*folder.parts[: folder.parts.index("artifacts") + 1]) if "artifacts" in folder.parts else folder
+    new = path.with_name("new.db")
+    raise ArtifactError(
+        "the tracking store keeps its files in a folder that is gone: was the project's folder moved?",
+        where=str(path), got=str(folder), expected=str(path.parent / "artifacts"),
+        fix=f"unidec copy-store sqlite:///{path} sqlite:///{new} --artifacts {old.as_uri()}, then mv {new} {path}",
+    )  # fmt: skip
+
+
+def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: Mapping[str, str]) -> tuple[str, str]:
+    """Logs the model under its run, whose status stays what it was. Returns model id and run id."""
+    import mlflow
+    import pandas as pd
+
+    import unidec
+
+    package = Path(unidec.__file__).parent
+    before, run_id = (run.info.status, run.info.run_id) if run else ("FINISHED", None)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # MLflow's use of pandas, and its advice to write type hints
+        # MLflow runs the model's file where it stores it: byte code written there would be logged with it
+        stack.callback(setattr, sys, "dont_write_bytecode", sys.dont_write_bytecode)
+        sys.dont_write_bytecode = True
+        mlflow.start_run(run_id=run_id, run_name=None if run_id else "register")
+        stack.callback(mlflow.end_run, "FINISHED" if before == "RUNNING" else before)
+        active = mlflow.active_run().info.run_id
+        steps = [m.step for m in client.get_run(active).data.to_proto().metrics if m.key.startswith("training/")]
+        info = mlflow.pyfunc.log_model(
+            name="bundle",
+            python_model=str(package / "tracking" / "pyfunc.py"),
+            artifacts={"bundle": str(bundle_path)},
+            code_paths=[str(package)],
+            signature=signature(),
+            input_example=(pd.DataFrame({"query": ["an editor for plain text"]}), {"k": 5}),
+            model_config={"runtime": "auto", "threads": 0},
+            pip_requirements=serving_requirements(),
+            metadata={HASH_TAG: tags[HASH_TAG]},
+            tags=dict(tags),
+            step=max([1, *steps]),  # its figures become the model's; those without a step: `_link_test_metrics`
+        )
+    if before == "RUNNING":
+        client.update_run(active, status="RUNNING")
+    _link_test_metrics(client, active, info.model_id)
+    return info.model_id, active
+
+
+def _link_test_metrics(client: MlflowClient, run_id: str, model_id: str) -> None:
+    """The run's figures of the test split become the model's as well, with the run's data set: MLflow's Models tab
+    groups by it. With their first timestamp and step, so that the run's own history has each once."""
+    from mlflow.entities import Metric
+
+    run = client.get_run(run_id)
+    used = run.inputs.dataset_inputs if run.inputs else []
+    data = {"dataset_name": used[0].dataset.name, "dataset_digest": used[0].dataset.digest} if used else {}
+    found = [metric for metric in run.data.to_proto().metrics if metric.key.startswith("test/")]
+    client.log_batch(run_id, [Metric(m.key, m.value, m.timestamp, m.step, model_id, **data) for m in found])
+
+
+def verify_version(model_name: str, version: str | int, sha256: str) -> None:
+    """Reads the stored model back and compares its bundle's hash; within `tracking_to`.
+
+    Raises:
+        ArtifactError: it is missing, damaged or another one. No alias has moved.
+    """
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    address = f"models:/{model_name}/{version}"
+    fix = "delete that version in the MLflow UI and register again; no alias has moved"
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            path = mlflow.artifacts.download_artifacts(address, dst_path=scratch)
+        except (MlflowException, OSError) as error:
+            raise ArtifactError("the stored bundle cannot be read", where=address, got=error, fix=fix) from error
+        stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
+        if len(stored) != 1:
+            raise ArtifactError(
+                f"version {version} of {model_name} holds no bundle", where=address, expected=sha256, fix=fix
+            )
+        got = checked_sha256(stored[0].parent)
+    if got != sha256:
+        raise ArtifactError(
+            f"version {version} of {model_name} holds another bundle",
+            where=address, got=got, expected=sha256, fix=fix,
+        )  # fmt: skip
+
+
+def _ensure_model(client: MlflowClient, model_name: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(
+            model_name, description="UniDEC bundles: encoder, heads, classifier, label index"
+        )
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _aliased(client: MlflowClient, model_name: str, alias: str) -> str | None:
+    return client.get_registered_model(model_name).aliases.get(alias)
+
+
+@contextlib.contextmanager
+def tracking_to(uri: str) -> Iterator[Any]:
+    """MLflow with its process-wide store set to `uri` (its fluent calls know no other), and set back afterwards."""
+    mlflow = import_mlflow()
+    environment = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(uri)
+    try:
+        yield mlflow
+    finally:
+        mlflow.set_tracking_uri(None)  # removes the variable too, which it had written
+        if environment is not None:
+            os.environ["MLFLOW_TRACKING_URI"] = environment
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value if value is not None else "")

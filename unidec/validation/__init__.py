@@ -1,0 +1,1 @@
+"""Great Expectations: is the data fit to train on?"""

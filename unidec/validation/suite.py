@@ -1,0 +1,371 @@
+"""Is a stored data set fit to train on? One Great Expectations checkpoint over queries, labels and pairs.
+
+What cannot be stored at all (an index out of range, a relevance that is not a positive number, a pair given twice, text
+that is not UTF-8, row counts that differ) stops at ingest with `file:line`; here the stored data is checked once more,
+and what is legal but may be a fault is judged by section `validation` of the parameters. `critical` fails the gate,
+`warning` is reported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from unidec.data.dataset import XMCDataset
+from unidec.data.raw import SPLITS
+from unidec.data.storage import swap_folder, write_json
+from unidec.sections import Validation
+from unidec.validation.checkpoint import MAX_SAMPLES, raised, run_checkpoint
+from unidec.validation.page import render_page
+
+_SMALL = 1_000_000  # pairs of data that is read again within seconds
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+Find = Callable[[list[str], list[str]], tuple[dict[str, str], dict[str, str]]]
+"""uids of queries, uids of labels -> `file:line` by uid, of both."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What may be a fault in some rows: values of a column outside of minimum and maximum.
+
+    Attributes:
+        key: in section `validation`: the share of rows that is allowed; `<key>_severity`: what a larger one means.
+        noted: share above which an allowed one is a warning.
+    """
+
+    key: str
+    table: str
+    column: str
+    minimum: float | None
+    maximum: float | None
+    what: str
+    noted: float = 0.0
+
+
+CHECKS = (
+    Check("empty_texts", "queries", "text_length", 1, None, "empty texts"),
+    Check("test_texts_in_train", "queries", "text_in_train", 0, 0,
+          "test queries whose text is also a training query's (leak)"),
+    Check("queries_without_positives", "queries", "num_positives", 1, None, "queries without positives"),
+    Check("empty_texts", "labels", "text_length", 1, None, "empty texts"),
+    Check("labels_without_training_points", "labels", "num_train_points", 1, None, "labels without training points",
+          noted=0.1),
+    Check("label_texts_given_twice", "labels", "labels_with_this_text", 1, 1, "labels whose text another label has",
+          noted=0.01),
+    Check("filtered_positives", "pairs", "filtered", 0, 0, "positives that are also filter pairs", noted=0.01),
+)  # fmt: skip
+
+
+def validate_dataset(
+    dataset_path: str | os.PathLike[str],
+    out_path: str | os.PathLike[str],
+    docs: bool = True,
+    limits: Validation | None = None,
+    find: Find | None = None,
+) -> dict[str, Any]:
+    """Check a stored data set and write the verdict.
+
+    Args:
+        dataset_path: a folder written by `write_dataset`.
+        out_path: folder for result.json (the verdict; the same bytes for the same data), index.html (the same, to be
+            read) and docs/ (Great Expectations' Data Docs, which hold run times).
+        docs: also build Data Docs.
+        limits: section `validation` of the parameters; default: its defaults.
+        find: finds rows in the raw files; None: they are named by their place in the data set. Called only for faults,
+            and for warnings where the data is small: it may read all the files again.
+
+    Returns:
+        {"success", "name", "dataset_sha256", "rows", "failed", "warnings", "expectations"}; an expectation is {"table",
+        "type", "description", "key" (of the parameters, or None), "kwargs", "severity", "success", "unexpected_count",
+        "element_count", "observed", "samples"} with at most 20 samples {"row", "uid", "value"} (pairs: query and label
+        instead of row), and "at" (`file:line`) where it was found, which result.json leaves out. `success` is false if
+        a critical one failed.
+
+    Raises:
+        ArtifactError: the data set is missing or damaged. A failed check raises nothing: the caller decides.
+    """
+    dataset = XMCDataset.open(dataset_path)
+    tables = {"queries": _query_frame(dataset), "labels": _label_frame(dataset), "pairs": _pair_frame(dataset)}
+    with swap_folder(out_path) as out:
+        suites = partial(_expectations, dataset, limits or Validation())
+        raw = run_checkpoint("dataset", tables, suites, out / "docs" if docs else None)
+        results = [_result(table, item, dataset, tables[table]) for table, item in raw]
+        facts = {
+            "name": dataset.name,
+            "dataset_sha256": dataset.sha256,
+            "rows": {name: len(frame) for name, frame in tables.items()},
+        }
+        write_json(out / "result.json", _verdict(facts, results))
+        if find is not None:
+            _add_places(results, find, len(tables["pairs"]))
+        verdict = _verdict(facts, results)
+        (out / "index.html").write_text(render_page(verdict, docs=docs), encoding="utf-8")
+    return verdict
+
+
+def _verdict(facts: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    failing = [result for result in results if not result["success"]]
+    return {
+        "success": not any(result["severity"] == "critical" for result in failing),
+        **facts,
+        "failed": [_sentence(result) for result in failing if result["severity"] == "critical"],
+        "warnings": [_sentence(result) for result in failing if result["severity"] != "critical"],
+        "expectations": results,
+    }
+
+
+def _add_places(results: list[dict[str, Any]], find: Find, num_pairs: int) -> None:
+    """`file:line` of the samples, where the raw files still have them."""
+    samples = [
+        (result["table"], sample)
+        for result in results
+        if result["severity"] == "critical" or num_pairs < _SMALL
+        for sample in result["samples"]
+        if sample["uid"] is not None
+    ]
+    if not samples:
+        return
+    uids: dict[bool, list[str]] = {of_labels: [] for of_labels in (False, True)}
+    for table, sample in samples:
+        uids[table == "labels"].append(sample["uid"])
+    places = find(uids[False], uids[True])
+    for table, sample in samples:
+        at = places[table == "labels"].get(sample["uid"])
+        if at is not None:
+            sample["at"] = at
+
+
+def _query_frame(dataset: XMCDataset) -> pd.DataFrame:
+    length_N, text_N = _text_facts(dataset.queries)
+    split_N = np.asarray(dataset.split_N)
+    test_N = split_N == SPLITS.index("test")
+    in_train_N = np.isin(text_N, text_N[split_N == SPLITS.index("train")])
+    return pd.DataFrame(
+        {
+            "row": np.arange(dataset.num_queries),
+            "uid": dataset.queries["uid"].to_pandas(),
+            "split": np.asarray(SPLITS, dtype=object)[np.minimum(split_N, len(SPLITS) - 1)],
+            "text_length": length_N,
+            "num_positives": np.diff(dataset.relevance.indptr),
+            # of test queries only; empty texts are counted by text_length
+            "text_in_train": np.where(test_N & (length_N > 0), in_train_N.astype(np.float64), np.nan),
+        }
+    )
+
+
+def _label_frame(dataset: XMCDataset) -> pd.DataFrame:
+    length_L, text_L = _text_facts(dataset.labels)
+    _, first_L, count_L = np.unique(text_L, return_inverse=True, return_counts=True)
+    train_N = np.asarray(dataset.split_N) == SPLITS.index("train")
+    in_train_P = np.repeat(train_N, np.diff(dataset.relevance.indptr))
+    points_L = np.bincount(dataset.relevance.indices[in_train_P], minlength=dataset.num_labels)
+    return pd.DataFrame(
+        {
+            "row": np.arange(dataset.num_labels),
+            "uid": dataset.labels["uid"].to_pandas(),
+            "text_length": length_L,
+            "num_train_points": points_L,
+            "labels_with_this_text": np.where(length_L > 0, count_L[first_L], 1),
+        }
+    )
+
+
+def _pair_frame(dataset: XMCDataset) -> pd.DataFrame:
+    query_P = np.repeat(np.arange(dataset.num_queries), np.diff(dataset.relevance.indptr))
+    label_P = np.asarray(dataset.relevance.indices, dtype=np.int64)
+    filter_query = np.repeat(np.arange(dataset.num_queries), np.diff(dataset.filter_pairs.indptr))
+    filter_key = filter_query * dataset.num_labels + np.asarray(dataset.filter_pairs.indices, dtype=np.int64)
+    return pd.DataFrame(
+        {
+            "query": query_P,
+            "label": label_P,
+            "relevance": np.asarray(dataset.relevance.data, dtype=np.float64),
+            "filtered": np.isin(query_P * dataset.num_labels + label_P, filter_key).astype(np.int64),
+        }
+    )
+
+
+def _text_facts(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Characters of title and content without outer white space, and a 64-bit hash of both: a batch at a time."""
+    lengths, hashes = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.uint64)]
+    for batch in table.to_batches():
+        parts = [pc.utf8_trim_whitespace(batch.column(name)) for name in ("title", "content")]
+        lengths.append(pc.add(pc.utf8_length(parts[0]), pc.utf8_length(parts[1])).to_numpy(zero_copy_only=False))
+        joined = pc.binary_join_element_wise(*parts, pa.scalar("\n", pa.large_string()))
+        texts = joined.to_numpy(zero_copy_only=False)
+        hashes.append(pd.util.hash_array(texts, categorize=False))
+    return np.concatenate(lengths).astype(np.int64), np.concatenate(hashes)
+
+
+def _expectations(dataset: XMCDataset, limits: Validation) -> dict[str, list[Any]]:
+    import great_expectations.expectations as gxe
+
+    checks = {table: [e for check in CHECKS if check.table == table for e in _graded(check, limits)]
+              for table in ("queries", "labels", "pairs")}  # fmt: skip
+    needed = (("train", "critical"), ("validation", "warning"), ("test", "warning"))
+    return {
+        "queries": [
+            *_uid_expectations("queries"),
+            gxe.ExpectColumnValuesToBeInSet(
+                column="split",
+                value_set=list(SPLITS),
+                severity="critical",
+                description="every query is in a known split",
+            ),
+            *(
+                gxe.ExpectColumnDistinctValuesToContainSet(
+                    column="split", value_set=[split], severity=severity, description=f"there are {split} queries"
+                )
+                for split, severity in needed
+            ),
+            *checks["queries"],
+        ],
+        "labels": [*_uid_expectations("labels"), *checks["labels"]],
+        "pairs": [*_pair_expectations(dataset), *checks["pairs"]],
+    }
+
+
+def _uid_expectations(what: str) -> list[Any]:
+    import great_expectations.expectations as gxe
+
+    return [
+        gxe.ExpectTableRowCountToBeBetween(min_value=1, severity="critical", description=f"there are {what}"),
+        gxe.ExpectColumnValueLengthsToBeBetween(
+            column="uid", min_value=1, severity="critical", description="every uid is there"
+        ),
+        gxe.ExpectColumnValuesToBeUnique(column="uid", severity="critical", description="every uid is there once"),
+    ]
+
+
+def _pair_expectations(dataset: XMCDataset) -> list[Any]:
+    import great_expectations.expectations as gxe
+
+    return [
+        gxe.ExpectTableRowCountToBeBetween(min_value=1, severity="critical", description="there are pairs"),
+        _between("query", 0, dataset.num_queries - 1, "query rows are in range", "critical"),
+        _between("label", 0, dataset.num_labels - 1, "label indices are in range", "critical"),
+        gxe.ExpectColumnValuesToNotBeNull(column="relevance", severity="critical", description="no relevance is NaN"),
+        gxe.ExpectColumnValuesToBeBetween(
+            column="relevance",
+            min_value=0,
+            strict_min=True,
+            max_value=FLOAT32_MAX,
+            severity="critical",
+            description="relevance is positive and finite",
+        ),
+        gxe.ExpectCompoundColumnsToBeUnique(
+            column_list=["query", "label"], severity="critical", description="every pair is there once"
+        ),
+    ]
+
+
+def _between(column: str, minimum: float, maximum: float, what: str, severity: str) -> Any:
+    """All values in range."""
+    import great_expectations.expectations as gxe
+
+    return gxe.ExpectColumnValuesToBeBetween(
+        column=column, min_value=minimum, max_value=maximum, severity=severity, description=what
+    )
+
+
+def _graded(check: Check, limits: Validation) -> list[Any]:
+    """The expectation at the parameters' bound; where a larger share is an error, a second one that warns below it."""
+    import great_expectations.expectations as gxe
+
+    severity, bound = getattr(limits, f"{check.key}_severity"), getattr(limits, check.key)
+    levels = {"error": [(bound, "critical")], "warn": [(bound, "warning")], "off": []}[severity]
+    if severity == "error" and check.noted < bound:
+        levels.append((check.noted, "warning"))
+    return [
+        gxe.ExpectColumnValuesToBeBetween(
+            column=check.column, min_value=check.minimum, max_value=check.maximum, mostly=1 - share, severity=level,
+            description=f"{check.what}: {_at_most(share)}", meta={"key": f"validation.{check.key}"},
+        )
+        for share, level in levels
+    ]  # fmt: skip
+
+
+def _at_most(share: float) -> str:
+    return f"at most {share:.3g} of all" if 0 < share < 0.001 else f"at most {share:.1%}" if share else "none"
+
+
+def _result(table: str, item: Any, dataset: XMCDataset, frame: pd.DataFrame) -> dict[str, Any]:
+    config, found = item.expectation_config, item.result
+    kwargs = {key: value for key, value in config.kwargs.items() if key not in ("batch_id", "result_format")}
+    return {
+        "table": table,
+        "type": config.type,
+        "description": config.description or config.type,
+        "key": (config.meta or {}).get("key"),
+        "kwargs": kwargs,
+        "severity": str(getattr(config.severity, "value", config.severity)),
+        "success": bool(item.success),
+        "unexpected_count": int(found.get("unexpected_count") or 0),
+        "element_count": int(found.get("element_count") or 0) - int(found.get("missing_count") or 0),
+        "observed": raised(item) or found.get("observed_value"),
+        "samples": [] if item.success else _samples(table, config.type, kwargs, dataset, frame),
+    }
+
+
+def _samples(
+    table: str, kind: str, kwargs: dict[str, Any], dataset: XMCDataset, frame: pd.DataFrame
+) -> list[dict[str, Any]]:
+    """The first unexpected rows: Great Expectations names values; rows and uids are what a person needs."""
+    column = kwargs.get("column")
+    if kind == "expect_compound_columns_to_be_unique":
+        unexpected = frame.duplicated(kwargs["column_list"], keep=False)
+    elif column is None or "distinct" in kind:
+        return []
+    elif kind == "expect_column_values_to_be_unique":
+        unexpected = frame[column].duplicated(keep=False)
+    elif kind == "expect_column_values_to_be_in_set":
+        unexpected = ~frame[column].isin(kwargs["value_set"])
+    elif kind == "expect_column_values_to_not_be_null":
+        unexpected = frame[column].isna()
+    else:
+        values = frame[column].str.len() if "lengths" in kind else frame[column]
+        low, high = kwargs.get("min_value"), kwargs.get("max_value")
+        unexpected = pd.Series(False, index=frame.index)
+        if low is not None:
+            unexpected |= (values <= low) if kwargs.get("strict_min") else (values < low)
+        if high is not None:
+            unexpected |= values > high
+    rows = np.flatnonzero(unexpected.to_numpy())[:MAX_SAMPLES]
+    samples = []
+    for record in frame.iloc[rows].to_dict("records"):
+        value = record.get(column) if column else None
+        if table == "pairs":
+            inside = 0 <= record["query"] < dataset.num_queries
+            uid = dataset.query_uids([record["query"]])[0] if inside else None
+            samples.append({"query": record["query"], "label": record["label"], "uid": uid, "value": value})
+        else:
+            samples.append({"row": record["row"], "uid": record["uid"], "value": value})
+    return samples
+
+
+def _sentence(result: dict[str, Any]) -> str:
+    text = f"{result['table']}: {result['description']}"
+    if result["unexpected_count"]:
+        text += f"; found {result['unexpected_count']:,} of {result['element_count']:,}"
+    elif result["observed"] is not None:
+        text += f"; found {result['observed']}"
+    if result["samples"]:
+        text += f"; for example {', '.join(map(_place, result['samples'][:3]))}"
+    return text + (f"; bound: {result['key']}" if result["key"] else "")
+
+
+def _place(sample: dict[str, Any]) -> str:
+    place = f"row {sample['row']} ({sample['uid']})" if "row" in sample else (
+        f"query {sample['query']}, label {sample['label']}"
+    )  # fmt: skip
+    return f"{sample['at']}, {place}" if "at" in sample else place
