@@ -206,7 +206,7 @@ def open_trainer(params: Params, run_dir: Path) -> Trainer:
         if made != (params.tokens.text, params.tokens.max_length):
             raise ArtifactError(
                 "the token caches are of other parameters", where=str(paths.TOKENS), got=made,
-                expected=(params.tokens.text, params.tokens.max_length), fix="unidec tokens",
+                expected=(params.tokens.text, params.tokens.max_length), fix="unidec data tokens",
             )  # fmt: skip
     trainer = Trainer(params, paths.open_dataset(), *tokens.values(), run_dir, paths.CACHE)
     transformer: Any = load_transformer(resolve_encoder(params.encoder.name))

@@ -3,8 +3,8 @@
     python benchmarks/synthetic.py raw   runs/synthetic --train 100000 --labels 100000
     python benchmarks/synthetic.py store runs/synthetic --train 100000 --labels 10000000 --encoder all-MiniLM-L6-v2
 
-`raw` writes the layout xmc-text (`unidec ingest` reads it); `store` writes `dataset/` and `tokens/` as ingest and the
-tokeniser would, for sizes at which text files make no sense.
+`raw` writes the layout xmc-text (read by `unidec data ingest`); `store` writes `dataset/` and `tokens/` as ingest and
+the tokeniser would, for sizes at which text files make no sense.
 
 Labels are drawn from a Zipf-Mandelbrot law; a query's further positives come from the first one's topic half of the
 time; its words are mostly words of its labels. Words are those of a real data set, with their frequencies. Every draw

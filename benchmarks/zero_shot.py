@@ -51,7 +51,7 @@ CHOSEN = "0.6 text + 0.4 nearest 3 *"  # what the library does (new_rows.py): wi
 
 
 def with_validation(raw: RawData) -> RawData:
-    """The raw data with the validation split that `unidec ingest` cuts."""
+    """The raw data with the validation split that `unidec data ingest` cuts."""
     held = hold_out(raw.queries["train"]["uid"], raw.filter_pairs["train"], 0.05, 0)
     rows = {"train": np.flatnonzero(~held), "validation": np.flatnonzero(held)}
     return replace(

@@ -41,14 +41,14 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     if verdict.get("already"):
         return done
     if not (params.retrain.promote if promote is None else promote):
-        endings.say(f"version {version} of {name} passed the gate; it is not promoted: `unidec promote` does")
+        endings.say(f"version {version} of {name} passed the gate; it is not promoted: `unidec models promote` does")
         return done
     try:
         done["promoted"] = steps.promote(params, str(version))
     except Refused as error:
         return done | _refused(params, version, verdict, str(error), f"{program()} promote {version}")
     previous = done["promoted"].get("previous")
-    before = f"; `unidec rollback` returns to version {previous}" if previous else ""
+    before = f"; `unidec models rollback` returns to version {previous}" if previous else ""
     endings.say(f"version {version} of {name} is the champion{before}")
     figures = verdict.get("metrics", {}).get("challenger", {})
     payload = {"version": str(version), "previous": previous, "metrics": figures}

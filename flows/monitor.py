@@ -86,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m flows.monitor`; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m flows.monitor",
-        description="A window of live queries against what the champion was trained on; `unidec monitor` does the same "
-        "without Prefect.",
+        description="Compare a window of live queries with what the champion was trained on; `unidec models monitor` "
+        "does the same without Prefect.",
     )
     parser.add_argument("queries", help=".csv, .tsv, .jsonl (also .gz) or .parquet; with *: the newest that fits")
     parser.add_argument("--column", help="of the texts, if not `query` or `text`")

@@ -192,7 +192,7 @@ def tokens(
     shards: int | None = None,
     runner: str | None = None,
 ) -> dict[str, Any]:
-    """Writes the shards of both token caches; the stage `tokens` (`unidec tokens`, `dvc repro`) then only joins them.
+    """Writes the shards of both token caches; the stage `tokens` (`unidec data tokens`) then only joins them.
 
     Args:
         params_file, overrides: as the stage is run with.
@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m flows.shards",
         description="Tokenise or encode millions of texts in shards.",
         epilog="examples:\n"
-        "  python -m flows.shards tokens --runner dask://scheduler:8786      then: unidec tokens\n"
+        "  python -m flows.shards tokens --runner dask://scheduler:8786      then: unidec data tokens\n"
         "  python -m flows.shards encode data/tokens/labels vectors --side labels --dtype float16\n"
         "  python -m flows.shards encode queries.parquet vectors --shards 8 --runner processes:4\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -57,13 +57,13 @@ def _outcome(done: Mapping[str, Any]) -> str:
     gate = done.get("gate", {})
     if "promoted" in done:
         previous = done["promoted"].get("previous")
-        before = f"; `unidec rollback` returns to version {previous}" if previous else ""
+        before = f"; `unidec models rollback` returns to version {previous}" if previous else ""
         return f"version {version} of {model} is the champion{before}"
     if "refused" in done:
         why = " ".join(done["refused"].split())
         return f"version {version} of {model} is not promoted, see outputs/gate.html: {why}"
     if gate.get("passed") and not gate.get("already"):
-        return f"version {version} of {model} passed the gate and is not promoted: `unidec promote` promotes it"
+        return f"version {version} of {model} passed the gate and is not promoted: `unidec models promote` promotes it"
     if "skipped" in done:
         return f"nothing to train: {done['skipped']}; it is version {version} of {model}"
     if gate.get("already"):

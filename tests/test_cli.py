@@ -19,15 +19,15 @@ from unidec.errors import ArtifactError, ConfigError, DataError, Stopped
 
 ROOT = Path(__file__).resolve().parents[1]
 SIMPLE = {
-    "ingest": "ingest",
-    "validate": "validate",
-    "tokens": "tokens",
-    "propensity": "propensity",
-    "label-graph": "label_graph",
-    "start": "choose_start",
-    "index": "index",
+    "data ingest": "ingest",
+    "data validate": "validate",
+    "data tokens": "tokens",
+    "data propensity": "propensity",
+    "data label-graph": "label_graph",
+    "models start": "choose_start",
+    "index build": "index",
     "evaluate": "evaluate",
-    "register": "register",
+    "models register": "register",
 }
 
 
@@ -89,18 +89,19 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
 @pytest.mark.parametrize(("command", "stage"), SIMPLE.items())
 def test_each_stage_is_called_once_with_the_parameters(run, stages: Stages, command: str, stage: str) -> None:
-    code, out, _ = run(command, "--set", "pool.beta=2")
+    code, out, _ = run(*command.split(), "--set", "pool.beta=2")
     assert code == 0
     assert stages.calls == [stage]
     assert stages.params is not None
     assert stages.params.pool.beta == 2
-    assert f"{command}: rows = 3" in out
-    assert f"{command}: metrics.P@1 = 45.68" in out
-    assert f"{command}: many = 9 entries" in out
+    name = stage.replace("_", "-")
+    assert f"{name}: rows = 3" in out
+    assert f"{name}: metrics.P@1 = 45.68" in out
+    assert f"{name}: many = 9 entries" in out
 
 
 def test_json_prints_the_whole_result(run, stages: Stages) -> None:
-    code, out, _ = run("ingest", "--json")
+    code, out, _ = run("data", "ingest", "--json")
     assert code == 0
     assert json.loads(out)["metrics"]["P@1"] == 45.678901
 
@@ -132,7 +133,7 @@ def test_a_training_that_was_stopped_says_how_to_go_on(run, stages: Stages) -> N
 @pytest.mark.parametrize(("error", "code"), [(DataError("bad rows"), 3), (ArtifactError("damaged", fix="again"), 4)])
 def test_a_known_error_is_a_message_and_an_exit_code(run, stages: Stages, error: Exception, code: int) -> None:
     stages.error = error
-    got, out, err = run("ingest")
+    got, out, err = run("data", "ingest")
     assert got == code
     assert err == f"error: {error}\n"
     assert out == ""
@@ -140,7 +141,7 @@ def test_a_known_error_is_a_message_and_an_exit_code(run, stages: Stages, error:
 
 def test_debug_shows_the_traceback_wherever_it_stands(run, stages: Stages) -> None:
     stages.error = DataError("bad rows")
-    for words in (("--debug", "ingest"), ("ingest", "--debug")):
+    for words in (("--debug", "data", "ingest"), ("data", "ingest", "--debug")):
         with pytest.raises(DataError):
             run(*words)
 
@@ -148,7 +149,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(run, stages: Stages) -> No
 def test_an_unknown_error_keeps_its_traceback(run, stages: Stages) -> None:
     stages.error = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
-        run("ingest")
+        run("data", "ingest")
 
 
 def test_wrong_parameters_never_reach_a_stage(run, stages: Stages) -> None:
@@ -157,13 +158,13 @@ def test_wrong_parameters_never_reach_a_stage(run, stages: Stages) -> None:
     assert "nearest: pool.beta" in err
     assert "seed (--set)" in err
     assert stages.calls == []
-    assert run("ingest", "--params", "none.yaml")[0] == 2
+    assert run("data", "ingest", "--params", "none.yaml")[0] == 2
     assert run("nonsense")[0] == 2
 
 
-@pytest.mark.parametrize("command", [*SIMPLE, "train", "runs", "doctor", "plan", "predict", "init"])
+@pytest.mark.parametrize("command", [*SIMPLE, "train", "runs list", "runs doctor", "plan", "predict", "init"])
 def test_every_command_explains_itself_with_an_example(run, command: str) -> None:
-    code, out, _ = run(command, "--help")
+    code, out, _ = run(*command.split(), "--help")
     assert code == 0
     assert "Example" in out
     assert f"unidec {command}" in out

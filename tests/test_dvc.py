@@ -27,7 +27,7 @@ AFTER_TRAIN = ["train", "index", "evaluate"]
 STAND_IN = """#!{python}
 import hashlib, os, pathlib, sys, yaml
 words = sys.argv[1:]
-stage = (words[words.index("--steps") + 1] if "--steps" in words else words[2]).replace("-", "_")
+stage = (words[words.index("--steps") + 1] if "--steps" in words else words[-1]).replace("-", "_")
 described = yaml.safe_load(open("dvc.yaml"))["stages"][stage]
 params = yaml.safe_load(open("params.yaml"))
 digest = hashlib.sha256()

@@ -69,8 +69,8 @@ class RawBounds(Section):
 
 
 class Validation(Section):
-    """What `unidec validate` allows: for each check the largest share of rows, and what happens beyond it: error stops
-    before training, warn is reported, off: not checked."""
+    """What `unidec data validate` allows: for each check the largest share of rows, and what
+    happens beyond it: error stops before training, warn is reported, off: not checked."""
 
     empty_texts: Share = Field(0.01, description="share of the queries, and of the labels, whose text is empty")
     empty_texts_severity: Severity = Field("error", description="of a larger share")

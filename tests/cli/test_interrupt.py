@@ -28,10 +28,10 @@ runpy.run_module({module!r}, run_name="__main__", alter_sys=False)
 @pytest.mark.parametrize(
     ("module", "at", "words"),
     [
-        ("unidec.cli", "typer", ["ingest"]),
-        ("unidec.cli", "unidec.config", ["ingest"]),
-        ("unidec.cli", "unidec.pipeline.data", ["ingest"]),  # within the command
-        ("unidec.cli", "pyarrow.compute", ["ingest"]),
+        ("unidec.cli", "typer", ["data", "ingest"]),
+        ("unidec.cli", "unidec.config", ["data", "ingest"]),
+        ("unidec.cli", "unidec.pipeline.data", ["data", "ingest"]),  # within the command
+        ("unidec.cli", "pyarrow.compute", ["data", "ingest"]),
         ("flows.train", "prefect", []),
     ],
 )

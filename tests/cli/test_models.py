@@ -25,7 +25,7 @@ def uri():
 
 @pytest.fixture
 def world(helper, uri, tmp_path, monkeypatch, request, capsys):
-    """`world.run("models")` -> exit code, output, errors; `world.store("a", **tags)`: a version."""
+    """`world.run("models", "list")` -> exit code, output, errors; `world.store("a", **tags)`: a version."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     name, client, versions = request.node.originalname, open_client(uri), helper("tracking/stored_versions")
@@ -47,7 +47,11 @@ def world(helper, uri, tmp_path, monkeypatch, request, capsys):
 
 
 def test_the_table_of_models(world):
-    assert world.run("models") == (0, f"no versions of {world.name} yet: unidec register makes one\n", "")
+    assert world.run("models", "list") == (
+        0,
+        f"no versions of {world.name} yet: unidec models register makes one\n",
+        "",
+    )
     made = {"dataset.name": "toy", "dataset.sha256": "abcdef0123" * 6, "mlflow.source.git.commit": "1234567890" * 4}
     a = world.store("a", **world.passed(), **made, **{"gate.metrics": '{"nDCG@5": 31.25, "P@1": 3.0}'})
     run = world.client.create_run(world.client.create_experiment(world.name))
@@ -56,13 +60,13 @@ def test_the_table_of_models(world):
     b = world.store("b", **refused, **made, **{"start.version": a})
     world.client.set_registered_model_alias(world.name, "champion", a)
     world.client.set_registered_model_alias(world.name, "challenger", b)
-    code, shown, _ = world.run("models")
+    code, shown, _ = world.run("models", "list")
     header, second, first = (line.split("\t") for line in shown.splitlines())
     assert code == 0 and header == ["version", "aliases", "nDCG@5", "PSP@5", "data", "start", "code", "gate", "age"]
     assert first == [a, "champion", "31.25", "", "toy abcdef01", "", "12345678", "passed", "now"]
     assert second == [b, "challenger", "", "", "toy abcdef01", f"warm {a}", "12345678 + changes",
                       "refused: PSP@5, latency", "now"]  # fmt: skip
-    found = json.loads(world.run("models", "--json")[1])
+    found = json.loads(world.run("models", "list", "--json")[1])
     assert [row["version"] for row in found] == [b, a]
     assert found[1]["metrics"] == {"nDCG@5": 31.25} and found[0]["code"] == {"commit": "1234567890" * 4, "dirty": True}
     c = str(
@@ -70,26 +74,26 @@ def test_the_table_of_models(world):
             world.name, source=(Path.cwd() / "a").as_uri(), run_id=run.info.run_id, tags={"rolled_back.at": "2026"}
         ).version
     )
-    assert world.run("models")[1].splitlines()[1].split("\t")[:4] == [c, "", "", "12.50"]  # the run's figures
-    assert json.loads(world.run("models", "--json")[1])[0]["rolled_back"] is True
+    assert world.run("models", "list")[1].splitlines()[1].split("\t")[:4] == [c, "", "", "12.50"]  # the run's figures
+    assert json.loads(world.run("models", "list", "--json")[1])[0]["rolled_back"] is True
 
 
 def test_promote_and_rollback(world):
     a = world.store("a", **world.passed())
-    code, shown, _ = world.run("promote", a, "--reason", "the first")
+    code, shown, _ = world.run("models", "promote", a, "--reason", "the first")
     assert code == 0 and f"promote: version = {a}\n" in shown
     refused = {"git.dirty": "true", "gate.passed": "false", "gate.failed": "code"}
     b = world.store("b", **(world.passed(a) | refused))
-    code, _, error = world.run("promote", b)
+    code, _, error = world.run("models", "promote", b)
     assert code == 6 and "did not pass the gate: code" in error and "--allow-dirty" in error
-    assert world.run("promote", b, "--set", "gate.allow_dirty=true")[0] == 0
+    assert world.run("models", "promote", b, "--set", "gate.allow_dirty=true")[0] == 0
     assert aliases(world.client, world.name) == {"champion": b, "previous": a}
-    code, shown, _ = world.run("rollback", "--reason", "odd", "--json")
+    code, shown, _ = world.run("models", "rollback", "--reason", "odd", "--json")
     assert code == 0 and json.loads(shown) == {"model": world.name, "version": a, "previous": b}
-    assert world.run("promote", b, "--allow-dirty")[0] == 6
-    assert world.run("promote", b, "--force")[0] == 0
-    assert world.run("promote", "99")[0] == 2
-    assert world.run("promote", b, "--params", "nowhere.yaml")[0] == 2
+    assert world.run("models", "promote", b, "--allow-dirty")[0] == 6
+    assert world.run("models", "promote", b, "--force")[0] == 0
+    assert world.run("models", "promote", "99")[0] == 2
+    assert world.run("models", "promote", b, "--params", "nowhere.yaml")[0] == 2
 
 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 6)])
@@ -105,16 +109,16 @@ def test_the_gates_exit_code_says_what_it_said(world, monkeypatch, passed, code)
     fake.gate = gate
     monkeypatch.setitem(sys.modules, "unidec.pipeline", fake)
     monkeypatch.setattr("unidec.pipeline", fake, raising=False)
-    got, shown, _ = world.run("gate", "7")
+    got, shown, _ = world.run("models", "gate", "7")
     assert got == code and asked == ["7"]
     assert f"nDCG@5\t{'pass' if passed else 'FAIL'}\t31 against 30" in shown
     assert "version 7 (no champion to compare with): " in shown and "outputs/gate.html" in shown
-    got, shown, _ = world.run("gate", "--json")
+    got, shown, _ = world.run("models", "gate", "--json")
     assert got == code and json.loads(shown)["passed"] is passed and asked[-1] is None
 
 
 def test_an_unknown_metric_is_an_error_of_the_parameters(world):
-    code, _, error = world.run("gate", "--set", "gate.metric=ndgc@5")
+    code, _, error = world.run("models", "gate", "--set", "gate.metric=ndgc@5")
     assert code == 2 and "gate.metric" in error and "nearest: nDCG@5" in error
 
 

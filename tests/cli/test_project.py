@@ -106,5 +106,5 @@ def test_two_hundred_queries_train_in_a_project(environment: Path, tmp_path: Pat
     run(environment, tmp_path, "python", "-m", "flows.train", seconds=800)
     assert (tmp_path / "dvc.lock").is_file() and (tmp_path / "outputs" / "bundle" / "manifest.json").is_file()
     assert (tmp_path / ".prefect").is_dir() and (tmp_path / "mlflow" / "mlflow.db").is_file()
-    assert "champion" in run(environment, tmp_path, "unidec", "models")
+    assert "champion" in run(environment, tmp_path, "unidec", "models", "list")
     assert "up to date" in run(environment, tmp_path, "python", "-m", "dvc", "status")

@@ -68,7 +68,7 @@ def test_every_command_is_one_that_exists() -> None:
 def test_init_and_ingest_read_the_example(tmp_path: Path) -> None:
     shutil.copy(ROOT / "params.yaml", tmp_path)
     shutil.copytree(ROOT / "data" / "examples", tmp_path / "data" / "examples")
-    for words in ([*shlex.split(one(" init "))[1:]], ["config", "check"], ["ingest"]):
+    for words in ([*shlex.split(one(" init "))[1:]], ["config", "check"], ["data", "ingest"]):
         subprocess.run(
             [sys.executable, "-m", "unidec.cli", *words],
             cwd=tmp_path, env=environment(ROOT), check=True, capture_output=True, timeout=120,

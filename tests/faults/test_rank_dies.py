@@ -99,7 +99,7 @@ def prepared(tiny_dataset, tiny_tokens, tiny_bert, tiny_params, tmp_path_factory
     })  # fmt: skip
     (folder / "params.yaml").write_text(json.dumps(params.model_dump()))
     work = Work(folder)
-    assert work.begin("unidec.cli", "propensity").wait(120) == 0, work.said()
+    assert work.begin("unidec.cli", "data", "propensity").wait(120) == 0, work.said()
     assert work.train(1).wait(400) == 0, work.said()
     return folder
 

@@ -92,7 +92,7 @@ def test_a_better_one_is_promoted_and_a_rollback_answers_as_before_within_ten_se
     assert answers(world) != before
     params = world.folder / "params.yaml"
     params.write_text(f"recipe: unidec\ntracking: {{model_name: {world.name}}}\n")
-    words = ["rollback", "--reason", "a test", "--params", str(params), "--json"]
+    words = ["models", "rollback", "--reason", "a test", "--params", str(params), "--json"]
     began, used = time.perf_counter(), seconds_of_children()
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "unidec.cli", *words], capture_output=True, text=True, timeout=60,

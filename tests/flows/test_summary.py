@@ -42,7 +42,7 @@ def test_a_new_champion(promoted: dict[str, Any]) -> None:
     assert table["version 4"] == ["47.0", "22.6", "45.8", "29.0", "77.7"]
     assert table["former champion, version 3"][0] == "44.0"
     assert table["TF-IDF kNN"] == ["40.3", "-", "-", "-", "64.0"] and "TF-IDF kNN + label match" in table
-    assert lines[5] == "version 4 of unidec is the champion; `unidec rollback` returns to version 3"
+    assert lines[5] == "version 4 of unidec is the champion; `unidec models rollback` returns to version 3"
     assert lines[6] == "report: outputs/report.html"
     program = os.path.join(".venv", "bin", "unidec")
     assert [line.strip() for line in lines[8:]] == [

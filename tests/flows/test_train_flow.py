@@ -310,7 +310,7 @@ def test_a_run_that_the_gate_leaves_without_a_champion(run, stages, flow_module,
     stages.gate = lambda *given: gate(*given) | {"champion": None}
     missing = run()["no_champion"]
     assert missing["version"] == "3" and "2.1 behind" in missing["reason"]
-    assert missing["command"].endswith("bin/unidec promote 3 --force")
+    assert missing["command"].endswith("bin/unidec models promote 3 --force")
     loads = {"check": "loads", "passed": False, "got": None, "limit": None, "words": "damaged"}
     stages.gate = lambda *given: gate(*given) | {"champion": None, "reasons": [loads]}
     assert run()["no_champion"]["command"] == "make train ARGS=--force"

@@ -93,23 +93,23 @@ def test_a_worse_challenger_is_refused_with_the_reasons(world):
     event = world.server.events("unidec.refused")[0]
     assert "nDCG@5" in json.dumps(event["payload"])
     # nobody gets it through by hand without saying so
-    done = world.project.unidec("promote", aliases["challenger"], check=False)
+    done = world.project.unidec("models", "promote", aliases["challenger"], check=False)
     assert done.returncode == 6 and world.project.aliases() == aliases
 
 
 def test_rollback_within_seconds_gives_the_former_answers_byte_for_byte(world):
     before = world.project.aliases()
     begun = time.monotonic()
-    world.project.unidec("rollback", "--reason", "the test says so")
+    world.project.unidec("models", "rollback", "--reason", "the test says so")
     seconds = time.monotonic() - begun
     assert seconds < 10 or os.getloadavg()[0] > 2 * (os.cpu_count() or 1), "of a machine that is not overloaded"
     after = world.project.aliases()
     assert (after["champion"], after["previous"]) == (before["previous"], before["champion"])
     assert world.answers("champion") == world.first_answers
     # what was left is not promoted again unless forced
-    done = world.project.unidec("promote", before["champion"], check=False)
+    done = world.project.unidec("models", "promote", before["champion"], check=False)
     assert done.returncode == 6 and "rolled back" in done.stdout + done.stderr
-    world.project.unidec("promote", before["champion"], "--force", "--reason", "it was the test")
+    world.project.unidec("models", "promote", before["champion"], "--force", "--reason", "it was the test")
     assert world.project.aliases()["champion"] == before["champion"]
 
 

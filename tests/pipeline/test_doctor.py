@@ -280,7 +280,7 @@ def test_a_clone_in_which_nothing_is_built_is_healthy(
     outputs = ["data/dataset", "outputs/model"]
     status = {"uncommitted": {"deleted": outputs}, "not_in_cache": outputs}
     monkeypatch.setattr(doctor, "_ask", lambda root, *words: (status if "data" in words else {}, ""))
-    monkeypatch.setattr("sys.argv", ["unidec", "doctor"])
+    monkeypatch.setattr("sys.argv", ["unidec", "runs", "doctor"])
 
     def run(code: int) -> str:
         with pytest.raises(SystemExit) as ended:
@@ -288,7 +288,7 @@ def test_a_clone_in_which_nothing_is_built_is_healthy(
         assert ended.value.code == code
         return capsys.readouterr().out
 
-    assert run(0) == "healthy (1 note: unidec doctor --json)\n"
+    assert run(0) == "healthy (1 note: unidec runs doctor --json)\n"
     finding = only(doctor.examine())
     assert (finding.severity, finding.what) == ("note", "nothing is built here yet")
     (place / "outputs" / "model").mkdir(parents=True)  # something was built: what is missing matters then

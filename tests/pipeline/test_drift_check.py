@@ -266,10 +266,10 @@ def test_the_commands(work: SimpleNamespace, tmp_path: Path) -> None:
 
     Path("own.yaml").write_text("drift: {min_window: 20}\ntracking: {experiment: unidec, model_name: unidec}\n")
     odd = window(tmp_path / "odd.parquet", [f"hello how are you {number}" for number in range(40)])
-    result = CliRunner().invoke(app, ["monitor", odd, "--params", "own.yaml", "--json"])
+    result = CliRunner().invoke(app, ["models", "monitor", odd, "--params", "own.yaml", "--json"])
     assert result.exit_code == 1, result.output
     assert json.loads(result.output[result.output.index("{") :])["drifted"]
-    result = CliRunner().invoke(app, ["drift", "data/dataset", "data/dataset", "--params", "own.yaml"])
+    result = CliRunner().invoke(app, ["data", "drift", "data/dataset", "data/dataset", "--params", "own.yaml"])
     assert result.exit_code == 0 and "report: runs/drift/" in result.output
-    result = CliRunner().invoke(app, ["data-change", "--params", "own.yaml"])
+    result = CliRunner().invoke(app, ["data", "change", "--params", "own.yaml"])
     assert result.exit_code == 0 and "very data" in result.output

@@ -248,7 +248,7 @@ def test_a_dirty_tree_and_what_was_rolled_back(world, caplog):
     result = pipeline.gate(world.params())
     assert failed(result) == ["code"] and "--allow-dirty" in result["reasons"][0]["words"]
     assert not pipeline.needs_gate(world.params(), later)
-    with pytest.raises(Refused, match=f"unidec promote {later} --allow-dirty"):
+    with pytest.raises(Refused, match=f"unidec models promote {later} --allow-dirty"):
         pipeline.promote(world.params())
     result = pipeline.gate(world.params(allow_dirty=True))
     assert result["passed"] and "gate.allow_dirty accepts" in result["reasons"][0]["words"]
@@ -319,5 +319,5 @@ def test_no_test_queries_no_comparison(world, helper):
 
 
 def test_no_challenger_says_what_to_do(world):
-    with pytest.raises(ConfigError, match="unidec register"):
+    with pytest.raises(ConfigError, match="unidec models register"):
         pipeline.gate(world.params())

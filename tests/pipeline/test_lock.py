@@ -66,7 +66,7 @@ def test_a_stage_that_replaces_data_is_refused_under_a_training(
 def test_the_command_names_the_process(holder: subprocess.Popen[str], params: Params, place: Path) -> None:
     (place / "params.json").write_text(params.model_dump_json())
     done = subprocess.run(
-        [sys.executable, "-m", "unidec.cli", "ingest", "--params", "params.json"],
+        [sys.executable, "-m", "unidec.cli", "data", "ingest", "--params", "params.json"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == TrainingError.exit_code and f"process {holder.pid}" in done.stderr

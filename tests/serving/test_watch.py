@@ -159,7 +159,7 @@ def test_what_the_registry_does_not_have_is_answered_with_what_it_has(shop, tmp_
     error = caught.value
     listed = NAME if "no such model" in error.what else "alias champion (version 1); versions 1, 2, 3, 4"
     assert listed in str(error.expected) and error.where == address.rpartition("@" if "@" in address else "/")[0]
-    assert error.fix == f"did you mean {meant}?" if meant else "`unidec models`" in error.fix
+    assert error.fix == f"did you mean {meant}?" if meant else "`unidec models list`" in error.fix
 
 
 def test_a_server_with_a_bad_address_never_says_that_it_listens(shop, tmp_path):

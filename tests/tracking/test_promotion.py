@@ -116,7 +116,7 @@ def test_not_judged_not_passed_or_judged_against_another(stored, client, uri, ta
 def test_a_dirty_tree_only_when_told(stored, client, uri):
     dirty = {"gate.passed": "false", "gate.failed": "code", "gate.champion": "", "git.dirty": "true"}
     a = stored("a", **dirty)
-    with pytest.raises(Refused, match=rf"pass the gate: code\n.*unidec promote {a} --allow-dirty"):
+    with pytest.raises(Refused, match=rf"pass the gate: code\n.*unidec models promote {a} --allow-dirty"):
         promote(stored.name, a, uri=uri)
     done = promote(stored.name, a, allow_dirty=True, uri=uri)
     assert done["dirty"] and not done["forced"]
@@ -142,7 +142,7 @@ def test_no_such_version_names_those_there_are(stored, uri):
     for which in ("7", "challenger", "nonsense"):
         with pytest.raises(ConfigError, match="expected: version 1"):
             promote(stored.name, which, uri=uri)
-    with pytest.raises(ConfigError, match="unidec register"):
+    with pytest.raises(ConfigError, match="unidec models register"):
         promote("no-such-model", uri=uri)
 
 

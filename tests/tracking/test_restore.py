@@ -198,9 +198,9 @@ def test_old_data_and_figures_again(helper: Callable[[str], Any], tmp_path: Path
     assert first["test"] != second["test"]
     tags = project.version("1").tags
     assert tags["dvc.outputs/bundle"] and tags["dvc.data/fetched"] != project.version("2").tags["dvc.data/fetched"]
-    found = json.loads(project.unidec("lineage", "--data", tags["dvc.data/dataset"][:12], "--json").stdout)
+    found = json.loads(project.unidec("models", "lineage", "--data", tags["dvc.data/dataset"][:12], "--json").stdout)
     assert [item["version"] for item in found] == ["1"]
-    assert "version 2" in project.unidec("lineage", "models:/unidec/2").stdout
+    assert "version 2" in project.unidec("models", "lineage", "models:/unidec/2").stdout
 
     folder = tmp_path / "restored"
     words = ("lineage", "models:/unidec/1", "--restore", str(folder), "--json")

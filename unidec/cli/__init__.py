@@ -21,9 +21,10 @@ from typing import Annotated, Any
 import typer
 
 from unidec import __version__
-from unidec.cli import data, export, index, init, labels, lineage, models, predict, serve, servers
+from unidec.cli import data, export, index, init, labels, models, predict, runs, serve
 from unidec.cli.options import DEFAULT_PARAMS, AsJson, Assignments, ParamsFile, load
 from unidec.cli.output import show, show_table
+from unidec.cli.stage import add_stage
 from unidec.config import describe, parse_overrides, recipe_names, to_yaml
 from unidec.errors import ConfigError, Stopped, UnidecError, without_credentials
 
@@ -38,7 +39,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(help="Show, check and explain the parameters.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(config_app, name="config")
 
 
 @app.callback()
@@ -50,44 +50,9 @@ def _options(
     """Options before the command."""
 
 
-# -- stages -----------------------------------------------------------------------------------------------------------
+# -- training and evaluation ------------------------------------------------------------------------------------------
 
-
-def _add_stage(command: str, stage: str, about: str, example: str) -> None:
-    """A command that runs one function of `unidec.pipeline` and prints what it returns."""
-
-    def run(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
-        loaded = load(params, assignments)
-        from unidec import pipeline
-
-        show(command, getattr(pipeline, stage)(loaded), as_json)
-
-    app.command(command, help=about, epilog=f"Example: {example}")(run)
-
-
-_add_stage(
-    "ingest",
-    "ingest",
-    "Read raw files of any known layout into data/dataset, and cut the validation split.",
-    "unidec ingest --set data.path=my/folder --set data.format=tables",
-)
-_add_stage(
-    "validate",
-    "validate",
-    "Check the data set with Great Expectations; a failure ends with exit code 3. Page: data/validation/index.html.",
-    "unidec validate",
-)
-_add_stage("tokens", "tokens", "Tokenise queries and labels.", "unidec tokens --set tokens.max_length=64")
-_add_stage(
-    "propensity", "propensity", "Inverse propensities and frequency groups of the labels.", "unidec propensity --json"
-)
-_add_stage(
-    "start",
-    "choose_start",
-    "Choose what the next training starts from, the champion or nothing, and write it to data/start.json.",
-    "unidec start --set retrain.start=cold",
-)
-_add_stage("label-graph", "label_graph", "Label co-occurrence, Gandalf's soft targets.", "unidec label-graph")
+init.add_to(app)
 
 
 @app.command(
@@ -120,85 +85,15 @@ def train(
         show("train", result, as_json)
 
 
-@app.command("runs", epilog="Examples: unidec runs  |  unidec runs --json")
-def list_runs(as_json: AsJson = False) -> None:
-    """List the training runs of this folder: how far each came, its newest checkpoint, its MLflow run."""
-    from unidec.pipeline.runs import list_runs, rows_of
-
-    runs = list_runs()
-    if as_json:
-        print(json.dumps([run.as_dict() for run in runs], indent=2))
-    elif not runs:
-        print("no runs yet: unidec train begins one")
-    else:
-        show_table(*rows_of(runs))
-
-
-@app.command(epilog="Examples: unidec doctor  |  unidec doctor --fix  |  unidec doctor --deep --json")
-def doctor(
-    fix: Annotated[bool, typer.Option("--fix", help="do what cannot lose data, and say what was done")] = False,
-    deep: Annotated[bool, typer.Option("--deep", help="also hash models, bundles and checkpoints")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Look for what a crash or a full disk leaves behind; exit code 0: nothing wrong, 1: warnings, 4: broken."""
-    from unidec.pipeline.doctor import examine, exit_code, report, rows_of
-
-    findings = examine(deep=deep, fix=fix)
-    notes = [finding for finding in findings if finding.severity == "note" and not finding.done]
-    if as_json:
-        print(json.dumps(report(findings), indent=2))
-    elif len(notes) == len(findings):
-        number = f"{len(notes)} note{'s' if len(notes) > 1 else ''}"
-        print("healthy" + (f" ({number}: unidec doctor --json)" if notes else ""))
-    else:
-        show_table(*rows_of(findings))
-    sys.exit(exit_code(findings))
-
-
-@app.command(
-    epilog="Examples: unidec plan  |  unidec plan --set run.table_place=host --json  |  unidec plan --set "
-    "recipe=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB --no-measure"
+add_stage(
+    app,
+    "evaluate",
+    "evaluate",
+    "Compute every metric on the test split; report and plots in outputs/.",
+    "unidec evaluate --json",
 )
-def plan(
-    params: ParamsFile = DEFAULT_PARAMS,
-    assignments: Assignments = None,
-    as_json: AsJson = False,
-    labels: Annotated[int | None, typer.Option(min=1, help="sizes by hand instead of data/dataset: labels")] = None,
-    queries: Annotated[int | None, typer.Option(min=1, help="training queries")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="tokens of each text")] = None,
-    pairs: Annotated[int | None, typer.Option(min=0, help="positive pairs; by default 5 a query")] = None,
-    encoder_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="config.json of an encoder that is not on this machine")
-    ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="plan for a GPU of this size: 16GiB")
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="host memory, instead of what is free")
-    ] = None,
-    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="disk, instead of what is free")] = None,
-    measure: Annotated[bool, typer.Option(help="time a few real steps on random ids, on this machine")] = True,
-    terms: Annotated[bool, typer.Option("--terms", help="every amount, also of a training that fits easily")] = False,
-) -> None:
-    """Memory and time of a training before it starts, term by term, and what would fit; exit code 1: too large."""
-    loaded = load(params, assignments)
-    from unidec.pipeline.plan import plan_command
-
-    sizes = {"labels": labels, "queries": queries, "tokens": tokens, "pairs": pairs}
-    free = {"device": device_memory, "host": host_memory, "disk": disk}
-    sys.exit(0 if plan_command(loaded, sizes, free, encoder_config, measure, as_json, terms) else 1)
-
-
-index.add_to(app)
-_add_stage(
-    "evaluate", "evaluate", "Every metric on the test split; report and plots in outputs/.", "unidec evaluate --json"
-)
-labels.add_to(app)
-lineage.add_to(app)
-models.add_to(app)
-
-
-# -- comparison -------------------------------------------------------------------------------------------------------
+predict.add_to(app)
+serve.add_to(app)
 
 
 @app.command(
@@ -245,10 +140,38 @@ def compare(
     sys.exit(1 if lost else 0)
 
 
-# -- prediction and export ---------------------------------------------------------------------------------------------
+@app.command(
+    epilog="Examples: unidec plan  |  unidec plan --set run.table_place=host --json  |  unidec plan --set "
+    "recipe=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB --no-measure"
+)
+def plan(
+    params: ParamsFile = DEFAULT_PARAMS,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+    labels: Annotated[int | None, typer.Option(min=1, help="sizes by hand instead of data/dataset: labels")] = None,
+    queries: Annotated[int | None, typer.Option(min=1, help="training queries")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="tokens of each text")] = None,
+    pairs: Annotated[int | None, typer.Option(min=0, help="positive pairs; by default 5 a query")] = None,
+    encoder_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="config.json of an encoder that is not on this machine")
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="plan for a GPU of this size: 16GiB")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="host memory, instead of what is free")
+    ] = None,
+    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="disk, instead of what is free")] = None,
+    measure: Annotated[bool, typer.Option(help="time a few real steps on random ids, on this machine")] = True,
+    terms: Annotated[bool, typer.Option("--terms", help="every amount, also of a training that fits easily")] = False,
+) -> None:
+    """Memory and time of a training before it starts, term by term, and what would fit; exit code 1: too large."""
+    loaded = load(params, assignments)
+    from unidec.pipeline.plan import plan_command
 
-predict.add_to(app)
-export.add_to(app)
+    sizes = {"labels": labels, "queries": queries, "tokens": tokens, "pairs": pairs}
+    free = {"device": device_memory, "host": host_memory, "disk": disk}
+    sys.exit(0 if plan_command(loaded, sizes, free, encoder_config, measure, as_json, terms) else 1)
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
@@ -276,9 +199,6 @@ def config_keys() -> None:
     print(f"\nrecipes: {', '.join(recipe_names())}")
 
 
-init.add_to(app)
-
-
 @app.command()
 def version() -> None:
     """Print the version, and those of what results depend on."""
@@ -293,15 +213,17 @@ def version() -> None:
             print(f"{name} -")
 
 
-serve.add_to(app)
-servers.add_to(app)
-data.add_to(app)
+for name, group in (
+    ("data", data.data_app), ("models", models.models_app), ("labels", labels.labels_app), ("index", index.index_app),
+    ("export", export.export_app), ("runs", runs.runs_app), ("config", config_app),
+):  # fmt: skip
+    app.add_typer(group, name=name)
 
 
 # -- the program ---------------------------------------------------------------------------------------------------
 
 
-def _wait_for_nobody(exit_code: int) -> None:
+def _exit_if_threads_run(exit_code: int) -> None:
     """End here if a thread still works: a second Ctrl-C came while a checkpoint was being written."""
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         os._exit(exit_code)
@@ -327,7 +249,7 @@ def main() -> None:
             raise
         print(error if isinstance(error, Stopped) else f"error: {error}", file=sys.stderr, flush=True)
         if isinstance(error, Stopped):
-            _wait_for_nobody(error.exit_code)
+            _exit_if_threads_run(error.exit_code)
         sys.exit(error.exit_code)
     except interrupt.Interrupted:
         print("interrupted", file=sys.stderr, flush=True)

@@ -22,11 +22,6 @@ export_app = typer.Typer(
 )
 
 
-def add_to(app: typer.Typer) -> None:
-    """The commands of this file."""
-    app.add_typer(export_app, name="export")
-
-
 @export_app.command(
     epilog="Examples: unidec export vectors --output labels.parquet  |  unidec export vectors --output labels.npy "
     "--head de --dtype float16 --bundle models:/unidec@champion"

@@ -1,4 +1,4 @@
-"""`unidec index`: the stage that builds the bundle, and the choice of its search index by measurement."""
+"""`unidec index build`: the stage that builds the bundle, and the choice of its search index by measurement."""
 
 from __future__ import annotations
 
@@ -11,41 +11,18 @@ import typer
 
 from unidec.cli.options import (
     DEFAULT_BUNDLE,
-    DEFAULT_PARAMS,
     AsJson,
-    Assignments,
     BundleAddress,
-    ParamsFile,
     bundle_folder,
-    load,
 )
-from unidec.cli.output import show, show_table
+from unidec.cli.output import show_table
+from unidec.cli.stage import add_stage, group
 
-index_app = typer.Typer(no_args_is_help=False)
-
-
-def add_to(app: typer.Typer) -> None:
-    """The commands of this file."""
-    app.add_typer(index_app, name="index")
-
-
-@index_app.callback(
-    invoke_without_command=True,
-    help="Encode the labels and build the search index: outputs/bundle.",
-    epilog="Examples: unidec index  |  unidec index --set index.kind=pq  |  unidec index tune",
-)
-def index(
-    context: typer.Context,
-    params: ParamsFile = DEFAULT_PARAMS,
-    assignments: Assignments = None,
-    as_json: AsJson = False,
-) -> None:
-    if context.invoked_subcommand is not None:
-        return
-    loaded = load(params, assignments)
-    from unidec import pipeline
-
-    show("index", pipeline.index(loaded), as_json)
+index_app = group("Build a bundle's search index, and choose its kind by measurement.")
+add_stage(
+    index_app, "build", "index", "Encode the labels and build the search index: outputs/bundle.",
+    "unidec index build --set index.kind=pq",
+)  # fmt: skip
 
 
 @index_app.command(

@@ -63,7 +63,7 @@ def init(
         raise
     written = ", ".join(f"{key}: {value}" for key, value in values.items())
     train = "python -m flows.train" if project else "make train"
-    print(f"{path}: {written or 'written'}; next: {train} (or unidec ingest --params {path}, the data alone)")
+    print(f"{path}: {written or 'written'}; next: {train} (or unidec data ingest --params {path}, the data alone)")
 
 
 def _new(values: dict[str, str]) -> str:

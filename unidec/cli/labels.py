@@ -14,6 +14,7 @@ from unidec.cli.options import (
     Assignments,
     BundleAddress,
     ParamsFile,
+    load,
     load_if_there,
 )
 from unidec.cli.output import show
@@ -34,24 +35,10 @@ Register = Annotated[bool, typer.Option("--register", help="register the new bun
 DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would change, write nothing")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """The commands of this file."""
-    labels_app.command(
-        epilog='Examples: unidec labels add zed "editor for code, shared"  |  unidec labels add --file new.csv '
-        "--bundle models:/unidec@champion --register"
-    )(add)
-    labels_app.command(
-        epilog="Examples: unidec labels remove kate gedit  |  unidec labels remove --file gone.csv --dry-run"
-    )(remove)
-    labels_app.command(
-        epilog='Examples: unidec labels update kate "editor for KDE"  |  unidec labels update --file said.csv'
-    )(update)
-    labels_app.command(
-        epilog="Example: unidec labels apply --add new.csv --remove gone.csv --update said.csv --register"
-    )(apply)
-    app.add_typer(labels_app, name="labels")
-
-
+@labels_app.command(
+    epilog='Examples: unidec labels add zed "editor for code, shared"  |  unidec labels add --file new.csv '
+    "--bundle models:/unidec@champion --register"
+)
 def add(
     uid: Uid = None,
     text: Text = None,
@@ -70,6 +57,9 @@ def add(
     _run("add", bundle, out, register, dry_run, params, assignments, as_json, add=given)
 
 
+@labels_app.command(
+    epilog="Examples: unidec labels remove kate gedit  |  unidec labels remove --file gone.csv --dry-run"
+)
 def remove(
     uids: Annotated[list[str] | None, typer.Argument(metavar="[UID]...", help="labels, by hand")] = None,
     file: Annotated[Path | None, typer.Option("--file", metavar="FILE", help="the same with a column uid")] = None,
@@ -90,6 +80,9 @@ def remove(
     _run("remove", bundle, out, register, dry_run, params, assignments, as_json, remove=uids or _uids(file))
 
 
+@labels_app.command(
+    epilog='Examples: unidec labels update kate "editor for KDE"  |  unidec labels update --file said.csv'
+)
 def update(
     uid: Uid = None,
     text: Text = None,
@@ -108,6 +101,7 @@ def update(
     _run("update", bundle, out, register, dry_run, params, assignments, as_json, update=given)
 
 
+@labels_app.command(epilog="Example: unidec labels apply --add new.csv --remove gone.csv --update said.csv --register")
 def apply(
     added: Annotated[Path | None, typer.Option("--add", metavar="FILE", help=_ABOUT_FILE)] = None,
     removed: Annotated[Path | None, typer.Option("--remove", metavar="FILE", help="the same with a column uid")] = None,
@@ -129,6 +123,24 @@ def apply(
         "apply", bundle, out, register, dry_run, params, assignments, as_json,
         add=read_labels(added) if added else (), remove=_uids(removed), update=read_labels(updated) if updated else (),
     )  # fmt: skip
+
+
+@labels_app.command(epilog="Examples: unidec labels refresh  |  unidec labels refresh --version 7 --register")
+def refresh(
+    version: Annotated[str, typer.Option("--version", metavar="VERSION", help="number or alias")] = "champion",
+    register: Annotated[bool, typer.Option("--register", help="register the result as challenger")] = False,
+    params: ParamsFile = DEFAULT_PARAMS,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give a registered model the labels of data/dataset, without training: outputs/refreshed."""
+    loaded = load(params, assignments)
+    from unidec import pipeline
+
+    result = pipeline.refresh_labels(loaded, version)
+    if register and result["changed"]:
+        result |= pipeline.register(loaded, result["bundle"])
+    show("labels refresh", result, as_json)
 
 
 def _given(command: str, uid: str | None, text: str | None, title: str | None, file: Path | None) -> list[Any]:

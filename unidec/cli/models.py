@@ -1,30 +1,36 @@
-"""Commands on registered models: what there is, whether a challenger may take over, promotion and the way back."""
+"""`unidec models`: registered versions, the gate, promotion and rollback, lineage, monitoring."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from unidec.cli.data import Column, Out, print_findings
 from unidec.cli.options import DEFAULT_PARAMS, AsJson, Assignments, ParamsFile, load
 from unidec.cli.output import show, show_table
-from unidec.errors import Refused
+from unidec.cli.stage import add_stage, group
+from unidec.errors import ConfigError, Refused
 
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="kept with the version")]
 Which = Annotated[str | None, typer.Argument(metavar="[VERSION]", help="number or alias; challenger if not given")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """The commands of this file."""
-    app.command(epilog="Examples: unidec models  |  unidec models --json")(models)
-    app.command(epilog="Examples: unidec gate  |  unidec gate 7 --set gate.margin=0.2 --json")(gate)
-    app.command(epilog='Examples: unidec promote  |  unidec promote 7 --force --reason "the labels moved"')(promote)
-    app.command(epilog='Example: unidec rollback --reason "answers to short queries are odd"')(rollback)
+Source = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]", help="models:/unidec@champion (default), models:/unidec/7, bundle:HASH, a folder"
+    ),
+]
+
+models_app = group("List, compare, promote and trace registered models.")
 
 
-def models(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
+@models_app.command("list", epilog="Examples: unidec models list  |  unidec models list --json")
+def list_models(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
     """List the registered versions: aliases, metrics, data, code, what the gate said, age."""
     loaded = load(params, assignments)
     from unidec.tracking.model_table import list_versions, rows_of
@@ -33,11 +39,12 @@ def models(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None,
     if as_json:
         print(json.dumps(found, indent=2))
     elif not found:
-        print(f"no versions of {loaded.tracking.model_name} yet: unidec register makes one")
+        print(f"no versions of {loaded.tracking.model_name} yet: unidec models register makes one")
     else:
         show_table(*rows_of(found))
 
 
+@models_app.command(epilog="Examples: unidec models gate  |  unidec models gate 7 --set gate.margin=0.2 --json")
 def gate(
     version: Which = None,
     params: ParamsFile = DEFAULT_PARAMS,
@@ -62,6 +69,9 @@ def gate(
     sys.exit(0 if result["passed"] else Refused.exit_code)
 
 
+@models_app.command(
+    epilog='Examples: unidec models promote  |  unidec models promote 7 --force --reason "the labels moved"'
+)
 def promote(
     version: Which = None,
     params: ParamsFile = DEFAULT_PARAMS,
@@ -85,6 +95,7 @@ def promote(
     show("promote", result, as_json)
 
 
+@models_app.command(epilog='Example: unidec models rollback --reason "answers to short queries are odd"')
 def rollback(
     params: ParamsFile = DEFAULT_PARAMS,
     assignments: Assignments = None,
@@ -96,3 +107,100 @@ def rollback(
     from unidec.tracking.promotion import rollback as roll_back
 
     show("rollback", roll_back(loaded.tracking.model_name, reason=reason), as_json)
+
+
+@models_app.command(
+    epilog="Examples: unidec models lineage  |  unidec models lineage models:/unidec/7 --json  |  "
+    "unidec models lineage bundle:3f2a91c0  |  unidec models lineage --data 6c82de6d  |  "
+    "unidec models lineage models:/unidec/3 --restore ../version-3"
+)
+def lineage(
+    model: Source = None,
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="HASH", help="the versions that this data went into instead")
+    ] = None,
+    restore: Annotated[
+        Path | None,
+        typer.Option("--restore", metavar="FOLDER", help="write the version's project there, to run it again"),
+    ] = None,
+    params: ParamsFile = DEFAULT_PARAMS,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a model was made of, back to its first ancestor; or which models data went into."""
+    if data is not None and (model is not None or restore is not None):
+        raise ConfigError(
+            "either a model or --data", where="unidec models lineage", fix="unidec models lineage --data HASH"
+        )
+    loaded = load(params, assignments)
+    from unidec.pipeline import lineage as stage
+    from unidec.tracking.lineage import as_lines
+
+    if data is not None:
+        found = stage.models_of_data(loaded, data)
+        if as_json:
+            print(json.dumps(found, indent=2))
+        elif not found:
+            print(f"no version of {loaded.tracking.model_name} was made of it")
+        else:
+            rows = [[v["version"], ", ".join(v["aliases"]), ", ".join(v["what"]), v["through"] or ""] for v in found]
+            show_table(["version", "aliases", "made of it", "through version"], rows)
+        return
+    if restore is None:
+        about = stage.lineage(loaded, model)
+        print(json.dumps(about, indent=2) if as_json else "\n".join(as_lines(about)))
+        return
+    made = stage.restore(loaded, str(restore), model)
+    if as_json:
+        print(json.dumps(made, indent=2))
+        return
+    print("\n".join([f"{made['folder']}: commit {made['commit'][:12]}", *(f"warning: {w}" for w in made["warnings"])]))
+    print("\n".join(["go on with", *(f"  {command}" for command in made["commands"])]))
+
+
+@models_app.command(epilog="Examples: unidec models register  |  unidec models register --bundle outputs/refreshed")
+def register(
+    bundle: Annotated[
+        Path | None, typer.Option("--bundle", metavar="FOLDER", help="outputs/bundle, or outputs/refreshed")
+    ] = None,
+    params: ParamsFile = DEFAULT_PARAMS,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+) -> None:
+    """Register a bundle in MLflow under the alias `challenger`: outputs/bundle if no other is named."""
+    loaded = load(params, assignments)
+    from unidec import pipeline
+
+    show("register", pipeline.register(loaded) if bundle is None else pipeline.register(loaded, bundle), as_json)
+
+
+@models_app.command(
+    epilog="Examples: unidec models monitor queries.parquet  |  unidec models monitor log.jsonl --column text --json"
+)
+def monitor(
+    queries: Annotated[str, typer.Argument(metavar="FILE", help=".csv, .tsv, .jsonl (also .gz) or .parquet")],
+    params: ParamsFile = DEFAULT_PARAMS,
+    assignments: Assignments = None,
+    column: Column = None,
+    labels_column: Annotated[
+        str | None, typer.Option("--labels-column", metavar="NAME", help="of the labels that were right, if not labels")
+    ] = None,
+    bundle: Annotated[
+        str | None, typer.Option("--bundle", metavar="SOURCE", help="folder or models:/ address; default: the champion")
+    ] = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare a window of live queries with what a model was trained on; exit code 1: it drifted."""
+    loaded = load(params, assignments)
+    from unidec import pipeline
+
+    options: dict[str, Any] = {"column": column, "labels_column": labels_column, "bundle": bundle, "out": out}
+    print_findings(pipeline.monitor(loaded, queries, **options), as_json)
+
+
+add_stage(
+    models_app, "start", "choose_start",
+    "Choose what the next training starts from, the champion or nothing, and write it to data/start.json.",
+    "unidec models start --set retrain.start=cold",
+)  # fmt: skip

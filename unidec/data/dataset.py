@@ -198,7 +198,7 @@ def write_dataset(
 
 
 def _refuse(path: Path, what: str, got: object, expected: object) -> NoReturn:
-    raise ArtifactError(what, where=str(path), got=got, expected=expected, fix="run `unidec ingest` again")
+    raise ArtifactError(what, where=str(path), got=got, expected=expected, fix="run `unidec data ingest` again")
 
 
 def _write_texts(path: Path, table: pa.Table) -> None:

@@ -127,7 +127,9 @@ def _first_side(params: Params, source: str | os.PathLike[str]) -> tuple[dict[st
         bundle = fetch_bundle(text, paths.BUNDLES)
         profile = read_profile(bundle)
         if profile is None:
-            raise ArtifactError("a bundle without a profile of its data", where=text, fix="unidec index writes one")
+            raise ArtifactError(
+                "a bundle without a profile of its data", where=text, fix="unidec index build writes one"
+            )
         return profile, Noise(profile["noise"]), bundle / TOKENIZER
     dataset = XMCDataset.open(text)
     tokenizer = resolve_encoder(params.encoder.name)

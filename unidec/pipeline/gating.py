@@ -165,13 +165,15 @@ def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gat
         elif rules.allow_dirty:
             words += ", which gate.allow_dirty accepts"
         else:
-            words += f": commit them and run `make train`, or run `unidec promote {version.version} --allow-dirty`"
+            words += (
+                f": commit them and run `make train`, or run `unidec models promote {version.version} --allow-dirty`"
+            )
         checks.append(Check("code", champion is None or rules.allow_dirty, "dirty", "clean", words))
     else:
         commit = tags.get(COMMIT_TAG, "")
         checks.append(Check("code", True, commit[:12] or None, None, f"commit {commit[:12] or 'unknown'}"))
     if ROLLED_BACK[0] in tags:
-        words = f"{rolled_back_words(tags)}; `unidec promote {version.version} --force` overrules that"
+        words = f"{rolled_back_words(tags)}; `unidec models promote {version.version} --force` overrules that"
         checks.append(Check("rolled back", False, tags[ROLLED_BACK[0]], None, words))
     return checks
 

@@ -46,7 +46,7 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> di
     if refreshed is None and path.resolve() != paths.BUNDLE.resolve():
         raise ConfigError(
             "nothing here says how this bundle was trained", where=str(path),
-            expected="outputs/bundle, or a folder of `unidec refresh-labels` or `unidec labels`",
+            expected="outputs/bundle, or a folder of `unidec labels refresh` or `unidec labels`",
             fix="register it in the project that made it",
         )  # fmt: skip
     uri = tracking_uri()

@@ -178,7 +178,9 @@ def choose_run(name: str, root: Path = paths.RUNS) -> Path:
     found = [path for path in folders if path.name == name] or [p for p in folders if p.name.startswith(name)]
     if len(found) != 1:
         what = "several runs begin with this" if found else "no such run"
-        raise ConfigError(what, where="--resume", got=name, expected=f"one of: {known}", fix="unidec runs lists them")
+        raise ConfigError(
+            what, where="--resume", got=name, expected=f"one of: {known}", fix="unidec runs list lists them"
+        )
     return found[0]
 
 

@@ -40,7 +40,7 @@ Ready = tuple[Path, str]
 _FILES = {"bundle.json", "labels.arrow", INDEX}
 _OPTIONAL = {NODES}
 _VECTORS = {"vectors/de.npy", "vectors/clf.npy", "vectors/bias.npy"}
-_FIX = "write the bundle again: unidec index"
+_FIX = "write the bundle again: unidec index build"
 
 
 def write_bundle(

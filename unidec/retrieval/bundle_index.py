@@ -23,7 +23,7 @@ from unidec.retrieval.index_kinds import GRAPHS
 from unidec.retrieval.label_rows import LabelRows
 
 INDEX, NODES = "index.faiss", "index_rows.npy"
-_FIX = "write the bundle again: unidec index"
+_FIX = "write the bundle again: unidec index build"
 
 
 def write_index(root: Path, index: LabelIndex) -> None:

@@ -43,7 +43,7 @@ _NAMES: dict[Kind, bytes] = {
     "ivf-pq": b"IwPQ",
 }  # fmt: skip
 _MOST_LISTS = 1 << 20
-_FIX = "build the index again: unidec index"
+_FIX = "build the index again: unidec index build"
 
 
 class _Walk:

@@ -46,7 +46,7 @@ QUERY_SCHEMA = pa.schema(
     [pa.field("uid", pa.large_string(), nullable=False), pa.field("title", pa.large_string(), nullable=False)]
 )
 _BATCH_ROWS = 65_536
-_FIX = "write the bundle again: unidec index"
+_FIX = "write the bundle again: unidec index build"
 
 
 def square_vote(cosine_BN: Floats) -> Floats:

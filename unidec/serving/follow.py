@@ -402,7 +402,7 @@ class Follower:
             return Path(self.source)
         self._busy = "fetching"
         if not found.sha256:
-            fix = "register it with `unidec register`"
+            fix = "register it with `unidec models register`"
             raise ArtifactError("a version without its bundle's hash", where=self._uri, got=found.version, fix=fix)
         self._make_room(0)
         folder, is_new = self._registry.fetch(found, available_bytes() - KEEP_FREE)

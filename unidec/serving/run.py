@@ -63,7 +63,7 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
     follower = Follower(service, source, settings, root=root)
     service.follower = follower
     if follower.address is None and not (Path(source) / MANIFEST).is_file():
-        fix = "run `unidec index`, or name a registered model: models:/unidec@champion"
+        fix = "run `unidec index build`, or name a registered model: models:/unidec@champion"
         raise ArtifactError("no bundle here", where=source, fix=fix)
     api_key = _api_key(settings)
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -149,7 +149,7 @@ def _of_registry(client: MlflowClient) -> Iterator[Finding]:
                 f"version {version.version} of model {model.name} has lost its files"
                 + (f" and serves as {', '.join(aliases)}" if aliases else ""),
                 str(path), "broken" if aliases else "warning",
-                "unidec register makes a new version of outputs/bundle; delete this one on MLflow's page",
+                "unidec models register makes a new version of outputs/bundle; delete this one on MLflow's page",
             )  # fmt: skip
 
 

@@ -91,7 +91,11 @@ def models_of_data(
     if not _HASH.fullmatch(prefix):
         expected = f"{SHORTEST} to 64 hexadecimal digits"
         raise ConfigError(
-            "not a hash", where="data", got=prefix, expected=expected, fix="dvc.lock and `unidec lineage` have them"
+            "not a hash",
+            where="data",
+            got=prefix,
+            expected=expected,
+            fix="dvc.lock and `unidec models lineage` have them",
         )
     client = open_client(uri or tracking_uri(root))
     named = aliases(client, model_name)
@@ -185,7 +189,7 @@ def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion
     if len({item.tags[HASH_TAG] for item in held}) != 1:
         several = ", ".join(f"version {item.version}" for item in held)
         what = f"several versions of {model_name} begin so" if held else f"no version of {model_name} holds this bundle"
-        fix = "give more digits" if held else "`unidec models` lists what is registered; `unidec register` registers"
+        fix = "give more digits" if held else "`unidec models list` lists what is registered"
         raise ConfigError(what, where=source, got=several or prefix, fix=fix)
     return min(held, key=lambda item: int(item.version))
 

@@ -103,7 +103,7 @@ def _unknown(client: MlflowClient, model_name: str, which: str) -> NoReturn:
     raise ConfigError(
         f"not in the registry: no such {kind}", where=f"models:/{model_name}", got=which, expected="; ".join(known),
         fix=f"did you mean {address}?" if near else
-        "`unidec models` lists versions and aliases; `unidec register` registers outputs/bundle as challenger",
+        "`unidec models list` lists versions and aliases; `unidec models register` registers outputs/bundle",
     )  # fmt: skip
 
 
@@ -125,13 +125,13 @@ def hindrances(version: ModelVersion, champion: str | None, allow_dirty: bool = 
     if allow_dirty:
         failed = [name for name in failed if name != "code"]
     if "gate.passed" not in tags:
-        found.append("no gate has judged it: `unidec gate` does")
+        found.append("no gate has judged it: `unidec models gate` does")
     elif tags["gate.passed"] != "true" and (failed or not tags.get("gate.failed")):
         found.append(f"it did not pass the gate: {', '.join(failed) or 'no reasons are kept'}")
     if "gate.passed" in tags and tags.get("gate.champion", "") != (champion or ""):
         judged = f"version {tags['gate.champion']}" if tags.get("gate.champion") else "no champion"
         now = f"version {champion} is champion" if champion else "there is no champion"
-        found.append(f"the gate compared it with {judged}, and now {now}: `unidec gate` compares again")
+        found.append(f"the gate compared it with {judged}, and now {now}: `unidec models gate` compares again")
     if ROLLED_BACK[0] in tags:
         found.append(rolled_back_words(tags))
     return found
@@ -181,9 +181,9 @@ def promote(
         against = hindrances(version, champion, allow_dirty or force)
         if against and not force:
             only_code = not hindrances(version, champion, allow_dirty=True)
-            fix = f"unidec promote {number} --force --reason TEXT"
+            fix = f"unidec models promote {number} --force --reason TEXT"
             if only_code:
-                fix = f"commit the changes and run `make train`, or: unidec promote {number} --allow-dirty"
+                fix = f"commit the changes and run `make train`, or: unidec models promote {number} --allow-dirty"
             raise Refused(f"version {number} is not promoted", where=model_name, got="; ".join(against), fix=fix)
         verify_version(model_name, number, version.tags.get(HASH_TAG, ""))
         tags = {**_said("promoted", reason), "promoted.dirty": _word(dirty), "promoted.forced": _word(bool(against))}
@@ -208,7 +208,7 @@ def rollback(model_name: str, *, reason: str = "", uri: str | None = None, root:
             raise Refused(
                 "there is no earlier champion to go back to", where=model_name,
                 got=f"champion {champion or 'none'}, previous {previous or 'none'}",
-                fix="`unidec models` lists the versions; unidec promote VERSION --force takes any of them",
+                fix="`unidec models list` lists the versions; unidec models promote VERSION --force takes any of them",
             )  # fmt: skip
         version = known_version(client, model_name, previous)
         verify_version(model_name, previous, version.tags.get(HASH_TAG, ""))
@@ -265,7 +265,9 @@ def _step(
     }  # fmt: skip
     client.set_registered_model_tag(model_name, STEP_TAG, json.dumps(step))
     if json.loads(_step_tag(client, model_name) or "{}").get("token") != step["token"]:
-        raise Refused("another promotion is under way", where=model_name, fix="look at `unidec models`, then run again")
+        raise Refused(
+            "another promotion is under way", where=model_name, fix="look at `unidec models list`, then run again"
+        )
     if aim[PREVIOUS] != now.get(PREVIOUS):
         _set_alias(client, model_name, PREVIOUS, aim[PREVIOUS])
     _set_alias(client, model_name, CHAMPION, champion)

@@ -219,7 +219,7 @@ def check_artifacts(experiment: Experiment | None, uri: str) -> None:
     raise ArtifactError(
         "the tracking store keeps its files in a folder that is gone: was the project's folder moved?",
         where=str(path), got=str(folder), expected=str(path.parent / "artifacts"),
-        fix=f"unidec copy-store sqlite:///{path} sqlite:///{new} --artifacts {old.as_uri()}, then mv {new} {path}",
+        fix=f"unidec runs copy-store sqlite:///{path} sqlite:///{new} --artifacts {old.as_uri()}, then mv {new} {path}",
     )  # fmt: skip
 
 

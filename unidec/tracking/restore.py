@@ -107,7 +107,7 @@ def _records(found: Mapping[str, Any], uri: str, root: Path | str, scratch: Path
     raise ArtifactError(
         "neither the MLflow run nor git has the lock file that made the version", where=f"version {found['version']}",
         got=wanted or "no dvc.lock when it was registered (a trial)",
-        fix="the model itself is in the registry: `unidec lineage` shows its parameters' run",
+        fix="the model itself is in the registry: `unidec models lineage` shows its parameters' run",
     )  # fmt: skip
 
 

@@ -232,7 +232,7 @@ def _with_labels(
         raise ConfigError(
             "Gandalf needs the label graph of this data set", where="pool.gandalf",
             got="none" if label_graph is None else f"{label_graph.shape[0]} labels", expected=f"{num_labels} labels",
-            fix="unidec label-graph",
+            fix="unidec data label-graph",
         )  # fmt: skip
     ones = sp.csr_matrix((np.ones(relevance.nnz, np.float32), relevance.indices, relevance.indptr), relevance.shape)
     nothing = sp.csr_matrix((num_labels, num_labels), dtype=filter_pairs.dtype)
