@@ -32,7 +32,7 @@ from unidec.evaluation.metrics import filtered_truth, per_query, remove_filtered
 from unidec.retrieval.answer import Answerer, Request
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.query_encoder import open_encoder
-from unidec.retrieval.space import label_vectors
+from unidec.retrieval.scoring_space import label_vectors
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RUNTIMES = ("torch", "onnx", "onnx-int8")

@@ -45,7 +45,7 @@ def make_bundle(folder: Path) -> None:
     from unidec.model.unidec import UniDEC
     from unidec.retrieval.bundle import write_bundle
     from unidec.retrieval.index import LabelIndex
-    from unidec.retrieval.space import label_vectors
+    from unidec.retrieval.scoring_space import label_vectors
     from unidec.sections import Encoder, Model
 
     dataset = XMCDataset.open(DATASET)

@@ -40,7 +40,7 @@ from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import CLF_WEIGHTS
 from unidec.retrieval.new_rows import estimated_rows
-from unidec.retrieval.space import Space, label_vectors, query_vectors, unit_rows
+from unidec.retrieval.scoring_space import Space, label_vectors, query_vectors, unit_rows
 from unidec.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]

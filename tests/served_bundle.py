@@ -18,7 +18,7 @@ from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.retrieval.bundle import write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.space import label_vectors
+from unidec.retrieval.scoring_space import label_vectors
 from unidec.sections import Encoder, Model
 
 WORDS = [f"{a}{b}" for a in ("red", "blue", "old", "new", "big") for b in ("car", "boat", "house", "tree", "lamp")]

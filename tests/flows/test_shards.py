@@ -58,7 +58,7 @@ def place(helper, tmp_path_factory) -> Path:
     from unidec.model.unidec import UniDEC
     from unidec.retrieval.bundle import Bundle, write_bundle
     from unidec.retrieval.index import LabelIndex
-    from unidec.retrieval.space import label_vectors
+    from unidec.retrieval.scoring_space import label_vectors
     from unidec.sections import Encoder, Model
 
     root = tmp_path_factory.mktemp("shards")

@@ -13,7 +13,7 @@ from unidec.data.propensity import Propensity
 from unidec.evaluation.metrics import per_query
 from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Blend, Ranking, pair_keys, tuned_blend
 from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.space import unit_rows
+from unidec.retrieval.scoring_space import unit_rows
 
 NUM, LABELS, DIM, TRAIN = 60, 40, 6, 80
 
@@ -42,7 +42,8 @@ def random_ranking(monkeypatch: pytest.MonkeyPatch):
             relevance=truth(hidden_ND), filter_pairs=csr_matrix(rng.random((num, LABELS)) < 0.1), num_labels=LABELS
         )
         ranking = Ranking(
-            dataset, np.arange(num), de.get("q"), clf.get("q"), de.get("l"), clf.get("l"), None  # type: ignore[arg-type]
+            dataset, np.arange(num), de.get("q"), clf.get("q"),  # type: ignore[arg-type]
+            {name: part["l"] for name, part in (("de", de), ("clf", clf)) if part},
         )  # fmt: skip
         labels = truth(train_MD) if helps else csr_matrix(rng.random((TRAIN, LABELS)) < 0.1)
         compared = seen(train_MD, 1.0) if helps else rng.normal(size=train_MD.shape)
@@ -62,11 +63,11 @@ def params_of(**index: object) -> Params:
 def dense(ranking: Ranking, neighbours: Neighbours | None, params: Params, clf: float, knn: float) -> np.ndarray:
     """Scores of all labels, float64 [n, L], -inf for filtered pairs."""
     score_NL = np.zeros((len(ranking.rows), LABELS))
-    if ranking.query_de is not None and ranking.label_de is not None:
-        score_NL += ranking.query_de.astype(float) @ ranking.label_de.astype(float).T
-    if ranking.query_clf is not None and ranking.label_clf is not None:
+    if ranking.query_de is not None:
+        score_NL += ranking.query_de.astype(float) @ ranking.vectors["de"].astype(float).T
+    if ranking.query_clf is not None:
         weight = clf if ranking.query_de is not None else 1.0
-        score_NL += weight * (ranking.query_clf.astype(float) @ ranking.label_clf.astype(float).T)
+        score_NL += weight * (ranking.query_clf.astype(float) @ ranking.vectors["clf"].astype(float).T)
     if neighbours is not None:
         score_NL += knn * ranking.votes(neighbours, params.index.knn_neighbours).toarray()
     score_NL[ranking.filter_pairs.toarray()] = -np.inf

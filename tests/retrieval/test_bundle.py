@@ -285,7 +285,7 @@ def test_the_real_model_in_a_bundle(rng, tmp_path, monkeypatch):
 
     from unidec.data.storage import write_folder
     from unidec.model.unidec import UniDEC
-    from unidec.retrieval.space import label_vectors, query_vectors
+    from unidec.retrieval.scoring_space import label_vectors, query_vectors
     from unidec.sections import Encoder, Model
 
     monkeypatch.undo()  # the stub

@@ -13,7 +13,7 @@ import pytest
 from unidec.errors import ArtifactError, UnidecError
 from unidec.model.search import exact_search
 from unidec.retrieval.index import LabelIndex, max_file_size, recall
-from unidec.retrieval.space import unit_rows
+from unidec.retrieval.scoring_space import unit_rows
 
 pytest.importorskip("faiss")
 

@@ -15,7 +15,7 @@ from unidec.retrieval.faiss_library import faiss_module
 from unidec.retrieval.index import KINDS, MAX_DEAD, IndexOptions, LabelIndex, recall
 from unidec.retrieval.index_kinds import COMPRESSED, GRAPHS, LISTS
 from unidec.retrieval.label_rows import ArrayRows, LabelRows
-from unidec.retrieval.space import label_vectors, query_vectors, unit_rows
+from unidec.retrieval.scoring_space import label_vectors, query_vectors, unit_rows
 from unidec.sections import Index
 
 pytest.importorskip("faiss")

@@ -7,7 +7,7 @@ import pytest
 
 from unidec.retrieval import new_rows
 from unidec.retrieval.new_rows import estimated_rows
-from unidec.retrieval.space import unit_rows
+from unidec.retrieval.scoring_space import unit_rows
 
 
 def by_hand(

@@ -21,7 +21,7 @@ from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.new_rows import estimated_rows
 from unidec.retrieval.relabel import LabelChange, with_labels
-from unidec.retrieval.space import label_vectors
+from unidec.retrieval.scoring_space import label_vectors
 from unidec.training.trainer import Trainer
 
 Labels = dict[str, str]  # uid -> title

@@ -172,7 +172,7 @@ def test_a_bundle_whose_training_queries_are_compared_by_words(rng, tmp_path, he
 
 
 def _query(bundle, de, clf):
-    from unidec.retrieval.space import query_vectors
+    from unidec.retrieval.scoring_space import query_vectors
 
     info = bundle.info
     return query_vectors(de, clf, info.space, info.clf_weight, info.clf_normalize, "bias" in bundle.vectors)

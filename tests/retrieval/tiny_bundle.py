@@ -16,7 +16,7 @@ from unidec.data.tokens import Tokens, encode_texts
 from unidec.retrieval.bundle import write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.space import label_vectors, unit_rows
+from unidec.retrieval.scoring_space import label_vectors, unit_rows
 from unidec.retrieval.words import WordSpace
 
 WORDS = ["red", "green", "blue", "car", "boat", "house", "old", "new", "big"]

@@ -294,7 +294,7 @@ def real_bundle(folder, titles=("a text editor", "an image editor", "a music pla
     from unidec.model.unidec import KIND, VERSION, UniDEC
     from unidec.retrieval.bundle import write_bundle
     from unidec.retrieval.index import LabelIndex
-    from unidec.retrieval.space import label_vectors
+    from unidec.retrieval.scoring_space import label_vectors
     from unidec.sections import Encoder, Model
 
     words = ["[PAD]", "[UNK]", *sorted({word for title in titles for word in title.split()})]

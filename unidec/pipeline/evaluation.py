@@ -27,7 +27,7 @@ from unidec.pipeline.run_tracking import PARTS, description, split_figures
 from unidec.pipeline.start_file import read_start
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import recall
-from unidec.retrieval.space import Space
+from unidec.retrieval.scoring_space import Space
 from unidec.tracking.run import Tracker
 
 SINGLE_HEADS: tuple[Space, ...] = ("de", "clf")

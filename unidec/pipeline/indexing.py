@@ -28,12 +28,13 @@ def index(params: Params) -> dict[str, Any]:
         neighbours = training_neighbours(model, dataset, params.optim.precision, by=settings.knn_by)
     blend = tuned_blend(ranking, params, neighbours)
     metrics = headline(blend.metrics) if len(ranking.rows) else {}
-    arrays = {"de": ranking.label_de, "clf": ranking.label_clf, "bias": ranking.bias}
-    rows = LabelRows({n: x for n, x in arrays.items() if x is not None}, settings.space, settings.clf_normalize)
+    vectors = ranking.vectors
+    rows = LabelRows(vectors, settings.space, settings.clf_normalize)
     label_index = LabelIndex.build(rows, settings.kind, show=True, **index_options(settings))
     card = {KEY: training_profile(params, model, ranking, label_index, blend, neighbours)}
     write_bundle(
-        paths.BUNDLE, paths.MODEL, label_index, de_LD=ranking.label_de, clf_LD=ranking.label_clf, bias_L=ranking.bias,
+        paths.BUNDLE, paths.MODEL, label_index,
+        de_LD=vectors.get("de"), clf_LD=vectors.get("clf"), bias_L=vectors.get("bias"),
         uids=dataset.label_uids(), titles=dataset.label_texts(), space=settings.space, clf_weight=blend.clf_weight,
         clf_normalize=settings.clf_normalize, neighbours=neighbours if blend.knn_weight else None,
         knn_weight=blend.knn_weight, knn_neighbours=settings.knn_neighbours, text=params.tokens.text,

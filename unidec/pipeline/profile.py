@@ -14,7 +14,7 @@ from unidec.pipeline.ranking import Blend, Ranking
 from unidec.retrieval.bundle_folder import read_info
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours
-from unidec.retrieval.space import pair_scores
+from unidec.retrieval.scoring_space import pair_scores
 
 if TYPE_CHECKING:
     from unidec.model.unidec import UniDEC
@@ -59,8 +59,7 @@ def _served(
         rows,
         ranking.votes(neighbours, settings.knn_neighbours),
         lambda query_P, label_P: pair_scores(
-            query, query_P, label_P, ranking.label_de, ranking.label_clf, ranking.bias, settings.space,
-            settings.clf_normalize,
+            query, query_P, label_P, ranking.vectors, settings.space, settings.clf_normalize
         ),
-    )  # fmt: skip
+    )
     return query, candidates.top(blend.knn_weight, 1).scores[:, 0]

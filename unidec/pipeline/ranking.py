@@ -19,7 +19,7 @@ from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth
 from unidec.pipeline import paths
 from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, votes_alone
-from unidec.retrieval.space import Space, label_vectors, pair_scores, query_vectors
+from unidec.retrieval.scoring_space import Space, pair_scores, query_vectors, space_rows
 from unidec.retrieval.words import WordSpace
 from unidec.training.precision import autocast_type
 
@@ -44,20 +44,19 @@ def headline(metrics: dict[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Vectors of both heads for the queries of a split and all labels; None for a head that is not there.
+    """Vectors of both heads for the queries of a split and all labels.
 
     Attributes:
         rows: int64 [n], data set rows of the queries.
-        query_de, query_clf: float32 [n, D]; label_de, label_clf: float32 [L, D]; bias: float32 [L] or None.
+        query_de, query_clf: float32 [n, D]; None for a head that is not there.
+        vectors: the labels' arrays "de", "clf" float32 [L, D] and "bias" [L]; those that exist.
     """
 
     dataset: XMCDataset
     rows: np.ndarray
     query_de: np.ndarray | None
     query_clf: np.ndarray | None
-    label_de: np.ndarray | None
-    label_clf: np.ndarray | None
-    bias: np.ndarray | None
+    vectors: Mapping[str, np.ndarray]
 
     @classmethod
     def of_model(
@@ -68,12 +67,7 @@ class Ranking:
         precision: str,
         vectors: Mapping[str, np.ndarray] | None = None,
     ) -> Ranking:
-        """Encode a split's queries.
-
-        Args:
-            vectors: the labels' arrays of the model's bundle: "de", "clf", "bias", those that exist; None: labels are
-                encoded, and the classifier is the model's.
-        """
+        """Encode a split's queries, and the labels where no `vectors` of them are given."""
         import torch
 
         from unidec.model.frozen import cached_inputs
@@ -84,12 +78,11 @@ class Ranking:
         rows = dataset.rows(split)
         with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
             query_de, query_clf = model.encode_queries(tokens["queries"], rows, build)
-            if vectors is not None:
-                labels = [vectors.get(name) for name in ("de", "clf", "bias")]
-            else:
+            if vectors is None:
                 label_de = model.encode_labels(tokens["labels"], build) if model.heads != "clf" else None
-                labels = [label_de, *model.classifier_table()]
-        return cls(dataset, rows, query_de, query_clf, *labels)
+                parts = zip(("de", "clf", "bias"), (label_de, *model.classifier_table()), strict=True)
+                vectors = {name: array for name, array in parts if array is not None}
+        return cls(dataset, rows, query_de, query_clf, vectors)
 
     @property
     def truth(self) -> sp.csr_matrix:
@@ -103,11 +96,12 @@ class Ranking:
 
     def labels(self, space: Space, clf_normalize: bool) -> np.ndarray:
         """Label side of a space, float32 [L, D']."""
-        return label_vectors(self.label_de, self.label_clf, self.bias, space, clf_normalize)
+        return space_rows(self.vectors, slice(None), space, clf_normalize)
 
     def queries(self, space: Space, clf_weight: float, clf_normalize: bool) -> np.ndarray:
         """Query side of a space, float32 [n, D']."""
-        return query_vectors(self.query_de, self.query_clf, space, clf_weight, clf_normalize, self.bias is not None)
+        has_bias = "bias" in self.vectors
+        return query_vectors(self.query_de, self.query_clf, space, clf_weight, clf_normalize, has_bias)
 
     def top(self, space: Space, clf_weight: float, clf_normalize: bool, k: int = K) -> tuple[np.ndarray, np.ndarray]:
         """Exact search without filtered pairs: (scores float32 [n, k], labels int64 [n, k], -1 where there are
@@ -116,11 +110,6 @@ class Ranking:
 
         query, label = self.queries(space, clf_weight, clf_normalize), self.labels(space, clf_normalize)
         return exact_search(query, label, min(k, len(label)), exclude=self.filter_pairs)
-
-    @property
-    def excluded(self) -> np.ndarray:
-        """Keys query * L + label of the filter pairs, int64, sorted."""
-        return pair_keys(self.filter_pairs)
 
     def votes(self, neighbours: Neighbours, num: int) -> sp.csr_matrix:
         """Votes of the `num` nearest training queries: float32 CSR [n, L]."""
@@ -149,10 +138,8 @@ class Ranking:
         return Candidates.of(
             self.top(space, clf_weight, clf_normalize, k)[1],
             votes,
-            lambda query_P, label_P: pair_scores(
-                query, query_P, label_P, self.label_de, self.label_clf, self.bias, space, clf_normalize
-            ),
-            self.excluded,
+            lambda query_P, label_P: pair_scores(query, query_P, label_P, self.vectors, space, clf_normalize),
+            pair_keys(self.filter_pairs),
         )
 
     def metrics(

@@ -31,7 +31,7 @@ from unidec.model.encoder import InputBuilder
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Ranking, headline
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.space import head_scores
+from unidec.retrieval.scoring_space import head_scores
 from unidec.tracking.provenance import code_tags, dvc_hash
 from unidec.tracking.run import Tracker
 from unidec.training.batches import Batches
@@ -188,11 +188,16 @@ def _example(found: Evaluated, correct: np.ndarray, i: int) -> dict[str, Any]:
     dataset, info = ranking.dataset, bundle.info
     shown = found.labels[i : i + 1, :SHOWN]
     parts = {}
-    if ranking.query_de is not None and ranking.label_de is not None:
-        parts["de"] = head_scores(ranking.query_de[i : i + 1], ranking.label_de, shown)[0]
-    if ranking.query_clf is not None and ranking.label_clf is not None:
+    vectors = ranking.vectors
+    if ranking.query_de is not None and "de" in vectors:
+        parts["de"] = head_scores(ranking.query_de[i : i + 1], vectors["de"], shown)[0]
+    if ranking.query_clf is not None and "clf" in vectors:
         parts["clf"] = head_scores(
-            ranking.query_clf[i : i + 1], ranking.label_clf, shown, bias_L=ranking.bias, normalize=info.clf_normalize
+            ranking.query_clf[i : i + 1],
+            vectors["clf"],
+            shown,
+            bias_L=vectors.get("bias"),
+            normalize=info.clf_normalize,
         )[0]
     if bundle.neighbours is not None and info.knn is not None:
         de, clf = (None if part is None else part[i : i + 1] for part in (ranking.query_de, ranking.query_clf))

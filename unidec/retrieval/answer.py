@@ -19,7 +19,7 @@ from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle, Prediction
 from unidec.retrieval.encoded import Encoded, QueryEncoder
 from unidec.retrieval.neighbours import VOTES, Ranked
-from unidec.retrieval.space import SPACES, Space, exact_scores
+from unidec.retrieval.scoring_space import SPACES, Space, exact_scores
 
 Labels = npt.NDArray[np.int64]
 _LEAST_K = 8  # requests of fewer labels are searched together

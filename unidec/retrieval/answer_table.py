@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unidec.retrieval.answer import Answerer, Request
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.query_encoder import Runtime, open_encoder
-from unidec.retrieval.space import Space
+from unidec.retrieval.scoring_space import Space
 from unidec.retrieval.text_file import text_column
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from unidec.retrieval.bundle_index import read_index
 from unidec.retrieval.encoded import Encoded, ModelEncoder, QueryEncoder
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, read_neighbours
-from unidec.retrieval.space import Space, head_query_vectors, head_scores, pair_scores, query_vectors
+from unidec.retrieval.scoring_space import Space, head_query_vectors, head_scores, pair_scores, query_vectors
 from unidec.retrieval.text_file import text_column
 
 if TYPE_CHECKING:
@@ -347,12 +347,9 @@ class Bundle:
         candidates = Candidates.of(
             rows_BK,
             votes_BL,
-            lambda query_P, label_P: pair_scores(
-                query_BD, query_P, label_P, vectors.get("de"), vectors.get("clf"), vectors.get("bias"), info.space,
-                info.clf_normalize,
-            ),
+            lambda query_P, label_P: pair_scores(query_BD, query_P, label_P, vectors, info.space, info.clf_normalize),
             excluded,
-        )  # fmt: skip
+        )
         return candidates.top(info.knn.weight, k)
 
     def votes(self, de_BD: Floats | None, clf_BD: Floats | None, words_BF: csr_matrix | None) -> csr_matrix | None:

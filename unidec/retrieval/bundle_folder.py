@@ -25,7 +25,7 @@ from unidec.retrieval.bundle_model import place, write_model
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
 from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.space import Space, label_vectors, width
+from unidec.retrieval.scoring_space import Space, label_vectors, width
 
 KIND = "bundle"
 VERSION = 4  # 1 had no neighbours, 2 none that are compared by words, 3 flat and hnsw indexes only
@@ -73,11 +73,11 @@ def write_bundle(
     Args:
         path: the folder.
         model_path: a trained model's folder; checked and copied, without the records of its training.
-        index: built over `space.label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize)`.
+        index: built over `scoring_space.label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize)`.
         de_LD, clf_LD: float32 [L, D] label embeddings and classifier rows; those that the model has.
         bias_L: float32 [L] biases of the classifier.
         uids, titles: of the L labels; uids are unique.
-        space, clf_weight, clf_normalize: what is searched and how it is blended; see `space.py`.
+        space, clf_weight, clf_normalize: what is searched and how it is blended; see `scoring_space.py`.
         neighbours: training queries that vote, compared by de_LD's head, or by clf_LD's where there is no de_LD; or by
             their words.
         knn_weight, knn_neighbours: weight of the votes, above 0 with `neighbours`, and how many vote.

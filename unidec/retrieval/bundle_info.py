@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unidec.retrieval.index import IndexOptions, Kind
 from unidec.retrieval.neighbours import Vote
-from unidec.retrieval.space import Space
+from unidec.retrieval.scoring_space import Space
 
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Row = Annotated[int, Field(ge=0, le=1 << 40)]

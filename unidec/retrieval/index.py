@@ -1,7 +1,7 @@
 """Nearest labels by inner product: a search index of one of several kinds, and the recall of an approximate one.
 
-Legend: L labels, B and N queries, K results, C candidates, D width of the searched space (`space.py`), S rows whose
-vectors are new; nodes: vectors in a graph, those of labels that left among them.
+Legend: L labels, B and N queries, K results, C candidates, D width of the searched space (`scoring_space.py`), S rows
+whose vectors are new; nodes: vectors in a graph, those of labels that left among them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Label vectors of the searched space, read row by row: what a compressed index scores its candidates with.
 
-Legend: L labels, B queries, C candidates of a query, P rows, D' width of the space (`space.py`).
+Legend: L labels, B queries, C candidates of a query, P rows, D' width of the space (`scoring_space.py`).
 
 A compressed index holds a label in a few bytes; the float32 vectors stay under vectors/ of the bundle, memory-mapped,
 and of them only the rows of a query's candidates are read.
@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from unidec.retrieval.space import Space, label_vectors, width
+from unidec.retrieval.scoring_space import Space, space_rows, width
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
@@ -60,13 +60,13 @@ class ArrayRows:
 
 
 class LabelRows:
-    """Rows of `space.label_vectors`, made of the heads' own arrays as they are asked for."""
+    """Rows of `scoring_space.label_vectors`, made of the heads' own arrays as they are asked for."""
 
     def __init__(self, vectors: Mapping[str, Floats], space: Space, clf_normalize: bool) -> None:
         """
         Args:
             vectors: "de" and "clf" float32 [L, D], "bias" float32 [L]; those that exist, in memory or memory-mapped.
-            space, clf_normalize: as for `space.label_vectors`.
+            space, clf_normalize: as for `scoring_space.label_vectors`.
 
         Raises:
             ValueError: a part that the space needs is not given, or the parts differ in number of labels.
@@ -88,11 +88,8 @@ class LabelRows:
         return self._shape
 
     def take(self, rows_P: Rows) -> Floats:
-        """float32 [P, D'], contiguous: `space.label_vectors(...)[rows_P]`."""
-        de, clf, bias = (
-            None if name not in self._vectors else self._vectors[name][rows_P] for name in ("de", "clf", "bias")
-        )
-        return label_vectors(de, clf, bias, self._space, self._normalize)
+        """float32 [P, D'], contiguous: `scoring_space.label_vectors(...)[rows_P]`."""
+        return space_rows(self._vectors, rows_P, self._space, self._normalize)
 
     def scores(self, query_D: Floats, rows_C: Rows) -> Floats:
         """float32 [C], inner products of one query [D'] with these rows: the heads' parts added, without putting the

@@ -28,7 +28,7 @@ from unidec.data.storage import load_array
 from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_plain_table
 from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.space import unit_rows
+from unidec.retrieval.scoring_space import unit_rows
 from unidec.retrieval.words import WordSpace
 
 Vote = Literal["square", "softmax"]

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from unidec.retrieval.space import unit_rows
+from unidec.retrieval.scoring_space import unit_rows
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]

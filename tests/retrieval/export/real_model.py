@@ -13,7 +13,7 @@ from unidec.data.tokens import encode_texts
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.retrieval.bundle import Bundle, write_bundle
 from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.space import label_vectors
+from unidec.retrieval.scoring_space import label_vectors
 from unidec.sections import Encoder, Model
 
 LABELS = ["river engine", "music window", "garden", "planet bread letter", "river river w1", "music w17 label"]

@@ -1,8 +1,8 @@
 """Which score an export is about, and its two sides.
 
 Every export of vectors has a head: "de", "clf", or "both" as the bundle ranks. What is exported of queries and of
-labels with the same head has that score as its inner product (`unidec.retrieval.space`), without the votes of training
-queries.
+labels with the same head has that score as its inner product (`scoring_space.py`), without the
+votes of training queries.
 
 Legend: B queries, L labels, n some labels, D' width of the space.
 """
@@ -21,7 +21,7 @@ import pyarrow as pa
 from unidec.data.storage import folder_sha256, read_manifest
 from unidec.errors import DataError
 from unidec.retrieval.bundle_folder import KIND, VERSION, BundleInfo, check_names, read_info, read_labels, read_vectors
-from unidec.retrieval.space import SPACES, Space, label_vectors, query_vectors, width
+from unidec.retrieval.scoring_space import SPACES, Space, label_vectors, query_vectors, width
 
 Floats = npt.NDArray[np.float32]
 

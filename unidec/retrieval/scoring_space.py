@@ -1,7 +1,6 @@
 """The vector space that is searched: both heads side by side, or one of them.
 
-Legend: L labels, B queries, K results, P pairs of both, U the labels of some pairs, D width of a head; D' width of the
-space.
+Legend: L labels, B queries, K results, P pairs of both, A and U some labels, D width of a head; D' width of the space.
 
 A search by inner product in this space ranks labels by
 
@@ -26,22 +25,20 @@ import numpy.typing as npt
 Space = Literal["both", "de", "clf"]
 SPACES: tuple[Space, ...] = ("both", "de", "clf")
 Floats = npt.NDArray[np.float32]
+Rows = npt.NDArray[np.int64]
+
+_QUERIES_AT_ONCE, _LABELS_AT_ONCE = 128, 4096
 
 
 def label_vectors(
     de_LD: Floats | None, clf_LD: Floats | None, bias_L: Floats | None, space: Space, clf_normalize: bool
 ) -> Floats:
-    """Label side of the space.
+    """Label side of the space, float32 [L, D'], contiguous.
 
     Args:
-        de_LD: label embeddings, unit length; needed in "both" and "de".
+        de_LD: label embeddings of unit length; needed in "both" and "de".
         clf_LD: rows of the classifier table; needed in "both" and "clf".
         bias_L: biases of the classifier, or None; not used in "de" or with `clf_normalize`.
-        space: "both", "de" or "clf".
-        clf_normalize: rows of the table at unit length.
-
-    Returns:
-        float32 [L, D'], contiguous; D' as `width` says.
 
     Raises:
         ValueError: a part that the space needs is not given, or the parts differ in number of labels.
@@ -57,6 +54,16 @@ def label_vectors(
     return _joined(parts, space)
 
 
+def space_rows(vectors: Mapping[str, Floats], rows_A: Rows | slice, space: Space, clf_normalize: bool) -> Floats:
+    """`label_vectors` of some rows, float32 [A, D'].
+
+    Args:
+        vectors: arrays of all labels by name: de, clf [L, D], bias [L]; those that exist.
+    """
+    de, clf, bias = (None if name not in vectors else vectors[name][rows_A] for name in ("de", "clf", "bias"))
+    return label_vectors(de, clf, bias, space, clf_normalize)
+
+
 def query_vectors(
     de_BD: Floats | None,
     clf_BD: Floats | None,
@@ -65,18 +72,12 @@ def query_vectors(
     clf_normalize: bool,
     has_bias: bool,
 ) -> Floats:
-    """Query side of the space.
+    """Query side of the space, float32 [B, D'], contiguous; its product with the label side is the score.
 
     Args:
-        de_BD: query embeddings of the dual encoder's head, unit length; needed in "both" and "de".
-        clf_BD: query embeddings of the classifier's head, as the model gives them; needed in "both" and "clf".
-        space: "both", "de" or "clf".
-        clf_weight: weight of the classifier's score in "both"; elsewhere it changes no ranking and is not used.
-        clf_normalize: the classifier's score is a cosine.
-        has_bias: the label side was made with biases (they are ignored with `clf_normalize` there and here).
-
-    Returns:
-        float32 [B, D'], contiguous; `query_vectors(...) @ label_vectors(...).T` are the scores.
+        de_BD, clf_BD: query embeddings as the model's heads give them; those that the space needs.
+        clf_weight: weight of the classifier's score in "both"; not used in the other spaces.
+        has_bias: the label side was given biases.
 
     Raises:
         ValueError: a part that the space needs is not given.
@@ -97,16 +98,7 @@ def query_vectors(
 def head_query_vectors(
     de_BD: Floats | None, clf_BD: Floats | None, space: Space, head: Space, clf_normalize: bool, has_bias: bool
 ) -> Floats:
-    """Query side of the space such that one head alone decides: the other's half is 0, the score is that head's own.
-
-    Args:
-        de_BD, clf_BD, clf_normalize, has_bias: as for `query_vectors`.
-        space: "both", or `head` itself.
-        head: "de" or "clf".
-
-    Raises:
-        ValueError: a part that the space needs is not given.
-    """
+    """As `query_vectors`, but only `head` ("de" or "clf") decides: the other half is 0, the score is that head's."""
     de, clf = (None if array is None else np.zeros_like(array) for array in (de_BD, clf_BD))
     own = {"de": (de_BD, clf), "clf": (de, clf_BD)}[head]
     out = query_vectors(*own, space, 1.0, clf_normalize, has_bias)
@@ -124,23 +116,19 @@ def width(dim: int, space: Space, clf_normalize: bool, has_bias: bool) -> int:
 def head_scores(
     query_BD: Floats,
     label_LD: Floats,
-    labels_BK: npt.NDArray[np.int64],
+    labels_BK: Rows,
     *,
     bias_L: Floats | None = None,
     normalize: bool = False,
     block: int = 1 << 24,
 ) -> Floats:
-    """One head's part of the scores of the labels that were found.
+    """One head's own score of the labels that were found, float32 [B, K]; NaN where `labels_BK` is -1.
 
     Args:
         query_BD, label_LD: that head's vectors.
-        labels_BK: label rows; -1 where there is none.
         bias_L: added to the product (not with `normalize`).
         normalize: cosine instead of the product.
         block: at most so many floats are gathered at once.
-
-    Returns:
-        float32 [B, K], NaN where there is no label.
     """
     num_queries, k = labels_BK.shape
     query = unit_rows(query_BD) if normalize else np.asarray(query_BD, dtype=np.float32)
@@ -160,70 +148,35 @@ def head_scores(
 
 
 def pair_scores(
-    query_BD: Floats,
-    query_P: npt.NDArray[np.int64],
-    label_P: npt.NDArray[np.int64],
-    de_LD: Floats | None,
-    clf_LD: Floats | None,
-    bias_L: Floats | None,
-    space: Space,
-    clf_normalize: bool,
-    *,
-    queries: int = 128,
-    labels: int = 4096,
+    query_BD: Floats, query_P: Rows, label_P: Rows, vectors: Mapping[str, Floats], space: Space, clf_normalize: bool
 ) -> Floats:
-    """Scores of some pairs in a space: a block of queries against all labels of its pairs, and what is asked for kept.
-
-    That is quicker than pair by pair: neighbours have labels in common.
+    """Scores of some pairs, float32 [P]: blocks of queries against all labels of their pairs, which neighbours share.
 
     Args:
         query_BD: float32 [B, D'], of `query_vectors`.
         query_P, label_P: int64 [P], rows of queries and labels, ascending by query.
-        de_LD, clf_LD, bias_L, space, clf_normalize: as for `label_vectors`, whose rows are made as they are needed.
-        queries, labels: at most so many of them in one product.
-
-    Returns:
-        float32 [P].
+        vectors, space, clf_normalize: as for `space_rows`.
     """
     out = np.empty(len(query_P), dtype=np.float32)
-    for first in range(0, len(query_BD), queries):
-        begin, end = np.searchsorted(query_P, (first, first + queries))
+    for first in range(0, len(query_BD), _QUERIES_AT_ONCE):
+        begin, end = np.searchsorted(query_P, (first, first + _QUERIES_AT_ONCE))
         label_U, place_P = np.unique(label_P[begin:end], return_inverse=True)
-        for start in range(0, len(label_U), labels):
-            some = label_U[start : start + labels]
-            de, clf, bias = (None if array is None else array[some] for array in (de_LD, clf_LD, bias_L))
-            score_BU = query_BD[first : first + queries] @ label_vectors(de, clf, bias, space, clf_normalize).T
-            here = np.flatnonzero((place_P >= start) & (place_P < start + labels))
+        for start in range(0, len(label_U), _LABELS_AT_ONCE):
+            some = label_U[start : start + _LABELS_AT_ONCE]
+            score_BU = query_BD[first : first + _QUERIES_AT_ONCE] @ space_rows(vectors, some, space, clf_normalize).T
+            here = np.flatnonzero((place_P >= start) & (place_P < start + _LABELS_AT_ONCE))
             out[begin + here] = score_BU[query_P[begin + here] - first, place_P[here] - start]
     return out
 
 
 def exact_scores(
-    query_BD: Floats,
-    rows_A: npt.NDArray[np.int64],
-    vectors: Mapping[str, Floats],
-    space: Space,
-    clf_normalize: bool,
-    *,
-    labels: int = 4096,
+    query_BD: Floats, rows_A: Rows, vectors: Mapping[str, Floats], space: Space, clf_normalize: bool
 ) -> Floats:
-    """Scores of all queries with some labels in a space.
-
-    Args:
-        query_BD: float32 [B, D'], of `query_vectors`.
-        rows_A: int64 [A], rows of labels.
-        vectors: of all labels: de, clf [L, D], bias [L]; those that exist.
-        space, clf_normalize: as for `label_vectors`.
-        labels: so many rows are gathered at once.
-
-    Returns:
-        float32 [B, A].
-    """
+    """Scores of all queries [B, D'] with some labels, float32 [B, A]; arguments as for `pair_scores`."""
     out = np.empty((len(query_BD), len(rows_A)), dtype=np.float32)
-    for start in range(0, len(rows_A), labels):
-        some = rows_A[start : start + labels]
-        de, clf, bias = (None if name not in vectors else vectors[name][some] for name in ("de", "clf", "bias"))
-        out[:, start : start + labels] = query_BD @ label_vectors(de, clf, bias, space, clf_normalize).T
+    for start in range(0, len(rows_A), _LABELS_AT_ONCE):
+        some = slice(start, start + _LABELS_AT_ONCE)
+        out[:, some] = query_BD @ space_rows(vectors, rows_A[some], space, clf_normalize).T
     return out
 
 

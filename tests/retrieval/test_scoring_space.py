@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from unidec.retrieval.space import SPACES, head_scores, label_vectors, pair_scores, query_vectors, unit_rows, width
+from unidec.retrieval import scoring_space
+from unidec.retrieval.scoring_space import (
+    SPACES,
+    head_scores,
+    label_vectors,
+    pair_scores,
+    query_vectors,
+    unit_rows,
+    width,
+)
 
 
 def _vectors(rng: np.random.Generator, num_queries: int = 7, num_labels: int = 11, dim: int = 5):
@@ -94,7 +103,7 @@ def test_head_scores_are_those_of_the_found_labels(rng, normalize, block):
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("space", SPACES)
-def test_scores_of_some_pairs_are_those_of_all(rng, space, with_bias, normalize):
+def test_scores_of_some_pairs_are_those_of_all(rng, monkeypatch, space, with_bias, normalize):
     de_BD, de_LD, clf_BD, clf_LD, bias_L = _vectors(rng)
     bias = bias_L if with_bias else None
     queries = query_vectors(de_BD, clf_BD, space, 0.37, normalize, with_bias)
@@ -102,10 +111,13 @@ def test_scores_of_some_pairs_are_those_of_all(rng, space, with_bias, normalize)
     asked = rng.random(all_BL.shape) < 0.4
     asked[2], asked[5] = False, True
     query_P, label_P = np.nonzero(asked)
-    for blocks in ({}, {"queries": 1, "labels": 1}, {"queries": 2, "labels": 3}, {"queries": 7, "labels": 11}):
-        scores = pair_scores(queries, query_P, label_P, de_LD, clf_LD, bias, space, normalize, **blocks)
+    vectors = {"de": de_LD, "clf": clf_LD} | ({} if bias is None else {"bias": bias})
+    for num_queries, num_labels in ((128, 4096), (1, 1), (2, 3), (7, 11)):
+        monkeypatch.setattr(scoring_space, "_QUERIES_AT_ONCE", num_queries)
+        monkeypatch.setattr(scoring_space, "_LABELS_AT_ONCE", num_labels)
+        scores = pair_scores(queries, query_P, label_P, vectors, space, normalize)
         assert scores.dtype == np.float32
         np.testing.assert_allclose(scores, all_BL[asked], rtol=1e-5, atol=1e-6)
     nothing = np.zeros(0, dtype=np.int64)
-    assert pair_scores(queries, nothing, nothing, de_LD, clf_LD, bias, space, normalize).shape == (0,)
-    assert pair_scores(queries[:0], nothing, nothing, de_LD, clf_LD, bias, space, normalize).shape == (0,)
+    assert pair_scores(queries, nothing, nothing, vectors, space, normalize).shape == (0,)
+    assert pair_scores(queries[:0], nothing, nothing, vectors, space, normalize).shape == (0,)
