@@ -9,10 +9,11 @@ import pytest
 from scipy.sparse import csr_matrix
 
 from unidec.errors import DataError
-from unidec.evaluation.challenge import challenge, mapped, metric_by_query
+from unidec.evaluation.challenge import challenge, mapped
 from unidec.evaluation.metrics import evaluate
-from unidec.evaluation.significance import QueryScores, paired_differences
+from unidec.evaluation.significance import QueryScores, paired_differences, query_scores
 from unidec.metric_names import metric_names
+from unidec.sections import Gate
 
 RULES = {"metric": "nDCG@5", "margin": 0.0, "confidence": 0.9, "guarded": ["P@1", "tail/R@10"], "tolerance": 0.5}
 
@@ -41,9 +42,9 @@ def test_every_metric_by_query_adds_up_to_the_evaluators(seed: int, empty: str) 
     for name in metric_names():
         if "coverage" in name:
             with pytest.raises(ValueError, match="all queries together"):
-                metric_by_query(name, predicted, truth, weight, group)
+                query_scores(predicted, truth, weight, [name], group)
         else:
-            scores = metric_by_query(name, predicted, truth, weight, group)
+            scores = query_scores(predicted, truth, weight, [name], group)
             assert scores.value(name) == pytest.approx(figures[name], abs=1e-9), name
 
 
@@ -68,7 +69,7 @@ def test_labels_are_mapped_by_uid_a_removed_one_leaves_the_answer() -> None:
 def test_the_bootstrap_beside_a_slow_one_with_the_same_draws(metric: str) -> None:
     first, truth, weight, group, rng = random_case(1, num_queries=7)
     second = np.stack([rng.permutation(30)[:12] for _ in range(7)])
-    scores = [metric_by_query(metric, rows, truth, weight, group) for rows in (first, second)]
+    scores = [query_scores(rows, truth, weight, [metric], group) for rows in (first, second)]
     fast = paired_differences(*scores, metric, num_samples=50, seed=4)
     drawn = np.random.default_rng([4, 0]).integers(7, size=(50, 7))
     for r, rows in enumerate(drawn):
@@ -102,7 +103,7 @@ def checks(found) -> dict[str, bool]:
 def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> None:
     truth, weight, group, ranking = world()
     half, more = np.arange(400) % 2 == 0, np.arange(400) % 5 > 0
-    better = challenge(ranking(more), ranking(half), truth, weight, group, **RULES)
+    better = challenge(ranking(more), ranking(half), truth, weight, group, Gate(**RULES))
     assert all(checks(better).values()) and better.confidence == 1.0
     assert (
         better.difference == pytest.approx(30)
@@ -110,10 +111,10 @@ def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> Non
         and better.intervals["P@1"][1] < 40
     )
     assert better.better - better.worse == 0.3 * 400
-    worse = challenge(ranking(half), ranking(more), truth, weight, group, **RULES)
+    worse = challenge(ranking(half), ranking(more), truth, weight, group, Gate(**RULES))
     assert checks(worse) == {"nDCG@5": False, "confidence": False, "P@1": False, "tail/R@10": False}
     assert worse.difference == -better.difference
-    same = challenge(ranking(half), ranking(half), truth, weight, group, **RULES)
+    same = challenge(ranking(half), ranking(half), truth, weight, group, Gate(**RULES))
     assert all(checks(same).values()) and same.difference == 0 and same.confidence == 1.0
 
 
@@ -126,10 +127,10 @@ def test_a_little_better_by_chance_is_not_sure() -> None:
         one, other = other, one
     other = other.copy()
     other[np.flatnonzero(~other)[: one.sum() - other.sum() - 1]] = True  # one is ahead by a single query
-    found = challenge(ranking(one), ranking(other), truth, weight, group, **RULES)
+    found = challenge(ranking(one), ranking(other), truth, weight, group, Gate(**RULES))
     assert checks(found)["nDCG@5"] and not checks(found)["confidence"]
     assert 0.4 < found.confidence < 0.9 and found.intervals["nDCG@5"][0] < 0 < found.intervals["nDCG@5"][1]
-    unsure = challenge(ranking(one), ranking(other), truth, weight, group, **RULES | {"confidence": 0.0})
+    unsure = challenge(ranking(one), ranking(other), truth, weight, group, Gate(**(RULES | {"confidence": 0.0})))
     assert "confidence" not in checks(unsure)
 
 
@@ -139,14 +140,16 @@ def test_margin_and_tolerance_count_to_the_point() -> None:
     three = half.copy()
     three[np.flatnonzero(~half)[:12]] = True  # 12 of 400: 3 points
     for margin, passed in [(2.9, True), (3.0, True), (3.1, False)]:
-        found = challenge(ranking(three), ranking(half), truth, weight, group, **RULES | {"margin": margin})
+        found = challenge(ranking(three), ranking(half), truth, weight, group, Gate(**(RULES | {"margin": margin})))
         assert checks(found)["nDCG@5"] is passed
     for tolerance, passed in [(2.9, False), (3.0, True)]:
         rules = RULES | {"tolerance": tolerance, "guarded": ["P@1"], "margin": -9.0}
-        found = challenge(ranking(half), ranking(three), truth, weight, group, **rules)
+        found = challenge(ranking(half), ranking(three), truth, weight, group, Gate(**rules))
         assert checks(found) == {"nDCG@5": True, "confidence": True, "P@1": passed}
     # a negative margin is a loss that is borne: sure enough that no more is lost
-    lost = challenge(ranking(half), ranking(three), truth, weight, group, **RULES | {"margin": -3.5, "guarded": []})
+    lost = challenge(
+        ranking(half), ranking(three), truth, weight, group, Gate(**(RULES | {"margin": -3.5, "guarded": []}))
+    )
     assert checks(lost)["nDCG@5"] and 0.5 < lost.confidence < 1 and "worse by at most 3.50" in lost.checks[1].words
 
 
@@ -156,18 +159,20 @@ def test_the_tail_alone_can_refuse() -> None:
     base = np.arange(400) % 2 == 0
     for hurt, name in itertools.product((0, 2), ("tail/R@10", "head/R@10")):
         right = np.where(group[label] == hurt, False, True)
-        found = challenge(ranking(right), ranking(base), truth, weight, group, **RULES | {"guarded": [name]})
+        found = challenge(ranking(right), ranking(base), truth, weight, group, Gate(**(RULES | {"guarded": [name]})))
         assert checks(found) == {"nDCG@5": True, "confidence": True, name: (hurt == 0) != (name[:4] == "tail")}
 
 
 def test_coverage_can_decide_without_a_bootstrap() -> None:
     truth, weight, group, ranking = world()
     rules = RULES | {"metric": "coverage@5", "confidence": 0.0}
-    found = challenge(ranking(np.arange(400) % 2 == 0), ranking(np.zeros(400, bool)), truth, weight, group, **rules)
+    found = challenge(
+        ranking(np.arange(400) % 2 == 0), ranking(np.zeros(400, bool)), truth, weight, group, Gate(**rules)
+    )
     assert "coverage@5" not in found.intervals and found.confidence is None and checks(found)["coverage@5"]
 
 
 def test_no_queries_is_an_error() -> None:
     nothing = np.zeros((0, 3), dtype=int)
     with pytest.raises(DataError):
-        challenge(nothing, nothing, csr_matrix((0, 5)), np.ones(5), np.zeros(5, dtype=int), **RULES)
+        challenge(nothing, nothing, csr_matrix((0, 5)), np.ones(5), np.zeros(5, dtype=int), Gate(**RULES))

@@ -4,8 +4,9 @@ Shape legend: B queries of one update, N all queries, K predicted labels a query
 pairs.
 
 Definitions. Relevance above 0 counts as relevant; predictions are label ids, best first, -1 = none (a miss at that
-rank). Every figure is a percentage. With P_i = the relevant labels of query i, y_ij = 1 if the label predicted at
-rank j is in P_i, w_l = inverse propensity, d_j = 1 / log2(j + 1), D(n) = d_1 + ... + d_n:
+rank). Every figure is a percentage, 100 * sum(above) / sum(below) over the queries, where above and below are what a
+query contributes (`by_query`). With P_i = the relevant labels of query i, y_ij = 1 if the label predicted at rank j is
+in P_i, w_l = inverse propensity, d_j = 1 / log2(j + 1), D(n) = d_1 + ... + d_n:
 
 - P@k      mean over all queries of sum_{j<=k} y_ij / k
 - R@k      mean of sum_{j<=k} y_ij / |P_i|
@@ -38,10 +39,11 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from unidec.errors import DataError
-from unidec.metric_names import DEFAULT_KS, DEFAULT_PROPENSITY_KS, GROUPS
+from unidec.metric_names import DEFAULT_KS, DEFAULT_PROPENSITY_KS, GROUPS, metric_names, parse
 
 _NO_RANK = np.iinfo(np.int64).max
 _BLOCK = 8192  # queries an update in `evaluate`: bounds the temporaries at some 100 bytes x block x K
+_RECIPROCAL_RANK = 100  # places that MRR looks at
 
 Floats = NDArray[np.float64]
 
@@ -86,90 +88,105 @@ def check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> NDA
             expected=f"relevance ({len(label_BK)}, {num_labels})",
             fix="pass the relevance rows of exactly the predicted queries, over all labels",
         )
-    wrong_B = ((label_BK < -1) | (label_BK >= num_labels)).any(axis=1)
-    if wrong_B.any():
-        row = int(np.argmax(wrong_B))
-        raise DataError(
-            "a predicted label does not exist",
-            where=f"predictions row {row}",
-            got=label_BK[row].tolist()[:20],
-            expected=f"-1 (none) or 0 to {num_labels - 1}",
-        )
     sorted_BK = np.sort(label_BK, axis=1)
+    wrong_B = ((label_BK < -1) | (label_BK >= num_labels)).any(axis=1)
     double_B = ((sorted_BK[:, 1:] == sorted_BK[:, :-1]) & (sorted_BK[:, 1:] >= 0)).any(axis=1)
-    if double_B.any():
-        row = int(np.argmax(double_B))
-        raise DataError(
-            "a label is predicted twice for one query",
-            where=f"predictions row {row}",
-            got=label_BK[row].tolist()[:20],
-            fix="give each label at most once a query; it would be counted twice",
-        )
+    for faulty_B, what, expected in (
+        (wrong_B, "a predicted label does not exist", f"-1 (none) or 0 to {num_labels - 1}"),
+        (double_B, "a label is predicted twice for one query", "each label at most once a query"),
+    ):
+        if faulty_B.any():
+            row = int(np.argmax(faulty_B))
+            raise DataError(
+                what, where=f"predictions row {row}", got=label_BK[row].tolist()[:20], expected=expected
+            )  # fmt: skip
     return label_BK
 
 
+class _Ranked:
+    """Which predictions of some queries are right, and all their relevant pairs: what every metric is counted from."""
+
+    def __init__(self, predicted_NK: Any, relevance: csr_matrix, weight_L: Floats, group_L: NDArray[Any]) -> None:
+        num_labels = len(weight_L)
+        label_NK = check_predictions(predicted_NK, relevance, num_labels)
+        self.label_NK = label_NK if label_NK.shape[1] else np.full((len(label_NK), 1), -1, dtype=np.int64)
+        key_E = pair_keys(relevance, positive_only=True)
+        self.row_E, self.label_E = np.divmod(key_E, max(num_labels, 1))
+        self.hit_NK = lookup(self.label_NK, key_E, num_labels)
+        self.weight_E, self.group_E = weight_L[self.label_E], group_L[self.label_E]
+        # what is appended is for label -1
+        self.weight_NK = np.where(self.hit_NK, np.append(weight_L, 0.0)[self.label_NK], 0.0)
+        self.group_NK = np.append(group_L, -1)[self.label_NK]
+
+    def scope(self, group: str) -> _Scope:
+        """All labels (""), or those of one group."""
+        if not group:
+            return _Scope(self.hit_NK, self.weight_NK, self.row_E, self.weight_E, whole=True)
+        number = GROUPS.index(group)
+        inside_NK, inside_E = self.group_NK == number, self.group_E == number
+        return _Scope(
+            self.hit_NK & inside_NK, self.weight_NK * inside_NK, self.row_E[inside_E], self.weight_E[inside_E], False
+        )  # fmt: skip
+
+
 class _Scope:
-    """Sums of one scope: all labels, or one frequency group. A scope never sees labels outside of it."""
+    """Some queries, with all labels or with those of one frequency group alone."""
 
-    def __init__(self, ks: Sequence[int], propensity_ks: Sequence[int]) -> None:
-        self.ks, self.propensity_ks = tuple(ks), tuple(propensity_ks)
-        width = max((*self.ks, *self.propensity_ks))
-        self.discount_K = 1.0 / np.log2(np.arange(2, width + 2))
-        self.ideal = np.concatenate([[1.0], np.cumsum(self.discount_K)])  # [0] is 1: no division by 0, its gain is 0
-        self.queries = 0
-        self.first = 0.0
-        self.hits, self.recall, self.ndcg = (np.zeros(len(self.ks)) for _ in range(3))
-        self.psp, self.best_psp, self.psndcg, self.best_psndcg = (np.zeros(len(self.propensity_ks)) for _ in range(4))
-
-    def add(
-        self,
-        hit_BK: NDArray[np.bool_],
-        weight_BK: Floats,
-        row_E: NDArray[np.int64],
-        weight_E: Floats,
+    def __init__(
+        self, hit_NK: NDArray[np.bool_], weight_NK: Floats, row_E: NDArray[np.int64], weight_E: Floats, whole: bool
     ) -> None:
-        """Adds queries: hits and their inverse propensities by rank; rows and weights of the scope's relevant pairs."""
-        num_rows = len(hit_BK)
-        positives_B = np.bincount(row_E, minlength=num_rows)
-        divisor_B = np.maximum(positives_B, 1)
-        self.queries += int(np.count_nonzero(positives_B))
-        gain_BK = hit_BK * self.discount_K[: hit_BK.shape[1]]
-        for i, k in enumerate(self.ks):
-            hits_B = hit_BK[:, :k].sum(axis=1)
-            self.hits[i] += hits_B.sum()
-            self.recall[i] += (hits_B / divisor_B).sum()
-            self.ndcg[i] += (gain_BK[:, :k].sum(axis=1) / self.ideal[np.minimum(positives_B, k)]).sum()
-        top_BK = hit_BK[:, : max(self.ks)]
-        any_B = top_BK.any(axis=1)
-        self.first += (1.0 / (1.0 + top_BK.argmax(axis=1)[any_B])).sum() if any_B.any() else 0.0
-
+        self.hit_NK, self.weight_NK = hit_NK, weight_NK
+        self.positives_N = np.bincount(row_E, minlength=len(hit_NK))
+        self.counted_N = np.ones(len(hit_NK)) if whole else (self.positives_N > 0).astype(np.float64)
         # the best prediction lists a query's relevant labels by falling inverse propensity
         order_E = np.lexsort((-weight_E, row_E))
-        best_row_E, best_weight_E = row_E[order_E], weight_E[order_E]
-        start_B = np.concatenate([[0], np.cumsum(positives_B)])[:-1]
-        rank_E = np.arange(len(row_E)) - start_B[best_row_E]
-        weighted_gain_BK = weight_BK * self.discount_K[: hit_BK.shape[1]]
-        for i, k in enumerate(self.propensity_ks):
-            ideal_B = self.ideal[np.minimum(positives_B, k)]
-            within_E = rank_E < k
-            self.psp[i] += weight_BK[:, :k].sum()
-            self.best_psp[i] += best_weight_E[within_E].sum()
-            self.psndcg[i] += (weighted_gain_BK[:, :k].sum(axis=1) / ideal_B).sum()
-            best_E = best_weight_E[within_E] * self.discount_K[rank_E[within_E]] / ideal_B[best_row_E[within_E]]
-            self.best_psndcg[i] += best_E.sum()
+        self.best_row_E, self.best_weight_E = row_E[order_E], weight_E[order_E]
+        start_N = np.cumsum(self.positives_N) - self.positives_N
+        self.best_rank_E = np.arange(len(row_E)) - start_N[self.best_row_E]
 
-    def result(self, num_queries: int, mean_over: int) -> dict[str, float]:
-        """Percentages; P@k over `num_queries`, the means of recall type over `mean_over` queries."""
-        out: dict[str, float] = {}
-        for i, k in enumerate(self.ks):
-            out[f"P@{k}"] = _percent(self.hits[i], num_queries * k)
-            out[f"nDCG@{k}"] = _percent(self.ndcg[i], mean_over)
-            out[f"R@{k}"] = _percent(self.recall[i], mean_over)
-        for i, k in enumerate(self.propensity_ks):
-            out[f"PSP@{k}"] = _percent(self.psp[i], self.best_psp[i])
-            out[f"PSnDCG@{k}"] = _percent(self.psndcg[i], self.best_psndcg[i])
-        out["MRR"] = _percent(self.first, mean_over)
-        return out
+    def parts(self, kind: str, k: int) -> tuple[Floats, Floats]:
+        """What each query adds above and below the line of a metric, float64 [N] each."""
+        hit_NK, hits_N = self.hit_NK[:, :k], self.hit_NK[:, :k].sum(axis=1).astype(np.float64)
+        if kind == "P":
+            return hits_N, np.full(len(hits_N), float(k))
+        if kind == "R":
+            return hits_N / np.maximum(self.positives_N, 1), self.counted_N
+        if kind == "MRR":
+            return np.where(hits_N > 0, 1.0 / (1.0 + hit_NK.argmax(axis=1)), 0.0), self.counted_N
+        discount_K = 1.0 / np.log2(np.arange(2, k + 2))
+        ideal_N = np.concatenate([[1.0], np.cumsum(discount_K)])[np.minimum(self.positives_N, k)]  # 1: never 0 / 0
+        if kind == "nDCG":
+            return (hit_NK * discount_K[: hit_NK.shape[1]]).sum(axis=1) / ideal_N, self.counted_N
+        if kind not in ("PSP", "PSnDCG"):
+            raise ValueError(f"{kind} belongs to all queries together")
+        gain_NK = self.weight_NK[:, :k]
+        best_E = np.where(self.best_rank_E < k, self.best_weight_E, 0.0)
+        if kind == "PSnDCG":
+            gain_NK = gain_NK * discount_K[: hit_NK.shape[1]] / ideal_N[:, None]
+            best_E = best_E * discount_K[np.minimum(self.best_rank_E, k - 1)] / ideal_N[self.best_row_E]
+        best_N = np.bincount(self.best_row_E, weights=best_E, minlength=len(hits_N)).astype(np.float64)
+        return gain_NK.sum(axis=1), best_N
+
+
+def by_query(
+    predicted_NK: Any, relevance: csr_matrix, names: Sequence[str], inverse_propensity_L: Any, group_L: Any = None
+) -> dict[str, tuple[Floats, Floats]]:
+    """What each query adds to metrics: {name: (above [N], below [N])}; a metric is 100 * sum(above) / sum(below).
+
+    Args:
+        predicted_NK, relevance: as in `Evaluator.update`.
+        names: "nDCG@5", "tail/R@10", "MRR", ...: any but coverage, which belongs to all queries together.
+        inverse_propensity_L: float [L]. group_L: int [L], 0 tail, 1 torso, 2 head; needed for metrics of a group.
+    """
+    weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
+    group_L = np.zeros(len(weight_L), dtype=np.int64) if group_L is None else np.asarray(group_L)
+    return _parts(_Ranked(predicted_NK, relevance, weight_L, group_L), names, _RECIPROCAL_RANK)
+
+
+def _parts(ranked: _Ranked, names: Sequence[str], reciprocal_rank: int) -> dict[str, tuple[Floats, Floats]]:
+    parsed = {name: parse(name) for name in names}
+    scopes = {group: ranked.scope(group) for group in dict.fromkeys(one.group for one in parsed.values())}
+    return {name: scopes[one.group].parts(one.kind, one.k or reciprocal_rank) for name, one in parsed.items()}
 
 
 def _percent(part: float, whole: float) -> float:
@@ -206,10 +223,10 @@ class Evaluator:
             raise DataError("unknown frequency group", got=np.unique(self._group_L).tolist()[:20], expected="0, 1, 2")
         if not ks or min((*ks, *propensity_ks)) < 1:
             raise DataError("cut-offs must be at least 1, and ks not empty", got=f"{tuple(ks)}, {tuple(propensity_ks)}")
-        self._ks = tuple(ks)
-        self._width = max((*ks, *propensity_ks))
-        self._num_queries = 0
-        self._scopes = [_Scope(ks, propensity_ks) for _ in range(1 + len(GROUPS))]
+        self._ks, self._width = tuple(ks), max((*ks, *propensity_ks))
+        names = metric_names(ks, propensity_ks)
+        self._sums = {name: np.zeros(2) for name in names if parse(name).kind != "coverage"}
+        self._num_queries = dict.fromkeys(("", *GROUPS), 0)
         num_labels = len(self._weight_L)
         self._rank_L = np.full(num_labels, _NO_RANK)  # best 0-based rank at which a label was predicted right
         self._relevant_L = np.zeros(num_labels, dtype=bool)
@@ -224,42 +241,25 @@ class Evaluator:
         Raises:
             DataError: shapes that do not fit, a label out of range or predicted twice for one query.
         """
-        num_labels = len(self._weight_L)
-        label_BK = check_predictions(predicted_BK, relevance, num_labels)[:, : self._width]
-        self._num_queries += len(label_BK)
-        key_E = pair_keys(relevance, positive_only=True)
-        if num_labels == 0 or key_E.size == 0:
-            return  # nothing is relevant: these queries count as 0 everywhere
-        if label_BK.shape[1] == 0:
-            label_BK = np.full((len(label_BK), 1), -1, dtype=np.int64)
-        row_E, label_E = np.divmod(key_E, num_labels)
-        weight_E, group_E = self._weight_L[label_E], self._group_L[label_E]
-        hit_BK = lookup(label_BK, key_E, num_labels)
-        weight_BK = np.where(hit_BK, self._weight_L[label_BK], 0.0)
-        self._scopes[0].add(hit_BK, weight_BK, row_E, weight_E)
-        group_BK = self._group_L[label_BK]
-        for group, scope in enumerate(self._scopes[1:]):
-            of_group_BK, of_group_E = group_BK == group, group_E == group
-            scope.add(hit_BK & of_group_BK, weight_BK * of_group_BK, row_E[of_group_E], weight_E[of_group_E])
-        self._relevant_L[label_E] = True
-        hit_row, hit_rank = np.nonzero(hit_BK)
-        np.minimum.at(self._rank_L, label_BK[hit_row, hit_rank], hit_rank)
+        ranked = _Ranked(predicted_BK, relevance, self._weight_L, self._group_L)
+        for name, (above_B, below_B) in _parts(ranked, list(self._sums), max(self._ks)).items():
+            self._sums[name] += (above_B.sum(), below_B.sum())
+        self._num_queries[""] += len(ranked.label_NK)
+        for number, group in enumerate(GROUPS):
+            self._num_queries[group] += len(np.unique(ranked.row_E[ranked.group_E == number]))
+        self._relevant_L[ranked.label_E] = True
+        hit_row, hit_rank = np.nonzero(ranked.hit_NK)
+        np.minimum.at(self._rank_L, ranked.label_NK[hit_row, hit_rank], hit_rank)
 
     def compute(self) -> dict[str, float]:
         """Metrics of all updates so far: `"P@1"`, ..., `"tail/R@10"`, ... in percent, and numbers of queries."""
-        out = self._scopes[0].result(self._num_queries, self._num_queries)
-        out |= self._coverage(self._relevant_L)
-        out["num_queries"] = float(self._num_queries)
-        for group, (name, scope) in enumerate(zip(GROUPS, self._scopes[1:], strict=True)):
-            part = scope.result(self._num_queries, scope.queries)
-            part |= self._coverage(self._relevant_L & (self._group_L == group))
-            part["num_queries"] = float(scope.queries)
-            out |= {f"{name}/{key}": value for key, value in part.items()}
+        out = {name: _percent(above, below) for name, (above, below) in self._sums.items()}
+        for group, count in self._num_queries.items():
+            prefix = f"{group}/" if group else ""
+            rank = self._rank_L[self._relevant_L & (self._group_L == GROUPS.index(group) if group else True)]
+            out |= {f"{prefix}coverage@{k}": _percent(float((rank < k).sum()), rank.size) for k in self._ks}
+            out[f"{prefix}num_queries"] = float(count)
         return out
-
-    def _coverage(self, relevant_L: NDArray[np.bool_]) -> dict[str, float]:
-        rank = self._rank_L[relevant_L]
-        return {f"coverage@{k}": _percent(float(np.count_nonzero(rank < k)), rank.size) for k in self._ks}
 
 
 def evaluate(
@@ -285,19 +285,8 @@ def per_query(predicted_NK: Any, relevance: csr_matrix) -> dict[str, Floats]:
 
     Args and errors: as in `Evaluator.update`.
     """
-    num_labels = _shape(relevance)[1]
-    label_NK = check_predictions(predicted_NK, relevance, num_labels)
-    key_E = pair_keys(relevance, positive_only=True)
-    hit_NK = lookup(label_NK, key_E, num_labels)
-    positives_N = np.bincount(key_E // max(num_labels, 1), minlength=len(label_NK))
-    discount_K = 1.0 / np.log2(np.arange(2, 7))
-    ideal = np.concatenate([[1.0], np.cumsum(discount_K)])
-    gain_N = (hit_NK[:, :5] * discount_K[: min(5, hit_NK.shape[1])]).sum(axis=1)
-    return {
-        "P@1": 100.0 * hit_NK[:, :1].sum(axis=1),
-        "nDCG@5": 100.0 * gain_N / ideal[np.minimum(positives_N, 5)],
-        "R@100": 100.0 * hit_NK[:, :100].sum(axis=1) / np.maximum(positives_N, 1),
-    }
+    parts = by_query(predicted_NK, relevance, ("P@1", "nDCG@5", "R@100"), np.ones(_shape(relevance)[1]))
+    return {name: 100.0 * above_N for name, (above_N, _) in parts.items()}
 
 
 def remove_filtered(
@@ -308,8 +297,7 @@ def remove_filtered(
     Search for k + the most filter pairs of any query, then call this, so that k labels are left.
 
     Args:
-        predicted_NK: int [N, K], label ids, best first; -1 = none.
-        scores_NK: float [N, K].
+        predicted_NK: int [N, K], label ids, best first; -1 = none. scores_NK: float [N, K].
         filter_pairs: CSR [N, L], every stored pair is filtered; rows aligned with the predictions.
         k: labels a query to return, at least 0.
 
@@ -339,8 +327,7 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
     """The relevant pairs that are not filtered: bool CSR [N, L], sorted.
 
     Args:
-        relevance: CSR [N, L], relevant where > 0.
-        filter_pairs: CSR [N, L], every stored pair is filtered.
+        relevance: CSR [N, L], relevant where > 0. filter_pairs: CSR [N, L], every stored pair is filtered.
 
     Raises:
         DataError: shapes that differ.

@@ -1,49 +1,39 @@
 """Are two systems different, or was it the draw of the queries? Paired tests over queries, for means and for ratios.
 
-Shape legend: N queries, K predicted labels, L labels, E positive (query, label) pairs, M metrics, S runs (seeds) of a
-system, R resamples, C = S x M columns.
+Shape legend: N queries, K predicted labels, L labels, M metrics, S runs (seeds) of a system, R resamples, C = S x M
+columns.
 
-Every metric here is 100 * sum_i above_i / sum_i below_i over the queries: with below = 1 a mean (P@k, R@k, nDCG@k,
-MRR), else a ratio of data-set sums (PSP@k, PSnDCG@k). The part below does not depend on the system, so a metric's mean
-over seeds is the same ratio of means, and one code tests both kinds.
+Every metric here is 100 * sum_i above_i / sum_i below_i over the queries (`metrics.by_query`). The part below does not
+depend on the system, so a metric's mean over seeds is the same ratio of means, and one code tests both kinds.
 
-- Paired bootstrap: queries are drawn with replacement, the same draw for both systems, and the difference of the
-  metrics is taken anew. Gives the interval, and on request the p-value. Source: Efron and Tibshirani 1993; Koehn 2004.
-- Randomisation test: if the systems were alike, then a query's two results could as well be swapped; swapping each
+- Interval: paired bootstrap. Queries are drawn with replacement, the same draw for both systems. Source: Efron and
+  Tibshirani 1993; Koehn 2004.
+- p-value: randomisation test. If the systems were alike, a query's two results could as well be swapped; swapping each
   query by a fair coin gives the difference's distribution. Source: Fisher 1935; Noreen 1989; Smucker et al. 2007.
-- Several seeds: a query keeps its results under all seeds together, in a draw as in a swap ("average"): the statement
-  is on these trained models. Seeds stacked as if each were a set of queries of its own would count the same queries
-  several times and find too much, so this is not offered. "resample" draws the seeds of both systems anew as well: the
-  statement is then on the way to train, and with few seeds its interval is rough (of 2 seeds, half the draws take one
-  of them twice).
+- Several seeds: a query keeps its results under all seeds together, in a draw as in a swap: the statement is on these
+  trained models. Seeds stacked as if each were a set of queries of its own would find too much.
 - Holm 1979: with many comparisons some seem to differ by chance; p-values are corrected over the whole family.
 """
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
-from unidec.errors import ArtifactError, DataError
-from unidec.evaluation.metrics import check_predictions, lookup, pair_keys
+from unidec.errors import DataError
+from unidec.evaluation.metrics import by_query
 from unidec.progress import progress
 
-PRECISION = (1, 3, 5)
-RECALL = (10, 100)
-RECIPROCAL_RANK = 100  # places that MRR looks at
+METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "R@10", "R@100", "PSP@1", "PSP@3", "PSP@5", "PSnDCG@5", "MRR")
 NUM_SAMPLES = 10_000
 _BLOCK = 2**21  # draws of a query at a time: some 50 MB
 
 Floats = NDArray[np.float64]
-Test = Literal["randomisation", "bootstrap"]
-Seeds = Literal["average", "resample"]
 
 
 @dataclass(frozen=True)
@@ -84,73 +74,23 @@ class QueryScores:
         rows = [self._row(name) for name in names]
         return QueryScores(tuple(names), self.above_MN[rows], self.below_MN[rows])
 
-    def save(self, path: str | Path) -> None:
-        """One .npz file."""
-        np.savez(Path(path), names=np.array(self.names), above=self.above_MN, below=self.below_MN)
-
-    @classmethod
-    def load(cls, path: str | Path) -> QueryScores:
-        """What `save` wrote. Errors: ArtifactError for a file that is missing or something else."""
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                return cls(tuple(map(str, file["names"])), file["above"], file["below"])
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile, DataError) as error:
-            raise ArtifactError("not a file of scores by query", where=str(path), got=str(error)[:200]) from error
-
     def _row(self, name: str) -> int:
         if name not in self.names:
             raise DataError("no such metric by query", got=name, expected=", ".join(self.names))
         return self.names.index(name)
 
 
-def query_scores(predicted_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any) -> QueryScores:
-    """P@1, P@3, P@5, nDCG@5, R@10, R@100, PSP@1, PSP@3, PSP@5, PSnDCG@5 and MRR by query.
-
-    Their values are the figures of `unidec.evaluation.metrics.Evaluator`.
-
-    Args:
-        predicted_NK: int [N, K], label ids, best first; -1 = none.
-        relevance: CSR [N, L], the truth after filters, relevant where > 0.
-        inverse_propensity_L: float [L].
-
-    Raises:
-        DataError: shapes that do not fit, a label out of range or predicted twice for one query.
-    """
-    weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
-    label_NK = check_predictions(predicted_NK, relevance, len(weight_L))
-    num_queries = len(label_NK)
-    key_E = pair_keys(relevance, positive_only=True)
-    row_E, label_E = np.divmod(key_E, max(len(weight_L), 1))
-    hit_NK = lookup(label_NK, key_E, len(weight_L))
-    weight_NK = np.where(hit_NK, weight_L[label_NK], 0.0) if len(weight_L) else np.zeros(label_NK.shape)
-    positives_N = np.bincount(row_E, minlength=num_queries)
-    best_E = np.lexsort((-weight_L[label_E], row_E))  # a query's positives by falling weight
-    rank_E = np.arange(len(row_E)) - np.repeat(np.cumsum(positives_N) - positives_N, positives_N)
-    best_weight_E = weight_L[label_E[best_E]]
-    discount = 1.0 / np.log2(np.arange(2, 7))
-    ideal_N = np.concatenate([[1.0], np.cumsum(discount)])[np.minimum(positives_N, 5)]
-    one_N = np.ones(num_queries)
-
-    def best(k: int, gain_E: Floats) -> Floats:
-        within_E = np.where(rank_E < k, gain_E, 0.0)
-        return np.bincount(row_E, weights=within_E, minlength=num_queries).astype(np.float64)
-
-    width = min(5, label_NK.shape[1])
-    parts: dict[str, tuple[Floats, Floats]] = {}
-    for k in PRECISION:
-        parts[f"P@{k}"] = hit_NK[:, :k].sum(axis=1) / k, one_N
-    parts["nDCG@5"] = (hit_NK[:, :5] * discount[:width]).sum(axis=1) / ideal_N, one_N
-    for k in RECALL:
-        parts[f"R@{k}"] = hit_NK[:, :k].sum(axis=1) / np.maximum(positives_N, 1), one_N
-    for k in PRECISION:
-        parts[f"PSP@{k}"] = weight_NK[:, :k].sum(axis=1), best(k, best_weight_E)
-    gain_E = best_weight_E * discount[np.minimum(rank_E, 4)] / ideal_N[row_E]
-    parts["PSnDCG@5"] = (weight_NK[:, :5] * discount[:width]).sum(axis=1) / ideal_N, best(5, gain_E)
-    top_NK = hit_NK[:, :RECIPROCAL_RANK]
-    first_N = top_NK.argmax(axis=1) if top_NK.shape[1] else np.zeros(num_queries)
-    parts["MRR"] = np.where(top_NK.any(axis=1), 1.0 / (1.0 + first_N), 0.0), one_N
+def query_scores(
+    predicted_NK: Any,
+    relevance: csr_matrix,
+    inverse_propensity_L: Any,
+    names: Sequence[str] = METRICS,
+    group_L: Any = None,
+) -> QueryScores:
+    """Metrics by query; arguments and errors as `metrics.by_query`, values as `metrics.evaluate`."""
+    parts = by_query(predicted_NK, relevance, names, inverse_propensity_L, group_L)
     above, below = zip(*parts.values(), strict=True)
-    return QueryScores(tuple(parts), np.stack(above).astype(np.float64), np.stack(below).astype(np.float64))
+    return QueryScores(tuple(parts), np.stack(above), np.stack(below))
 
 
 @dataclass(frozen=True)
@@ -160,7 +100,7 @@ class Comparison:
     Attributes:
         value, against_value: the metric in percent, mean over seeds. difference: value - against_value.
         low, high: 95 % interval of the difference by paired bootstrap (percentiles). All in percentage points.
-        p_value: two-sided, of the chosen test. p_adjusted: after Holm's correction over all comparisons of the call.
+        p_value: two-sided. p_adjusted: after Holm's correction over all comparisons of the call.
         num_queries; num_seeds, against_seeds: runs of both systems. alpha: level of `better` and `worse`.
     """
 
@@ -195,8 +135,6 @@ def compare_systems(
     against: str | Mapping[str, str],
     metrics: Sequence[str] | None = None,
     *,
-    test: Test = "randomisation",
-    seeds: Seeds = "average",
     num_samples: int | None = None,
     seed: int = 0,
     alpha: float = 0.05,
@@ -207,9 +145,6 @@ def compare_systems(
         runs: system -> its runs, one a seed, all over the same queries in the same order.
         against: the system to compare with, or metric -> system (`best_systems`).
         metrics: which; all that the runs have when None.
-        test: where p-values come from. "randomisation" is about the sharp question whether a difference is there at
-            all; it knows nothing of seeds drawn anew, so with seeds="resample" p-values are the bootstrap's.
-        seeds: see the head of this file.
         num_samples: R; None: 10,000, or more where Holm's correction of so many comparisons needs smaller p-values.
         seed: of the draws: the same call gives the same result.
 
@@ -229,20 +164,18 @@ def compare_systems(
         return []
     # the smallest p-value is about 2 / R: corrected by the number of comparisons it must still reach alpha
     num_samples = num_samples or max(NUM_SAMPLES, round(4 * len(pairs) / alpha))
-    selected = {system: [run.select(names) for run in own] for system, own in runs.items()}
-    value_SM = {system: _metric_values(own) for system, own in selected.items()}
-    sample, interval = _bootstrap(selected, pairs, names, num_samples, seed, seeds == "resample")
-    if test == "randomisation" and seeds == "average":
-        sample = _randomisation(selected, pairs, names, num_samples, seed + 1)
-    corrected = holm(sample)
+    mean_MN = {system: np.mean([run.select(names).above_MN for run in own], axis=0) for system, own in runs.items()}
+    below_MN = next(iter(runs.values()))[0].select(names).below_MN
+    value_SM = {system: _ratio(above_MN.sum(axis=1), below_MN.sum(axis=1)) for system, above_MN in mean_MN.items()}
+    interval = _bootstrap(mean_MN, below_MN, pairs, names, num_samples, seed)
+    p_values = _randomisation(mean_MN, pairs, names, num_samples, seed + 1)
     found = []
-    for i, (system, other, metric) in enumerate(pairs):
+    for (system, other, metric), ends, p, adjusted in zip(pairs, interval, p_values, holm(p_values), strict=True):
         m = names.index(metric)
         value, against_value = float(value_SM[system][m]), float(value_SM[other][m])
         found.append(Comparison(
-            system, other, metric, value, against_value, value - against_value, float(interval[i, 0]),
-            float(interval[i, 1]), float(sample[i]), float(corrected[i]), selected[system][0].num_queries,
-            len(selected[system]), len(selected[other]), alpha,
+            system, other, metric, value, against_value, value - against_value, float(ends[0]), float(ends[1]),
+            float(p), float(adjusted), below_MN.shape[1], len(runs[system]), len(runs[other]), alpha,
         ))  # fmt: skip
     return found
 
@@ -259,7 +192,7 @@ def paired_differences(
     above_2N = np.concatenate([first.select(names).above_MN, second.select(names).above_MN])
     below_N = first.select(names).below_MN[0]
     parts = []
-    for count_RN in _draws(num_samples, len(below_N), np.random.default_rng([seed, 0])):
+    for count_RN in _draws(num_samples, len(below_N), seed):
         value_R2 = _ratio(count_RN @ above_2N.T, (count_RN @ below_N)[:, None])
         parts.append(value_R2[:, 0] - value_R2[:, 1])
     return np.concatenate(parts)
@@ -272,8 +205,7 @@ def best_systems(
     chosen = _checked_names(runs, metrics)
     if not names or any(name not in runs for name in names):
         raise DataError("no such systems to choose from", got=list(names), expected=f"some of {', '.join(runs)}")
-    values = {name: _metric_values([run.select(chosen) for run in runs[name]]) for name in names}
-    return {metric: max(names, key=lambda name: values[name][m]) for m, metric in enumerate(chosen)}
+    return {m: max(names, key=lambda name: float(np.mean([run.value(m) for run in runs[name]]))) for m in chosen}
 
 
 def holm(p_values: Any) -> Floats:
@@ -296,11 +228,6 @@ def _ratio(above: Any, below: Any) -> Any:
     """Percent; 0 where there is nothing below the line."""
     below = np.asarray(below, dtype=np.float64)
     return 100.0 * np.divide(above, below, out=np.zeros(np.broadcast(above, below).shape), where=below > 0)
-
-
-def _metric_values(own: Sequence[QueryScores]) -> Floats:
-    """Metrics of a system, mean over its runs: [M]."""
-    return np.mean([_ratio(run.above_MN.sum(axis=1), run.below_MN.sum(axis=1)) for run in own], axis=0)
 
 
 def _checked_names(runs: Mapping[str, Sequence[QueryScores]], metrics: Sequence[str] | None) -> tuple[str, ...]:
@@ -334,8 +261,9 @@ def _blocks(num_samples: int, num_queries: int, desc: str) -> Iterator[int]:
             bar.update(size)
 
 
-def _draws(num_samples: int, num_queries: int, generator: np.random.Generator) -> Iterator[Floats]:
+def _draws(num_samples: int, num_queries: int, seed: int) -> Iterator[Floats]:
     """How often each query is drawn in each resample, in blocks of resamples: [R', N]."""
+    generator = np.random.default_rng([seed, 0])
     for size in _blocks(num_samples, num_queries, "paired bootstrap"):
         drawn = generator.integers(num_queries, size=(size, num_queries))
         drawn += np.arange(size)[:, None] * num_queries
@@ -343,57 +271,31 @@ def _draws(num_samples: int, num_queries: int, generator: np.random.Generator) -
         yield count_RN.astype(np.float64)
 
 
-def _columns(selected: Mapping[str, Sequence[QueryScores]]) -> tuple[Floats, dict[str, slice]]:
-    """All runs' parts above the line beside each other, [N, C], and each system's columns (S x M of them)."""
-    blocks, place, start = [], {}, 0
-    for system, own in selected.items():
-        blocks += [run.above_MN for run in own]
-        end = start + sum(len(run.names) for run in own)
-        place[system] = slice(start, end)
-        start = end
-    return np.ascontiguousarray(np.concatenate(blocks).T), place
-
-
 def _bootstrap(
-    selected: Mapping[str, Sequence[QueryScores]],
+    mean_MN: Mapping[str, Floats],
+    below_MN: Floats,
     pairs: Sequence[tuple[str, str, str]],
     names: tuple[str, ...],
     num_samples: int,
     seed: int,
-    redraw_seeds: bool,
-) -> tuple[Floats, Floats]:
-    """p-values [pairs] and 95 % intervals [pairs, 2]. One draw of the queries serves all systems and metrics.
-
-    The p-value is twice the share of resamples on the lesser side of 0, ties on both, add-one smoothed.
-    """
-    generator, seed_generator = (np.random.default_rng([seed, part]) for part in (0, 1))
-    above_NC, place = _columns(selected)
-    below_NM = next(iter(selected.values()))[0].below_MN.T
-    num_queries = len(above_NC)
-    difference = np.empty((len(pairs), num_samples))
-    done = 0
-    for count_RN in _draws(num_samples, num_queries, generator):
-        size = len(count_RN)
-        above_RC, below_RM = count_RN @ above_NC, count_RN @ below_NM
-        metric_RM = {}
-        for system, own in selected.items():
-            above_RSM = above_RC[:, place[system]].reshape(size, len(own), len(names))
-            share_RS = np.full((size, len(own)), 1.0 / len(own))
-            if redraw_seeds:
-                share_RS = seed_generator.multinomial(len(own), share_RS[0], size=size) / len(own)
-            metric_RM[system] = _ratio(np.einsum("rsm,rs->rm", above_RSM, share_RS), below_RM)
-        for i, (system, other, metric) in enumerate(pairs):
-            m = names.index(metric)
-            difference[i, done : done + size] = metric_RM[system][:, m] - metric_RM[other][:, m]
-        done += size
-    tie = 1e-9  # percentage points: sums in another order
-    lesser = np.minimum((difference <= tie).sum(axis=1), (difference >= -tie).sum(axis=1))
-    p = np.minimum(1.0, 2.0 * (lesser + 1) / (num_samples + 1))
-    return p, np.percentile(difference, [2.5, 97.5], axis=1).T
+) -> Floats:
+    """95 % intervals [pairs, 2]. One draw of the queries serves all systems and metrics."""
+    above_NC = np.ascontiguousarray(np.concatenate(list(mean_MN.values())).T)  # systems x metrics
+    place = {system: i * len(names) for i, system in enumerate(mean_MN)}
+    first, second, metric = (
+        [place[system] + names.index(m) for system, _, m in pairs],
+        [place[other] + names.index(m) for _, other, m in pairs],
+        [names.index(m) for _, _, m in pairs],
+    )
+    parts = []
+    for count_RN in _draws(num_samples, below_MN.shape[1], seed):
+        above_RC, below_RM = count_RN @ above_NC, count_RN @ below_MN.T
+        parts.append(_ratio(above_RC[:, first] - above_RC[:, second], below_RM[:, metric]))
+    return np.percentile(np.concatenate(parts), [2.5, 97.5], axis=0).T
 
 
 def _randomisation(
-    selected: Mapping[str, Sequence[QueryScores]],
+    mean_MN: Mapping[str, Floats],
     pairs: Sequence[tuple[str, str, str]],
     names: tuple[str, ...],
     num_samples: int,
@@ -404,7 +306,6 @@ def _randomisation(
     The seen one counts among them (add one). A query's swap is the same for all pairs and all seeds.
     """
     generator = np.random.default_rng(seed)
-    mean_MN = {system: np.mean([run.above_MN for run in own], axis=0) for system, own in selected.items()}
     gap = [mean_MN[system][names.index(m)] - mean_MN[other][names.index(m)] for system, other, m in pairs]
     gap_NC = np.ascontiguousarray(np.stack(gap, axis=1))
     scale_C = np.maximum(np.abs(gap_NC).sum(axis=0), 1e-300)

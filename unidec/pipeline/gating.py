@@ -243,6 +243,5 @@ def _compared(challenger: Contestant, champion: Contestant, dataset: XMCDataset,
     propensity = paths.open_propensity()
     return challenge(
         challenger.labels, champion.labels, filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows]),
-        propensity.inverse_L, propensity.group_L, metric=rules.metric, margin=rules.margin,
-        confidence=rules.confidence, guarded=rules.guarded, tolerance=rules.tolerance,
+        propensity.inverse_L, propensity.group_L, rules,
     )  # fmt: skip
