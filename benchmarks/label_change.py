@@ -24,8 +24,8 @@ from measure import machine
 
 from unidec.data.storage import write_json
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
 from unidec.retrieval.label_rows import LabelRows
-from unidec.retrieval.relabel import LabelChange, LabelText, with_labels
 from unidec.tracking.fetch import fetch_bundle
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -39,19 +39,19 @@ from unidec.model.search import exact_search
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import CLF_WEIGHTS
-from unidec.retrieval.new_rows import estimated_rows
+from unidec.retrieval.label_change import estimated_rows
 from unidec.retrieval.scoring_space import Space, label_vectors, query_vectors, unit_rows
 from unidec.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARE, K = 0.05, 100
-CHOSEN = "0.6 text + 0.4 nearest 3 *"  # what the library does (new_rows.py): with cosines + 3 mean row
+CHOSEN = "0.6 text + 0.4 nearest 3 *"  # what the library does (label_change.py): with cosines + 3 mean row
 
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
 def with_validation(raw: RawData) -> RawData:
-    """The raw data with the validation split that `unidec data ingest` cuts."""
+    """The raw data with the validation split that `unidec ingest` cuts."""
     held = hold_out(raw.queries["train"]["uid"], raw.filter_pairs["train"], 0.05, 0)
     rows = {"train": np.flatnonzero(~held), "validation": np.flatnonzero(held)}
     return replace(

@@ -57,12 +57,9 @@ def monitor(
         options = {"column": column, "labels_column": labels_column, "bundle": bundle}
         result = steps.monitor(params, newest(queries), **options)
         artifacts.show_findings(result)
-        if not result["judged"]:
-            endings.say(f"{result['queries']} queries are too few to judge (drift.min_window)")
+        endings.say(in_words(result))
         if result["drifted"]:
             found = [str(finding["words"]) for finding in result["findings"] if finding["drifted"]]
-            for line in found:
-                endings.say(f"drift: {line}")
             payload = {"findings": found, "page": result["page"], "queries": result["queries"]}
             publish.tell(params, "drift", "live queries have drifted", payload, found)
         return result
@@ -82,6 +79,15 @@ def newest(pattern: str) -> str:
     return max(found, key=lambda path: Path(path).stat().st_mtime)
 
 
+def in_words(result: dict[str, Any]) -> str:
+    """What a comparison found, in plain lines."""
+    verdict = "drifted" if result["drifted"] else "no drift"
+    if not result["judged"]:
+        verdict = "too few to judge (drift.min_window)"
+    found = [f"  {finding['words']}" for finding in result["findings"] if finding["drifted"]]
+    return "\n".join([f"{result['queries']:,} queries: {verdict}", *found, f"report: {result['page']}"])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m flows.monitor`; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -93,8 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--column", help="of the texts, if not `query` or `text`")
     parser.add_argument("--labels-column", help="of the labels that were right, if known")
     parser.add_argument("--bundle", help="folder or models:/name/version (default: the champion)")
-    told = vars(parser.parse_args(arguments))
-    return endings.on_command_line(lambda: monitor(**told), "stopped: run again")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    options = vars(parser.parse_args(arguments))
+    show = endings.as_json if options.pop("json") else in_words
+    return endings.on_command_line(lambda: monitor(**options), "stopped: run again", show)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The flow `unidec-refresh`: the champion with the labels of today; nothing is trained.
 
-New labels start from their text, labels that are gone leave, all others keep what was learnt. Minutes instead of hours,
-between two retrainings: `python -m flows.refresh`, or a run of the deployment `unidec-refresh/refresh`.
+Minutes instead of hours, between two retrainings: `python -m flows.refresh`, or a run of the deployment
+`unidec-refresh/refresh`.
 """
 
 from __future__ import annotations
@@ -43,19 +43,15 @@ def refresh(promote: bool | None = None) -> Any:
     Raises:
         UnidecError: there is no champion, or the data is not fit.
     """
-    with endings.at_work():
+    with endings.at_work(), contextlib.ExitStack() as stack:
         params = load_params("params.yaml")
         if reason := late.collapse():
             return endings.turned_away(reason)
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(reproduce.one_at_a_time())
-            except TrainingError as error:
-                return endings.turned_away(error)
-            return endings.named(_refresh(params, promote))
-
-
-_AGAIN = "stopped: nothing was changed; run again"
+        try:
+            stack.enter_context(reproduce.one_at_a_time())
+        except TrainingError as error:
+            return endings.turned_away(error)
+        return endings.named(_refresh(params, promote))
 
 
 def _refresh(params: Params, promote: bool | None) -> dict[str, Any]:
@@ -65,10 +61,9 @@ def _refresh(params: Params, promote: bool | None) -> dict[str, Any]:
         steps.prepare(stage)
     done = steps.refresh_labels(params)
     if not done["changed"]:
-        reason = done["reason"]
-        artifacts.show_skip(reason)
-        publish.emit(params.tracking.model_name, "skipped", {"reason": reason})
-        return {**done, "skipped": reason}
+        artifacts.show_skip(done["reason"])
+        publish.emit(params.tracking.model_name, "skipped", {"reason": done["reason"]})
+        return {**done, "skipped": done["reason"]}
     endings.say(done["reason"])
     registered = steps.register(params, done["bundle"])
     done |= {"version": registered["version"], "run_url": registered.get("run")}
@@ -77,19 +72,34 @@ def _refresh(params: Params, promote: bool | None) -> dict[str, Any]:
     return done | decide.share(params, done["version"], done)
 
 
+def in_words(done: dict[str, Any]) -> str:
+    """What came of a refresh, in plain lines for a terminal."""
+    if "skipped" in done:
+        return f"labels: no change, {done['skipped']}"
+    if done.get("promoted") or done["gate"].get("already"):
+        ending = "is the champion"
+    elif "refused" in done:
+        ending = f"is not promoted: {' '.join(done['refused'].split())}"
+    else:
+        ending = "passed the gate and is not promoted: `unidec models promote` does it"
+    return f"labels: {done['reason']}\nversion {done['version']} {ending}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m flows.refresh`; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m flows.refresh", description="The champion with the labels of today; nothing is trained."
     )
     parser.add_argument("--no-promote", action="store_true", help="the champion stays, whatever the gate says")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(arguments)
 
     def run() -> Any:
-        load_params("params.yaml")  # what is wrong shows before Prefect starts
+        load_params("params.yaml")  # mistakes show before Prefect starts
         return refresh(promote=False if options.no_promote else None)
 
-    return endings.on_command_line(run, _AGAIN)
+    show = endings.as_json if options.json else in_words
+    return endings.on_command_line(run, "stopped: nothing was changed; run again", show)
 
 
 if __name__ == "__main__":

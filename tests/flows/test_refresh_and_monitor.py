@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import types
 from pathlib import Path
@@ -101,9 +102,16 @@ def test_of_several_windows_the_newest_is_looked_at(world, place):
 
 def test_command_lines(world, place, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(world.refresh, "refresh", lambda **told: asked.append(told) or {})
-    monkeypatch.setattr(world.monitor, "monitor", lambda **told: asked.append(told) or {})
+    skipped = {"skipped": "version 7 has these labels"}
+    monkeypatch.setattr(world.refresh, "refresh", lambda **told: asked.append(told) or skipped)
+    monkeypatch.setattr(world.monitor, "monitor", lambda **told: asked.append(told) or world.window)
     assert world.refresh.main(["--no-promote"]) == 0 and world.monitor.main(["a.csv", "--column", "text"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "labels: no change, version 7 has these labels",
+        "500 queries: drifted", "  queries are shorter", "report: runs/index.html",
+    ]  # fmt: skip
+    assert world.refresh.main(["--json"]) == 0 and json.loads(capsys.readouterr().out) == skipped
+    assert world.monitor.main(["a.csv", "--json"]) == 0 and json.loads(capsys.readouterr().out) == world.window
     assert asked[0] == {"promote": False}
     assert asked[1] == {"queries": "a.csv", "column": "text", "labels_column": None, "bundle": None}
     (place / "params.yaml").write_text("sed: 0\n")

@@ -1,16 +1,22 @@
-"""An edit of a label set: against a dictionary edited by hand, and every mistake in one message."""
+"""Label changes: an edit against a dictionary edited by hand, files of labels, and estimated rows against a loop."""
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tiny_bundle as tiny
 
 from unidec.errors import DataError
+from unidec.retrieval import label_change
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.label_change import MOST_SHOWN, LabelChange, LabelText
+from unidec.retrieval.label_change import MOST_SHOWN, LabelChange, LabelText, estimated_rows, read_labels
+from unidec.retrieval.scoring_space import unit_rows
 
 
 @pytest.fixture
@@ -73,7 +79,8 @@ def test_all_mistakes_at_once(bundle: Bundle) -> None:
         )
     message = str(caught.value)
     for words in (
-        "8 labels are not fit; nothing was written", "new.csv:2: 'L1' is in the bundle already", "'N' has no text",
+        "8 problems in a change of labels; nothing was written", "new.csv:2: 'L1' is in the bundle already",
+        "'N' has no text",
         "'N': add twice", "a label without a uid", "no label 'L22'; did you mean 'L2'?", "'L2': remove twice",
         "'L2': remove and update", "no label 'nothing alike'\n",
     ):  # fmt: skip
@@ -83,10 +90,151 @@ def test_all_mistakes_at_once(bundle: Bundle) -> None:
 def test_many_mistakes_are_cut_and_counted(bundle: Bundle) -> None:
     with pytest.raises(DataError, match=f"and {40 - MOST_SHOWN} more") as caught:
         LabelChange.edit(bundle, remove=[f"gone-{i}" for i in range(40)])
-    assert "40 labels" in str(caught.value) and "gone-9'" in str(caught.value) and "gone-10'" not in str(caught.value)
+    assert "40 problems" in str(caught.value) and "gone-9'" in str(caught.value) and "gone-10'" not in str(caught.value)
 
 
 def test_one_label_must_stay(bundle: Bundle) -> None:
     with pytest.raises(DataError, match="needs a label"):
         LabelChange.edit(bundle, remove=tiny.UIDS)
     assert labels_of(LabelChange.edit(bundle, add=[LabelText("N", "x")], remove=tiny.UIDS)) == {"N": "x"}
+
+
+# -- files of labels --------------------------------------------------------------------------------------------------
+
+ROWS = [
+    {"uid": "a", "text": "one, \"two\"\nthree", "title": ""},
+    {"uid": "7", "text": "größer 🚗", "title": "shown"},
+    {"uid": "c d", "text": "", "title": "only a title"},
+]  # fmt: skip
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> Path:
+    kind = path.name.removesuffix(".gz").rpartition(".")[2]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        return path
+    if kind == "jsonl":
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    else:
+        mark = "\t" if kind == "tsv" else ","
+        quoted = [[json.dumps(v, ensure_ascii=False).replace('\\"', '""').replace("\\n", "\n") for v in row.values()]
+                  for row in rows]  # fmt: skip
+        text = "\n".join([mark.join(rows[0]), *(mark.join(row) for row in quoted)]) + "\n"
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.parquet", "a.csv.gz", "a.jsonl.gz"])
+def test_every_format_gives_the_same(name: str, tmp_path: Path) -> None:
+    found = read_labels(write(tmp_path / name, ROWS))
+    assert [(item.uid, item.text, item.title) for item in found] == [tuple(row.values()) for row in ROWS]
+    lines = {"csv": [2, 4, 5], "tsv": [2, 4, 5], "jsonl": [1, 2, 3], "parquet": [0, 1, 2]}[name.split(".")[1]]
+    assert [item.where for item in found] == [f"{name}:{line}" for line in lines]
+    assert [item.uid for item in read_labels(tmp_path / name, texts=False)] == ["a", "7", "c d"]
+
+
+def test_uids_alone_and_other_names(tmp_path: Path) -> None:
+    (tmp_path / "gone.csv").write_text("\ufeffid,why\nx,old\n\ny,\n", encoding="utf-8")
+    assert [item.uid for item in read_labels(tmp_path / "gone.csv", texts=False)] == ["x", "y"]
+    (tmp_path / "gone.jsonl").write_text('{"label": 5, "title": "five"}\n\n')
+    assert read_labels(tmp_path / "gone.jsonl") == [LabelText("5", "five", "five", "gone.jsonl:1")]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.txt", b"x", "unknown format"),
+        ("a.csv", None, "no such file"),
+        ("a.csv", b"", "an empty file"),
+        ("a.csv", b"name,text\nx,y\n", "no uid in name, text"),
+        ("a.csv", b"uid,text\n", "no rows"),
+        ("a.csv", b"uid,text\n\xff,y\n", r"a\.csv:2: text that is not UTF-8"),
+        ("a.csv.gz", b"uid,text\nx,y\n", "damaged gzip file"),
+        ("a.parquet", b"PAR1", "cannot be read"),
+        ("a.jsonl", b'{"uid": "x"', r"a\.jsonl:1: not a line of JSON"),
+        ("a.jsonl", b'{"uid": "x", "text": 3}\n[1]\n', r"(?s):1: not a text: 3.*:2: no uid"),
+        ("a.jsonl", b'{"uid": true, "text": "t"}\n', ":1: no uid"),
+        ("a.jsonl", b'{"uid": "x", "text": "\\ud800"}\n', "not valid Unicode"),
+    ],
+)  # fmt: skip
+def test_files_that_are_none(name: str, data: bytes | None, words: str, tmp_path: Path) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=words):
+        read_labels(tmp_path / name)
+
+
+# -- estimated classifier rows ----------------------------------------------------------------------------------------
+
+
+def by_hand(
+    vectors: dict[str, np.ndarray], trained: list[int], clf: np.ndarray, de: np.ndarray | None, cosine: bool = False
+) -> np.ndarray:
+    """Row by row, in Python."""
+    length = min(1.0, float(np.mean([np.linalg.norm(vectors["clf"][label]) for label in trained])))
+    rows = []
+    for s in range(len(clf)):
+        text = clf[s] / np.linalg.norm(clf[s]) if clf[s].any() else clf[s]
+
+        def score(label: int, s: int = s, text: np.ndarray = text) -> float:
+            return float(vectors["clf"][label] @ text if de is None else vectors["de"][label] @ de[s])
+
+        near = sorted(trained, key=lambda label: (-score(label), label))[:3]
+        row = 0.6 * length * text + 0.4 * np.mean([vectors["clf"][label] for label in near], axis=0)
+        rows.append(row + 3 * np.mean([vectors["clf"][label] for label in trained], axis=0) * cosine)
+    return np.array(rows)
+
+
+def arrays(rng: np.random.Generator, num: int, scale: float = 1.0) -> dict[str, np.ndarray]:
+    made = {
+        "de": unit_rows(rng.normal(size=(num, 6))),
+        "clf": scale * rng.normal(size=(num, 6)),
+        "bias": rng.normal(size=num),
+    }
+    return {name: array.astype(np.float32) for name, array in made.items()}
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize("block", [1, 4, 1 << 15])
+@pytest.mark.parametrize("with_de", [True, False])
+@pytest.mark.parametrize(("num", "scale"), [(40, 1.0), (40, 0.1), (2, 1.0), (1, 1.0)])
+def test_the_text_and_what_is_near(
+    num: int, scale: float, with_de: bool, block: int, cosine: bool, rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(label_change, "_ROWS_AT_ONCE", block)
+    vectors = arrays(rng, num, scale)
+    trained = np.flatnonzero(rng.random(num) < 0.7) if num > 2 else np.arange(num)
+    clf, de = rng.normal(size=(9, 6)).astype(np.float32), unit_rows(rng.normal(size=(9, 6)))
+    clf[3] = 0  # a text without a known word
+    de = de if with_de else None
+    found, bias = estimated_rows(vectors, trained, clf, de, cosine)
+    np.testing.assert_allclose(found, by_hand(vectors, trained.tolist(), clf, de, cosine), atol=1e-5)
+    assert found.dtype == np.float32 and bias == pytest.approx(vectors["bias"][trained].mean(), abs=1e-6)
+
+
+def test_a_row_does_not_depend_on_what_else_is_new(rng: np.random.Generator) -> None:
+    vectors, trained = arrays(rng, 30), np.arange(30)
+    clf, de = rng.normal(size=(5, 6)).astype(np.float32), unit_rows(rng.normal(size=(5, 6)))
+    together = estimated_rows(vectors, trained, clf, de)[0]
+    alone = [estimated_rows(vectors, trained, clf[s : s + 1], de[s : s + 1])[0] for s in range(5)]
+    np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-6)
+
+
+@pytest.mark.parametrize("block", [2, 100])
+def test_of_equally_near_labels_the_first_count(
+    block: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(label_change, "_ROWS_AT_ONCE", block)
+    vectors = arrays(rng, 12)
+    vectors["de"][:] = np.eye(6, dtype=np.float32)[0]  # products without rounding
+    clf, de = rng.normal(size=(1, 6)).astype(np.float32), vectors["de"][:1]
+    found = estimated_rows(vectors, np.arange(12), clf, de)[0]
+    np.testing.assert_allclose(found[0], by_hand(vectors, list(range(3)), clf, de)[0], atol=1e-5)
+
+
+def test_without_a_trained_label_a_row_is_its_text(rng: np.random.Generator) -> None:
+    clf = rng.normal(size=(2, 6)).astype(np.float32)
+    found, bias = estimated_rows(arrays(rng, 4), np.zeros(0, dtype=np.int64), clf, None)
+    assert np.array_equal(found, unit_rows(clf)) and bias == 0.0
+    assert estimated_rows(arrays(rng, 4), np.arange(4), clf[:0], None)[0].shape == (0, 6)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from unidec.pipeline.fetching import fetch
     from unidec.pipeline.gating import gate, needs_gate
     from unidec.pipeline.indexing import index
-    from unidec.pipeline.label_refresh import refresh_labels
+    from unidec.pipeline.labels import refresh_labels
     from unidec.pipeline.monitoring import monitor
     from unidec.pipeline.promotion import promote, rollback
     from unidec.pipeline.registration import register
@@ -31,7 +31,7 @@ _MODULES = {
     "fetching": "fetch",
     "gating": "gate needs_gate",
     "indexing": "index",
-    "label_refresh": "refresh_labels",
+    "labels": "refresh_labels",
     "monitoring": "monitor",
     "promotion": "promote rollback",
     "registration": "register",

@@ -1,46 +1,70 @@
-"""Labels added to a bundle, removed and changed, by hand or from files: a new bundle, and nothing is trained."""
+"""Label changes: a bundle with other labels -> outputs/refreshed, and nothing is trained.
+
+Legend: n queries of a split, L labels, K places.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
+import scipy.sparse as sp
 
 from unidec.config import Params
+from unidec.data.dataset import Text, XMCDataset
+from unidec.data.propensity import frequency_group, inverse_propensity, label_counts
+from unidec.data.raw import SPLITS
+from unidec.data.tokens import encode_texts
 from unidec.errors import ConfigError
+from unidec.evaluation.metrics import evaluate, filtered_truth
 from unidec.pipeline import paths
+from unidec.pipeline.ranking import K, headline, pair_keys, training_neighbours
 from unidec.pipeline.registration import parent_version
 from unidec.pipeline.registration import register as register_bundle
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import read_info
-from unidec.retrieval.label_change import LabelChange, LabelText
-from unidec.retrieval.relabel import with_labels
+from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
+from unidec.retrieval.neighbours import Neighbours
 from unidec.tracking.fetch import fetch_bundle
+from unidec.tracking.promotion import known_version
+from unidec.tracking.store import open_client, tracking_uri
 from unidec.training.precision import choose_device
+
+_TEXTS_AT_ONCE = 256  # of one search
+
+
+@dataclass(frozen=True)
+class LabelEdit:
+    """What `change_labels` adds, removes and updates; as `LabelChange.edit` takes them."""
+
+    add: Sequence[LabelText] = ()
+    remove: Sequence[str] = ()
+    update: Sequence[LabelText] = ()
 
 
 def change_labels(
     params: Params,
     source: str | os.PathLike[str],
+    edit: LabelEdit,
     *,
-    add: Sequence[LabelText] = (),
-    remove: Sequence[str] = (),
-    update: Sequence[LabelText] = (),
     out: str | os.PathLike[str] | None = None,
     register: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """A bundle with some labels more, fewer or with another text; everything else answers as it did.
+    """Write a bundle with some labels more, fewer or with another text; everything else answers as it did.
 
     Args:
         params: all parameters; used are the device, and where models are registered.
         source: a bundle's folder, models:/name@alias or models:/name/version; it is not touched.
-        add, remove, update: as `LabelChange.edit` takes them.
+        edit: the labels to add, remove and update.
         out: folder of the new bundle; None: outputs/refreshed.
         register: register it as challenger; the bundle that it comes from must be registered.
-        dry_run: only say what would change; nothing is written.
+        dry_run: only report what would change; nothing is written.
 
     Returns:
         {"changed", "bundle": folder or None, "labels", "added", "removed", "renamed", "kept", "estimated": labels whose
@@ -62,19 +86,92 @@ def change_labels(
     # its hashes are checked once, when the new one is written
     bundle = Bundle.load(folder, verify=dry_run, device=str(choose_device(params.device)))
     if register and not dry_run:
-        parent_version(params, bundle.sha256, str(bundle.path))  # before the work, not after it
-    change = LabelChange.edit(bundle, add, remove, update)
-    said: dict[str, Any] = {"changed": bool(change), "bundle": None, "labels": len(change.uids), **change.counts}
-    if not change or dry_run:
-        return said | {"seconds": _since(begin)}
-    card = bundle.info.card | {"refreshed": {"parent": bundle.sha256, **change.counts}}
-    info = read_info(with_labels(bundle, out, change, card=card))
-    said |= {"bundle": str(out), "estimated": sum(end - start for start, end in info.estimated)}
-    said["seconds"] = _since(begin)
-    if register:
-        said |= register_bundle(params, out)
-    return said
+        parent_version(params, bundle.sha256, str(bundle.path))  # fails before the work, not after it
+    change = LabelChange.edit(bundle, edit.add, edit.remove, edit.update)
+    result: dict[str, Any] = {"changed": bool(change), "bundle": None, "labels": len(change.uids), **change.counts}
+    if change and not dry_run:
+        card = bundle.info.card | {"refreshed": {"parent": bundle.sha256, **change.counts}}
+        info = read_info(with_labels(bundle, out, change, card=card))
+        result |= {"bundle": str(out), "estimated": sum(end - start for start, end in info.estimated)}
+    result["seconds"] = round(time.perf_counter() - begin, 2)
+    return result | register_bundle(params, out) if register and result["bundle"] else result
 
 
-def _since(begin: float) -> float:
-    return round(time.perf_counter() - begin, 2)
+def refresh_labels(params: Params, version: str | int = "champion") -> dict[str, Any]:
+    """Give a registered bundle the label set of data/dataset; where training queries vote, today's do.
+
+    Args:
+        params: all parameters.
+        version: number or alias of the version that is refreshed.
+
+    Returns:
+        {"changed", "bundle", "parent": version, "added", "removed", "renamed", "kept", "reason", "validation": metrics,
+        "new_labels": {"R@10", "R@100", "positives"} of the validation split}; without a change only the first three,
+        "bundle" None, and the reason.
+
+    Raises:
+        ConfigError: no such version. ArtifactError: its bundle is damaged. DataError: no labels.
+    """
+    parent = known_version(open_client(tracking_uri()), params.tracking.model_name, version)
+    device = str(choose_device(params.device))
+    bundle = Bundle.load(fetch_bundle(f"models:/{parent.name}/{parent.version}", paths.BUNDLES), device=device)
+    dataset = paths.open_dataset()
+    texts = dataset.label_texts(text=cast(Text, bundle.info.text))
+    change = LabelChange.of(bundle, dataset.label_uids(), texts, dataset.label_texts())
+    same_data = bundle.info.dataset.get("sha256") == dataset.sha256
+    result: dict[str, Any] = {"changed": False, "bundle": None, "parent": str(parent.version)}
+    if same_data or not (change or bundle.neighbours is not None):
+        return result | {"reason": f"version {parent.version} has {'this data set' if same_data else 'these labels'}"}
+    counts = change.counts
+    facts: dict[str, Any] = {
+        "neighbours": _voters(bundle, dataset), "dataset": {"name": dataset.name, "sha256": dataset.sha256},
+        "card": bundle.info.card | {"refreshed": {"parent": bundle.sha256, "version": str(parent.version), **counts}},
+    }  # fmt: skip
+    after = Bundle.load(with_labels(bundle, paths.REFRESHED, change, **facts), verify=False, device=device)
+    metrics = _measured(after, dataset, change, params)
+    if metrics:  # written again, now with its own metrics
+        with_labels(bundle, paths.REFRESHED, change, **facts, metrics=metrics)
+    return result | counts | {
+        "changed": True, "bundle": str(paths.REFRESHED),
+        "reason": f"{counts['added']} labels are new, {counts['removed']} gone, {counts['renamed']} renamed",
+        "validation": metrics.get("validation", {}), "new_labels": metrics.get("new_labels", {}),
+    }  # fmt: skip
+
+
+def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
+    """Today's training queries, compared as in the bundle, where any vote there."""
+    rows, knn = dataset.rows("train"), bundle.info.knn
+    if bundle.neighbours is None or knn is None or not len(rows):
+        return None
+    texts = dataset.query_texts(rows, cast(Text, bundle.info.text))
+    tokens = encode_texts(texts, bundle.model.tokenizer_folder, bundle.model.max_length)
+    by_words = bundle.words is not None
+    return training_neighbours(bundle.model, dataset, "fp32", knn.vote, "words" if by_words else "model", tokens)
+
+
+def _measured(bundle: Bundle, dataset: XMCDataset, change: LabelChange, params: Params) -> dict[str, dict[str, float]]:
+    """{"validation": the headline metrics, "new_labels": {"positives", "R@10", "R@100"}: recall of new labels alone,
+    over all their positives}; {} without a validation split."""
+    rows = dataset.rows("validation")
+    if not len(rows):
+        return {}
+    filters = dataset.filter_pairs[rows]
+    truth = filtered_truth(dataset.relevance[rows], filters)
+    answered = []
+    for begin in range(0, len(rows), _TEXTS_AT_ONCE):
+        some = slice(begin, begin + _TEXTS_AT_ONCE)
+        asked = bundle.encode(dataset.query_texts(rows[some], cast(Text, bundle.info.text)))
+        answered.append(bundle.rank(asked.de_BD, asked.clf_BD, K, pair_keys(filters[some]), asked.words_BF).rows)
+    labels_NK = np.concatenate(answered)
+    counted = np.flatnonzero(dataset.split_N != SPLITS.index("test"))
+    counts_L = label_counts(dataset.relevance, counted)
+    inverse_L = inverse_propensity(counts_L, len(counted), params.data.propensity_a, params.data.propensity_b)
+    found = {"validation": headline(evaluate(labels_NK, truth, inverse_L, frequency_group(counts_L)))}
+    wanted = sp.csr_matrix(sp.csr_matrix(truth > 0).multiply(change.source_L < 0))  # positives among the new labels
+    wanted.eliminate_zeros()
+    if wanted.nnz:
+        query, rank = np.nonzero(labels_NK >= 0)
+        hit_P = np.asarray(wanted[query, labels_NK[query, rank]]).ravel().astype(bool)
+        recalls = {f"R@{k}": 100.0 * float(hit_P[rank < k].sum()) / wanted.nnz for k in (10, 100)}
+        found["new_labels"] = {"positives": float(wanted.nnz), **recalls}
+    return found

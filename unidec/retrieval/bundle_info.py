@@ -49,7 +49,7 @@ class BundleInfo(BaseModel):
         index_options: how it was built and is searched; None in a bundle of before format 4.
         index_nodes: nodes of a graph some of whose labels left (index_rows.npy); None: as many as labels.
         estimated: row ranges [begin, end) of labels that came after the training: their classifier rows and biases are
-            estimates (new_rows.py).
+            estimates (label_change.py).
         knn: the votes of similar training queries; None where there are none.
         default_k, max_k: what a server offers.
         text: which text of a query the model was trained on: "title" or "title+content".

@@ -1,32 +1,61 @@
-"""How a label set differs from a bundle's: a whole new one, or some labels added, removed and changed.
+"""Another label set for a bundle, without training: new labels answer from their text, removed ones are gone.
 
-Legend: L labels of the new set, K labels of the bundle, S those of the new set whose text is encoded.
+Legend: L labels of the new set, K of the bundle, S of the new set whose text is encoded, N nearest trained labels,
+M training queries, D width of a head.
+
+A new label's dual-encoder vector is that of its text, its classifier row an estimate (`estimated_rows`). Other labels
+keep what they have; where the text changed, the dual-encoder vector is computed again, and the classifier row too if it
+was an estimate. The index is changed, not built, and files with the same bytes are hard links to the old bundle's.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from scipy.sparse import csr_matrix
 
+from unidec.data.array_file import write_array
+from unidec.data.csv_file import CsvFile
+from unidec.data.storage import load_array, read_manifest
+from unidec.data.tokens import encode_texts
 from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.bundle_folder import KIND, VERSION, Ready, write_bundle
+from unidec.retrieval.label_rows import LabelRows
+from unidec.retrieval.neighbours import FILES as NEIGHBOURS
+from unidec.retrieval.neighbours import Neighbours
+from unidec.retrieval.scoring_space import unit_rows
+from unidec.retrieval.text_file import ending, json_lines
 
+Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
 
 MOST_SHOWN = 10  # problems in one message
+NEAREST = 3
+TEXT_SHARE = 0.6
+MEAN_WEIGHT = 3.0  # of the mean row, where scores are cosines
+UID_COLUMNS = ("uid", "id", "label")
+TEXT_COLUMNS = ("text", "title")
+_ROWS_AT_ONCE = 1 << 15
 _MOST_COMPARED = 50_000  # uids that an unknown one is compared with
+_BATCH = 1024  # texts encoded at once
 
 
 @dataclass(frozen=True)
 class LabelText:
-    """A label to add, or what an existing one shall say.
+    """A label to add, or the new text of an existing one.
 
     Attributes:
         uid: its name.
@@ -40,17 +69,20 @@ class LabelText:
     title: str = ""
     where: str = ""
 
+    @property
+    def shown(self) -> str:
+        return self.title if self.title.strip() else self.text
+
 
 @dataclass(frozen=True)
 class LabelChange:
-    """How a label set differs from a bundle's.
+    """How a label set differs from a bundle's; false where nothing differs.
 
     Attributes:
         uids, titles: Arrow strings [L], of the labels in their new order; the title is what is shown.
         source_L: int64 [L], each label's row in the bundle; -1: it is new.
-        encoded_S: int64 [S] ascending, rows whose text is encoded: new ones, and those whose text is or may be another.
-        texts_S: what is encoded of them.
-        added, removed, renamed: uids of new labels, of those that leave, and of those that show another title.
+        encoded_S: int64 [S] ascending, rows whose text is encoded; texts_S: these texts.
+        added, removed, renamed: uids of new labels, of removed ones, and of those with another text or title.
     """
 
     uids: pa.Array
@@ -66,14 +98,9 @@ class LabelChange:
     def of(
         cls, bundle: Bundle, uids: Sequence[str], texts: Sequence[str], titles: Sequence[str] | None = None
     ) -> LabelChange:
-        """Compare a bundle's labels with these.
+        """Compare a bundle's labels with a whole new set, given in its order.
 
-        Args:
-            bundle: what answers now.
-            uids: of all labels of the new set, each once.
-            texts: what is encoded; for a model of long texts title and content joined by a space. A bundle knows its
-                labels' titles only: for such a model every text is encoded again, else those of another title.
-            titles: what is shown; None: the texts.
+        A bundle knows only its labels' titles: for a model of long texts every text is encoded again.
 
         Raises:
             DataError: no label, a uid twice, or lists of different lengths.
@@ -81,23 +108,24 @@ class LabelChange:
         titles = texts if titles is None else titles
         if not len(uids) or not len(uids) == len(texts) == len(titles):
             got = f"{len(uids)} uids, {len(texts)} texts, {len(titles)} titles"
-            raise DataError("labels need a uid, a text and a title each, and there must be one", got=got)
-        own, shown = pa.array(uids, pa.string()), pa.array(titles, pa.string())
-        if len(own.unique()) != len(own):
-            twice = Counter(uids).most_common(1)[0][0]
-            raise DataError("a label uid stands twice", got=twice, fix="give each label a uid of its own")
+            raise DataError("labels need a uid, a text and a title each, and there must be at least one", got=got)
+        own, shown = _strings(uids), _strings(titles)
+        ((twice, count),) = Counter(uids).most_common(1)
+        if count > 1:
+            raise DataError("a label uid is there twice", got=twice, fix="give each label its own uid")
         source_L = _rows_of(own, bundle.uids)
         is_new_L = source_L < 0
         before = bundle.titles.take(pa.array(np.maximum(source_L, 0)))
         renamed_L = np.asarray(pc.not_equal(before, shown)) & ~is_new_L
-        every = bundle.info.text != "title"
-        encoded_S = np.flatnonzero(np.ones(len(own), dtype=bool) if every else is_new_L | renamed_L)
-        left_K = np.ones(bundle.num_labels, dtype=bool)
-        left_K[source_L[~is_new_L]] = False
+        removed_K = np.ones(bundle.num_labels, dtype=bool)
+        removed_K[source_L[~is_new_L]] = False
+        long_texts = bundle.info.text != "title"
+        encoded_S = np.arange(len(own)) if long_texts else np.flatnonzero(is_new_L | renamed_L)
         return cls(
             own, shown, source_L, encoded_S, [texts[row] for row in encoded_S.tolist()],
-            added=_taken(own, np.flatnonzero(is_new_L)), removed=_taken(bundle.uids, np.flatnonzero(left_K)),
-            renamed=_taken(own, np.flatnonzero(renamed_L)),
+            added=own.filter(pa.array(is_new_L)).to_pylist(),
+            removed=bundle.uids.filter(pa.array(removed_K)).to_pylist(),
+            renamed=own.filter(pa.array(renamed_L)).to_pylist(),
         )  # fmt: skip
 
     @classmethod
@@ -108,56 +136,36 @@ class LabelChange:
         remove: Sequence[str] = (),
         update: Sequence[LabelText] = (),
     ) -> LabelChange:
-        """Some labels come, go, or say something else; all others stay, in their order, and new ones come last.
-
-        Args:
-            bundle: what answers now.
-            add: labels that it does not have.
-            remove: uids of labels that it has.
-            update: labels that it has, with another text or title.
+        """Add, remove and update some labels; all others stay, in their order, and new ones come last.
 
         Raises:
-            DataError: all that is wrong at once: a uid that stands twice, is unknown (with the nearest one there is) or
-                is there already, a text without a word, or no label left.
+            DataError: all problems at once: a uid that is given twice, is unknown (with the nearest known one) or is
+                there already, an empty text, or no label left.
         """
-        shown = [
-            replace(item, title=item.title if item.title.strip() else item.text)
-            for items in (add, update)
-            for item in items
-        ]
-        come, changed = shown[: len(add)], shown[len(add) :]
-        _check(bundle, come, remove, changed)
+        rows = _checked_rows(bundle, add, remove, update)
         kept_K = np.ones(bundle.num_labels, dtype=bool)
-        kept_K[_rows_of(pa.array(list(remove), pa.string()), bundle.uids)] = False
-        if not kept_K.any() and not come:
-            raise DataError("a bundle needs a label", got="all are removed", fix="keep one, or add one")
+        kept_K[[rows[uid] for uid in remove]] = False
         kept = np.flatnonzero(kept_K)
-        source_L = np.concatenate([kept, np.full(len(come), -1)]).astype(np.int64)
-        at = _rows_of(pa.array([item.uid for item in changed], pa.string()), bundle.uids)
-        titles = bundle.titles
-        said = pa.array([item.title for item in changed], pa.string())
-        differs = np.asarray(pc.not_equal(titles.take(pa.array(at)), said), dtype=bool)
-        if bundle.info.text == "title":  # the title is the text: what is the same already is no change
-            texts = [item.text != item.title for item in changed]
-            moved = differs | np.asarray(texts, dtype=bool)
-        else:
-            moved = np.ones(len(changed), dtype=bool)
-        changed, at, said, differs = (
-            [changed[i] for i in np.flatnonzero(moved)], at[moved], said.filter(pa.array(moved)), differs[moved],
-        )  # fmt: skip
-        if len(at):
-            mask = np.zeros(bundle.num_labels, dtype=bool)
-            mask[at] = True
-            order = np.argsort(at)
-            titles = pc.replace_with_mask(titles, pa.array(mask), said.take(pa.array(order)))
-            changed, at = [changed[i] for i in order], at[order]
-        place = np.searchsorted(kept, at)
-        new = np.arange(len(kept), len(source_L))
-        uids = _joined(bundle.uids, kept, [item.uid for item in come])
+        if not (len(kept) or add):
+            raise DataError("a bundle needs a label", got="all are removed", fix="keep one, or add one")
+        changed = {}
+        for item in update:
+            before = bundle.titles[rows[item.uid]].as_py()
+            # the title of a model of titles is its text: one that is the same already is no change
+            if bundle.info.text != "title" or (item.text, item.shown) != (before, before):
+                changed[rows[item.uid]] = item
+        at = np.array(sorted(changed), dtype=np.int64)
+        renamed = [changed[row] for row in at.tolist()]
+        mask = np.zeros(bundle.num_labels, dtype=bool)
+        mask[at] = True
+        titles = pc.replace_with_mask(bundle.titles, pa.array(mask), _strings([item.shown for item in renamed]))
         return cls(
-            uids, _joined(titles, kept, [item.title for item in come]), source_L, np.concatenate([place, new]),
-            [item.text for item in (*changed, *come)], added=[item.uid for item in come], removed=list(remove),
-            renamed=[item.uid for item in changed],
+            uids=pa.concat_arrays([bundle.uids.filter(pa.array(kept_K)), _strings([item.uid for item in add])]),
+            titles=pa.concat_arrays([titles.filter(pa.array(kept_K)), _strings([item.shown for item in add])]),
+            source_L=np.concatenate([kept, np.full(len(add), -1)]).astype(np.int64),
+            encoded_S=np.concatenate([np.searchsorted(kept, at), len(kept) + np.arange(len(add))]),
+            texts_S=[item.text for item in (*renamed, *add)],
+            added=[item.uid for item in add], removed=list(remove), renamed=[item.uid for item in renamed],
         )  # fmt: skip
 
     def __bool__(self) -> bool:
@@ -165,68 +173,320 @@ class LabelChange:
         return bool(self.added or self.removed or self.renamed or (np.diff(self.source_L) < 0).any())
 
     @property
-    def kept(self) -> int:
-        """Labels that were there before."""
-        return len(self.uids) - len(self.added)
-
-    @property
     def counts(self) -> dict[str, int]:
         """How many labels were "added", "removed", "renamed" and "kept"."""
-        return {name: len(getattr(self, name)) for name in ("added", "removed", "renamed")} | {"kept": self.kept}
+        counts = {name: len(getattr(self, name)) for name in ("added", "removed", "renamed")}
+        return counts | {"kept": len(self.uids) - len(self.added)}
 
 
-def _check(bundle: Bundle, add: Sequence[LabelText], remove: Sequence[str], update: Sequence[LabelText]) -> None:
-    """Everything that is wrong with an edit, in one error."""
+def _checked_rows(
+    bundle: Bundle, add: Sequence[LabelText], remove: Sequence[str], update: Sequence[LabelText]
+) -> dict[str, int]:
+    """The bundle's row of each uid (-1: it has none); every problem of an edit in one error."""
+    kinds = ["add"] * len(add) + ["remove"] * len(remove) + ["update"] * len(update)
     items = [*add, *(LabelText(uid, "") for uid in remove), *update]
-    known = _rows_of(pa.array([item.uid for item in items], pa.string()), bundle.uids) >= 0
+    uids = [item.uid for item in items]
+    rows = dict(zip(uids, _rows_of(_strings(uids), bundle.uids).tolist(), strict=True))
     problems: list[str] = []
     seen: dict[str, str] = {}
-    kinds = ["add"] * len(add) + ["remove"] * len(remove) + ["update"] * len(update)
-    for item, kind, there in zip(items, kinds, known.tolist(), strict=True):
-        where = f"{item.where}: " if item.where else ""
+    for item, kind in zip(items, kinds, strict=True):
+        known = rows[item.uid] >= 0
         if item.uid in seen:
             other = f"{seen[item.uid]} and {kind}" if seen[item.uid] != kind else f"{kind} twice"
-            problems.append(f"{where}{item.uid!r}: {other}; each label once")
-            continue
-        seen[item.uid] = kind
-        if not item.uid.strip():
-            problems.append(f"{where}a label without a uid")
-        elif kind == "add" and there:
-            problems.append(f"{where}{item.uid!r} is in the bundle already: `unidec labels update` changes it")
-        elif kind != "add" and not there:
-            problems.append(f"{where}no label {item.uid!r}{_nearest(item.uid, bundle.uids)}")
+            wrong = f"{item.uid!r}: {other}; each label once"
+        elif not item.uid.strip():
+            wrong = "a label without a uid"
+        elif kind == "add" and known:
+            wrong = f"{item.uid!r} is in the bundle already: `unidec labels update` changes it"
+        elif kind != "add" and not known:
+            wrong = f"no label {item.uid!r}{_nearest_uid(item.uid, bundle.uids)}"
         elif kind != "remove" and not item.text.strip():
-            problems.append(f"{where}{item.uid!r} has no text: nothing could find it")
+            wrong = f"{item.uid!r} has no text to be found by"
+        else:
+            wrong = ""
+        seen.setdefault(item.uid, kind)
+        if wrong:
+            problems.append(f"{item.where}: {wrong}" if item.where else wrong)
     if problems:
-        more = f"\n  and {len(problems) - MOST_SHOWN:,} more" if len(problems) > MOST_SHOWN else ""
-        count = f"{len(problems):,} labels are" if len(problems) > 1 else "a label is"
         raise DataError(
-            f"{count} not fit; nothing was written", where=str(bundle.path),
-            got="\n    ".join(["", *problems[:MOST_SHOWN]]).rstrip() + more,
-            fix="mend them and run it again; `unidec export vectors` writes a table of all uids and titles",
+            f"{len(problems):,} problems in a change of labels; nothing was written", where=str(bundle.path),
+            got=_listed(problems),
+            fix="correct them and run it again; `unidec export vectors` writes a table of all uids and titles",
         )  # fmt: skip
+    return rows
 
 
-def _nearest(uid: str, uids: pa.Array) -> str:
-    """In words, the uid that is spelt most like this one."""
-    lengths = np.asarray(pc.utf8_length(uids))
-    near = np.flatnonzero(np.abs(lengths - len(uid)) <= max(2, len(uid) // 3))
-    if len(near) > _MOST_COMPARED:  # those that begin alike
-        begins = np.asarray(pc.starts_with(uids, uid[:2], ignore_case=True))[near]
-        near = near[begins][:_MOST_COMPARED]
-    found = difflib.get_close_matches(uid, uids.take(pa.array(near)).to_pylist(), n=1)
+def _nearest_uid(uid: str, uids: pa.Array) -> str:
+    """In words, the uid with the most similar spelling."""
+    near = np.abs(np.asarray(pc.utf8_length(uids)) - len(uid)) <= max(2, len(uid) // 3)
+    if near.sum() > _MOST_COMPARED:
+        near &= np.asarray(pc.starts_with(uids, uid[:2], ignore_case=True))
+    candidates = uids.filter(pa.array(near)).slice(0, _MOST_COMPARED)
+    found = difflib.get_close_matches(uid, candidates.to_pylist(), n=1)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _listed(problems: Sequence[str]) -> str:
+    more = f"\n  and {len(problems) - MOST_SHOWN:,} more" if len(problems) > MOST_SHOWN else ""
+    return "\n    ".join(["", *problems[:MOST_SHOWN]]) + more
+
+
+def _strings(values: Sequence[str]) -> pa.Array:
+    return pa.array(values, pa.string())
 
 
 def _rows_of(uids: pa.Array, among: pa.Array) -> Rows:
     """The row of each uid, int64; -1 where there is none."""
-    found = pc.fill_null(pc.index_in(uids, value_set=among), -1)
-    return np.asarray(found, dtype=np.int64)
+    return np.asarray(pc.fill_null(pc.index_in(uids, value_set=among), -1), dtype=np.int64)
 
 
-def _joined(column: pa.Array, rows: Rows, more: Iterable[str]) -> pa.Array:
-    return pa.concat_arrays([column.take(pa.array(rows)), pa.array(list(more), pa.string())])
+def read_labels(path: Path, texts: bool = True) -> list[LabelText]:
+    """The labels of a file with the columns uid, text and, where another text is shown, title.
+
+    Args:
+        path: .csv, .tsv and .jsonl (these also with .gz) or .parquet.
+        texts: False: only uids are read.
+
+    Raises:
+        DataError: an unknown ending, an unreadable file, or rows without uid or text: all of them at once, by line.
+    """
+    expected = "a header and the columns uid and text, and title where another text is shown"
+    if ending(path) not in (".csv", ".tsv", ".jsonl", ".parquet"):
+        raise DataError("labels of unknown format", where=str(path), expected=".csv .tsv .jsonl .parquet")
+    if not path.is_file():
+        raise DataError("no such file", where=str(path))
+    found, problems = [], []
+    try:
+        for number, row in _numbered_rows(path):
+            try:
+                found.append(_label(row, f"{path.name}:{number}", texts))
+            except ValueError as error:
+                problems.append(f"{path}:{number}: {error}")
+    except (OSError, pa.ArrowException) as error:
+        raise DataError("a file that cannot be read", where=str(path), got=str(error)[:200]) from error
+    if problems or not found:
+        got = _listed(problems) if problems else "no rows"
+        raise DataError("not a file of labels; nothing was written", where=str(path), got=got, expected=expected)
+    return found
 
 
-def _taken(column: pa.Array, rows: Rows) -> list[str]:
-    return column.take(pa.array(rows, pa.int64())).to_pylist()
+def _numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each row with its line; a Parquet file's with its number from 0."""
+    if ending(path) == ".jsonl":
+        yield from ((number, row if isinstance(row, dict) else {}) for number, row in json_lines(path))
+    elif ending(path) == ".parquet":
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(path) as file:
+            columns = [name for name in file.schema_arrow.names if name in (*UID_COLUMNS, *TEXT_COLUMNS)]
+            yield from enumerate(row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
+    else:
+        file = CsvFile(path)
+        for number, cells in islice(file.rows(), 1, None):
+            yield number, dict(zip(file.names, cells, strict=False))
+
+
+def _label(row: Mapping[str, Any], where: str, texts: bool) -> LabelText:
+    """A row's label; ValueError says what is wrong with it."""
+    uid = next((row[name] for name in UID_COLUMNS if row.get(name) is not None), None)
+    if type(uid) is int:
+        uid = str(uid)
+    if not isinstance(uid, str):
+        raise ValueError(f"no uid in {', '.join(map(str, row))[:80] or 'an empty row'}")
+    text = next((row[name] for name in TEXT_COLUMNS if row.get(name) is not None), "") if texts else ""
+    title = (row.get("title") or "") if texts else ""
+    for value in (uid, text, title):
+        if not isinstance(value, str):
+            raise ValueError(f"not a text: {value!r}"[:120])
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"text that is not valid Unicode: {value!r}"[:120]) from None
+    return LabelText(uid, text, title, where)
+
+
+def with_labels(
+    bundle: Bundle,
+    path: str | os.PathLike[str],
+    change: LabelChange,
+    *,
+    neighbours: Neighbours | None = None,
+    dataset: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    card: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a bundle with another label set: same model, same blend. The same input gives the same bytes.
+
+    Args:
+        bundle: the bundle that the change was made with; it is not touched, and may answer meanwhile.
+        path: the new bundle's folder, of another name than the old one's.
+        neighbours: training queries that vote, with the labels of the new set; None: those of the bundle, without the
+            removed labels and the queries that had no others. A new label gets no votes then.
+        dataset, metrics, card: of bundle.json; None: the data set and card of the old one, and no metrics.
+
+    Raises:
+        ValueError: neighbours of other labels, or where none vote in the bundle.
+        ArtifactError: the bundle's folder is damaged, or the new one cannot be written.
+    """
+    path, info = Path(path), bundle.info
+    if info.knn is None and neighbours is not None:
+        raise ValueError("no training queries vote in this bundle: it has no weight for them")
+    files = read_manifest(bundle.path, KIND, VERSION, verify=True)["files"]
+    ready: dict[str, Ready] = {}
+    votes: dict[str, Any] = {}
+    if info.knn is not None:
+        if neighbours is None and np.array_equal(change.source_L[: bundle.num_labels], np.arange(bundle.num_labels)):
+            ready = {name: (bundle.path / name, files[name]["sha256"]) for name in files if name in NEIGHBOURS}
+            votes = {"knn": info.knn}
+        elif (voters := neighbours or _remapped(bundle.neighbours, change.source_L)) is not None:
+            votes = {"neighbours": voters, "knn_weight": info.knn.weight, "knn_neighbours": info.knn.neighbours}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+        arrays, estimated_L = _changed_arrays(bundle, change)
+        vectors = {}
+        for name, array in arrays.items():
+            file = Path(scratch) / f"{name}.npy"
+            ready[f"vectors/{name}.npy"] = (file, write_array(file, array))
+            vectors[name] = load_array(file, np.float32, len(array.shape))
+        index = bundle.index.changed(
+            change.source_L, LabelRows(vectors, info.space, info.clf_normalize), change.encoded_S
+        )
+        return write_bundle(
+            path, bundle.path / "model", index,
+            de_LD=vectors.get("de"), clf_LD=vectors.get("clf"), bias_L=vectors.get("bias"), uids=change.uids,
+            titles=change.titles, space=info.space, clf_weight=info.clf_weight, clf_normalize=info.clf_normalize,
+            **votes, estimated=_ranges(estimated_L), ready=ready, text=info.text,
+            dataset=info.dataset if dataset is None else dataset, metrics=metrics, params=info.params,
+            card=info.card if card is None else card,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Rows of an array in another order, some replaced, computed as they are read: `write_array` streams them.
+
+    Attributes:
+        before: [K, ...]. source_L: int64 [L], rows of `before`. at: int64 [S] ascending, the rows that are replaced.
+        values: [S, ...].
+    """
+
+    before: Floats
+    source_L: Rows
+    at: Rows
+    values: Floats
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.source_L), *self.before.shape[1:])
+
+    def __getitem__(self, rows: slice) -> Floats:
+        begin, end, _ = rows.indices(len(self.source_L))
+        block = np.asarray(self.before[np.maximum(self.source_L[begin:end], 0)], dtype=np.float32)
+        some = slice(*np.searchsorted(self.at, (begin, end)))
+        block[self.at[some] - begin] = self.values[some]
+        return block
+
+
+def _changed_arrays(bundle: Bundle, change: LabelChange) -> tuple[dict[str, _Gathered], npt.NDArray[np.bool_]]:
+    """The new bundle's arrays by name, and which labels' classifier rows are estimates, bool [L]."""
+    source_L, vectors, model = change.source_L, bundle.vectors, bundle.model
+    tokens = encode_texts(change.texts_S, model.tokenizer_folder, model.max_length)
+    desc = "labels" if len(change.texts_S) > _BATCH else None
+    de_SD, clf_SD = model.vectors("labels", tokens, batch_size=_BATCH, desc=desc)
+    found: dict[str, _Gathered] = {}
+    if de_SD is not None:
+        found["de"] = _Gathered(vectors["de"], source_L, change.encoded_S, de_SD)
+    if clf_SD is None:
+        return found, np.zeros(len(source_L), dtype=bool)
+    estimated_K = np.zeros(bundle.num_labels, dtype=bool)
+    for begin, end in bundle.info.estimated:
+        estimated_K[begin:end] = True
+    estimated_L = (source_L < 0) | estimated_K[source_L]
+    own = estimated_L[change.encoded_S]  # the others keep their trained rows, whatever their text
+    at = change.encoded_S[own]
+    rows_SD, bias = estimated_rows(
+        vectors, np.flatnonzero(~estimated_K), clf_SD[own], de_SD if de_SD is None else de_SD[own],
+        bundle.info.clf_normalize,
+    )  # fmt: skip
+    found["clf"] = _Gathered(vectors["clf"], source_L, at, rows_SD)
+    if "bias" in vectors:
+        found["bias"] = _Gathered(vectors["bias"], source_L, at, np.full(len(at), bias, dtype=np.float32))
+    return found, estimated_L
+
+
+def _remapped(neighbours: Neighbours | None, source_L: Rows) -> Neighbours | None:
+    """The training queries with the labels of the new set, without those whose labels are all removed; None: no query
+    is left."""
+    if neighbours is None:
+        return None
+    kept = np.flatnonzero(source_L >= 0)
+    shape = (neighbours.num_labels, len(source_L))
+    place = csr_matrix((np.ones(len(kept), dtype=np.float32), (source_L[kept], kept)), shape=shape)
+    labels_ML = csr_matrix(neighbours.labels_ML @ place)
+    stay = np.flatnonzero((np.diff(labels_ML.indptr) > 0) | (np.diff(neighbours.labels_ML.indptr) == 0))
+    if not len(stay):
+        return None
+    uids, titles = (column.take(pa.array(stay)) for column in (neighbours.uids, neighbours.titles))
+    return Neighbours(neighbours.vectors_MD[stay], labels_ML[stay], uids, titles, neighbours.vote, neighbours.words)
+
+
+def _ranges(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The ranges [begin, end) in which a mask is true."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+
+
+def estimated_rows(
+    vectors: Mapping[str, Floats], trained: Rows, clf_SD: Floats, de_SD: Floats | None, normalize: bool = False
+) -> tuple[Floats, float]:
+    """Classifier rows and bias of labels without training, from their texts and from labels like them.
+
+        row(s) = 0.6 h unit(Phi_C(s)) + 0.4 mean of the rows of the 3 nearest trained labels [+ 3 mean of all rows]
+
+    with h the mean length of the trained rows, 1 at most. Nearest is the largest inner product of dual-encoder vectors;
+    without a dual encoder, the largest classifier score of the text. The text alone finds new labels well but pushes
+    others out: it has not learnt which queries to stay away from, the neighbours' rows have. The last term only where
+    scores are cosines, which ignore a row's length. docs/label-refresh.md has the measurements.
+
+    Args:
+        vectors: a bundle's arrays: "clf" [K, D], "de" [K, D] and "bias" [K] where it has them; may be memory maps.
+        trained: int64 ascending, rows of labels that were trained; without any, a row is its text.
+        clf_SD, de_SD: float32 [S, D], the texts through both heads; de_SD None: there is no dual encoder.
+        normalize: the classifier's score is a cosine.
+
+    Returns:
+        float32 [S, D], and the mean bias of the trained labels (0 without biases).
+    """
+    text_SD = unit_rows(clf_SD)
+    if not len(trained):
+        return text_SD, 0.0
+    bias = float(np.mean(vectors["bias"][trained], dtype=np.float64)) if "bias" in vectors else 0.0
+    length, mean_D, place_SN = _nearest_labels(vectors, trained, text_SD if de_SD is None else de_SD, de_SD is not None)
+    near_SD = np.zeros_like(text_SD)
+    for place_S in place_SN.T:  # one of the N at a time: the rows of all of them at once would be large
+        near_SD += vectors["clf"][trained[place_S]] / np.float32(place_SN.shape[1])
+    share = np.float32(TEXT_SHARE)
+    rows_SD = share * np.float32(min(1.0, length)) * text_SD + (1 - share) * near_SD
+    return rows_SD + np.float32(MEAN_WEIGHT) * mean_D if normalize else rows_SD, bias
+
+
+def _nearest_labels(
+    vectors: Mapping[str, Floats], trained: Rows, query_SD: Floats, by_text: bool
+) -> tuple[float, Floats, Rows]:
+    """Mean length and mean of the trained rows, float32 [D], and the places in `trained` of the nearest labels, best
+    first, ties by place: int64 [S, N]. Block by block: each row of the arrays is read once."""
+    num = min(NEAREST, len(trained))
+    best_SN = np.full((len(query_SD), num), -np.inf, dtype=np.float32)
+    place_SN = np.zeros((len(query_SD), num), dtype=np.int64)
+    lengths, summed_D = 0.0, np.zeros(query_SD.shape[1])
+    for begin in range(0, len(trained), _ROWS_AT_ONCE):
+        some = trained[begin : begin + _ROWS_AT_ONCE]
+        rows = vectors["clf"][some]
+        lengths += float(np.linalg.norm(rows, axis=1).sum(dtype=np.float64))
+        summed_D += rows.sum(axis=0, dtype=np.float64)
+        score = query_SD @ (vectors["de"][some] if by_text else rows).T
+        both = np.concatenate([best_SN, score], axis=1)
+        places = np.concatenate([place_SN, np.broadcast_to(np.arange(begin, begin + len(some)), score.shape)], axis=1)
+        order = np.argsort(-both, axis=1, kind="stable")[:, :num]
+        best_SN, place_SN = np.take_along_axis(both, order, axis=1), np.take_along_axis(places, order, axis=1)
+    return lengths / len(trained), (summed_D / len(trained)).astype(np.float32), place_SN

@@ -18,9 +18,8 @@ from unidec.errors import ArtifactError, DataError
 from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle import Bundle, write_bundle
 from unidec.retrieval.index import LabelIndex
+from unidec.retrieval.label_change import LabelChange, estimated_rows, with_labels
 from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.new_rows import estimated_rows
-from unidec.retrieval.relabel import LabelChange, with_labels
 from unidec.retrieval.scoring_space import label_vectors
 from unidec.training.trainer import Trainer
 
@@ -114,7 +113,7 @@ def test_every_row_is_its_labels(
     assert labels_of(after) == new and list(labels_of(after)) == list(new)
     assert (set(change.added), set(change.removed)) == (new.keys() - old.keys(), old.keys() - new.keys())
     assert set(change.renamed) == {uid for uid in new.keys() & old.keys() if new[uid] != old[uid]}
-    assert change and change.kept == len(new.keys() & old.keys())
+    assert change and change.counts["kept"] == len(new.keys() & old.keys())
     for uid, title in new.items():
         row = after.row_of[uid]
         tokens = encode_texts([title], before.model.tokenizer_folder, before.model.max_length)
@@ -171,7 +170,7 @@ def test_equals_a_bundle_built_in_full(
     labels = labels_of(before)
     more = {"new": "river"} | {uid: labels[uid] for uid in rng.permutation(list(labels)).tolist()}
     change, between = relabelled(before, tmp_path / "more", more)
-    assert (change.added, change.removed, change.kept) == (["new"], [], len(labels))
+    assert (change.added, change.removed, change.counts["kept"]) == (["new"], [], len(labels))
     info = before.info
     change, after = relabelled(between, tmp_path / "back", labels, metrics=info.metrics)
     assert (change.added, change.removed) == ([], ["new"])
@@ -242,13 +241,13 @@ def test_nothing_changed_is_no_change(bundle: Callable[..., Bundle]) -> None:
 
 def test_one_label_and_a_text_without_words(bundle: Callable[..., Bundle], tmp_path: Path) -> None:
     change, after = relabelled(bundle(), tmp_path / "new", {"only": ""})
-    assert len(change.removed) == 40 and change.kept == 0
+    assert len(change.removed) == 40 and change.counts["kept"] == 0
     assert after.predict(["river", ""], 3)[0].labels == ["only"]
 
 
 @pytest.mark.parametrize(
     ("uids", "texts", "words"),
-    [([], [], "there must be one"), (["a"], ["x", "y"], "2 texts"), (["a", "b", "a"], ["x", "y", "z"], "stands twice")],
+    [([], [], "at least one"), (["a"], ["x", "y"], "2 texts"), (["a", "b", "a"], ["x", "y", "z"], "there twice")],
 )
 def test_label_sets_that_are_none(uids: list[str], texts: list[str], words: str, bundle: Callable[..., Bundle]) -> None:
     with pytest.raises(DataError, match=words):
