@@ -10,7 +10,8 @@ import pytest
 
 from unidec.data import bounded
 from unidec.data.formats import read_raw
-from unidec.data.formats.files import Source, read_sparse_text
+from unidec.data.formats.files import Source
+from unidec.data.formats.pairs import read_sparse_text
 from unidec.errors import DataError
 
 CONTENTS = [
@@ -75,7 +76,8 @@ def test_sparse_text_in_blocks(tmp_path, monkeypatch, size, end):
     rows = [sorted(rng.choice(50, rng.integers(0, 6), replace=False).tolist()) for _ in range(30)] + [[7]]
     body = b"\n".join(b" ".join(b"%d:%.2f" % (label, label / 7 + 0.5) for label in row) for row in rows)
     monkeypatch.setattr(bounded, "BYTES_AT_ONCE", size)
-    source, (query_P, label_P, value_P, lines) = sparse(tmp_path, b"31 50\n" + body + end, 31, 50)
+    source, pairs = sparse(tmp_path, b"31 50\n" + body + end, 31, 50)
+    query_P, label_P, value_P, lines = pairs.query_P, pairs.label_P, pairs.value_P, pairs.lines
     assert not source.problems.count
     assert list(zip(query_P, label_P, strict=True)) == [(q, label) for q, row in enumerate(rows) for label in row]
     np.testing.assert_allclose(value_P, label_P / 7 + 0.5, atol=0.006)
@@ -86,9 +88,9 @@ def test_sparse_text_in_blocks(tmp_path, monkeypatch, size, end):
 @pytest.mark.parametrize("size", [1, 5, 1 << 23])
 def test_faults_of_sparse_text_name_their_line_in_any_block(tmp_path, monkeypatch, size):
     monkeypatch.setattr(bounded, "BYTES_AT_ONCE", size)
-    source, (query_P, label_P, _, _) = sparse(tmp_path, b"4 9\n1:1\n\n2:1 nonsense 3:1\n12345678901:1\n", 4, 9)
+    source, pairs = sparse(tmp_path, b"4 9\n1:1\n\n2:1 nonsense 3:1\n12345678901:1\n", 4, 9)
     assert source.problems.samples["not `label:relevance`"][0].startswith("trn_X_Y.txt:4")
-    assert list(zip(query_P, label_P, strict=True)) == [(0, 1), (2, 2), (2, 3), (3, 12345678901)]
+    assert list(zip(pairs.query_P, pairs.label_P, strict=True)) == [(0, 1), (2, 2), (2, 3), (3, 12345678901)]
 
 
 @pytest.mark.parametrize("size", [1, 1 << 23])

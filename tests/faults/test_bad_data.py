@@ -67,6 +67,9 @@ def test_the_undamaged_folder_is_read(json_folder: Path) -> None:
         ("trn.json", with_line(QUERIES, 1, target_rel=[1e-60, 1]), "not a positive number: 1", "trn.json:2"),
         ("trn.json", with_line(QUERIES, 1, target_rel=["1", 1]), "not a list of numbers", "trn.json:2"),
         ("trn.json", with_line(QUERIES, 1, target_rel=[1]), "different lengths: 1", "trn.json:2"),
+        ("trn.json", with_line(QUERIES, 1, target_rel=[10**400, 1]), "not a list of numbers: 1", "trn.json:2"),
+        ("trn.json", lines([{"uid": "x", "title": "x", "target_ind": 5}]), "not a list of whole", "trn.json:1"),
+        ("trn.json", lines([{"uid": "x", "title": "x", "target_ind": [-(2**70)]}]), "of whole numbers", "trn.json:1"),
         (
             "trn.json",
             with_line(QUERIES, 3, target_ind=[2, 2]),

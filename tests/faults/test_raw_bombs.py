@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from unidec.data import bounded
-from unidec.data.csv_file import CsvFile
 from unidec.data.formats import read_raw
+from unidec.data.table_file import CsvFile
 from unidec.errors import DataError
 from unidec.retrieval.text_file import read_texts
 from unidec.sections import RawBounds

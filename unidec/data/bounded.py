@@ -1,7 +1,4 @@
-"""Files from outside, read once from front to back within bounds: how far a file may unpack, how long a row may be.
-
-What is read is never larger than a block and a row, whatever the file holds.
-"""
+"""Files from outside, read once from front to back: never more in memory than a block and a row, whatever they hold."""
 
 from __future__ import annotations
 
@@ -21,17 +18,11 @@ from unidec.sections import RawBounds
 BYTES_AT_ONCE = 1 << 23
 ALWAYS_UNPACKED = 64 << 20  # bytes that any compressed file may unpack to, whatever its own size
 BOM = b"\xef\xbb\xbf"
-
-
 DEFAULT_BOUNDS = RawBounds()
 
 
 def check_unpacked(path: Path, num_bytes: int, bounds: RawBounds) -> None:
-    """Refuse a compressed file that unpacks to so many bytes or more.
-
-    Raises:
-        DataError: they are more than `max_unpack_ratio` times the file's own size.
-    """
+    """Refuse a compressed file that unpacks to so many bytes: more than `max_unpack_ratio` times its own size."""
     size = path.stat().st_size
     if num_bytes > max(ALWAYS_UNPACKED, bounds.max_unpack_ratio * size):
         raise DataError(
@@ -39,28 +30,23 @@ def check_unpacked(path: Path, num_bytes: int, bounds: RawBounds) -> None:
             where=str(path),
             got=f"{size:,} bytes unpack to {num_bytes:,} or more",
             expected=f"at most {bounds.max_unpack_ratio} times its size",
-            fix="check the file; raw data that is right as it is: raise raw.max_unpack_ratio",
+            fix="check the file; if the raw data is right as it is, raise raw.max_unpack_ratio",
         )
 
 
 class BoundedFile(io.RawIOBase):
-    """A file that is read forwards only; counts its bytes and its double quotes.
-
-    Attributes:
-        path: of the file.
-        quotes: double quotes read so far.
-    """
+    """A file that is read forwards only; counts its bytes, and in `quotes` its double quotes."""
 
     def __init__(self, file: IO[bytes], path: Path, bounds: RawBounds) -> None:
         self.path, self.bounds, self.quotes = path, bounds, 0
-        self._file, self._read, self._packed = file, 0, is_packed(path)
+        self._file, self._read, self._packed = file, 0, path.suffix.lower() == ".gz"
 
     def readable(self) -> bool:
         """Always."""
         return True
 
     def read(self, size: int = -1) -> bytes:
-        """The next `size` bytes, a block where none is given; fewer only at the end."""
+        """The next `size` bytes, or a block if no size is given; fewer only at the end."""
         block = self._file.read(BYTES_AT_ONCE if size is None or size < 0 else size)
         self._read += len(block)
         self.quotes += block.count(b'"')
@@ -69,20 +55,15 @@ class BoundedFile(io.RawIOBase):
         return block
 
 
-def is_packed(path: Path) -> bool:
-    """Whether a file's name says that it is compressed."""
-    return path.suffix.lower() == ".gz"
-
-
 @contextlib.contextmanager
 def open_bounded(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[BoundedFile]:
-    """The file's bytes, unpacked.
+    """The file's bytes, unpacked if its name ends with .gz.
 
     Raises:
         DataError: it cannot be opened, is a damaged gzip file, or unpacks to more than it may.
     """
     try:
-        with gzip.open(path, "rb") if is_packed(path) else open(path, "rb") as file:
+        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else open(path, "rb") as file:
             yield BoundedFile(file, path, bounds)  # type: ignore[arg-type]
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError("a damaged gzip file", where=str(path), got=str(error), fix="fetch it again") from error
@@ -91,10 +72,8 @@ def open_bounded(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[Bou
 
 
 def read_blocks(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple[int, bytes]]:
-    """Whole lines, some megabytes at a time, without a byte order mark.
-
-    Returns:
-        the number of the first line (1-based), and the lines, the end of the last one cut off.
+    """The number of the first line (1-based) and whole lines, some megabytes at a time, without a byte order mark and
+    the last line's end.
 
     Raises:
         DataError: a line of more than `bounds.max_row_bytes`, or as `open_bounded`.
@@ -126,31 +105,12 @@ def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple
         yield from enumerate(lines.split(b"\n"), number)
 
 
-def decode_line(line: bytes, path: Path, number: int) -> str:
-    """UTF-8 to text.
-
-    Raises:
-        DataError: it is not UTF-8.
-    """
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            "text that is not UTF-8", where=f"{path}:{number}", got=not_utf8(line, error), fix="save the file as UTF-8"
-        ) from error
-
-
-def not_utf8(line: bytes, error: UnicodeDecodeError) -> str:
-    """Which byte of a line is not UTF-8."""
-    return f"byte {error.start + 1} is {line[error.start]:#04x}"
-
-
 def row_too_long(path: Path, number: int, bounds: RawBounds, hint: str = "") -> DataError:
     """The error for a line or row beyond its bound."""
     return DataError(
         f"a row of more than {bounds.max_row_bytes:,} bytes{hint}",
         where=f"{path}:{number}",
-        fix="correct the row; raw data that is right as it is: raise raw.max_row_bytes",
+        fix="correct the row; if the raw data is right as it is, raise raw.max_row_bytes",
     )
 
 

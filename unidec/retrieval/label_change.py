@@ -27,8 +27,8 @@ import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
 from unidec.data.array_file import write_array
-from unidec.data.csv_file import CsvFile
 from unidec.data.storage import load_array, read_manifest
+from unidec.data.table_file import CsvFile, ending, json_blocks
 from unidec.data.tokens import encode_texts
 from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle
@@ -37,7 +37,6 @@ from unidec.retrieval.label_rows import LabelRows
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.scoring_space import unit_rows
-from unidec.retrieval.text_file import ending, json_lines
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
@@ -273,7 +272,8 @@ def read_labels(path: Path, texts: bool = True) -> list[LabelText]:
 def _numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each row with its line; a Parquet file's with its number from 0."""
     if ending(path) == ".jsonl":
-        yield from ((number, row if isinstance(row, dict) else {}) for number, row in json_lines(path))
+        for lines, items in json_blocks(path):
+            yield from zip(lines, items, strict=True)
     elif ending(path) == ".parquet":
         import pyarrow.parquet as pq
 

@@ -11,10 +11,11 @@ from typing import IO, TYPE_CHECKING
 
 import pyarrow as pa
 
+from unidec.data.table_file import ending
 from unidec.errors import DataError
 from unidec.progress import Progress, progress
 from unidec.retrieval.bundle import PREDICTION_SCHEMA
-from unidec.retrieval.text_file import ending, in_batches, parquet_rows, read_texts
+from unidec.retrieval.text_file import in_batches, parquet_rows, read_texts
 
 if TYPE_CHECKING:
     from unidec.retrieval.bundle import Bundle

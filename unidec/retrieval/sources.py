@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unidec.data.storage import file_sha256, read_manifest, write_folder
+from unidec.data.table_file import ending
 from unidec.errors import ArtifactError, DataError
-from unidec.retrieval.text_file import copy_texts, ending, parquet_rows, read_copy, read_parquet, read_texts
+from unidec.retrieval.text_file import copy_texts, parquet_rows, read_copy, read_parquet, read_texts
 
 KIND, VERSION = "text-copy", 1
 T = TypeVar("T")

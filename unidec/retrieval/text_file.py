@@ -6,23 +6,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
-from unidec.data.bounded import decode_line, read_lines
-from unidec.data.csv_file import CsvFile
+from unidec.data.table_file import CsvFile, ending, json_blocks, open_parquet
 from unidec.errors import ArtifactError, DataError
 from unidec.progress import progress
 
 Texts = Iterator[list[str]]
 TEXT_COLUMNS = ("query", "text")
 CHUNK_ROWS = 4096
-_PARQUET_BUFFER = 1 << 20  # bytes of each column read at once; without it a row group's whole column is
 _COPY_SCHEMA = pa.schema([("text", pa.large_string())])
 
 
@@ -51,7 +47,7 @@ def read_texts(path: Path, column: str | None) -> Texts:
     Raises:
         DataError: an unknown ending, no such file or column, a row that is not text, or a file that cannot be read.
     """
-    readers = {".csv": _read_csv, ".tsv": _read_csv, ".jsonl": _read_json_lines, ".parquet": read_parquet}
+    readers = {".csv": _read_csv, ".tsv": _read_csv, ".jsonl": _read_json, ".parquet": read_parquet}
     if ending(path) not in readers:
         raise DataError("an input of unknown format", where=str(path), expected=" ".join(readers))
     if not path.is_file():
@@ -72,24 +68,10 @@ def in_batches(texts: Iterable[list[str]], size: int) -> Texts:
         yield waiting
 
 
-def ending(path: Path) -> str:
-    """The format that a name says: ".csv" of "a.csv" and of "a.csv.gz"."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    return suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else "".join(suffixes[-1:])
-
-
 def parquet_rows(path: Path) -> int:
-    """Number of rows of a Parquet file.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.read_metadata(path).num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise DataError("not a readable Parquet file", where=str(path), got=str(error)[:200]) from error
+    """Number of rows of a Parquet file."""
+    with open_parquet(path) as file:
+        return file.metadata.num_rows
 
 
 def read_parquet(path: Path, column: str | None, rows: tuple[int, int] | None = None) -> Texts:
@@ -98,25 +80,18 @@ def read_parquet(path: Path, column: str | None, rows: tuple[int, int] | None = 
     Raises:
         DataError: as `read_texts`.
     """
-    import pyarrow.parquet as pq
-
-    first, last = rows or (0, parquet_rows(path))
-    with pq.ParquetFile(path, buffer_size=_PARQUET_BUFFER) as file:
+    with open_parquet(path) as file:
+        first, last = rows or (0, file.metadata.num_rows)
         name = text_column(file.schema_arrow.names, column, str(path))
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         starts = list(accumulate(sizes, initial=0))
         groups = [g for g, size in enumerate(sizes) if starts[g] < last and starts[g] + size > first]
         row = starts[groups[0]] if groups else last
-        batches = file.iter_batches(batch_size=CHUNK_ROWS, row_groups=groups, columns=[name])
-        while row < last:
-            try:
-                array = next(batches).column(0)
-            except (pa.ArrowException, OSError, StopIteration) as error:
-                raise DataError("a damaged Parquet file", where=str(path), got=str(error)[:200]) from error
-            begin, end = max(first - row, 0), min(last - row, len(array))
+        for batch in file.iter_batches(batch_size=CHUNK_ROWS, row_groups=groups, columns=[name]):
+            begin, end = max(first - row, 0), min(last - row, len(batch))
             if begin < end:
-                yield _as_texts(array.slice(begin, end - begin), row + begin, path, name)
-            row += len(array)
+                yield _as_texts(batch.column(0).slice(begin, end - begin), row + begin, path, name)
+            row += len(batch)
 
 
 def copy_texts(path: Path, column: str | None, out: Path) -> int:
@@ -168,57 +143,26 @@ def _read_csv(path: Path, column: str | None) -> Texts:
     try:
         name = text_column(file.names, column, str(path))
     except DataError as error:
-        wanted = (column,) if column else TEXT_COLUMNS
-        other = next(filter(None, (file.other_delimiter([one]) for one in wanted)), None)
-        if other is None:
-            raise
-        raise DataError(
-            error.what, where=error.where, got=error.got, expected=error.expected,
-            fix=f"the columns are separated by {other}: save the file with {file.delimiter_name} between them",
-        ) from error  # fmt: skip
+        hints = (file.delimiter_hint([one]) for one in ((column,) if column else TEXT_COLUMNS))
+        fix = next(filter(None, hints), error.fix)
+        raise DataError(error.what, where=error.where, got=error.got, expected=error.expected, fix=fix) from error
     row = 0
-    try:
-        for batch in file.batches([name]):
-            for start in range(0, batch.num_rows, CHUNK_ROWS):
-                part = batch.column(0).slice(start, CHUNK_ROWS)
-                yield _as_texts(part, row, path, name)
-                row += len(part)
-    except pa.ArrowInvalid as error:
-        for line, what, got in file.faults():
-            raise DataError(what, where=f"{path}:{line}", got=got) from error
-        raise DataError("a file that cannot be read", where=f"{path}, after row {row}", got=str(error)[:300]) from error
+    for batch in file.batches([name]):
+        for start in range(0, batch.num_rows, CHUNK_ROWS):
+            part = batch.column(0).slice(start, CHUNK_ROWS)
+            yield _as_texts(part, row, path, name)
+            row += len(part)
 
 
-def _read_json_lines(path: Path, column: str | None) -> Texts:
-    texts: list[str] = []
-    for number, row in json_lines(path):
-        if not isinstance(row, dict):
-            raise DataError("not an object", where=f"{path}:{number}", got=type(row).__name__)
-        name = text_column(list(row), column, f"{path}:{number}")
-        if not isinstance(row[name], str):
-            raise DataError("not text", where=f"{path}:{number}, {name}", got=repr(row[name])[:80])
-        texts.append(row[name])
-        if len(texts) == CHUNK_ROWS:
-            yield texts
-            texts = []
-    if texts:
-        yield texts
-
-
-def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Number (1-based) and value of each line of a JSON lines file; blank lines are left out.
-
-    Raises:
-        DataError: a line that is not JSON, or is longer than it may be.
-    """
-    for number, line in read_lines(path):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(decode_line(line, path, number))
-        except (ValueError, RecursionError) as error:
-            raise DataError("not a line of JSON", where=f"{path}:{number}", got=str(error)[:200]) from error
-        yield number, value
+def _read_json(path: Path, column: str | None) -> Texts:
+    for lines, items in json_blocks(path):
+        texts = []
+        for line, item in zip(lines, items, strict=True):
+            name = text_column(list(item), column, f"{path}:{line}")
+            if not isinstance(item[name], str):
+                raise DataError("not text", where=f"{path}:{line}, {name}", got=repr(item[name])[:80])
+            texts.append(item[name])
+        yield from in_batches([texts], CHUNK_ROWS)
 
 
 def _as_texts(array: pa.Array, first_row: int, path: Path, name: str) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from unidec.data.csv_file import CsvFile
+from unidec.data.table_file import CsvFile, ending, json_blocks
 from unidec.errors import DataError
-from unidec.retrieval.text_file import ending, json_lines, read_texts
+from unidec.retrieval.text_file import read_texts
 
 LABELS = "labels"
 
@@ -73,7 +73,7 @@ def _parquet_labels(path: Path, column: str) -> list[Any] | None:
 
 
 def _json_labels(path: Path, column: str) -> list[Any] | None:
-    rows = [row for _, row in json_lines(path)]
+    rows = [row for _, items in json_blocks(path) for row in items]
     return [row.get(column) for row in rows] if any(column in row for row in rows) else None
 
 

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,8 @@ import pyarrow.compute as pc
 
 from unidec.data.bounded import DEFAULT_BOUNDS
 from unidec.data.formats import beir, tables, xmc_json, xmc_text
-from unidec.data.formats.files import Source
-from unidec.data.formats.ids import rows_of
-from unidec.data.formats.problems import Lines, showing
+from unidec.data.formats.files import Lines, Source
+from unidec.data.formats.pairs import rows_of
 from unidec.data.raw import RawData, cut_test, make_slice
 from unidec.data.storage import file_sha256, swap_folder
 from unidec.errors import DataError
@@ -91,7 +91,6 @@ def find_rows(
     found: dict[str, str] = {}
     for split, table in raw.queries.items():
         found |= _places(table, queries, *source.queries_at[split])
-    assert source.labels_at is not None
     return found, _places(raw.labels, labels, *source.labels_at)
 
 
@@ -162,35 +161,22 @@ def _check(source: Source, raw: RawData) -> None:
         *((table, source.queries_at[split]) for split, table in raw.queries.items()),
     ]
     limit = source.bounds.max_text_chars
-    for (table, place), column in itertools.product(places, ("title", "content")):
-        assert place is not None
-        lengths = pc.utf8_length(table[column])
-        rows = np.flatnonzero(pc.greater(lengths, limit).to_numpy())
+    for (table, (file, lines)), column in itertools.product(places, ("title", "content")):
+        lengths = pc.utf8_length(table[column]).to_numpy()
         kind = f"text of more than raw.max_text_chars = {limit:,} characters"
-        source.problems.add_rows(kind, place[0], rows, place[1], showing(lengths, f"{column}: "))
+        too_long = np.flatnonzero(lengths > limit)
+        source.problems.add_rows(kind, file, too_long, lines, partial(_shown, f"{column}: {{}}", lengths))
     if not raw.num_labels:
         source.problems.add("no labels at all", "labels", 0)
     if not raw.queries["train"].num_rows:
         source.problems.add("no training queries at all", "train", 0)
-    earlier: dict[str, pa.ChunkedArray] = {}
-    for split, table in raw.queries.items():
-        column = table["uid"]
-        if any(_share_uids(column, other) for other in earlier.values()):
-            _note_leaks(source, split, column.to_pylist(), earlier)
-        earlier[split] = column
+    for (earlier, before), (split, table) in itertools.combinations(raw.queries.items(), 2):
+        uids = table["uid"]
+        both = np.flatnonzero(pc.is_in(uids, value_set=before["uid"].combine_chunks()).to_numpy())
+        file, lines = source.queries_at[split]
+        kind = f"query of another split again in {split} (leak)"
+        source.problems.add_rows(kind, file, both, lines, partial(_shown, f"uid {{}} is in {earlier}", uids))
 
 
-def _share_uids(first: pa.ChunkedArray, second: pa.ChunkedArray) -> bool:
-    few, many = sorted((first, second), key=len)
-    return bool(pc.any(pc.is_in(many, value_set=few)).as_py())
-
-
-def _note_leaks(source: Source, split: str, uids: list[str], earlier: dict[str, pa.ChunkedArray]) -> None:
-    """Every uid of a split that is in an earlier one too."""
-    seen: dict[str, str] = {}
-    for name, column in earlier.items():
-        seen.update(dict.fromkeys(column.to_pylist(), name))
-    both = np.flatnonzero([uid in seen for uid in uids])
-    file, lines = source.queries_at[split]
-    kind = f"query of another split again in {split} (leak)"
-    source.problems.add_rows(kind, file, both, lines, lambda row: f"uid {uids[row]} is in {seen[uids[row]]}")
+def _shown(words: str, values: np.ndarray | pa.ChunkedArray, row: int) -> str:
+    return words.format(values[row])

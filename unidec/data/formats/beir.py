@@ -7,53 +7,46 @@ BEIR would leave out, and filters.tsv (query-id, corpus-id).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
-from unidec.data.formats.files import Source
-from unidec.data.formats.ids import Pairs, look_up, split_pairs
-from unidec.data.formats.problems import check_uids, lines_of, showing
+from unidec.data.formats.files import Source, lines_of_some
+from unidec.data.formats.tables import check_uids, pair_table, read_filters, read_table, texts_of, write_table
 from unidec.data.raw import RawData, text_table
-from unidec.errors import DataError
+from unidec.data.table_file import json_blocks, to_strings
 
 EXPECTED = "corpus.jsonl, queries.jsonl, qrels/train.tsv (and qrels/dev.tsv, qrels/test.tsv)"
 KEEPS_VALIDATION = True
 QRELS = {"train": "train", "validation": "dev", "test": "test"}
+_UIDS = ("query-id", "corpus-id")
 
 
 def fits(source: Source) -> bool:
+    """Whether the folder has files of this layout."""
     return bool(source.find("corpus.jsonl") and source.find("queries.jsonl"))
 
 
 def read(source: Source) -> RawData:
     """Read the layout; faults are noted in `source.problems`. A score of 0 means judged and not relevant: left out."""
-    problems = source.problems
-    corpus, corpus_line_L, _ = _read_objects(source, source.need("corpus.jsonl"), "corpus")
-    source.labels_at = (source.name(source.need("corpus.jsonl")), lines_of(corpus_line_L))
-    queries, line_N, named_split_N = _read_objects(source, source.need("queries.jsonl"), "query")
+    corpus, corpus_line_L, _ = _read_objects(source, source.need("corpus.jsonl"), "label")
+    source.labels_at = (source.name(source.need("corpus.jsonl")), lambda rows: corpus_line_L[rows])
+    queries, line_N, split_N = _read_objects(source, source.need("queries.jsonl"), "query")
     name = source.name(source.need("queries.jsonl"))
     judged = {}
     for split, stem in QRELS.items():
         path = source.need(f"qrels/{stem}.tsv") if split == "train" else source.find(f"qrels/{stem}.tsv")
         if path is not None:
-            pairs = read_tsv(source, path, ("query-id", "corpus-id", "score"))
-            judged[split] = (pairs, *look_up(pairs, queries, corpus, problems))
-    split_N = named_split_N
-    for split, (_, query_P, _) in judged.items():
-        own = np.unique(query_P[query_P >= 0])
+            judged[split] = read_table(source, path, (*_UIDS, "score")).pairs(source, queries, corpus)
+    for split, pairs in judged.items():
+        own = np.unique(pairs.query_P[pairs.query_P >= 0])
         other = own[(split_N[own] != "") & (split_N[own] != split)]
-        problems.add_rows(
-            f"query of another split again in {split} (leak)",
-            name,
-            other,
-            lines_of(line_N),
-            showing(split_N),
-        )
+        kind = f"query of another split again in {split} (leak)"
+        source.problems.add_rows(kind, name, other, lambda rows: line_N[rows], lambda row: split_N[row])
         split_N[own] = split
     rows_by_split = {split: np.flatnonzero(split_N == split) for split in QRELS}
     rows_by_split = {split: rows for split, rows in rows_by_split.items() if rows.size or split in judged}
@@ -62,149 +55,66 @@ def read(source: Source) -> RawData:
     for split, rows in rows_by_split.items():
         relevance[split] = csr_matrix((rows.size, shape[1]), dtype=np.float32)
         if split in judged:
-            pairs, query_P, label_P = judged[split]
-            relevance[split] = _positive(pairs, query_P, label_P, split, rows, shape, source)
-        source.queries_at[split] = (name, lines_of(line_N, rows))
+            relevant = judged[split].take(np.flatnonzero(judged[split].value_P != 0))
+            relevance[split] = relevant.by_split({split: rows}, shape)[split]
+        source.queries_at[split] = (name, lines_of_some(lambda rows: line_N[rows], rows))
     return RawData(
         source.root.name,
         {split: queries.take(rows) for split, rows in rows_by_split.items()},
         corpus,
         relevance,
-        read_filters(source, queries, corpus, rows_by_split),
+        read_filters(source, source.find("filters.tsv"), _UIDS, (queries, corpus), rows_by_split),
     )
 
 
-def _positive(
-    pairs: Pairs,
-    query_P: np.ndarray,
-    label_P: np.ndarray,
-    split: str,
-    rows: np.ndarray,
-    shape: tuple[int, int],
-    source: Source,
-) -> csr_matrix:
-    kept = np.flatnonzero(pairs.relevance != 0)
-    some = Pairs(pairs.file, pairs.query, pairs.label, pairs.relevance[kept], lambda p: pairs.lines(kept[p]))
-    return split_pairs(some, query_P[kept], label_P[kept], {split: rows}, shape, source.problems)[split]
-
-
-def read_filters(
-    source: Source, queries: pa.Table, labels: pa.Table, rows_by_split: dict[str, np.ndarray]
-) -> dict[str, csr_matrix]:
-    """filters.tsv by split; no file, no pairs."""
-    path = source.find("filters.tsv")
-    shape = (queries.num_rows, labels.num_rows)
-    if path is None:
-        return {split: csr_matrix((rows.size, shape[1]), dtype=bool) for split, rows in rows_by_split.items()}
-    pairs = read_tsv(source, path, ("query-id", "corpus-id"))
-    query_P, label_P = look_up(pairs, queries, labels, source.problems)
-    return split_pairs(pairs, query_P, label_P, rows_by_split, shape, source.problems, filters=True)
-
-
-def read_tsv(source: Source, path: Path, header: tuple[str, ...]) -> Pairs:
-    """A headed TSV of uids and, as a third column, scores."""
-    columns: list[list[str]] = [[] for _ in header]
-    numbers = []
-    for number, line in source.lines(path):
-        text = source.decode(line, path, number)
-        if text is None or not text.strip():
-            continue
-        cells = text.split("\t")
-        if len(cells) != len(header):
-            source.problems.add(f"not {len(header)} columns", source.name(path), number, f"{len(cells)}: {text[:60]}")
-        elif number > 1 or tuple(cells) != header:
-            numbers.append(number)
-            for column, cell in zip(columns, cells, strict=True):
-                column.append(cell)
-    score = to_numbers(pa.array(columns[2], pa.string())) if len(header) > 2 else np.ones(len(numbers))
-    line_P = np.asarray(numbers, dtype=np.int64)
-    strings = [pa.array(column, pa.large_string()) for column in columns[:2]]
-    return Pairs(source.name(path), strings[0], strings[1], score, lines_of(line_P))
-
-
-def to_numbers(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """Strings to float64; NaN where one is not a number."""
-    import pandas as pd
-
-    return pd.to_numeric(column.to_pandas(), errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
-
-
-def read_objects(source: Source, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number and object of each line of a JSON lines file; faults are noted and passed over."""
-    for number, line in source.lines(path):
-        text = source.decode(line, path, number) if line.strip() else None
-        if text is None:
-            continue
-        try:
-            item = json.loads(text)
-            text.encode()
-        except (ValueError, RecursionError) as error:
-            source.problems.add("not a JSON object", source.name(path), number, error)
-            continue
-        if isinstance(item, dict):
-            yield number, item
-        else:
-            source.problems.add("not a JSON object", source.name(path), number, type(item).__name__)
-
-
 def _read_objects(source: Source, path: Path, what: str) -> tuple[pa.Table, np.ndarray, np.ndarray]:
-    """Texts, line of each row, and the split a query names for itself ("" if none)."""
-    uids, titles, contents, numbers, splits = [], [], [], [], []
-    for number, item in read_objects(source, path):
-        title, text = item.get("title") or "", item.get("text") or ""
-        metadata = item.get("metadata") or {}
-        if (
-            "_id" not in item
-            or not isinstance(title, str)
-            or not isinstance(text, str)
-            or not isinstance(metadata, dict)
-        ):
-            source.problems.add("not an object with _id, text (and title)", source.name(path), number, str(item)[:80])
-            continue
-        alone = what == "query" and "title" not in item
-        uids.append(str(item["_id"]))
-        titles.append(text if alone else title)
-        contents.append("" if alone else text)
-        numbers.append(number)
-        split = str(metadata.get("split", ""))
-        splits.append(split if split in QRELS else "")
-    line_N = np.asarray(numbers, dtype=np.int64)
-    if not any(titles):  # BEIR's corpora of short texts leave every title empty
+    """Texts, line of each row, and the split that a query names for itself ("" if none)."""
+    report, chunks, numbers, splits = source.report(path), [], [], []
+    for lines, items in json_blocks(path, source.bounds, report):
+        for line, item in zip(lines, items, strict=True):
+            if "_id" not in item or not isinstance(item.get("metadata") or {}, dict):
+                report("not an object with _id, text (and title)", line, str(item)[:80])
+            if what == "query" and "title" not in item:  # a query alone
+                item["title"], item["text"] = item.get("text"), ""
+        uids = [str(item.get("_id", "")) for item in items]
+        titles, texts = (texts_of([i.get(key) for i in items], lines, key, report) for key in ("title", "text"))
+        chunks.append(pa.table([to_strings(uids, lines, report), titles, texts], ["uid", "title", "content"]))
+        numbers += lines
+        named = [item.get("metadata") for item in items]
+        splits += [str(one.get("split", "")) if isinstance(one, dict) else "" for one in named]
+    table = pa.concat_tables(chunks) if chunks else text_table([], [])
+    titles, contents = table["title"], table["content"]
+    if not pc.any(pc.not_equal(titles, "")).as_py():  # BEIR's corpora of short texts leave every title empty
         titles, contents = contents, titles
-    check_uids(uids, source.problems, source.name(path), lines_of(line_N), what)
-    try:
-        return text_table(uids, titles, contents), line_N, np.asarray(splits, dtype=object)
-    except UnicodeEncodeError as error:
-        raise DataError("a lone surrogate in a text", where=str(path), got=str(error), fix="remove it") from error
+    line_N = np.asarray(numbers, dtype=np.int64)
+    check_uids(source, table["uid"], source.name(path), lambda rows: line_N[rows], what)
+    known = [split if split in QRELS else "" for split in splits]
+    return text_table(table["uid"], titles, contents), line_N, np.asarray(known, dtype=object)
 
 
 def write(raw: RawData, out: Path) -> None:
     """Write the layout, with the two additions where they are needed."""
-    _write_objects(
-        out / "corpus.jsonl",
-        [{"_id": r["uid"], "title": r["title"], "text": r["content"]} for r in raw.labels.to_pylist()],
-    )
+    _write_objects(out / "corpus.jsonl", [_object(row, keep_title=True) for row in raw.labels.to_pylist()])
     (out / "qrels").mkdir()
     items: list[dict[str, Any]] = []
-    filters = ["query-id\tcorpus-id\n"]
-    label_uids = raw.labels["uid"].to_pylist()
+    filters: list[pa.Table] = []
     for split, table in raw.queries.items():
-        matrix, uids = raw.relevance[split].tocoo(), table["uid"].to_pylist()
         judged = np.diff(raw.relevance[split].indptr) > 0
         for row, known in zip(table.to_pylist(), judged.tolist(), strict=True):
-            texts = {"title": row["title"], "text": row["content"]} if row["content"] else {"text": row["title"]}
-            items.append({"_id": row["uid"], **texts, "metadata": {} if known else {"split": split}})
-        rows = zip(matrix.row.tolist(), matrix.col.tolist(), matrix.data.tolist(), strict=True)
-        lines = [f"{uids[q]}\t{label_uids[label]}\t{score:.9g}\n" for q, label, score in rows]
-        text = "".join(["query-id\tcorpus-id\tscore\n", *lines])
-        (out / "qrels" / f"{QRELS[split]}.tsv").write_bytes(text.encode())
-        pairs = raw.filter_pairs[split].tocoo()
-        filters += [
-            f"{uids[q]}\t{label_uids[label]}\n" for q, label in zip(pairs.row.tolist(), pairs.col.tolist(), strict=True)
-        ]
+            metadata = {} if known else {"split": split}
+            items.append(_object(row, keep_title=bool(row["content"])) | {"metadata": metadata})
+        uids = (table["uid"], raw.labels["uid"])
+        pairs = pair_table(raw.relevance[split], uids, (*_UIDS, "score"))
+        write_table(pairs, out / "qrels" / f"{QRELS[split]}.tsv")
+        filters.append(pair_table(raw.filter_pairs[split], uids, _UIDS))
     _write_objects(out / "queries.jsonl", items)
-    if len(filters) > 1:
-        (out / "filters.tsv").write_bytes("".join(filters).encode())
+    if any(table.num_rows for table in filters):
+        write_table(pa.concat_tables(filters), out / "filters.tsv")
+
+
+def _object(row: dict[str, str], keep_title: bool) -> dict[str, Any]:
+    texts = {"title": row["title"], "text": row["content"]} if keep_title else {"text": row["title"]}
+    return {"_id": row["uid"], **texts}
 
 
 def _write_objects(path: Path, items: list[dict[str, Any]]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from array import array
-from collections.abc import Iterable
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,11 @@ import numpy as np
 import pyarrow as pa
 from scipy.sparse import csr_matrix
 
-from unidec.data.formats.files import Source, joined, read_filter_text
-from unidec.data.formats.problems import check_uids, filter_matrix, pair_matrix, sorted_csr
-from unidec.data.raw import TEXT_SCHEMA, RawData, text_table
+from unidec.data.formats.files import Lines, Source
+from unidec.data.formats.pairs import Pairs, read_filter_text
+from unidec.data.formats.tables import check_uids, texts_of
+from unidec.data.raw import TEXT_SCHEMA, RawData
+from unidec.data.table_file import Report, json_blocks, to_strings
 
 CHUNK = 16_384
 FILTERS = {
@@ -24,30 +25,26 @@ FILTERS = {
     "test": ("filter_labels_test.txt", "tst_filter_labels.txt"),
 }
 FILES = {"train": "trn.json", "test": "tst.json"}
+EXPECTED = "trn.json, lbl.json (and tst.json)"
 
 
 def fits(source: Source) -> bool:
+    """Whether the folder has files of this layout."""
     return bool(source.find("trn.json") and source.find("lbl.json"))
-
-
-EXPECTED = "trn.json, lbl.json (and tst.json)"
 
 
 def read(source: Source) -> RawData:
     """Read the layout; faults are noted in `source.problems`."""
-    label_objects = _Objects(source, source.need("lbl.json"), targets=False, offset=0)
-    labels, source.labels_at = label_objects.table, (label_objects.name, label_objects.lines)
+    labels, source.labels_at, _ = _read_objects(source, source.need("lbl.json"), "label", 0)
     queries, relevance, filters = {}, {}, {}
     offset = 0
     for split, file in FILES.items():
         path = source.need(file) if split == "train" else source.find(file)
         if path is None:
             continue
-        objects = _Objects(source, path, targets=True, offset=offset)
-        shape = (objects.table.num_rows, labels.num_rows)
-        queries[split] = objects.table
-        source.queries_at[split] = (objects.name, objects.lines)
-        relevance[split] = objects.relevance(shape)
+        queries[split], source.queries_at[split], pairs = _read_objects(source, path, "query", offset)
+        shape = (queries[split].num_rows, labels.num_rows)
+        relevance[split] = pairs.matrix(shape)
         filters[split] = read_filters(source, split, shape)
         offset += shape[0]
     return RawData(source.root.name, queries, labels, relevance, filters)
@@ -55,173 +52,74 @@ def read(source: Source) -> RawData:
 
 def read_filters(source: Source, split: str, shape: tuple[int, int]) -> csr_matrix:
     """The split's filter file as bool CSR [queries, labels]; no file, no pairs."""
-    path = source.find(*FILTERS[split]) if split in FILTERS else None
-    if path is None:
-        none = np.zeros(0, dtype=np.int64)
-        return sorted_csr(none, none, np.zeros(0, dtype=bool), shape)
-    query_P, label_P, lines = read_filter_text(source, path)
-    return filter_matrix(query_P, label_P, shape, problems=source.problems, file=source.name(path), lines=lines)
+    path = source.find(*FILTERS[split])
+    return csr_matrix(shape, dtype=bool) if path is None else read_filter_text(source, path).matrix(shape)
 
 
-class _Objects:
-    """One JSON object a line, parsed a block at a time so that texts are held once, in Arrow."""
+def _read_objects(source: Source, path: Path, what: str, offset: int) -> tuple[pa.Table, tuple[str, Lines], Pairs]:
+    """Texts, where they are, and the targets of queries; a row without a uid has its number from `offset` on."""
+    report, chunks = source.report(path), []
+    line_blocks, count_blocks = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    label_blocks, value_blocks = [np.zeros(0, np.int64)], [np.zeros(0)]
+    for lines, items in json_blocks(path, source.bounds, report):
+        uids = [str(item.get("uid", row)) for row, item in enumerate(items, offset)]
+        texts = [texts_of([item.get(name) for item in items], lines, name, report) for name in ("title", "content")]
+        chunks.append(pa.table([to_strings(uids, lines, report), *texts], TEXT_SCHEMA))
+        line_blocks.append(np.asarray(lines, dtype=np.int64))
+        if what == "query":
+            ind, rel = _targets(items, lines, report)
+            count_blocks.append(np.fromiter(map(len, ind), np.int64, len(ind)))
+            label_blocks.append(np.fromiter(chain.from_iterable(ind), np.int64))
+            value_blocks.append(np.fromiter(chain.from_iterable(rel), np.float64))
+        offset += len(items)
+    name, table = source.name(path), pa.concat_tables(chunks) if chunks else TEXT_SCHEMA.empty_table()
+    line_N = np.concatenate(line_blocks)
+    check_uids(source, table["uid"], name, lambda rows: line_N[rows], what)
+    counts = np.concatenate(count_blocks)
+    query_P = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    label_P, value_P = np.concatenate(label_blocks), np.concatenate(value_blocks)
+    pairs = Pairs(query_P, label_P, value_P, lambda p: line_N[query_P[p]], name, source.problems)
+    return table, (name, lambda rows: line_N[rows]), pairs
 
-    def __init__(self, source: Source, path: Path, *, targets: bool, offset: int) -> None:
-        self.source, self.path, self.targets = source, path, targets
-        self.name = source.name(path)
-        self.columns: dict[str, list[str]] = {"uid": [], "title": [], "content": []}
-        self.chunks: list[pa.Table] = []
-        self.labels: list[np.ndarray] = []
-        self.values: list[np.ndarray] = []
-        self.ind: list[int] = []
-        self.rel: list[float] = []
-        self.per_row = array("q")  # a list of numbers would take five times as much
-        self.line_of_row = array("q")
-        self.offset = offset
-        for first, lines in source.blocks(path):
-            self._add_all([(number, line) for number, line in enumerate(lines.split(b"\n"), first) if line.strip()])
-        self.table = pa.concat_tables(self.chunks) if self.chunks else TEXT_SCHEMA.empty_table()
-        self.line_N = np.asarray(self.line_of_row, dtype=np.int64)
-        what = "query" if targets else "label"
-        check_uids(self.table["uid"], source.problems, self.name, self.lines, what)
 
-    def lines(self, rows: np.ndarray) -> np.ndarray:
-        return self.line_N[rows]
-
-    def relevance(self, shape: tuple[int, int]) -> csr_matrix:
-        """The targets as float32 CSR."""
-        query_P = np.repeat(np.arange(shape[0], dtype=np.int32), self.per_row)
-        label_P, value_P = joined(self.labels, np.int64), joined(self.values, np.float64)
-        return pair_matrix(
-            query_P,
-            label_P,
-            value_P,
-            shape,
-            problems=self.source.problems,
-            file=self.name,
-            lines=lambda pairs: self.line_N[query_P[pairs]],
-        )
-
-    def _add_all(self, pending: list[tuple[int, bytes]]) -> None:
-        if not self._add_sound(pending):
-            for number, line in pending:
-                self._add(number, line)
-        self._flush()
-
-    def _add_sound(self, pending: list[tuple[int, bytes]]) -> bool:
-        """Parse many lines in one call; false, and nothing added, if one of them has any fault (or an unusual uid)."""
-        try:
-            items = json.loads("[" + ",".join([line.decode() for _, line in pending]) + "]")
-        except (ValueError, RecursionError):
-            return False
-        if len(items) != len(pending) or not _types(items) <= {dict}:
-            return False
-        first = self.offset + len(self.line_of_row)
-        uids = [item.get("uid", str(row)) for row, item in enumerate(items, first)]
-        titles, contents = ([item.get(field) or "" for item in items] for field in ("title", "content"))
-        if not _types(uids) | _types(titles) | _types(contents) <= {str}:
-            return False
-        if self.targets:
-            ind = [item.get("target_ind") for item in items]
-            if not _types(ind) <= {list}:
-                return False
-            rel = [
-                item["target_rel"] if "target_rel" in item else [1.0] * len(i)
-                for item, i in zip(items, ind, strict=True)
-            ]
-            if not _types(rel) <= {list} or list(map(len, ind)) != list(map(len, rel)):
-                return False
-            all_ind, all_rel = list(chain.from_iterable(ind)), list(chain.from_iterable(rel))
-            if not _types(all_ind) <= {int} or not _types(all_rel) <= {int, float}:
-                return False
-            try:
-                arrays = np.asarray(all_ind, dtype=np.int64), np.asarray(all_rel, dtype=np.float64)
-            except OverflowError:
-                return False
-            self.labels.append(arrays[0])
-            self.values.append(arrays[1])
-            self.per_row.extend(map(len, ind))
-        self.columns = {"uid": uids, "title": titles, "content": contents}
-        self.line_of_row.extend(number for number, _ in pending)
-        return True
-
-    def _add(self, number: int, line: bytes) -> None:
-        problems = self.source.problems
-        text = self.source.decode(line, self.path, number)
-        try:
-            item: Any = json.loads(text) if text is not None else {}
-        except (ValueError, RecursionError) as error:
-            problems.add("not a JSON object", self.name, number, error)
-            item = {}
-        if not isinstance(item, dict):
-            problems.add("not a JSON object", self.name, number, type(item).__name__)
-            item = {}
-        row = len(self.line_of_row)
-        uid = item.get("uid", self.offset + row)
-        self.columns["uid"].append(uid if isinstance(uid, str) else str(uid))
-        for field in ("title", "content"):
-            value = item.get(field) or ""
-            if not isinstance(value, str):
-                problems.add(f"{field} is not a text", self.name, number, type(value).__name__)
-                value = ""
-            self.columns[field].append(value)
-        self.line_of_row.append(number)
-        if self.targets:
-            self._add_targets(item, number, good=text is not None and bool(item))
-
-    def _add_targets(self, item: dict[str, Any], number: int, good: bool) -> None:
-        ind = item.get("target_ind", [])
-        rel = item.get("target_rel")
-        fault = None
-        if "target_ind" not in item:
-            fault = "no target_ind (use [] for a query without labels)" if good else None
-        elif not isinstance(ind, list) or not all(map(_is_small, ind)):
-            fault, ind = "target_ind is not a list of whole numbers", []
-        if rel is None:
-            rel = [1.0] * len(ind)
-        elif not isinstance(rel, list) or not all(type(r) is float or _is_small(r) for r in rel):
-            fault, rel = fault or "target_rel is not a list of numbers", [1.0] * len(ind)
-        elif len(rel) != len(ind):
-            fault = fault or "target_ind and target_rel of different lengths"
-            rel = [1.0] * len(ind)
+def _targets(items: list[dict[str, Any]], lines: list[int], report: Report) -> tuple[list[Any], list[Any]]:
+    """target_ind and target_rel of each item; those with a fault are reported and become empty."""
+    ind: list[Any] = [item.get("target_ind") for item in items]
+    ones = ([1.0] * len(own) if isinstance(own, list) else [] for own in ind)
+    given = (item.get("target_rel") for item in items)
+    rel: list[Any] = [one if own is None else own for own, one in zip(given, ones, strict=True)]
+    if set(map(type, ind + rel)) <= {list} and list(map(len, ind)) == list(map(len, rel)):
+        labels, values = list(chain.from_iterable(ind)), chain.from_iterable(rel)
+        numbers = set(map(type, labels)) <= {int} and set(map(type, values)) <= {int, float}
+        if numbers and all(map(_is_small, (max(labels, default=0), min(labels, default=0), *_whole(rel)))):
+            return ind, rel
+    for row, (item, line) in enumerate(zip(items, lines, strict=True)):
+        fault = _fault(item, ind[row], rel[row])
         if fault:
-            self.source.problems.add(fault, self.name, number)
-        self.ind += ind
-        self.rel += rel
-        self.per_row.append(len(ind))
+            report(fault, line, "")
+        if fault or not item:  # an empty item was reported before
+            ind[row], rel[row] = [], []
+    return ind, rel
 
-    def _flush(self) -> None:
-        try:
-            chunk = text_table(*self.columns.values())
-        except UnicodeEncodeError:  # a lone surrogate written as \ud800 in the JSON: not a text in any encoding
-            self._replace_surrogates()
-            chunk = text_table(*self.columns.values())
-        self.chunks.append(chunk)
-        if self.ind:
-            self.labels.append(np.asarray(self.ind, dtype=np.int64))
-            self.values.append(np.asarray(self.rel, dtype=np.float64))
-            self.ind, self.rel = [], []
-        self.columns = {name: [] for name in self.columns}
 
-    def _replace_surrogates(self) -> None:
-        first = len(self.line_of_row) - len(self.columns["uid"])
-        for field, column in self.columns.items():
-            for row, text in enumerate(column):
-                try:
-                    text.encode()
-                except UnicodeEncodeError:
-                    self.source.problems.add(
-                        "text that is not UTF-8", self.name, self.line_of_row[first + row], f"{field}: a lone surrogate"
-                    )
-                    column[row] = ""
+def _whole(rows: list[list[Any]]) -> Iterator[int]:
+    return (number for number in chain.from_iterable(rows) if type(number) is int)
+
+
+def _fault(item: dict[str, Any], ind: Any, rel: Any) -> str:
+    if not item:
+        return ""
+    if "target_ind" not in item:
+        return "no target_ind (use [] for a query without labels)"
+    if not isinstance(ind, list) or not all(map(_is_small, ind)):
+        return "target_ind is not a list of whole numbers"
+    if not isinstance(rel, list) or not all(type(number) is float or _is_small(number) for number in rel):
+        return "target_rel is not a list of numbers"
+    return "" if len(ind) == len(rel) else "target_ind and target_rel of different lengths"
 
 
 def _is_small(value: Any) -> bool:
     return type(value) is int and abs(value) < 2**62
-
-
-def _types(values: Iterable[Any]) -> set[type]:
-    return set(map(type, values))
 
 
 def write(raw: RawData, out: Path) -> None:

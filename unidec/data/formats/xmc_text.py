@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_matrix, save_npz
 
-from unidec.data.formats.files import Source, read_sparse_text
-from unidec.data.formats.npz import read_npz, write_npz
-from unidec.data.formats.problems import next_line, pair_matrix
+from unidec.data.formats.files import Source, next_line
+from unidec.data.formats.pairs import Pairs, read_npz, read_sparse_text
 from unidec.data.formats.xmc_json import read_filters, write_filters
 from unidec.data.raw import RawData, text_table
 from unidec.errors import DataError
@@ -25,74 +24,61 @@ SHORT = {"train": "trn", "test": "tst"}
 
 
 def fits(source: Source) -> bool:
+    """Whether the folder has files of this layout."""
     return bool(source.find("trn_X.txt", "raw/trn_X.txt") and source.find("Y.txt", "raw/Y.txt"))
 
 
 def read(source: Source) -> RawData:
     """Read the layout; faults of single lines are noted in `source.problems`."""
-    labels = _labels(source, "Y.txt", "raw/Y.txt")
 
-    def relevance(short: str, shape: tuple[int, int]) -> csr_matrix:
+    def pairs(short: str, shape: tuple[int, int]) -> Pairs:
         path = source.need(f"{short}_X_Y.txt", f"raw/{short}_X_Y.txt", f"Y.{short}.npz")
-        if path.suffix == ".npz":
-            return read_npz(source, path, shape)
-        return sparse_text_matrix(source, path, shape)
+        return read_npz(source, path, shape) if path.suffix == ".npz" else read_sparse_text(source, path, *shape)
 
-    return _read(source, labels, lambda short: (f"{short}_X.txt", f"raw/{short}_X.txt"), relevance)
+    return _read(source, ("Y.txt", "raw/Y.txt"), lambda short: (f"{short}_X.txt", f"raw/{short}_X.txt"), pairs)
 
 
 def write(raw: RawData, out: Path) -> None:
     """Write the layout with sparse text; line breaks in texts become spaces, contents and uids are left out."""
-    write_texts(out / "Y.txt", raw.labels)
+    _write_texts(out / "Y.txt", raw.labels)
     for split, short in SHORT.items():
         if split in raw.queries:
-            write_texts(out / f"{short}_X.txt", raw.queries[split])
+            _write_texts(out / f"{short}_X.txt", raw.queries[split])
             _write_sparse_text(out / f"{short}_X_Y.txt", raw.relevance[split])
     write_filters(raw, out)
 
 
-def sparse_text_matrix(source: Source, path: Path, shape: tuple[int, int]) -> csr_matrix:
-    """Relevance from sparse text."""
-    query_P, label_P, value_P, lines = read_sparse_text(source, path, *shape)
-    return pair_matrix(query_P, label_P, value_P, shape, problems=source.problems, file=source.name(path), lines=lines)
-
-
-def write_texts(path: Path, table: pa.Table) -> None:
-    """A title a line; line breaks become spaces."""
-    titles = pc.replace_substring_regex(table["title"], r"[\r\n]+", " ")
-    path.write_bytes("".join(f"{title}\n" for title in titles.to_pylist()).encode())
-
-
 def _read(
     source: Source,
-    labels: pa.Table,
+    label_files: tuple[str, ...],
     query_files: Callable[[str], tuple[str, ...]],
-    relevance_of: Callable[[str, tuple[int, int]], csr_matrix],
+    pairs_of: Callable[[str, tuple[int, int]], Pairs],
 ) -> RawData:
+    path = source.need(*label_files)
+    source.labels_at, labels = (source.name(path), next_line), _table(source, path, 0)
     queries, relevance, filters = {}, {}, {}
     offset = 0
     for split, short in SHORT.items():
-        path = source.need(*query_files(short)) if split == "train" else source.find(*query_files(short))
-        if path is None:
+        found = source.need(*query_files(short)) if split == "train" else source.find(*query_files(short))
+        if found is None:
             continue
-        source.queries_at[split] = (source.name(path), next_line)
-        queries[split] = _table(source.texts(path), offset)
+        source.queries_at[split] = (source.name(found), next_line)
+        queries[split] = _table(source, found, offset)
         shape = (queries[split].num_rows, labels.num_rows)
-        relevance[split] = relevance_of(short, shape)
+        relevance[split] = pairs_of(short, shape).matrix(shape)
         filters[split] = read_filters(source, split, shape)
         offset += shape[0]
     return RawData(source.root.name, queries, labels, relevance, filters)
 
 
-def _labels(source: Source, *names: str) -> pa.Table:
-    path = source.need(*names)
-    source.labels_at = (source.name(path), next_line)
-    return _table(source.texts(path), 0)
+def _table(source: Source, path: Path, offset: int) -> pa.Table:
+    texts = source.texts(path)
+    return text_table(pc.cast(pa.array(np.arange(offset, offset + len(texts))), pa.large_string()), texts)
 
 
-def _table(texts: pa.ChunkedArray, offset: int) -> pa.Table:
-    uids = pc.cast(pa.array(np.arange(offset, offset + len(texts))), pa.large_string())
-    return text_table(uids, texts)
+def _write_texts(path: Path, table: pa.Table) -> None:
+    titles = pc.replace_substring_regex(table["title"], r"[\r\n]+", " ")
+    path.write_bytes("".join(f"{title}\n" for title in titles.to_pylist()).encode())
 
 
 def _write_sparse_text(path: Path, matrix: csr_matrix) -> None:
@@ -110,6 +96,7 @@ class Pecos:
 
     @staticmethod
     def fits(source: Source) -> bool:
+        """Whether the folder has files of this layout."""
         return bool(source.find("output-items.txt") and source.find("Y.trn.npz"))
 
     @staticmethod
@@ -122,19 +109,20 @@ class Pecos:
                 expected="X.trn.txt and X.tst.txt, a text a line",
                 fix="add the text files that the features were made of",
             )
-        labels = _labels(source, "output-items.txt")
-
-        def relevance(short: str, shape: tuple[int, int]) -> csr_matrix:
-            return read_npz(source, source.need(f"Y.{short}.npz"), shape)
-
-        return _read(source, labels, lambda short: (f"X.{short}.txt",), relevance)
+        return _read(
+            source,
+            ("output-items.txt",),
+            lambda short: (f"X.{short}.txt",),
+            lambda short, shape: read_npz(source, source.need(f"Y.{short}.npz"), shape),
+        )
 
     @staticmethod
     def write(raw: RawData, out: Path) -> None:
         """Write the layout (no features); line breaks in texts become spaces, contents and uids are left out."""
-        write_texts(out / "output-items.txt", raw.labels)
+        _write_texts(out / "output-items.txt", raw.labels)
         for split, short in SHORT.items():
             if split in raw.queries:
-                write_texts(out / f"X.{short}.txt", raw.queries[split])
-                write_npz(out / f"Y.{short}.npz", raw.relevance[split])
+                _write_texts(out / f"X.{short}.txt", raw.queries[split])
+                with open(out / f"Y.{short}.npz", "wb") as file:  # zip entries have a fixed date: the same bytes
+                    save_npz(file, raw.relevance[split])
         write_filters(raw, out)
