@@ -244,7 +244,7 @@ class Index(Section):
     ivf_lists: Annotated[int, Field(ge=0)] = Field(
         0, description="lists of ivf; 0: 16 x the square root of the number of labels, of at least 64 labels each"
     )
-    ivf_probes: Annotated[int, Field(ge=0)] = Field(0, description="lists a search looks into; 0: a 32nd of them")
+    ivf_probes: Annotated[int, Field(ge=0)] = Field(0, description="lists a search looks into; 0: a 12th of them")
     pq_dims: Count = Field(4, description="dimensions that share a code of 4 bits in pq and ivf-pq")
     rescore: Count = Field(8, description="candidates for each result that a compressed kind scores exactly")
     clf_weight: Positive | Literal["auto"] = Field(

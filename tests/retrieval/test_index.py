@@ -12,7 +12,8 @@ import pytest
 
 from unidec.errors import ArtifactError, UnidecError
 from unidec.model.search import exact_search
-from unidec.retrieval.index import LabelIndex, max_file_size, recall
+from unidec.retrieval.faiss_file import max_file_size
+from unidec.retrieval.index import LabelIndex, recall
 from unidec.retrieval.scoring_space import unit_rows
 
 pytest.importorskip("faiss")

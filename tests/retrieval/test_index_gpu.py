@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from unidec.errors import UnidecError
-from unidec.retrieval.faiss_library import faiss_module
 from unidec.retrieval.index import LabelIndex, recall
+from unidec.retrieval.index_kinds import faiss_module
 
 faiss = pytest.importorskip("faiss")
 GPUS = faiss.get_num_gpus() if hasattr(faiss, "StandardGpuResources") else 0

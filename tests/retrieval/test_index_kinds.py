@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from unidec.errors import ArtifactError
-from unidec.retrieval.coarse import FLAT_CENTROIDS, CoarseSearch, assign, train_centroids
 from unidec.retrieval.faiss_file import max_file_size
-from unidec.retrieval.faiss_library import faiss_module
 from unidec.retrieval.index import KINDS, MAX_DEAD, IndexOptions, LabelIndex, recall
-from unidec.retrieval.index_kinds import COMPRESSED, GRAPHS, LISTS
+from unidec.retrieval.index_kinds import COMPRESSED, FLAT_CENTROIDS, GRAPHS, LISTS, faiss_module
 from unidec.retrieval.label_rows import ArrayRows, LabelRows
 from unidec.retrieval.scoring_space import label_vectors, query_vectors, unit_rows
 from unidec.sections import Index
@@ -21,7 +19,7 @@ from unidec.sections import Index
 pytest.importorskip("faiss")
 
 DIM, LABELS = 13, 700  # not a multiple of what a code holds
-THOROUGH = {"rescore": 3, "probes": 10**6, "search": 600, "links": 8, "lists": 20, "copies": 2}
+THOROUGH = {"rescore": 3, "probes": 10**6, "search": 600, "links": 8, "lists": 20}
 """Settings with which every kind looks at (nearly) all: what differs then is a fault."""
 CHANGED = ["flat", "sq8", "pq", "hnsw", "hnsw-sq8", "ivf-sq8", "ivf-pq"]
 
@@ -89,7 +87,7 @@ def test_saved_and_mapped_it_answers_the_same(rng, tmp_path, kind):
     index = LabelIndex.build(vectors, kind, **THOROUGH)
     path = tmp_path / "index.faiss"
     index.save(path)
-    width = index.options.padded(kind, DIM)
+    width = index.options.width(kind, DIM)
     assert path.stat().st_size <= max_file_size(LABELS, width, kind, index.options)
     loaded = LabelIndex.load(path, LABELS, DIM, kind, index.options, vectors)
     assert (loaded.num_labels, loaded.dim, loaded.kind) == (LABELS, DIM, kind)
@@ -284,40 +282,37 @@ def test_one_query_and_many_at_once_are_answered_alike(rng, kind):
     assert np.array_equal(together, np.concatenate([index.search(queries[i : i + 1], 10)[1] for i in range(32)]))
 
 
-def test_two_levels_of_centroids(rng):
-    """More lists than are trained at once: as good as a look at every centroid."""
-    rows = rng.normal(size=(6000, 16)).astype(np.float32)
-    num = FLAT_CENTROIDS + 200
-    tree = train_centroids(rows, num)
-    top, begin, centroids = tree
-    assert len(top) == len(begin) - 1 and begin[-1] == len(centroids) and abs(len(centroids) - num) < 60
-    np.testing.assert_allclose(np.linalg.norm(centroids, axis=1), 1, rtol=1e-3)
-    products = rows @ centroids.T
-    chosen = assign(rows, *tree)
-    assert (products[np.arange(len(rows)), chosen] > products.max(axis=1) - 1e-4).mean() > 0.95
-    lists, scores = CoarseSearch(centroids).search(rows[:50], 40)
-    np.testing.assert_allclose(scores, np.take_along_axis(products[:50], lists, axis=1), rtol=1e-4, atol=1e-4)
-    nearest = np.argsort(-products[:50], axis=1)[:, :10]
-    assert np.mean([np.isin(nearest[i], lists[i]).mean() for i in range(50)]) > 0.9
-    index = LabelIndex.build(rows, "ivf-pq", lists=num // 2 * 2)
-    assert index._stored.nlist == min(num, 6000 // 8)
+def test_many_lists(rng, tmp_path):
+    """More lists than are trained at once: centroids of two levels, chosen by codes of their own."""
+    rows, queries = (rng.normal(size=(n, 16)).astype(np.float32) for n in (9600, 40))
+    num = FLAT_CENTROIDS + 100
+    index = LabelIndex.build(rows, "ivf-pq", lists=num, code_dims=2, rescore=40)
+    assert index.stored.nlist == num
+    wanted = _oracle(queries, rows, 10)[1]
+    assert recall(index.with_options(probes=num).search(queries, 10)[1], wanted) > 0.99
+    assert recall(index.with_options(probes=num // 4).search(queries, 10)[1], wanted) > 0.85
+    index.save(tmp_path / "index.faiss")
+    loaded = LabelIndex.load(tmp_path / "index.faiss", 9600, 16, "ivf-pq", index.options, rows)
+    assert np.array_equal(loaded.search(queries, 10)[1], index.search(queries, 10)[1])
 
 
-def test_a_second_list_finds_more(rng):
-    """With few lists looked into, a label that stands in two of them is missed less often."""
-    vectors, queries = (rng.normal(size=(n, 24)).astype(np.float32) for n in (4000, 60))
-    wanted = _oracle(queries, vectors, 20)[1]
-    found = {}
-    for copies in (1, 2):
-        index = LabelIndex.build(vectors, "ivf-sq8", lists=60, probes=8, copies=copies)
-        assert index.num_labels == 4000 and index._stored.ntotal == copies * 4000
-        labels = index.search(queries, 20)[1]
-        assert all(len(set(row)) == 20 for row in labels.tolist())
-        found[copies] = recall(labels, wanted)
-    assert found[2] > found[1] + 0.05
-    tree = train_centroids(vectors, 60)
-    first = assign(vectors, *tree)
-    assert (assign(vectors, *tree, first) != first).all()
+@pytest.mark.parametrize("kind", sorted(LISTS))
+def test_labels_in_two_lists_each_as_in_older_bundles(rng, tmp_path, kind):
+    vectors, queries = _clusters(rng, LABELS), _clusters(rng, 20)
+    index = LabelIndex.build(vectors, kind, lists=20, rescore=3)
+    stored, faiss = index.stored, faiss_module()
+    wide = np.pad(vectors, ((0, 0), (0, stored.d - DIM)))
+    second = np.ascontiguousarray(stored.quantizer.search(wide, 2)[1][:, 1])
+    rows = np.arange(LABELS)
+    stored.add_core(LABELS, *(faiss.swig_ptr(array) for array in (wide, rows, second)))
+    index.save(tmp_path / "index.faiss")
+    both = LabelIndex.load(tmp_path / "index.faiss", LABELS, DIM, kind, index.options, vectors)
+    assert both.num_labels == LABELS and both.stored.ntotal == 2 * LABELS
+    labels = both.search(queries, 15)[1]
+    assert all(len(set(row)) == 15 for row in labels.tolist())
+    assert recall(labels, _oracle(queries, vectors, 15)[1]) > 0.95
+    changed = both.changed(rows[1:], vectors[1:], np.zeros(0, dtype=np.int64))
+    assert changed.stored.ntotal == changed.num_labels == LABELS - 1
 
 
 @pytest.mark.parametrize("space", ["both", "de", "clf"])
@@ -349,5 +344,5 @@ def test_automatic_lists_and_probes():
     options = IndexOptions()
     assert [options.num_lists(n) for n in (1, 63, 12_941, 1_300_000)] == [1, 1, 202, 18_243]
     assert IndexOptions(lists=4096).num_lists(1000) == 125
-    assert [options.num_probes(n) for n in (1, 202, 18_243)] == [1, 8, 570]
+    assert [options.num_probes(n) for n in (1, 202, 18_243)] == [1, 16, 1520]
     assert LISTS < COMPRESSED and hasattr(faiss_module(), "IndexHNSWFlat")

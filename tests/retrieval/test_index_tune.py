@@ -12,14 +12,14 @@ from unidec import cli
 from unidec.retrieval import index_tune
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import KINDS, LabelIndex, recall
-from unidec.retrieval.index_tune import default_kinds, exact_labels, like_queries, trials, tune
+from unidec.retrieval.index_tune import default_kinds, exact_labels, like_queries, search_settings, tune
 from unidec.retrieval.label_rows import ArrayRows
 
 pytest.importorskip("faiss")
 
 
 def test_exact_labels_in_blocks(rng, monkeypatch):
-    monkeypatch.setattr(index_tune, "ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(index_tune, "_ROWS_AT_ONCE", 64)
     vectors, queries = (rng.normal(size=(n, 6)).astype(np.float32) for n in (300, 9))
     wanted = np.argsort(-(queries.astype(np.float64) @ vectors.T.astype(np.float64)), axis=1)[:, :7]
     assert np.array_equal(exact_labels(ArrayRows(vectors), queries, 7), wanted)
@@ -55,10 +55,17 @@ def test_the_fastest_that_finds_enough_is_chosen(rng, monkeypatch):
 def test_what_suits_the_number_of_labels():
     assert "hnsw" in default_kinds(10_000) and "ivf-pq" in default_kinds(10_000)
     assert "hnsw" not in default_kinds(1_000_000) and "ivf-pq" not in default_kinds(1000)
-    for num_labels in (1, 100, 10**6):
-        planned = trials(KINDS, num_labels, 100)
-        assert {one.kind for one in planned} == set(KINDS)
-        assert all(line and all(isinstance(s, dict) for s in line) for one in planned for line in one.lines)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_go_from_quick_to_thorough(rng, kind):
+    index = LabelIndex.build(rng.normal(size=(900, 8)).astype(np.float32), kind, lists=64, links=4)
+    lines = search_settings(index, 20)
+    assert (all(lines) and lines != [[{}]]) or kind == "flat"
+    for line in lines:
+        values = [tuple(setting.values()) for setting in line]
+        assert values == sorted(set(values)) and all(index.with_options(**setting) for setting in line)
+    assert search_settings(index, 10_000)[0]
 
 
 def test_stand_ins_for_queries(rng):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,18 +16,14 @@ from unidec.data.dataset import Text
 from unidec.data.storage import MANIFEST
 from unidec.errors import ConfigError
 from unidec.pipeline import paths
+from unidec.pipeline.indexing import OPTION_KEYS
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import KIND
 from unidec.retrieval.index import KINDS, Kind
-from unidec.retrieval.index_tune import Measured, default_kinds, like_queries, tune
+from unidec.retrieval.index_tune import default_kinds, like_queries, tune
 from unidec.retrieval.label_rows import LabelRows
 from unidec.retrieval.reindex import with_index
 
-KEYS = {
-    "links": "hnsw_links", "build": "hnsw_build", "search": "hnsw_search", "lists": "ivf_lists",
-    "probes": "ivf_probes", "code_dims": "pq_dims", "rescore": "rescore",
-}  # fmt: skip
-"""Fields of `IndexOptions` and their keys in the section `index`."""
 _ENCODED_AT_ONCE = 256
 
 
@@ -44,11 +41,9 @@ def index_tune(
     Args:
         source: the bundle's folder.
         wanted: recall of the first k labels against exact search, 0 to 1.
-        k: results of a search.
         num_queries: of the validation split of data/dataset (training queries where there is none); without a data
             set label vectors stand in.
         kinds: to be measured; empty: those that suit the number of labels.
-        out: folder of the new bundle.
         threads: of builds and searches.
 
     Returns:
@@ -68,23 +63,18 @@ def index_tune(
     queries, what = _queries(bundle, rows, num_queries)
     chosen_kinds = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
     measured, best = tune(rows, queries, min(k, bundle.num_labels), wanted, chosen_kinds, threads)
-    chosen = _chosen(measured, wanted)
-    said: dict[str, Any] = {
-        "bundle": str(source), "labels": bundle.num_labels, "k": min(k, bundle.num_labels), "wanted": wanted,
-        "queries": what, "measured": [one.as_dict() for one in measured],
-        "chosen": None if chosen is None else chosen.as_dict(), "params": {}, "out": None,
-    }  # fmt: skip
-    if chosen is None or best is None:
-        return said
-    said["params"] = {"index.kind": chosen.kind} | {f"index.{KEYS[n]}": value for n, value in chosen.options.items()}
-    if out is not None:
-        said["out"] = str(with_index(bundle, out, best))
-    return said
-
-
-def _chosen(measured: Sequence[Measured], wanted: float) -> Measured | None:
     enough = [one for one in measured if one.recall >= wanted]
-    return min(enough, key=lambda one: one.p50_ms) if enough else None
+    found: dict[str, Any] = {
+        "bundle": str(source), "labels": bundle.num_labels, "k": min(k, bundle.num_labels), "wanted": wanted,
+        "queries": what, "measured": [asdict(one) for one in measured], "chosen": None, "params": {}, "out": None,
+    }  # fmt: skip
+    if best is not None:
+        chosen = min(enough, key=lambda one: one.p50_ms)
+        keys = {f"index.{OPTION_KEYS[name]}": value for name, value in chosen.options.items()}
+        found |= {"chosen": asdict(chosen), "params": {"index.kind": chosen.kind} | keys}
+        if out is not None:
+            found["out"] = str(with_index(bundle, out, best))
+    return found
 
 
 def _queries(bundle: Bundle, rows: LabelRows, num: int) -> tuple[npt.NDArray[np.float32], str]:

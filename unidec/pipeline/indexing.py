@@ -12,8 +12,13 @@ from unidec.pipeline.ranking import Ranking, headline, training_neighbours, tune
 from unidec.retrieval.bundle_folder import write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.label_rows import LabelRows
-from unidec.sections import Index
 from unidec.training.precision import choose_device
+
+OPTION_KEYS = {
+    "links": "hnsw_links", "build": "hnsw_build", "search": "hnsw_search", "lists": "ivf_lists",
+    "probes": "ivf_probes", "code_dims": "pq_dims", "rescore": "rescore",
+}  # fmt: skip
+"""Fields of `IndexOptions`, and their keys in the section `index`."""
 
 
 def index(params: Params) -> dict[str, Any]:
@@ -30,7 +35,8 @@ def index(params: Params) -> dict[str, Any]:
     metrics = headline(blend.metrics) if len(ranking.rows) else {}
     vectors = ranking.vectors
     rows = LabelRows(vectors, settings.space, settings.clf_normalize)
-    label_index = LabelIndex.build(rows, settings.kind, show=True, **index_options(settings))
+    options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
+    label_index = LabelIndex.build(rows, settings.kind, show=True, **options)
     card = {KEY: training_profile(params, model, ranking, label_index, blend, neighbours)}
     write_bundle(
         paths.BUNDLE, paths.MODEL, label_index,
@@ -44,13 +50,4 @@ def index(params: Params) -> dict[str, Any]:
     return {
         "bundle": str(paths.BUNDLE), "labels": dataset.num_labels, "clf_weight": blend.clf_weight,
         "knn_weight": blend.knn_weight, "validation": metrics,
-    }  # fmt: skip
-
-
-def index_options(settings: Index) -> dict[str, int]:
-    """Fields of `IndexOptions`, of the section `index`."""
-    return {
-        "links": settings.hnsw_links, "build": settings.hnsw_build, "search": settings.hnsw_search,
-        "lists": settings.ivf_lists, "probes": settings.ivf_probes, "code_dims": settings.pq_dims,
-        "rescore": settings.rescore,
     }  # fmt: skip

@@ -131,7 +131,7 @@ def write_bundle(
             width=index.dim,
             vectors={name: list(array.shape) for name, array in vectors.items()},  # type: ignore[misc]
             index_kind=index.kind,
-            index_search=index.search_width,
+            index_search=index.options.search,
             index_bytes=(out.path / INDEX).stat().st_size,
             index_options=index.options,
             index_nodes=None if index.nodes is None else len(index.nodes),

@@ -21,7 +21,8 @@ number of vectors, every number that is computed with for being finite.
     IHNs     hnsw-sq8: the same with an IxSQ
     IwSq     ivf-sq8: IVF, SQ, uint64 code size, bool by residual, lists
     IwPQ     ivf-pq: IVF, bool by residual, uint64 code size, PQ, lists
-    IVF      header, uint64 lists, uint64 probes, an IxFI of centroids, int8 and vector of int64 (a map: none)
+    IVF      header, uint64 lists, uint64 probes, an IxFI of centroids, int8 and vector of int64 (a map: none); ntotal
+             is twice the number of labels where each is in two lists, as in older bundles
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ INNER_PRODUCT = 0
 _HEADER = struct.Struct("<4siqqq?i")
 _SCALAR = struct.Struct("<iifQQ")
 _PRODUCT = struct.Struct("<QQQ")
+_LISTS = struct.Struct("<4sQQ4s")
 _EIGHT_BITS = 0
 _NAMES: dict[Kind, bytes] = {
     "flat": b"IxFI", "sq8": b"IxSQ", "pq": b"IxPq", "hnsw": b"IHNf", "hnsw-sq8": b"IHNs", "ivf-sq8": b"IwSq",
@@ -92,7 +94,7 @@ def max_file_size(num_vectors: int, dim: int, kind: Kind, options: IndexOptions 
     average, for lists an id a label and the centroids of as many lists as there may be.
 
     Args:
-        dim: width as faiss has it (`IndexOptions.padded`).
+        dim: width as faiss has it (`IndexOptions.width`).
     """
     options = options or IndexOptions()
     code = dim if kind in COMPRESSED else 4 * dim
@@ -107,14 +109,12 @@ def max_file_size(num_vectors: int, dim: int, kind: Kind, options: IndexOptions 
 def check_index_file(
     data: np.ndarray, kind: Kind, num_vectors: int, dim: int, where: str, options: IndexOptions | None = None
 ) -> None:
-    """Refuse a file that is not a sound index of this kind and size.
+    """Refuse a file (`data`, uint8, may be memory-mapped) that is not a sound index of this kind and size.
 
     Args:
-        data: the whole file, uint8 (may be memory-mapped).
-        kind: as `LabelIndex` names it.
-        num_vectors, dim: what it must hold; dim as faiss has it (`IndexOptions.padded`).
+        num_vectors, dim: what it must hold; dim as faiss has it (`IndexOptions.width`).
         where: the file's name, for errors.
-        options: as it was built: dimensions that share a code of 4 bits, lists that a label stands in.
+        options: as it was built: dimensions that share a code of 4 bits.
 
     Raises:
         ArtifactError: another kind, other dimensions or metric, lengths that do not fit, a graph or list that points
@@ -123,9 +123,8 @@ def check_index_file(
     walk, options = _Walk(data, where), options or IndexOptions()
     if kind in LISTS:
         _inverted(walk, kind, num_vectors, dim, options)
-        _end(walk)
-        return
-    _header(walk, _NAMES[kind], num_vectors, dim)
+    else:
+        _header(walk, _NAMES[kind], num_vectors, dim)
     if kind in GRAPHS:
         _graph(walk, num_vectors)
         _header(walk, _NAMES["flat" if kind == "hnsw" else "sq8"], num_vectors, dim)
@@ -138,22 +137,21 @@ def check_index_file(
         size = _product(walk, dim, options.code_dims)
         walk.vector("codes", "u1", num_vectors * size)
         walk.unpack(struct.Struct("<i?i"))
-    _end(walk)
-
-
-def _end(walk: _Walk) -> None:
     if walk.at != walk.data.size:
         raise walk.refuse("bytes behind its end", f"{walk.data.size - walk.at} bytes")
 
 
-def _header(walk: _Walk, name: bytes, num_vectors: int, dim: int) -> None:
+def _header(walk: _Walk, name: bytes, num_vectors: int, dim: int, most_copies: int = 1) -> int:
+    """Times that each vector is in the index."""
     found, d, total, _, _, trained, metric = walk.unpack(_HEADER)
     if found != name:
         raise walk.refuse("another kind of file", found, name)
-    if (d, total) != (dim, num_vectors):
+    copies = total // num_vectors
+    if (d, total) != (dim, copies * num_vectors) or not 1 <= copies <= most_copies:
         raise walk.refuse("another size", f"{total} vectors of width {d}", f"{num_vectors} vectors of width {dim}")
     if not trained or metric != INNER_PRODUCT:
         raise walk.refuse("another metric", f"metric {metric}", f"metric {INNER_PRODUCT} (inner product)")
+    return copies
 
 
 def _scalar(walk: _Walk, dim: int) -> None:
@@ -173,13 +171,8 @@ def _product(walk: _Walk, dim: int, code_dims: int) -> int:
 
 
 def _inverted(walk: _Walk, kind: Kind, num_vectors: int, dim: int, options: IndexOptions) -> None:
-    at = walk.at
-    walk.unpack(_HEADER)
+    copies = _header(walk, _NAMES[kind], num_vectors, dim, most_copies=2)
     lists, probes = walk.unpack(struct.Struct("<QQ"))
-    copies = options.num_copies(kind, lists)
-    walk.at, end = at, walk.at
-    _header(walk, _NAMES[kind], copies * num_vectors, dim)
-    walk.at = end
     if not (0 < lists <= _MOST_LISTS and 0 < probes <= _MOST_LISTS):
         raise walk.refuse("number of lists", (lists, probes), f"1 to {_MOST_LISTS}")
     _header(walk, _NAMES["flat"], lists, dim)
@@ -200,8 +193,8 @@ def _inverted(walk: _Walk, kind: Kind, num_vectors: int, dim: int, options: Inde
 
 
 def _lists(walk: _Walk, num_lists: int, code_size: int, num_vectors: int, copies: int) -> None:
-    """Each vector stands in so many lists as it should."""
-    layout = walk.unpack(struct.Struct("<4sQQ4s"))
+    """Each vector must be in `copies` lists."""
+    layout = walk.unpack(_LISTS)
     name, found, size, form = layout
     if (name, found, size) != (b"ilar", num_lists, code_size) or form not in (b"full", b"sprs"):
         raise walk.refuse("lists", layout, (b"ilar", num_lists, code_size, b"full"))
@@ -224,7 +217,7 @@ def _lists(walk: _Walk, num_lists: int, code_size: int, num_vectors: int, copies
             raise walk.refuse("an id outside the labels", f"{ids.min()} to {ids.max()}", f"0 to {num_vectors - 1}")
         once = np.unique(ids)
         if len(once) != count or (seen[once] == copies).any():
-            raise walk.refuse("a label that stands in too many lists, or twice in one", int(number), f"{copies} lists")
+            raise walk.refuse("a label in too many lists, or twice in one", int(number), f"{copies} lists")
         seen[once] += 1
 
 

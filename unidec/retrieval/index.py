@@ -18,10 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unidec.errors import ArtifactError
-from unidec.retrieval.coarse import CoarseSearch, centroids_of
 from unidec.retrieval.faiss_file import check_index_file, max_file_size
-from unidec.retrieval.faiss_library import faiss_module, faiss_threads
-from unidec.retrieval.index_gpu import MOST_CANDIDATES, GpuScan
 from unidec.retrieval.index_kinds import (
     COMPRESSED,
     GRAPHS,
@@ -31,12 +28,17 @@ from unidec.retrieval.index_kinds import (
     Kind,
     build_index,
     changed_codes,
+    checked_rows,
+    faiss_module,
+    faiss_threads,
+    gpu_scan,
+    owned_copy,
     padded,
     searcher,
 )
 from unidec.retrieval.label_rows import Vectors, as_rows
 
-__all__ = ["KINDS", "IndexOptions", "Kind", "LabelIndex", "max_file_size", "recall"]
+__all__ = ["KINDS", "IndexOptions", "Kind", "LabelIndex", "recall"]
 
 LEAST_CANDIDATES = 64
 """Candidates that are scored exactly, however few results are asked for: cheaper than a wrong first label. With 64 of
@@ -44,9 +46,10 @@ LEAST_CANDIDATES = 64
 MAX_DEAD = 0.3
 """Share of a graph's nodes that may be labels that left: a search has to walk past them."""
 MAX_FRESH = 0.5
-"""Share of the labels that may be new before the index, and what it learnt of their vectors, is made anew."""
+"""Share of the labels that may be new before the index, and what it learnt of their vectors, is rebuilt."""
 _SCORED_AT_ONCE = 1 << 16
 _FLOATS_A_THREAD = 1 << 20  # a flat scan of fewer is not worth another thread
+_GPU_CANDIDATES = 2048  # what faiss's GPU indexes return at most
 
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
@@ -55,18 +58,15 @@ Labels = npt.NDArray[np.int64]
 class LabelIndex:
     """An index over label vectors, searched by inner product. Searching is safe from several threads at once.
 
-    A compressed kind (`index_kinds.COMPRESSED`) searches in two stages: its codes choose candidates, which are scored
-    exactly on the float32 vectors; so what is found has its exact score, and `recall` says what was missed.
-
-    HNSW and vectors of unequal length: with `clf_normalize=False` the classifier's rows keep their lengths, and a
-    graph built on inner products then favours long vectors, so that short ones (often tail labels) may not be
-    reached. Look at `recall` against the exact search (the index stage reports it), raise `search`, or use a kind
-    that looks at all labels.
+    A compressed kind searches in two stages: its codes choose candidates, which are scored exactly on the float32
+    vectors; so what is found has its exact score, and `recall` measures what was missed. A graph on vectors of
+    unequal length (`clf_normalize=False`) favours long ones: look at its recall, or use another kind.
 
     Attributes:
         kind, options: what it is, and how it is built and searched.
         vectors: what candidates are scored on; None where the index holds the vectors itself.
         nodes: int64 [nodes], the label row of each node of a graph, -1 where the label left; None: node i is row i.
+        stored: of faiss, as it is written to a file.
         threads: of one search; 0: as many as faiss takes. More than one pays for flat indexes, and for many queries.
     """
 
@@ -81,48 +81,31 @@ class LabelIndex:
     ) -> None:
         """
         Args:
-            index: of faiss, as it is written to a file.
-            data: what the index has views into.
+            index: becomes `stored`; data: what it has views into.
         """
         if kind in COMPRESSED and vectors is None:
             raise ValueError(f"an index of kind {kind!r} needs the labels' vectors to score candidates")
         self.kind: Kind = kind
         self.options, self.nodes, self.threads = options, nodes, 0
         self.vectors = vectors if kind in COMPRESSED else None
-        self._gpu: GpuScan | None = None
-        self._stored, self._data, self._rows = index, data, vectors
+        self._gpu: Any = None
+        self.stored, self._data, self._rows = index, data, vectors
         self._index = searcher(index, kind)
-        self._coarse = CoarseSearch(centroids_of(index)) if kind in LISTS else None
-        self._copies = options.num_copies(kind, index.nlist) if kind in LISTS else 1
-        self._num_labels = int(index.ntotal // self._copies if nodes is None else (nodes >= 0).sum())
-        self._dim = int(index.d) if vectors is None else vectors.shape[1]
+        self.dim = int(index.d) if vectors is None else vectors.shape[1]
+        # older bundles have labels in two lists each
+        self._copies = int(index.ntotal // vectors.shape[0]) if kind in LISTS and vectors is not None else 1
+        self.num_labels = int(index.ntotal // self._copies if nodes is None else (nodes >= 0).sum())
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._alive = None
         if nodes is not None:
-            bits = np.packbits(nodes >= 0, bitorder="little")
-            self._alive = faiss_module().IDSelectorBitmap(bits)
-            self._bits = bits  # faiss has a pointer to them
-
-    @property
-    def num_labels(self) -> int:
-        """L."""
-        return self._num_labels
-
-    @property
-    def dim(self) -> int:
-        """D."""
-        return self._dim
-
-    @property
-    def search_width(self) -> int:
-        """efSearch of HNSW."""
-        return self.options.search
+            self._bits = np.packbits(nodes >= 0, bitorder="little")  # faiss has a pointer to them
+            self._alive = faiss_module().IDSelectorBitmap(self._bits)
 
     @property
     def num_bytes(self) -> int:
-        """Of what faiss holds, about: codes, links, lists, centroids; not the vectors that candidates are scored on."""
-        return int(faiss_module().serialize_index(self._stored).nbytes) if self._data is None else len(self._data)
+        """About the size of the file; without the vectors that candidates are scored on."""
+        return int(faiss_module().serialize_index(self.stored).nbytes) if self._data is None else len(self._data)
 
     @classmethod
     def build(
@@ -169,7 +152,11 @@ class LabelIndex:
         Raises:
             ValueError: another dtype or width, a number that is not finite, or k below 1.
         """
-        queries = _checked(queries_BD, self.dim, "queries_BD")
+        queries = np.asarray(queries_BD)
+        _check_matrix(queries, self.dim, "queries_BD")
+        if not np.isfinite(queries).all():
+            row = int(np.flatnonzero(~np.isfinite(queries).all(axis=1))[0])
+            raise ValueError(f"queries_BD must be finite, row {row} is not")
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
         scores = np.full((len(queries), k), -np.inf, dtype=np.float32)
@@ -189,10 +176,9 @@ class LabelIndex:
     def changed(self, source_L: Labels, vectors: Floats | Vectors, fresh_S: Labels, threads: int = 1) -> LabelIndex:
         """The index of another label set. This one is not touched, and may be searched meanwhile.
 
-        Labels that stay are not indexed again: their codes move to their new rows. In a graph they stay where they
-        are, fresh ones are added, and those that leave remain as nodes that are walked through and never returned. A
-        flat index is its vectors, which are copied; and where more than `MAX_FRESH` of the labels are new, or more
-        than `MAX_DEAD` of a graph's nodes would be of labels that left, the index is built anew.
+        Labels that stay are not indexed again: their codes move to their new rows. In a graph they keep their nodes,
+        fresh ones are added, and those that leave remain as nodes that are never returned. A flat index is rebuilt,
+        and any other where too many labels are new or left (`MAX_FRESH`, `MAX_DEAD`).
 
         Args:
             source_L: int64 [L], the row in this index of each label of the new set, -1 for one that is new; each row
@@ -208,27 +194,22 @@ class LabelIndex:
         rows = as_rows(vectors)
         source_L, fresh_S = (np.asarray(array, dtype=np.int64) for array in (source_L, fresh_S))
         _check_change(source_L, fresh_S, rows.shape, (self.num_labels, self.dim))
-        options = self.options.model_dump()
-        if self.kind == "flat" or len(fresh_S) > MAX_FRESH * len(source_L):
-            return LabelIndex.build(rows, self.kind, threads, **options)
-        if self.kind not in GRAPHS:
-            with faiss_threads(threads):
-                index = changed_codes(self._stored, self.kind, self.options, source_L, rows, fresh_S)
-            return LabelIndex(index, self.kind, self.options, rows)
-        nodes = self._nodes_after(source_L, fresh_S)
-        if len(nodes) - len(source_L) > MAX_DEAD * len(nodes):
-            return LabelIndex.build(rows, self.kind, threads, **options)
-        faiss = faiss_module()
-        index = faiss.deserialize_index(faiss.serialize_index(self._stored))  # no view: it is to grow
-        if len(fresh_S):
-            fresh = _checked(rows.take(fresh_S), self.dim, "vectors")
-            with faiss_threads(threads):
-                index.add(fresh)
+        nodes = self._nodes_after(source_L, fresh_S) if self.kind in GRAPHS else source_L
+        rebuild = self.kind == "flat" or self._copies > 1 or len(fresh_S) > MAX_FRESH * len(source_L)
+        if rebuild or len(nodes) - len(source_L) > MAX_DEAD * len(nodes):
+            return LabelIndex.build(rows, self.kind, threads, **self.options.model_dump())
+        with faiss_threads(threads):
+            if self.kind not in GRAPHS:
+                index = changed_codes(self.stored, self.kind, source_L, rows, fresh_S)
+                return LabelIndex(index, self.kind, self.options, rows)
+            index = owned_copy(self.stored)
+            if len(fresh_S):
+                index.add(checked_rows(rows, fresh_S, self.dim))
         plain = np.array_equal(nodes, np.arange(len(source_L)))
         return LabelIndex(index, self.kind, self.options, rows, None if plain else nodes)
 
     def with_options(self, **changes: int) -> LabelIndex:
-        """The same index, searched otherwise: `search`, `probes` or `rescore`. Nothing is copied."""
+        """The same index, searched with another `search`, `probes` or `rescore`. Nothing is copied."""
         other = copy.copy(self)
         other.options = IndexOptions(**self.options.model_dump() | changes)
         return other
@@ -243,16 +224,16 @@ class LabelIndex:
         if self._rows is None:
             raise ValueError("an index that was loaded without its vectors cannot go to a GPU")
         other = copy.copy(self)
-        other._gpu, other.vectors = GpuScan(self._rows, device), self._rows
+        other._gpu, other.vectors = gpu_scan(self._rows, device), self._rows
         return other
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index in faiss's format, in one piece (beside, flushed, renamed). `nodes` are the caller's to
-        write (`bundle_index.py`)."""
+        """Write the index in faiss's format, in one piece (beside, flushed, renamed); `nodes` are the caller's to
+        write."""
         final = Path(path)
         beside = final.with_name(f".{final.name}-{os.getpid()}")
         try:
-            faiss_module().write_index(self._stored, str(beside))
+            faiss_module().write_index(self.stored, str(beside))
             with beside.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(beside, final)
@@ -275,9 +256,9 @@ class LabelIndex:
     ) -> LabelIndex:
         """Read an index that must hold `num_labels` vectors of width `dim` (for a graph with `nodes`: one a node).
 
-        The file stays where it is: it is mapped into memory, and processes that load it share its pages (codes of
-        4 bits are packed into memory of their own). Its size is bounded and its inside is checked before faiss sees
-        it, so that a crafted file can neither fill the memory nor lead the search outside of it.
+        The file is mapped into memory, and processes that load it share its pages (codes of 4 bits are packed into
+        memory of their own). Its size is bounded and its structure is checked before faiss reads it, so that a crafted
+        file can neither fill the memory nor lead the search outside of it.
 
         Raises:
             ArtifactError: missing, damaged, or another kind or size of index.
@@ -285,7 +266,7 @@ class LabelIndex:
             UnidecError: faiss is not installed.
         """
         where, faiss, options = Path(path), faiss_module(), options or IndexOptions()
-        size, width = num_labels if nodes is None else len(nodes), options.padded(kind, dim)
+        size, width = num_labels if nodes is None else len(nodes), options.width(kind, dim)
         data = _mapped(where, max_file_size(size, width, kind, options), f"{size} vectors of width {dim}")
         check_index_file(data, kind, size, width, str(where), options)
         try:
@@ -298,14 +279,14 @@ class LabelIndex:
 
     def _nearest(self, queries: Floats, num: int) -> tuple[Floats, Labels]:
         """(scores, rows) [B, num] as faiss finds them by its codes; -1 where there are fewer."""
-        if self._gpu is not None and num <= MOST_CANDIDATES:
-            return self._gpu.search(queries, num)
+        if self._gpu is not None and num <= _GPU_CANDIDATES:
+            with self._lock:  # searches on a GPU share temporary memory
+                found: tuple[Floats, Labels] = self._gpu.search(queries, num)
+            return found
         wide = padded(queries, self._index.d)
         with faiss_threads(self.threads):
             if self.kind == "flat" and self._slices(len(wide)) > 1:
                 return self._in_slices(wide, num)
-            if self._coarse is not None:
-                return self._in_lists(wide, num)
             scores, nodes = self._index.search(wide, num, params=self._search_params(num))
         if self.nodes is not None:
             nodes = np.where(nodes >= 0, self.nodes[nodes], -1)
@@ -315,47 +296,28 @@ class LabelIndex:
         """Candidates by their codes, the best `found` of them by their vectors, into the first columns."""
         assert self.vectors is not None
         num = max(LEAST_CANDIDATES, self.options.rescore * found)
-        everything = np.arange(self.num_labels) if num >= self.num_labels else None
-        rows_BC = self._nearest(queries, self._copies * num)[1] if everything is None else None
+        rows_BC = None if num >= self.num_labels else self._nearest(queries, self._copies * num)[1]
         for row, query in enumerate(queries):
-            rows_C = everything
-            if rows_BC is not None:
-                rows_C = rows_BC[row]
-                rows_C = rows_C[rows_C >= 0] if self._copies == 1 else np.unique(rows_C[rows_C >= 0])
-            assert rows_C is not None
-            parts = [
-                self.vectors.scores(query, rows_C[start : start + _SCORED_AT_ONCE])
-                for start in range(0, len(rows_C), _SCORED_AT_ONCE)
-            ]
-            if not parts:
-                continue
-            score_C = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            rows_C = np.arange(self.num_labels) if rows_BC is None else rows_BC[row]
+            rows_C = rows_C[rows_C >= 0] if self._copies == 1 else np.unique(rows_C[rows_C >= 0])
+            starts = range(0, max(1, len(rows_C)), _SCORED_AT_ONCE)
+            score_C = np.concatenate([self.vectors.scores(query, rows_C[i : i + _SCORED_AT_ONCE]) for i in starts])
             best = np.lexsort((rows_C, -score_C))[:found]
             scores[row, : len(best)], labels[row, : len(best)] = score_C[best], rows_C[best]
 
     def _search_params(self, num: int) -> Any:
-        """Search width as an argument of each search: a setting on the index would be shared between threads."""
+        """How thorough a search for so many is, as its argument: a setting of the index would be shared by threads."""
+        faiss = faiss_module()
+        if self.kind in LISTS:
+            lists = self._index.nlist
+            enough = -(-2 * num * lists // self.num_labels)  # twice the candidates, were all lists of one size
+            return faiss.SearchParametersIVF(nprobe=min(lists, max(self.options.num_probes(lists), enough)))
         if self.kind not in GRAPHS:
             return None
-        faiss, width = faiss_module(), max(self.search_width, num)
+        width = max(self.options.search, num)
         if self._alive is None:
             return faiss.SearchParametersHNSW(efSearch=width)
         return faiss.SearchParametersHNSW(efSearch=width * self._index.ntotal // self.num_labels, sel=self._alive)
-
-    def _in_lists(self, queries: Floats, num: int) -> tuple[Floats, Labels]:
-        """The best by their codes of the lists that are nearest."""
-        assert self._coarse is not None
-        faiss, lists = faiss_module(), self._index.nlist
-        enough = -(-2 * num * lists // self.num_labels)  # twice the candidates, were all lists of one size
-        probes = min(lists, max(self.options.num_probes(lists), enough))
-        lists_BP, products_BP = self._coarse.search(queries, probes)
-        scores = np.empty((len(queries), num), dtype=np.float32)
-        rows = np.empty((len(queries), num), dtype=np.int64)
-        arrays = [faiss.swig_ptr(array) for array in (lists_BP, products_BP, scores, rows)]
-        self._index.search_preassigned_c(
-            len(queries), faiss.swig_ptr(queries), num, *arrays, False, faiss.SearchParametersIVF(nprobe=probes)
-        )
-        return scores, rows
 
     def _slices(self, num_queries: int) -> int:
         """Threads for a flat scan by few queries; faiss itself gives each query one thread."""
@@ -425,11 +387,9 @@ def _mapped(where: Path, most: int, what: str) -> npt.NDArray[np.uint8]:
             size = os.fstat(file.fileno()).st_size
             if not 0 < size <= most:
                 raise ArtifactError(
-                    "an index file of impossible size",
-                    where=str(where),
-                    got=f"{size} bytes",
+                    "an index file of impossible size", where=str(where), got=f"{size} bytes",
                     expected=f"1 to {most} for {what}",
-                )
+                )  # fmt: skip
             return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), dtype=np.uint8)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -455,12 +415,3 @@ def _check_matrix(array: npt.NDArray, dim: int | None, name: str) -> None:
         raise ValueError(f"{name} must be float32 with two dimensions, got {array.dtype} of shape {array.shape}")
     if dim is not None and array.shape[1] != dim:
         raise ValueError(f"{name} must be {dim} wide like the index, got {array.shape[1]}")
-
-
-def _checked(vectors: Floats, dim: int | None, name: str) -> Floats:
-    array = np.asarray(vectors)
-    _check_matrix(array, dim, name)
-    if not np.isfinite(array).all():
-        row = int(np.flatnonzero(~np.isfinite(array).all(axis=1))[0])
-        raise ValueError(f"{name} must be finite, row {row} is not")
-    return np.ascontiguousarray(array)

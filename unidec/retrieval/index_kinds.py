@@ -1,35 +1,35 @@
-"""The kinds of label index: what faiss holds for each, how it is built, and how it goes over to another label set.
+"""The kinds of label index: the faiss index of each, how it is trained and filled, and changed for other labels.
 
-    kind       held for each label                    exact?  which labels are looked at
+    kind       held for each label                    exact?  which labels are compared
     flat       float32                                yes     all
     sq8        a byte a dimension                     two     all
     pq         4 bits for `code_dims` dimensions      two     all
     hnsw       float32 and a graph                    scores  those that a walk through the graph meets
     hnsw-sq8   a byte a dimension and a graph         two     the same
-    ivf-sq8    a byte a dimension, in lists           two     those in the `probes` lists that are nearest
+    ivf-sq8    a byte a dimension, in lists           two     those in the `probes` nearest lists
     ivf-pq     4 bits for `code_dims`, in lists       two     the same
 
 "two": two stages. The compressed vectors choose candidates, which are scored exactly on the float32 vectors
-(`label_rows.py`). Codes of 4 bits are searched with faiss's fast scan (look-up tables in registers; André, Kermarrec,
-Le Scouarnec 2017); a file holds them unpacked, in faiss's plain layout, and they are packed when it is loaded.
+(`label_rows.py`). Codes of 4 bits are searched with faiss's fast scan; a file holds them in faiss's plain layout, and
+they are packed when it is loaded.
 
-Legend: L labels, P rows, D' width of the searched space (padded with zeros to a multiple of `code_dims` for pq).
+Legend: L labels, P rows, S rows whose vectors are new, X bytes of a code; width: of the vectors as faiss has them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from unidec.errors import UnidecError
 from unidec.progress import progress
-from unidec.retrieval.coarse import FLAT_CENTROIDS, assign, centroids_of, train_centroids
-from unidec.retrieval.faiss_library import faiss_module, faiss_threads
 from unidec.retrieval.label_rows import Vectors
 
 Kind = Literal["flat", "sq8", "pq", "hnsw", "hnsw-sq8", "ivf-sq8", "ivf-pq"]
@@ -39,13 +39,15 @@ GRAPHS: frozenset[Kind] = frozenset({"hnsw", "hnsw-sq8"})
 LISTS: frozenset[Kind] = frozenset({"ivf-sq8", "ivf-pq"})
 PACKED: frozenset[Kind] = frozenset({"pq", "ivf-pq"})
 
+FLAT_CENTROIDS = 1024
+"""Up to so many centroids of lists are trained at once and compared one by one."""
 ROWS_AT_ONCE = 1 << 16  # added at a time: 128 MB at 512 dimensions
-GRAPH_ROWS_AT_ONCE = 1 << 12  # a graph grows slowly, and its progress is to be seen
-CENTROIDS = 16  # of 4 bits
-_FRESH_AT_ONCE = 1 << 10  # compared with all centroids
+_GRAPH_ROWS_AT_ONCE = 1 << 12  # a graph grows slowly, and its progress is shown
 _TRAINING_ROWS = 1 << 16  # of a quantiser; more change its centroids little
 _ROWS_A_LIST = 40  # faiss asks for 39
-_CODE_ROUNDS = 10  # of k-means; recall does not change with faiss's 25, the time does
+_ROUNDS = 10  # of k-means; recall does not change with faiss's 25, the time does
+_CODES = 16  # of 4 bits
+_BLAS_FROM = 4  # queries: from so many on a flat search is one matrix product, a sixth of their scans' time
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
@@ -53,14 +55,54 @@ Count = Annotated[int, Field(ge=1, le=1 << 40)]
 CountOrAuto = Annotated[int, Field(ge=0, le=1 << 40)]
 
 
+def faiss_module() -> Any:
+    """faiss, imported on first use: it comes with one of two extras, and data and training stages do not need it.
+
+    Raises:
+        UnidecError: it is not installed, or broken.
+    """
+    faiss = sys.modules.get("faiss")
+    if faiss is None:
+        try:
+            import faiss
+        except ImportError as error:
+            raise UnidecError(
+                f"faiss cannot be imported: {error}",
+                fix="install one of the extras, not both: pip install 'unidec-xmc[cpu]' or 'unidec-xmc[gpu]'",
+            ) from error
+    if not hasattr(faiss, "IndexHNSWFlat"):
+        raise UnidecError(
+            "the installed faiss is broken (faiss-cpu and faiss-gpu over each other, or a folder called faiss)",
+            where=str(getattr(faiss, "__file__", None)),
+            fix="pip uninstall faiss-cpu faiss-gpu, then install one of them",
+        )
+    faiss.cvar.distance_compute_blas_threshold = _BLAS_FROM  # of 1.15: 128,000, that is never
+    return faiss
+
+
+@contextlib.contextmanager
+def faiss_threads(threads: int) -> Iterator[None]:
+    """So many threads for faiss calls of this thread; 0: as many as it would take."""
+    if not threads:
+        yield
+        return
+    faiss = faiss_module()
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(threads)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)
+
+
 class IndexOptions(BaseModel):
     """How an index is built and searched; what a kind has no use for is ignored.
 
     Attributes:
         links, build, search: M, efConstruction and efSearch of HNSW.
-        lists: into which ivf sorts the labels. 0: as many as `num_lists` says.
-        copies: lists that a label stands in, 1 or 2. 0: 2 where there are more than 1,024 lists.
-        probes: lists that a search looks into. 0: as many as `num_probes` says.
+        lists: into which ivf sorts the labels. 0: as many as `num_lists` returns.
+        copies: not used; in the options of older bundles.
+        probes: lists that a search looks into. 0: as many as `num_probes` returns.
         code_dims: dimensions that share a code of 4 bits.
         rescore: candidates for each result that are scored exactly.
     """
@@ -81,19 +123,25 @@ class IndexOptions(BaseModel):
         auto = min(round(16 * math.sqrt(num_labels)), num_labels // 64)
         return max(1, min(self.lists or auto, num_labels // 8))
 
-    def num_copies(self, kind: Kind, num_lists: int) -> int:
-        """Lists that a label stands in."""
-        if kind not in LISTS or num_lists < 2:
-            return 1
-        return self.copies or (2 if num_lists > FLAT_CENTROIDS else 1)
-
     def num_probes(self, num_lists: int) -> int:
-        """Lists that a search looks into: `probes`, or a 32nd of them, at least 8."""
-        return min(self.probes or max(8, num_lists // 32), num_lists)
+        """Lists that a search looks into: `probes`, or a 12th of them, at least 8."""
+        return min(self.probes or max(8, num_lists // 12), num_lists)
 
-    def padded(self, kind: Kind, dim: int) -> int:
-        """Width of the vectors as faiss has them."""
+    def width(self, kind: Kind, dim: int) -> int:
+        """Of the vectors as faiss has them: padded with zeros to a multiple of `code_dims` where codes are packed."""
         return -(-dim // self.code_dims) * self.code_dims if kind in PACKED else dim
+
+    def factory(self, kind: Kind, dim: int, num_labels: int) -> str:
+        """What `faiss.index_factory` makes the index from."""
+        product = f"PQ{self.width(kind, dim) // self.code_dims}x4np"
+        lists = f"IVF{self.num_lists(num_labels)}"
+        strings: dict[Kind, str] = {
+            "flat": "Flat", "sq8": "SQ8", "pq": product, "hnsw": f"HNSW{self.links},Flat",
+            "hnsw-sq8": f"HNSW{self.links},SQ8", "ivf-sq8": f"{lists},SQ8", "ivf-pq": f"{lists},{product}",
+        }  # fmt: skip
+        if kind not in strings:
+            raise ValueError(f"unknown kind of index {kind!r}, expected one of {', '.join(KINDS)}")
+        return strings[kind]
 
 
 def build_index(vectors: Vectors, kind: Kind, options: IndexOptions, threads: int = 1, show: bool = False) -> Any:
@@ -105,180 +153,102 @@ def build_index(vectors: Vectors, kind: Kind, options: IndexOptions, threads: in
         show: print progress.
 
     Raises:
-        ValueError: a vector that is not finite.
+        ValueError: an unknown kind, or a vector that is not finite.
     """
-    num_labels, dim = vectors.shape
-    index = _empty(kind, options.padded(kind, dim), num_labels, options)
-    with faiss_threads(threads):
-        put = _trained(index, kind, options, vectors)
-        step = GRAPH_ROWS_AT_ONCE if kind in GRAPHS else ROWS_AT_ONCE
-        starts: Any = range(0, num_labels, step)
-        with (
-            progress(total=num_labels, desc=f"index {kind}", unit="label") if show else contextlib.nullcontext() as bar
-        ):
-            for start in starts:
-                rows = np.arange(start, min(start + step, num_labels))
-                put(_checked_rows(vectors, rows, index.d), rows)
-                if bar is not None:
-                    bar.update(len(rows))
+    faiss, (num_labels, dim) = faiss_module(), vectors.shape
+    string = options.factory(kind, dim, num_labels)
+    index = faiss.index_factory(options.width(kind, dim), string, faiss.METRIC_INNER_PRODUCT)
+    if kind in GRAPHS:
+        index.hnsw.efConstruction, index.hnsw.efSearch = options.build, options.search
+    with faiss_threads(threads), contextlib.ExitStack() as stack:
+        if not index.is_trained:
+            _train(index, kind, vectors)
+        bar = stack.enter_context(progress(total=num_labels, desc=f"index {kind}", unit="label")) if show else None
+        step = _GRAPH_ROWS_AT_ONCE if kind in GRAPHS else ROWS_AT_ONCE
+        for start in range(0, num_labels, step):
+            rows = np.arange(start, min(start + step, num_labels))
+            index.add(checked_rows(vectors, rows, index.d))
+            if bar is not None:
+                bar.update(len(rows))
     return index
 
 
 def searcher(index: Any, kind: Kind) -> Any:
-    """What searches are made on: the same index, or its codes packed for fast scan."""
+    """What is searched: the same index, or its codes packed for fast scan; many centroids are then searched by codes
+    of their own, the nearest of them compared exactly."""
+    faiss = faiss_module()
     if kind == "pq":
-        return faiss_module().IndexPQFastScan(index)
-    return faiss_module().IndexIVFPQFastScan(index) if kind == "ivf-pq" else index
+        return faiss.IndexPQFastScan(index)
+    if kind != "ivf-pq":
+        return index
+    packed = faiss.IndexIVFPQFastScan(index)
+    if index.nlist > FLAT_CENTROIDS and index.d % 2 == 0:
+        centroid_CD = faiss.downcast_index(index.quantizer).reconstruct_n(0, index.nlist)
+        codes = faiss.index_factory(index.d, f"PQ{index.d // 2}x4fs", faiss.METRIC_INNER_PRODUCT)
+        codes.pq.cp.niter = 4
+        codes.train(centroid_CD[:: max(1, len(centroid_CD) // 4096)])
+        codes.add(centroid_CD)
+        packed.quantizer = faiss.IndexRefine(codes, index.quantizer)
+        packed.referenced_objects = [codes, packed.quantizer]
+    return packed
 
 
-def changed_codes(
-    index: Any, kind: Kind, options: IndexOptions, source_L: Rows, vectors: Vectors, fresh_S: Rows
-) -> Any:
+def changed_codes(index: Any, kind: Kind, source_L: Rows, vectors: Vectors, fresh_S: Rows) -> Any:
     """sq8, pq and ivf: the codes of labels that stay, moved to their new rows, and those of fresh rows.
 
     Args: as of `LabelIndex.changed`; index: the old one, only read.
     """
-    faiss = faiss_module()
+    faiss, new = faiss_module(), owned_copy(index)
+    new.reset()
     old_rows = source_L.copy()
     old_rows[fresh_S] = -1
-    new = _untouched(index, kind, options)
+    kept = np.flatnonzero(old_rows >= 0)
     if kind in LISTS:
-        _move_lists(index, new, old_rows)
-        centroids = centroids_of(new)
-        tree = centroids[:1], np.array([0, len(centroids)]), centroids  # few rows: all centroids are compared
-        copies = options.num_copies(kind, new.nlist)
-        for start in range(0, len(fresh_S), _FRESH_AT_ONCE):
-            some = fresh_S[start : start + _FRESH_AT_ONCE]
-            add_to_lists(new, _checked_rows(vectors, some, new.d), some, tree, copies)
-        new.ntotal = copies * len(source_L)
+        row_of_old = np.full(index.ntotal, -1, dtype=np.int64)
+        row_of_old[old_rows[kept]] = kept
+        for number in range(index.nlist):
+            _move_list(index, new, number, row_of_old)
+        new.ntotal = len(kept)
+        for some in _blocks(fresh_S):
+            new.add_with_ids(checked_rows(vectors, some, new.d), some)
         return new
     old_LX = faiss.rev_swig_ptr(index.codes.data(), index.ntotal * index.code_size).reshape(index.ntotal, -1)
-    kept = old_rows >= 0
     codes_LX = np.empty((len(source_L), index.code_size), dtype=np.uint8)
     codes_LX[kept] = old_LX[old_rows[kept]]
     for some in _blocks(fresh_S):
-        codes_LX[some] = index.sa_encode(_checked_rows(vectors, some, index.d))
+        codes_LX[some] = index.sa_encode(checked_rows(vectors, some, index.d))
     new.add_sa_codes(codes_LX)
     return new
 
 
-def _empty(kind: Kind, dim: int, num_labels: int, options: IndexOptions) -> Any:
+def owned_copy(index: Any) -> Any:
+    """A copy that can be changed: an index that was mapped into memory has views into the file."""
     faiss = faiss_module()
-    product, eight = faiss.METRIC_INNER_PRODUCT, faiss.ScalarQuantizer.QT_8bit
-    if kind == "flat":
-        return faiss.IndexFlatIP(dim)
-    if kind == "sq8":
-        return faiss.IndexScalarQuantizer(dim, eight, product)
-    if kind == "pq":
-        return faiss.IndexPQ(dim, dim // options.code_dims, 4, product)
-    if kind in GRAPHS:
-        flat = kind == "hnsw"
-        index = (faiss.IndexHNSWFlat if flat else faiss.IndexHNSWSQ)(*((dim,) if flat else (dim, eight)), options.links,
-                                                                       product)  # fmt: skip
-        index.hnsw.efConstruction, index.hnsw.efSearch = options.build, options.search
-        return index
-    if kind not in LISTS:
-        raise ValueError(f"unknown kind of index {kind!r}, expected one of {', '.join(KINDS)}")
-    lists = options.num_lists(num_labels)
-    centroids = faiss.IndexFlatIP(dim)
-    if kind == "ivf-sq8":
-        index = faiss.IndexIVFScalarQuantizer(centroids, dim, lists, eight, product, True)
-    else:
-        index = faiss.IndexIVFPQ(centroids, dim, lists, dim // options.code_dims, 4, product)
-    index.by_residual = True
+    return faiss.deserialize_index(faiss.serialize_index(index))
+
+
+def gpu_scan(vectors: Vectors, device: int) -> Any:
+    """All vectors in float16 on a GPU (2 x L x width bytes), as an index of faiss-gpu.
+
+    Raises:
+        UnidecError: no faiss-gpu, or no GPU.
+    """
+    faiss = faiss_module()
+    if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() <= device:
+        raise UnidecError(
+            "no search on a GPU: faiss-gpu or the GPU is missing", got=f"GPU {device} asked for",
+            fix="pip install 'unidec-xmc[gpu]' in place of [cpu], or search on the processor",
+        )  # fmt: skip
+    settings = faiss.GpuIndexFlatConfig()
+    settings.useFloat16, settings.device = True, device
+    index = faiss.GpuIndexFlatIP(faiss.StandardGpuResources(), vectors.shape[1], settings)
+    for some in _blocks(np.arange(vectors.shape[0])):
+        index.add(checked_rows(vectors, some, vectors.shape[1]))
     return index
 
 
-def _trained(index: Any, kind: Kind, options: IndexOptions, vectors: Vectors) -> Callable[[Floats, Rows], None]:
-    """Learn centroids and ranges of a sample of the rows (always the same one); returns what adds rows."""
-    num_labels = vectors.shape[0]
-    if index.is_trained:
-        return lambda some_PD, rows_P: index.add(some_PD)
-    wanted = max(_TRAINING_ROWS, _ROWS_A_LIST * index.nlist if kind in LISTS else 0)
-    rows = np.arange(num_labels)
-    if wanted < num_labels:
-        rows = np.sort(np.random.default_rng(0).choice(num_labels, wanted, replace=False))
-    sample = _checked_rows(vectors, rows, index.d)
-    if kind in PACKED:
-        index.pq.cp.niter, index.pq.cp.min_points_per_centroid = _CODE_ROUNDS, 1
-        if len(sample) < CENTROIDS:
-            sample = np.resize(sample, (CENTROIDS, index.d))  # faiss wants a row for each centroid
-    if kind not in LISTS:
-        index.train(sample)
-        return lambda some_PD, rows_P: index.add(some_PD)
-    tree = train_centroids(sample, index.nlist)
-    set_centroids(index, tree[2])
-    index.train(sample[:: max(1, len(sample) // _TRAINING_ROWS)])
-    copies = options.num_copies(kind, index.nlist)
-    return lambda some_PD, rows_P: add_to_lists(index, some_PD, rows_P, tree, copies)
-
-
-def set_centroids(index: Any, centroid_CD: Floats) -> None:
-    """Give an inverted index its centroids; its lists are as many."""
-    faiss = faiss_module()
-    index.quantizer.add(np.ascontiguousarray(centroid_CD))
-    if index.nlist != len(centroid_CD):
-        index.nlist = len(centroid_CD)
-        lists = faiss.ArrayInvertedLists(index.nlist, index.code_size)
-        index.replace_invlists(lists, True)
-        lists.this.disown()  # the index owns them
-
-
-def add_to_lists(index: Any, some_PD: Floats, rows_P: Rows, tree: tuple[Floats, Rows, Floats], copies: int) -> None:
-    """Rows into one or two lists each, by the centroids as `train_centroids` gives them."""
-    pointer = faiss_module().swig_ptr
-    rows_P = np.ascontiguousarray(rows_P, dtype=np.int64)
-    lists_P = assign(some_PD, *tree)
-    index.add_core(len(some_PD), pointer(some_PD), pointer(rows_P), pointer(lists_P))
-    if copies == 2:
-        lists_P = assign(some_PD, *tree, lists_P)
-        index.add_core(len(some_PD), pointer(some_PD), pointer(rows_P), pointer(lists_P))
-
-
-def _untouched(index: Any, kind: Kind, options: IndexOptions) -> Any:
-    """An index of the same training that holds nothing."""
-    if kind not in LISTS:
-        new = _empty(kind, index.d, 0, options)
-        if kind == "sq8":
-            new.sq = index.sq
-        else:
-            new.pq = index.pq
-        new.is_trained = True
-        return new
-    new = _empty(kind, index.d, 8 * index.nlist, options.model_copy(update={"lists": index.nlist}))
-    set_centroids(new, np.array(centroids_of(index)))
-    if kind == "ivf-sq8":
-        new.sq = index.sq
-    else:
-        new.pq = index.pq
-    new.is_trained = True
-    return new
-
-
-def _move_lists(index: Any, new: Any, old_rows_L: Rows) -> None:
-    """Entries of the labels that stay, under their new rows."""
-    faiss = faiss_module()
-    row_of_old = np.full(index.ntotal, -1, dtype=np.int64)
-    kept = np.flatnonzero(old_rows_L >= 0)
-    row_of_old[old_rows_L[kept]] = kept
-    source = index.invlists
-    for number in range(index.nlist):
-        if not (size := source.list_size(number)):
-            continue
-        ids = row_of_old[faiss.rev_swig_ptr(source.get_ids(number), size)]
-        codes = faiss.rev_swig_ptr(source.get_codes(number), size * index.code_size).reshape(size, -1)
-        if (stays := ids >= 0).any():
-            ids, codes = ids[stays], np.ascontiguousarray(codes[stays])
-            new.invlists.add_entries(number, len(ids), faiss.swig_ptr(ids), faiss.swig_ptr(codes))
-
-
-def _blocks(rows_S: Rows) -> Iterator[Rows]:
-    for start in range(0, len(rows_S), ROWS_AT_ONCE):
-        yield rows_S[start : start + ROWS_AT_ONCE]
-
-
-def _checked_rows(vectors: Vectors, rows_P: Rows, dim: int) -> Floats:
-    """float32 [P, dim], contiguous, padded with zeros.
+def checked_rows(vectors: Vectors, rows_P: Rows, width: int) -> Floats:
+    """float32 [P, width], contiguous, padded with zeros.
 
     Raises:
         ValueError: a number that is not finite.
@@ -287,13 +257,54 @@ def _checked_rows(vectors: Vectors, rows_P: Rows, dim: int) -> Floats:
     if not np.isfinite(array).all():
         row = int(rows_P[np.flatnonzero(~np.isfinite(array).all(axis=1))[0]])
         raise ValueError(f"vectors_LD must be finite, row {row} is not")
-    return padded(array, dim)
+    return padded(array, width)
 
 
-def padded(array_PD: Floats, dim: int) -> Floats:
-    """float32 [P, dim], contiguous: zeros behind the columns that are there."""
-    if array_PD.shape[1] == dim:
+def padded(array_PD: Floats, width: int) -> Floats:
+    """float32 [P, width], contiguous: zeros behind the columns that are there."""
+    if array_PD.shape[1] == width:
         return np.ascontiguousarray(array_PD)
-    out = np.zeros((len(array_PD), dim), dtype=np.float32)
-    out[:, : array_PD.shape[1]] = array_PD
-    return out
+    return np.pad(array_PD, ((0, 0), (0, width - array_PD.shape[1])))
+
+
+def _train(index: Any, kind: Kind, vectors: Vectors) -> None:
+    """Learn centroids and ranges of a sample of the rows (always the same one)."""
+    num_labels = vectors.shape[0]
+    wanted = max(_TRAINING_ROWS, _ROWS_A_LIST * index.nlist if kind in LISTS else 0)
+    rows = np.arange(num_labels)
+    if wanted < num_labels:
+        rows = np.sort(np.random.default_rng(0).choice(num_labels, wanted, replace=False))
+    sample = checked_rows(vectors, rows, index.d)
+    if kind in PACKED:
+        index.pq.cp.niter, index.pq.cp.min_points_per_centroid = _ROUNDS, 1
+        if len(sample) < _CODES:
+            sample = np.resize(sample, (_CODES, index.d))  # faiss wants a row for each centroid
+    if kind in LISTS:
+        index.cp.niter, index.cp.min_points_per_centroid = _ROUNDS, 1
+        if index.nlist > FLAT_CENTROIDS:  # a k-means of k-means
+            from faiss.contrib.clustering import two_level_clustering
+
+            tops = round(index.nlist**0.5)
+            index.quantizer.add(
+                two_level_clustering(
+                    sample, tops, index.nlist, clustering_niter=_ROUNDS, spherical=True, min_points_per_centroid=1
+                )[0]
+            )
+    index.train(sample)
+
+
+def _move_list(index: Any, new: Any, number: int, row_of_old: Rows) -> None:
+    """Entries of one list of the labels that stay, under their new rows."""
+    faiss, source = faiss_module(), index.invlists
+    if not (size := source.list_size(number)):
+        return
+    ids = row_of_old[faiss.rev_swig_ptr(source.get_ids(number), size)]
+    codes = faiss.rev_swig_ptr(source.get_codes(number), size * index.code_size).reshape(size, -1)
+    if (stays := ids >= 0).any():
+        ids, codes = ids[stays], np.ascontiguousarray(codes[stays])
+        new.invlists.add_entries(number, len(ids), faiss.swig_ptr(ids), faiss.swig_ptr(codes))
+
+
+def _blocks(rows: Rows) -> Iterator[Rows]:
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        yield rows[start : start + ROWS_AT_ONCE]

@@ -42,7 +42,7 @@ def with_index(bundle: Bundle, path: str | os.PathLike[str], index: LabelIndex) 
             out.hashes[name] = place(bundle.path / name, out.path / name, entry["sha256"], link=True)
         write_index(out.path, index)
         changes = {
-            "index_kind": index.kind, "index_search": index.search_width, "index_options": index.options,
+            "index_kind": index.kind, "index_search": index.options.search, "index_options": index.options,
             "index_bytes": (out.path / INDEX).stat().st_size,
             "index_nodes": None if index.nodes is None else len(index.nodes),
         }  # fmt: skip

@@ -438,7 +438,7 @@ def index_bytes(s: Setting) -> int:
         return labels * (code + 2 * index.hnsw_links * INT32 + 2 * INT64)
     if index.kind.startswith("ivf"):
         lists = index.ivf_lists or min(round(16 * labels**0.5), max(1, labels // 64))
-        return 2 * labels * (code + INT64) + FP32 * space * lists  # a label may be in two lists
+        return labels * (code + INT64) + FP32 * space * lists
     return labels * code
 
 
