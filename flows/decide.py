@@ -34,7 +34,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
         failed = {reason["check"]: reason["words"] for reason in verdict["reasons"] if not reason["passed"]}
         words = "; ".join(f"{check}: {why}" for check, why in failed.items())
         # a bundle that is damaged or cannot answer is trained again; a limit can be overruled
-        command = f"{program()} promote {version} --force"
+        command = f"{program()} models promote {version} --force"
         if failed.keys() & {"hash", "loads", "answers"}:
             command = "make train ARGS=--force"
         return done | _refused(params, version, verdict, words, command)
@@ -46,7 +46,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     try:
         done["promoted"] = steps.promote(params, str(version))
     except Refused as error:
-        return done | _refused(params, version, verdict, str(error), f"{program()} promote {version}")
+        return done | _refused(params, version, verdict, str(error), f"{program()} models promote {version}")
     previous = done["promoted"].get("previous")
     before = f"; `unidec models rollback` returns to version {previous}" if previous else ""
     endings.say(f"version {version} of {name} is the champion{before}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -13,6 +13,11 @@ from flows import artifacts, publish, reproduce, source
 from unidec import pipeline
 from unidec.config import Params
 from unidec.errors import UnidecError
+
+if TYPE_CHECKING:
+    from unidec.pipeline.training import Run
+
+Work = Callable[[], dict[str, Any]]
 
 log = logging.getLogger("unidec.flows")
 
@@ -71,38 +76,53 @@ def choose_start(params: Params, kind: str | None) -> dict[str, Any]:
 
 
 @task(name="start run", task_run_name="start run", **_again)
-def start_run(params: Params) -> dict[str, Any]:
-    """Finds the checkpoint to go on from, or begins anew; opens the MLflow run."""
+def start_run(params: Params) -> Run:
+    """Finds the checkpoint to resume from, or begins a run; opens the MLflow run."""
     return pipeline.start_run(params)
 
 
-# A round is not retried: what ended it would end it again, and the next run resumes from its checkpoint.
+# The phases of a round (`unidec.training.fit`), a task each. A round is not retried: what ended it would end it again,
+# and the next run resumes from its checkpoint.
 @task(name="cluster", task_run_name="cluster {number} of {total}", **_once)
-def cluster(params: Params, run_dir: str, number: int, total: int) -> dict[str, Any]:
+def cluster(work: Work, number: int, total: int) -> dict[str, Any]:
     """Clusters the training queries for a round."""
-    report = pipeline.cluster(params, run_dir)
+    report = work()
     artifacts.show_refresh("clusters", number, report)
     return report
 
 
 @task(name="mine", task_run_name="mine {number} of {total}", **_once)
-def mine(params: Params, run_dir: str, number: int, total: int) -> dict[str, Any]:
+def mine(work: Work, number: int, total: int) -> dict[str, Any]:
     """Mines hard negatives for a round: with the clusters that is its refresh."""
-    report = pipeline.refresh(params, run_dir)
+    report = work()
     artifacts.show_refresh("hard-negatives", number, report)
     return report
 
 
 @task(name="train round", task_run_name="train round {number} of {total}", **_once)
-def train_round(params: Params, run_dir: str, number: int, total: int) -> dict[str, Any]:
+def train_round(work: Work, number: int, total: int) -> dict[str, Any]:
     """Trains until the next refresh; ends with a checkpoint."""
-    return pipeline.train_round(params, run_dir)
+    return work()
+
+
+@task(name="validate", task_run_name="validate {number} of {total}", **_once)
+def validate(work: Work, number: int, total: int) -> dict[str, Any]:
+    """Measures the validation split after a round."""
+    report = work()
+    artifacts.show_round(number, report.get("validation", {}))
+    return report
+
+
+def run_phase(name: str, number: int, total: int, work: Work) -> dict[str, Any]:
+    """Runs a phase of a round as its task."""
+    tasks = {"cluster": cluster, "mine": mine, "train round": train_round, "validate": validate}
+    return tasks[name](work, number, total)
 
 
 @task(name="export", task_run_name="export", **_once)
-def export(params: Params, run_dir: str) -> dict[str, Any]:
+def export(run: Run) -> dict[str, Any]:
     """The run's model -> outputs/model."""
-    return pipeline.export(params, run_dir)
+    return run.export()
 
 
 @task(name="index", task_run_name="index", **_once)

@@ -78,7 +78,7 @@ def _next(done: Mapping[str, Any]) -> list[str]:
     source = f" --bundle {_shown(bundle)}" if trial else ""
     served = _shown(bundle) if trial or "no_champion" in done else f"models:/{done['model']}@champion"
     # `make ui` serves the pages of runs: where a server shows this run already, the line above links to it
-    third = "make ui" if Path("Makefile").is_file() and not done.get("run_url") else f"{program()} models"
+    third = "make ui" if Path("Makefile").is_file() and not done.get("run_url") else f"{program()} models list"
     return ["next:", f'  {program()} predict "some text" -k 5{source}', f"  {program()} serve {served}", f"  {third}"]
 
 

@@ -21,7 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from flows import server
 
@@ -37,6 +37,10 @@ from unidec.config import Params, fingerprint, load_params, parse_overrides
 from unidec.errors import ConfigError, DataError, TrainingError
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import import_mlflow, prepare_store, tracking_uri
+from unidec.training.fit import fit
+
+if TYPE_CHECKING:
+    from unidec.pipeline.training import Run
 
 Start = Literal["auto", "warm", "cold"]
 Step = Literal[
@@ -204,10 +208,10 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
             stack.enter_context(reproduce.one_at_a_time())
         run_dir = None
         if "train" in wanted:
-            begun = steps.start_run(params)
-            run_dir = begun["run_dir"]
+            run = steps.start_run(params)
+            run_dir = str(run.folder)
             stack.enter_context(endings.tracked(run_dir))
-            done |= _fit(params, begun)
+            done |= _fit(run)
         if "index" in wanted:
             steps.index(params)
         if "evaluate" in wanted:
@@ -225,28 +229,20 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
     return done
 
 
-def _fit(params: Params, begun: dict[str, Any]) -> dict[str, Any]:
-    """Rounds of refresh and training until the run's last epoch, then the model is exported.
-
-    Inside a round the refresh does nothing, and the round resumes at its next step.
-    """
-    # a warm start has other epochs than the parameters say: the run knows
-    run_dir, epochs, a_round = begun["run_dir"], begun["epochs"], begun["refresh"]
-    total = -(-epochs // a_round)
-    epoch, finished = begun.get("epoch", 0), begun["finished"]
-    for line in begun.get("lines", []):
+def _fit(run: Run) -> dict[str, Any]:
+    """Trains the run's rounds, each phase a task, and exports the model."""
+    for line in run.lines:
         endings.say(line)
-    bar = artifacts.begin_progress(epoch, epochs)
-    while not finished:
-        number = epoch // a_round + 1
-        steps.cluster(params, run_dir, number, total)
-        steps.mine(params, run_dir, number, total)
-        state = steps.train_round(params, run_dir, number, total)
-        epoch, finished = state["epoch"], state["finished"]
-        artifacts.show_progress(bar, epoch, epochs)
-        artifacts.show_round(number, state.get("validation", {}))
-    steps.export(params, run_dir)
-    return {"epoch": epoch}
+    bar = artifacts.begin_progress(run.epoch, run.epochs)
+
+    def phase(name: str, number: int, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        report = steps.run_phase(name, number, run.num_rounds, work)
+        artifacts.show_progress(bar, run.epoch, run.epochs)
+        return report
+
+    fit(run, phase)
+    steps.export(run)
+    return {"epoch": run.epoch}
 
 
 @contextlib.contextmanager

@@ -108,4 +108,4 @@ def test_terminated_and_started_again(project: Path) -> None:
     assert done.returncode == 0, done.stderr
     after = (run.parent / "rounds.jsonl").read_text().splitlines()
     assert len(after) == 20 and after[: len(before)] == before
-    assert "goes on after epoch" in (folder / "log.txt").read_text()
+    assert "resumes after epoch" in (folder / "log.txt").read_text()

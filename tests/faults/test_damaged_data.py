@@ -18,7 +18,7 @@ from unidec.config import Params
 from unidec.data.formats import write_raw
 from unidec.data.storage import MANIFEST, read_manifest, write_manifest
 from unidec.errors import ArtifactError
-from unidec.pipeline import doctor, paths, session, training
+from unidec.pipeline import doctor, paths, training
 from unidec.tracking.store import prepare_store
 from unidec.training.trainer import Trainer
 
@@ -57,13 +57,12 @@ def trained(
             for stage in ("ingest", "tokens", "propensity", "label_graph"):
                 getattr(pipeline, stage)(params)
             if name == "mine":
-                session.train(params, say=lambda line: None)
+                training.train(params, say=lambda line: None)
                 pipeline.index(params)
             else:
                 training.open_trainer(params, "runs/none")
             projects[name] = SimpleNamespace(folder=folder, params=params)
-    yield projects
-    training.forget()
+    return projects
 
 
 @pytest.fixture
@@ -122,7 +121,7 @@ def test_any_damaged_file_is_named_before_the_first_step(mine: SimpleNamespace, 
         damage(path, mine.other)
         try:
             with pytest.raises(ArtifactError) as refused:
-                session.train(mine.params, say=lambda line: None)
+                training.train(mine.params, say=lambda line: None)
             named = _where(refused.value)
             assert named == str(path) or (damage is _swap and _swapped(path, named)), named
             assert str(path) in [f.where for f in doctor._artifacts(Path("."), False)] or _swapped(path, named)
@@ -208,7 +207,7 @@ def test_values_out_of_bounds_are_refused_whatever_the_manifest_has(
     write_manifest(path, about["kind"], about["version"], about["meta"])
     try:
         with pytest.raises(ArtifactError) as refused:
-            session.train(mine.params, say=lambda line: None)
+            training.train(mine.params, say=lambda line: None)
         assert _where(refused.value) in (str(path / file), str(path))
     finally:
         for entry, data in before.items():
@@ -229,7 +228,7 @@ def test_folders_that_do_not_belong_together_are_refused(mine: SimpleNamespace) 
         shutil.copytree(source, path)
         try:
             with pytest.raises(ArtifactError) as refused:
-                session.train(mine.params, say=lambda line: None)
+                training.train(mine.params, say=lambda line: None)
             assert _where(refused.value).startswith(path)
         finally:
             shutil.rmtree(path)

@@ -138,7 +138,7 @@ def test_one_of_two_ranks_is_killed(work, prepared, then):
 
     again = work.train(then)
     assert again.wait(600) == 0, work.said()
-    steps = [int(number) for number in re.findall(r"goes on after epoch .*\(step (\d+)\)", work.said())]
+    steps = [int(number) for number in re.findall(r"resumes after epoch .*\(step (\d+)\)", work.said())]
     assert len(steps) == 1 and steps[0] >= int(before.removeprefix("step-")), work.said()
     assert_same_model(work, prepared)
 

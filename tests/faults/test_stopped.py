@@ -191,7 +191,7 @@ def test_stopped_and_gone_on_with(
     assert "from the last checkpoint" in project.log and "Traceback" not in project.log
     step = check_stopped(project, sent)
     said = project.train(command)
-    assert f"(step {step})" in said and "refresh" not in said.split("goes on")[0]
+    assert f"(step {step})" in said and "refresh" not in said.split("resumes")[0]
     assert project.outcome() == never_stopped
     assert project.tracked() == ("FINISHED", list(range(0, EPOCHS * STEPS_AN_EPOCH, 10)))
 

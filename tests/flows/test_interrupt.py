@@ -17,17 +17,20 @@ PROGRAM = """
 import signal, sys, time
 from unidec.tracking.run import Tracker
 
+class Run:
+    folder, lines, epoch, epochs, num_rounds, round_number, finished = "runs/abc", [], 0, 2, 2, 1, False
+    cluster = mine = lambda self: {}
+
+    def train_round(self):
+        open("training", "w").close()
+        time.sleep(600)
+
 def start_run(params):
     Tracker().start("runs/abc", {"seed": params.seed})
-    return {"run_dir": "runs/abc", "epoch": 0, "epochs": 2, "refresh": 1, "finished": False}
-
-def train_round(params, run_dir):
-    open("training", "w").close()
-    time.sleep(600)
+    return Run()
 
 from unidec import pipeline
-pipeline.start_run, pipeline.train_round = start_run, train_round
-pipeline.cluster = pipeline.refresh = lambda *_: {}
+pipeline.start_run = start_run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal; background jobs ignore it
 from flows.train import main
 sys.exit(main(["--steps", "train"]))

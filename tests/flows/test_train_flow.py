@@ -15,7 +15,8 @@ from unidec.config import Params, load_params
 from unidec.errors import ConfigError, DataError, TrainingError
 
 EPOCHS, A_ROUND = 5, 2
-ROUNDS = ["start_run", *["cluster", "refresh", "train_round"] * 3, "export"]
+ROUND = ["cluster", "mine", "train_round", "validate_round"]
+ROUNDS = ["start_run", *ROUND * 3, "export"]
 FINISH = ["index", "evaluate"]
 
 
@@ -43,7 +44,7 @@ class Stages(types.SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(calls=[], fail={})
         self.passed = True
-        for name in ("ingest", "validate", "tokens", "propensity", "label_graph", "export", "index"):
+        for name in ("ingest", "validate", "tokens", "propensity", "label_graph", "index"):
             setattr(self, name, lambda *_args, name=name: self._call(name))
 
     def _call(self, name: str) -> dict:
@@ -52,28 +53,9 @@ class Stages(types.SimpleNamespace):
             raise self.fail[name]
         return {}
 
-    def start_run(self, params: Params) -> dict:
+    def start_run(self, params: Params) -> FakeRun:
         self._call("start_run")
-        run_dir = Path("runs/abc").resolve()
-        run_dir.mkdir(parents=True, exist_ok=True)
-        epoch = int((run_dir / "epoch").read_text()) if (run_dir / "epoch").exists() else 0
-        finished = epoch >= params.optim.epochs
-        sizes = {"epochs": params.optim.epochs, "refresh": params.pool.refresh}
-        return {"run_dir": str(run_dir), "epoch": epoch, "finished": finished, **sizes}
-
-    def cluster(self, _params: Params, _run_dir: str) -> dict:
-        return self._call("cluster") | {"epoch": 0, "cluster_seconds": 0.5, "clusters": 8, "cluster_cosine": 0.71}
-
-    def refresh(self, _params: Params, _run_dir: str) -> dict:
-        mined = {"mine_seconds": 0.2, "mine_positive_found": 0.9, "mine_negative_score": 0.31}
-        return self._call("refresh") | {"epoch": 0} | mined
-
-    def train_round(self, params: Params, run_dir: str) -> dict:
-        done = Path(run_dir) / "epoch"
-        epoch = min((int(done.read_text()) if done.exists() else 0) + params.pool.refresh, params.optim.epochs)
-        self._call("train_round")
-        done.write_text(str(epoch))
-        return {"epoch": epoch, "finished": epoch >= params.optim.epochs, "validation": {"P@1": 1.0}}
+        return FakeRun(self, params)
 
     def evaluate(self, _params: Params) -> dict:
         self._call("evaluate")
@@ -113,6 +95,48 @@ class Stages(types.SimpleNamespace):
     def promote(self, _params: Params, version: str, **_options: object) -> dict:
         self._call(f"promote {version}")
         return {"version": version, "previous": "2"}
+
+
+class FakeRun:
+    """In place of `unidec.pipeline.training.Run`: counts epochs, kept in the run's folder as checkpoints do."""
+
+    def __init__(self, stages: Stages, params: Params) -> None:
+        self.stages, self.lines = stages, []
+        self.folder = Path("runs/abc").resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.epochs, self.a_round = params.optim.epochs, params.pool.refresh
+        self.num_rounds = -(-self.epochs // self.a_round)
+
+    @property
+    def epoch(self) -> int:
+        return int((self.folder / "epoch").read_text()) if (self.folder / "epoch").exists() else 0
+
+    @property
+    def finished(self) -> bool:
+        return self.epoch >= self.epochs
+
+    @property
+    def round_number(self) -> int:
+        return self.epoch // self.a_round + 1
+
+    def cluster(self) -> dict:
+        return self.stages._call("cluster") | {"cluster_seconds": 0.5, "clusters": 8, "cluster_cosine": 0.71}
+
+    def mine(self) -> dict:
+        return self.stages._call("mine") | {
+            "mine_seconds": 0.2, "mine_positive_found": 0.9, "mine_negative_score": 0.31
+        }  # fmt: skip
+
+    def train_round(self) -> dict:
+        self.stages._call("train_round")
+        (self.folder / "epoch").write_text(str(min(self.epoch + self.a_round, self.epochs)))
+        return {"epoch": self.epoch}
+
+    def validate(self) -> dict:
+        return self.stages._call("validate_round") | {"validation": {"P@1": 1.0}}
+
+    def export(self) -> dict:
+        return self.stages._call("export")
 
 
 @pytest.fixture
@@ -253,7 +277,7 @@ def test_resumes_after_the_last_checkpoint(run, stages, place, epoch):
     (place / "runs/abc/epoch").write_text(str(epoch))
     run(steps="train")
     rounds = -(-(EPOCHS - epoch) // A_ROUND)
-    assert stages.calls == ["start_run", *["cluster", "refresh", "train_round"] * rounds, "export"]
+    assert stages.calls == ["start_run", *ROUND * rounds, "export"]
 
 
 def test_steps_make_no_call_of_dvc_and_are_not_judged(run, stages):

@@ -20,7 +20,7 @@ from unidec.config import Params
 from unidec.data.formats import make_slice, read_raw, write_raw
 from unidec.data.raw import RawData
 from unidec.errors import ArtifactError, ConfigError, DataError
-from unidec.pipeline import paths, session, training
+from unidec.pipeline import paths, training
 from unidec.pipeline.monitoring import _answers
 from unidec.pipeline.profile import KEY, read_profile
 from unidec.retrieval.bundle import Bundle
@@ -61,8 +61,7 @@ def made(helper: Callable[[str], Any], raw: RawData, tmp_path_factory: pytest.Te
         for name in ("ingest", "tokens", "propensity"):
             getattr(pipeline, name)(params)
         assert pipeline.data_change(params)["accepted"] is None
-        session.train(params)
-        training.forget()
+        training.train(params)
         pipeline.index(params)
         register(paths.BUNDLE, None, "unidec", alias="champion")
         yield folder

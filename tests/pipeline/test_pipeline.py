@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,10 @@ from unidec.evaluation.metrics import per_query
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline, training_neighbours
+from unidec.pipeline.training import Run
 from unidec.retrieval.bundle import Bundle
 from unidec.tracking.run import Tracker
+from unidec.training.fit import fit
 
 pytestmark = pytest.mark.timeout(240)
 TIMES = ("seconds", "texts_per_s", "tokens_per_s")
@@ -38,14 +41,17 @@ def run_data_stages(params: Params) -> dict:
     return {name: getattr(pipeline, name)(params) for name in ("ingest", "tokens", "propensity", "label_graph")}
 
 
-def run_rounds(params: Params) -> tuple[dict, list[dict], list[dict]]:
-    started = pipeline.start_run(params)
-    refreshes: list[dict] = []
-    rounds: list[dict] = []
-    while not (rounds[-1]["finished"] if rounds else started["finished"]):
-        refreshes.append(pipeline.refresh(params, started["run_dir"]))
-        rounds.append(pipeline.train_round(params, started["run_dir"]))
-    return started, refreshes, rounds
+def run_rounds(run: Run) -> dict[str, list[dict]]:
+    """Trains a run; the reports of its phases."""
+    said: dict[str, list[dict]] = {name: [] for name in ("cluster", "mine", "train round", "validate")}
+
+    def phase(name: str, number: int, work: Callable[[], dict]) -> dict:
+        assert number == len(said[name]) + 1
+        said[name].append(work())
+        return said[name][-1]
+
+    fit(run, phase)
+    return said
 
 
 @pytest.fixture
@@ -54,8 +60,10 @@ def done(in_work: SimpleNamespace) -> SimpleNamespace:
     if not hasattr(in_work, "said"):
         params = in_work.params()
         said = run_data_stages(params)
-        said["start_run"], said["refresh"], said["train_round"] = run_rounds(params)
-        said["export"] = pipeline.export(params, said["start_run"]["run_dir"])
+        run = pipeline.start_run(params)
+        in_work.folder_of_run, in_work.begun = run.folder, (run.epoch, run.finished, run.num_rounds)
+        said |= run_rounds(run)
+        said["export"] = run.export()
         said["index"] = pipeline.index(params)
         said["evaluate"] = pipeline.evaluate(params)
         in_work.said = said
@@ -81,10 +89,9 @@ def test_data_stages(done: SimpleNamespace) -> None:
 
 
 def test_rounds(done: SimpleNamespace) -> None:
-    started, refreshes, rounds = (done.said[name] for name in ("start_run", "refresh", "train_round"))
-    run = Path(started["run_dir"])
+    refreshes, rounds, run = done.said["mine"], done.said["validate"], done.folder_of_run
     assert run.parent == paths.RUNS and len(run.name) == 16
-    assert (started["epoch"], started["finished"], started["rounds"]) == (0, False, 2)
+    assert done.begun == (0, False, 2)
     assert [r["epoch"] for r in refreshes] == [0, 1]
     assert all(r["clusters"] == 8 and r["mine_queries"] == 1900 and r["refresh_seconds"] > 0 for r in refreshes)
     assert [(r["round"], r["epoch"], r["finished"], r["steps"]) for r in rounds] == [(1, 1, False, 8), (2, 2, True, 8)]
@@ -96,15 +103,15 @@ def test_rounds(done: SimpleNamespace) -> None:
 
 
 def test_started_again_it_is_finished(done: SimpleNamespace) -> None:
-    run_id = Tracker.resume(done.said["start_run"]["run_dir"]).run_id
+    run_id = Tracker.resume(done.folder_of_run).run_id
     again = pipeline.start_run(done.params())
-    lines = [f"run {Path(again['run_dir']).name} is trained: 2 epochs, 16 steps"]
-    assert again == {**done.said["start_run"], "epoch": 2, "step": 16, "finished": True, "lines": lines}
-    assert run_id is not None and Tracker.resume(again["run_dir"]).run_id == run_id  # no second MLflow run
+    assert again.lines == [f"run {again.folder.name} is trained: 2 epochs, 16 steps"]
+    assert (again.folder, again.epoch, again.step, again.finished) == (done.folder_of_run, 2, 16, True)
+    assert run_id is not None and Tracker.resume(again.folder).run_id == run_id  # no second MLflow run
 
 
 def test_exported_model_is_the_runs(done: SimpleNamespace) -> None:
-    run = Path(done.said["start_run"]["run_dir"])
+    run = done.folder_of_run
     assert done.said["export"] == {"model": str(paths.MODEL), "epoch": 2, "steps": 16}
     assert read_manifest(paths.MODEL, "model", 1)["meta"] == {"run": run.name}
     for name in ("history.jsonl", "rounds.jsonl"):
@@ -168,7 +175,7 @@ def test_tracking_knows_the_run(done: SimpleNamespace) -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{done.folder}/mlflow.db")
-    run = client.get_run(Tracker.resume(done.said["start_run"]["run_dir"]).run_id)
+    run = client.get_run(Tracker.resume(done.folder_of_run).run_id)
     assert run.data.params["pool.beta"] == "2" and run.data.params["encoder.name"] == "bert"
     assert run.data.metrics["test/P_at_1"] == done.said["evaluate"]["metrics"]["P@1"]
     assert [m.step for m in client.get_metric_history(run.info.run_id, "training/loss")] == [0, 10]
@@ -193,7 +200,7 @@ def test_a_trial_logs_the_same_data_as_any_run(
             lock = {"stages": {"ingest": {"outs": [{"path": "data/dataset", "md5": "0a.dir"}]}}}
             Path("dvc.lock").write_text(json.dumps(lock))
         begun = pipeline.start_run(done.params(**{"data.path": data, "tracking.experiment": "trials"}))
-        run = client.get_run(Tracker.resume(begun["run_dir"]).run_id)
+        run = client.get_run(Tracker.resume(begun.folder).run_id)
         (used,) = run.inputs.dataset_inputs
         logged.append((run.data.params["data.path"], used.dataset.name, used.dataset.digest))
         assert run.data.tags.get("dvc.data/dataset") == ("0a.dir" if folder == tmp_path else None)
@@ -219,18 +226,16 @@ def test_a_round_cut_off_before_its_record_is_repeated_without_doubles(done: Sim
     """Records of a later epoch than the checkpoint's belong to a run that was cut off: they are written once."""
     params = done.params(seed=8)
     started = pipeline.start_run(params)
-    run = Path(started["run_dir"])
-    pipeline.refresh(params, str(run))
-    pipeline.train_round(params, str(run))
+    run = started.folder
+    started.cluster(), started.mine(), started.train_round(), started.validate()
+    started.close()
     (run / "rounds.jsonl").open("a").close()
     first = records(run / "rounds.jsonl")
     with open(run / "rounds.jsonl", "a") as file:
         file.write(json.dumps({"epoch": 2, "round": 2, "of": "a run that was cut off"}) + "\n")
     with open(run / "history.jsonl", "a") as file:
         file.write(json.dumps({"step": 8, "loss": 0.0}) + "\n")
-    pipeline.training.forget()  # as after a kill
-    pipeline.refresh(params, str(run))
-    pipeline.train_round(params, str(run))
+    started.cluster(), started.mine(), started.train_round(), started.validate()
     kept = records(run / "rounds.jsonl")
     assert kept[0] == first[0] and [line["epoch"] for line in kept] == [1, 2] and "of" not in kept[1]
     assert [line["step"] for line in records(run / "history.jsonl")] == [0, 10]
@@ -251,10 +256,11 @@ def test_frozen_layers_are_computed_once_for_all_stages(done: SimpleNamespace, t
         "encoder.kind": "both", "encoder.trainable_layers": trainable_layers, "optim.epochs": 1,
         "optim.lr_encoder": 1e-3,
     })  # fmt: skip
-    started, _, _ = run_rounds(params)
+    run = pipeline.start_run(params)
+    fit(run)
     made = set(paths.CACHE.glob("*")) - before
     assert sorted(folder.name.split("-")[0] for folder in made) == ["hidden" if trainable_layers else "vectors"] * 2
-    pipeline.export(params, started["run_dir"])
+    run.export()
     pipeline.index(params)
     assert pipeline.evaluate(params)["metrics"]["P@1"] > 1
     assert set(paths.CACHE.glob("*")) - before == made
@@ -268,12 +274,13 @@ def test_a_head_alone_goes_through(done: SimpleNamespace, heads: str) -> None:
         "index.kind": "hnsw", "model.clf_bias": heads == "clf", "loss.clf_bce": 0.0 if heads == "de" else 0.1,
         "index.knn_weight": 0.3,
     })  # fmt: skip
-    started, _, rounds = run_rounds(params)
-    pipeline.export(params, started["run_dir"])
+    run = pipeline.start_run(params)
+    fit(run)
+    run.export()
     pipeline.index(params)
     metrics = pipeline.evaluate(params)["metrics"]
     result = json.loads(paths.METRICS.read_text())
-    assert rounds[-1]["finished"] and 1 < metrics["P@1"] < 100
+    assert run.finished and 1 < metrics["P@1"] < 100
     assert result["index"]["recall@10"] > 90
     assert not {"de", "clf"} & result.keys() and {"heads", "knn"} <= result.keys()
     assert Bundle.load(paths.BUNDLE).info.knn.space == heads and result["knn"]["P@1"] > 1
@@ -360,9 +367,7 @@ def test_the_evaluation_tells_what_votes_add(done: SimpleNamespace) -> None:
         np.testing.assert_allclose(answer.scores, line["scores"][:5], rtol=1e-3, atol=1e-4)
     from mlflow import MlflowClient
 
-    run = MlflowClient(f"sqlite:///{done.folder}/mlflow.db").get_run(
-        Tracker.resume(done.said["start_run"]["run_dir"]).run_id
-    )
+    run = MlflowClient(f"sqlite:///{done.folder}/mlflow.db").get_run(Tracker.resume(done.folder_of_run).run_id)
     assert run.data.metrics["knn/P_at_1"] == result["knn"]["P@1"]
     assert run.data.metrics["heads/P_at_1"] == result["heads"]["P@1"]
 

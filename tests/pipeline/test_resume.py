@@ -17,10 +17,11 @@ from unidec.data.formats import write_raw
 from unidec.data.raw import RawData
 from unidec.data.storage import read_json_lines, read_manifest
 from unidec.errors import ConfigError, Stopped, TrainingError
-from unidec.pipeline import paths, runs, session, training
+from unidec.pipeline import paths, runs, training
 from unidec.pipeline.lock import one_at_a_time
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import open_client, prepare_store
+from unidec.training.fit import fit
 from unidec.training.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(240)
@@ -57,13 +58,12 @@ def work(
 
     for name in ("ingest", "tokens", "propensity"):
         getattr(pipeline, name)(params())
-    yield SimpleNamespace(params=params, folder=tmp_path)
-    training.forget()
+    return SimpleNamespace(params=params, folder=tmp_path)
 
 
 def train(params: Params, **options: Any) -> tuple[dict[str, Any], list[str]]:
     said: list[str] = []
-    return session.train(params, say=said.append, **options), said
+    return training.train(params, say=said.append, **options), said
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int = 0) -> None:
@@ -84,7 +84,6 @@ def cut_training(monkeypatch: pytest.MonkeyPatch, params: Params, owner: Any, na
         cut(patch, owner, name, after)
         with pytest.raises(SystemExit):
             train(params)
-    training.forget()
 
 
 def plain(record: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +107,6 @@ def uncut(work: SimpleNamespace) -> dict[str, Any]:
     train(work.params())
     found = outcome()
     shutil.rmtree(paths.RUNS)
-    training.forget()
     return found
 
 
@@ -129,7 +127,7 @@ def test_killed_between_any_two_files(
 ) -> None:
     cut_training(monkeypatch, work.params(), owner, name, after)
     result, said = train(work.params())
-    assert result["finished"] and any("goes on" in line or "is trained" in line for line in said)
+    assert result["finished"] and any("resumes" in line or "is trained" in line for line in said)
     found = outcome()
     if name == "write_json":  # the report of a refresh is the one thing that is not made again
         for part in (found, uncut):
@@ -147,42 +145,41 @@ def test_inside_a_round_the_refresh_does_nothing(work: SimpleNamespace, monkeypa
     params = work.params()
     cut_training(monkeypatch, params, Trainer, "train_step", 5)
     begun = pipeline.start_run(params)
-    assert (begun["epoch"], begun["step"]) == (0, 3) and begun["epoch_step"] == 3
+    assert (begun.epoch, begun.step) == (0, 3) and begun.epoch_step == 3
     cut(monkeypatch, Trainer, "refresh")
     cut(monkeypatch, Trainer, "cluster")
-    assert pipeline.cluster(params, begun["run_dir"]) == {}
-    report = pipeline.refresh(params, begun["run_dir"])
-    assert report["epoch"] == 0 and report["mine_queries"] > 0  # what was said then
-    assert pipeline.train_round(params, begun["run_dir"])["epoch"] == ROUND
+    assert begun.cluster() == {}
+    report = begun.mine()
+    assert report["epoch"] == 0 and report["mine_queries"] > 0  # the report of the refresh that was made
+    assert begun.train_round()["epoch"] == ROUND
 
 
 def test_the_model_of_one_process_is_that_of_a_process_for_each_stage(
     work: SimpleNamespace, uncut: dict[str, Any]
 ) -> None:
-    params = work.params()
-    state = pipeline.start_run(params)
-    while not state["finished"]:
-        training.forget()
-        pipeline.refresh(params, state["run_dir"])
-        training.forget()
-        state |= pipeline.train_round(params, state["run_dir"])
-    training.forget()
-    pipeline.export(params, state["run_dir"])
+    def alone(_name: str, _number: int, work: Callable[[], dict]) -> dict:
+        report = work()
+        run.close()  # as in another process: the next phase opens the newest checkpoint
+        return report
+
+    run = pipeline.start_run(work.params())
+    fit(run, alone)
+    run.export()
     assert outcome() == uncut
 
 
 def test_clusters_and_negatives_in_two_stages_make_the_same_model(work: SimpleNamespace, uncut: dict[str, Any]) -> None:
-    params = work.params()
-    state = pipeline.start_run(params)
-    while not state["finished"]:
-        clustered = pipeline.cluster(params, state["run_dir"])
+    run = pipeline.start_run(work.params())
+    while not run.finished:
+        clustered = run.cluster()
         assert 0 < clustered["cluster_cosine"] <= 1 and "mine_queries" not in clustered
-        if state["epoch"]:  # killed between the two, in a later round
-            training.forget()
-        mined = pipeline.refresh(params, state["run_dir"])
+        if run.epoch:  # killed between the two, in a later round
+            run.close()
+        mined = run.mine()
         assert mined["clusters"] == clustered["clusters"] and mined["mine_positive_found"] > 0
-        state |= pipeline.train_round(params, state["run_dir"])
-    pipeline.export(params, state["run_dir"])
+        run.train_round()
+        run.validate()
+    run.export()
     assert outcome() == uncut
 
 
@@ -210,13 +207,14 @@ def test_other_parameters_are_refused_with_every_key_and_accepted_by_name(
     assert "optim.lr_heads" not in str(refused.value)
     accept = ["optim.lr_heads", "loss.balance"]
     result, said = train(other, resume=str(run), accept=accept)
-    assert result["run_dir"] == str(run) and result["finished"] and sum("accepted: " in line for line in said) == 2
+    assert (
+        result["run_dir"] == str(run) and result["epoch"] == EPOCHS and sum("accepted: " in line for line in said) == 2
+    )
     noted = json.loads((run / "run.json").read_text())
     assert {entry["key"] for entry in noted["accepted"]} == set(accept)
     assert noted["identity"]["loss.balance"] == "0.25" and runs.accepted_keys(run)
     tags = open_client(f"sqlite:///{work.folder}/mlflow.db").get_run(Tracker.resume(run).run_id).data.tags
     assert "loss.balance: 0.5 when the run began" in tags["accepted"]
-    training.forget()
     assert "is trained" in train(other, resume=run.name)[1][-1]  # accepted once is enough
     with pytest.raises(ConfigError, match=r"0\.25 when the run began, 0\.5 now"):
         train(work.params())  # the folder of these parameters is not theirs any more
@@ -255,11 +253,10 @@ def test_an_unfinished_run_of_other_parameters_is_told_of(
     cut_training(monkeypatch, work.params(), Trainer, "train_step", 5)
     (run,) = runs.run_folders()
     begun = pipeline.start_run(work.params(**{"optim.lr_heads": 0.005}))
-    (line,) = [line for line in begun["lines"] if "is unfinished" in line]
+    (line,) = [line for line in begun.lines if "is unfinished" in line]
     assert f"run {run.name} is unfinished (epoch 0 of {EPOCHS}, step 3)" in line and "differs in optim.lr_heads" in line
     assert f"unidec train --resume {run.name}" in line
-    training.forget()
-    assert not any("is unfinished" in line for line in pipeline.start_run(work.params())["lines"])
+    assert not any("is unfinished" in line for line in pipeline.start_run(work.params()).lines)
 
 
 def test_a_run_of_version_1_is_compared_by_what_was_tracked(work: SimpleNamespace) -> None:
@@ -280,14 +277,14 @@ def test_a_run_whose_process_is_gone_is_closed_by_the_next_start(
     work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = pipeline.start_run(work.params())
-    state = json.loads((Path(begun["run_dir"]) / "tracking.json").read_text())
+    state = json.loads((begun.folder / "tracking.json").read_text())
     dead = state | {"holder": state["holder"] | {"started": 1.0}}
-    (Path(begun["run_dir"]) / "tracking.json").write_text(json.dumps(dead))
+    (begun.folder / "tracking.json").write_text(json.dumps(dead))
     other = pipeline.start_run(work.params(seed=5))
     client = open_client(f"sqlite:///{work.folder}/mlflow.db")
-    assert any("ended as KILLED" in line for line in other["lines"])
+    assert any("ended as KILLED" in line for line in other.lines)
     assert client.get_run(state["run_id"]).info.status == "KILLED"
-    assert client.get_run(Tracker.resume(other["run_dir"]).run_id).info.status == "RUNNING"
+    assert client.get_run(Tracker.resume(other.folder).run_id).info.status == "RUNNING"
 
 
 # -- lists and ends ------------------------------------------------------------------------------------------------
@@ -304,7 +301,7 @@ def test_the_list_of_runs(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     assert finished.checkpoint_bytes and finished.checkpoint_age is not None and finished.checkpoint_age < 600
     assert set(finished.validation) == {"P@1", "nDCG@5", "PSP@5"}
     assert finished.mlflow_run == Tracker.resume(result["run_dir"]).run_id
-    at_work = infos.pop(Path(running["run_dir"]).name)
+    at_work = infos.pop(running.folder.name)
     assert (at_work.state, at_work.checkpoint) == ("running", None)
     (cut_off,) = infos.values()
     assert (cut_off.state, cut_off.step, cut_off.unfinished) == ("stopped", 3, True)
@@ -334,7 +331,6 @@ def test_a_training_ends_as_what_happened(work: SimpleNamespace, monkeypatch: py
         (run,) = runs.run_folders()
         assert client.get_run(Tracker.resume(run).run_id).info.status == status
         assert signal.getsignal(signal.SIGTERM) is before
-        training.forget()
         if error is Stopped:
             assert raised.value.exit_code == 143
     assert runs.run_info(run).state == "failed"
@@ -352,7 +348,6 @@ def test_the_export_of_a_finished_run_needs_no_room_for_a_training(
     train(work.params())
     whole = read_manifest(paths.MODEL, "model", 1)
     shutil.rmtree(paths.MODEL)
-    training.forget()
     monkeypatch.setattr(training, "check_fits", no_room)
     train(work.params())
     assert read_manifest(paths.MODEL, "model", 1) == whole

@@ -13,11 +13,12 @@ from unidec import pipeline
 from unidec.data.dataset import XMCDataset
 from unidec.data.formats import write_raw
 from unidec.data.label_graph import load_label_graph
-from unidec.data.storage import read_manifest
+from unidec.data.storage import read_json_lines, read_manifest
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Ranking, validation_metrics
 from unidec.retrieval.bundle import Bundle
+from unidec.training.fit import fit
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -35,14 +36,12 @@ def folder(tmp_path, tiny_raw, tiny_bert, monkeypatch):
 
 def train(params):
     """All rounds and what follows; the measures of the rounds."""
-    started, rounds = pipeline.start_run(params), []
-    while not (rounds and rounds[-1]["finished"]):
-        pipeline.refresh(params, started["run_dir"])
-        rounds.append(pipeline.train_round(params, started["run_dir"]))
-    pipeline.export(params, started["run_dir"])
+    run = pipeline.start_run(params)
+    fit(run)
+    run.export()
     pipeline.index(params)
     pipeline.evaluate(params)
-    return [one["validation"] for one in rounds]
+    return [line["validation"] for line in read_json_lines(run.folder / "rounds.jsonl")]
 
 
 RESIDUAL = "residual on a frozen encoder"

@@ -20,7 +20,7 @@ from unidec.data.formats import write_raw
 from unidec.data.raw import RawData
 from unidec.data.storage import read_json_lines, read_manifest
 from unidec.errors import ArtifactError, ConfigError
-from unidec.pipeline import launch, paths, session, training
+from unidec.pipeline import launch, paths, training
 from unidec.pipeline.start import open_start
 from unidec.pipeline.start_file import START, StartFile, effective, read_start, start_tags, write_start
 from unidec.retrieval.bundle import Bundle
@@ -28,6 +28,7 @@ from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.tracking.registry import checked_sha256, register
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import open_client, prepare_store
+from unidec.training.fit import fit
 
 pytestmark = pytest.mark.timeout(240)
 COLD = b'{\n  "kind": "cold"\n}\n'
@@ -68,8 +69,7 @@ def made(helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pyte
         patch.setenv("MLFLOW_TRACKING_URI", prepare_store(f"sqlite:///{folder}/mlflow.db"))
         params = params_of(helper)
         make_data(params)
-        session.train(params)
-        training.forget()
+        training.train(params)
         pipeline.index(params)
         register(paths.BUNDLE, None, "unidec", alias="champion")
         make_data(params_of(helper, **{"data.path": "raw2"}))
@@ -88,12 +88,11 @@ def work(
         (tmp_path / name).symlink_to(made / name)
     shutil.copytree(made / "data", tmp_path / "data", ignore=shutil.ignore_patterns("cache"))
     START.write_bytes(COLD)
-    yield SimpleNamespace(
+    return SimpleNamespace(
         folder=tmp_path,
         params=lambda **overrides: params_of(helper, **{"data.path": "raw2"} | overrides),
         bundle=made / "outputs" / "bundle",
     )
-    training.forget()
 
 
 def move(alias: str, version: int | None) -> None:
@@ -221,20 +220,18 @@ def test_a_warm_training_from_choice_to_bundle(work):
     pipeline.choose_start(params)
     assert paths.run_folder(params) != cold
     begun = pipeline.start_run(params)
-    assert (begun["epochs"], begun["rounds"], begun["refresh"]) == (1, 1, 2) and begun["start"]["version"] == "1"
-    assert (
-        "starts from unidec version 1" in begun["lines"][0]
-        and "39 labels go on, 1 are new, 1 are gone" in begun["lines"][0]
-    )
-    done, said = session.train(params), []
-    assert done["epoch"] == 1 and done["finished"]
-    assert session.train(params, say=said.append)["epoch"] == 1 and "is trained" in said[1], "the same run"
+    assert (begun.epochs, begun.num_rounds, begun.a_round) == (1, 1, 2) and read_start().version == "1"
+    assert "starts from unidec version 1" in begun.lines[0]
+    assert "39 labels go on, 1 are new, 1 are gone" in begun.lines[0]
+    done, said = training.train(params), []
+    assert done["epoch"] == 1
+    assert training.train(params, say=said.append)["epoch"] == 1 and "is trained" in said[1], "the same run"
     champion = Bundle.load(work.bundle)
     assert json.loads((paths.MODEL / "config.json").read_text())["start"] == read_start().as_dict()
     pipeline.index(params)
     ours = Bundle.load(paths.BUNDLE)
     assert set(ours.uids.to_pylist()) - set(champion.uids.to_pylist()) == {"new"}
-    assert Tracker.resume(done["run_dir"] if "run_dir" in done else begun["run_dir"]).run_id
+    assert Tracker.resume(done["run_dir"]).run_id
     # a model that was started has gone on: its first losses are below those of the cold one
     losses = [json.loads(line)["loss"] for line in (paths.MODEL / "history.jsonl").read_text().splitlines()]
     first = read_json_lines(work.bundle.parent / "model" / "history.jsonl")[0]["loss"]
@@ -246,7 +243,7 @@ def test_the_mlflow_run_says_what_it_started_from(work):
 
     pipeline.choose_start(work.params())
     begun = pipeline.start_run(work.params())
-    run = open_client(os.environ["MLFLOW_TRACKING_URI"]).get_run(Tracker.resume(begun["run_dir"]).run_id)
+    run = open_client(os.environ["MLFLOW_TRACKING_URI"]).get_run(Tracker.resume(begun.folder).run_id)
     assert run.data.tags["start.kind"] == "warm" and run.data.tags["start.bundle.sha256"] == read_start().bundle_sha256
     assert run.data.params["optim.epochs"] == "1", "what it is trained with"
 
@@ -254,7 +251,7 @@ def test_the_mlflow_run_says_what_it_started_from(work):
 def test_generations_are_counted_by_the_bundles_themselves(work):
     params = work.params()
     pipeline.choose_start(params)
-    session.train(params)
+    training.train(params)
     pipeline.index(params)
     version = register(paths.BUNDLE, None, "unidec", alias="champion")
     found = pipeline.choose_start(params)
@@ -269,13 +266,12 @@ def test_generations_are_counted_by_the_bundles_themselves(work):
 def test_a_start_is_fetched_again_and_the_same_model_comes_out(work):
     params = work.params()
     pipeline.choose_start(params)
-    session.train(params)
+    training.train(params)
     files = read_manifest(paths.MODEL, "model", 1)["files"]
-    training.forget()
     for folder in (paths.BUNDLES, paths.RUNS):
         shutil.rmtree(folder)
     move("champion", None)  # who reproduces it needs the bundle, wherever the alias is now
-    session.train(params)
+    training.train(params)
     again = read_manifest(paths.MODEL, "model", 1)["files"]
     assert again.keys() == files.keys()
     for name in files:
@@ -293,10 +289,10 @@ def test_a_start_that_is_gone_is_named(work):
 def test_two_processes_start_warm_too(work, monkeypatch):
     params = work.params(**{"run.devices": 2})
     pipeline.choose_start(params)
-    begun = pipeline.start_run(params)
-    assert launch.needed(params)
-    pipeline.refresh(params, begun["run_dir"])
-    assert pipeline.train_round(params, begun["run_dir"])["epoch"] == 1
+    run = pipeline.start_run(params)
+    assert isinstance(run.launcher, launch.Torchrun)
+    fit(run)
+    assert run.epoch == 1 and "memory" in read_json_lines(run.folder / "rounds.jsonl")[0]
 
 
 # -- fetching ---------------------------------------------------------------------------------------------------------

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from unidec.pipeline.monitoring import monitor
     from unidec.pipeline.promotion import promote, rollback
     from unidec.pipeline.registration import register
-    from unidec.pipeline.session import train
     from unidec.pipeline.start import choose_start
     from unidec.pipeline.start_file import effective
-    from unidec.pipeline.training import cluster, export, refresh, start_run, train_round
+    from unidec.pipeline.training import start_run, train
 
 _MODULES = {
     "drift_check": "data_change drift",
@@ -35,10 +34,9 @@ _MODULES = {
     "monitoring": "monitor",
     "promotion": "promote rollback",
     "registration": "register",
-    "session": "train",
     "start": "choose_start",
     "start_file": "effective",
-    "training": "cluster export refresh start_run train_round",
+    "training": "start_run train",
 }
 _MODULE_OF = {function: module for module, functions in _MODULES.items() for function in functions.split()}
 

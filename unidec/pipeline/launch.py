@@ -1,10 +1,10 @@
 """Training in several processes: the stages call it, torchrun starts it.
 
-Two ways lead here, and the stages see one call, `run`:
+Two launchers run the phases of a training on several ranks:
 
-- `run.devices` above 1: `run` starts torchrun with a worker (`unidec.pipeline.worker`) for each device, waits, and
+- `Torchrun`, for `run.devices` above 1: starts torchrun with a worker (`unidec.pipeline.worker`) for each device and
   returns what the first rank returned. Signals are passed on; no process is left behind.
-- the user's own torchrun (`torchrun --nproc-per-node 8 -m unidec.cli train`, also over several machines): inside `led`
+- `Leader`, under the user's torchrun (`torchrun --nproc-per-node 8 -m unidec.cli train`, also over several machines):
   the first rank does what one process would; where it trains, the other ranks train with it.
 """
 
@@ -19,9 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -31,86 +31,68 @@ from unidec.data.storage import write_json
 from unidec.errors import ConfigError, TrainingError, UnidecError
 from unidec.pipeline.parent_watch import GRACE_S, LAUNCHER, name_of, watch
 from unidec.progress import silence
-from unidec.training.distributed import ALONE, Ranks
+from unidec.training.distributed import Ranks
 from unidec.training.stop import stop_signals
 
 TOLD_S = 10.0  # from a rank's error to SIGKILL for ranks that do not notice: they hang
 POLL_S = 0.2
 
-_ranks: Ranks = ALONE  # of the user's torchrun, inside `led`
-_at_work = False  # these are at work: an error in it reaches the others by itself
+Job = dict[str, Any]
+Work = Callable[[Ranks, Job], dict[str, Any]]
 
 
-def needed(params: Params) -> bool:
-    """Whether training runs in several processes, so that `run` has to be called."""
-    return params.run.devices > 1 or not _ranks.alone
+class Launcher(Protocol):
+    """Runs a phase of training on all ranks."""
+
+    def run(self, name: str, params: Params, run_dir: Path, accept: Collection[str]) -> dict[str, Any]:
+        """Run "refresh" or "train_round" on all ranks; returns the report of the first.
+
+        Raises:
+            ConfigError: more devices than this machine has.
+            TrainingError: a process died.
+            UnidecError: the error of a rank.
+        """
 
 
-def run(
-    name: str, params: Params, run_dir: str | Path, accept: Collection[str] = (), restarts: int = 0
-) -> dict[str, Any]:
-    """Run `pipeline.training.work(name, ...)` on all ranks.
-
-    Args:
-        name: "refresh" or "train_round".
-        params, run_dir, accept: handed to it.
-        restarts: how often torchrun starts all processes anew after one died; each time they go on from the newest
-            checkpoint. Errors that name their fix are not tried again.
-
-    Returns:
-        what it returned on the first rank.
-
-    Raises:
-        ConfigError: more devices than this machine has.
-        TrainingError: a process died.
-        UnidecError: what a rank raised.
-    """
-    job = {"name": name, "params": params.model_dump(), "run_dir": str(run_dir), "accept": list(accept)}
-    if not _ranks.alone:
-        return _call(job)
-    _check_devices(params)
-    # the handlers are the outermost: when the signal takes effect, nothing of ours is left
-    with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="unidec-launch-") as folder:
-        write_json(Path(folder) / "job.json", job)
-        process = _start(params.run.devices, folder, restarts)
-        code = None
-        try:
-            code = _wait(process, stop, None if restarts else Path(folder))
-        finally:
-            _end(process, GRACE_S if code is None else 0.0)
-        return {} if stop.asked else _result(Path(folder), process.returncode if code is None else code)
+def launcher_of(params: Params) -> Launcher | None:
+    """torchrun for `run.devices` above 1; None: one process suffices."""
+    return Torchrun() if params.run.devices > 1 else None
 
 
-def _call(job: dict[str, Any]) -> dict[str, Any]:
-    """Let all ranks of the user's torchrun do this."""
-    global _at_work
-    _at_work = True
-    result = work_on(_ranks, _ranks.share(job))
-    _at_work = False
-    return result
-
-
-def work_on(ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
-    """One call, on one of the ranks."""
-    from unidec.pipeline import training  # which imports this module
-
-    params = Params.model_validate(job["params"])
-    return training.work(job["name"], params, job["run_dir"], ranks, tuple(job["accept"]))
+def _job(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> Job:
+    return {"name": name, "params": params.model_dump(), "run_dir": str(run_dir), "accept": list(accept)}
 
 
 # -- under the user's torchrun ----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def led(params: Params) -> Iterator[bool]:
-    """`with led(params) as leading: if leading: ...`: the body runs on the first rank, the others serve its calls.
+class Leader:
+    """The first rank of the user's torchrun: the others do each phase with it.
 
-    Without torchrun this process leads itself, and nothing happens here.
+    Attributes:
+        at_work: a phase is running: an error in it reaches the others by itself.
     """
-    global _ranks, _at_work
+
+    def __init__(self, ranks: Ranks, work: Work):
+        self.ranks, self.work, self.at_work = ranks, work, False
+
+    def run(self, name: str, params: Params, run_dir: Path, accept: Collection[str]) -> dict[str, Any]:
+        """See `Launcher`."""
+        self.at_work = True
+        result = self.work(self.ranks, self.ranks.share(_job(name, params, run_dir, accept)))
+        self.at_work = False
+        return result
+
+
+@contextlib.contextmanager
+def torchrun_ranks(params: Params, work: Work) -> Iterator[tuple[bool, Launcher | None]]:
+    """`with torchrun_ranks(params, work) as (leads, launcher):` the first rank leads, the others do its phases.
+
+    Without torchrun this process leads, and the launcher is None.
+    """
     ranks = Ranks.from_environment(params.device)
     if ranks.alone:
-        yield True
+        yield True, None
         return
     watch(os.getppid())
     if not ranks.is_first:
@@ -118,24 +100,40 @@ def led(params: Params) -> Iterator[bool]:
         while (job := ranks.share()) is not None:
             if "exit_code" in job:
                 sys.exit(job["exit_code"])
-            work_on(ranks, job)
+            work(ranks, job)
         ranks.close()
-        yield False
+        yield False, None
         return
-    _ranks, _at_work = ranks, False
+    leader = Leader(ranks, work)
     try:
-        yield True
+        yield True, leader
     except UnidecError as error:
-        if not _at_work:  # the others wait for the next call
+        if not leader.at_work:  # the others wait for the next phase
             ranks.share({"exit_code": error.exit_code})
         raise
-    finally:
-        _ranks = ALONE
     ranks.share(None)
     ranks.close()
 
 
-# -- under our own ----------------------------------------------------------------------------------------------------
+# -- under a torchrun of our own --------------------------------------------------------------------------------------
+
+
+class Torchrun:
+    """Starts torchrun for each phase, with a worker for each of `run.devices`."""
+
+    def run(self, name: str, params: Params, run_dir: Path, accept: Collection[str]) -> dict[str, Any]:
+        """See `Launcher`; `run.restarts` times, torchrun starts all processes again after one died."""
+        _check_devices(params)
+        # the signal handlers are the outermost: when the signal takes effect, every process of ours has ended
+        with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="unidec-launch-") as folder:
+            write_json(Path(folder) / "job.json", _job(name, params, run_dir, accept))
+            process = _start(params.run.devices, folder, params.run.restarts)
+            code = None
+            try:
+                code = _wait(process, stop, None if params.run.restarts else Path(folder))
+            finally:
+                _end(process, GRACE_S if code is None else 0.0)
+            return {} if stop.asked else _result(Path(folder), process.returncode if code is None else code)
 
 
 def _check_devices(params: Params) -> None:

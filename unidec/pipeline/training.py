@@ -1,4 +1,7 @@
-"""Stages of training: begin or go on, refresh, a round, export. Killed anywhere and started again they go on there."""
+"""Training as a stage: find or begin the run, train its rounds (`unidec.training.fit`), record and export.
+
+Killed anywhere and started again, it resumes there.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,9 @@ from unidec.data.storage import read_json_lines, write_bytes_atomic, write_folde
 from unidec.errors import ArtifactError
 from unidec.model.unidec import KIND, VERSION
 from unidec.pipeline import launch, paths, runs
+from unidec.pipeline.interrupts import signals_raise
+from unidec.pipeline.launch import LAUNCHER, Launcher
+from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.plan import check_fits, memory_figures
 from unidec.pipeline.ranking import Ranking, headline, validation_metrics
 from unidec.pipeline.run_tracking import model_params, refresh_figures, step_figures
@@ -28,10 +34,13 @@ from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash
 from unidec.tracking.run import Tracker
 from unidec.training.checkpoint import newest_state, random_state, restore_random_state
 from unidec.training.distributed import ALONE, Ranks
+from unidec.training.fit import fit
 from unidec.training.identity import identity_sha256
 from unidec.training.trainer import Trainer
 
 REFRESH, HISTORY, ROUNDS = "refresh.json", "history.jsonl", "rounds.jsonl"
+_AGAIN = "run the same command again to resume from the last checkpoint"
+_FAREWELL = "stopped at once; the last whole checkpoint is kept"
 
 
 def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = (), ranks: Ranks = ALONE) -> Trainer:
@@ -39,7 +48,7 @@ def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = 
 
     Where `launch` started this process, the one that called it did.
     """
-    verify = ranks.is_first_here and launch.LAUNCHER not in os.environ
+    verify = ranks.is_first_here and LAUNCHER not in os.environ
     return Trainer(
         params,
         paths.open_dataset(verify),
@@ -54,195 +63,254 @@ def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = 
     )
 
 
-# -- one trainer for the stages of one process ------------------------------------------------------------
+# -- the run ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Kept:
-    """A trainer between two stages, with torch's random states as a trainer opened anew would have them."""
+class Run:
+    """A training run in this process: what `unidec.training.fit.fit` drives, with its records and its MLflow run.
 
-    key: tuple[Any, ...]
-    trainer: Trainer
-    random: dict[str, Tensor]
+    Where training needs several processes, each phase starts them, or asks the ranks that follow; validation and the
+    export are done here, by a trainer that is opened at the newest checkpoint.
 
-
-_kept: _Kept | None = None
-
-
-@contextlib.contextmanager
-def _opened(params: Params, run_dir: str | Path, accept: Collection[str] = (), ranks: Ranks = ALONE) -> Iterator[_Kept]:
-    """The run's trainer, as it stands at its newest checkpoint; the one of the stage before where it is the same run.
-
-    It is opened anew after an error, and in other processes: those find the same bits in the checkpoint.
+    Attributes:
+        folder: the run's folder.
+        epoch, epoch_step, step: finished epochs, steps of the next one, steps in all when the run was opened or last
+            trained.
+        epochs: all epochs; a_round: epochs from one refresh to the next.
+        lines: for people: where training resumes, and what was found on the way.
     """
-    global _kept
-    key = (params.model_dump_json(), str(Path(run_dir).resolve()), tuple(accept), ranks)
-    if _kept is None or _kept.key != key:
-        forget()
-        trainer = open_trainer(params, run_dir, accept, ranks)
-        _kept = _Kept(key, trainer, random_state(trainer.device))
-    mine, _kept = _kept, None
-    restore_random_state(mine.random, mine.trainer.device)
-    try:
-        yield mine
-    except BaseException:  # an error leaves nothing to keep, but for the checkpoint that is being written
-        with contextlib.suppress(ArtifactError):
-            mine.trainer.writer.wait()
-        raise
-    if ranks.alone:
-        _kept = mine
+
+    def __init__(
+        self, params: Params, folder: Path, accept: Collection[str], state: dict[str, Any], launcher: Launcher | None
+    ):
+        self.params, self.folder, self.accept, self.launcher = params, folder, tuple(accept), launcher
+        self.epoch, self.epoch_step, self.step = (int(state.get(key, 0)) for key in ("epoch", "epoch_step", "step"))
+        self.epochs, self.a_round = params.optim.epochs, params.pool.refresh
+        self.lines: list[str] = []
+        self._trainer: Trainer | None = None
+        self._random: dict[str, Tensor] = {}
+        self._trained: dict[str, Any] = {}
+
+    @property
+    def finished(self) -> bool:
+        """All epochs are done."""
+        return self.epoch >= self.epochs
+
+    @property
+    def round_number(self) -> int:
+        """Of the round in progress, or the next one; from 1."""
+        return self.epoch // self.a_round + 1
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of the whole training."""
+        return -(-self.epochs // self.a_round)
+
+    def cluster(self) -> dict[str, Any]:
+        """Cluster the training queries for the coming round; {} inside a round, or where its refresh is made.
+
+        Several processes make the whole refresh in one launch: the queries are encoded once.
+        """
+        return self._work("refresh" if self.launcher else "cluster")
+
+    def mine(self) -> dict[str, Any]:
+        """Mine hard negatives for the coming round; where that is done, its report is read from the run's folder."""
+        return self._work("refresh")
+
+    def train_round(self) -> dict[str, Any]:
+        """Train until the next refresh is due, from wherever in the round the run is.
+
+        Returns:
+            {"epoch", "finished", "steps", "train_seconds", ...}.
+        """
+        self._trained = self._work("train_round")
+        self.epoch, self.epoch_step, self.step = int(self._trained["epoch"]), 0, int(self._trained["step"])
+        return self._trained
+
+    def validate(self) -> dict[str, Any]:
+        """Measure the validation split, and add the round's line to rounds.jsonl.
+
+        Returns:
+            {"epoch", "finished", "round", "validation", "refresh", ...}.
+        """
+        with self._opened() as trainer:
+            report = _record_round(self.params, self.folder, trainer, self._trained)
+            if self.launcher is None:
+                report["memory"] = memory_figures(self.params)
+        tracker = Tracker.resume(self.folder)
+        tracker.log(report["step"], {f"memory/{name}": value for name, value in report.get("memory", {}).items()})
+        tracker.catch_up(_records(self.folder))
+        tracker.flush()
+        return report
+
+    def validate_if_missing(self) -> None:
+        """Measure a round that was trained but not measured before a kill."""
+        round_ended = self.step > 0 and self.epoch_step == 0 and (self.finished or self.epoch % self.a_round == 0)
+        measured = any(line["epoch"] == self.epoch for line in read_json_lines(self.folder / ROUNDS))
+        if round_ended and not measured:
+            with self._opened() as trainer:
+                report = {"epoch": trainer.epoch, "finished": trainer.finished, "measured_after_restart": True}
+                _record_round(self.params, self.folder, trainer, report)
+            self.lines.append(f"epoch {self.epoch} was trained but not validated before the kill: validated now")
+
+    def export(self) -> dict[str, Any]:
+        """Write the model to outputs/model, with the records of its training, and release the trainer's memory."""
+        start = read_start()
+        with self._opened() as trainer:
+            with write_folder(paths.MODEL, KIND, VERSION, {"run": self.folder.name}) as out:
+                trainer.model.save_into(out, {"start": start.as_dict()} if start.warm else None)
+                for name in (HISTORY, ROUNDS):
+                    if (self.folder / name).is_file():
+                        shutil.copyfile(self.folder / name, out.path / name)
+            exported = {"model": str(paths.MODEL), "epoch": trainer.epoch, "steps": trainer.step}
+        self.close()
+        return exported
+
+    def close(self) -> None:
+        """Release the trainer, once its last checkpoint is durable."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.writer.wait()
+
+    def _work(self, name: str) -> dict[str, Any]:
+        if self.launcher is not None:
+            self.close()  # the ranks write newer checkpoints
+            return self.launcher.run(name, self.params, self.folder, self.accept)
+        with self._opened() as trainer:
+            report = work(name, trainer)
+            if name == "train_round":
+                self._random = random_state(trainer.device)
+        return report
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Trainer]:
+        """The trainer, with torch's random states as one opened at the newest checkpoint would have them.
+
+        After an error it is closed: the next use opens it at the newest checkpoint.
+        """
+        if self._trainer is None:
+            self._trainer = open_trainer(self.params, self.folder, self.accept)
+            self._random = random_state(self._trainer.device)
+        restore_random_state(self._random, self._trainer.device)
+        try:
+            yield self._trainer
+        except BaseException:
+            with contextlib.suppress(ArtifactError):
+                self.close()
+            raise
 
 
-def forget() -> None:
-    """Let go of the trainer that the next stage would have used."""
-    global _kept
-    if _kept is not None:
-        _kept.trainer.writer.wait()
-    _kept = None
-
-
-# -- stages ----------------------------------------------------------------------------------------------------
-
-
-def start_run(params: Params, resume: str | None = None, accept: Collection[str] = ()) -> dict[str, Any]:
+def start_run(
+    params: Params, resume: str | None = None, accept: Collection[str] = (), launcher: Launcher | None = None
+) -> Run:
     """Find or begin the run of these parameters and this data, and open its MLflow run.
-
-    A round that was trained but not measured before a kill is measured here.
 
     Args:
         params: all parameters, as params.yaml has them; what is trained with is `effective` of them.
-        resume: a run to go on with in place of the one that these parameters name; "": the newest unfinished one.
+        resume: a run to resume in place of the one that these parameters name; "": the newest unfinished one.
         accept: keys of the run's identity that may differ from what it was begun with.
-
-    Returns:
-        {"run_dir", "epoch", "epoch_step", "step", "finished"}: where it goes on; {"epochs", "rounds", "refresh"}: all
-        of them, and epochs a round; {"start"}: data/start.json; {"lines"}: for people.
+        launcher: runs phases on several ranks; None: as `run.devices` asks.
 
     Raises:
-        ConfigError: it does not fit into memory, or the run to go on with was begun with other data, parameters,
+        ConfigError: it does not fit into memory, or the run to resume was begun with other data, parameters,
             tokenizer or code: every key that differs is listed.
     """
     params = effective(params)
     lines = start_lines(open_start())
     identity = paths.run_identity(params)
-    run_dir = runs.choose_run(resume) if resume is not None else paths.RUNS / identity_sha256(identity)[:16]
-    lines += [f"accepted: {line}" for line in runs.claim(run_dir, params, identity, accept)]
+    folder = runs.choose_run(resume) if resume is not None else paths.RUNS / identity_sha256(identity)[:16]
+    lines += [f"accepted: {line}" for line in runs.claim(folder, params, identity, accept)]
     paths.open_propensity()  # with what the identity read, all that this training reads is verified now
-    path, state, refused = newest_state(run_dir)
+    path, state, refused = newest_state(folder)
     if path is None:
-        other = runs.others_unfinished(run_dir, identity)
+        other = runs.others_unfinished(folder, identity)
         lines += [other] if other else []
-    finished = state.get("epoch", 0) >= params.optim.epochs
-    if not finished:
+    run = Run(params, folder, runs.accepted_keys(folder), state, launcher or launch.launcher_of(params))
+    if not run.finished:
         check_fits(params)
     lines += [f"checkpoint passed over: {reason}" for reason in refused]
-    lines += _where_it_goes_on(run_dir, path, state, params.optim.epochs)
-    lines += [f"MLflow run of {name} ended as KILLED: its process is gone" for name in runs.close_left_running(run_dir)]
-    tracker = _open_tracking(params, run_dir, state, lines)
+    lines += _where_it_resumes(folder, path, state, params.optim.epochs)
+    lines += [f"MLflow run of {name} ended as KILLED: its process is gone" for name in runs.close_left_running(folder)]
+    run.lines = lines
+    tracker = _open_tracking(params, folder, state, lines)
     try:
-        if state and state["epoch_step"] == 0 and (finished or state["epoch"] % params.pool.refresh == 0):
-            lines += _measure_if_missing(params, run_dir, int(state["epoch"]))
-        tracker.catch_up(_records(run_dir))
+        run.validate_if_missing()
+        tracker.catch_up(_records(folder))
         tracker.flush(force=True)
     except BaseException as error:
-        runs.close_tracking(run_dir, "FAILED" if isinstance(error, Exception) else "KILLED")
+        runs.close_tracking(folder, "FAILED" if isinstance(error, Exception) else "KILLED")
         raise
-    counters = {key: int(state.get(key, 0)) for key in ("epoch", "epoch_step", "step")}
-    epochs, a_round = params.optim.epochs, params.pool.refresh
-    return {"run_dir": str(run_dir), **counters, "finished": finished, "epochs": epochs, "refresh": a_round,
-            "rounds": -(-epochs // a_round), "start": read_start().as_dict(), "lines": lines}  # fmt: skip
+    return run
 
 
-def cluster(params: Params, run_dir: str) -> dict[str, Any]:
-    """The first half of a refresh: cluster the training queries for the coming round.
-
-    Several processes make the whole refresh in one launch: the queries are encoded once.
-
-    Returns:
-        figures of the clusters; {} inside a round, or where its refresh is made.
-    """
-    params = effective(params)
-    return _work("refresh" if launch.needed(params) else "cluster", params, run_dir)
-
-
-def refresh(params: Params, run_dir: str) -> dict[str, Any]:
-    """Cluster the training queries, unless `cluster` just did, and mine hard negatives for the coming round.
-
-    Where the run is inside a round, or its refresh is made, nothing is done: what was reported then comes back.
-    """
-    return _work("refresh", effective(params), run_dir)
-
-
-def train_round(params: Params, run_dir: str) -> dict[str, Any]:
-    """Train until the next refresh is due, from wherever in the round the run is, then measure the validation split.
-
-    Returns:
-        {"epoch", "finished", "round", "validation", ...}.
-    """
-    params = effective(params)
-    report = _work("train_round", params, run_dir)
-    with _opened(params, run_dir, runs.accepted_keys(Path(run_dir))) as kept:
-        report = _record_round(params, Path(run_dir), kept.trainer, report)
-        if not launch.needed(params):
-            report["memory"] = memory_figures(params)
-    tracker = Tracker.resume(run_dir)
-    tracker.log(report["step"], {f"memory/{name}": value for name, value in report.get("memory", {}).items()})
-    tracker.catch_up(_records(Path(run_dir)))
-    tracker.flush()
-    return report
-
-
-def export(params: Params, run_dir: str) -> dict[str, Any]:
-    """The run's model -> outputs/model, with the records of its training."""
-    run, start = Path(run_dir), read_start()
-    with _opened(effective(params), run_dir, runs.accepted_keys(run)) as kept:
-        trainer = kept.trainer
-        with write_folder(paths.MODEL, KIND, VERSION, {"run": run.name}) as out:
-            trainer.model.save_into(out, {"start": start.as_dict()} if start.warm else None)
-            for name in (HISTORY, ROUNDS):
-                if (run / name).is_file():
-                    shutil.copyfile(run / name, out.path / name)
-        exported = {"model": str(paths.MODEL), "epoch": trainer.epoch, "steps": trainer.step}
-    forget()  # what follows needs the memory
-    return exported
-
-
-def _work(name: str, params: Params, run_dir: str) -> dict[str, Any]:
-    accept = runs.accepted_keys(Path(run_dir))
-    if launch.needed(params):
-        forget()
-        return launch.run(name, params, run_dir, accept, params.run.restarts)
-    return work(name, params, run_dir, ALONE, accept)
-
-
-def work(
-    name: str, params: Params, run_dir: str | Path, ranks: Ranks = ALONE, accept: Collection[str] = ()
+def train(
+    params: Params,
+    resume: str | None = None,
+    accept: Collection[str] = (),
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> dict[str, Any]:
-    """What every rank of a training does: "cluster", "refresh" or "train_round". The first rank writes and reports."""
-    with _opened(params, run_dir, accept, ranks) as kept:
-        if name == "cluster":
-            return {"epoch": kept.trainer.epoch, **kept.trainer.cluster()} if kept.trainer.refresh_due else {}
-        if name == "refresh":
-            return _refresh(kept.trainer, Path(run_dir))
-        report = _train(kept.trainer, Path(run_dir))
-        kept.random = random_state(kept.trainer.device)
-    if not ranks.alone:
-        report["memory"] = memory_figures(params)
-    return report
+    """Train to the last epoch and export the model; killed or stopped, the same call resumes from the checkpoint.
+
+    Args:
+        params: all parameters.
+        resume: a run to resume, by its name; "": the newest unfinished one; None: the one of these parameters.
+        accept: keys of the run's identity that may differ.
+        say: receives lines for people: where training resumes.
+
+    Returns:
+        {"run_dir", "epoch", "step", "model", ...}; {} on ranks that only follow (under torchrun).
+
+    Raises:
+        Stopped: by SIGINT or SIGTERM; a checkpoint is written and the MLflow run has ended as KILLED.
+        UnidecError: parameters, data, artifacts or training are wrong.
+    """
+    with signals_raise(_AGAIN, _FAREWELL), launch.torchrun_ranks(params, work_on_rank) as (leads, launcher):
+        if not leads:
+            return {}
+        with one_at_a_time():
+            run = start_run(params, resume, accept, launcher)
+            for line in run.lines:
+                say(line)
+            with runs.tracked(run.folder):
+                fit(run)
+                done = {"run_dir": str(run.folder), "finished": run.finished, "step": run.step}
+                return done | run.export()
 
 
-def _refresh(trainer: Trainer, run_dir: Path) -> dict[str, Any]:
+# -- what each rank does ----------------------------------------------------------------------------------------------
+
+
+def work_on_rank(ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
+    """One phase, on one of several ranks: each opens its trainer at the newest checkpoint; the first one reports."""
+    params = Params.model_validate(job["params"])
+    trainer = open_trainer(params, job["run_dir"], tuple(job["accept"]), ranks)
+    try:
+        report = work(job["name"], trainer)
+    finally:
+        with contextlib.suppress(ArtifactError):
+            trainer.writer.wait()
+    return report | {"memory": memory_figures(params)} if job["name"] == "train_round" else report
+
+
+def work(name: str, trainer: Trainer) -> dict[str, Any]:
+    """A phase of training: "cluster", "refresh" or "train_round". Only the first rank writes records."""
+    if name == "cluster":
+        return {"epoch": trainer.epoch, **trainer.cluster()} if trainer.refresh_due else {}
+    return _refresh(trainer) if name == "refresh" else _train(trainer)
+
+
+def _refresh(trainer: Trainer) -> dict[str, Any]:
     if not trainer.refresh_due:
-        return _refresh_report(run_dir, trainer.epoch - trainer.epoch % trainer.params.pool.refresh)
+        return _refresh_report(trainer.run_dir, trainer.epoch - trainer.epoch % trainer.params.pool.refresh)
     report = {"epoch": trainer.epoch, **trainer.refresh()}
     if trainer.ranks.is_first:
-        write_json(run_dir / REFRESH, report)
-        Tracker.resume(run_dir).log(trainer.step, refresh_figures(report))
+        write_json(trainer.run_dir / REFRESH, report)
+        Tracker.resume(trainer.run_dir).log(trainer.step, refresh_figures(report))
     return report
 
 
 def _refresh_report(run_dir: Path, epoch: int) -> dict[str, Any]:
-    """What was reported of the refresh after so many epochs; nothing but that where a kill came before the report."""
+    """The report of the refresh after so many epochs; only {"epoch"} where a kill came before it was written."""
     with contextlib.suppress(OSError, ValueError):
         report = json.loads((run_dir / REFRESH).read_text(encoding="utf-8"))
         if report["epoch"] == epoch:
@@ -250,33 +318,25 @@ def _refresh_report(run_dir: Path, epoch: int) -> dict[str, Any]:
     return {"epoch": epoch}
 
 
-def _train(trainer: Trainer, run_dir: Path) -> dict[str, Any]:
-    """The rest of the round; its figures are sent while it goes on."""
+def _train(trainer: Trainer) -> dict[str, Any]:
+    """The rest of the round; its figures are sent to MLflow meanwhile."""
     if not trainer.ranks.is_first:
         return trainer.train_round()
-    tracker = Tracker.resume(run_dir)
-    # for the day when the folder's own note is lost: the run goes on in the same MLflow run
+    tracker = Tracker.resume(trainer.run_dir)
+    # where the folder's own note is lost, the run continues in the same MLflow run
     trainer.notes |= {"mlflow_run_id": tracker.run_id}
-    tracker.catch_up(_records(run_dir))
+    tracker.catch_up(_records(trainer.run_dir))
     try:
         with tracker.system_metrics(), tracker.live():
             report = trainer.train_round(lambda step, figures: tracker.log(step, step_figures(figures)), wait=False)
     except BaseException:
-        tracker.flush()  # not forced: whoever stops a training does not wait for a store that is away
+        tracker.flush()  # not forced: stopping a training does not wait for a store that does not answer
         raise
     tracker.flush()
     return report | {"step": trainer.step, "trained_seconds": trainer.seconds}
 
 
-def _measure_if_missing(params: Params, run_dir: Path, epoch: int) -> list[str]:
-    """A kill between a round's last checkpoint and its record: what the model is worth is measured now."""
-    if any(line["epoch"] == epoch for line in read_json_lines(run_dir / ROUNDS)):
-        return []
-    with _opened(params, run_dir, runs.accepted_keys(run_dir)) as kept:
-        trainer = kept.trainer
-        report = {"epoch": trainer.epoch, "finished": trainer.finished, "measured_after_restart": True}
-        _record_round(params, run_dir, trainer, report)
-    return [f"epoch {epoch} was trained but not measured before: measured now"]
+# -- records ----------------------------------------------------------------------------------------------------------
 
 
 def _record_round(params: Params, run_dir: Path, trainer: Trainer, report: dict[str, Any]) -> dict[str, Any]:
@@ -337,7 +397,7 @@ def _open_tracking(params: Params, run_dir: Path, state: dict[str, Any], lines: 
     return tracker
 
 
-def _where_it_goes_on(run_dir: Path, path: Path | None, state: dict[str, Any], epochs: int) -> list[str]:
+def _where_it_resumes(run_dir: Path, path: Path | None, state: dict[str, Any], epochs: int) -> list[str]:
     if path is None:
         return [f"run {run_dir.name} begins"]
     if state["epoch"] >= epochs:
@@ -345,7 +405,7 @@ def _where_it_goes_on(run_dir: Path, path: Path | None, state: dict[str, Any], e
     inside = f" and {state['epoch_step']} steps of the next" if state["epoch_step"] else ""
     age = max(0.0, time.time() - path.stat().st_mtime)
     return [
-        f"run {run_dir.name} goes on after epoch {state['epoch']} of {epochs}{inside} (step {state['step']}), "
+        f"run {run_dir.name} resumes after epoch {state['epoch']} of {epochs}{inside} (step {state['step']}), "
         f"from the checkpoint of {runs.in_words(age)} ago"
     ]
 

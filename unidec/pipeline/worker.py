@@ -15,6 +15,7 @@ from unidec.data.storage import write_json
 from unidec.errors import UnidecError
 from unidec.pipeline import launch
 from unidec.pipeline.parent_watch import watch
+from unidec.pipeline.training import work_on_rank
 from unidec.progress import silence
 from unidec.training.distributed import LostRank, Ranks
 
@@ -37,7 +38,7 @@ def main(folder: Path) -> int:
             file.unlink(missing_ok=True)  # of the start before this one
     try:
         ranks = Ranks.from_environment(job["params"]["device"])
-        result = launch.work_on(ranks, job)
+        result = work_on_rank(ranks, job)
         if ranks.is_first:
             write_json(folder / "result.json", result)
         ranks.barrier()

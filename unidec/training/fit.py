@@ -1,0 +1,58 @@
+"""The one loop over rounds: UniDEC's Algorithm 1.
+
+Every training runs it: the command line, the Prefect flow, comparisons, several ranks, and `unidec.fit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+Report = dict[str, Any]
+
+
+class Rounds(Protocol):
+    """What trains: one process, or several that are started for each phase.
+
+    Attributes:
+        finished: all epochs are done.
+        round_number: of the round in progress or the next one, from 1.
+    """
+
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def round_number(self) -> int: ...
+
+    def cluster(self) -> Report:
+        """Cluster the training queries by the model as it is: the batches of the round. {} where that is done."""
+
+    def mine(self) -> Report:
+        """Mine hard negatives for each training query: with the clusters, the refresh of the round."""
+
+    def train_round(self) -> Report:
+        """Train on the batches until the next refresh is due; inside a round, from its next step."""
+
+    def validate(self) -> Report:
+        """Measure the validation split, and record the round."""
+
+
+Phase = Callable[[str, int, Callable[[], Report]], Report]  # name of the phase, number of the round, its work
+
+
+def run_phase(_name: str, _round_number: int, work: Callable[[], Report]) -> Report:
+    """Runs a phase here and now. A flow passes a function that also makes it a task."""
+    return work()
+
+
+def fit(rounds: Rounds, phase: Phase = run_phase) -> None:
+    """Train until the last epoch: refresh (cluster, mine), train a round, validate; repeat.
+
+    Killed anywhere and started again, it continues from the newest checkpoint: phases that are done return at once.
+    """
+    while not rounds.finished:
+        number = rounds.round_number
+        phase("cluster", number, rounds.cluster)
+        phase("mine", number, rounds.mine)
+        phase("train round", number, rounds.train_round)
+        phase("validate", number, rounds.validate)
