@@ -28,11 +28,7 @@ Records = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Task:
-    """A data set with a choice of text: one headline table.
-
-    Attributes:
-        name: unique, "lf-debian, title". about: one line. card: facts, nested mappings allowed.
-    """
+    """A data set with a choice of text: name (unique), one line about it, and facts (nested mappings allowed)."""
 
     name: str
     about: str = ""
@@ -44,14 +40,10 @@ class Run:
     """One seed of a cell.
 
     Attributes:
-        seed: of the run.
-        metrics: of the test split in percent, as `unidec.evaluation.metrics.evaluate` names them ("P@1", "tail/R@10").
-        validation: the same of the validation split.
+        metrics: of the test split in percent, named as `metrics.evaluate` does. validation: of the validation split.
         parts: {"de" | "clf" | "knn": metrics of the test split with that score alone}.
-        costs: keys of `COSTS`: seconds, milliseconds, bytes, numbers of parameters; what was not measured is left out.
-        curve: lines of rounds.jsonl. Peers have none.
-        history: lines of history.jsonl, or any lines with "pool_size" and "positives_per_query".
-        bins: what `unidec.evaluation.frequency.frequency_bins` returned.
+        costs: keys of `COSTS`; what was not measured is left out.
+        curve: lines of rounds.jsonl; peers have none. history: lines of history.jsonl. bins: of `frequency_bins`.
     """
 
     seed: int
@@ -88,15 +80,18 @@ class Cell:
         found = [float(run.metrics[metric]) for run in self.runs if metric in run.metrics]
         return [value for value in found if math.isfinite(value)]
 
+    def summary(self, metric: str) -> Summary:
+        """A metric over the seeds."""
+        return summary(self.values(metric))
+
 
 @dataclass(frozen=True)
 class Contrast:
     """A paired test of one cell against another of the same task.
 
     Attributes:
-        task, cell, against: names. metric: such as "PSP@5".
         difference, low, high: cell minus `against` and its 95 % interval, in percentage points.
-        p_value: corrected for the family of tests, 0 to 1.
+        p_value: corrected for the family of tests.
     """
 
     task: str
@@ -129,7 +124,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that has no result. state: "failed", "stopped" or "not run"; reason: its last words; log: relative path."""
+    """A run without a result. state: "failed", "stopped" or "not run"; reason: its last message; log: relative path."""
 
     task: str
     cell: str
@@ -171,12 +166,7 @@ class ComparisonInput:
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean and spread of a figure over seeds.
-
-    Attributes:
-        mean: NaN where there is no value. spread: standard deviation of a sample (n - 1), NaN below two values.
-        count: values.
-    """
+    """Mean (NaN without a value), standard deviation of a sample (n - 1; NaN below two values) and number of values."""
 
     mean: float
     spread: float

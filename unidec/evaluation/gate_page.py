@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
-from unidec.evaluation.page import Shown, document, facts, figure, navigation, note, section, table
-from unidec.evaluation.svg import Range, range_chart
+from unidec.evaluation.figures import Range, range_chart
+from unidec.evaluation.page import Shown, Table, render
 
 _METRICS = (
     "P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100", "MRR", "coverage@5", "tail/P@5", "tail/R@10",
@@ -21,102 +20,60 @@ _PROBES = {
 
 
 def render_gate(verdict: Mapping[str, Any]) -> str:
-    """The page as text. All texts of the verdict (what `outputs/gate.json` holds) are escaped."""
-    challenger, champion = verdict["challenger"], verdict["champion"]
-    title = f"Gate: version {challenger['version']} {'passed' if verdict['passed'] else 'refused'}"
-    parts = {
-        "reasons": ("Reasons", _reasons(verdict)),
-        "quality": ("Quality", _quality(verdict)),
-        "serving": ("Serving", _serving(verdict)),
-        "lineage": ("What was compared", _compared(verdict)),
-        "settings": ("Settings", facts(verdict.get("settings", {})) + note("Section `gate` of params.yaml.")),
-    }
-    sections = {anchor: section(anchor, heading, body) for anchor, (heading, body) in parts.items()}
-    against = f"against the champion, version {champion['version']}" if champion else "there is no champion yet"
-    if verdict.get("already"):
-        against = "it is the champion already"
-    about = " · ".join(escape(text) for text in (verdict["model"], against, verdict["data"]["name"], verdict["at"]))
-    report = '<a href="report.html">report of the training</a>'
-    top = f'<h1>{escape(title)}</h1><p class="muted">{about} · {report}</p>{_cards(verdict)}'
-    links = navigation([(anchor, parts[anchor][0]) for anchor in sections if sections[anchor]])
-    return document(title, [top + links, *sections.values()])
-
-
-def _cards(verdict: Mapping[str, Any]) -> str:
-    failed = [reason["check"] for reason in verdict["reasons"] if not reason["passed"]]
-    kind = "right" if verdict["passed"] else "wrong"
-    cards = [f'<div class="card"><b class="{kind}">{"passed" if verdict["passed"] else "refused"}</b><span>'
-             f'{escape(", ".join(failed) or "every check")}</span></div>']  # fmt: skip
-    compared = verdict.get("comparison")
-    if compared:
-        cards.append(_card(f"{compared['difference']:+.2f}", f"{compared['metric']}, points"))
-        if compared["confidence"] is not None:
-            cards.append(_card(f"{compared['confidence']:.1%}", "of the resamples ahead"))
-        cards.append(_card(f"{compared['better']:,} : {compared['worse']:,}", "queries better : worse"))
-    probe = verdict.get("probes", {}).get("challenger")
-    if probe:
-        cards.append(_card(f"{probe['p95_ms']:.1f} ms", "95 % of single queries"))
-        cards.append(_card(f"{probe['megabytes']:.1f} MB", "on disk"))
-    return f'<div class="cards">{"".join(cards)}</div>'
-
-
-def _card(value: str, name: str) -> str:
-    return f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-
-
-def _reasons(verdict: Mapping[str, Any]) -> str:
-    rows = [
-        [
-            reason["check"],
-            reason["words"],
-            Shown("pass", kind="right") if reason["passed"] else Shown("FAIL", kind="wrong"),
-        ]
-        for reason in sorted(verdict["reasons"], key=lambda reason: reason["passed"])
+    """The page as text, from what `outputs/gate.json` holds."""
+    probes, compared = verdict.get("probes") or {}, verdict.get("comparison") or {}
+    reasons = [
+        [one["check"], one["words"], Shown("pass", kind="right") if one["passed"] else Shown("FAIL", kind="wrong")]
+        for one in sorted(verdict["reasons"], key=lambda one: one["passed"])
     ]
-    return table(["check", "why", ""], rows, text_columns=2) + note("What failed stands first.")
-
-
-def _quality(verdict: Mapping[str, Any]) -> str:
-    compared, metrics = verdict.get("comparison"), verdict.get("metrics")
-    if not compared or not metrics:
-        return ""
-    mine, its, intervals = metrics["challenger"], metrics["champion"], compared["intervals"]
-    names = list(dict.fromkeys([compared["metric"], *verdict.get("settings", {}).get("guarded", ()), *_METRICS]))
-    rows = []
-    for name in (name for name in names if name in mine and name in its):
-        if mine.get(f"{name.partition('/')[0]}/num_queries") == 0:
-            continue  # a group that none of these queries has
-        gap = mine[name] - its[name]
-        small = "{:+.2f} to {:+.2f}".format(*intervals[name]) if name in intervals else ""
-        rows.append([name, mine[name], its[name], Shown(f"{gap:+.2f}", gap, f"  {small}" if small else "")])
-    chart = range_chart(
-        [
-            Range(name, mine[name] - its[name], colour=i, ends=(ends[0], ends[1]))
-            for i, (name, ends) in enumerate(intervals.items())
-        ],
-        "challenger - champion, points, 95 % interval",
-    )
-    labels = verdict.get("labels", {})
-    words = [
-        f"The {who} does not know {held['unknown']:,} labels of this data set (a miss each time), "
-        f"{held['removed']:,} of its labels are no more in it (taken out of its answers)."
-        for who, held in labels.items()
-        if held["unknown"] or held["removed"]
-    ]
-    about = f"{compared['num_queries']:,} test queries, ranked from their texts by both; intervals by paired bootstrap."
-    shown = table(["metric", "challenger", "champion", "difference"], rows, caption="Test split, percent")
-    return f'<div class="pair"><div>{shown}</div>{figure("Differences", chart)}</div>' + note(" ".join([about, *words]))
-
-
-def _serving(verdict: Mapping[str, Any]) -> str:
-    probes = verdict.get("probes") or {}
-    if not probes:
-        return ""
     rows = [[words, *(probe.get(name) for probe in probes.values())] for name, words in _PROBES.items()]
-    about = "Each bundle in a fresh process of its own, one query at a time, the better of two turns of each query."
-    return table(["", *probes], rows) + note(about)
+    return render(
+        "gate",
+        verdict=verdict,
+        title=f"Gate: version {verdict['challenger']['version']} {'passed' if verdict['passed'] else 'refused'}",
+        head_cards=_cards(verdict, compared, probes.get("challenger")),
+        reasons=Table(["check", "why", ""], reasons, text_columns=2),
+        quality=_quality(verdict, compared),
+        differences=_differences(verdict, compared),
+        serving=Table(["", *probes], rows if probes else []),
+    )
 
 
-def _compared(verdict: Mapping[str, Any]) -> str:
-    found = {who: verdict[who] for who in ("challenger", "champion") if verdict[who]}
-    return facts({**found, "data set": verdict["data"]})
+def _cards(verdict: Mapping[str, Any], compared: Mapping[str, Any], probe: Mapping[str, Any] | None) -> list[Any]:
+    failed = [reason["check"] for reason in verdict["reasons"] if not reason["passed"]]
+    state, kind = ("passed", "right") if verdict["passed"] else ("refused", "wrong")
+    cards = [(state, ", ".join(failed) or "every check", kind)]
+    if compared:
+        cards.append((f"{compared['difference']:+.2f}", f"{compared['metric']}, points", ""))
+        if compared["confidence"] is not None:
+            cards.append((f"{compared['confidence']:.1%}", "of the resamples ahead", ""))
+        cards.append((f"{compared['better']:,} : {compared['worse']:,}", "queries better : worse", ""))
+    if probe:
+        cards.append((f"{probe['p95_ms']:.1f} ms", "95 % of single queries", ""))
+        cards.append((f"{probe['megabytes']:.1f} MB", "on disk", ""))
+    return cards
+
+
+def _quality(verdict: Mapping[str, Any], compared: Mapping[str, Any]) -> Table:
+    if not compared or not verdict.get("metrics"):
+        return Table([], [])
+    mine, its, intervals = verdict["metrics"]["challenger"], verdict["metrics"]["champion"], compared["intervals"]
+    rows = []
+    for name in dict.fromkeys([compared["metric"], *verdict.get("settings", {}).get("guarded", ()), *_METRICS]):
+        if name not in mine or name not in its or mine.get(f"{name.partition('/')[0]}/num_queries") == 0:
+            continue  # not measured, or a group that none of these queries has
+        gap = mine[name] - its[name]
+        small = "  {:+.2f} to {:+.2f}".format(*intervals[name]) if name in intervals else ""
+        rows.append([name, mine[name], its[name], Shown(f"{gap:+.2f}", gap, small)])
+    return Table(["metric", "challenger", "champion", "difference"], rows, caption="Test split, percent")
+
+
+def _differences(verdict: Mapping[str, Any], compared: Mapping[str, Any]) -> Any:
+    if not compared or not verdict.get("metrics"):
+        return None
+    mine, its = verdict["metrics"]["challenger"], verdict["metrics"]["champion"]
+    rows = [
+        Range(name, mine[name] - its[name], ends=(low, high), colour=i)
+        for i, (name, (low, high)) in enumerate(compared["intervals"].items())
+    ]
+    return range_chart("Differences", rows, "challenger - champion, points, 95 % interval")

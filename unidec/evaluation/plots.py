@@ -1,4 +1,4 @@
-"""Figures of a run as CSV files (DVC draws them) and as PNG files (for the tracking server)."""
+"""Figures of a run as CSV files, which DVC draws, and what pages count from the records of training."""
 
 from __future__ import annotations
 
@@ -29,24 +29,19 @@ def plots_csv(
 ) -> list[Path]:
     """Write the tables that `dvc plots` draws; "@" in a name becomes "_at_", a missing number an empty cell.
 
-    training.csv: a row a logged step. validation.csv: a row a round with validation metrics,
-    `seconds` of training and refreshes until then. at_k.csv: k, precision,
-    recall, ndcg. groups.csv: a row a frequency group with its metrics. A table without rows has its header only.
+    training.csv: a row a logged step. validation.csv: a row a round with validation metrics, `seconds` of training and
+    refreshes until then. at_k.csv: k, precision, recall, ndcg. groups.csv: a row a frequency group with its metrics. A
+    table without rows has its header only.
 
     Args:
         history, rounds: lines of history.jsonl and rounds.jsonl.
         metrics: of the test split, "P@1", "tail/R@10", ...
-        out_dir: made if it is not there.
 
     Returns:
         the files.
     """
-    validation = [
-        {"epoch": r.get("epoch"), "round": r.get("round"), "seconds": second, **r["validation"]}
-        for r, second in zip(rounds, wall_seconds(rounds), strict=True)
-        if isinstance(r.get("validation"), Mapping)
-    ]
-    measured = sorted({name for row in validation for name in row} - {"epoch", "round", "seconds"})
+    validation = validation_records(rounds)
+    measured = sorted({name for row in validation for name in row} - {"epoch", "round", "seconds", "minutes"})
     at_k = [
         {"k": k, "precision": metrics.get(f"P@{k}"), "recall": metrics.get(f"R@{k}"), "ndcg": metrics.get(f"nDCG@{k}")}
         for k in AT_K
@@ -64,55 +59,26 @@ def plots_csv(
         "at_k.csv": (["k", "precision", "recall", "ndcg"], at_k),
         "groups.csv": (["group", *of_group], groups),
     }
-    written = []
     for name, (columns, rows) in files.items():
-        path = Path(out_dir) / name
-        write_bytes_atomic(path, _csv(columns, rows).encode())
-        written.append(path)
-    return written
+        write_bytes_atomic(Path(out_dir) / name, _csv(columns, rows).encode())
+    return [Path(out_dir) / name for name in files]
 
 
-def save_pngs(
-    history: Records, rounds: Records, metrics: Mapping[str, float], out_dir: str | os.PathLike[str]
-) -> list[Path]:
-    """Draw training.png, validation.png, groups.png and rounds.png, those for which there are figures.
-
-    Args:
-        as `plots_csv`.
-
-    Returns:
-        the files.
+def validation_records(rounds: Records) -> list[dict[str, Any]]:
+    """A record a measured round: "epoch", "round", the validation metrics, and "seconds" and "minutes" of training and
+    refreshes from the start until its end, without measuring.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    def save(name: str, draw: Any) -> None:
-        figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        draw(axes)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Software": None})
-        write_bytes_atomic(Path(out_dir) / name, buffer.getvalue())
-        written.append(Path(out_dir) / name)
-
-    written: list[Path] = []
-    losses = [name for name in ("loss", "loss_de", "loss_clf") if any(name in row for row in history)]
-    if losses:
-        save("training.png", lambda axes: _draw_lines(axes, history, "step", losses, "loss"))
-    validation = [{**r, **r["validation"]} for r in rounds if isinstance(r.get("validation"), Mapping)]
-    names = [n for n in ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100") if any(n in row for row in validation)]
-    if names:
-        save("validation.png", lambda axes: _draw_lines(axes, validation, "epoch", names, "percent", marker="o"))
-    groups = [g for g in GROUPS if f"{g}/R@10" in metrics]
-    if groups:
-        save("groups.png", lambda axes: _draw_groups(axes, groups, metrics))
-    parts, values = refresh_parts(rounds)
-    if parts:
-        save("rounds.png", lambda axes: _draw_stack(axes, parts, values))
-    return written
+    seconds, found = 0.0, []
+    for r in rounds:
+        known = with_refresh(r)
+        if "train_seconds" in known:
+            seconds += finite(known, "train_seconds") + finite(known, "refresh_seconds")
+        else:
+            seconds += finite(known, "seconds")
+        if isinstance(r.get("validation"), Mapping):
+            place = {"epoch": r.get("epoch"), "round": r.get("round"), "seconds": seconds, "minutes": seconds / 60}
+            found.append(place | r["validation"])
+    return found
 
 
 def refresh_parts(rounds: Records) -> tuple[list[str], list[list[float]]]:
@@ -121,36 +87,22 @@ def refresh_parts(rounds: Records) -> tuple[list[str], list[list[float]]]:
     The parts of a refresh are its keys that end in "_seconds"; what they leave of `refresh_seconds` is "other refresh".
     Then come "train" and "validation". Other seconds of a round are sums over rounds, or run beside the training.
     """
-    rounds = [{**r, **r["refresh"]} if isinstance(r.get("refresh"), Mapping) else r for r in rounds]
+    rounds = [with_refresh(r) for r in rounds]
     ends = [key for r in rounds for key in r if key.endswith("_seconds")]
     parts = [key for key in dict.fromkeys(ends) if key not in ("refresh_seconds", *_NO_PARTS)]
+    columns = {part.removesuffix("_seconds").replace("_", " "): [finite(r, part) for r in rounds] for part in parts}
     rest = [max(0.0, finite(r, "refresh_seconds") - sum(finite(r, p) for p in parts)) for r in rounds]
-    names = [part.removesuffix("_seconds").replace("_", " ") for part in parts]
-    values = [[finite(r, part) for part in parts] for r in rounds]
     if any(second > 0.05 for second in rest):
-        names.append("other refresh" if parts else "refresh")
-        values = [[*row, second] for row, second in zip(values, rest, strict=True)]
+        columns["other refresh" if parts else "refresh"] = rest
     for name in AFTER:
         if f"{name}_seconds" in ends:
-            names.append(name)
-            values = [[*row, finite(r, f"{name}_seconds")] for row, r in zip(values, rounds, strict=True)]
-    return names, values
+            columns[name] = [finite(r, f"{name}_seconds") for r in rounds]
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
-def wall_seconds(rounds: Records) -> list[float]:
-    """Seconds of training and refreshes from the start until the end of each round, without measuring.
-
-    A line that says neither counts with its `seconds`.
-    """
-    total, out = 0.0, []
-    for r in rounds:
-        known = {**r, **r["refresh"]} if isinstance(r.get("refresh"), Mapping) else r
-        if "train_seconds" in known:
-            total += finite(known, "train_seconds") + finite(known, "refresh_seconds")
-        else:
-            total += finite(known, "seconds")
-        out.append(total)
-    return out
+def with_refresh(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A round's record with the figures of its refresh beside its own."""
+    return {**record, **record["refresh"]} if isinstance(record.get("refresh"), Mapping) else record
 
 
 def finite(row: Mapping[str, Any], name: str) -> float:
@@ -171,33 +123,3 @@ def _cell(value: Any) -> Any:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
     return f"{value:.6g}" if isinstance(value, float) else value
-
-
-def _draw_lines(axes: Any, rows: Records, x: str, names: Sequence[str], label: str, **style: Any) -> None:
-    for name in names:
-        points = [(row[x], row[name]) for row in rows if row.get(name) is not None and row.get(x) is not None]
-        axes.plot(*zip(*points, strict=True), label=name, linewidth=1.5, **style)
-    axes.set(xlabel=x, ylabel=label)
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
-
-
-def _draw_groups(axes: Any, groups: Sequence[str], metrics: Mapping[str, float]) -> None:
-    names = [name for name in ("P@1", "nDCG@5", "PSP@5", "R@10", "R@100") if f"{groups[0]}/{name}" in metrics]
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        places = [g + width * (i - (len(names) - 1) / 2) for g in range(len(groups))]
-        axes.bar(places, [metrics.get(f"{group}/{name}", 0.0) for group in groups], width, label=name)
-    axes.set_xticks(range(len(groups)), groups)
-    axes.set_ylabel("percent")
-    axes.legend(frameon=False, ncols=len(names), fontsize=8)
-
-
-def _draw_stack(axes: Any, parts: Sequence[str], values: Sequence[Sequence[float]]) -> None:
-    base = [0.0] * len(values)
-    for i, part in enumerate(parts):
-        column = [row[i] for row in values]
-        axes.bar(range(1, len(values) + 1), column, bottom=base, label=part)
-        base = [a + b for a, b in zip(base, column, strict=True)]
-    axes.set(xlabel="round", ylabel="seconds")
-    axes.legend(frameon=False, fontsize=8)

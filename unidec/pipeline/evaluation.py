@@ -17,8 +17,9 @@ from unidec.data.storage import read_json_lines, read_manifest, write_bytes_atom
 from unidec.evaluation.baselines import COMPARED, compare_with_baselines, measure_baselines, verdict, warnings
 from unidec.evaluation.frequency import frequency_bins
 from unidec.evaluation.metrics import evaluate as all_metrics
-from unidec.evaluation.plots import plots_csv, save_pngs
+from unidec.evaluation.plots import plots_csv
 from unidec.evaluation.report import write_report
+from unidec.evaluation.training_sections import save_pngs
 from unidec.model.search import exact_search
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking, headline, pair_keys

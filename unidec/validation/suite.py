@@ -22,9 +22,9 @@ import pyarrow.compute as pc
 from unidec.data.dataset import XMCDataset
 from unidec.data.raw import SPLITS
 from unidec.data.storage import swap_folder, write_json
+from unidec.evaluation.page import render
 from unidec.sections import Validation
 from unidec.validation.checkpoint import MAX_SAMPLES, raised, run_checkpoint
-from unidec.validation.page import render_page
 
 _SMALL = 1_000_000  # pairs of data that is read again within seconds
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -109,7 +109,7 @@ def validate_dataset(
         if find is not None:
             _add_places(results, find, len(tables["pairs"]))
         verdict = _verdict(facts, results)
-        (out / "index.html").write_text(render_page(verdict, docs=docs), encoding="utf-8")
+        (out / "index.html").write_text(render("validation", verdict=verdict, docs=docs), encoding="utf-8")
     return verdict
 
 
