@@ -111,51 +111,38 @@ def rollback(
 
 @models_app.command(
     epilog="Examples: unidec models lineage  |  unidec models lineage models:/unidec/7 --json  |  "
-    "unidec models lineage bundle:3f2a91c0  |  unidec models lineage --data 6c82de6d  |  "
-    "unidec models lineage models:/unidec/3 --restore ../version-3"
+    "unidec models lineage bundle:3f2a91c0  |  unidec models lineage --data 6c82de6d"
 )
 def lineage(
     model: Source = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="HASH", help="the versions that this data went into instead")
     ] = None,
-    restore: Annotated[
-        Path | None,
-        typer.Option("--restore", metavar="FOLDER", help="write the version's project there, to run it again"),
-    ] = None,
     params: ParamsFile = DEFAULT_PARAMS,
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
     """Print what a model was made of, back to its first ancestor; or which models data went into."""
-    if data is not None and (model is not None or restore is not None):
+    if data is not None and model is not None:
         raise ConfigError(
             "either a model or --data", where="unidec models lineage", fix="unidec models lineage --data HASH"
         )
     loaded = load(params, assignments)
-    from unidec.pipeline import lineage as stage
-    from unidec.tracking.lineage import as_lines
+    from unidec.tracking import lineage as registry
 
+    name = loaded.tracking.model_name
     if data is not None:
-        found = stage.models_of_data(loaded, data)
+        found = registry.models_of_data(data, model_name=name)
         if as_json:
             print(json.dumps(found, indent=2))
         elif not found:
-            print(f"no version of {loaded.tracking.model_name} was made of it")
+            print(f"no version of {name} was made of it")
         else:
             rows = [[v["version"], ", ".join(v["aliases"]), ", ".join(v["what"]), v["through"] or ""] for v in found]
             show_table(["version", "aliases", "made of it", "through version"], rows)
         return
-    if restore is None:
-        about = stage.lineage(loaded, model)
-        print(json.dumps(about, indent=2) if as_json else "\n".join(as_lines(about)))
-        return
-    made = stage.restore(loaded, str(restore), model)
-    if as_json:
-        print(json.dumps(made, indent=2))
-        return
-    print("\n".join([f"{made['folder']}: commit {made['commit'][:12]}", *(f"warning: {w}" for w in made["warnings"])]))
-    print("\n".join(["go on with", *(f"  {command}" for command in made["commands"])]))
+    about = registry.lineage(model or f"models:/{name}@champion", model_name=name)
+    print(json.dumps(about, indent=2) if as_json else "\n".join(registry.as_lines(about)))
 
 
 @models_app.command(epilog="Examples: unidec models register  |  unidec models register --bundle outputs/refreshed")

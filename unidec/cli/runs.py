@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from unidec.cli.options import AsJson
-from unidec.cli.output import show, show_table
+from unidec.cli.output import show_table
 from unidec.cli.stage import group
 
 runs_app = group("List training runs, and find and repair what a crash left.")
@@ -41,35 +41,10 @@ def doctor(
     from unidec.pipeline.doctor import examine, exit_code, report, rows_of
 
     findings = examine(deep=deep, fix=fix)
-    notes = [finding for finding in findings if finding.severity == "note" and not finding.done]
     if as_json:
         print(json.dumps(report(findings), indent=2))
-    elif len(notes) == len(findings):
-        number = f"{len(notes)} note{'s' if len(notes) > 1 else ''}"
-        print("healthy" + (f" ({number}: unidec runs doctor --json)" if notes else ""))
-    else:
+    elif findings:
         show_table(*rows_of(findings))
+    else:
+        print("healthy")
     sys.exit(exit_code(findings))
-
-
-@runs_app.command(
-    "copy-store",
-    epilog="Example: unidec runs copy-store sqlite:///mlflow/mlflow.db postgresql://mlflow@127.0.0.1/mlflow",
-)
-def copy_store(
-    source: Annotated[str, typer.Argument(help="tracking database: sqlite:///mlflow/mlflow.db or postgresql://...")],
-    target: Annotated[str, typer.Argument(help="an empty one")],
-    artifacts: Annotated[
-        str | None,
-        typer.Option(help="how the source's addresses of files begin, where its folder had another name"),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Copy a tracking database, runs and models, to another kind: SQLite to PostgreSQL, or back."""
-    from unidec.tracking.store_copy import copy_store as copy
-
-    result = copy(source, target, artifacts)
-    show("copy-store", result, as_json)
-    if not as_json:
-        places = result["artifacts"]
-        print(f"copy-store: now copy the files, too: from {places['from']} to {places['to']}")

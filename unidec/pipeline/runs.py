@@ -1,4 +1,4 @@
-"""The training runs of a project: which there are, how far each came, which one goes on, who may hold them.
+"""The training runs of a project: which there are, how far each came, which one resumes, who may hold them.
 
 A run's folder, `runs/<16 hex digits of its identity>`, holds `run.json` (its identity, and what was accepted to
 differ), `checkpoints/`, `refresh/`, `history.jsonl`, `rounds.jsonl` and `tracking.json`.
@@ -14,14 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from unidec.config import Params, flatten
 from unidec.data.storage import read_json_lines, write_json
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths
-from unidec.tracking.lock_holder import is_alive, left_running, tracking_state
-from unidec.tracking.run import Status, Tracker
-from unidec.tracking.unfinished_runs import send_left
-from unidec.training.identity import SECTIONS, check_same, differences
+from unidec.tracking.lock_holder import is_alive
+from unidec.tracking.run import Status, Tracker, tracking_state
+from unidec.tracking.unfinished_runs import reconcile_runs
+from unidec.training.identity import check_same, differences
 
 RUN = "run.json"
 _SHOWN = ("P@1", "nDCG@5", "PSP@5")
@@ -39,7 +38,7 @@ class RunInfo:
         checkpoint: newest checkpoint's name; checkpoint_age: seconds; checkpoint_bytes: size.
         validation: headline of the newest round, in percent.
         mlflow_run: its id.
-        unfinished: training can go on, and nobody is at it.
+        unfinished: training can resume, and no process is at it.
     """
 
     name: str
@@ -79,25 +78,24 @@ def list_runs(root: Path = paths.RUNS) -> list[RunInfo]:
 
 def run_info(run_dir: Path) -> RunInfo:
     """How far a run came."""
-    newest, state = next(((path, state) for path, state in _states(run_dir)), (None, {}))
+    newest, state = next(_states(run_dir), (None, {}))
     tracked = tracking_state(run_dir)
-    identity = run_identity(run_dir)
-    epochs = int(identity["optim.epochs"]) if identity.get("optim.epochs", "").isdigit() else None
+    epochs = run_identity(run_dir).get("optim.epochs", "")
+    num_epochs = int(epochs) if epochs.isdigit() else None
     rounds = [line for line in _lines(run_dir / "rounds.jsonl") if line.get("validation")]
     figures = rounds[-1]["validation"] if rounds else {}
-    size = sum(file.stat().st_size for file in newest.iterdir()) if newest else None
     return RunInfo(
-        run_dir.name,
-        str(run_dir),
-        _state_of(state, epochs, tracked),
-        state.get("epoch"),
-        epochs,
-        state.get("step"),
-        newest.name if newest else None,
-        time.time() - newest.stat().st_mtime if newest else None,
-        size,
-        {name: figures[name] for name in _SHOWN if name in figures},
-        tracked.get("run_id"),
+        name=run_dir.name,
+        folder=str(run_dir),
+        state=_state_of(state, num_epochs, tracked),
+        epoch=state.get("epoch"),
+        epochs=num_epochs,
+        step=state.get("step"),
+        checkpoint=newest.name if newest else None,
+        checkpoint_age=time.time() - newest.stat().st_mtime if newest else None,
+        checkpoint_bytes=sum(file.stat().st_size for file in newest.iterdir()) if newest else None,
+        validation={name: figures[name] for name in _SHOWN if name in figures},
+        mlflow_run=tracked.get("run_id"),
     )
 
 
@@ -123,18 +121,13 @@ def in_words(seconds: float) -> str:
 
 
 def run_identity(run_dir: Path) -> dict[str, str]:
-    """What a run was begun with: from run.json, else its newest checkpoint, else (version 1) the parameters tracked."""
+    """The identity that a run was begun with: from run.json, else from its newest checkpoint."""
     identity = _read(run_dir / RUN).get("identity")
-    if not identity:
-        identity = next((state["identity"] for _, state in _states(run_dir) if state.get("identity")), None)
-    if not identity:
-        tracked = tracking_state(run_dir).get("params", {})
-        identity = {key: value for key, value in tracked.items() if key.partition(".")[0] in SECTIONS}
-    return dict(identity)
+    return dict(identity or next((state["identity"] for _, state in _states(run_dir) if state.get("identity")), {}))
 
 
 def accepted_keys(run_dir: Path) -> tuple[str, ...]:
-    """Keys that this run was told to go on with though they differ."""
+    """Keys of the identity that may differ from what this run was begun with: given to `--accept` before."""
     return tuple(dict.fromkeys(entry["key"] for entry in _read(run_dir / RUN).get("accepted", [])))
 
 
@@ -144,12 +137,12 @@ def others_unfinished(run_dir: Path, identity: Mapping[str, str], root: Path = p
         info = run_info(path)
         if path.resolve() == run_dir.resolve() or not info.unfinished or info.checkpoint is None:
             continue
-        differing = [line.partition(":")[0] for line in differences(*_comparable(run_identity(path), identity))]
+        differing = [line.partition(":")[0] for line in differences(run_identity(path), identity)]
         more = f" and {len(differing) - _MOST_KEYS} more" if len(differing) > _MOST_KEYS else ""
         keys = ", ".join(differing[:_MOST_KEYS]) + more
         return (
             f"run {info.name} is unfinished (epoch {info.epoch} of {info.epochs}, step {info.step}) and differs in "
-            f"{keys}; to go on with it put these back, or: unidec train --resume {info.name} --accept KEY ..."
+            f"{keys}; to resume it put these back, or: unidec train --resume {info.name} --accept KEY ..."
         )
     return None
 
@@ -170,7 +163,7 @@ def choose_run(name: str, root: Path = paths.RUNS) -> Path:
             if run_info(path).unfinished:
                 return path
         raise ConfigError(
-            "no unfinished run to go on with", where=str(root), got=f"runs: {known}",
+            "no unfinished run to resume", where=str(root), got=f"runs: {known}",
             fix="name one (unidec train --resume RUN), or train without --resume",
         )  # fmt: skip
     if Path(name).is_dir() and _is_run(Path(name)):
@@ -179,13 +172,13 @@ def choose_run(name: str, root: Path = paths.RUNS) -> Path:
     if len(found) != 1:
         what = "several runs begin with this" if found else "no such run"
         raise ConfigError(
-            what, where="--resume", got=name, expected=f"one of: {known}", fix="unidec runs list lists them"
+            what, where="--resume", got=name, expected=f"one of: {known}", fix="`unidec runs list` lists them"
         )
     return found[0]
 
 
-def claim(run_dir: Path, params: Params, identity: Mapping[str, str], accept: Collection[str]) -> list[str]:
-    """Begin a run, or check that it may go on under this identity and note what was accepted to differ.
+def claim(run_dir: Path, identity: Mapping[str, str], accept: Collection[str]) -> list[str]:
+    """Begin a run, or check that it may resume under this identity and note what was accepted to differ.
 
     Returns:
         lines on what differs and is accepted.
@@ -196,39 +189,18 @@ def claim(run_dir: Path, params: Params, identity: Mapping[str, str], accept: Co
     unknown = sorted(set(accept) - identity.keys())
     if unknown:
         raise ConfigError(
-            "nothing of this name decides a run", where="--accept", got=", ".join(unknown),
+            "not a key of a run's identity", where="--accept", got=", ".join(unknown),
             expected="a key that the refusal lists, such as optim.lr_clf, data, tokenizer or code",
         )  # fmt: skip
-    old, now = _comparable(run_identity(run_dir), identity, params)
-    check_same(old, now, accept, str(run_dir))
-    lines = differences(old, now) if old else []
+    old = run_identity(run_dir)
+    check_same(old, identity, accept, str(run_dir))
+    lines = differences(old, identity) if old else []
     note = _read(run_dir / RUN)
-    entries = note.get("accepted", [])
-    for line in lines:
-        entries.append({"key": line.partition(":")[0], "what": line})
+    entries = [*note.get("accepted", []), *({"key": line.partition(":")[0], "what": line} for line in lines)]
     if note.get("identity") != dict(identity) or lines:
         run_dir.mkdir(parents=True, exist_ok=True)
         write_json(run_dir / RUN, {"identity": dict(identity), "accepted": entries})
     return lines
-
-
-def _comparable(
-    old: Mapping[str, str], now: Mapping[str, str], params: Params | None = None
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Two identities, cut to what an older one says of itself: parameters only, as a tracking server has them."""
-    if not old or "code" in old:
-        return dict(old), dict(now)
-    shown = flatten(params) if params is not None else {key: _shown(value) for key, value in now.items()}
-    both = [key for key in old if key in now]
-    return {key: str(old[key]) for key in both}, {key: str(shown[key]) for key in both}
-
-
-def _shown(value: str) -> str:
-    try:
-        read = json.loads(value)
-    except ValueError:
-        return value
-    return "" if read is None else read if isinstance(read, str) else value
 
 
 # -- holding ----------------------------------------------------------------------------------------------------
@@ -252,15 +224,16 @@ def close_tracking(run_dir: str | Path, status: Status) -> None:
         tracker.finish(status)
 
 
-def close_left_running(run_dir: Path, root: Path = paths.RUNS) -> list[str]:
-    """Ends, as KILLED, the MLflow runs of other trainings whose process is gone; gives their names.
+def reconcile_crashed_runs(besides: Path | None = None, root: Path = paths.RUNS) -> list[str]:
+    """End, as KILLED, the MLflow runs of trainings whose process is gone; returns their names.
 
-    What others logged while the tracking server was away is sent, too.
+    What other ended runs logged while the tracking store was away is sent, too.
+
+    Args:
+        besides: a run that is about to resume.
+        root: of the runs.
     """
-    others = [path for path in run_folders(root) if path.resolve() != run_dir.resolve()]
-    left = left_running(others)
-    send_left(others)
-    return [path.name for path in left]
+    return reconcile_runs(path for path in run_folders(root) if besides is None or path.resolve() != besides.resolve())
 
 
 # -- reading ----------------------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def start_run(
     lines = start_lines(open_start())
     identity = paths.run_identity(params)
     folder = runs.choose_run(resume) if resume is not None else paths.RUNS / identity_sha256(identity)[:16]
-    lines += [f"accepted: {line}" for line in runs.claim(folder, params, identity, accept)]
+    lines += [f"accepted: {line}" for line in runs.claim(folder, identity, accept)]
     paths.open_propensity()  # with what the identity read, all that this training reads is verified now
     path, state, refused = newest_state(folder)
     if path is None:
@@ -230,7 +230,8 @@ def start_run(
         check_fits(params)
     lines += [f"checkpoint passed over: {reason}" for reason in refused]
     lines += _where_it_resumes(folder, path, state, params.optim.epochs)
-    lines += [f"MLflow run of {name} ended as KILLED: its process is gone" for name in runs.close_left_running(folder)]
+    crashed = runs.reconcile_crashed_runs(folder)
+    lines += [f"MLflow run of {name} ended as KILLED: its process is gone" for name in crashed]
     run.lines = lines
     tracker = _open_tracking(params, folder, state, lines)
     try:

@@ -1,7 +1,7 @@
 """From a model back to what made it, and from data to the models it went into: all read from the registry's tags.
 
 A version's tags (written at registration) hold its commit, the hash of dvc.lock, DVC's hash of each artifact and the
-version it started from; so the registry alone answers, whatever lies on this machine.
+version it started from, so the registry alone answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
 from unidec.tracking.promotion import aliases, all_versions, known_version
-from unidec.tracking.provenance import DIFFERS_TAG, DVC_TAG
+from unidec.tracking.provenance import COMMIT_TAG, DIFFERS_TAG, DIRTY_TAG, DVC_TAG
 from unidec.tracking.registry import HASH_TAG
 from unidec.tracking.store import open_client, tracking_uri, ui_url
 
@@ -46,8 +46,8 @@ def lineage(
         {"model", "version", "aliases", "registered" (ISO), "bundle_sha256", "dataset": {"name", "sha256"},
         "code": {"commit", "dirty", "lock_commit"}, "lock_sha256", "artifacts": {path: DVC's hash}, "differs": [path],
         "run": {"id", "name", "url"}, "prefect": {...}, "gate": {...}, "promoted": {...}, "start": {"kind", ...},
-        "parent": the same of the version it started from, or None}. A parent that the registry has no more is
-        {"version", "bundle_sha256", "missing": True}. What no tag says is None or empty.
+        "restore": [commands that check out its project], "parent": the same of the version it started from, or None}.
+        A parent that was deleted is {"version", "bundle_sha256", "missing": True}. What no tag has is None or empty.
 
     Raises:
         ConfigError: no such address, model, version or bundle; or a hash that several versions begin with.
@@ -129,6 +129,8 @@ def _is_hash(name: str) -> bool:
 def _about(client: MlflowClient, uri: str, version: ModelVersion, named: Mapping[str, str]) -> dict[str, Any]:
     tags = version.tags
     made = {name: value for name, value in tags.items() if _is_hash(name) and name.startswith(DVC_TAG)}
+    commit = tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG)
+    folder = f"../{version.name}-{version.version}"
     return {
         "model": version.name,
         "version": str(version.version),
@@ -137,8 +139,8 @@ def _about(client: MlflowClient, uri: str, version: ModelVersion, named: Mapping
         "bundle_sha256": tags.get(HASH_TAG),
         "dataset": {"name": tags.get("dataset.name"), "sha256": tags.get(DATASET_TAG)},
         "code": {
-            "commit": tags.get("mlflow.source.git.commit"),
-            "dirty": tags.get("git.dirty") == "true",
+            "commit": tags.get(COMMIT_TAG),
+            "dirty": tags.get(DIRTY_TAG) == "true",
             "lock_commit": tags.get(LOCK_COMMIT_TAG),
         },
         "lock_sha256": tags.get("dvc.lock.sha256"),
@@ -146,6 +148,7 @@ def _about(client: MlflowClient, uri: str, version: ModelVersion, named: Mapping
         "differs": [path for path in tags.get(DIFFERS_TAG, "").split(", ") if path],
         "run": _run(client, uri, version.run_id),
         "start": {"kind": "cold"} | _part(tags, "start."),
+        "restore": [f"git worktree add {folder} {commit}", f"cd {folder} && dvc pull"] if commit else [],
         **{part: _part(tags, f"{part}.") for part in ("prefect", "gate", "promoted", "rolled_back")},
     }
 
@@ -228,6 +231,7 @@ def _lines(item: Mapping[str, Any]) -> list[str]:
         ("gate", _verdict(gate)),
         ("promoted", _words(item["promoted"])),
         ("rolled back", _words(item["rolled_back"])),
+        ("restore with", "; ".join(item["restore"])),
     ]
     width = max(len(name) for name, value in facts if value)
     head = f"{item['model']} version {item['version']}{named}, registered {item['registered']}"

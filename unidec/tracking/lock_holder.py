@@ -1,27 +1,22 @@
-"""Which process works on a run: its machine, number and time of start, so that one that is gone is known as gone."""
+"""Which process holds a run: host, process id and start time, so that a reused process id is not mistaken for it."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-_SECONDS_APART = 5.0  # the clock that a start is told by may be set a little meanwhile
+_SECONDS_APART = 5.0  # the clock that a start time is computed from may have been set a little
 
 
 def this_process() -> dict[str, Any]:
-    """{"host", "pid", "started" (seconds since 1970)} of the process that asks."""
+    """{"host", "pid", "started" (seconds since 1970)} of the calling process."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
 def is_alive(holder: Mapping[str, Any] | None) -> bool | None:
-    """Whether a process that `this_process` described still runs; None where that cannot be known from here.
-
-    A number that another process got meanwhile is told by its time of start.
-    """
+    """Whether a process that `this_process` described still runs; None where that cannot be known from here."""
     try:
         if not holder or holder["host"] != socket.gethostname():
             return None
@@ -31,24 +26,6 @@ def is_alive(holder: Mapping[str, Any] | None) -> bool | None:
     if started is None or then is None:
         return started is not None
     return abs(started - float(then)) < _SECONDS_APART
-
-
-def left_running(run_dirs: Iterable[Path]) -> list[Path]:
-    """Of training folders, those whose MLflow run was never ended though the process that held it is gone."""
-    return [path for path in run_dirs if _is_open(state := tracking_state(path)) and is_alive(state["holder"]) is False]
-
-
-def tracking_state(run_dir: Path) -> dict[str, Any]:
-    """What `tracking.json` of a training folder holds; {} where there is none, or it is damaged."""
-    try:
-        state = json.loads((run_dir / "tracking.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
-
-
-def _is_open(state: Mapping[str, Any]) -> bool:
-    return bool(state.get("holder")) and state.get("status") is None
 
 
 def _started(pid: int) -> float | None:

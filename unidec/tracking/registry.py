@@ -215,11 +215,10 @@ def check_artifacts(experiment: Experiment | None, uri: str) -> None:
     if address.scheme not in ("", "file") or folder.parent.is_dir():  # not written to yet, perhaps
         return
     old = Path(*folder.parts[: folder.parts.index("artifacts") + 1]) if "artifacts" in folder.parts else folder
-    new = path.with_name("new.db")
     raise ArtifactError(
         "the tracking store keeps its files in a folder that is gone: was the project's folder moved?",
         where=str(path), got=str(folder), expected=str(path.parent / "artifacts"),
-        fix=f"unidec runs copy-store sqlite:///{path} sqlite:///{new} --artifacts {old.as_uri()}, then mv {new} {path}",
+        fix=f"move it back, or replace {old.as_uri()} in the database: docs/servers.md, 'Moving a store'",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Where MLflow keeps what it is told: its address, a safe first start, and a client that gives up soon.
+"""Where MLflow keeps runs and models: its address, a safe first start, and a client that gives up soon.
 
 Default store: SQLite in `<root>/mlflow/mlflow.db`, artifacts in `<root>/mlflow/artifacts`; `MLFLOW_TRACKING_URI` names
 any other. A DVC experiment in a temporary copy of the checkout uses the checkout's store.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 import warnings
 from http.client import HTTPException
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _SQLITE = "sqlite:///"
-_TIMES = 100  # an attempt that took so long is not repeated before so many times as long has passed
+_TIMES = 100  # a failed attempt is repeated after so many times as long as it took
 
 # MLflow's own defaults would hold training for minutes when its server is down; 'true' because it accepts nothing else.
 _QUIET = {
@@ -157,54 +158,43 @@ def listens(uri: str, seconds: float = 1.0) -> bool:
     return True
 
 
-class Outage:
-    """A store that was away, or too slow, when it was asked last; all trackers of a process know of it.
+class StoreHealth:
+    """What all trackers of this process know of a store: when it may be asked again, and who is asking it.
+
+    After an attempt that failed it is left alone for a hundred times as long as the attempt took: asking costs a caller
+    at most 1% of its time.
 
     Attributes:
-        since, asked: seconds of the monotonic clock: of the first refusal, and of the last.
-        cost: seconds that the last attempt took.
+        asking: held by the thread whose attempt is under way.
     """
 
-    _known: ClassVar[dict[str, Outage]] = {}
+    _known: ClassVar[dict[str, StoreHealth]] = {}
 
     def __init__(self) -> None:
-        self.since = self.asked = time.monotonic()
-        self.cost = 0.0
+        self.asking = threading.Lock()
+        self._away_since: float | None = None
+        self._ask_again = 0.0
 
     @classmethod
-    def of(cls, uri: str) -> Outage | None:
-        """What is known of a store; None: nothing bad."""
-        return cls._known.get(uri)
+    def of(cls, uri: str) -> StoreHealth:
+        """The one of a store."""
+        return cls._known.setdefault(uri, cls())
 
-    @classmethod
-    def note(cls, uri: str, cost: float) -> bool:
-        """Remembers an attempt that failed; whether it is news."""
-        is_new = uri not in cls._known
-        outage = cls._known.setdefault(uri, cls())
-        outage.asked, outage.cost = time.monotonic(), cost
-        return is_new
+    def may_ask(self) -> bool:
+        """Whether another attempt is due."""
+        return time.monotonic() >= self._ask_again
 
-    @classmethod
-    def end(cls, uri: str) -> float:
-        """Forgets it; how many seconds it was away, 0.0 when it was not."""
-        outage = cls._known.pop(uri, None)
-        return time.monotonic() - outage.since if outage else 0.0
+    def failed(self, seconds: float) -> bool:
+        """Note an attempt that failed after so many seconds; whether the store answered before."""
+        now, is_news = time.monotonic(), self._away_since is None
+        self._away_since = now if self._away_since is None else self._away_since
+        self._ask_again = now + _TIMES * seconds
+        return is_news
 
-    def may_be_over(self, seconds: float) -> bool:
-        """Whether so many seconds passed since it was asked last."""
-        return time.monotonic() - self.asked >= seconds
-
-    def was_cheap(self) -> bool:
-        """Whether asking again costs a caller at most 1% of its time."""
-        return self.may_be_over(_TIMES * self.cost)
-
-    def is_due(self, seconds: float) -> bool:
-        """Both."""
-        return self.may_be_over(seconds) and self.was_cheap()
-
-    def is_over_at_last(self) -> bool:
-        """True: what comes last is worth an attempt whatever it costs."""
-        return True
+    def worked(self) -> float:
+        """Note an attempt that succeeded; how many seconds the store was away, 0.0 where it was not."""
+        since, self._away_since, self._ask_again = self._away_since, None, 0.0
+        return 0.0 if since is None else time.monotonic() - since
 
 
 def prepare_store(uri: str | None = None, root: Path | str = ".") -> str:
