@@ -26,7 +26,7 @@ import numpy as np
 
 from unidec.data.storage import write_json
 from unidec.tracking.run import Tracker
-from unidec.tracking.store import Outage, open_client, prepare_store
+from unidec.tracking.store import StoreHealth, open_client, prepare_store
 
 FIGURES = 12
 
@@ -127,7 +127,7 @@ def main() -> None:
         server.start()
         try:
             for how in ("up", "killed", "frozen"):
-                Outage._known.clear()
+                StoreHealth._known.clear()
                 measured = train(server, Path(folder) / how, options.steps, options.round, how, options.size)
                 client, run_id = open_client(server.uri), measured.pop("run_id")
                 arrived = [

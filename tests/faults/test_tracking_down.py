@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from unidec.tracking.run import Tracker
-from unidec.tracking.store import Outage, open_client
-from unidec.tracking.unfinished_runs import send_left
+from unidec.tracking.store import StoreHealth, open_client
+from unidec.tracking.unfinished_runs import reconcile_runs
 
 PARAMS = {f"section.key{i}": i for i in range(120)}
 DATASET = {"name": "tiny", "digest": "0" * 32, "path": "data/dataset", "num_queries": 7}
@@ -26,7 +26,7 @@ import sys, tempfile, time
 from pathlib import Path
 from unidec.tracking.run import Tracker
 run_dir, uri = Path(sys.argv[1]), sys.argv[2]
-tracker = Tracker("down", uri=uri, flush_seconds=0.0)
+tracker = Tracker("down", uri=uri)
 tracker.start(run_dir, {"seed": 7}, {"git.dirty": "false"}, {"name": "tiny", "digest": "1", "path": "d"}, "killed")
 with tempfile.TemporaryDirectory() as folder:
     (Path(folder) / "curve.txt").write_text("seen once")
@@ -58,7 +58,7 @@ def way(helper, server):
 def _quick(monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
-    monkeypatch.setattr(Outage, "_known", {})
+    monkeypatch.setattr(StoreHealth, "_known", {})
 
 
 def history(uri: str, run_id: str, name: str) -> list[tuple[int, float]]:
@@ -68,7 +68,7 @@ def history(uri: str, run_id: str, name: str) -> list[tuple[int, float]]:
 
 @pytest.mark.slow
 def test_a_server_killed_and_brought_back_while_a_training_goes_on(server, tmp_path):
-    tracker = Tracker("down", uri=server.uri, retry_seconds=0.1)
+    tracker = Tracker("down", uri=server.uri)
     tracker.start(tmp_path / "run", PARAMS, {"git.dirty": "false"}, DATASET)
     spent, steps = 0.0, 400
     with tracker.live(0.05), tempfile.TemporaryDirectory() as folder:
@@ -114,21 +114,21 @@ def test_begun_and_killed_while_the_server_is_away(server, way, tmp_path):
         assert child.stdout.readline() == "working\n"
         time.sleep(0.3)
         os.kill(child.pid, signal.SIGKILL)
-    spooled = (run_dir / "pending-metrics.jsonl").read_bytes().splitlines()
-    assert len(spooled) > 50
-    with (run_dir / "pending-metrics.jsonl").open("ab") as file:
-        file.write(b'["loss", 0.5, 99')  # a kill in the middle of a line
+    queued = [line for line in (run_dir / "outbox.jsonl").read_bytes().splitlines() if b"loss" in line]
+    assert len(queued) > 50
+    with (run_dir / "outbox.jsonl").open("ab") as file:
+        file.write(b'\n{"step": 99')  # a kill in the middle of a line
     state = json.loads((run_dir / "tracking.json").read_text())
     (run_dir / "tracking.json").write_text(json.dumps(state | {"uri": server.uri}))  # it is back
-    assert send_left([run_dir]) == ["one"]
-    assert send_left([run_dir]) == []
+    assert reconcile_runs([run_dir]) == ["one"]
+    assert reconcile_runs([run_dir]) == []
     state = json.loads((run_dir / "tracking.json").read_text())
     run = open_client(server.uri).get_run(state["run_id"])
     assert run.info.status == "KILLED" and run.info.run_name == "killed" and run.data.params == {"seed": "7"}
-    assert run.info.start_time == state["begun"]  # when it began, not when the server heard of it
+    assert run.info.start_time == state["begun"]  # when it began, not when it was sent
     assert run.inputs.dataset_inputs[0].dataset.name == "tiny"
     losses = history(server.uri, state["run_id"], "loss")
-    assert losses == [(step, 1.0 / (step + 1)) for step in range(len(losses))] and len(losses) >= len(spooled) - 1
+    assert losses == [(step, 1.0 / (step + 1)) for step in range(len(losses))] and len(losses) >= len(queued) - 1
     assert history(server.uri, state["run_id"], "test/P_at_1") == [(0, 41.0)]
     path = open_client(server.uri).download_artifacts(state["run_id"], "plots/curve.txt", str(tmp_path))
     assert Path(path).read_text() == "seen once"
@@ -145,12 +145,12 @@ def test_lost_requests_and_lost_answers_double_nothing(server, way, tmp_path, mo
     for step in range(steps):
         if tracker is None or draw.random() < 0.1:  # another process goes on
             way.fault = draw.choice(["", "refuse", "answer"])
-            tracker = Tracker("down", uri=way.uri, retry_seconds=0.0, flush_seconds=1000)
+            tracker = Tracker("down", uri=way.uri)
             tracker.start(tmp_path / "run", PARAMS, {"a": "b"}, DATASET)
         way.fault = draw.choice(["", "", "refuse", "answer"])
         expected[step] = draw.random()
         tracker.log(step, {"loss": expected[step]})
-        Outage._known.clear()  # time passes
+        tracker._health.worked()  # time passes
         tracker.flush(force=True)
     way.fault = ""
     tracker.finish("FAILED")
@@ -166,10 +166,9 @@ def test_lost_requests_and_lost_answers_double_nothing(server, way, tmp_path, mo
 def test_a_server_that_hangs_is_not_waited_for_again_and_again(server, way, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    tracker = Tracker("down", uri=way.uri, flush_seconds=0.0)
+    tracker = Tracker("down", uri=way.uri)
     tracker.start(tmp_path / "run", {"seed": 0}, {}, DATASET)
     way.fault = "hang"
-    tracker.flush(force=True)  # nothing to send: not asked
     begin, asked = time.perf_counter(), way.connections
     for step in range(20):
         tracker.log(step, {"loss": float(step)})

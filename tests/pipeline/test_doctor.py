@@ -1,4 +1,4 @@
-"""Each disorder is made for real, found, mended where that is safe, and gone afterwards."""
+"""Each defect is made for real, found, repaired where that is safe, and gone afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,19 +15,20 @@ import pytest
 import torch
 
 from unidec import cli
-from unidec.data.storage import file_sha256, write_folder
+from unidec.data.storage import write_folder
 from unidec.pipeline import doctor
+from unidec.pipeline.doctor import Finding
 from unidec.pipeline.lock import one_at_a_time
-from unidec.tracking.doctor import Finding
+from unidec.tracking.run import Tracker
+from unidec.tracking.store import open_client, prepare_store
 from unidec.training.checkpoint import Checkpoint, CheckpointWriter
 
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty project, with no store; what the environment lacks is not this file's matter."""
+    """An empty project, with no store."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(doctor, "environment_findings", lambda root: [])
     return tmp_path
 
 
@@ -44,10 +44,10 @@ def only(findings: list[Finding]) -> Finding:
     return findings[0]
 
 
-def mended(code: int) -> None:
-    """The one finding has this weight, is left alone, is mended when asked, and is not found again."""
+def repaired(code: int) -> None:
+    """The one finding has this weight, is left alone, is repaired when asked, and is not found again."""
     finding = only(doctor.examine())
-    assert doctor.exit_code([finding]) == code and finding.mend is not None and finding.done is None
+    assert doctor.exit_code([finding]) == code and finding.repair is not None and finding.done is None
     assert only(doctor.examine()).where == finding.where  # looking changed nothing
     fixed = only(doctor.examine(fix=True))
     assert fixed.done and doctor.exit_code([fixed]) == 0
@@ -57,7 +57,7 @@ def mended(code: int) -> None:
 def reported(code: int, words: str, where: str, **options: bool) -> Finding:
     """The one finding says this, and is left as it is."""
     finding = only(doctor.examine(fix=True, **options))
-    assert doctor.exit_code([finding]) == code and finding.done is None and finding.mend is None
+    assert doctor.exit_code([finding]) == code and finding.done is None and finding.repair is None
     assert words in finding.what and finding.where.endswith(where) and finding.fix
     return finding
 
@@ -80,7 +80,7 @@ def test_what_a_killed_writer_left(place: Path, dead_pid: int, folder: str) -> N
     mine = root / f".labels.{host}.{os.getppid()}.0123abcd.tmp"  # at work
     mine.write_bytes(b"")
     assert "5 bytes" in only(doctor.examine()).what
-    mended(1)
+    repaired(1)
     assert mine.exists() and not left.exists()
 
 
@@ -91,7 +91,7 @@ def test_a_kill_inside_write_folder_is_found(place: Path) -> None:
         "    (out.path / 'x').write_bytes(b'1')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
-    mended(1)
+    repaired(1)
 
 
 def test_what_ranks_left_is_removed_unless_a_training_is_at_work(place: Path) -> None:
@@ -99,7 +99,7 @@ def test_what_ranks_left_is_removed_unless_a_training_is_at_work(place: Path) ->
     left.mkdir(parents=True)
     with one_at_a_time(place / "runs"):
         assert doctor.examine(fix=True) == [] and left.exists()
-    mended(1)
+    repaired(1)
 
 
 # -- artifacts -----------------------------------------------------------------------------------------------------
@@ -155,26 +155,7 @@ def test_a_damaged_checkpoint_beside_a_whole_one_and_alone() -> None:
     assert "newest whole one is used" in reported(1, "a damaged checkpoint", second.name).fix
     os.truncate(first / "dense.safetensors", 5)
     both = doctor.examine(fix=True)
-    assert [(f.severity, f.mend) for f in both] == [("broken", None)] * 2 and doctor.exit_code(both) == 4
-
-
-def test_checkpoints_and_refreshes_that_nothing_needs() -> None:
-    for epoch in (0, 2, 4, 6):
-        with write_folder(f"runs/abc/refresh/epoch-{epoch:05d}", "refresh", 1, {"epoch": epoch}) as out:
-            np.save(out.path / "order.npy", np.arange(3))
-    manifest = Path("runs/abc/refresh/epoch-00004/manifest.json")
-    checkpoints("abc", 10, 20, epoch=5, refresh=file_sha256(manifest))
-    found = doctor.examine()
-    assert [Path(f.where).name for f in found] == ["epoch-00000", "epoch-00002"] and doctor.exit_code(found) == 0
-    assert all(f.done for f in doctor.examine(fix=True))
-    assert doctor.examine(deep=True) == []  # the checkpoints still find theirs
-    assert sorted(p.name for p in Path("runs/abc/refresh").iterdir()) == ["epoch-00004", "epoch-00006"]
-
-
-def test_a_third_checkpoint_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CheckpointWriter, "_purge", lambda self, newest: None)
-    first, *_ = checkpoints("abc", 10, 20, 30)
-    reported(0, "nothing needs", first.name)
+    assert [(f.severity, f.repair) for f in both] == [("broken", None)] * 2 and doctor.exit_code(both) == 4
 
 
 @pytest.mark.parametrize(("times", "code"), [(3.0, None), (1.5, 1), (0.5, 4)])
@@ -188,98 +169,54 @@ def test_no_room_for_the_next_checkpoints(monkeypatch: pytest.MonkeyPatch, times
         reported(code, "bytes are free", "runs")
 
 
-# -- DVC -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_damaged_list_of_locks(place: Path) -> None:
-    (place / ".dvc" / "tmp").mkdir(parents=True)
-    (place / ".dvc" / "tmp" / "rwlock").write_text('{"write": {"a": {"pid": 3')
-    mended(4)
-
-
-def test_locks_of_the_dead_are_taken_out_and_those_of_the_living_stay(place: Path, dead_pid: int) -> None:
-    tmp = place / ".dvc" / "tmp"
-    tmp.mkdir(parents=True)
-    mine = {"pid": os.getpid(), "cmd": "dvc repro"}
-    gone = {"pid": dead_pid, "cmd": "dvc repro"}
-    (tmp / "rwlock").write_text(json.dumps({"write": {"a": mine, "b": gone}, "read": {"c": [mine, gone], "d": [gone]}}))
-    (tmp / "lock").write_text(f" {dead_pid}\n")  # the kind that the system takes back
-    mended(1)
-    assert json.loads((tmp / "rwlock").read_text()) == {"write": {"a": mine}, "read": {"c": [mine]}}
-
-
-def test_a_hard_link_lock_of_the_dead(place: Path, dead_pid: int) -> None:
-    lock = place / ".dvc" / "tmp" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.write_text(f"{lock}|{socket.gethostname()}|{os.getpid()}|1")
-    assert doctor.examine() == []
-    lock.write_text(f"{lock}|{socket.gethostname()}|{dead_pid}|1")
-    mended(4)
-
-
-def test_locks_are_left_alone_while_dvc_is_at_work(place: Path, dead_pid: int) -> None:
-    import fcntl
-
-    tmp = place / ".dvc" / "tmp"
-    tmp.mkdir(parents=True)
-    (tmp / "rwlock").write_text(json.dumps({"write": {"b": {"pid": dead_pid, "cmd": "x"}}}))
-    with open(tmp / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert only(doctor.examine()).mend is None
-    mended(1)
+# -- tracking ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def dvc(place: Path) -> Iterator[Callable[..., None]]:
-    """A project of DVC with one output, in cache and remote."""
-
-    def run(*words: str) -> None:
-        done = subprocess.run([sys.executable, "-m", "dvc", *words], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    run("init", "--no-scm", "-q")
-    run("remote", "add", "-d", "there", str(place / "remote"))
-    copy = "import pathlib; pathlib.Path('outputs').mkdir(exist_ok=True); pathlib.Path('outputs/model').write_text('1')"
-    Path("dvc.yaml").write_text(json.dumps({"stages": {"train": {
-        "cmd": f'{sys.executable} -c "{copy}"', "outs": ["outputs/model"],
-    }}}))  # fmt: skip
-    run("repro", "-q")
-    run("push", "-q")
-    return run
+def uri(place: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    uri = prepare_store(f"sqlite:///{place}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    return uri
 
 
-@pytest.mark.slow
-def test_outputs_cache_and_remote(dvc: Callable[..., None], place: Path) -> None:
+def status(uri: str, run_id: str | None) -> str:
+    return open_client(uri).get_run(str(run_id)).info.status
+
+
+def test_a_run_whose_process_was_killed(uri: str) -> None:
+    code = (
+        "import os, signal\nfrom pathlib import Path\nfrom unidec.tracking.run import Tracker\n"
+        "Tracker('doctor').start(Path('runs/a'), {'seed': 0})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -9
+    run_id = json.loads(Path("runs/a/tracking.json").read_text())["run_id"]
+    at_work = Tracker("doctor")
+    at_work.start(Path("runs/b"), {})
+    assert run_id in only(doctor.examine()).what and status(uri, run_id) == "RUNNING"
+    repaired(1)
+    assert status(uri, run_id) == "KILLED" and status(uri, at_work.run_id) == "RUNNING"
+
+
+def test_figures_that_wait_are_sent_unless_a_training_is_at_work(uri: str) -> None:
+    tracker = Tracker("doctor")
+    tracker.start(Path("runs/a"), {})
+    tracker.log(7, {"loss": 0.5})
     assert doctor.examine() == []
-    Path("outputs/model").write_text("2")
-    reported(1, "1 file changed since dvc.lock was written", "outputs/model")
-    Path("outputs/model").unlink()
-    reported(0, "not in the workspace", "outputs/model")
-    dvc("checkout")
-    for file in (place / "remote").rglob("*"):
-        if file.is_file():
-            file.chmod(0o644)
-            file.unlink()
-    reported(0, "not in its remote", "outputs/model")
-    for file in (place / ".dvc" / "cache").rglob("*"):
-        if file.is_file():
-            file.unlink()
-    reported(1, "not in DVC's cache", "outputs/model")
-    Path("outputs/model").unlink()
-    reported(1, "in neither workspace nor cache", "outputs/model")
-    Path("dvc.lock").write_text("<<<<<<< HEAD\n")
-    reported(1, "dvc data status fails", "dvc.lock")
+    tracker.finish()
+    tracker.log(8, {"loss": 0.4})
+    repaired(1)
+    assert [p.step for p in open_client(uri).get_metric_history(str(tracker.run_id), "loss")] == [7, 8]
+    assert status(uri, tracker.run_id) == "FINISHED"
 
 
-def test_a_clone_in_which_nothing_is_built_is_healthy(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What DVC says of a fresh clone: every output is deleted, and in no cache."""
-    (place / ".dvc").mkdir()
-    (place / "dvc.lock").touch()
-    outputs = ["data/dataset", "outputs/model"]
-    status = {"uncommitted": {"deleted": outputs}, "not_in_cache": outputs}
-    monkeypatch.setattr(doctor, "_ask", lambda root, *words: (status if "data" in words else {}, ""))
+def test_a_damaged_note_of_the_run(uri: str) -> None:
+    Tracker("doctor").start(Path("runs/a"), {})
+    Path("runs/a/tracking.json").write_text("{")
+    reported(1, "a damaged note", "tracking.json")
+
+
+def test_the_command(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["unidec", "runs", "doctor"])
 
     def run(code: int) -> str:
@@ -288,11 +225,7 @@ def test_a_clone_in_which_nothing_is_built_is_healthy(
         assert ended.value.code == code
         return capsys.readouterr().out
 
-    assert run(0) == "healthy (1 note: unidec runs doctor --json)\n"
-    finding = only(doctor.examine())
-    assert (finding.severity, finding.what) == ("note", "nothing is built here yet")
-    (place / "outputs" / "model").mkdir(parents=True)  # something was built: what is missing matters then
-    assert "in neither workspace nor cache" in run(4)
-    (place / "outputs" / "model").rmdir()
-    monkeypatch.setattr(doctor, "_ask", lambda root, *words: ({}, ""))
     assert run(0) == "healthy\n"
+    (path,) = checkpoints("abc", 10)
+    os.truncate(path / "dense.safetensors", 5)
+    assert "a damaged checkpoint" in run(4)

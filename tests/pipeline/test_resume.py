@@ -259,20 +259,6 @@ def test_an_unfinished_run_of_other_parameters_is_told_of(
     assert not any("is unfinished" in line for line in pipeline.start_run(work.params()).lines)
 
 
-def test_a_run_of_version_1_is_compared_by_what_was_tracked(work: SimpleNamespace) -> None:
-    """Its checkpoints say nothing of parameters; tracking.json does."""
-    from unidec.config import flatten
-
-    run, identity = paths.RUNS / "old", paths.run_identity(work.params())
-    run.mkdir(parents=True)
-    flat = {key: str(value) for key, value in flatten(work.params()).items() if key != "pool.gandalf"}
-    (run / "tracking.json").write_text(json.dumps({"params": flat}))
-    other = work.params(**{"optim.lr_heads": 0.005})
-    with pytest.raises(ConfigError, match=r"0\.01 when the run began, 0\.005 now"):
-        runs.claim(run, other, paths.run_identity(other), ())
-    assert runs.claim(run, work.params(), identity, ()) == [] and runs.run_identity(run) == identity
-
-
 def test_a_run_whose_process_is_gone_is_closed_by_the_next_start(
     work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Figures are sent while a training goes on, by a thread, on a real SQLite store; none is lost or doubled."""
+"""Figures are sent while a training runs, by a thread, on a real SQLite store; none is lost or doubled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import pytest
 
 from unidec.tracking.run import Tracker
-from unidec.tracking.store import open_client, prepare_store
+from unidec.tracking.store import StoreHealth, open_client, prepare_store
 
 
 @pytest.fixture(scope="module")
@@ -16,8 +16,13 @@ def uri(tmp_path_factory) -> str:
     return prepare_store(f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db")
 
 
-def begin(uri, run_dir, **options) -> Tracker:
-    tracker = Tracker("live", uri=uri, **options)
+@pytest.fixture(autouse=True)
+def _as_a_new_process(monkeypatch):
+    monkeypatch.setattr(StoreHealth, "_known", {})
+
+
+def begin(uri, run_dir) -> Tracker:
+    tracker = Tracker("live", uri=uri)
     tracker.start(run_dir, {"seed": 0})
     return tracker
 
@@ -27,14 +32,10 @@ def history(uri, tracker, name) -> list[tuple[int, float]]:
     return sorted((point.step, point.value) for point in points)
 
 
-def test_figures_arrive_while_it_goes_on_and_from_another_thread(uri, tmp_path, monkeypatch):
-    tracker = begin(uri, tmp_path, flush_seconds=0)
-    senders = set()
-    monkeypatch.setattr(
-        tracker,
-        "_send_points",
-        lambda send=tracker._send_points: senders.add(threading.get_ident()) or send(),
-    )
+def test_figures_arrive_meanwhile_and_from_another_thread(uri, tmp_path, monkeypatch):
+    tracker = begin(uri, tmp_path)
+    senders, send = set(), tracker._send_outbox
+    monkeypatch.setattr(tracker, "_send_outbox", lambda: senders.add(threading.get_ident()) or send())
     with tracker.live(0.05):
         for step in range(40):
             tracker.log(step, {"loss": float(step)})
@@ -51,7 +52,7 @@ def test_figures_arrive_while_it_goes_on_and_from_another_thread(uri, tmp_path, 
 def test_a_store_that_hangs_costs_the_caller_nothing_and_loses_nothing(uri, tmp_path, monkeypatch, caplog):
     import unidec.tracking.run as tracking
 
-    tracker = begin(uri, tmp_path, retry_seconds=0)
+    tracker = begin(uri, tmp_path)
     asked, free = threading.Event(), threading.Event()
 
     def hang(_uri):
@@ -61,7 +62,7 @@ def test_a_store_that_hangs_costs_the_caller_nothing_and_loses_nothing(uri, tmp_
 
     with monkeypatch.context() as patch:
         patch.setattr(tracking, "open_client", hang)
-        tracker._connected = False
+        tracker._client = None
         with tracker.live(0.01):
             tracker.log(0, {"loss": 0.0})
             assert asked.wait(30)
@@ -75,29 +76,29 @@ def test_a_store_that_hangs_costs_the_caller_nothing_and_loses_nothing(uri, tmp_
     assert history(uri, tracker, "loss") == [(step, float(step)) for step in range(1001)]
 
 
-def test_what_a_kill_took_from_memory_is_sent_from_the_records(uri, tmp_path):
+def test_what_a_power_failure_took_is_sent_from_the_records(uri, tmp_path):
     first = begin(uri, tmp_path)
     for step in range(0, 50, 10):
         first.log(step, {"loss": float(step)})
     first.flush(force=True)
     records = [{"step": step, "loss": float(step), "lr": 0.1} for step in range(0, 100, 10)]
-    # killed: 50 to 90 were in memory; the checkpoint, and so the records, reach to 90
+    # 50 to 90 never reached the disk; the checkpoint, and so the records, reach to 90
     second = begin(uri, tmp_path)
     second.catch_up(records)
     second.catch_up(records)  # again: nothing is doubled
-    for step in range(80, 120, 10):  # and the steps after the checkpoint are done anew
+    for step in range(80, 120, 10):  # and the steps after the checkpoint are repeated
         second.log(step, {"loss": float(step)})
     second.finish("KILLED")
     assert history(uri, second, "loss") == [(step, float(step)) for step in range(0, 120, 10)]
     assert [step for step, _ in history(uri, second, "lr")] == list(range(0, 100, 10))
 
 
-def test_what_an_outage_left_is_not_waited_for(uri, tmp_path, monkeypatch):
+def test_a_backlog_is_not_waited_for(uri, tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     import unidec.tracking.run as tracking
 
-    tracker = begin(uri, tmp_path, flush_seconds=1000)
+    tracker = begin(uri, tmp_path)
     monkeypatch.setattr(tracking, "_PATIENCE", 0.2)
     log_batch = MlflowClient.log_batch
     monkeypatch.setattr(MlflowClient, "log_batch", lambda *a, **k: time.sleep(0.05) or log_batch(*a, **k))
@@ -107,7 +108,7 @@ def test_what_an_outage_left_is_not_waited_for(uri, tmp_path, monkeypatch):
     begin_at = time.perf_counter()
     assert tracker.flush() is False
     assert time.perf_counter() - begin_at < 2
-    assert (tmp_path / "pending-metrics.jsonl").is_file()  # in case this process ends now
+    assert (tmp_path / "outbox.jsonl").is_file()  # in case this process ends now
     assert tracker.flush() is False  # nothing is asked: it would cost more than 1%
     tracker.finish()
     assert history(uri, tracker, "loss") == [(step, float(step)) for step in range(500)]
@@ -123,14 +124,50 @@ def test_records_wait_while_the_store_is_away_once_each(uri, tmp_path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(tracking, "open_client", away)
-        for _ in range(3):  # a start after the other
+        for _ in range(3):  # one start after the other
             tracker = begin(uri, tmp_path)
             tracker.catch_up(records)
             tracker.flush(force=True)
-        assert len((tmp_path / "pending-metrics.jsonl").read_text().splitlines()) == 5
+        assert (tmp_path / "outbox.jsonl").read_text().count("loss") == 5
     later = begin(uri, tmp_path)
     later.finish()
     assert history(uri, later, "loss") == [(step, float(step)) for step in range(5)]
+
+
+def test_what_is_logged_while_it_is_sent_waits_for_the_next_time(uri, tmp_path, monkeypatch):
+    tracker = begin(uri, tmp_path)
+    drop = tracker._outbox.drop
+
+    def late(entries, num_bytes):
+        tracker.log(2, {"loss": 2.0})
+        drop(entries, num_bytes)
+
+    tracker.log(1, {"loss": 1.0})
+    with monkeypatch.context() as patch:
+        patch.setattr(tracker._outbox, "drop", late)
+        assert tracker.flush(force=True)
+    assert (tmp_path / "outbox.jsonl").read_text().count("loss") == 1
+    tracker.finish()
+    assert history(uri, tracker, "loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_status_from_before_a_resumption_is_not_sent(uri, tmp_path):
+    tracker = begin(uri, tmp_path)
+    tracker._outbox.add({"status": "KILLED", "at": 1})  # the store was away when it was stopped
+    again = begin(uri, tmp_path)
+    assert open_client(uri).get_run(again.run_id).info.status == "RUNNING"
+
+
+def test_a_disk_that_is_full_stops_nothing(uri, tmp_path, monkeypatch, caplog):
+    tracker = begin(uri, tmp_path)
+
+    def full(*_args, **_options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", full)
+        tracker.log(0, {"loss": 1.0})
+    assert "No space left" in caplog.text
 
 
 def test_a_checkpoint_names_the_run_that_the_folder_forgot(uri, tmp_path):
@@ -138,5 +175,5 @@ def test_a_checkpoint_names_the_run_that_the_folder_forgot(uri, tmp_path):
     (tmp_path / "tracking.json").unlink()
     again = Tracker("live", uri=uri)
     assert again.start(tmp_path, {"seed": 0}, run_id=tracker.run_id) == tracker.run_id
-    third = Tracker("live", uri=uri)  # what the folder says is newer than any checkpoint
+    third = Tracker("live", uri=uri)  # what the folder notes is newer than any checkpoint
     assert third.start(tmp_path, {"seed": 0}, run_id="gone") == tracker.run_id

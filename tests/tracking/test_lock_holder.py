@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from unidec.tracking.lock_holder import is_alive, left_running, this_process
+from unidec.tracking.lock_holder import is_alive, this_process
+from unidec.tracking.unfinished_runs import has_died
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def test_a_process_that_waits_to_be_reaped_is_gone() -> None:
     child.stdout.close()
 
 
-def test_runs_that_were_left_running(gone: dict, tmp_path: Path) -> None:
+def test_runs_whose_process_died(gone: dict, tmp_path: Path) -> None:
     states = {
         "killed": {"status": None, "holder": gone},
         "at-work": {"status": None, "holder": this_process()},
@@ -55,4 +56,4 @@ def test_runs_that_were_left_running(gone: dict, tmp_path: Path) -> None:
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "tracking.json").write_text("{")
     (tmp_path / "empty").mkdir()
-    assert left_running(sorted(tmp_path.iterdir())) == [tmp_path / "killed"]
+    assert [path.name for path in sorted(tmp_path.iterdir()) if has_died(path)] == ["killed"]

@@ -13,15 +13,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from unidec.cli import app
-from unidec.errors import ConfigError
 from unidec.tracking.fetch import fetch_bundle
 from unidec.tracking.registry import checked_sha256, register
 from unidec.tracking.run import Tracker
-from unidec.tracking.store import open_client, prepare_store
-from unidec.tracking.store_copy import copy_store
+from unidec.tracking.store import open_client
 
 pytest.importorskip("psycopg2", reason="the extra `postgres` is not installed")
 
@@ -128,57 +124,6 @@ def test_the_server_answers_to_its_names_only(mlflow, host, status):
     except urllib.error.HTTPError as error:
         got = error.code
     assert got == status
-
-
-def test_a_store_moves_from_sqlite_to_postgres_and_back(helper, postgres, tmp_path, monkeypatch):
-    monkeypatch.setenv("PGPASSWORD", helper("postgres_server").SECRETS["mlflow"])
-    sqlite = prepare_store(f"sqlite:///{tmp_path / 'one' / 'mlflow.db'}")
-    tracker, client = tracked(sqlite, tmp_path), open_client(sqlite)
-    client.create_registered_model("unidec", description="bundles")
-    stored = (tmp_path / "one" / "artifacts" / "models" / "m-1").as_uri()
-    version = client.create_model_version("unidec", stored, tracker.run_id, {"bundle.sha256": "0" * 64}).version
-    client.set_registered_model_alias("unidec", "champion", version)
-    target = postgres.create("spare", owner="mlflow")
-    done = CliRunner().invoke(app, ["copy-store", sqlite, target, "--json"])
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.output)
-    assert (result["runs"], result["metrics"], result["models"]) == (1, 1501, 1)
-    places = {"from": (tmp_path / "one" / "artifacts").as_uri(), "to": "mlflow-artifacts:"}
-    assert result["artifacts"] == places
-
-    def seen(uri: str) -> dict:
-        client = open_client(uri)
-        run, model = client.get_run(tracker.run_id), client.get_registered_model("unidec")
-        found = client.get_model_version("unidec", str(version))
-        history = sorted((p.step, p.value) for p in client.get_metric_history(tracker.run_id, "loss"))
-        return {"params": run.data.params, "tags": run.data.tags, "metrics": run.data.metrics, "aliases": model.aliases,
-                "version": found.tags, "run": found.run_id, "description": found.description, "history": history,
-                "inputs": run.inputs.dataset_inputs[0].dataset.digest}  # fmt: skip
-
-    assert seen(target) == seen(sqlite)
-    uri = open_client(target).get_run(tracker.run_id).info.artifact_uri
-    assert uri == f"mlflow-artifacts:/{tracker.run_id}/artifacts"
-    assert open_client(target).get_model_version("unidec", version).source == "mlflow-artifacts:/models/m-1"
-    # the database goes on counting where it was
-    again = Tracker("tests", uri=target)
-    again.start(tmp_path / "later", {"seed": 1})
-    again.log_final({"test/P@1": 1.0})
-    again.finish()
-    assert open_client(target).get_run(again.run_id).data.metrics == {"test/P_at_1": 1.0}
-    with pytest.raises(ConfigError, match="the target holds"):
-        copy_store(sqlite, target)
-    for refused in (("http://127.0.0.1:5000", target), (f"sqlite:///{tmp_path}/none.db", target)):
-        with pytest.raises(ConfigError, match="tracking database"):
-            copy_store(*refused)
-    back = f"sqlite:///{tmp_path / 'two' / 'mlflow.db'}"
-    assert copy_store(target, back)["runs"] == 2 and seen(back) == seen(sqlite)
-    location = (tmp_path / "two" / "artifacts").as_uri()
-    assert open_client(back).get_run(tracker.run_id).info.artifact_uri == f"{location}/{tracker.run_id}/artifacts"
-    # a folder under another name
-    moved = f"sqlite:///{tmp_path / 'three' / 'mlflow.db'}"
-    assert copy_store(back, moved, f"{location}/")["artifacts"]["from"] == location
-    place = (tmp_path / "three" / "artifacts" / tracker.run_id / "artifacts").as_uri()
-    assert open_client(moved).get_run(tracker.run_id).info.artifact_uri == place
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ import subprocess
 import pytest
 
 from unidec.tracking.provenance import code_tags, dvc_hash
-from unidec.tracking.run import Tracker
-from unidec.tracking.spool import metric_name
+from unidec.tracking.run import Tracker, metric_name
 from unidec.tracking.store import artifact_location, prepare_store, sqlite_path, tracking_uri
 
 PARAMS = {f"section.key{i}": i for i in range(230)} | {"long": "x" * 7000}
@@ -30,8 +29,8 @@ def client(uri):
     return open_client(uri)
 
 
-def begin(uri, run_dir, **options) -> Tracker:
-    tracker = Tracker("tests", uri=uri, **options)
+def begin(uri, run_dir) -> Tracker:
+    tracker = Tracker("tests", uri=uri)
     tracker.start(run_dir, PARAMS, {"git.dirty": "false"}, DATASET)
     return tracker
 
@@ -95,7 +94,7 @@ def test_a_store_that_is_away_stops_nothing_and_gets_everything_later(uri, clien
 
     with monkeypatch.context() as patch:
         patch.setattr(tracking, "open_client", away)
-        tracker = begin(uri, tmp_path, retry_seconds=60, flush_seconds=0)
+        tracker = begin(uri, tmp_path)
         assert tracker.run_id is None and tracker.url is None
         for step in range(5):
             tracker.log(step, {"loss": float(step)})
@@ -103,14 +102,15 @@ def test_a_store_that_is_away_stops_nothing_and_gets_everything_later(uri, clien
             pass
         tracker.flush(force=True)
     assert caplog.text.count("is away; what is logged waits in") == 1  # said once
-    assert len((tmp_path / "pending-metrics.jsonl").read_text().splitlines()) == 5
-    later = Tracker.resume(tmp_path)  # the process died; another one sends what it left
+    assert len((tmp_path / "outbox.jsonl").read_text().split()) > 5
+    assert (tmp_path / "outbox.jsonl").stat().st_mode & 0o777 == 0o600
+    later = Tracker.resume(tmp_path)  # the process died; another one sends what waits
     later.log(5, {"loss": 5.0})
     later.finish("FAILED")
     assert history(client, later, "loss") == [(step, float(step)) for step in range(6)]
     run = client.get_run(later.run_id)
     assert run.info.status == "FAILED" and len(run.data.params) == len(PARAMS)
-    assert not (tmp_path / "pending-metrics.jsonl").exists()
+    assert not (tmp_path / "outbox.jsonl").exists()
 
 
 def test_a_run_whose_id_got_lost_is_found_again(uri, tmp_path):

@@ -1,7 +1,7 @@
 """What crashes and full disks leave behind in a project's own files: found, explained, and repaired where that is safe.
 
-DVC's files are checked by `dvc status`, the environment by `pip check`. Nothing is changed without `fix`, which does only
-what cannot lose data.
+DVC's files are checked by `dvc status`, the environment by `pip check`. Nothing is changed without `fix`; `fix` does
+only what cannot lose data.
 """
 
 from __future__ import annotations
