@@ -130,7 +130,7 @@ def test_commands_print_none(server: Any, tmp_path: Path) -> None:
         "UNIDEC_MLFLOW_UI": f"http://{address}/ui", "PREFECT_API_URL": f"http://{address}/api",
     }  # fmt: skip
     (tmp_path / "params.yaml").write_text("recipe: unidec\n")
-    commands = [["models"], ["doctor"], ["serve", "models:/unidec@champion", "--port", "0"]]
+    commands = [["models", "list"], ["serve", "models:/unidec@champion", "--port", "0"]]
     started = [
         subprocess.Popen([sys.executable, "-m", "unidec.cli", *words], cwd=tmp_path, env=environment, text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -139,7 +139,7 @@ def test_commands_print_none(server: Any, tmp_path: Path) -> None:
     for words, process in zip(commands, started, strict=True):
         output = process.communicate(timeout=120)[0]
         assert "s3cr" not in output and f"127.0.0.1:{server.server_port}" in output, (words, output)
-    assert "s3cr" not in everything_below(tmp_path) and len(server.seen) >= 3
+    assert "s3cr" not in everything_below(tmp_path) and len(server.seen) >= 2
 
 
 def test_prefect_and_dvc() -> None:

@@ -131,7 +131,7 @@ def test_the_command(store: tuple[MlflowClient, str], monkeypatch: pytest.Monkey
     params = str(Path(__file__).resolve().parents[2] / "params.yaml")
 
     def say(*words: str) -> str:
-        given = ["lineage", *words, "--params", params, "--set", "tracking.model_name=tiny"]
+        given = ["models", "lineage", *words, "--params", params, "--set", "tracking.model_name=tiny"]
         return CliRunner().invoke(app, given, catch_exceptions=False).stdout
 
     assert say().startswith("tiny version 3 (champion)")
