@@ -243,7 +243,7 @@ def test_runs_by_name(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) ->
     for wrong, words in (("ab", "several runs"), ("zz", "no such run")):
         with pytest.raises(ConfigError, match=words):
             runs.choose_run(wrong)
-    with pytest.raises(ConfigError, match="nothing of this name"):
+    with pytest.raises(ConfigError, match="not a key of a run"):
         train(work.params(), accept=["optim.lr"])
 
 
