@@ -57,8 +57,7 @@ def refresh(promote: bool | None = None) -> Any:
 def _refresh(params: Params, promote: bool | None) -> dict[str, Any]:
     if params.source.kind != "none":
         endings.say(f"fetch: {steps.fetch(params)['reason']}")
-    for stage in DATA_STEPS:
-        steps.prepare(stage)
+    steps.prepare_data(DATA_STEPS)
     done = steps.refresh_labels(params)
     if not done["changed"]:
         artifacts.show_skip(done["reason"])

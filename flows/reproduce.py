@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from unidec.errors import (
 )
 from unidec.pipeline.lock import one_at_a_time
 
-__all__ = ["CommandError", "check_repository", "commit", "inputs_digest", "one_at_a_time", "reproduce", "run", "stale"]
+__all__ = ["CommandError", "check_repository", "commit", "inputs_state", "one_at_a_time", "reproduce", "run", "stale"]
 
 MODEL_STAGES = ("train", "index", "evaluate")
 _BY_EXIT_CODE = {error.exit_code: error for error in (ConfigError, DataError, ArtifactError, TrainingError)}
@@ -51,15 +50,15 @@ def check_repository() -> None:
         )  # fmt: skip
 
 
-def reproduce(stage: str, say: Callable[[str], None] = print) -> None:
-    """`dvc repro <stage>`; a stage that says why it failed has that raised here as the error it was.
+def reproduce(stages: Sequence[str], say: Callable[[str], None] = print) -> None:
+    """`dvc repro <stages>`; the error of a stage that fails is raised here.
 
     Raises:
-        UnidecError: of the kind that the stage's exit code names, with the stage's own words.
+        UnidecError: of the kind that the stage's exit code stands for, with the stage's message.
         CommandError: DVC itself failed.
     """
     check_repository()
-    code, output = run(["repro", stage], say)
+    code, output = run(["repro", *stages], say)
     if code == 0:
         return
     found = re.search(r"exited with (\d+)", output)
@@ -68,10 +67,10 @@ def reproduce(stage: str, say: Callable[[str], None] = print) -> None:
     if kind is not None:
         raise kind(words)
     if found:
-        raise UnidecError(f"stage {stage} failed\n{words}")
+        raise UnidecError(f"a stage failed\n{words}")
     if "are missing from 'params.yaml'" in output:
-        raise ConfigError(words, where="params.yaml", fix="add them: DVC wants each key that dvc.yaml names")
-    raise CommandError(f"dvc repro {stage} ended with {code}: {words}")
+        raise ConfigError(words, where="params.yaml", fix="add them: DVC requires each key that dvc.yaml names")
+    raise CommandError(f"dvc repro {' '.join(stages)} ended with {code}: {words}")
 
 
 def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
@@ -125,24 +124,25 @@ def push(secrets: Mapping[str, str] | None = None, say: Callable[[str], None] | 
     return (output.strip().splitlines() or ["done"])[-1]
 
 
-def inputs_digest(stages: tuple[str, ...] = MODEL_STAGES) -> str:
-    """One hash over everything that dvc.yaml says these stages read, params.yaml included; not what they write.
+def inputs_state(stages: tuple[str, ...] = MODEL_STAGES) -> dict[str, tuple[int, ...]]:
+    """Size, time of change and inode of each file that these stages read, by path; not of what they write.
 
-    Taken before and after a training: when it differs, somebody edited the inputs meanwhile, and a lock file written
-    now would claim that the new inputs made the model.
+    Taken before and after a training: where it differs, somebody edited the inputs meanwhile, and a lock file written
+    now would record inputs that did not make the model. DVC hashes them only afterwards.
     """
     params = yaml.safe_load(Path("params.yaml").read_text(encoding="utf-8")) or {}
     described = yaml.safe_load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"]
-    described = {stage: described[stage] for stage in stages}
-    paths, written = set(), set()
-    for stage in described.values():
-        paths |= {_path_of(entry, params) for entry in stage.get("deps", [])}
-        written |= {_path_of(entry, params) for key in ("outs", "metrics", "plots") for entry in stage.get(key, [])}
-    digest = hashlib.sha256(json.dumps([params, described], sort_keys=True, default=str).encode())
-    for path in sorted(paths - written):
+    paths, written = {"params.yaml", "dvc.yaml"}, set()
+    for stage in stages:
+        paths |= {_path_of(entry, params) for entry in described[stage].get("deps", [])}
+        outputs = (described[stage].get(kind, []) for kind in ("outs", "metrics", "plots"))
+        written |= {_path_of(entry, params) for kind in outputs for entry in kind}
+    found = {}
+    for path in paths - written:
         for file in _files(Path(path)):
-            digest.update(f"{file}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
+            facts = file.stat()
+            found[str(file)] = (facts.st_size, facts.st_mtime_ns, facts.st_ino)
+    return found
 
 
 def run(

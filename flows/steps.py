@@ -45,13 +45,10 @@ def fetch(params: Params) -> dict[str, Any]:
     return source.fetch(params, log.info)
 
 
-@task(name="prepare", task_run_name="prepare {stage}", **_again)
-def prepare(stage: str, data_changed: bool = True) -> None:
-    """Brings a data stage up to date through DVC; a stage is up to date where `dvc status` reports no data stage."""
-    if data_changed:
-        reproduce.reproduce(stage, log.info)
-    else:
-        log.info("%s is up to date", stage)
+@task(name="prepare data", task_run_name="prepare data", **_again)
+def prepare_data(stages: Sequence[str]) -> None:
+    """Brings the data stages up to date through DVC, all in one `dvc repro`."""
+    reproduce.reproduce(stages, log.info)
 
 
 @task(name="data", task_run_name="{stage}", **_once)

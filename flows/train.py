@@ -16,10 +16,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -154,10 +156,13 @@ def _through_dvc(params: Params, wishes: Wishes) -> dict[str, Any]:
     if params.source.kind != "none":
         endings.say(f"fetch: {steps.fetch(params)['reason']}")
     data_changed, work = reproduce.stale(DATA_STEPS)
-    for stage in DATA_STEPS:
-        steps.prepare(stage, data_changed)
     if data_changed:
+        with ThreadPoolExecutor(1) as imports:  # what training imports takes seconds, as DVC's processes do
+            imports.submit(importlib.import_module, "unidec.pipeline.training")
+            steps.prepare_data(DATA_STEPS)
         _, work = reproduce.stale()
+    else:
+        endings.say("the data is up to date")
     if wishes.force:
         work = list(reproduce.MODEL_STAGES)
     if not work:
@@ -168,7 +173,7 @@ def _through_dvc(params: Params, wishes: Wishes) -> dict[str, Any]:
         artifacts.show_change(steps.data_change(params))
         done["start"] = steps.choose_start(params, wishes.start)
         endings.say(f"start: {done['start']['kind']}, {done['start']['reason']}")
-    before = reproduce.inputs_digest()
+    before = reproduce.inputs_state()
     done |= _in_process(params, [*work, "register"], lambda: _record(work, before))
     done |= decide.decide(params, done["version"], wishes.promote)
     artifacts.show_links(done["run_url"], done["version"], params.tracking.model_name)  # now with the gate's page
@@ -188,8 +193,8 @@ def _skip(params: Params, wishes: Wishes) -> dict[str, Any]:
     return {**done, **judged, "skipped": reason}
 
 
-def _record(made: list[str], before: str) -> None:
-    if reproduce.inputs_digest() != before:
+def _record(made: list[str], before: dict[str, Any]) -> None:
+    if reproduce.inputs_state() != before:
         raise ConfigError(
             "parameters, code or data were edited while the model was trained: its outputs are kept, dvc.lock is not",
             where="dvc.lock",

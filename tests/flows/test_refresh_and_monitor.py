@@ -54,7 +54,7 @@ def world(place, monkeypatch):
     for name, task in vars(steps).items():
         if hasattr(task, "fn"):
             monkeypatch.setattr(steps, name, task.fn)
-    monkeypatch.setattr(reproduce, "reproduce", lambda stage, _say: calls.append(f"dvc {stage}"))
+    monkeypatch.setattr(reproduce, "reproduce", lambda names, _say: calls.append("dvc " + " ".join(names)))
     events: list[tuple] = []
     monkeypatch.setattr(publish, "emit", lambda _name, event, told: events.append((event, told)))
     return types.SimpleNamespace(
@@ -65,7 +65,7 @@ def world(place, monkeypatch):
 def test_refreshed_labels_are_judged_and_promoted(world):
     done = world.refresh.refresh.fn()
     assert world.calls == [
-        "dvc ingest", "dvc validate", "dvc propensity",
+        "dvc ingest validate propensity",
         "refresh_labels", "register outputs/refreshed", "gate 8", "promote 8",
     ]  # fmt: skip
     assert (done["added"], done["promoted"]["previous"]) == (2, "7")
@@ -75,7 +75,7 @@ def test_refreshed_labels_are_judged_and_promoted(world):
 def test_labels_that_are_the_same_are_skipped(world):
     world.stages.refresh_labels = world.stage("refresh_labels", {"changed": False, "reason": "it has these labels"})
     assert world.refresh.refresh.fn()["skipped"] == "it has these labels"
-    assert world.calls == ["dvc ingest", "dvc validate", "dvc propensity", "refresh_labels"]
+    assert world.calls == ["dvc ingest validate propensity", "refresh_labels"]
     assert world.events == [("skipped", {"reason": "it has these labels"})]
 
 
