@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from pathlib import Path
 
 import pytest
 
-from unidec import config, sections
-from unidec.conflicts import CONFLICTS
+from unidec import config, params, sections
 from unidec.errors import ConfigError
 from unidec.problems import ParamsError
 from unidec.strict_yaml import parse_scalar, read_yaml
@@ -223,10 +223,17 @@ def test_conflicts(tmp_path: Path, key: str, values: dict[str, object]) -> None:
 
 
 def test_every_conflict_is_tested_and_names_real_keys() -> None:
-    assert {conflict.keys[0] for conflict in CONFLICTS} == {key for key, _ in CONFLICTING}
-    known = set(config.known_keys())
-    for conflict in CONFLICTS:
-        assert set(conflict.keys) <= known
+    found = set()
+    for _, values in CONFLICTING:
+        groups: dict[str, dict[str, object]] = {}
+        for key, value in values.items():
+            groups.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value
+        made = {name: getattr(config.Params(), name).model_copy(update=group) for name, group in groups.items()}
+        found |= set(config.Params.model_construct(**made).conflicts())
+    assert all(set(conflict.keys.split()) <= set(config.known_keys()) for conflict in found)
+    written = sum(inspect.getsource(module).count("yield Conflict(") for module in (params, sections))
+    in_loops = 2 + 1 + 1  # keys beyond the first: of the bag, of tuned weights, of soft top-k
+    assert len({(conflict.keys, conflict.what) for conflict in found}) == written + in_loops
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from unidec.conflicts import find_conflicts
 from unidec.errors import ConfigError, without_credentials
+from unidec.params import Params
 from unidec.problems import ParamsError, nearest, problem, short, valid_values
-from unidec.sections import Params, Section
+from unidec.sections import Section
 from unidec.strict_yaml import KeyPath, parse_scalar, read_yaml
 
 OPERATIONS = ("device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking")
@@ -57,7 +56,7 @@ def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str,
     """Read a parameter file: its recipe's values, then its own, then `overrides`.
 
     Args:
-        path: YAML file with the sections of `Params`; a key that is missing or has no value has its recipe's value,
+        path: YAML file with the sections of `Params`; a key that is missing or has no value takes its recipe's value,
             else the default. None: no file, only `overrides`.
         overrides: `{"pool.beta": 2}`: values by key path.
 
@@ -68,33 +67,39 @@ def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str,
     origin = {".".join(key): f"line {line}" for key, line in lines.items()}
     values = _given(raw)
     for key, value in (overrides or {}).items():
-        _put(values, tuple(key.split(".")), value)
+        *above, name = key.split(".")
+        section = values
+        for part in above:
+            if not isinstance(section.get(part), dict):
+                section[part] = {}
+            section = section[part]
+        section[name] = value
         origin[key] = "--set"
     return build_params(values, origin, "parameters" if path is None else str(path))
 
 
 def build_params(values: dict[str, Any], origin: dict[str, str], where: str) -> Params:
     """Nested values over those of their recipe; `origin` says where a key path was given. Errors: `load_params`."""
-    recipe = values.get("recipe")
-    problems: list[str] = []
-    if isinstance(recipe, str):
-        if recipe in recipe_names():
-            values = _merge(_read_recipe(recipe), values)
-        else:
-            names = recipe_names()
-            expected, near = f"one of {', '.join(names)}", nearest(recipe, names)
-            problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
-    problems += [
-        problem(key, "a password or token in a parameter", short(value), "an address without credentials", origin,
-                fix="set it in the environment; source.secrets names Prefect secrets for DVC's processes")
-        for name, section in values.items()
-        for key, value in ([(name, section)] if not isinstance(section, dict) else
-                           [(f"{name}.{key}", value) for key, value in section.items()])
-        if without_credentials(str(value)) != str(value)
-    ]  # fmt: skip
-    params, found = _validate(values, origin)
-    if found or problems or params is None:
-        raise ParamsError(problems + found, where)
+    problems = []
+    recipe, names = values.get("recipe"), recipe_names()
+    if recipe in names:
+        values = _merge(_read_recipe(recipe), values)
+    elif isinstance(recipe, str):
+        expected, near = f"one of {', '.join(names)}", nearest(recipe, names)
+        problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
+    for name, section in values.items():
+        for key, value in section.items() if isinstance(section, dict) else [("", section)]:
+            if without_credentials(str(value)) != str(value):
+                what, expected = "a password or token in a parameter", "an address without credentials"
+                fix = "set it in the environment; source.secrets names Prefect secrets for DVC's processes"
+                path = f"{name}.{key}".rstrip(".")
+                problems.append(problem(path, what, short(value), expected, origin, fix=fix))
+    try:
+        params = Params.model_validate(values)
+    except ValidationError as error:
+        raise ParamsError(problems + _explain(values, error, origin), where) from None
+    if problems:
+        raise ParamsError(problems, where)
     return params
 
 
@@ -145,7 +150,6 @@ def fingerprint(params: Params, *sections: str) -> str:
 
 
 def _read_recipe(name: str) -> dict[str, Any]:
-    """A shipped recipe's values. It says how to train, not on what or where: it has no data, seed or device."""
     with resources.as_file(resources.files("unidec") / "recipes" / f"{name}.yaml") as path:
         values = _given(read_yaml(path)[0])
     unfit = sorted(_NOT_OF_A_RECIPE & values.keys())
@@ -154,30 +158,26 @@ def _read_recipe(name: str) -> dict[str, Any]:
     return values
 
 
+def _section(name: str) -> type[Section] | None:
+    """The section of this name; None: a plain parameter, or an unknown name."""
+    field = Params.model_fields.get(name)
+    return type(field.default) if field is not None and isinstance(field.default, Section) else None
+
+
 def _given(raw: dict[str, Any]) -> dict[str, Any]:
     """Without keys that have no value: params.yaml may list them, `dvc exp run --set-param` finds them by that.
 
     An unknown key stays, to be refused; a section that reads as null (its keys are commented out) is empty.
     """
-    sections = {
-        key: type(field.default) for key, field in Params.model_fields.items() if isinstance(field.default, Section)
-    }
     given = dict(raw)
-    for name in sections.keys() & raw.keys():
-        if raw[name] is None:
+    for name, value in raw.items():
+        section = _section(name)
+        if section is not None and value is None:
             given[name] = {}
-        elif isinstance(raw[name], dict):
-            known = sections[name].model_fields
-            given[name] = {key: value for key, value in raw[name].items() if value is not None or key not in known}
+        elif section is not None and isinstance(value, dict):
+            known = section.model_fields
+            given[name] = {key: leaf for key, leaf in value.items() if leaf is not None or key not in known}
     return given
-
-
-def _put(values: dict[str, Any], key: KeyPath, value: Any) -> None:
-    for name in key[:-1]:
-        if not isinstance(values.get(name), dict):
-            values[name] = {}
-        values = values[name]
-    values[key[-1]] = value
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -188,67 +188,44 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _validate(values: dict[str, Any], origin: dict[str, str]) -> tuple[Params | None, list[str]]:
-    """Validated parameters, or every problem: the wrong keys, and the conflicts among those that are right."""
-    try:
-        return Params.model_validate(values), []
-    except ValidationError as error:
-        details = [detail for detail in error.errors(include_url=False) if detail["type"] != "conflict"]
+def _explain(values: dict[str, Any], error: ValidationError, origin: dict[str, str]) -> list[str]:
+    """Every problem as text: the wrong keys, and the conflicts among those that are right."""
     by_key: dict[KeyPath, list[ErrorDetails]] = {}
-    for detail in details:
-        by_key.setdefault(_key_path(detail), []).append(detail)
+    for detail in error.errors(include_url=False):
+        if detail["type"] != "conflict":
+            names = tuple(str(part) for part in detail["loc"])  # deeper: what pydantic adds, the member of a union
+            by_key.setdefault(names[: 2 if _section(names[0]) else 1], []).append(detail)
     problems = [_field_problem(key, group, origin) for key, group in by_key.items()]
     # with the wrong keys at their defaults the rest can be checked for conflicts
-    rest = Params.model_construct(**_sections_without(values, set(by_key)))
-    for conflict in find_conflicts(rest):
-        paths = [tuple(key.split(".")) for key in conflict.keys]
-        if not any(bad == path[: len(bad)] for bad in by_key for path in paths):
-            got = ", ".join(f"{key} = {_value(rest, key)!r}" for key in conflict.keys)
-            problems.append(problem(conflict.keys[0], conflict.what, got, None, origin, None, conflict.fix))
-    return None, problems
-
-
-def _sections_without(values: dict[str, Any], bad: set[KeyPath]) -> dict[str, Any]:
-    """The sections and plain keys of `values`, validated, those in `bad` at their defaults."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
-        field = Params.model_fields.get(name)
-        if field is None or (name,) in bad:
-            continue
-        if isinstance(field.default, Section):
-            value = type(field.default)(**{key: leaf for key, leaf in value.items() if (name, key) not in bad})
-        kept[name] = value
-    return kept
-
-
-def _value(params: Params, key: str) -> Any:
-    return dict(leaves(params))[key]
-
-
-def _key_path(detail: ErrorDetails) -> KeyPath:
-    """The key path of an error, without what pydantic adds behind it (the member of a union)."""
-    names = tuple(str(part) for part in detail["loc"])
-    field = Params.model_fields.get(names[0]) if names else None
-    depth = 2 if field is not None and isinstance(field.default, Section) else 1
-    return names[:depth]
+        section = _section(name)
+        if name in Params.model_fields and (name,) not in by_key:
+            if section is not None:
+                value = section(**{key: leaf for key, leaf in value.items() if (name, key) not in by_key})
+            kept[name] = value
+    rest = Params.model_construct(**kept)
+    found = dict(leaves(rest))
+    for conflict in rest.conflicts():
+        keys = conflict.keys.split()
+        if not any(bad == tuple(key.split("."))[: len(bad)] for bad in by_key for key in keys):
+            got = ", ".join(f"{key} = {found[key]!r}" for key in keys)
+            problems.append(problem(keys[0], conflict.what, got, None, origin, fix=conflict.fix))
+    return problems
 
 
 def _field_problem(key: KeyPath, group: list[ErrorDetails], origin: dict[str, str]) -> str:
-    """One problem from all that pydantic says about one key."""
+    """One problem from all that pydantic reports about one key."""
     name, got = ".".join(key), short(group[0]["input"])
     kinds = {detail["type"] for detail in group}
+    listed = ", ".join((_section(key[0]) or Params).model_fields)
     if "extra_forbidden" in kinds:
-        section = Params.model_fields[key[0]].default if len(key) > 1 else Params()
-        known = f"one of {', '.join(type(section).model_fields)}"
-        return problem(name, "unknown key", got, known, origin, _nearest_key(key))
+        return problem(name, "unknown key", got, f"one of {listed}", origin, _nearest_key(key))
     if kinds & {"model_type", "model_attributes_type"}:
-        section = Params.model_fields[key[0]].default
-        return problem(name, "not a section", got, f"keys under it: {', '.join(type(section).model_fields)}", origin)
+        return problem(name, "not a section", got, f"keys under it: {listed}", origin)
     expected = " or ".join(dict.fromkeys(valid_values(detail) for detail in group))
-    near = None
     options = [str(option) for detail in group for option in detail.get("ctx", {}).get("expected", "").split("'")[1::2]]
-    if isinstance(group[0]["input"], str):
-        near = nearest(group[0]["input"], options)
+    near = nearest(group[0]["input"], options) if isinstance(group[0]["input"], str) else None
     return problem(name, "wrong value", got, expected, origin, near)
 
 
@@ -257,17 +234,17 @@ def _nearest_key(key: KeyPath) -> str | None:
     by_name = {name.rpartition(".")[2]: name for name in known_keys()}
     if key[-1] in by_name:
         return by_name[key[-1]]
-    if len(key) > 1:
-        siblings = list(type(Params.model_fields[key[0]].default).model_fields)
-        near = nearest(key[-1], siblings)
-        if near:
-            return f"{key[0]}.{near}"
+    section = _section(key[0]) if len(key) > 1 else None
+    if section is not None and (near := nearest(key[-1], list(section.model_fields))):
+        return f"{key[0]}.{near}"
     near = nearest(key[-1], [*Params.model_fields, *by_name])
     return by_name.get(near, near) if near else None
 
 
 def to_yaml(params: Params) -> str:
     """Every parameter as a file that loads to the same values."""
+    import yaml
+
     return yaml.safe_dump(params.model_dump(exclude={"recipe"}), sort_keys=False, allow_unicode=True)
 
 

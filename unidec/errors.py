@@ -16,14 +16,11 @@ def without_credentials(text: str) -> str:
 
 
 class UnidecError(Exception):
-    """Base of every error meant for a user; the command line prints it without a traceback, and never with credentials.
+    """Base of every error meant for a user; the command line prints it without a traceback and without credentials.
 
     Args:
-        what: one sentence that says what is wrong.
-        where: `file:line`, a key path or a folder.
-        got: what was found.
-        expected: what would have been right.
-        fix: what to do about it.
+        what: one sentence. where: `file:line`, a key path or a folder. got: what was found. expected: what would have
+            been right. fix: what to do about it.
     """
 
     exit_code = 1
@@ -38,13 +35,9 @@ class UnidecError(Exception):
         fix: str | None = None,
     ) -> None:
         self.what, self.where, self.got, self.expected, self.fix = what, where, got, expected, fix
+        facts = {"got": got, "expected": expected, "fix": fix or None}
         lines = [f"{where}: {what}" if where else what]
-        if got is not None:
-            lines.append(f"  got: {got}")
-        if expected is not None:
-            lines.append(f"  expected: {expected}")
-        if fix:
-            lines.append(f"  fix: {fix}")
+        lines += [f"  {name}: {fact}" for name, fact in facts.items() if fact is not None]
         super().__init__(without_credentials("\n".join(lines)))
 
 
@@ -67,24 +60,19 @@ class ArtifactError(UnidecError):
 
 
 class TrainingError(UnidecError):
-    """Training that cannot go on: a loss or gradient that is not finite, not enough memory."""
+    """Training that cannot continue: a loss or gradient that is not finite, not enough memory."""
 
     exit_code = 5
 
 
 class Refused(UnidecError):
-    """What a rule forbids: a promotion of what the gate did not let through, a rollback to nothing."""
+    """What a rule forbids: a promotion that the gate did not pass, a rollback to nothing."""
 
     exit_code = 6
 
 
 class Stopped(UnidecError):
-    """Training that a signal ended in order.
-
-    Args:
-        what: one sentence that says how to go on.
-        exit_code: 130 for SIGINT, 143 for SIGTERM, as shells have it.
-    """
+    """Training that a signal ended in order; `exit_code` is 130 for SIGINT, 143 for SIGTERM, as shells have it."""
 
     def __init__(self, what: str, exit_code: int) -> None:
         super().__init__(what)

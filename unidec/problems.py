@@ -1,4 +1,4 @@
-"""What is wrong with the parameters, in words."""
+"""Errors in the parameters as text."""
 
 from __future__ import annotations
 
@@ -39,21 +39,14 @@ def valid_values(detail: ErrorDetails) -> str:
 
 
 def problem(
-    key: str,
-    what: str,
-    got: str,
-    expected: str | None,
-    origin: dict[str, str],
-    near: str | None = None,
+    key: str, what: str, got: str, expected: str | None, origin: dict[str, str], near: str | None = None,
     fix: str | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """One problem as text: where, what, got, expected, the nearest name, the fix."""
     where = f" ({origin[key]})" if key in origin else ""
-    lines = [f"- {key}{where}: {what}", f"    got: {got}"]
-    lines += [f"    expected: {expected}"] if expected else []
-    lines += [f"    nearest: {near}"] if near else []
-    lines += [f"    fix: {fix}"] if fix else []
-    return "\n".join(lines)
+    facts = {"got": got, "expected": expected, "nearest": near, "fix": fix}
+    lines = [f"    {name}: {fact}" for name, fact in facts.items() if fact or name == "got"]
+    return "\n".join([f"- {key}{where}: {what}", *lines])
 
 
 def short(value: Any) -> str:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import MappingNode, ScalarNode
 
 from unidec.cli.project import write_project
 from unidec.config import Params, load_params, recipe_names
@@ -86,16 +88,16 @@ def _changed(text: str, values: dict[str, str], path: Path) -> str:
         ConfigError: no YAML, or a key that the file does not have.
     """
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+        root = YAML(typ="safe", pure=True).compose(text)
+    except YAMLError as error:
         raise ConfigError("not YAML", where=str(path), got=str(error)[:200]) from error
     places = []
     for key, value in values.items():
         node: Any = root
         for name in key.split("."):
-            children = node.value if isinstance(node, yaml.MappingNode) else []
+            children = node.value if isinstance(node, MappingNode) else []
             node = next((child for given, child in children if given.value == name), None)
-        if not isinstance(node, yaml.ScalarNode):
+        if not isinstance(node, ScalarNode):
             raise ConfigError(
                 f"no key {key} to change", where=str(path), fix=f"add it by hand, with the value {json.dumps(value)}"
             )

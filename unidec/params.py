@@ -1,0 +1,142 @@
+"""All parameters together, and the conflicts between their sections."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import model_validator
+from pydantic_core import PydanticCustomError
+
+from unidec import sections
+from unidec.sections import Conflict, Section, key
+
+
+class Params(Section):
+    """All of params.yaml."""
+
+    recipe: str | None = key(None, "a shipped way to train, in unidec/recipes; the keys here override it")
+    seed: sections.Seed = key(0, "seed of everything random in training")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: a GPU where there is one")
+    data: sections.Data = sections.Data()
+    raw: sections.RawBounds = sections.RawBounds()
+    validation: sections.Validation = sections.Validation()
+    tokens: sections.Tokens = sections.Tokens()
+    label_graph: sections.LabelGraph = sections.LabelGraph()
+    encoder: sections.Encoder = sections.Encoder()
+    model: sections.Model = sections.Model()
+    pool: sections.Pool = sections.Pool()
+    loss: sections.Loss = sections.Loss()
+    optim: sections.Optim = sections.Optim()
+    index: sections.Index = sections.Index()
+    run: sections.Run = sections.Run()
+    source: sections.Source = sections.Source()
+    warm: sections.Warm = sections.Warm()
+    retrain: sections.Retrain = sections.Retrain()
+    gate: sections.Gate = sections.Gate()
+    drift: sections.Drift = sections.Drift()
+    serve: sections.Serve = sections.Serve()
+    tracking: sections.Tracking = sections.Tracking()
+
+    @model_validator(mode="after")
+    def _no_conflicts(self) -> Self:
+        found = list(self.conflicts())
+        if found:
+            raise PydanticCustomError("conflict", "{text}", {"text": "; ".join(conflict.what for conflict in found)})
+        return self
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Every conflict within a section and between sections."""
+        for name in type(self).model_fields:
+            if isinstance(section := getattr(self, name), Section):
+                yield from section.conflicts()
+        yield from self._heads()
+        if self.model.heads != "de":
+            yield from self._classifier()
+        yield from self._losses()
+        yield from self._operations()
+
+    def _heads(self) -> Iterator[Conflict]:
+        heads, space = self.model.heads, self.index.space
+        if heads not in ("both", space):
+            what = "the index searches a head that the model does not have"
+            yield Conflict("index.space model.heads", what, "set index.space to the same value as model.heads")
+        idle = {0.0: "de", 1.0: "clf"}.get(self.loss.balance)
+        if heads == "both" and idle is not None and space in ("both", idle):
+            fix = "loss.balance strictly between 0 and 1, or model.heads and index.space: de (for 1) or clf (for 0)"
+            yield Conflict("loss.balance model.heads index.space", "one head gets no loss but is searched", fix)
+        for name in ("clf_weight", "knn_weight"):
+            if getattr(self.index, name) == "auto" and self.data.validation_share == 0:
+                fix = f"data.validation_share above 0, or a number as index.{name}"
+                what = "there is no validation split to tune a weight on"
+                yield Conflict(f"index.{name} data.validation_share", what, fix)
+        if self.encoder.bag_head >= self.tokens.max_length:
+            what = "no text is longer than its start: both bags would hold the same"
+            fix = "encoder.bag_head well below tokens.max_length, or 0"
+            yield Conflict("encoder.bag_head tokens.max_length", what, fix)
+        if self.optim.encode_chunk > 0 and self.run.devices > 1:
+            fix = "optim.encode_chunk: 0 (run.recompute saves memory too), or run.devices: 1"
+            yield Conflict("optim.encode_chunk run.devices", "gradients are cached on one device", fix)
+
+    def _classifier(self) -> Iterator[Conflict]:
+        all_labels = self.pool.clf_labels == "all"
+        if self.loss.clf == "bce" and self.loss.clf_bce > 0:
+            what = "the classifier's loss is BCE already: the auxiliary BCE would count it twice"
+            yield Conflict("loss.clf_bce loss.clf model.heads", what, "loss.clf_bce: 0")
+        if all_labels and self.run.table_place != "device":
+            what = "a classifier that sees all labels uses all rows in each step: they cannot be fetched for a step"
+            fix = "run.table_place: device, or pool.clf_labels: pool"
+            yield Conflict("run.table_place pool.clf_labels model.heads", what, fix)
+        if not self.model.clf_residual:
+            return
+        or_none = "or model.clf_residual: false"
+        if self.model.clf_init != "label_embedding":
+            what, fix = "a residual classifier starts from its labels' embeddings", "model.clf_init: label_embedding"
+            yield Conflict("model.clf_residual model.clf_init model.heads", what, f"{fix}, {or_none}")
+        if all_labels:
+            what = "a residual classifier over all labels would encode every label's text in each step"
+            yield Conflict("model.clf_residual pool.clf_labels model.heads", what, f"pool.clf_labels: pool, {or_none}")
+        if self.run.devices > 1:
+            what = "a residual classifier trains on one device"
+            yield Conflict("model.clf_residual run.devices model.heads", what, f"run.devices: 1, {or_none}")
+
+    def _losses(self) -> Iterator[Conflict]:
+        loss = self.loss
+        used = {head: getattr(loss, head) for head in ("de", "clf") if self.model.heads in ("both", head)}
+        keys = "loss.de loss.clf model.heads"
+        if "infonce" in used.values() and loss.reduction != "pol":
+            fix = "loss.reduction: pol, or supcon as the loss"
+            yield Conflict(f"loss.reduction {keys}", "InfoNCE is defined for one positive a query", fix)
+        if "hinge" in used.values() and loss.margin == 0:
+            fix = "loss.margin: 1 for the classifier's scores, below 1 for cosines"
+            yield Conflict(f"loss.margin {keys}", "a squared hinge without a margin is 0 where all scores are", fix)
+        for head, name in used.items():
+            if name == "softtopk" and getattr(loss, f"{head}_forward") < 1:
+                what = "soft top-k counts the labels of a query: there is no label to query"
+                fix = f"loss.{head}_forward: 1, or another loss.{head}"
+                yield Conflict(f"loss.{head}_forward loss.{head} model.heads", what, fix)
+        if "softtopk" in used.values() and 0 < self.pool.size <= loss.topk:
+            what = "all labels of a pool are among the first k: nothing is learnt"
+            yield Conflict("loss.topk pool.size", what, "loss.topk far below pool.size")
+
+    def _operations(self) -> Iterator[Conflict]:
+        source = self.source
+        copied = {"folder": [source.path], "files": [source.queries, source.labels, source.pairs]}.get(source.kind, [])
+        if any(_within_each_other(path, self.data.path) for path in copied if path):
+            what, fix = "what is fetched would replace its own source", "data.path: a folder of its own"
+            yield Conflict("source.kind source.path data.path", what, fix)
+        if source.secrets and source.kind != "dvc" and not self.retrain.push:
+            what = "nothing that runs needs secrets: they are given to DVC's commands alone"
+            fix = "source.kind: dvc, or retrain.push: true, or no source.secrets"
+            yield Conflict("source.secrets source.kind", what, fix)
+        if self.retrain.start == "warm" and self.encoder.start:
+            what = "two models to start from: the champion and that of encoder.start"
+            yield Conflict("retrain.start encoder.start", what, 'retrain.start: auto or cold, or encoder.start: ""')
+
+
+def _within_each_other(first: str, second: str) -> bool:
+    """Whether two paths are one, or one lies inside the other."""
+    one, other = Path(os.path.abspath(first)), Path(os.path.abspath(second))
+    return one == other or one in other.parents or other in one.parents
