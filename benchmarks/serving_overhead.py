@@ -3,7 +3,7 @@
     python benchmarks/serving_overhead.py                # half a minute; results/serving-overhead.json
 
 The model answers at once with five labels made before. Counted is the processor's time of the server's process, so that
-the client beside it (and whatever else runs) changes little. `bare`: the same uvicorn and protocol with an application
+the client beside it (and whatever else runs) changes little. `bare`: the same uvicorn with an application
 that answers fixed bytes: what HTTP alone costs. `kept`: the same query again and again, from the cache.
 """
 
@@ -79,18 +79,16 @@ def serve(mode: str, port: int) -> None:
 
     from unidec.sections import Serve
     from unidec.serving.app import create_app
-    from unidec.serving.protocol import http_protocol
-    from unidec.serving.run import SWITCH_SECONDS
-    from unidec.serving.service import Service
+    from unidec.serving.engine import Service
+    from unidec.serving.run import SWITCH_SECONDS, server_options
 
     settings = Serve(cache_queries=10_000 if mode == "kept" else 0)
     service = Service(settings)
     service.current = _Instant()  # type: ignore[assignment]
     sys.setswitchinterval(SWITCH_SECONDS)
     uvicorn.run(
-        _bare if mode == "bare" else create_app(service, settings), port=port, http=http_protocol(), ws="none",
-        lifespan="off" if mode == "bare" else "on", log_config=None, access_log=False, proxy_headers=False,
-        server_header=False, date_header=False,
+        _bare if mode == "bare" else create_app(service, settings), port=port,
+        **server_options(settings) | {"lifespan": "off" if mode == "bare" else "on"},
     )  # fmt: skip
 
 
@@ -108,7 +106,7 @@ class _Instant:
 
     def __init__(self) -> None:
         from unidec.retrieval.bundle import Prediction
-        from unidec.serving.service import Identity
+        from unidec.serving.engine import Identity
 
         scores = [1.4538171291351318 / (i + 1) for i in range(5)]
         self.identity = Identity("none")

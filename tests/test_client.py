@@ -267,7 +267,7 @@ def served(bundle):
     uvicorn = pytest.importorskip("uvicorn")
     from unidec.sections import Serve
     from unidec.serving.app import create_app
-    from unidec.serving.service import Engine, Service
+    from unidec.serving.engine import Engine, Service
 
     settings = Serve(max_queries=8, runtime="torch")
     service = Service(settings)

@@ -17,8 +17,8 @@ from unidec.errors import DataError
 from unidec.retrieval.bundle import Prediction
 from unidec.sections import Serve
 from unidec.serving.app import create_app
+from unidec.serving.engine import Identity, Service
 from unidec.serving.run import hosts_of
-from unidec.serving.service import Identity, Service
 
 JSON = {"content-type": "application/json"}
 
@@ -73,8 +73,7 @@ class StubEngine:
             for request in requests
         ]  # fmt: skip
 
-    def facts(self) -> dict[str, Any]:
-        return {"stub": True}
+    card = {"stub": True}
 
 
 class Asked:
@@ -94,12 +93,11 @@ class Asked:
         query: str = "",
         ends: bool = True,
         leaves: asyncio.Event | None = None,
-        reads: asyncio.Event | None = None,
     ) -> Reply:
         """One request; `what`: JSON of its body, or bytes. `ends`: the last chunk says so, else it is waited for.
 
         Args:
-            leaves: the client goes when this is set. reads: it reads nothing until this is set.
+            leaves: the client disconnects when this is set.
         """
         body = b"" if what is None else what if isinstance(what, bytes) else json.dumps(what).encode()
         pieces = [body] if chunks is None else list(chunks)
@@ -126,8 +124,6 @@ class Asked:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            if reads is not None and messages and messages[-1].get("body"):
-                await reads.wait()
             messages.append(message)
 
         await self.app(scope, receive, send)

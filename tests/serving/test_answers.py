@@ -11,7 +11,7 @@ import pytest
 
 from unidec.retrieval.bundle import Prediction
 from unidec.sections import Serve
-from unidec.serving.answers import answer_of, card, explain_body, predict_body
+from unidec.serving.answers import answer_of, card, explain_json, predict_json
 
 MODEL = b'{"sha256":"a","version":null}'
 
@@ -21,7 +21,7 @@ def test_a_part_that_the_model_lacks_is_null_and_scores_are_exact() -> None:
     odd = '"\\ \x00\n\u2028 🚗 </script>'
     prediction = Prediction([odd, "b"], ["", odd], [score, -2.0], [score, -2.0], [], num_tokens=4, unknown_tokens=1)
     answer = answer_of(prediction)
-    found = json.loads(predict_body(MODEL, [answer.json, answer.json]))
+    found = json.loads(predict_json(MODEL, [answer.json, answer.json]))
     assert found["model"] == {"sha256": "a", "version": None} and len(found["predictions"]) == 2
     first, second = found["predictions"][1]["labels"]
     assert first == {"uid": odd, "title": "", "score": score, "de": score, "clf": None, "knn": None}
@@ -32,7 +32,7 @@ def test_a_part_that_the_model_lacks_is_null_and_scores_are_exact() -> None:
 def test_no_labels_and_no_queries() -> None:
     answer = answer_of(Prediction([], [], [], [], []))
     assert json.loads(answer.json) == {"labels": [], "unknown_tokens": 0, "unknown_filters": 0} and answer.best is None
-    assert json.loads(predict_body(MODEL, [])) == {"model": json.loads(MODEL), "predictions": []}
+    assert json.loads(predict_json(MODEL, [])) == {"model": json.loads(MODEL), "predictions": []}
 
 
 def test_an_explanation_without_neighbours_or_votes() -> None:
@@ -41,7 +41,7 @@ def test_an_explanation_without_neighbours_or_votes() -> None:
         tokens=[SimpleNamespace(text="[CLS]", unknown=False, special=True),
                 SimpleNamespace(text="xyz", unknown=True, special=False)],
     )  # fmt: skip
-    found = json.loads(explain_body(MODEL, explanation))
+    found = json.loads(explain_json(MODEL, explanation))
     assert found["weights"] == {"de": 1.0, "clf": 0.0, "knn": 0.0} and found["nearest"] == [] and found["truncated"]
     assert found["tokens"] == [{"piece": "xyz", "unknown": True}]
 

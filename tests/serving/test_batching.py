@@ -38,6 +38,11 @@ def batcher(model: Model, **more: Any) -> Batcher:
     return Batcher(model, **settings)
 
 
+def submit(batches: Batcher, engine: Any, queries: Sequence[Any], gone: Any = None) -> asyncio.Task[list[Any]]:
+    """A request, in a task of its own as the server's are."""
+    return asyncio.create_task(batches.answer(engine, queries, gone))
+
+
 async def begun(model: Model) -> None:
     """Until the model works on a batch."""
     assert await asyncio.get_running_loop().run_in_executor(None, model.began.acquire, True, 5)
@@ -47,8 +52,8 @@ def test_every_query_gets_its_own_answer_in_its_place_whatever_it_was_batched_wi
     async def main() -> None:
         model = Model()
         batches = batcher(model)
-        jobs = [batches.submit("e", list(range(start, start + num))) for start, num in ((0, 1), (10, 20), (50, 3))]
-        assert [await job.answers for job in jobs] == [[0], [2 * i for i in range(10, 30)], [100, 102, 104]]
+        jobs = [submit(batches, "e", list(range(start, start + num))) for start, num in ((0, 1), (10, 20), (50, 3))]
+        assert [await job for job in jobs] == [[0], [2 * i for i in range(10, 30)], [100, 102, 104]]
         assert all(len(queries) <= 8 for _, queries in model.batches)
         assert sorted(query for _, queries in model.batches for query in queries) == [0, *range(10, 30), 50, 51, 52]
         assert batches.waiting == 0
@@ -62,11 +67,11 @@ def test_requests_gather_while_the_model_works() -> None:
         model = Model()
         model.gate.clear()
         batches = batcher(model)
-        jobs = [batches.submit("e", [0])]
+        jobs = [submit(batches, "e", [0])]
         await begun(model)
-        jobs += [batches.submit("e", [i]) for i in range(1, 7)]
+        jobs += [submit(batches, "e", [i]) for i in range(1, 7)]
         model.gate.set()
-        assert [await job.answers for job in jobs] == [[2 * i] for i in range(7)]
+        assert [await job for job in jobs] == [[2 * i] for i in range(7)]
         assert [queries for _, queries in model.batches] == [[0], [1, 2, 3, 4, 5, 6]]
         await batches.stop()
 
@@ -80,16 +85,16 @@ def test_a_client_alone_never_waits_and_those_who_came_together_wait_for_each_ot
         loop = asyncio.get_running_loop()
         began = loop.time()
         for i in range(5):
-            assert await batches.submit("e", [i]).answers == [2 * i]
+            assert await submit(batches, "e", [i]) == [2 * i]
         assert loop.time() - began < 2, "it waited for others"
-        together = [batches.submit("e", [10]), batches.submit("e", [11])]
-        assert [await job.answers for job in together] == [[20], [22]]
+        together = [submit(batches, "e", [10]), submit(batches, "e", [11])]
+        assert [await job for job in together] == [[20], [22]]
         assert model.batches[-1][1] == [10, 11]
-        first = batches.submit("e", [20])
+        first = submit(batches, "e", [20])
         await asyncio.sleep(0.05)
-        assert not first.answers.done(), "two came together before: it waits for a second"
-        second = batches.submit("e", [21])
-        assert [await first.answers, await second.answers] == [[40], [42]]
+        assert not first.done(), "two came together before: it waits for a second"
+        second = submit(batches, "e", [21])
+        assert [await first, await second] == [[40], [42]]
         assert model.batches[-1][1] == [20, 21]
         assert loop.time() - began < 4, "the second ends the wait"
         await batches.stop()
@@ -120,24 +125,23 @@ def test_a_lone_query_that_is_quick_is_answered_by_the_event_loop_and_no_other_i
     async def main() -> None:
         model, sizes = Threads(), []
         batches = batcher(model, on_batch=lambda num, seconds: sizes.append(num))
-        assert await batches.submit("e", [1]).answers == [1]
+        assert await submit(batches, "e", [1]) == [1]
         assert model.here() == [], "how long one takes is not known yet"
-        assert await batches.submit("e", [2]).answers == [2]
+        assert await submit(batches, "e", [2]) == [2]
         assert model.here() == [[2]]
         with pytest.raises(ValueError, match="minus one"):
-            await batches.submit("e", [-1]).answers
+            await submit(batches, "e", [-1])
         assert model.here() == [[2], [-1]]
-        await batches.submit("e", [3], alone=True).answers  # an explanation
-        await batches.submit("e", [4, 5]).answers
-        await asyncio.gather(*(batches.submit("e", [i]).answers for i in range(6, 9)))
+        await submit(batches, "e", [4, 5])
+        await asyncio.gather(*(submit(batches, "e", [i]) for i in range(6, 9)))
         assert model.here() == [[2], [-1]]
-        assert [queries for _, queries in model.batches[3:]] == [[3], [4, 5], [6, 7, 8]]
+        assert [queries for _, queries in model.batches[3:]] == [[4, 5], [6, 7, 8]]
         model.seconds = 0.05
-        await batches.submit("e", [9]).answers
-        await batches.submit("e", [10]).answers
+        await submit(batches, "e", [9])
+        await submit(batches, "e", [10])
         assert model.here() == [[2], [-1], [9]], "it keeps the loop no second time"
         await batches.stop()
-        assert sorted(sizes) == [1, 1, 1, 1, 1, 1, 2, 3], "each batch is counted, wherever it was answered"
+        assert sorted(sizes) == [1, 1, 1, 1, 1, 2, 3], "each batch is counted, wherever it was answered"
 
     asyncio.run(main())
 
@@ -147,9 +151,9 @@ def test_one_query_a_batch_of_many_waiting_keeps_the_event_loop_free() -> None:
         model = Threads()
         batches = batcher(model, batch_queries=1, queue_queries=5000)
         for i in range(2):
-            await batches.submit("e", [i]).answers
-        jobs = [batches.submit("e", [i]) for i in range(2000)]
-        assert await asyncio.gather(*(job.answers for job in jobs)) == [[i] for i in range(2000)]
+            await submit(batches, "e", [i])
+        jobs = [submit(batches, "e", [i]) for i in range(2000)]
+        assert await asyncio.gather(*(job for job in jobs)) == [[i] for i in range(2000)]
         assert model.here() in ([[1]], [[1], [1999]])
         await batches.stop()
 
@@ -160,9 +164,9 @@ def test_waiting_for_others_ends() -> None:
     async def main() -> None:
         model = Model()
         batches = batcher(model, wait_seconds=0.02)
-        jobs = [batches.submit("e", [i]) for i in range(3)]
-        await asyncio.gather(*(job.answers for job in jobs))
-        assert await asyncio.wait_for(batches.submit("e", [9]).answers, 5) == [18]
+        jobs = [submit(batches, "e", [i]) for i in range(3)]
+        await asyncio.gather(*(job for job in jobs))
+        assert await asyncio.wait_for(submit(batches, "e", [9]), 5) == [18]
         await batches.stop()
 
     asyncio.run(main())
@@ -173,15 +177,15 @@ def test_a_large_request_leaves_room_for_small_ones() -> None:
         model = Model()
         model.gate.clear()
         batches = batcher(model)
-        first = batches.submit("e", [0])
+        first = submit(batches, "e", [0])
         await begun(model)
-        large = batches.submit("e", list(range(100, 150)))
-        small = [batches.submit("e", [i]) for i in range(1, 5)]
+        large = submit(batches, "e", list(range(100, 150)))
+        small = [submit(batches, "e", [i]) for i in range(1, 5)]
         model.gate.set()
-        await asyncio.gather(*(job.answers for job in (first, *small)))
+        await asyncio.gather(*(job for job in (first, *small)))
         assert set(range(1, 5)) <= set(model.batches[1][1]), "the small ones are in the first batch after"
         assert len(model.batches[1][1]) == 8, "which is full"
-        assert await large.answers == [2 * i for i in range(100, 150)]
+        assert await large == [2 * i for i in range(100, 150)]
         await batches.stop()
 
     asyncio.run(main())
@@ -192,29 +196,12 @@ def test_a_batch_is_of_one_engine_and_engines_keep_their_turn() -> None:
         model = Model()
         model.gate.clear()
         batches = batcher(model)
-        jobs = [batches.submit("old", [0])]
+        jobs = [submit(batches, "old", [0])]
         await begun(model)
-        jobs += [batches.submit("old" if i % 2 else "new", [i]) for i in range(1, 9)]
+        jobs += [submit(batches, "old" if i % 2 else "new", [i]) for i in range(1, 9)]
         model.gate.set()
-        await asyncio.gather(*(job.answers for job in jobs))
+        await asyncio.gather(*(job for job in jobs))
         assert model.batches == [("old", [0]), ("old", [1, 3, 5, 7]), ("new", [2, 4, 6, 8])]
-        await batches.stop()
-
-    asyncio.run(main())
-
-
-def test_what_is_alone_is_never_batched() -> None:
-    async def main() -> None:
-        model = Model()
-        model.gate.clear()
-        batches = batcher(model)
-        jobs = [batches.submit("e", [0])]
-        await begun(model)
-        jobs += [batches.submit("e", [i], alone=i == 2) for i in range(1, 5)]
-        jobs.append(batches.submit("e", [5], alone=True))
-        model.gate.set()
-        await asyncio.gather(*(job.answers for job in jobs))
-        assert [queries for _, queries in model.batches] == [[0], [1, 3, 4], [2], [5]]
         await batches.stop()
 
     asyncio.run(main())
@@ -225,14 +212,14 @@ def test_a_request_that_fails_fails_alone() -> None:
         model = Model()
         model.gate.clear()
         batches = batcher(model)
-        jobs = [batches.submit("e", [0])]
+        jobs = [submit(batches, "e", [0])]
         await begun(model)
-        jobs += [batches.submit("e", [1]), batches.submit("e", [-1, 7]), batches.submit("e", [2])]
+        jobs += [submit(batches, "e", [1]), submit(batches, "e", [-1, 7]), submit(batches, "e", [2])]
         model.gate.set()
-        answers = await asyncio.gather(*(job.answers for job in jobs), return_exceptions=True)
+        answers = await asyncio.gather(*(job for job in jobs), return_exceptions=True)
         assert answers[0] == [0] and answers[1] == [2] and answers[3] == [4]
         assert isinstance(answers[2], ValueError)
-        assert await batches.submit("e", [5]).answers == [10], "the thread lives"
+        assert await submit(batches, "e", [5]) == [10], "the thread lives"
         await batches.stop()
 
     asyncio.run(main())
@@ -243,16 +230,16 @@ def test_the_queue_is_bounded_and_recovers() -> None:
         model = Model()
         model.gate.clear()
         batches = batcher(model, queue_queries=10)
-        jobs = [batches.submit("e", [0])]
+        jobs = [submit(batches, "e", [0])]
         await begun(model)
-        jobs += [batches.submit("e", list(range(10)))]  # as many as may wait
+        jobs += [submit(batches, "e", list(range(10)))]  # as many as may wait
         with pytest.raises(Overloaded) as refused:
-            batches.submit("e", [1])
+            await submit(batches, "e", [1])
         assert 1 <= refused.value.retry_after <= 30
         assert batches.waiting == 10
         model.gate.set()
-        await asyncio.gather(*(job.answers for job in jobs))
-        assert await batches.submit("e", list(range(50))).answers == list(range(0, 100, 2)), "none waits: any size"
+        await asyncio.gather(*(job for job in jobs))
+        assert await submit(batches, "e", list(range(50))) == list(range(0, 100, 2)), "none waits: any size"
         await batches.stop()
 
     asyncio.run(main())
@@ -264,14 +251,14 @@ def test_what_could_not_be_answered_in_time_is_refused_at_once() -> None:
         model.gate.clear()
         batches = batcher(model, timeout_seconds=2.0)
         batches.pace = 1.5  # seconds a batch of eight
-        jobs = [batches.submit("e", [0])]
+        jobs = [submit(batches, "e", [0])]
         await begun(model)
-        jobs.append(batches.submit("e", list(range(7))))
-        jobs.append(batches.submit("e", [7]))
+        jobs.append(submit(batches, "e", list(range(7))))
+        jobs.append(submit(batches, "e", [7]))
         with pytest.raises(Overloaded):
-            batches.submit("e", [8])
+            await submit(batches, "e", [8])
         model.gate.set()
-        await asyncio.gather(*(job.answers for job in jobs))
+        await asyncio.gather(*(job for job in jobs))
         assert batches.pace < 1.5, "it learns that the model is faster"
         await batches.stop()
 
@@ -285,16 +272,16 @@ def test_time_is_up_also_while_the_model_works_and_the_queue_forgets_it() -> Non
         model = Model()
         model.gate.clear()
         batches = batcher(model, timeout_seconds=0.1, on_drop=dropped.append)
-        jobs = [batches.submit("e", [0])]
+        jobs = [submit(batches, "e", [0])]
         await begun(model)
-        jobs += [batches.submit("e", [1, 2])]
+        jobs += [submit(batches, "e", [1, 2])]
         for job in jobs:
             with pytest.raises(TooLate):
-                await job.answers
+                await job
         assert batches.waiting == 0
         model.gate.set()
         batches.timeout_seconds = 5.0
-        assert await batches.submit("e", [3]).answers == [6]
+        assert await submit(batches, "e", [3]) == [6]
         assert [queries for _, queries in model.batches] == [[0], [3]], "nobody waited for 1 and 2"
         await batches.stop()
 
@@ -307,16 +294,17 @@ def test_a_client_that_goes_is_not_answered() -> None:
         model = Model()
         model.gate.clear()
         batches = batcher(model)
-        first = batches.submit("e", [0])
+        first = submit(batches, "e", [0])
         await begun(model)
-        gone, stays = batches.submit("e", [1, 2, 3]), batches.submit("e", [4])
-        batches.cancel(gone)
-        batches.cancel(gone)
+        leaves = asyncio.Event()
+        gone, stays = submit(batches, "e", [1, 2, 3], leaves.wait), submit(batches, "e", [4])
+        await asyncio.sleep(0)
+        leaves.set()
+        with pytest.raises(ClientGone):
+            await gone
         assert batches.waiting == 1
         model.gate.set()
-        assert [await first.answers, await stays.answers] == [[0], [8]]
-        with pytest.raises(ClientGone):
-            await gone.answers
+        assert [await first, await stays] == [[0], [8]]
         assert [queries for _, queries in model.batches] == [[0], [4]]
         await batches.stop()
 
@@ -327,10 +315,13 @@ def test_stopping_answers_what_waits_and_ends_the_thread() -> None:
     async def main() -> None:
         model = Model()
         batches = batcher(model)
-        jobs = [batches.submit("e", [i]) for i in range(30)]
+        jobs = [submit(batches, "e", [i]) for i in range(30)]
+        await asyncio.sleep(0)
         await batches.stop()
-        assert [job.answers.result() for job in jobs] == [[2 * i] for i in range(30)]
-        assert not batches._thread.is_alive()
+        await asyncio.sleep(0)
+        assert [job.result() for job in jobs] == [[2 * i] for i in range(30)]
+        await asyncio.sleep(0.05)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("unidec-model")]
 
     asyncio.run(main())
 
@@ -347,7 +338,7 @@ def test_an_engine_is_let_go_when_its_last_request_is_answered() -> None:
         )  # fmt: skip
         engine = Engine()
         gone = weakref.ref(engine)
-        await batches.submit(engine, [1, 2]).answers
+        await submit(batches, engine, [1, 2])
         del engine
         for _ in range(100):
             gc.collect()
@@ -361,19 +352,19 @@ def test_an_engine_is_let_go_when_its_last_request_is_answered() -> None:
     asyncio.run(main())
 
 
-def test_stuck_tells_how_long_one_batch_takes() -> None:
+def test_is_stuck_tells_how_long_one_batch_takes() -> None:
     async def main() -> None:
         model = Model()
         model.gate.clear()
         batches = batcher(model)
-        assert not batches.stuck(0.0)
-        job = batches.submit("e", [1])
+        assert not batches.is_stuck(0.0)
+        job = submit(batches, "e", [1])
         await begun(model)
         await asyncio.sleep(0.02)
-        assert batches.stuck(0.01) and not batches.stuck(30)
+        assert batches.is_stuck(0.01) and not batches.is_stuck(30)
         model.gate.set()
-        await job.answers
-        assert not batches.stuck(0.0)
+        await job
+        assert not batches.is_stuck(0.0)
         await batches.stop()
 
     asyncio.run(main())

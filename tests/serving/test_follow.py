@@ -1,9 +1,10 @@
-"""Following an alias: what is loaded, refused and swapped, with a registry, trials and engines of the tests' own."""
+"""Following an alias: what is loaded, refused and swapped, with a registry, probes and engines of the tests' own."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,17 +12,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 import unidec.retrieval.answer  # noqa: F401  its imports take seconds: not within a time limit
+from unidec.data.storage import write_manifest
 from unidec.errors import ArtifactError, ConfigError
+from unidec.retrieval.bundle_folder import KIND, VERSION
+from unidec.retrieval.probe import Probe, known_texts, num_different
 from unidec.sections import Serve
 from unidec.serving import follow
+from unidec.serving.engine import Engine as RealEngine
+from unidec.serving.engine import Identity, Service
 from unidec.serving.follow import Follower
-from unidec.serving.service import Identity, Service
-from unidec.serving.trial import Trial
-from unidec.serving.watch import Found, RegistryAway
+from unidec.serving.metrics import follow_metrics
+from unidec.serving.registry import RegistryAway, Version
 
 ALIAS = "models:/m@champion"
 
@@ -45,66 +51,54 @@ class Engine:
 
 
 class Shelf:
-    """A registry in a folder; `alias` is what it stands for, an error is raised."""
+    """A registry in a folder; `alias` is what it names, an error is raised."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.alias = folder, None
-        self.kept: dict[str, Found] = {}
+        self.folder = folder
+        self.alias: str | Exception = ConfigError("not in the registry: no such alias")
+        self.kept: dict[str, Version] = {}
         self.about: dict[str, dict[str, Any]] = {}
         self.fetched: list[str] = []
-        self.prepared = self.closed = 0
-        self.missing = "not in the registry: no such alias"
         self.fetching = lambda found: None
 
-    def add(self, version: str, **about: Any) -> Found:
-        found = self.kept[version] = Found(version, version * 16, "d" * 64)
+    def add(self, version: str, **about: Any) -> None:
+        found = self.kept[version] = Version(version, version * 16, "d" * 64)
         self.about[version] = {"sha256": found.sha256, "says": version} | about
-        return found
 
-    def prepare(self) -> None:
-        self.prepared += 1
-
-    def look(self) -> Found | None:
+    def find(self) -> Version:
         if isinstance(self.alias, Exception):
             raise self.alias
-        return None if self.alias is None else self.kept[self.alias]
+        return self.kept[self.alias]
 
-    def fetch(self, found: Found, max_bytes: int) -> tuple[Path, bool]:
+    def fetch(self, found: Version, max_bytes: int) -> Path:
         self.fetching(found)
         self.fetched.append(found.version or "")
         folder = self.folder / found.sha256
-        is_new = not folder.is_dir()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "about.json").write_text(json.dumps(self.about[found.version or ""]))
-        return folder, is_new
-
-    def close(self) -> None:
-        self.closed += 1
+        return folder
 
 
-class Tried:
-    """Trials that say what the engine will say, or raise `error`."""
+class Probes:
+    """Probes that answer as the engine will, or raise `error`."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.runs = 0
 
-    def run(self, folder: Path, settings: Serve) -> Trial:
+    def __call__(self, folder: Path, settings: Serve) -> Probe:
         self.runs += 1
         if self.error is not None:
             raise self.error
         about = json.loads((folder / "about.json").read_text())
-        return Trial(about["sha256"], ["a text"], [[about["says"]]], [[1.0]], 0.1, 1.0)
-
-    def close(self) -> None:
-        pass
+        return Probe(about["sha256"], *[0.1] * 7, [[about["says"]]], [[1.0]], ["a text"])
 
 
 class World:
     """A service, its follower, and what the follower sees."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
-        self.root, self.shelf, self.tried = root, Shelf(root / "runs" / "bundles"), Tried()
+        self.root, self.shelf, self.probes = root, Shelf(root / "runs" / "bundles"), Probes()
         self.settings = Serve(**({"follow_seconds": 0.02, "timeout_seconds": 0.2} | settings))
         self.loaded: list[weakref.ref[Engine]] = []
         self.followers: list[Follower] = []
@@ -113,8 +107,8 @@ class World:
     def begin(self, source: str = ALIAS) -> None:
         self.service = Service(self.settings)
         self.follower = Follower(
-            self.service, source, self.settings, root=self.root, uri="sqlite:///none.db", trials=self.tried,
-            registry=self.shelf if source.startswith("models:") else None, load=self.load,
+            self.service, source, self.settings, root=self.root, probe=self.probes, load=self.load,
+            registry=self.shelf if source.startswith("models:") else None,
         )  # fmt: skip
         self.followers.append(self.follower)
 
@@ -154,10 +148,10 @@ def world(tmp_path: Path) -> Iterator[World]:
         follower.stop()
 
 
-def test_the_first_one_serves_warm_and_without_a_trial(world):
+def test_the_first_one_serves_warm_and_without_a_probe(world):
     world.start()
     engine = world.service.current
-    assert world.says() == "1" and engine.warmed == 1 and world.tried.runs == 0
+    assert world.says() == "1" and engine.warmed == 1 and world.probes.runs == 0
     assert engine.identity == Identity("1" * 16, "m", "1", "champion", "d" * 64)
     assert world.follower.first.result() == engine.identity
     assert world.service.previous is None
@@ -168,7 +162,7 @@ def test_the_alias_moves_and_moves_back(world):
     first = world.service.current
     world.shelf.alias = "2"
     world.until(lambda: world.says() == "2")
-    assert world.service.current.warmed == 1 and world.tried.runs == 1
+    assert world.service.current.warmed == 1 and world.probes.runs == 1
     world.until(lambda: world.follower.state()["swaps"] == 1)
     world.shelf.alias = "1"
     world.until(lambda: world.says() == "1")
@@ -193,45 +187,42 @@ def test_without_a_previous_one_the_way_back_is_a_load(tmp_path):
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_version_that_fails_its_trial_is_refused_once(world, caplog, times):
+def test_a_version_that_fails_its_probe_is_refused_once(world, caplog, times):
     world.start()
-    world.tried.error = ArtifactError("a fresh process cannot serve it", where="here")
+    world.probes.error = ArtifactError("a fresh process cannot serve it", where="here")
     with caplog.at_level(logging.WARNING, logger="unidec"):
         world.shelf.alias = "2"
         world.until(lambda: world.follower.state()["refused"])
         world.looks(5)
-        assert world.tried.runs == 1, "not tried again at each look"
+        assert world.probes.runs == 1, "not tried again at each look"
         for again in range(1, times):
             world.follower.look_soon()
-            world.until(lambda again=again: world.tried.runs == again + 1)
+            world.until(lambda again=again: world.probes.runs == again + 1)
     world.until(lambda: world.follower.counts["refusals"] == times)
     refused = world.follower.state()["refused"]
     assert world.says() == "1" and len(world.loaded) == 1, "it was never loaded here"
     assert refused["version"] == "2" and refused["sha256"] == "2" * 16 and "cannot serve" in refused["why"]
-    assert sum("version 2 is refused, version 1 goes on serving" in text for text in caplog.messages) == times
-    world.tried.error = None
+    assert sum("version 2 is refused, version 1 stays" in text for text in caplog.messages) == times
+    world.probes.error = None
     world.follower.look_soon()
     world.until(lambda: world.says() == "2")
     world.until(lambda: world.follower.state()["refused"] is None)
 
 
-def test_a_refused_version_is_tried_again_later_and_later(monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr(follow.time, "monotonic", lambda: now)
-    pauses = []
-    for times in (1, 2, 3, 7, 50):
-        refusal = follow._Refusal(Found("2", "x"), "why", now, times)
-        started = now
-        while not refusal.is_over():
-            now += 1
-        pauses.append(now - started)
-        now = started
-    assert pauses == [60, 120, 240, 3600, 3600]
+def test_a_refused_version_is_tried_again_later(world, monkeypatch):
+    monkeypatch.setattr(follow, "RETRY_SECONDS", 0.3)
+    world.start()
+    world.probes.error = ArtifactError("no memory at the moment")
+    world.shelf.alias = "2"
+    world.until(lambda: world.follower.state()["refused"])
+    world.probes.error = None
+    world.until(lambda: world.says() == "2")
+    assert world.probes.runs == 2
 
 
 def test_the_alias_moves_back_from_a_refused_one(world):
     world.start()
-    world.tried.error = ArtifactError("no")
+    world.probes.error = ArtifactError("no")
     world.shelf.alias = "2"
     world.until(lambda: world.follower.state()["refused"])
     world.shelf.alias = "1"
@@ -243,11 +234,11 @@ def test_the_alias_moves_back_from_a_refused_one(world):
     ("about", "why"),
     [
         ({"sha256": "f" * 16}, "another bundle"),
-        ({"score": 1.1}, "answers otherwise"),
+        ({"score": 1.1}, "answers differently"),
     ],
     ids=["hash", "answers"],
 )
-def test_what_is_loaded_must_be_what_was_tried(world, about, why):
+def test_what_is_loaded_must_be_what_was_probed(world, about, why):
     world.start()
     world.shelf.add("4", **about)
     world.shelf.alias = "4"
@@ -273,7 +264,7 @@ def test_whatever_loading_raises_the_old_one_serves(world, error, monkeypatch):
 
 def test_a_version_without_a_hash_is_refused(world):
     world.start()
-    world.shelf.kept["5"] = Found("5", "")
+    world.shelf.kept["5"] = Version("5", "")
     world.shelf.alias = "5"
     world.until(lambda: world.follower.state()["refused"])
     assert "without its bundle's hash" in world.follower.state()["refused"]["why"] and world.shelf.fetched == ["1"]
@@ -293,20 +284,10 @@ def test_a_registry_that_is_away(world, caplog):
     assert sum("answers again" in text for text in caplog.messages) == 1
 
 
-def test_a_registry_that_is_away_is_asked_less_often(world):
-    world.begin()
-    pauses = []
-    for fails in (0, 1, 2, 5, 100):
-        world.follower._fails = fails
-        pauses.append(max(world.follower._pause() for _ in range(200)))
-    assert pauses[0] < 0.0221 and 0.03 < pauses[1] < 0.045 and 0.07 < pauses[2] < 0.089
-    assert pauses[4] <= follow.AWAY_SECONDS * 1.1
-
-
 def test_a_registry_that_goes_away_while_it_is_fetched_from_refuses_nothing(world):
     world.start()
 
-    def lost(found: Found) -> None:
+    def lost(found: Version) -> None:
         world.shelf.fetching = lambda found: None
         raise RegistryAway("gone")
 
@@ -318,18 +299,18 @@ def test_a_registry_that_goes_away_while_it_is_fetched_from_refuses_nothing(worl
 
 def test_an_alias_that_is_taken_away(world):
     world.start()
-    world.shelf.alias = None
+    world.shelf.alias = ConfigError("not in the registry: no such alias")
     world.until(lambda: world.follower.state()["problem"])
-    assert world.says() == "1" and "version 1 goes on serving" in world.follower.state()["problem"]
+    assert world.says() == "1" and "version 1 stays" in world.follower.state()["problem"]
     world.shelf.alias = "2"
     world.until(lambda: world.says() == "2")
     world.until(lambda: world.follower.state()["problem"] is None)
 
 
-def test_an_alias_that_moves_on_while_a_version_is_tried(world):
+def test_an_alias_that_moves_on_while_a_version_is_fetched(world):
     world.start()
 
-    def moves(found: Found) -> None:
+    def moves(found: Version) -> None:
         if found.version == "2":
             world.shelf.alias = "3"
 
@@ -354,7 +335,7 @@ def test_what_is_dropped_is_freed_in_memory_and_on_disk(world):
 
 def test_the_copy_of_a_refused_version_does_not_stay(world):
     world.start()
-    world.tried.error = ArtifactError("no")
+    world.probes.error = ArtifactError("no")
     world.shelf.alias = "2"
     world.until(lambda: world.follower.state()["refused"])
     world.until(lambda: not (world.shelf.folder / ("2" * 16)).exists())
@@ -398,11 +379,10 @@ def test_too_little_memory_costs_the_previous_one_first_and_then_refuses(world, 
 
 
 def test_at_the_start_an_unknown_alias_is_an_error(world):
-    world.shelf.alias = None
     world.follower.start()
     with pytest.raises(ConfigError, match="not in the registry"):
         world.follower.first.result(10)
-    assert world.service.current is None and world.shelf.closed
+    assert world.service.current is None and not world.follower.exists.done()
 
 
 def test_at_the_start_a_registry_that_is_away_is_an_error_the_first_time(world):
@@ -433,13 +413,12 @@ def test_a_start_while_the_registry_is_away_serves_what_served_last(world):
     world.until(lambda: world.says() == "3")
 
 
-def test_a_start_loads_what_served_last_while_it_asks(world):
+def test_a_start_takes_the_copy_of_what_served_last(world):
     world.start()
     world.follower.stop()
-    fetched = list(world.shelf.fetched)
     world.begin()
     world.start("1")
-    assert world.says() == "1" and world.shelf.fetched == fetched, "not fetched again"
+    assert world.says() == "1" and world.probes.runs == 0
 
 
 def test_a_start_with_another_champion_never_serves_the_last_one(world):
@@ -447,14 +426,14 @@ def test_a_start_with_another_champion_never_serves_the_last_one(world):
     world.follower.stop()
     world.begin()
     world.start("2")
-    assert world.says() == "2" and world.service.previous is None and world.tried.runs == 1
+    assert world.says() == "2" and world.service.previous is None and world.probes.runs == 1
 
 
 def test_a_start_with_a_champion_that_is_refused_serves_what_served_last(world):
     world.start()
     world.follower.stop()
     world.begin()
-    world.tried.error = ArtifactError("a fresh process cannot serve it")
+    world.probes.error = ArtifactError("a fresh process cannot serve it")
     world.start("2")
     assert world.says() == "1" and world.follower.state()["refused"]["version"] == "2"
 
@@ -490,12 +469,11 @@ def test_a_folder_is_loaded_again_only_when_asked(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("source", "seconds"), [("models:/m/1", 0.02), (ALIAS, 0.0)], ids=["version", "never"])
-def test_a_number_and_an_alias_not_to_be_followed_end_the_process_that_asks(tmp_path, source, seconds):
+def test_a_number_and_an_alias_not_to_be_followed_are_looked_up_once(tmp_path, source, seconds):
     world = World(tmp_path, follow_seconds=seconds)
     world.shelf.add("1")
     world.begin(source)
     world.start()
-    world.until(lambda: world.shelf.closed)
     time.sleep(0.1)
     assert world.follower.counts["looks"] == 1
     world.follower.stop()
@@ -505,10 +483,66 @@ def test_stop_is_quick_and_leaves_no_thread(world):
     world.start()
     began = time.monotonic()
     world.follower.stop()
-    assert time.monotonic() - began < 1 and world.shelf.closed
+    assert time.monotonic() - began < 1
     assert not world.follower._thread.is_alive()
 
 
 def test_an_address_that_is_none_is_refused_at_once():
     with pytest.raises(ConfigError, match="not an address"):
         Follower(Service(Serve()), "models:/x", Serve())
+
+
+@pytest.mark.parametrize(
+    ("labels", "scores", "is_good"),
+    [
+        (["a", "b"], [2.0, 1.0], True),
+        (["a", "b"], [1.0, 1.0], True),
+        ([], [], False),
+        (["a", "a"], [2.0, 1.0], False),
+        (["a", "b"], [math.nan, 1.0], False),
+        (["a", "b"], [1.0, -math.inf], False),
+        (["a", "b"], [1.0, 2.0], False),
+    ],
+)
+def test_answers_that_no_good_bundle_gives(labels, scores, is_good):
+    engine: Any = SimpleNamespace(
+        answer=lambda requests: [SimpleNamespace(labels=labels, scores=scores)], bundle=SimpleNamespace(path="here")
+    )
+    if is_good:
+        assert follow.ask(engine, ["a text"]) == ([labels], [scores])
+    else:
+        with pytest.raises(ArtifactError, match="no good bundle"):
+            follow.ask(engine, ["a text"])
+
+
+def test_a_probe_answers_as_this_process_does(helper, tmp_path):
+    """A real one: what libraries only reserve (Arrow's pool, thread stacks) is more than its bound, and not counted."""
+    folder = helper("served_bundle").make_served_bundle(tmp_path, num_labels=400)
+    probe = follow.probe_as_served(folder, Serve())
+    engine = RealEngine.load(folder, Serve())
+    assert probe.sha256 == engine.bundle.sha256 and probe.texts == known_texts(engine.bundle)
+    assert num_different(probe, *follow.ask(engine, probe.texts)) == 0
+    assert probe.labels[0][0] == "L0", "a title finds its own label"
+
+
+def test_a_damaged_bundle_fails_its_probe_with_the_reason(helper, tmp_path):
+    folder = helper("served_bundle").make_served_bundle(tmp_path, num_labels=40)
+    np.save(folder / "vectors" / "de.npy", np.full((40, 16), np.nan, dtype=np.float32))
+    write_manifest(folder, KIND, VERSION, {})
+    with pytest.raises(ArtifactError, match=r"(?s)cannot serve it.*de\.npy"):
+        follow.probe_as_served(folder, Serve())
+
+
+@pytest.mark.parametrize(("registry", "up"), [("up", 1), ("away", 0), ("not asked", 0)])
+def test_metrics(registry, up):
+    state = Follower(Service(Serve()), ALIAS, Serve()).state()
+    found = {family.name: family.samples[0].value for family in follow_metrics(state | {"registry": registry})}
+    assert found == {
+        "unidec_follow_swaps": 0, "unidec_follow_swaps_back": 0, "unidec_follow_refusals": 0,
+        "unidec_follow_looks": 0, "unidec_follow_failed_looks": 0, "unidec_follow_registry_up": up,
+        "unidec_follow_refused": 0, "unidec_follow_busy": 0,
+    }  # fmt: skip
+    happened = {"refused": {"version": "7"}, "busy": "loading", "last_swap_seconds": 2.5, "looked_seconds_ago": 0.4}
+    later = {family.name: family.samples[0].value for family in follow_metrics(state | happened | {"swaps": 3})}
+    names = ("swaps", "refused", "busy", "last_swap_seconds", "look_age_seconds")
+    assert [later[f"unidec_follow_{name}"] for name in names] == [3, 1, 1, 2.5, 0.4]

@@ -27,7 +27,7 @@ FOCUS = "document.activeElement.closest('li[data-uid]')?.dataset.uid ?? document
 
 @pytest.fixture(scope="module")
 def chromium(helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    module = helper("tracking/serving/browser")
+    module = helper("serving/browser")
     if module.program() is None:
         pytest.skip("no Chromium is installed")
     with module.Browser(tmp_path_factory.mktemp("profile")) as browser:
@@ -36,7 +36,7 @@ def chromium(helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def server(helper: Callable[[str], ModuleType]) -> Iterator[Any]:
-    module = helper("tracking/serving/page_stub")
+    module = helper("serving/page_stub")
     world = module.World()
     running = module.Server(world.app)
     world.address = running.address
@@ -376,13 +376,13 @@ def real(helper: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathF
     """The server itself, with a bundle of 400 labels whose training queries vote."""
     from unidec.sections import Serve
     from unidec.serving.app import create_app
-    from unidec.serving.service import Engine, Service
+    from unidec.serving.engine import Engine, Service
 
     settings = Serve(threads=1, max_k=50)
     service = Service(settings)
     made = helper("served_bundle")
     service.swap(Engine.load(made.make_served_bundle(tmp_path_factory.mktemp("served")), settings))
-    running = helper("tracking/serving/page_stub").Server(create_app(service, settings))
+    running = helper("serving/page_stub").Server(create_app(service, settings))
     yield SimpleNamespace(address=running.address, text=made.text, engine=service.current)
     running.stop()
 

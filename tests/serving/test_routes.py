@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from unidec.sections import Serve
-from unidec.serving.service import Service
+from unidec.serving.engine import Service
 
 
 @pytest.fixture
 def asgi(helper: Any) -> Any:
-    return helper("tracking/serving/asgi")
+    return helper("serving/asgi")
 
 
 def run(main: Any) -> None:
@@ -202,10 +202,10 @@ def test_a_client_that_goes_leaves_the_queue(asgi: Any) -> None:
 
 def test_labels_are_found_by_uid_and_by_how_they_begin(asgi: Any) -> None:
     async def main() -> None:
-        from unidec.serving.labels import LabelSearch
+        from unidec.serving.engine import LabelSearch
 
         engine = asgi.StubEngine()
-        engine.labels = LabelSearch(engine.bundle)
+        engine.labels = LabelSearch(engine.bundle.uids, engine.bundle.titles)
         async with asgi.running(engine) as server:
             assert (await server.ask("/labels/L3")).json == {"uid": "L3", "title": "title 3", "row": 3}
             missing = await server.ask("/labels/no/such")

@@ -13,9 +13,9 @@ pytest.importorskip("prometheus_client")
 from unidec.sections import Serve
 from unidec.serving import schemas
 from unidec.serving.app import create_app
+from unidec.serving.engine import Service
 from unidec.serving.follow import Follower
-from unidec.serving.follow_metrics import FollowCollector
-from unidec.serving.service import Service
+from unidec.serving.metrics import follow_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "serving.md").read_text()
@@ -60,7 +60,7 @@ def test_every_limit_and_its_default() -> None:
 def test_every_metric_on_the_page_exists() -> None:
     service = Service(Serve())
     create_app(service, Serve())
-    service.metrics.registry.register(FollowCollector(Follower(service, "bundle", Serve())))
+    service.metrics.watch(lambda: follow_metrics(Follower(service, "bundle", Serve()).state()))
     service.metrics.request("/predict", 200, 0.1)
     service.metrics.error("overload")
     known = {line.split()[2] for line in service.metrics.page().decode().splitlines() if line.startswith("# TYPE")}

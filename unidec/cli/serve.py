@@ -25,12 +25,13 @@ def serve(
 ) -> None:
     """Answer queries over HTTP, with a page to try it at /; SIGTERM or Ctrl-C ends it when all is answered.
 
-    Where an alias moves, the new version is loaded beside and takes over without a failed request (docs/serving.md).
-    The environment variable UNIDEC_API_KEY holds the key that clients must send; without it none is asked for.
+    When an alias moves, the new version is loaded beside the old and takes over without a failed request
+    (docs/serving.md). The environment variable UNIDEC_API_KEY holds the key that clients must send; without it none is
+    required.
     """
-    from unidec.serving.room import one_heap
+    from unidec.serving.memory import share_one_heap
 
-    one_heap()  # before anything begins a thread
+    share_one_heap()  # before anything starts a thread
     for name, value in _QUIET_THREADS.items():
         os.environ.setdefault(name, value)
     given = {"serve.host": host, "serve.port": port}

@@ -1,5 +1,7 @@
 """Loads a bundle in a fresh process, as a server does: whether it loads, its answers, its speed and its size.
 
+What a hostile or damaged bundle does (a crash in a C++ library, memory without end, a loop) happens in that process.
+
     python -m unidec.retrieval.probe < job.json        {"bundle": folder, "texts": [...], "k": 10, "began": time.time()}
 
 The last line printed is the answer, JSON: see `Probe`. Nothing but what serving needs is imported here.
@@ -7,28 +9,40 @@ The last line printed is the answer, JSON: see `Probe`. Nothing but what serving
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from unidec.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from unidec.retrieval.bundle import Bundle
+    from unidec.retrieval.bundle import Bundle, Prediction
 
 WARM_UP = 8  # queries answered before the clock counts
 TURNS = 2  # of all queries; each one's better time counts: what else runs on the machine only adds
 CLOSE = 1e-5  # scores that differ by less, relative to 1 or their size, are the same
+NUM_TITLES, LONGEST_TITLE = 16, 400  # of `known_texts`; characters
+_ODD_TEXTS = ("zzyzx ⸘ 42", "a " * 100)  # nothing known, and longer than a model reads
+_PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
+_NICE = 5
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a fresh process said of a bundle.
+    """What a fresh process reports of a bundle.
 
     Attributes:
         sha256: of the folder, after every file was checked.
@@ -38,6 +52,7 @@ class Probe:
         p95_cpu_ms: as p95_ms, in processor time.
         peak_megabytes: most resident memory. megabytes: size of the folder.
         labels, scores: uids and scores of each query's answer, best first.
+        texts: the queries.
     """
 
     sha256: str
@@ -50,6 +65,7 @@ class Probe:
     megabytes: float
     labels: list[list[str]]
     scores: list[list[float]]
+    texts: list[str] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
         """The numbers without the answers."""
@@ -66,27 +82,56 @@ class Answers(Protocol):
     def scores(self) -> list[list[float]]: ...
 
 
-def probe_bundle(bundle: Path, texts: Sequence[str], k: int, timeout: float) -> Probe:
+def probe_bundle(
+    bundle: Path,
+    texts: Sequence[str] | None,
+    k: int,
+    timeout: float,
+    *,
+    runtime: str | None = None,
+    threads: int = 0,
+    max_bytes: int = 0,
+) -> Probe:
     """Asks a bundle in a fresh process, which is killed after `timeout` seconds.
 
+    Args:
+        texts: queries; None: `known_texts`.
+        runtime, threads: of `open_encoder`, as the server sets them; None: torch.
+        max_bytes: memory that the process may allocate once its libraries are imported (Linux); 0: any.
+
     Raises:
-        ArtifactError: it does not load, dies on the way or gives no answer in time; with its last words.
+        ArtifactError: it does not load, crashes or does not answer in time; with the end of its error output.
     """
-    job = {"bundle": str(bundle), "texts": list(texts), "k": k, "began": time.time()}
+    job = {
+        "bundle": str(bundle), "texts": None if texts is None else list(texts), "k": k, "began": time.time(),
+        "runtime": runtime, "threads": threads, "max_bytes": max_bytes, "parent": os.getpid(),
+    }  # fmt: skip
     fix = f"look at it with: unidec predict --bundle {bundle} TEXT"
+    # Arrow's own pool reserves a gigabyte at once, which `max_bytes` would count
+    environment = os.environ | ({"ARROW_DEFAULT_MEMORY_POOL": "system"} if max_bytes else {})
     try:
         done = subprocess.run(
             [sys.executable, "-m", "unidec.retrieval.probe"], input=json.dumps(job), capture_output=True, text=True,
-            timeout=timeout, check=False,
+            timeout=timeout, check=False, env=environment, start_new_session=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise ArtifactError(
             "no answer from a fresh process", where=str(bundle), got=f"nothing in {timeout:.0f} s", fix=fix
         ) from error
-    if done.returncode:
-        last = done.stderr.strip()[-500:] or f"exit code {done.returncode}"
-        raise ArtifactError("a fresh process cannot serve it", where=str(bundle), got=last, fix=fix)
-    return Probe(**json.loads(done.stdout.splitlines()[-1]))
+    try:
+        if done.returncode == 0:
+            return Probe(**json.loads(done.stdout.splitlines()[-1]))
+    except (ValueError, IndexError, TypeError):
+        pass
+    last = done.stderr.strip()[-500:] or f"exit code {done.returncode}"
+    raise ArtifactError("a fresh process cannot serve it", where=str(bundle), got=last, fix=fix)
+
+
+def known_texts(bundle: Bundle) -> list[str]:
+    """Queries that suit any bundle: some of its labels' titles, and two odd texts."""
+    rows = np.unique(np.linspace(0, bundle.num_labels - 1, NUM_TITLES).astype(np.int64))
+    titles = [bundle.titles[int(row)].as_py()[:LONGEST_TITLE] for row in rows]
+    return [title for title in titles if title.strip()] + list(_ODD_TEXTS)
 
 
 def answers(bundle: Bundle, texts: Sequence[str], k: int) -> tuple[list[list[str]], list[list[float]]]:
@@ -96,7 +141,7 @@ def answers(bundle: Bundle, texts: Sequence[str], k: int) -> tuple[list[list[str
 
 
 def num_different(probe: Answers, labels: Sequence[Sequence[str]], scores: Sequence[Sequence[float]]) -> int:
-    """Queries answered otherwise here than there: another score, or another label where the scores do not tie."""
+    """Queries answered differently here and there: another score, or another label where the scores do not tie."""
 
     def same(query: int) -> bool:
         mine, its = (labels[query], scores[query]), (probe.labels[query], probe.scores[query])
@@ -117,35 +162,102 @@ def num_different(probe: Answers, labels: Sequence[Sequence[str]], scores: Seque
     return sum(not same(query) for query in range(len(labels)))
 
 
+# -- the fresh process -------------------------------------------------------------------------------------------------
+
+
 def main() -> None:
-    """The fresh process."""
+    """Reads a job from standard input and prints the answer; an error is one message and exit code 1."""
     job = json.load(sys.stdin)
+    _end_with(job.get("parent", 0))
+    try:
+        print(json.dumps(asdict(_probe(job))))
+    except Exception as error:  # whatever it is, it is a reason not to serve the bundle
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def _probe(job: dict[str, Any]) -> Probe:
     from unidec.retrieval.bundle import Bundle
 
-    folder, texts, k = Path(job["bundle"]), job["texts"], job["k"]
-    bundle = Bundle.load(folder)
-    bundle.predict(texts[:1], k=k)
+    if job.get("max_bytes"):
+        with contextlib.suppress(OSError, AttributeError):
+            os.nice(_NICE)
+        _import_libraries()
+        bound_memory(job["max_bytes"])
+    folder = Path(job["bundle"])
+    bundle = Bundle.load(folder, lazy=bool(job.get("runtime")))
+    texts = job["texts"] if job["texts"] is not None else known_texts(bundle)
+    answer = _answer_of(bundle, job)
+    answer(texts[0])
     load_seconds, load_cpu_seconds = time.time() - job["began"], time.process_time()
     for text in texts[:WARM_UP]:
-        bundle.predict([text], k=k)
-    answered = [[_timed(bundle, text, k) for _ in range(TURNS)] for text in texts]
-    labels, scores = ([list(getattr(turns[0][0], name)) for turns in answered] for name in ("labels", "scores"))
+        answer(text)
+    answered = [[_timed(answer, text) for _ in range(TURNS)] for text in texts]
     wall, cpu = (sorted(min(turn[clock] for turn in turns) for turns in answered) for clock in (1, 2))
     p95 = int(0.95 * (len(texts) - 1))
-    probe = Probe(
+    return Probe(
         sha256=bundle.sha256, load_seconds=load_seconds, load_cpu_seconds=load_cpu_seconds,
         p50_ms=1000 * wall[len(texts) // 2], p95_ms=1000 * wall[p95], p95_cpu_ms=1000 * cpu[p95],
-        peak_megabytes=peak_megabytes(), labels=labels, scores=scores,
+        peak_megabytes=peak_megabytes(), texts=texts,
+        labels=[list(turns[0][0].labels) for turns in answered],
+        scores=[[float(score) for score in turns[0][0].scores] for turns in answered],
         megabytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6,
     )  # fmt: skip
-    print(json.dumps(asdict(probe)))
 
 
-def _timed(bundle: Any, text: str, k: int) -> tuple[Any, float, float]:
+def _answer_of(bundle: Bundle, job: dict[str, Any]) -> Callable[[str], Prediction]:
+    k, runtime, threads = job["k"], job.get("runtime"), job.get("threads", 0)
+    if not runtime:
+        return lambda text: bundle.predict([text], k=k)[0]
+    from unidec.retrieval.answer import Answerer, Request
+    from unidec.retrieval.query_encoder import open_encoder
+
+    bundle.index.threads = threads
+    answerer = Answerer(bundle, open_encoder(bundle, runtime, threads))
+    return lambda text: answerer.answer([Request(text, k=k)])[0]
+
+
+def _timed(answer: Callable[[str], Prediction], text: str) -> tuple[Prediction, float, float]:
     """A text's prediction, and the seconds that it took by the wall clock and of the processor."""
     began, used = time.perf_counter(), time.process_time()
-    (found,) = bundle.predict([text], k=k)
+    found = answer(text)
     return found, time.perf_counter() - began, time.process_time() - used
+
+
+def _end_with(parent: int) -> None:
+    """Have this process killed when the one that started it dies (Linux)."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent and os.name == "posix" and os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+
+
+def _import_libraries() -> None:
+    """Everything that loading imports, with thread pools started: before the bound, so that it counts for the bundle
+    alone."""
+    import faiss
+    import torch
+
+    import unidec.retrieval.query_encoder  # noqa: F401
+
+    torch.zeros(8) @ torch.zeros(8)
+    rows, index = np.zeros((10_000, 8), dtype=np.float32), faiss.IndexFlatIP(8)
+    index.add(rows)
+    index.search(rows[:1], 1)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: index.search(rows[:1], 1), range(2)))
+    with contextlib.suppress(ImportError):
+        importlib.import_module("onnxruntime")
+
+
+def bound_memory(more: int) -> None:
+    """From now on this process may allocate at most `more` bytes beside what it has (Linux); mapped files do not
+    count."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        lines = Path("/proc/self/status").read_text().splitlines()
+        now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+        resource.setrlimit(resource.RLIMIT_DATA, (now + more, now + more))
 
 
 def peak_megabytes() -> float:

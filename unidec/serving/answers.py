@@ -1,4 +1,4 @@
-"""Predictions as the JSON of the routes: written once for each query, so that a kept answer is kept as bytes."""
+"""Predictions as the JSON of the routes: written once for each query, so that the cache keeps bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_TEXT, MAX_FACTS, MAX_QUANTILES, LARGEST = 500, 200, 1001, 2.0**53  # of a ca
 
 
 class Answer(NamedTuple):
-    """One query's answer, and what the metrics want of it.
+    """One query's answer, and what the metrics need of it.
 
     Attributes:
         json: {"labels", "unknown_tokens", "unknown_filters"}.
@@ -40,12 +40,12 @@ def answer_of(prediction: Prediction) -> Answer:
     return Answer(orjson.dumps(_facts(prediction)), best, prediction.num_tokens, prediction.unknown_tokens)
 
 
-def predict_body(model: bytes, answers: Sequence[bytes]) -> bytes:
+def predict_json(model: bytes, answers: Sequence[bytes]) -> bytes:
     """The body of POST /predict: the model's JSON, and that of each query."""
     return b'{"model":%b,"predictions":[%b]}' % (model, b",".join(answers))
 
 
-def explain_body(model: bytes, explanation: Explanation) -> bytes:
+def explain_json(model: bytes, explanation: Explanation) -> bytes:
     """The body of POST /explain."""
     facts = _facts(explanation.prediction)
     facts["weights"] = {name: explanation.weights.get(name, 0.0) for name in ("de", "clf", "knn")}
@@ -64,11 +64,10 @@ def explain_body(model: bytes, explanation: Explanation) -> bytes:
 
 
 def _facts(prediction: Prediction) -> dict[str, Any]:
-    num = len(prediction.labels)
-    nothing: list[None] = [None] * num
+    missing: list[None] = [None] * len(prediction.labels)
     rows = zip(
-        prediction.labels, prediction.titles, prediction.scores, prediction.de_scores or nothing,
-        prediction.clf_scores or nothing, prediction.knn_scores or nothing, strict=True,
+        prediction.labels, prediction.titles, prediction.scores, prediction.de_scores or missing,
+        prediction.clf_scores or missing, prediction.knn_scores or missing, strict=True,
     )  # fmt: skip
     return {
         "labels": [
@@ -83,8 +82,8 @@ def _facts(prediction: Prediction) -> dict[str, Any]:
 def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
     """What the page shows of a bundle, without what the server adds: model, runtime, api_key.
 
-    A bundle may hold anything under `card`, `metrics`, `params` and `dataset`: what is not of the expected kind is left
-    out, and everything is bounded.
+    A bundle may hold anything under `card`, `metrics`, `params` and `dataset`: values of another type are left out,
+    and everything is bounded.
     """
     info = bundle.info
     profile = _object(info.card.get("profile"))
@@ -93,6 +92,7 @@ def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
     if info.space != "both":
         weights["de"], weights["clf"] = float(info.space == "de"), float(info.space == "clf")
     splits = [(split, _numbers(values)) for split, values in info.metrics.items() if len(split) <= MAX_TEXT]
+    limits = ("max_k", "max_query_chars", "max_queries", "max_filter_labels")
     return {
         "unidec": __version__,
         "index": {"kind": info.index_kind, "width": info.width},
@@ -112,9 +112,7 @@ def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
         "metrics": {split: numbers for split, numbers in splits[:MAX_FACTS] if numbers},
         "score_quantiles": _quantiles(_object(profile.get("served")).get("score_quantiles")),
         "examples": [bundle.titles[row].as_py()[:MAX_TEXT] for row in shown],
-        "limits": {
-            name: getattr(settings, name) for name in ("max_k", "max_query_chars", "max_queries", "max_filter_labels")
-        },
+        "limits": {name: getattr(settings, name) for name in limits},
     }
 
 
@@ -136,7 +134,5 @@ def _numbers(values: object) -> dict[str, float]:
 
 
 def _quantiles(values: object) -> list[float] | None:
-    """As they are stored: rising numbers, a hundred or so."""
-    if not isinstance(values, list) or not 2 <= len(values) <= MAX_QUANTILES or not all(map(_is_number, values)):
-        return None
-    return values
+    is_list = isinstance(values, list) and 2 <= len(values) <= MAX_QUANTILES
+    return values if is_list and all(map(_is_number, values)) else None  # type: ignore[return-value, arg-type]

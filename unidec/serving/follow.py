@@ -1,94 +1,109 @@
-"""The server follows an alias: when it moves, the new version is fetched, tried and loaded beside, then it answers.
+"""The server follows an alias: when it moves, the new version is fetched, probed in a process of its own, then loaded.
 
-One thread does all of it; requests never wait for it. A version that cannot serve is refused and the old one stays,
-whatever is wrong: a registry that is away, a damaged or hostile bundle, too little memory. Back to the version before
-is a swap in memory. What happened is in `Follower.state`, the log and the metrics; the registry is only read.
+One thread polls the registry and does all of it; requests never wait for it. A version that cannot serve is refused and
+the old one stays, whatever the cause: a registry that is away, a damaged or hostile bundle, too little memory. A return
+to the previous version is a swap in memory. The registry is only read.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
+import itertools
 import json
 import logging
 import math
 import random
+import re
 import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from unidec.data.storage import folder_sha256, remove_folder, write_json
 from unidec.errors import ArtifactError, ConfigError, UnidecError, without_credentials
-from unidec.retrieval.probe import num_different
+from unidec.retrieval.probe import Probe, known_texts, num_different, probe_bundle
 from unidec.sections import Serve
-from unidec.serving.room import available_bytes, folder_bytes, give_back
-from unidec.serving.service import Engine, Identity, Service
-from unidec.serving.trial import Trial, Trials, ask, known_texts
-from unidec.serving.watch import Found, RegistryAway, Watch
+from unidec.serving.engine import Engine, Identity, Service
+from unidec.serving.memory import available_bytes, give_back
+from unidec.serving.registry import Registry, RegistryAway, Version
 from unidec.tracking.fetch import COPIES, parse_address
 from unidec.tracking.store import tracking_uri
 
-AWAY_SECONDS = 120.0  # at most between two looks at a registry that is away
-AGAIN_SECONDS, AGAIN_AT_MOST = 60.0, 3600.0  # before a refused version is tried again; doubled each time
-IDLE_SECONDS = 120.0  # pauses so long are not worth a process that waits
-SWEEP_SECONDS = 0.5  # between two looks whether a dropped engine is still in use
+RETRY_SECONDS = 600.0  # before a refused version is tried again: memory or disk space may be free by then
 KEEP_FREE = 256 << 20  # bytes of memory that loading leaves
-_STOP_SECONDS = 5.0
-_SHOWN = 600  # characters of a reason
+PROBE_MEMORY, PROBE_SPACE = 2, 384 << 20  # times the bundle's size, and bytes: what a probe may allocate
+PROBE_SECONDS, PROBE_BYTES_A_SECOND = 60.0, 20e6  # time limit: a minute, and more for a large bundle
+PROBE_K = 10
+_MAX_REASON = 600  # characters
 
 log = logging.getLogger(__name__)
 
 
-class Registry(Protocol):
-    """What `Watch` does; see there."""
+def probe_as_served(folder: Path, settings: Serve) -> Probe:
+    """Load and ask a bundle in a fresh process with bounded time and memory, as this server would.
 
-    missing: str
+    Raises:
+        ArtifactError: it does not load, takes too much memory, crashes or does not answer in time.
+    """
+    size = folder_bytes(folder)
+    return probe_bundle(
+        folder, None, PROBE_K, PROBE_SECONDS + size / PROBE_BYTES_A_SECOND, runtime=settings.runtime,
+        threads=settings.threads, max_bytes=PROBE_MEMORY * size + PROBE_SPACE,
+    )  # fmt: skip
 
-    def prepare(self) -> None: ...
-    def look(self) -> Found | None: ...
-    def fetch(self, found: Found, max_bytes: int) -> tuple[Path, bool]: ...
-    def close(self) -> None: ...
+
+def folder_bytes(folder: Path) -> int:
+    """Size of all files in a folder; links are not followed."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
 
 
-class Trier(Protocol):
-    """What `Trials` does; see there."""
+def ask(engine: Engine, texts: Sequence[str]) -> tuple[list[list[str]], list[list[float]]]:
+    """uids and scores of each text's answer, one at a time, as `Probe` has them.
 
-    def run(self, folder: Path, settings: Serve) -> Trial: ...
-    def close(self) -> None: ...
+    Raises:
+        ArtifactError: an answer without labels, with a label twice, with a score that is no number, or out of order.
+    """
+    from unidec.retrieval.answer import Request
+
+    labels, scores = [], []
+    for text in texts:
+        (found,) = engine.answer([Request(text, k=PROBE_K)])
+        in_order = all(a >= b for a, b in itertools.pairwise(found.scores))
+        unique = 0 < len(found.labels) == len(set(found.labels))
+        if not (in_order and unique and all(map(math.isfinite, found.scores))):
+            raise ArtifactError(
+                "an answer that no good bundle gives", where=str(engine.bundle.path),
+                got=f"labels {found.labels}, scores {found.scores} for {text[:80]!r}"[:_MAX_REASON],
+                expected="different labels, finite scores that fall",
+            )  # fmt: skip
+        labels.append(list(found.labels))
+        scores.append([float(score) for score in found.scores])
+    return labels, scores
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A version that was refused: why, when (monotonic seconds), and how often."""
-
-    found: Found
+    version: Version
     why: str
-    at: float
-    times: int
-
-    def is_over(self) -> bool:
-        return time.monotonic() - self.at >= min(AGAIN_SECONDS * 2 ** min(self.times - 1, 10), AGAIN_AT_MOST)
+    at: float  # seconds of the monotonic clock
 
 
 class Follower:
     """Loads what a server answers with, and swaps it when the alias moves.
 
     Args:
-        service: gets the engines.
-        source: a folder, `models:/name@alias` or `models:/name/version`. Only an alias is followed; a folder is looked
-            at again when `look_soon` asks.
-        settings: `follow_seconds` between two looks, `keep_previous`.
+        service: receives the engines.
+        source: a folder, `models:/name@alias` or `models:/name/version`. Only an alias is polled; a folder is checked
+            again on `look_soon`.
+        settings: `follow_seconds` between two polls, `keep_previous`.
         root: the project; copies of bundles are kept in its `runs/bundles`.
-        uri: tracking store; default: see `tracking_store.tracking_uri`.
-        registry, trials, load: in place of the real ones, for tests.
+        registry, probe, load: replace the real ones in tests.
 
     Attributes:
-        exists: done when the registry, or a folder, has what `source` names; or when another version serves instead.
+        exists: done when the registry, or a folder, has what `source` names; or when the last served version does.
         first: which bundle serves first, once it does, or the error for which none does.
 
     Raises:
@@ -102,68 +117,64 @@ class Follower:
         settings: Serve,
         *,
         root: Path | str = ".",
-        uri: str | None = None,
         registry: Registry | None = None,
-        trials: Trier | None = None,
-        load: Callable[[Path, Serve, Identity], Engine] = Engine.load,
+        probe: Callable[[Path, Serve], Probe] = probe_as_served,
+        load: Callable[[Path, Serve, Identity | None], Engine] = Engine.load,
     ) -> None:
         self.service, self.source, self.settings = service, source, settings
         self.address = parse_address(source)
         self.exists: Future[None] = Future()
         self.first: Future[Identity] = Future()
-        self._uri = (uri or tracking_uri(root)) if self.address else ""
+        self.counts = {"swaps": 0, "swaps_back": 0, "refusals": 0, "looks": 0, "failed_looks": 0}
         self._copies = Path(root) / COPIES
+        uri = tracking_uri(root) if self.address else ""
+        self._note = self._copies / f".served-{hashlib.sha256(f'{uri} {source}'.encode()).hexdigest()[:12]}.json"
         self._registry = registry
         if registry is None and self.address is not None:
-            self._registry = Watch(self.address, self._copies, self._uri)
-        self._trials: Trier = trials or Trials()
-        self._load = load
+            self._registry = Registry(self.address, self._copies, uri)
+        self._probe, self._load = probe, load
         self._wake, self._ended, self._asked = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, daemon=True, name="unidec-follow")
-        self._fetched: set[Path] = set()  # copies that are ours to remove
-        self._served: list[Path] = []  # the last two
-        self._dropped: list[tuple[weakref.ref[Engine], float]] = []  # engines on their way out, and since when
-        self._wanted: Found | None = None
+        self._fetched: set[Path] = set()  # copies that this server made, and removes
+        self._clean_at = math.inf
+        self._wanted: Version | None = None
         self._refused: _Refusal | None = None
         self._problem: str | None = None
         self._away_since: float | None = None
         self._looked: float | None = None
-        self._fails = 0
         self._busy = ""
         self._last_swap: float | None = None
-        self.counts = {"swaps": 0, "swaps_back": 0, "refusals": 0, "looks": 0, "failed_looks": 0}
 
     def start(self) -> None:
-        """Loads the first engine in a thread, and goes on following; `first` says when it serves."""
+        """Loads the first engine in a thread, which then polls; see `first`."""
         self._thread.start()
 
-    def stop(self, seconds: float = _STOP_SECONDS) -> None:
-        """Ends the thread and its processes; waits at most so long, loading cannot be cut short."""
+    def stop(self, seconds: float = 2.0) -> None:
+        """Ends the thread; waits at most this long, since loading cannot be cut short."""
         self._ended.set()
         self._wake.set()
-        self._close()
         if self._thread.is_alive():
             self._thread.join(seconds)
-        self._close()  # what it started while it was told
 
     def look_soon(self) -> None:
-        """Looks at once, and tries again what was refused; of a folder: loads it if it changed."""
+        """Polls at once, and retries what was refused; a folder is loaded if it changed."""
         self._asked = True
         self._wake.set()
 
     def state(self) -> dict[str, Any]:
-        """What is followed, and how it goes; JSON-able. Times are seconds ago."""
+        """What is followed, and its state; JSON-able. Times are seconds ago."""
         now = time.monotonic()
         refused, looked, wanted = self._refused, self._looked, self._wanted
+        asked = self.address is not None and looked is not None
         return {
             "source": self.source,
             "alias": self.address.alias if self.address else None,
-            "registry": self._registry_word(),
+            "registry": "not asked" if not asked else "up" if self._away_since is None else "away",
             "looked_seconds_ago": None if looked is None else round(now - looked, 1),
             "wanted": wanted and {"version": wanted.version, "sha256": wanted.sha256},
             "busy": self._busy,
             "refused": refused and {
-                "version": refused.found.version, "sha256": refused.found.sha256, "why": refused.why,
+                "version": refused.version.version, "sha256": refused.version.sha256, "why": refused.why,
                 "seconds_ago": round(now - refused.at, 1),
             },
             "problem": self._problem,
@@ -171,327 +182,247 @@ class Follower:
             "last_swap_seconds": self._last_swap,
         }  # fmt: skip
 
-    def _registry_word(self) -> str:
-        if self.address is None or self._looked is None:
-            return "not asked"
-        return "up" if self._away_since is None else "away"
-
-    # the thread
+    # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            identity = self._first()
+            self._serve(self._first_engine())
         except Exception as error:
             self.first.set_exception(error)
-            self._close()
             return
-        self.first.set_result(identity)
-        while not self._ended.is_set():
-            self._wait()
-            if self._ended.is_set():
-                break
+        self.first.set_result(self.service.current.identity)  # type: ignore[union-attr]
+        while self._sleep():
             try:
-                self._look()
-            except Exception:  # the thread goes on whatever happened; requests never see it
+                self._poll()
+            except Exception:  # the thread survives whatever happened; requests are not affected
                 self._problem = "following failed: see the log"
-                log.exception("following %s failed; what serves goes on", self.source)
+                log.exception("following %s failed; the current model stays", self.source)
             finally:
                 self._busy = ""
-        self._close()
 
-    def _wait(self) -> None:
-        pause = self._pause()
-        if pause is None or pause > IDLE_SECONDS:
-            self._close()
-        end = math.inf if pause is None else time.monotonic() + pause
-        while (left := end - time.monotonic()) > 0:
-            seconds = min(left, SWEEP_SECONDS) if self._dropped else left
-            if self._wake.wait(None if seconds == math.inf else seconds):
+    def _sleep(self) -> bool:
+        """Until the next poll; whether there is one."""
+        seconds = self.settings.follow_seconds if self.address and self.address.alias else 0
+        # jitter, so that many servers do not ask at once
+        end = time.monotonic() + seconds * random.uniform(0.9, 1.1) if seconds else math.inf
+        while (now := time.monotonic()) < end:
+            if now >= self._clean_at:
+                self._clean()
+            until = min(end, self._clean_at)
+            if self._wake.wait(None if until == math.inf else until - now):
                 break
-            self._sweep()
         self._wake.clear()
+        return not self._ended.is_set()
 
-    def _pause(self) -> float | None:
-        """Seconds until the next look, a little off so that many servers do not ask at once; None: when asked."""
-        seconds = self.settings.follow_seconds
-        if self.address is None or self.address.alias is None or not seconds:
-            return None
-        if self._fails:
-            seconds = min(seconds * 2.0 ** min(self._fails, 10), max(seconds, AWAY_SECONDS))
-        return seconds * random.uniform(0.9, 1.1)
+    def _first_engine(self) -> Engine:
+        """What the registry names; where that cannot be had, the version that served before the restart."""
+        if self._registry is None:
+            self._set_exists()
+            return self._load_engine(Version(None, ""), Path(self.source), None)
+        noted, version = self._last_served(), None
+        try:
+            version = self._look()
+            self._set_exists()
+            folder = self._fetch(version)
+            probe = None  # the first version ever has nothing to replace
+            if noted is not None and noted != version:
+                self._busy = "checking"
+                probe = self._probe(folder, self.settings)
+            return self._load_engine(version, folder, probe)
+        except UnidecError as error:
+            if noted is None or noted == version:
+                raise
+            if version is not None and not isinstance(error, RegistryAway):
+                self._refuse(version, error)
+            log.warning("version %s serves, as before the restart: %s", noted.version, _on_a_line(error))
+            self._set_exists()
+            return self._load_engine(noted, self._copies / noted.sha256[:16], None)
 
-    def _close(self) -> None:
-        if self._registry is not None:
-            self._registry.close()
-        self._trials.close()
-
-    def _first(self) -> Identity:
-        """Puts the engine to begin with in place: what the registry says; where it is silent, the one of last time."""
-        began = time.monotonic()
-        if self.address is None or self._registry is None:
-            self._source_exists()
-            engine = self._loaded(Found(None, ""), Path(self.source), None)
-        else:
-            self._registry.prepare()
-            ahead = self._last_time()  # loaded while the registry is asked: mostly it is the one
-            engine = self._agreed(ahead)
-        self._source_exists()
-        self.service.swap(engine)
-        self._busy = ""
-        self._remember(engine)
-        log.info("%s serves after %.1f s", _name(engine.identity), time.monotonic() - began)
-        return engine.identity
-
-    def _source_exists(self) -> None:
+    def _set_exists(self) -> None:
         if not self.exists.done():
             self.exists.set_result(None)
 
-    def _agreed(self, ahead: Engine | None) -> Engine:
-        """The engine of what the registry says, `ahead` where that is it, or where nothing better can be had.
+    def _last_served(self) -> Version | None:
+        try:
+            noted = Version(**json.loads(self._note.read_text(encoding="utf-8")))
+            is_there = re.fullmatch("[0-9a-f]+", noted.sha256) and (self._copies / noted.sha256[:16]).is_dir()
+            return noted if is_there else None
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _look(self) -> Version:
+        """What the source names now.
 
         Raises:
-            UnidecError: there is none.
+            RegistryAway: no answer. ConfigError: there is none. ArtifactError: a folder that is damaged.
         """
-        try:
-            found = self._find()
-            if found is None:
-                raise ConfigError(self._registry.missing if self._registry else "not in the registry")
-            self._source_exists()
-            if ahead is not None and ahead.bundle.sha256 == found.sha256:
-                return ahead
-            folder = self._fetch(found)
-            trial = None
-            if ahead is not None:  # there is something to lose
-                self._busy = "checking"
-                trial = self._trials.run(folder, self.settings)
-            return self._loaded(found, folder, trial)
-        except UnidecError as error:
-            if ahead is None:
-                raise
-            if self._wanted is not None and not isinstance(error, RegistryAway):
-                self._refuse(self._wanted, error)
-            log.warning("%s serves, as the last time: %s", _name(ahead.identity), _on_a_line(error))
-            return ahead
-
-    def _last_time(self) -> Engine | None:
-        """The engine that served last, from its copy here; None where there is none that loads."""
-        try:
-            found = Found(**json.loads(self._note.read_text(encoding="utf-8")))
-            folder = self._copies / found.sha256[:16]
-            if found.sha256 and folder.is_dir():
-                return self._loaded(found, folder, None)
-        except (OSError, ValueError, TypeError, UnidecError) as error:
-            if not isinstance(error, FileNotFoundError):
-                log.warning("what served last cannot be loaded: %s", error)
-        return None
-
-    @property
-    def _note(self) -> Path:
-        key = hashlib.sha256(f"{self._uri} {self.source}".encode()).hexdigest()[:12]
-        return self._copies / f".served-{key}.json"
-
-    def _remember(self, engine: Engine) -> None:
-        identity = engine.identity
-        self._served = [*self._served[-1:], engine.bundle.path.resolve()]
-        if self.address is not None:
-            try:
-                write_json(self._note, asdict(Found(identity.version, identity.sha256, identity.data)))
-            except (ArtifactError, OSError) as error:  # a folder that cannot be written: the next start asks
-                log.warning("what serves is not noted: %s", error)
-
-    def _find(self) -> Found | None:
-        """What the source stands for now.
-
-        Raises:
-            RegistryAway, ArtifactError: nobody says.
-        """
-        if self._registry is None or self.address is None:
-            self._wanted = Found(None, folder_sha256(self.source))
+        if self._registry is None:
+            self._wanted = Version(None, folder_sha256(self.source))
             return self._wanted
         self.counts["looks"] += 1
         try:
-            found = self._registry.look()
+            found: Version | ConfigError = self._registry.find()
+        except ConfigError as error:
+            found = error
         except RegistryAway as error:
             self.counts["failed_looks"] += 1
-            self._fails += 1
-            self._problem = str(error)[:_SHOWN]
             if self._away_since is None:
                 self._away_since = time.monotonic()
-                if not self._ended.is_set():
-                    log.warning("%s; what serves goes on", _on_a_line(error))
+                log.warning("%s; the current model stays", _on_a_line(error))
+            self._problem = str(error)[:_MAX_REASON]
             raise
         finally:
             self._looked = time.monotonic()
         if self._away_since is not None:
             log.info("the registry answers again after %.0f s", time.monotonic() - self._away_since)
-        self._fails, self._away_since, self._problem = 0, None, None
-        if found is not None or self._wanted is None:
-            self._wanted = found
+        self._away_since, self._problem = None, None
+        if isinstance(found, ConfigError):
+            raise found
+        self._wanted = found
         return found
 
-    def _look(self) -> None:
-        """One look, and what follows from it."""
+    def _poll(self) -> None:
         asked, self._asked = self._asked, False
         try:
-            found = self._find()
+            version = self._look()
         except RegistryAway:
             return
-        current, previous = self._identities()
-        if found is None:
-            self._problem = f"{self.source} is not in the registry any more; {_name(current)} goes on serving"
+        except ConfigError as error:
+            self._problem = f"{_on_a_line(error)}; {self._current()} stays"[:_MAX_REASON]
             return
-        if current is not None and found.sha256 == current.sha256:
+        current, previous = self.service.current, self.service.previous
+        if current is not None and version.sha256 == current.identity.sha256:
             self._refused = None
-        elif previous is not None and found.sha256 == previous.sha256:
-            self._swap_back()
-        elif asked or self._refused is None or self._refused.found != found or self._refused.is_over():
+        elif previous is not None and version.sha256 == previous.identity.sha256:
+            began = time.monotonic()
+            self.service.swap_back()
+            self._note_served(previous.identity)
+            self._swapped("swaps_back", began)
+        elif asked or self._may_try(version):
             try:
-                self._replace(found)
+                self._replace(version)
             except RegistryAway as error:
-                self._fails += 1
-                self._problem = str(error)[:_SHOWN]
+                self._problem = str(error)[:_MAX_REASON]
             except Exception as error:  # whatever a bundle makes a library raise
                 if not self._ended.is_set():
-                    self._refuse(found, error)
+                    self._refuse(version, error)
 
-    def _identities(self) -> tuple[Identity | None, Identity | None]:
-        current, previous = self.service.current, self.service.previous
-        return None if current is None else current.identity, None if previous is None else previous.identity
+    def _may_try(self, version: Version) -> bool:
+        refused = self._refused
+        return refused is None or refused.version != version or time.monotonic() - refused.at > RETRY_SECONDS
 
-    def _swap_back(self) -> None:
+    def _replace(self, version: Version) -> None:
+        """Fetch, probe, load and swap; every error leaves the current engine as it is."""
         began = time.monotonic()
-        self.service.swap_back()
-        self.counts["swaps_back"] += 1
-        self._swapped(began)
-        log.info("back to %s", _name(self._identities()[0]))
-
-    def _replace(self, found: Found) -> None:
-        """Fetches, tries, loads and swaps; every error leaves what serves as it is.
-
-        Raises:
-            UnidecError: it is refused; RegistryAway: it could not be fetched.
-        """
-        began = time.monotonic()
-        folder = self._fetch(found)
+        folder = self._fetch(version)
         self._busy = "checking"
-        trial = self._trials.run(folder, self.settings)
-        engine = self._loaded(found, folder, trial)
-        if self._find() != found or self._ended.is_set():  # moved on meanwhile: the next look sees to it
+        probe = self._probe(folder, self.settings)
+        engine = self._load_engine(version, folder, probe)
+        if self._look() != version or self._ended.is_set():  # the alias moved meanwhile: the next poll handles it
             self._wake.set()
             return
-        before = [self.service.current, self.service.previous]
+        self._serve(engine)
+        self._swapped("swaps", began)
+
+    def _serve(self, engine: Engine) -> None:
         self.service.swap(engine)
-        now = (self.service.current, self.service.previous)
-        self._drop(*(one for one in before if one is not None and one not in now))
-        self.counts["swaps"] += 1
-        self._swapped(began)
-        log.info("%s serves, %.1f s after it was seen", _name(engine.identity), time.monotonic() - began)
+        self._clean_at = time.monotonic() + self.settings.timeout_seconds + 1  # then its last request has ended
+        self._note_served(engine.identity)
 
-    def _drop(self, *engines: Engine) -> None:
-        """Remembers, without holding them, engines that nobody is answered by from now on."""
-        self._dropped += [(weakref.ref(engine), time.monotonic()) for engine in engines]
-
-    def _swapped(self, began: float) -> None:
+    def _swapped(self, kind: str, began: float) -> None:
+        self.counts[kind] += 1
         self._refused, self._last_swap = None, round(time.monotonic() - began, 3)
-        if (current := self.service.current) is not None:
-            self._remember(current)
+        log.info("%s serves, %.1f s after it was seen", self._current(), self._last_swap)
 
-    def _fetch(self, found: Found) -> Path:
+    def _note_served(self, identity: Identity) -> None:
+        if self.address is not None:
+            try:
+                write_json(self._note, asdict(Version(identity.version, identity.sha256, identity.data)))
+            except (ArtifactError, OSError) as error:  # a read-only folder: a restart then needs the registry
+                log.warning("the served version is not noted for a restart: %s", error)
+
+    def _fetch(self, version: Version) -> Path:
         """The bundle's folder, hashes checked."""
         if self._registry is None:
             return Path(self.source)
         self._busy = "fetching"
-        if not found.sha256:
+        if not version.sha256:
             fix = "register it with `unidec models register`"
-            raise ArtifactError("a version without its bundle's hash", where=self._uri, got=found.version, fix=fix)
-        self._make_room(0)
-        folder, is_new = self._registry.fetch(found, available_bytes() - KEEP_FREE)
+            raise ArtifactError("a version without its bundle's hash", where=self.source, got=version.version, fix=fix)
+        is_new = not (self._copies / version.sha256[:16]).is_dir()
+        folder = self._registry.fetch(version, available_bytes() - KEEP_FREE)
         if is_new:
-            self._fetched.add(folder)
+            self._fetched.add(folder.resolve())
         return folder
 
-    def _loaded(self, found: Found, folder: Path, trial: Trial | None) -> Engine:
-        """An engine that answers as its trial did, warm.
+    def _load_engine(self, version: Version, folder: Path, probe: Probe | None) -> Engine:
+        """A warm engine that answers as its probe did.
 
         Raises:
             ArtifactError: damaged, another bundle, too little memory, or answers that differ.
         """
         self._busy = "loading"
-        size = folder_bytes(folder)
-        self._make_room(size)
-        if size + KEEP_FREE > (free := available_bytes()):
-            raise ArtifactError(
-                "too little memory to load it", where=str(folder), got=f"{free / 1e6:,.0f} MB available",
-                expected=f"{(size + KEEP_FREE) / 1e6:,.0f} MB", fix="more memory, or serve.keep_previous: false",
-            )  # fmt: skip
-        address, identity = self.address, None
-        if address is not None:
-            identity = Identity(found.sha256, address.name, found.version, address.alias, found.data)
-        engine = self._load(folder, self.settings, identity)  # type: ignore[arg-type]
-        wanted = found.sha256 or (trial.sha256 if trial else engine.bundle.sha256)
+        self._need_memory(folder, folder_bytes(folder) + KEEP_FREE)
+        identity = None
+        if self.address is not None:
+            identity = Identity(version.sha256, self.address.name, version.version, self.address.alias, version.data)
+        engine = self._load(folder, self.settings, identity)
+        wanted = version.sha256 or (probe.sha256 if probe else engine.bundle.sha256)
         if engine.bundle.sha256 != wanted:
             raise ArtifactError("another bundle", where=str(folder), got=engine.bundle.sha256, expected=wanted)
-        labels, scores = ask(engine, trial.texts if trial else known_texts(engine.bundle))
-        if trial is not None and (different := num_different(trial, labels, scores)):
+        labels, scores = ask(engine, probe.texts if probe else known_texts(engine.bundle))
+        if probe is not None and (different := num_different(probe, labels, scores)):
             raise ArtifactError(
-                "a fresh process answers otherwise than this one", where=str(folder),
+                "a fresh process answers differently from this one", where=str(folder),
                 got=f"{different} of {len(labels)} answers differ",
             )  # fmt: skip
         engine.warm(self.settings.batch_queries)
         return engine
 
-    def _make_room(self, size: int) -> None:
-        """Lets go of the version before where the memory is too small for three."""
-        if self.service.previous is None or size + KEEP_FREE <= available_bytes():
-            return
-        log.warning("little memory: %s is not kept any longer", _name(self._identities()[1]))
-        self._drop(self.service.previous)
-        self.service.drop_previous()
-        end = time.monotonic() + self.settings.timeout_seconds + 2
-        while self._dropped and time.monotonic() < end and not self._ended.wait(SWEEP_SECONDS / 10):
-            self._sweep()
+    def _need_memory(self, folder: Path, needed: int) -> None:
+        """Frees the previous engine where there is too little memory.
 
-    def _refuse(self, found: Found, error: Exception) -> None:
-        before = self._refused
-        times = before.times + 1 if before is not None and before.found == found else 1
-        why = without_credentials(f"{error}" if isinstance(error, UnidecError) else f"{type(error).__name__}: {error}")
-        stays = _name(self._identities()[0])
-        log.warning("version %s is refused, %s goes on serving: %s", found.version, stays, _on_a_line(why[:_SHOWN]))
-        self._remove_copies()
-        self._refused = _Refusal(found, why[:_SHOWN], time.monotonic(), times)
-        self.counts["refusals"] += 1
-
-    def _sweep(self) -> None:
-        """Gives back what dropped engines leave, once nobody answers with them any more: memory, and copies on disk."""
-        late = time.monotonic() - self.settings.timeout_seconds - 1
-        held = [(one, at) for one, at in self._dropped if one() is not None]
-        if any(at < late for _, at in held):
-            gc.collect()  # every request of its time has ended: what holds it is a circle
-            for one, at in held:
-                if at < late and one() is not None:
-                    log.warning("a bundle that is not used any more is still held: its memory is not freed")
-            held = [(one, at) for one, at in held if at >= late]
-        if len(held) < len(self._dropped):
+        Raises:
+            ArtifactError: that is not enough.
+        """
+        if needed > available_bytes() and self.service.previous is not None:
+            log.warning("little memory: %s is no longer kept", _name(self.service.previous.identity))
+            self.service.drop_previous()
             give_back()
-        self._dropped = held
-        if not held:
-            self._remove_copies()
+        if needed > (free := available_bytes()):
+            raise ArtifactError(
+                "too little memory to load it", where=str(folder), got=f"{free / 1e6:,.0f} MB available",
+                expected=f"{needed / 1e6:,.0f} MB", fix="more memory, or serve.keep_previous: false",
+            )  # fmt: skip
 
-    def _remove_copies(self) -> None:
-        """Of what this server fetched: all but the last two that served."""
-        for folder in self._fetched - set(self._served):
+    def _refuse(self, version: Version, error: Exception) -> None:
+        text = str(error) if isinstance(error, UnidecError) else f"{type(error).__name__}: {error}"
+        why = without_credentials(text)[:_MAX_REASON]
+        log.warning("version %s is refused, %s stays: %s", version.version, self._current(), _on_a_line(why))
+        self._refused = _Refusal(version, why, time.monotonic())
+        self.counts["refusals"] += 1
+        self._clean_at = time.monotonic()
+
+    def _clean(self) -> None:
+        """Give back freed memory; remove the copies that this server fetched and no longer serves."""
+        self._clean_at = math.inf
+        give_back()
+        engines = (self.service.current, self.service.previous)
+        served = {engine.bundle.path.resolve() for engine in engines if engine is not None}
+        for folder in self._fetched - served:
             try:
                 remove_folder(folder)
             except OSError as error:
                 log.warning("%s is not removed: %s", folder, error)
             self._fetched.discard(folder)
 
+    def _current(self) -> str:
+        return "nothing" if self.service.current is None else _name(self.service.current.identity)
+
 
 def _on_a_line(error: object) -> str:
     return "; ".join(line.strip() for line in str(error).splitlines())
 
 
-def _name(identity: Identity | None) -> str:
-    if identity is None:
-        return "nothing"
+def _name(identity: Identity) -> str:
     return f"version {identity.version}" if identity.version else f"bundle {identity.sha256[:16]}"

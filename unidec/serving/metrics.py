@@ -1,12 +1,12 @@
-"""What the server counts, for Prometheus: in a registry of its own, so that several servers in one process do not mix.
+"""The server's Prometheus metrics, in a registry of their own, so that several servers in one process do not mix.
 
-Labels have few values: routes are those of `app.py` or "other", a model's facts stand in one info metric.
+Labels have few values: routes are those of `app.py` or "other"; a model's facts are in one info metric.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -18,54 +18,46 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.registry import Collector
 
 from unidec import __version__
-
-if TYPE_CHECKING:
-    from unidec.serving.service import Engine
 
 SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SCORES = tuple(round(0.1 * i, 1) for i in range(-5, 41))  # de is a cosine; with the classifier and votes up to 3 or so
 
-Row = tuple[str, int]
-
 
 class Metrics:
-    """The server's own figures; `registry` takes more.
-
-    Attributes:
-        registry: what /metrics shows.
-    """
+    """The server's counters; `registry` takes further collectors."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a time beside every counter: twice the lines, and nobody reads them
+        disable_created_metrics()  # else a timestamp beside every counter
         self.registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
-        kept: dict[str, Any] = {"registry": self.registry}
-        self._requests = Counter("unidec_requests", "Requests answered", ["route", "status"], **kept)
-        self._seconds = Histogram(
-            "unidec_request_seconds", "From head read to answer written", ["route"], buckets=SECONDS, **kept
-        )
-        self._errors = Counter("unidec_errors", "Requests answered with an error, by kind", ["kind"], **kept)
-        self.in_flight = Gauge("unidec_in_flight_requests", "Requests being answered", **kept)
-        self.batch_queries = Histogram("unidec_batch_queries", "Queries answered together", buckets=BATCH, **kept)
-        self.batch_seconds = Histogram("unidec_batch_seconds", "The model's time for them", buckets=SECONDS, **kept)
-        self.queries = Counter("unidec_queries", "Queries answered, also from the cache", **kept)
-        self.cache_hits = Counter("unidec_cache_hits", "Queries answered from the cache", **kept)
-        self.cache_misses = Counter("unidec_cache_misses", "Queries that the cache did not hold", **kept)
-        self.best_score = Histogram(
-            "unidec_best_score", "Score of each query's best label, both heads", buckets=SCORES, **kept
-        )
-        self.empty = Counter("unidec_empty_answers", "Queries without any label in their answer", **kept)
-        self.tokens = Counter("unidec_tokens", "Tokens of queries", **kept)
-        self.unknown_tokens = Counter("unidec_unknown_tokens", "Those that the tokenizer does not know", **kept)
-        self.dropped = Counter(
-            "unidec_dropped_queries", "Queries not answered: the client went, or time was up", **kept
-        )
-        self._of_route: dict[Row, tuple[Any, Any]] = {}
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"unidec_{name}", about, labels, registry=self.registry)
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"unidec_{name}", about, labels, buckets=buckets, registry=self.registry)
+
+        self._requests = counter("requests", "Requests answered", "route", "status")
+        self._seconds = histogram("request_seconds", "From head read to answer written", SECONDS, "route")
+        self._errors = counter("errors", "Requests answered with an error, by kind", "kind")
+        self.in_flight = Gauge("unidec_in_flight_requests", "Requests being answered", registry=self.registry)
+        self.batch_queries = histogram("batch_queries", "Queries answered together", BATCH)
+        self.batch_seconds = histogram("batch_seconds", "The model's time for them", SECONDS)
+        self.queries = counter("queries", "Queries answered, also from the cache")
+        self.cache_hits = counter("cache_hits", "Queries answered from the cache")
+        self.cache_misses = counter("cache_misses", "Queries that the cache did not hold")
+        self.best_score = histogram("best_score", "Score of each query's best label, both heads", SCORES)
+        self.empty = counter("empty_answers", "Queries without any label in their answer")
+        self.tokens = counter("tokens", "Tokens of queries")
+        self.unknown_tokens = counter("unknown_tokens", "Those that the tokenizer does not know")
+        self.dropped = counter("dropped_queries", "Queries not answered: the client disconnected, or time was up")
+        self._of_route: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """Count a request that was answered."""
@@ -79,29 +71,62 @@ class Metrics:
         """Count an error."""
         self._errors.labels(kind).inc()
 
-    def watch(self, queue: Callable[[], int], engine: Callable[[], Engine | None]) -> None:
-        """Show the queue's length and the model that answers, as they are when somebody looks."""
-        self.registry.register(_Now(queue, engine))
+    def batch(self, num_queries: int, seconds: float) -> None:
+        """Count a batch."""
+        self.batch_queries.observe(num_queries)
+        self.batch_seconds.observe(seconds)
+
+    def watch(self, current: Callable[[], Iterable[Any]]) -> None:
+        """Add metric families that are read when a scraper asks."""
+        self.registry.register(_Live(current))
 
     def page(self) -> bytes:
         """The text that Prometheus reads."""
         return generate_latest(self.registry)
 
 
-class _Now:
-    """Figures that are read, not counted."""
+class _Live(Collector):
+    def __init__(self, current: Callable[[], Iterable[Any]]) -> None:
+        self.collect = current  # type: ignore[method-assign]
 
-    def __init__(self, queue: Callable[[], int], engine: Callable[[], Engine | None]) -> None:
-        self.queue, self.engine = queue, engine
+    def describe(self) -> Iterable[Any]:
+        return ()
 
-    def collect(self) -> Iterable[Any]:
-        engine = self.engine()
-        yield GaugeMetricFamily("unidec_queue_queries", "Queries that wait for the model", self.queue())
-        yield GaugeMetricFamily("unidec_ready", "1: a model answers", float(engine is not None))
-        if engine is None:
-            return
-        identity = engine.identity
-        facts = {"sha256": identity.sha256, "runtime": engine.runtime, "unidec": __version__}
-        facts |= {name: getattr(identity, name) or "" for name in ("name", "version", "alias")}
-        yield InfoMetricFamily("unidec_model", "What answers", facts)
-        yield GaugeMetricFamily("unidec_model_labels", "Labels it knows", engine.bundle.num_labels)
+
+def model_metrics(engine: Any, queue_queries: int) -> Iterable[Any]:
+    """The queue's length and the model that answers.
+
+    Args:
+        engine: the current `Engine`; None where no model is loaded.
+    """
+    yield GaugeMetricFamily("unidec_queue_queries", "Queries that wait for the model", queue_queries)
+    yield GaugeMetricFamily("unidec_ready", "1: a model answers", float(engine is not None))
+    if engine is None:
+        return
+    identity = engine.identity
+    facts = {"sha256": identity.sha256, "runtime": engine.runtime, "unidec": __version__}
+    facts |= {name: getattr(identity, name) or "" for name in ("name", "version", "alias")}
+    yield InfoMetricFamily("unidec_model", "What answers", facts)
+    yield GaugeMetricFamily("unidec_model_labels", "Labels it knows", engine.bundle.num_labels)
+
+
+def follow_metrics(state: dict[str, Any]) -> Iterable[Any]:
+    """What a `Follower` does, from its `state()`."""
+    counts = {
+        "swaps": "versions that were loaded and now serve",
+        "swaps_back": "returns to the previous version",
+        "refusals": "versions that were refused",
+        "looks": "requests to the registry",
+        "failed_looks": "requests that the registry did not answer",
+    }
+    for name, about in counts.items():
+        yield CounterMetricFamily(f"unidec_follow_{name}", about, value=state[name])
+    for name, about, value in (
+        ("registry_up", "1: the registry answered the last request", state["registry"] == "up"),
+        ("refused", "1: the version that the alias names was refused", state["refused"] is not None),
+        ("busy", "1: a version is being fetched, checked or loaded", bool(state["busy"])),
+        ("last_swap_seconds", "from seeing a version to answering with it", state["last_swap_seconds"]),
+        ("look_age_seconds", "since the last request to the registry", state["looked_seconds_ago"]),
+    ):
+        if value is not None:
+            yield GaugeMetricFamily(f"unidec_follow_{name}", about, value=float(value))

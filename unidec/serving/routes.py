@@ -1,19 +1,20 @@
 """What the routes do: read a request, have it answered by the current engine, write the answer.
 
 POST /predict is the hot path: its body is checked by pydantic without FastAPI's dependencies, and its answer is written
-by hand and not checked again. What one request costs beside the model: `benchmarks/serving_overhead.py`.
+by hand and not checked again. What a request costs beside the model: `benchmarks/serving_overhead.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import orjson
+from cachetools import LRUCache
 from fastapi import FastAPI, Query, Request, Response
 
 from unidec import __version__
@@ -21,28 +22,35 @@ from unidec.errors import DataError
 from unidec.retrieval.answer import Request as Asked
 from unidec.sections import Serve
 from unidec.serving import schemas
-from unidec.serving.answers import Answer, predict_body
-from unidec.serving.batching import Batcher, Job, Overloaded, TooLate
-from unidec.serving.cache import AnswerCache
+from unidec.serving.answers import Answer, predict_json
+from unidec.serving.batching import Batcher, Overloaded, TooLate
+from unidec.serving.engine import Engine, Service, answer_batch, explain_query
 from unidec.serving.errors import RequestError
-from unidec.serving.limits import BODY, NO_SNIFFING
-from unidec.serving.service import Engine, Explain, Service, work
+from unidec.serving.metrics import model_metrics
+from unidec.serving.middleware import BODY, NO_SNIFFING
 
-WATCH_SECONDS = 0.1  # a request that takes longer: is its client still there?
-LABEL_REQUESTS = 64  # searches for labels that may wait
+SIDE_REQUESTS = 64  # label searches and explanations that may wait
 MAX_LABELS = 50
-FILTERS_KEPT = 100  # an answer with longer lists of labels is not kept
+CACHED_FILTERS = 100  # an answer with longer lists of labels is not cached
+CACHED_BYTES = 4096  # of the cache's room for each entry; an answer of five labels takes about 800 bytes
 STUCK_SECONDS = 60.0
+
+_OVERHEAD = 400  # bytes of an entry beside text and answer
 
 _JSON = [(b"content-type", b"application/json"), NO_SNIFFING]
 
 
 class JsonBytes(Response):
-    """JSON that is bytes already; without Starlette's search for what the headers lack."""
+    """JSON that is bytes already; without Starlette's search for missing headers."""
 
     def __init__(self, body: bytes, status_code: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         self.status_code, self.body, self.background = status_code, body, None
         self.raw_headers = [*_JSON, (b"content-length", b"%d" % len(body)), *headers]
+
+
+class _Cached(NamedTuple):
+    answer: Answer
+    num_bytes: int
 
 
 class Routes:
@@ -52,116 +60,105 @@ class Routes:
         self.service, self.settings, self.has_key = service, settings, api_key is not None
         self.figures = service.metrics
         self.models = schemas.request_models(settings)
-        self.cache = AnswerCache(settings.cache_queries)
+        self.cache: LRUCache[tuple[str, Asked], _Cached] = LRUCache(
+            settings.cache_queries * CACHED_BYTES, lambda cached: cached.num_bytes
+        )
         self.batcher: Batcher | None = None
-        self.label_threads = ThreadPoolExecutor(1, "unidec-labels")
-        self.label_requests = 0
-        self.figures.watch(lambda: self.batcher.waiting if self.batcher else 0, lambda: service.current)
+        self.side_thread = ThreadPoolExecutor(1, "unidec-side")
+        self.side_requests = 0
+        self.figures.watch(self._live_metrics)
+
+    def _live_metrics(self) -> Iterable[Any]:
+        return model_metrics(self.service.current, self.batcher.waiting if self.batcher else 0)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         settings = self.settings
-
-        def count(num: int, seconds: float) -> None:
-            self.figures.batch_queries.observe(num)
-            self.figures.batch_seconds.observe(seconds)
-
         self.batcher = Batcher(
-            work, batch_queries=settings.batch_queries, queue_queries=settings.queue_queries,
+            answer_batch, batch_queries=settings.batch_queries, queue_queries=settings.queue_queries,
             wait_seconds=settings.batch_wait_ms / 1000, timeout_seconds=settings.timeout_seconds,
-            on_batch=count, on_drop=self.figures.dropped.inc,
+            on_batch=self.figures.batch, on_drop=self.figures.dropped.inc,
         )  # fmt: skip
         try:
             yield
         finally:
             await self.batcher.stop()
-            self.label_threads.shutdown(wait=False, cancel_futures=True)
+            self.side_thread.shutdown(wait=False, cancel_futures=True)
 
     # -- predictions -----------------------------------------------------------------------------------------------
 
     async def predict(self, request: Request) -> Response:
         """Labels for up to `serve.max_queries` texts, best first, answered wholly by the model that is named."""
-        engine, asked = self._engine(), self._asked(request, self.models.predict)
-        allow = None if asked.allow is None else tuple(asked.allow)
-        deny, k, least, head = tuple(asked.deny), asked.k, asked.min_score, asked.head
-        queries = [Asked(text, k, allow, deny, least, head) for text in asked.queries]
+        engine, asked = self._engine(), _read_request(request, self.models.predict)
+        queries = _queries(asked.queries, asked)
         _check(engine, queries[0])
-        keep = self.cache.size > 0 and len(allow or ()) + len(deny) <= FILTERS_KEPT
-        if not keep:
-            answers = await self._answers(engine, queries, request)
-        else:
-            answers = await self._kept_or_new(engine, queries, request)
+        answers = await self._cached_or_new(engine, queries, request)
         self._count(queries[0], answers)
-        return JsonBytes(predict_body(engine.model_json, [answer.json for answer in answers]))
+        return JsonBytes(predict_json(engine.model_json, [answer.json for answer in answers]))
 
     async def explain(self, request: Request) -> Response:
         """Each part of each score with its weight, the nearest training queries, and the query's tokens."""
-        engine, asked = self._engine(), self._asked(request, self.models.explain)
-        allow = None if asked.allow is None else tuple(asked.allow)
-        query = Asked(asked.query, asked.k, allow, tuple(asked.deny), asked.min_score, asked.head)
+        engine, asked = self._engine(), _read_request(request, self.models.explain)
+        (query,) = _queries([asked.query], asked)
         _check(engine, query)
-        answers = await self._answers(engine, [Explain(query)], request)
-        self._count(query, answers)
-        return JsonBytes(answers[0].json)
+        answer, body = await self._aside(lambda: explain_query(engine, query))
+        self._count(query, [answer])
+        return JsonBytes(body)
 
-    async def _kept_or_new(self, engine: Engine, queries: list[Asked], request: Request) -> list[Answer]:
-        """From the cache what it holds; the rest from the model, and into the cache."""
+    async def _cached_or_new(self, engine: Engine, queries: list[Asked], request: Request) -> list[Answer]:
+        """From the cache, whose keys hold the bundle's hash; the rest from the model, and into the cache."""
+        first = queries[0]
+        if not self.cache.maxsize or len(first.allow or ()) + len(first.deny) > CACHED_FILTERS:
+            return await self._answers(engine, queries, request)
         sha256 = engine.identity.sha256
-        found = [self.cache.get((sha256, query)) for query in queries]
-        new = [query for query, answer in zip(queries, found, strict=True) if answer is None]
+        cached = [self.cache.get((sha256, query)) for query in queries]
+        new = [query for query, entry in zip(queries, cached, strict=True) if entry is None]
         self.figures.cache_hits.inc(len(queries) - len(new))
-        if new:
-            self.figures.cache_misses.inc(len(new))
-            made = iter(await self._answers(engine, new, request))
-            for i, query in enumerate(queries):
-                if found[i] is None:
-                    found[i] = answer = next(made)
-                    self.cache.put((sha256, query), answer, _num_bytes(query) + len(answer.json))
-        return found  # type: ignore[return-value]
+        if not new:
+            return [entry.answer for entry in cached if entry is not None]
+        self.figures.cache_misses.inc(len(new))
+        made = await self._answers(engine, new, request)
+        for query, answer in zip(new, made, strict=True):
+            num_bytes = max(CACHED_BYTES, _OVERHEAD + _num_bytes(query) + len(answer.json))
+            if num_bytes <= self.cache.maxsize // 8 or num_bytes == CACHED_BYTES:  # evicts few others
+                self.cache[sha256, query] = _Cached(answer, num_bytes)
+        rest = iter(made)
+        return [next(rest) if entry is None else entry.answer for entry in cached]
 
-    async def _answers(self, engine: Engine, queries: Sequence[Asked | Explain], request: Request) -> list[Answer]:
-        """From the model, with others' queries; gives up where the client goes or the time is up."""
+    async def _answers(self, engine: Engine, queries: Sequence[Asked], request: Request) -> list[Answer]:
+        """From the model, in batches with other requests."""
         assert self.batcher is not None
+
+        async def disconnected() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
         try:
-            job = self.batcher.submit(engine, queries, alone=isinstance(queries[0], Explain))
+            return await self.batcher.answer(engine, queries, disconnected)
         except Overloaded as error:
             raise RequestError(
                 503, "overload", "too many queries wait", got=f"{self.batcher.waiting} queries",
                 expected=f"at most {self.batcher.queue_queries}, none longer than {self.settings.timeout_seconds:g} s",
                 fix="try again after Retry-After seconds", retry_after=error.retry_after,
             ) from None  # fmt: skip
-        watch = _Watch(self.batcher, job, request)
-        try:
-            return await job.answers
         except TooLate:
-            raise RequestError(
-                503, "timeout", "no answer in time", expected=f"one within {self.settings.timeout_seconds:g} s",
-                fix="try again after Retry-After seconds", retry_after=self.batcher.retry_after(),
-            ) from None  # fmt: skip
+            raise self._timed_out() from None
         except DataError as error:
             raise _not_answerable(error) from error
-        finally:
-            watch.end()
 
-    def _asked(self, request: Request, model: Any) -> Any:
-        kind = request.scope["headers"] and next(
-            (value for name, value in request.scope["headers"] if name == b"content-type"), b""
-        )
-        if kind.partition(b";")[0].strip().lower() != b"application/json":
-            raise RequestError(
-                415, "content_type", "the body is not declared as JSON", where="header Content-Type",
-                got=kind.decode("latin-1"), expected="application/json", fix='send "Content-Type: application/json"',
-            )  # fmt: skip
-        return schemas.check(model, schemas.read_json(request.scope.pop(BODY)))
+    def _timed_out(self) -> RequestError:
+        assert self.batcher is not None
+        return RequestError(
+            503, "timeout", "no answer in time", expected=f"one within {self.settings.timeout_seconds:g} s",
+            fix="try again after Retry-After seconds", retry_after=self.batcher.retry_after(),
+        )  # fmt: skip
 
     def _count(self, query: Asked, answers: list[Answer]) -> None:
         figures = self.figures
         figures.queries.inc(len(answers))
         figures.tokens.inc(sum(answer.num_tokens for answer in answers))
-        if unknown := sum(answer.unknown_tokens for answer in answers):
-            figures.unknown_tokens.inc(unknown)
-        if empty := sum(answer.best is None for answer in answers):
-            figures.empty.inc(empty)
+        figures.unknown_tokens.inc(sum(answer.unknown_tokens for answer in answers))
+        figures.empty.inc(sum(answer.best is None for answer in answers))
         if query.head == "both" and query.allow is None and not query.deny and query.min_score is None:
             for answer in answers:
                 if answer.best is not None:
@@ -171,10 +168,10 @@ class Routes:
 
     async def find_labels(
         self,
-        prefix: Annotated[str, Query(max_length=200, description="how uid, title or a word of it begins")] = "",
+        prefix: Annotated[str, Query(max_length=200, description="beginning of uid, title or a word of it")] = "",
         limit: Annotated[int, Query(ge=1, le=MAX_LABELS)] = 20,
     ) -> Response:
-        """Upper and lower case are one."""
+        """Upper and lower case are equal."""
         engine = self._engine()
         labels, more = await self._aside(lambda: engine.labels.find(prefix, limit))
         return JsonBytes(orjson.dumps({"labels": labels, "more": more}))
@@ -189,21 +186,25 @@ class Routes:
             )
         return JsonBytes(orjson.dumps({"uid": uid, "title": engine.bundle.titles[row].as_py(), "row": row}))
 
-    async def _aside(self, look: Any) -> Any:
-        """In a thread: among millions of labels a look takes milliseconds."""
-        if self.label_requests >= LABEL_REQUESTS:
-            raise RequestError(503, "overload", "too many searches for labels wait", fix="try again", retry_after=1)
-        self.label_requests += 1
+    async def _aside(self, work: Callable[[], Any]) -> Any:
+        """Work in a thread of its own, beside the model's."""
+        if self.side_requests >= SIDE_REQUESTS:
+            fix = "try again after Retry-After seconds"
+            raise RequestError(503, "overload", "too many requests wait", fix=fix, retry_after=1)
+        self.side_requests += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.label_threads, look)
+            running = asyncio.get_running_loop().run_in_executor(self.side_thread, work)
+            return await asyncio.wait_for(running, self.settings.timeout_seconds)
+        except TimeoutError:
+            raise self._timed_out() from None
         finally:
-            self.label_requests -= 1
+            self.side_requests -= 1
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
     async def alive(self) -> Response:
-        """503 where one batch has kept the model busy for a minute: restart it."""
-        if self.batcher is not None and self.batcher.stuck(max(STUCK_SECONDS, 10 * self.settings.timeout_seconds)):
+        """503 where the model has hung for a minute."""
+        if self.batcher is not None and self.batcher.is_stuck(STUCK_SECONDS):
             raise RequestError(503, "internal", "the model does not come back", fix="restart the server")
         return JsonBytes(b'{"status":"alive"}')
 
@@ -221,7 +222,7 @@ class Routes:
         return JsonBytes(orjson.dumps(body), error.status, error.headers)
 
     async def version(self) -> Response:
-        """Of the bundle, its data, the model before it, and this program."""
+        """Of the bundle, its data, the previous model, and this program."""
         engine, previous = self._engine(), self.service.previous
         info = engine.bundle.info
         facts = {
@@ -237,17 +238,17 @@ class Routes:
 
     async def card(self) -> Response:
         """Data, sizes, metrics, limits."""
-        return JsonBytes(orjson.dumps(self._engine().facts() | {"api_key": self.has_key}))
+        return JsonBytes(orjson.dumps(self._engine().card | {"api_key": self.has_key}))
 
     async def metrics(self) -> Response:
         """Requests, latency, batches, queue, cache, scores, unknown tokens, the model, memory."""
         return Response(self.figures.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def reload(self) -> Response:
-        """It looks within a moment; GET /readyz says what came of it."""
+        """The follower asks the registry now; GET /readyz shows the result."""
         follower = self.service.follower
         if follower is None or not self.has_key:
-            what = "nothing is followed here" if self.has_key else "only a server with an API key is told to reload"
+            what = "nothing is followed here" if self.has_key else "only a server with an API key can be reloaded"
             raise RequestError(404, "not_found", what, fix=f"set {self.settings.api_key_env} where the server starts")
         follower.look_soon()
         return JsonBytes(orjson.dumps({"follow": follower.state()}), 202)
@@ -261,26 +262,24 @@ class Routes:
         return engine
 
 
-class _Watch:
-    """Ends a job whose client goes; begins to look only when the answer takes a while."""
+def _read_request(request: Request, model: Any) -> Any:
+    """The body as an instance of its model."""
+    kind = next((value for name, value in request.scope["headers"] if name == b"content-type"), b"")
+    if kind.partition(b";")[0].strip().lower() != b"application/json":
+        raise RequestError(
+            415, "content_type", "the body is not declared as JSON", where="header Content-Type",
+            got=kind.decode("latin-1"), expected="application/json", fix='send "Content-Type: application/json"',
+        )  # fmt: skip
+    return schemas.parse_request(model, request.scope.pop(BODY))
 
-    def __init__(self, batcher: Batcher, job: Job, request: Request) -> None:
-        self.batcher, self.job, self.receive = batcher, job, request.receive
-        self.task: asyncio.Task[None] | None = None
-        self.timer = batcher.loop.call_later(WATCH_SECONDS, self._begin)
 
-    def _begin(self) -> None:
-        self.task = self.batcher.loop.create_task(self._look())
+def _queries(texts: Sequence[str], asked: Any) -> list[Asked]:
+    allow, deny = None if asked.allow is None else tuple(asked.allow), tuple(asked.deny)
+    return [Asked(text, asked.k, allow, deny, asked.min_score, asked.head) for text in texts]
 
-    async def _look(self) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-        self.batcher.cancel(self.job)
 
-    def end(self) -> None:
-        self.timer.cancel()
-        if self.task is not None:
-            self.task.cancel()
+def _num_bytes(query: Asked) -> int:
+    return 4 * (len(query.text) + sum(map(len, query.allow or ())) + sum(map(len, query.deny)))
 
 
 def _check(engine: Engine, query: Asked) -> None:
@@ -300,7 +299,7 @@ def _not_answerable(error: DataError) -> RequestError:
 
 
 def _not_ready() -> RequestError:
-    fix = "try again; GET /readyz says how it goes"
+    fix = "try again; GET /readyz shows the progress"
     return RequestError(503, "not_ready", "no model is loaded yet", fix=fix, retry_after=1)
 
 
@@ -310,8 +309,3 @@ def _edited(name: str) -> RequestError:
         expected="the bytes that were loaded", retry_after=60,
         fix="restore the bundle and restart the server; replace bundles by renaming, never in place",
     )  # fmt: skip
-
-
-def _num_bytes(query: Asked) -> int:
-    """Of a cache's key."""
-    return 4 * (len(query.text) + sum(map(len, query.allow or ())) + sum(map(len, query.deny)))

@@ -1,6 +1,6 @@
 """`unidec serve`: one process, uvicorn's event loop, and a thread for the model.
 
-It listens at once (/healthz answers, /readyz says 503) and loads meanwhile. SIGTERM or Ctrl-C: new connections are
+It listens at once (/healthz answers, /readyz gives 503) and loads meanwhile. SIGTERM or Ctrl-C: new connections are
 refused, requests on open ones are answered for `DRAIN_SECONDS` more, exit code 0; a second Ctrl-C ends it at once.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unidec.data.storage import MANIFEST
 from unidec.errors import ArtifactError, ConfigError
@@ -29,15 +29,14 @@ from unidec.sections import Serve
 if TYPE_CHECKING:
     import uvicorn
 
-    from unidec.serving.service import Identity, Service
+    from unidec.serving.engine import Identity, Service
 
-KEEP_ALIVE_SECONDS = 30  # an idle connection is closed after so long
-HEAD_SECONDS = 10.0  # at most, for a request's head
+KEEP_ALIVE_SECONDS = 30  # an idle connection is closed after this time
+HEAD_BYTES = 65_536  # of a request's line and headers
 BACKLOG = 2048
-DRAIN_SECONDS = 2.0  # after SIGTERM: connections that are open may send requests for so long
-STOP_SECONDS = 5.0  # at most, for what follows the registry
-SWITCH_SECONDS = 0.001  # Python's threads: the event loop waits no longer than this for the model's
-_NEEDED = ("uvicorn", "prometheus_client", "orjson")
+DRAIN_SECONDS = 2.0  # after SIGTERM: connections that are open may send requests for this time
+SWITCH_SECONDS = 0.001  # of Python's threads: the event loop waits no longer than this for the model's thread
+_NEEDED = ("uvicorn", "prometheus_client", "orjson", "cachetools")
 
 log = logging.getLogger(__name__)
 
@@ -50,41 +49,41 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
         settings: section `serve`. root: the project, for the tracking store.
 
     Raises:
-        ConfigError: the address cannot be listened at, something is not installed, or no such bundle.
+        ConfigError: the address is not available, something is not installed, or there is no such bundle.
         ArtifactError: the bundle is damaged.
     """
     begun = time.monotonic()
     _require()
+    from unidec.serving.engine import Service
     from unidec.serving.follow import Follower
-    from unidec.serving.service import Service
+    from unidec.serving.metrics import follow_metrics
 
     _log_to_stderr()
     service = Service(settings)
-    follower = Follower(service, source, settings, root=root)
-    service.follower = follower
+    follower = service.follower = Follower(service, source, settings, root=root)
     if follower.address is None and not (Path(source) / MANIFEST).is_file():
         fix = "run `unidec index build`, or name a registered model: models:/unidec@champion"
         raise ArtifactError("no bundle here", where=source, fix=fix)
+    service.metrics.watch(lambda: follow_metrics(follower.state()))
     api_key = _api_key(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
     with _listening(settings) as listener:
-        server = None
         follower.start()  # it loads while this thread imports what serves
         try:
-            server = _server(service, settings, api_key, follower)
+            server = _server(service, settings, api_key)
             address = _address(listener)
             follower.exists.add_done_callback(lambda _: print(f"serve: listening at {address}", flush=True))
 
             def loaded(first: Future[Identity]) -> None:
                 if first.exception() is None:
-                    _tell_ready(service, address, time.monotonic() - begun)
+                    _print_ready(service, address, time.monotonic() - begun)
                 else:
                     server.should_exit = True
 
             follower.first.add_done_callback(loaded)
             server.run(sockets=[listener])
         finally:
-            follower.stop(STOP_SECONDS if follower.first.done() else 1.0)  # what loads cannot be cut short
+            follower.stop()
     if follower.first.done() and (error := follower.first.exception()) is not None:
         raise error
 
@@ -98,18 +97,15 @@ def _require() -> None:
         )  # fmt: skip
 
 
-def _server(service: Service, settings: Serve, api_key: str | None, follower: Any) -> uvicorn.Server:
-    """uvicorn, which ends with exit code 0 where a signal asks it to."""
+def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.Server:
     import uvicorn
 
     from unidec.serving.app import create_app
-    from unidec.serving.follow_metrics import FollowCollector
-    from unidec.serving.protocol import ConnectionLimits, http_protocol
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """As uvicorn's, but the signal is not raised again at the end: the process was asked to end, and did."""
+            """As uvicorn's, but the signal is not raised again at the end, so the exit code is 0."""
             before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
                 yield
@@ -118,8 +114,8 @@ def _server(service: Service, settings: Serve, api_key: str | None, follower: An
                     signal.signal(number, handler)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            """uvicorn resets connections that wait to be accepted, and closes idle ones under a request that is on its
-            way. Here the former are accepted first, and all may send requests for `DRAIN_SECONDS` more: each answer
+            """uvicorn resets connections that wait to be accepted, and closes idle ones while a request is on its way.
+            Here the former are accepted first, and all may send requests for `DRAIN_SECONDS` more: each answer
             carries `Connection: close`."""
             self.server_state.default_headers.append((b"connection", b"close"))
             await _accept_rest(self, sockets or [])
@@ -128,22 +124,24 @@ def _server(service: Service, settings: Serve, api_key: str | None, follower: An
                 await asyncio.sleep(0.05)
             await super().shutdown(sockets)
 
-    service.metrics.registry.register(FollowCollector(follower))
-    limits = ConnectionLimits(
-        head_seconds=min(HEAD_SECONDS, settings.timeout_seconds), body_seconds=settings.timeout_seconds,
-        connections=settings.max_connections,
-    )  # fmt: skip
     config = uvicorn.Config(
-        create_app(service, settings, api_key, hosts_of(settings, api_key)), http=http_protocol(limits), ws="none",
-        lifespan="on", log_config=None, access_log=False, proxy_headers=False, server_header=False, date_header=False,
-        backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=int(settings.timeout_seconds) + 5,
-    )  # fmt: skip
+        create_app(service, settings, api_key, hosts_of(settings, api_key)), **server_options(settings)
+    )
     return Server(config)
 
 
+def server_options(settings: Serve) -> dict[str, object]:
+    """Options of `uvicorn.Config`. h11, unlike httptools, bounds the size of a request's head."""
+    return {
+        "http": "h11", "h11_max_incomplete_event_size": HEAD_BYTES, "limit_concurrency": settings.max_connections + 1,
+        "ws": "none", "lifespan": "on", "log_config": None, "access_log": False, "proxy_headers": False,
+        "server_header": False, "date_header": False, "backlog": BACKLOG, "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+        "timeout_graceful_shutdown": int(settings.timeout_seconds) + 5,
+    }  # fmt: skip
+
+
 async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -> None:
-    """Stop listening; connections that the system holds ready are accepted before."""
+    """Accept the connections that the system holds ready, then stop listening."""
     await asyncio.sleep(0)
     waiting: list[socket.socket] = []
     for listener in listeners:
@@ -165,7 +163,7 @@ async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -
 
 @contextlib.contextmanager
 def _listening(settings: Serve) -> Iterator[socket.socket]:
-    """The socket, bound before anything is loaded: an address that is taken shows at once."""
+    """The socket, bound before anything is loaded: an address in use shows at once."""
     place = f"{settings.host}:{settings.port}"
     try:
         family, kind, number, _, address = socket.getaddrinfo(
@@ -189,11 +187,11 @@ def _address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _tell_ready(service: Service, address: str, seconds: float) -> None:
+def _print_ready(service: Service, address: str, seconds: float) -> None:
     engine = service.current
     assert engine is not None
     gc.collect()
-    gc.freeze()  # what is loaded by now stays: collections of garbage need not look at it
+    gc.freeze()  # what is loaded by now stays: garbage collections need not look at it
     version = f", version {engine.identity.version}" if engine.identity.version else ""
     print(
         f"serve: ready at {address} after {seconds:.2f} s: bundle {engine.identity.sha256[:16]}{version}, "
@@ -203,18 +201,19 @@ def _tell_ready(service: Service, address: str, seconds: float) -> None:
 
 
 def _api_key(settings: Serve) -> str | None:
-    """From the environment; warns where everybody in the network may ask without one."""
+    """From the environment; warns where others in the network may send requests without one."""
     key = os.environ.get(settings.api_key_env, "").strip() or None
     if key is None and not _is_loopback(settings.host):
         log.warning(
-            "everybody who reaches %s may ask: set %s, or listen at 127.0.0.1", settings.host, settings.api_key_env
-        )
+            "everyone who reaches %s may send requests: set %s, or listen at 127.0.0.1",
+            settings.host, settings.api_key_env,
+        )  # fmt: skip
     return key
 
 
 def hosts_of(settings: Serve, api_key: str | None) -> frozenset[str] | None:
-    """Names by which it may be asked, None: any. Whoever is on this machine may ask a server without a key, and so may
-    a page in their browser whose name points here: such a name is foreign. A key no page has."""
+    """Names that the header Host may hold; None: any. Without a key on loopback no name is accepted, so that no web
+    page whose name points at this machine can use the server through its user's browser; no page has the key."""
     if settings.hosts:
         return frozenset(name.lower() for name in settings.hosts)
     return frozenset() if api_key is None and _is_loopback(settings.host) else None
@@ -232,6 +231,5 @@ def _log_to_stderr() -> None:
         level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("unidec").setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(
-        logging.ERROR
-    )  # it warns of every broken request: a client could fill the disk
+    # uvicorn warns of every broken request: a client could fill the disk
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)

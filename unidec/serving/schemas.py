@@ -1,29 +1,25 @@
-"""What requests may hold, and what answers hold: checked by pydantic, shown by OpenAPI.
+"""What requests and answers hold: requests are checked by pydantic, both are shown by OpenAPI.
 
-Requests are read with limits of section `serve`, so their models are made for each server. Answers are written by hand
-(`answers.py`) and never checked again: their models here are documentation, and tests hold the two together.
+Requests are read with the limits of section `serve`, so their models are created for each server. Answers are written
+by hand (`answers.py`) and not checked again: their models here are documentation, and tests keep the two together.
 """
 
 from __future__ import annotations
 
-import gc
 import json
-from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import numpy as np
+import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from unidec.sections import Serve
 from unidec.serving.errors import RequestError, wrong_values
 
 Head = Literal["both", "de", "clf"]
-Uid = Annotated[str, Field(min_length=1)]  # a bound, so that pydantic reads the text: lone surrogates are refused
+Uid = Annotated[str, Field(min_length=1)]
 DEFAULT_K = 5
-MAX_KEYS, MAX_OBJECTS = 50, 100  # of one object; in a body, whose right form is one object of few keys
-MAX_PARTS = 1000  # lists, objects and keys of a body: no request has ten
-LOOKED_AT_FROM = 16_384  # bytes of a body whose parts are counted before it is read: fewer are read in a millisecond
+MAX_KEYS = 50  # of a body
 
 
 def _whole(value: Any) -> Any:
@@ -31,38 +27,18 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-class _Strict(BaseModel):
+class RequestBase(BaseModel):
+    """What all requests share."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class PredictBase(_Strict):
-    """Queries, and what all of them ask for."""
-
-    queries: list[str]
-    k: int
-    allow: list[str] | None
-    deny: list[str]
-    min_score: float | None
-    head: Head
-
-
-class ExplainBase(_Strict):
-    """As `PredictBase`, of one query."""
-
-    query: str
-    k: int
-    allow: list[str] | None
-    deny: list[str]
-    min_score: float | None
-    head: Head
 
 
 @dataclass(frozen=True)
 class RequestModels:
-    """The models of one server."""
+    """The models of one server; both have k, allow, deny, min_score and head."""
 
-    predict: type[PredictBase]
-    explain: type[ExplainBase]
+    predict: type[RequestBase]
+    explain: type[RequestBase]
 
 
 PREDICT_EXAMPLE = {"queries": ["editor for plain text", "a window manager"], "k": 5}
@@ -87,29 +63,32 @@ def request_models(settings: Serve) -> RequestModels:
     text: Any = Annotated[str, Field(max_length=settings.max_query_chars, pattern=r"\S")]
     queries: Any = Annotated[list[text], Field(min_length=1, max_length=settings.max_queries, fail_fast=True)]
     uids: Any = Annotated[list[Uid], Field(max_length=settings.max_filter_labels, fail_fast=True)]
-    about = {
-        "k": "labels for each query; where fewer are left, fewer come back",
-        "allow": "uids: only these labels may be returned; unknown ones are ignored and counted",
-        "deny": "uids: these labels are never returned",
-        "min_score": "labels that score less are left out",
-        "head": "which half of the model scores: both (the bundle's own ranking), the dual encoder, or the classifier",
-    }
-    default_k = min(DEFAULT_K, settings.max_k)
+    k: Any = Annotated[int, Field(ge=1, le=settings.max_k), BeforeValidator(_whole)]
+
+    def about(kind: Any, description: str) -> Any:
+        return Annotated[kind, Field(description=description)]
+
     shared: dict[str, Any] = {
         "k": (
-            Annotated[int, Field(ge=1, le=settings.max_k, description=about["k"]), BeforeValidator(_whole)],
-            default_k,
+            about(k, "labels for each query; fewer where fewer are left"),
+            min(DEFAULT_K, settings.max_k),
         ),
-        "allow": (Annotated[uids | None, Field(description=about["allow"])], None),
-        "deny": (Annotated[uids, Field(description=about["deny"])], Field(default_factory=list)),
-        "min_score": (Annotated[float | None, Field(description=about["min_score"])], None),
-        "head": (Annotated[Head, Field(description=about["head"])], "both"),
+        "allow": (
+            about(uids | None, "uids: only these labels may be returned; unknown ones are ignored and counted"),
+            None,
+        ),
+        "deny": (about(uids, "uids: these labels are never returned"), Field(default_factory=list)),
+        "min_score": (about(float | None, "labels that score less are left out"), None),
+        "head": (about(Head, "what scores: both (the bundle's ranking), the dual encoder, or the classifier"), "both"),
     }
-    of_predict: dict[str, Any] = {"queries": (Annotated[queries, Field(description="texts to label")], ...), **shared}
-    of_explain: dict[str, Any] = {"query": (Annotated[text, Field(description="text to label")], ...), **shared}
-    predict = create_model("PredictRequest", __base__=PredictBase, __doc__=PredictBase.__doc__, **of_predict)
-    explain = create_model("ExplainRequest", __base__=ExplainBase, __doc__=ExplainBase.__doc__, **of_explain)
-    return RequestModels(predict, explain)
+
+    def model(name: str, **first: Any) -> type[RequestBase]:
+        return create_model(name, __base__=RequestBase, **first, **shared)
+
+    return RequestModels(
+        model("PredictRequest", queries=(about(queries, "texts to label"), ...)),
+        model("ExplainRequest", query=(about(text, "text to label"), ...)),
+    )
 
 
 def body_schema(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
@@ -118,91 +97,37 @@ def body_schema(model: type[BaseModel], example: dict[str, Any]) -> dict[str, An
     return {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}
 
 
-def read_json(body: bytes) -> Any:
-    """A request's JSON.
+def parse_request(model: Any, body: bytes) -> Any:
+    """A request's body as an instance of its model.
 
     Raises:
-        RequestError: 400: not UTF-8, not JSON, NaN or Infinity, a key that stands twice, too deep, or more lists,
-            objects or keys than any request has (making each of 300,000 would hold up all others).
-    """
-    if len(body) > LOOKED_AT_FROM and _has_many_parts(body):
-        got = f"more than {MAX_PARTS} lists, objects and keys"
-        raise _broken("the body is not a request: more parts than any has", "body", got)
-    num_objects = 0
-
-    def one(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        nonlocal num_objects
-        num_objects += 1
-        if num_objects > MAX_OBJECTS or len(pairs) > MAX_KEYS:
-            raise ValueError("more objects or keys than any request has")
-        return _once(pairs)
-
-    collects = gc.isenabled()
-    gc.disable()  # 330,000 empty lists fit into a body: looking for circles among them takes longer than reading them
-    try:
-        return json.loads(body.decode("utf-8"), object_pairs_hook=one, parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise _broken("the body is not UTF-8", f"byte {error.start}", "", "UTF-8") from error
-    except json.JSONDecodeError as error:
-        got = error.doc[error.pos : error.pos + 20] or "its end"
-        raise _broken(
-            f"the body is not JSON: {error.msg}", f"line {error.lineno}, column {error.colno}", got
-        ) from error
-    except RecursionError as error:
-        raise _broken("JSON within JSON, too deep", "body", "") from error
-    except ValueError as error:  # of the hooks; or an integer of more digits than Python reads
-        raise _broken("the body is not JSON that can be read", "body", str(error)) from error
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _has_many_parts(body: bytes) -> bool:
-    """Whether JSON holds more than `MAX_PARTS` lists, objects and keys: brackets, braces and colons outside of strings;
-    without reading it."""
-    marks = b"[{:"
-    if sum(body.count(mark) for mark in marks) <= MAX_PARTS:
-        return False  # few, strings included: the usual case
-    if b"\\" in body:
-        body = body.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
-    num_parts, num_quotes = 0, 0
-    for start in range(0, len(body), LOOKED_AT_FROM):
-        byte_N = np.frombuffer(body[start : start + LOOKED_AT_FROM], dtype=np.uint8)
-        quotes = np.flatnonzero(byte_N == ord('"'))
-        places = np.flatnonzero((byte_N == marks[0]) | (byte_N == marks[1]) | (byte_N == marks[2]))
-        num_parts += int(((np.searchsorted(quotes, places) + num_quotes) % 2 == 0).sum())
-        num_quotes += len(quotes)
-        if num_parts > MAX_PARTS:
-            return True
-    return False
-
-
-def check(model: Any, value: Any) -> Any:
-    """The request as an instance of its model.
-
-    Raises:
-        RequestError: 422: what does not fit.
+        RequestError: 400: not UTF-8, not JSON, nested too deep, NaN, or a key that appears twice; 422: what does not
+            fit the model.
     """
     try:
-        return model.model_validate(value)
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise _broken(f"the body is not JSON: {error.msg}", where, error.doc[error.pos : error.pos + 20]) from None
+    if isinstance(value, dict) and len(value) > MAX_KEYS:
+        raise _broken("the body has too many keys", "body", f"{len(value)} keys")
+    try:
+        request = model.model_validate(value)
     except ValidationError as error:
         raise wrong_values(error.errors(include_url=False)) from None
+    if _num_keys(body) != len(value):  # now it is known to be one flat object
+        raise _broken("a key appears twice", "body", "")
+    return request
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {json.dumps(twice)} stands twice")
-    return found
+def _num_keys(body: bytes) -> int:
+    counts: list[int] = []
+    json.loads(body, object_pairs_hook=lambda pairs: counts.append(len(pairs)))
+    return counts[0]
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _broken(what: str, where: str, got: str, expected: str = 'JSON such as {"queries": ["a text"]}') -> RequestError:
-    fix = "send JSON of /openapi.json"
+def _broken(what: str, where: str, got: str) -> RequestError:
+    expected, fix = 'JSON such as {"queries": ["a text"]}', "send what GET /openapi.json shows for this route"
     return RequestError(400, "broken_json", what, where=where, got=got, expected=expected, fix=fix)
 
 
@@ -226,7 +151,7 @@ class Error(_Answer):
 
 
 class ErrorAnswer(_Answer):
-    """Every answer that is not 2xx."""
+    """Every answer of the application that is not 2xx."""
 
     error: Error
 
@@ -286,11 +211,9 @@ class LabelsAnswer(_Answer):
     more: bool
 
 
-class NearQuery(_Answer):
+class NearQuery(LabelName):
     """A training query near this one."""
 
-    uid: str
-    title: str
     cosine: float
     vote: float | None
     labels: list[LabelName]
@@ -349,7 +272,7 @@ class ReadyAnswer(_Answer):
 
 
 class NotReadyAnswer(ErrorAnswer, ReadyAnswer):
-    """No model answers yet, and how its loading goes; or a file of the one that answers was edited."""
+    """No model is loaded yet, and the progress; or a file of the current one was edited."""
 
 
 class AliveAnswer(_Answer):
@@ -359,13 +282,13 @@ class AliveAnswer(_Answer):
 
 
 class ReloadAnswer(_Answer):
-    """What follows the registry, which looks now."""
+    """The follower's state; it asks the registry now."""
 
     follow: dict[str, Any]
 
 
 class DataCard(_Answer):
-    """The data set of a bundle: rows of each split, labels and pairs where the bundle says."""
+    """The data set of a bundle: rows of each split, labels and pairs where the bundle has them."""
 
     name: str | None
     sha256: str | None

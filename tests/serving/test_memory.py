@@ -10,16 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from unidec.serving import room
-
-
-def test_sizes(tmp_path):
-    assert room.folder_bytes(tmp_path) == 0
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "b").write_bytes(b"123")
-    (tmp_path / "c").write_bytes(b"12345")
-    (tmp_path / "link").symlink_to(tmp_path / "c")
-    assert 8 < room.folder_bytes(tmp_path) <= 8 + len(str(tmp_path / "c")), "a link is as long as its target's name"
+from unidec.serving.memory import available_bytes, give_back
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -29,46 +20,35 @@ def write(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_a_container_with_a_limit(tmp_path):
-    v2 = write(
-        tmp_path / "v2", memory__max="1000\n", memory__current="900\n", memory__stat="anon 5\ninactive_file 300\n"
-    )
-    assert room._container_bytes(v2, tmp_path / "none") == [400]
-    v1 = write(tmp_path / "v1", **{"memory__limit_in_bytes": "1000", "memory__usage_in_bytes": "900"})
-    assert room._container_bytes(tmp_path / "none", v1) == [100]
+def test_a_container_with_a_limit(tmp_path: Path) -> None:
+    facts = {"memory__current": "900\n", "memory__stat": "anon 5\ninactive_file 300\n"}
+    assert available_bytes(write(tmp_path / "small", memory__max="1000\n", **facts)) == 400
+    assert available_bytes(write(tmp_path / "full", memory__max="300\n", **facts)) == 0
+    assert available_bytes(write(tmp_path / "large", memory__max=f"{1 << 60}\n", **facts)) < 1 << 60
 
 
 @pytest.mark.parametrize("limit", ["max\n", "", "lots"])
-def test_a_container_without(tmp_path, limit):
-    v2 = write(tmp_path / "v2", memory__max=limit, memory__current="900\n")
-    assert room._container_bytes(v2, tmp_path / "none") == []
-
-
-def test_the_least_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "_container_bytes", lambda *where: [400])
-    assert room.available_bytes() == 400
-    monkeypatch.setattr(room, "_container_bytes", lambda *where: [-5])
-    assert room.available_bytes() == 0
-    monkeypatch.setattr(room, "_container_bytes", lambda *where: [])
-    assert 0 < room.available_bytes() <= psutil.virtual_memory().total
+def test_a_container_without(tmp_path: Path, limit: str) -> None:
+    folder = write(tmp_path / "v2", memory__max=limit, memory__current="900\n")
+    assert 1 << 20 < available_bytes(folder) <= psutil.virtual_memory().total
 
 
 def test_freed_memory_goes_back():
-    room.give_back()
+    give_back()
     before = psutil.Process().memory_info().rss
     held = [bytes(1000) for _ in range(100_000)]
     held[:-1] = []  # one is left at the top: without a trim nothing before it would go back
-    room.give_back()
+    give_back()
     assert psutil.Process().memory_info().rss - before < 40e6
     assert len(held) == 1
 
 
 HEAPS = """
 import ctypes, sys, threading
-from unidec.serving.room import one_heap
+from unidec.serving.memory import share_one_heap
 
 if sys.argv[1] == "one":
-    one_heap()
+    share_one_heap()
 threads = [threading.Thread(target=lambda: [bytes(1000) for _ in range(100)]) for _ in range(4)]
 for thread in threads:
     thread.start()

@@ -1,0 +1,154 @@
+"""What answers: engines and the service, labels found by prefix, and a bundle's files while they are served."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from unidec.errors import ArtifactError
+from unidec.sections import Serve
+from unidec.serving import engine
+from unidec.serving.engine import Engine, Identity, LabelSearch, MappedFiles, Service
+
+
+def test_another_bundle_than_the_registry_names_is_refused(tmp_path: Path, helper: Any) -> None:
+    with pytest.raises(ArtifactError, match="another bundle"):
+        Engine.load(helper("served_bundle").make_served_bundle(tmp_path), Serve(), Identity("0" * 64, "m", "1"))
+
+
+def test_the_previous_engine_is_kept_or_freed(helper: Any) -> None:
+    asgi = helper("serving/asgi")
+    old, new = asgi.StubEngine("a"), asgi.StubEngine("b")
+    for keep in (True, False):
+        service = Service(Serve(keep_previous=keep))
+        service.swap(old)
+        service.swap(old)
+        assert service.previous is None, "the same again changes nothing"
+        service.swap(new)
+        assert (service.current, service.previous) == (new, old if keep else None)
+        if keep:
+            service.swap_back()
+            assert (service.current, service.previous) == (old, new)
+            service.drop_previous()
+        with pytest.raises(Exception, match="no previous model is kept"):
+            service.swap_back()
+
+
+# -- labels found by prefix, against a slow search
+
+
+def slow(uids: list[str], titles: list[str], beginning: str) -> list[str]:
+    wanted = beginning.lower()
+    first = [
+        u for u, t in zip(uids, titles, strict=True) if u.lower().startswith(wanted) or t.lower().startswith(wanted)
+    ]
+    words = [u for u, t in zip(uids, titles, strict=True) if f" {wanted}" in t.lower() and u not in first]
+    return first + words * bool(wanted)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_those_that_begin_so_then_those_with_a_word_that_does(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_SEARCHED_ROWS", at_once)
+    rng = np.random.default_rng(0)
+    words = ["Vim", "vi", "editor", "É", "éa", "x.y", "a%b", "mode", "%"]
+    titles = [" ".join(rng.choice(words, rng.integers(0, 4))) for _ in range(60)]
+    uids = [f"{rng.choice(words)}/{i}" for i in range(60)]
+    search = LabelSearch(pa.array(uids), pa.array(titles))
+    for beginning in ("", "v", "VI", "vim", "é", "%", "x.", "editor mode", " ", "nothing", "vim/1", "a%b/"):
+        wanted = slow(uids, titles, beginning)
+        for limit in (1, 2, 5, 60):
+            found, more = search.find(beginning, limit)
+            assert [label["uid"] for label in found] == wanted[:limit], (beginning, limit)
+            assert more == (len(wanted) > limit)
+            assert all(label["title"] == titles[uids.index(label["uid"])] for label in found)
+
+
+def test_one_label() -> None:
+    search = LabelSearch(pa.array(["a"]), pa.array([""]))
+    assert search.find("", 5) == ([{"uid": "a", "title": ""}], False)
+    assert search.find("b", 5) == ([], False)
+
+
+# -- files: an edit in place is noticed, a replaced folder is not one
+
+
+@pytest.fixture
+def files_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(engine, "_CHECK_SECONDS", 0.0)
+    folder = tmp_path / "bundle"
+    (folder / "vectors").mkdir(parents=True)
+    (folder / "empty").touch()
+    (folder / "small.json").write_text("{}")
+    (folder / "vectors" / "large.npy").write_bytes(os.urandom(1_000_000))
+    return folder
+
+
+def overwrite(path: Path, start: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(data)
+
+
+def test_an_edit_in_place_is_noticed_by_size_or_by_a_sampled_block(files_folder: Path) -> None:
+    folder = files_folder
+    files, large = MappedFiles(folder), folder / "vectors" / "large.npy"
+    assert files.changed() == ""
+    kept = large.read_bytes()
+    for edit in (
+        lambda: os.truncate(large, 999_999), lambda: os.truncate(large, 0), lambda: overwrite(large, 0, bytes(999_000)),
+        lambda: overwrite(large, 1_000_000 - 1, bytes([kept[-1] ^ 1])), lambda: overwrite(large, 1_000_000, b"more"),
+    ):  # fmt: skip
+        edit()
+        assert files.changed() == "vectors/large.npy"
+        os.truncate(large, len(kept))
+        overwrite(large, 0, kept)
+        assert files.changed() == ""
+    overwrite(folder / "small.json", 0, b"[]")
+    assert files.changed() == "small.json"
+
+
+def test_a_folder_replaced_by_renaming_stays_what_was_loaded(files_folder: Path) -> None:
+    folder = files_folder
+    files = MappedFiles(folder)
+    other = folder.parent / "other"
+    shutil.copytree(folder, other)
+    (other / "small.json").write_text("[1]")
+    folder.rename(folder.parent / "old")
+    other.rename(folder)
+    shutil.rmtree(folder.parent / "old")
+    assert files.changed() == ""
+
+
+def test_it_reads_at_most_once_a_second(files_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = files_folder
+    files = MappedFiles(folder)
+    assert files.changed() == ""
+    monkeypatch.setattr(engine, "_CHECK_SECONDS", 60.0)
+    (folder / "small.json").write_text("[1]")
+    assert files.changed() == ""
+
+
+def test_readyz_names_the_file_and_other_routes_answer(files_folder: Path, helper: Any) -> None:
+    folder = files_folder
+    asgi = helper("serving/asgi")
+
+    async def main() -> None:
+        stub = asgi.StubEngine()
+        stub.files = MappedFiles(folder)
+        async with asgi.running(stub) as server:
+            assert (await server.ask("/readyz")).status == 200
+            os.truncate(folder / "vectors" / "large.npy", 10)
+            reply = await server.ask("/readyz")
+            assert reply.status == 503 and reply.json["ready"] is False and reply.json["error"]["fix"]
+            assert reply.json["error"]["where"] == "vectors/large.npy" and reply.json["model"]["sha256"] == "a" * 64
+            assert server.figure("unidec_errors_total", kind="edited_file") == 1
+            assert (await server.predict("a")).status == 200
+
+    asyncio.run(main())

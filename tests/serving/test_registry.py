@@ -1,0 +1,176 @@
+"""The registry as the server asks it: what it finds, what it fetches and refuses, and addresses that are none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlflow.exceptions import MlflowException
+
+from unidec.data.storage import folder_sha256
+from unidec.errors import ArtifactError, ConfigError
+from unidec.serving.registry import Registry, RegistryAway, Version, stored_bytes
+from unidec.tracking.fetch import Address, fetch_bundle, parse_address
+from unidec.tracking.store import open_client
+
+NAME = "unidec"
+
+
+def store(folder: Path) -> str:
+    return f"sqlite:///{folder / 'store' / 'mlflow.db'}"
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, helper: Callable[[str], Any]) -> SimpleNamespace:
+    """A registry of four versions: two good ones, one with another's hash, one without a bundle."""
+    root = tmp_path_factory.mktemp("shop")
+    client = open_client(store(root))
+    stored = helper("tracking/stored_versions")
+    for what in ("one", "two", "three"):
+        stored.store_version(client, NAME, root / what, what, **{"dataset.sha256": "d" * 64})
+    client.set_model_version_tag(NAME, "3", "bundle.sha256", "0" * 64)
+    (root / "empty").mkdir()
+    (root / "empty" / "notes.txt").write_text("no bundle")
+    client.create_model_version(NAME, source=(root / "empty").as_uri(), tags={"bundle.sha256": "1" * 64})
+    client.set_registered_model_alias(NAME, "champion", "1")
+    return SimpleNamespace(root=root, client=client, uri=store(root))
+
+
+def registry(shop: SimpleNamespace, copies: Path, **address: Any) -> Registry:
+    return Registry(Address(**({"name": NAME, "alias": "champion", "version": None} | address)), copies, shop.uri)
+
+
+def test_what_is_found(shop, tmp_path):
+    found = Version("1", folder_sha256(shop.root / "one" / "artifacts" / "bundle"), "d" * 64)
+    assert registry(shop, tmp_path).find() == found
+    assert registry(shop, tmp_path, alias=None, version="1").find() == found
+    for nothing in ({"alias": "nobody"}, {"alias": None, "version": "99"}):
+        with pytest.raises(ConfigError, match=r"alias champion \(version 1\); versions 1, 2, 3, 4"):
+            registry(shop, tmp_path, **nothing).find()
+    with pytest.raises(ConfigError, match=f"(?s)no such model.*{NAME}"):
+        registry(shop, tmp_path, name="no-such-model").find()
+
+
+def test_what_is_fetched(shop, tmp_path):
+    sha256 = folder_sha256(shop.root / "two" / "artifacts" / "bundle")
+    for _ in range(2):
+        folder = registry(shop, tmp_path).fetch(Version("2", sha256), 1 << 20)
+        assert folder == (tmp_path / sha256[:16]).resolve()
+        assert (folder / "labels.json").read_text() == '["two"]'
+
+
+def refused(client: Registry, version: str, max_bytes: int = 1 << 20) -> str:
+    with pytest.raises(ArtifactError) as caught:
+        client.fetch(Version(version, ""), max_bytes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "max_bytes", "why"),
+    [("1", 10, "too large"), ("3", 1 << 20, "another bundle"), ("4", 1 << 20, "no bundle")],
+)
+def test_what_is_refused(shop, tmp_path, version, max_bytes, why):
+    assert why in refused(registry(shop, tmp_path), version, max_bytes)
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")], "nothing is left"
+
+
+def test_a_damaged_file_is_refused(shop, tmp_path, helper):
+    helper("tracking/stored_versions").store_version(shop.client, "damaged", shop.root / "damaged", "whole")
+    file = shop.root / "damaged" / "artifacts" / "bundle" / "labels.json"
+    file.write_text(file.read_text().replace("whole", "whale"))
+    assert "damaged" in refused(registry(shop, tmp_path, name="damaged"), "1")
+
+
+def test_a_link_in_a_stored_bundle_is_not_followed(shop, tmp_path, helper):
+    helper("tracking/stored_versions").store_version(shop.client, "link", shop.root / "link", "one")
+    (shop.root / "link" / "artifacts" / "bundle" / "more.json").symlink_to("/etc/hostname")
+    assert "more.json" in refused(registry(shop, tmp_path, name="link"), "1")
+    assert not list(tmp_path.rglob("more.json"))
+
+
+def test_a_version_whose_files_are_gone_is_refused_and_a_registry_that_is_gone_is_away(
+    shop, tmp_path, helper, monkeypatch
+):
+    helper("tracking/stored_versions").store_version(shop.client, "gone", shop.root / "gone", "one")
+    (shop.root / "gone" / "artifacts").rename(shop.root / "gone" / "elsewhere")
+    client = registry(shop, tmp_path, name="gone")
+    assert "cannot be fetched" in refused(client, "1") or "no bundle" in refused(client, "1")
+
+    def lost(*args: Any) -> Any:
+        raise MlflowException("connection refused")
+
+    monkeypatch.setattr("unidec.tracking.promotion.version_of", lost)
+    with pytest.raises(RegistryAway, match="connection refused"):
+        client.find()
+    monkeypatch.setattr("unidec.serving.registry.stored_bytes", lost)
+    with pytest.raises(RegistryAway):
+        client.fetch(Version("1", ""), 1 << 20)
+
+
+def test_a_registry_that_lists_files_without_end_is_refused(monkeypatch):
+    endless = SimpleNamespace(
+        list_artifacts=lambda path: [SimpleNamespace(is_dir=True, path=f"{path}/x", file_size=None)]
+    )
+    monkeypatch.setattr(
+        "mlflow.store.artifact.artifact_repository_registry.get_artifact_repository", lambda address: endless
+    )
+    with pytest.raises(ArtifactError, match="too many files"):
+        stored_bytes("models:/m/1", 100)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("models:", "models:/unidec@champion"), ("models:/x", "models:/x@champion"),
+        ("models:/x@", "models:/x@champion"), ("models:/x/latest", "models:/x@latest"), ("models:/a/b/1", None),
+        ("models:/x@y/1", None), ("model:/x@champion", "models:/x@champion"), ("model:/x/7", "models:/x/7"),
+        ("models://x@champion", "models:/x@champion"), ("models:x@7", "models:/x/7"), ("http://x/y", "models:/x@y"),
+    ],
+)  # fmt: skip
+def test_addresses_that_are_none(text, meant):
+    with pytest.raises(ConfigError, match="not an address") as caught:
+        parse_address(text)
+    assert caught.value.fix == (meant and f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    ("address", "meant"),
+    [
+        (f"models:/{NAME}@champoin", f"models:/{NAME}@champion"),
+        ("models:/unidce@champion", f"models:/{NAME}@champion"),
+        ("models:/unidce/2", f"models:/{NAME}/2"), (f"models:/{NAME}/99", None), ("models:/z@zzz", None),
+    ],
+)  # fmt: skip
+def test_what_the_registry_does_not_have_is_answered_with_what_it_has(shop, tmp_path, address, meant):
+    with pytest.raises(ConfigError, match="not in the registry") as caught:
+        fetch_bundle(address, tmp_path, uri=shop.uri)
+    error = caught.value
+    listed = NAME if "no such model" in error.what else "alias champion (version 1); versions 1, 2, 3, 4"
+    assert listed in str(error.expected) and error.where == address.rpartition("@" if "@" in address else "/")[0]
+    assert error.fix == f"did you mean {meant}?" if meant else "`unidec models list`" in error.fix
+
+
+def test_a_server_with_a_bad_address_never_says_that_it_listens(shop, tmp_path):
+    for source, code, said in (
+        (f"models:/{NAME}@champoin", 2, f"did you mean models:/{NAME}@champion?"),
+        (f"model:/{NAME}@champion", 2, f"did you mean models:/{NAME}@champion?"),
+        ("no-such-folder", 4, "no bundle here"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "unidec.cli", "serve", source, "--port", "0"], cwd=tmp_path, text=True,
+            env=os.environ | {"MLFLOW_TRACKING_URI": shop.uri}, capture_output=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == code and said in done.stderr and "listening" not in done.stdout, done
+        assert "Traceback" not in done.stderr
+
+
+def test_addresses():
+    assert parse_address("outputs/bundle") is None
+    assert parse_address("models:/m@champion") == Address("m", "champion", None)
+    assert parse_address("models:/m/7") == Address("m", None, "7")

@@ -1,0 +1,250 @@
+"""What answers: an engine is one loaded bundle that never changes; the service knows which one is current.
+
+A request takes the current engine once and is answered by it, even if another one becomes current meanwhile. Nothing
+else keeps an engine: when it is neither current nor previous and its last request is answered, it is freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from unidec.errors import ArtifactError, DataError
+from unidec.serving.answers import Answer, answer_of, card, explain_json
+from unidec.serving.metrics import Metrics
+
+if TYPE_CHECKING:
+    from unidec.retrieval.answer import Answerer, Request
+    from unidec.retrieval.bundle import Bundle, Prediction
+    from unidec.sections import Serve
+
+_WARM_TEXT = "a text to begin with"
+_SEARCHED_ROWS = 65_536  # labels searched in one go: a common prefix is found without reading all of them
+_BLOCK, _BLOCKS = 4096, 16  # bytes of a sample, samples of a file; a file of up to 64 KiB is read whole
+_CHECK_SECONDS = 1.0  # at least between two comparisons of the files
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which bundle it is.
+
+    Attributes:
+        sha256: of the bundle. data: of its data set; None where the bundle does not name it.
+        name, version, alias: in the registry; None for a folder.
+    """
+
+    sha256: str
+    name: str | None = None
+    version: str | None = None
+    alias: str | None = None
+    data: str | None = None
+
+
+class Engine:
+    """One loaded bundle with its encoder; several threads may use it.
+
+    Attributes:
+        identity, bundle, answerer: what it was made of. files: the bundle's files, which are mapped into memory.
+        runtime: what encodes queries.
+        model_json: {"sha256", "version"} as answers show it. card: the answer to GET /card.
+    """
+
+    def __init__(self, identity: Identity, answerer: Answerer, settings: Serve) -> None:
+        self.identity, self.answerer = identity, answerer
+        self.bundle: Bundle = answerer.bundle
+        self.files = MappedFiles(self.bundle.path)
+        self.runtime: str = answerer.encoder.name
+        self.model_json = orjson.dumps({"sha256": identity.sha256, "version": identity.version})
+        self.card = {"model": asdict(identity), "runtime": self.runtime} | card(self.bundle, settings)
+        self.answer: Callable[[Sequence[Request]], list[Prediction]] = answerer.answer
+        self.explain = answerer.explain
+        self.check = answerer.check
+
+    @classmethod
+    def load(cls, folder: str | Path, settings: Serve, identity: Identity | None = None) -> Engine:
+        """Open a bundle: hashes of all its files are checked before anything in it is parsed.
+
+        Args:
+            identity: where it comes from; None: a folder.
+
+        Raises:
+            ArtifactError: damaged, or not the bundle that `identity` names.
+            ConfigError: `serve.runtime` is not available.
+        """
+        from unidec.retrieval.answer import Answerer
+        from unidec.retrieval.bundle import Bundle
+        from unidec.retrieval.query_encoder import open_encoder
+
+        bundle = Bundle.load(folder, lazy=True)
+        bundle.index.threads = settings.threads
+        if identity is None:
+            data = bundle.info.dataset.get("sha256")
+            identity = Identity(bundle.sha256, data=data if isinstance(data, str) else None)
+        elif identity.sha256 != bundle.sha256:
+            raise ArtifactError(
+                "the folder holds another bundle than the registry names", where=str(folder), got=bundle.sha256,
+                expected=identity.sha256,
+            )  # fmt: skip
+        return cls(identity, Answerer(bundle, open_encoder(bundle, settings.runtime, settings.threads)), settings)
+
+    def warm(self, batch: int) -> None:
+        """Answer one query, then a batch, so that no client waits for one-time work."""
+        from unidec.retrieval.answer import Request
+
+        for size in (1, batch, 1):
+            self.answer([Request(f"{_WARM_TEXT} {i}") for i in range(size)])
+
+    @functools.cached_property
+    def labels(self) -> LabelSearch:
+        """Created on first use."""
+        return LabelSearch(self.bundle.uids, self.bundle.titles)
+
+
+def answer_batch(engine: Engine, queries: Sequence[Request]) -> list[Answer]:
+    """The work of the batcher's thread."""
+    return [answer_of(prediction) for prediction in engine.answer(queries)]
+
+
+def explain_query(engine: Engine, query: Request) -> tuple[Answer, bytes]:
+    """The answer to one query, and the body of POST /explain."""
+    explanation = engine.explain(query)
+    return answer_of(explanation.prediction), explain_json(engine.model_json, explanation)
+
+
+class Follower(Protocol):
+    """What keeps the service at the version that an alias names: `follow.Follower`."""
+
+    def state(self) -> dict[str, Any]: ...
+    def look_soon(self) -> None: ...
+
+
+class Service:
+    """Which engine answers, and the previous one.
+
+    Attributes:
+        settings: section `serve`. metrics: the server's counters.
+        current: what answers new requests; None until the first is loaded.
+        previous: kept where `settings.keep_previous`, to swap back at once.
+        follower: what swaps; None where nothing does.
+    """
+
+    def __init__(self, settings: Serve) -> None:
+        self.settings, self.metrics = settings, Metrics()
+        self.current: Engine | None = None
+        self.previous: Engine | None = None
+        self.follower: Follower | None = None
+        self._lock = threading.Lock()
+
+    def swap(self, engine: Engine) -> None:
+        """New requests are answered by this engine; the one before is kept or freed. From any thread."""
+        with self._lock:
+            if engine is not self.current:
+                self.previous = self.current if self.settings.keep_previous else None
+                self.current = engine
+
+    def swap_back(self) -> None:
+        """Current and previous change places.
+
+        Raises:
+            DataError: there is no previous one.
+        """
+        with self._lock:
+            if self.previous is None:
+                raise DataError("no previous model is kept", where="serve.keep_previous")
+            self.current, self.previous = self.previous, self.current
+
+    def drop_previous(self) -> None:
+        """Free the memory of the previous one."""
+        with self._lock:
+            self.previous = None
+
+
+class LabelSearch:
+    """Finds labels by the beginning of their uid, their title, or a word in it; upper and lower case are equal."""
+
+    def __init__(self, uids: pa.Array, titles: pa.Array) -> None:
+        self.uids, self.titles = uids, titles
+        self._uids, self._titles = pc.utf8_lower(uids), pc.utf8_lower(titles)
+
+    def find(self, prefix: str, limit: int) -> tuple[list[dict[str, str]], bool]:
+        """At most `limit` labels {"uid", "title"}, and whether there are more.
+
+        First those whose uid or title begins so, then those with a word that does, each in the order of rows.
+        """
+        wanted = prefix.lower()
+        rows = self._rows(
+            limit + 1, lambda uids, titles: pc.or_(pc.starts_with(uids, wanted), pc.starts_with(titles, wanted))
+        )
+        if len(rows) <= limit and wanted:
+            known = set(rows)
+            within = self._rows(limit + 1 + len(known), lambda _, titles: pc.match_substring(titles, f" {wanted}"))
+            rows += [row for row in within if row not in known]
+        found = [{"uid": self.uids[row].as_py(), "title": self.titles[row].as_py()} for row in rows[:limit]]
+        return found, len(rows) > limit
+
+    def _rows(self, limit: int, matches: Callable[[pa.Array, pa.Array], pa.Array]) -> list[int]:
+        rows: list[int] = []
+        for start in range(0, len(self.uids), _SEARCHED_ROWS):
+            mask = matches(self._uids.slice(start, _SEARCHED_ROWS), self._titles.slice(start, _SEARCHED_ROWS))
+            found = pc.indices_nonzero(mask)[: limit - len(rows)]
+            rows += [start + row for row in found.to_pylist()]
+            if len(rows) >= limit:
+                break
+        return rows
+
+
+class MappedFiles:
+    """All files of a bundle, held open, with their sizes and a hash of blocks sampled from each.
+
+    A file that is edited in place changes answers; one that gets shorter ends the process with SIGBUS. A file or folder
+    replaced by renaming does neither: the old one is still mapped, and is what is compared here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._open = contextlib.ExitStack()
+        weakref.finalize(self, self._open.close)
+        self._files: dict[str, BinaryIO] = {
+            path.relative_to(folder).as_posix(): self._open.enter_context(path.open("rb", buffering=0))
+            for path in sorted(folder.rglob("*")) if path.is_file()
+        }  # fmt: skip
+        self._seen = {name: _sample(file) for name, file in self._files.items()}
+        self._lock, self._checked, self._changed = threading.Lock(), 0.0, ""
+
+    def changed(self) -> str:
+        """Name of a file that changed since it was loaded, "" where none did; reads at most once a second."""
+        if time.monotonic() - self._checked >= _CHECK_SECONDS and self._lock.acquire(blocking=False):
+            try:
+                self._changed = next((name for name, file in self._files.items() if self._differs(name, file)), "")
+                self._checked = time.monotonic()
+            finally:
+                self._lock.release()
+        return self._changed
+
+    def _differs(self, name: str, file: BinaryIO) -> bool:
+        try:
+            return _sample(file) != self._seen[name]
+        except OSError:
+            return True
+
+
+def _sample(file: BinaryIO) -> tuple[int, bytes]:
+    """Size, and a hash of blocks at equal distances, the first and the last among them."""
+    size, digest = os.fstat(file.fileno()).st_size, hashlib.sha256()
+    last = max(0, size - _BLOCK)
+    for start in sorted({last * i // (_BLOCKS - 1) for i in range(_BLOCKS)}):
+        file.seek(start)
+        digest.update(file.read(_BLOCK))
+    return size, digest.digest()

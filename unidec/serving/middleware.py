@@ -1,0 +1,213 @@
+"""Checks before every route: the host name, the API key, a body's size and time; errors as JSON; request metrics.
+
+Plain ASGI, outside FastAPI's own handling, so a refused request costs next to nothing. Sizes of heads, broken HTTP and
+the number of connections are bounded by uvicorn's own options (`run.py`); slow clients are a reverse proxy's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import hmac
+import ipaddress
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from unidec.sections import Serve
+from unidec.serving.batching import ClientGone
+from unidec.serving.errors import RequestError
+from unidec.serving.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+BODY = "unidec.body"  # key of the scope under which a route finds the request's body
+BODIES_HELD = 32  # times max_body_bytes: the bodies of all requests in flight
+NO_SNIFFING = (b"x-content-type-options", b"nosniff")
+
+
+class Guard:
+    """ASGI middleware.
+
+    Args:
+        app: the application; it finds the body in `scope[BODY]`.
+        settings: the limits. metrics: where requests and errors are counted.
+        api_key: required on every path but `free`; None: on none.
+        free: paths without a key.
+        routes: paths by which requests are counted; others count as the prefix in `routes` or as "other".
+        hosts: names that the header Host may hold, beside addresses and localhost; None: any.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        settings: Serve,
+        metrics: Metrics,
+        api_key: str | None,
+        free: frozenset[str],
+        routes: frozenset[str],
+        hosts: frozenset[str] | None = None,
+    ) -> None:
+        self.app, self.metrics, self.free, self.routes, self.hosts = app, metrics, free, routes, hosts
+        self.max_body, self.seconds = settings.max_body_bytes, settings.timeout_seconds
+        self.key_digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
+        self.key_env = settings.api_key_env
+        self.held = 0  # bytes of bodies that are in flight
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun, status = time.perf_counter(), 0
+
+        async def counted_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            try:
+                await send(message)
+            except RuntimeError as error:  # uvloop's, where the client reset the connection a moment ago
+                if "handler is closed" not in str(error):
+                    raise
+                await asyncio.sleep(0.01)  # until uvicorn has noticed: it then expects no rest of the answer
+                raise ClientGone from error
+
+        self.metrics.in_flight.inc()
+        try:
+            await self._answer(scope, receive, counted_send)
+        except ClientGone:
+            self.metrics.error("client_gone")
+            status = 499  # nginx's code for a client that closed the request
+        except RequestError as error:
+            self.metrics.error(error.kind)
+            with contextlib.suppress(ClientGone):
+                await _refuse(error, receive, counted_send, self.seconds)
+        except Exception:
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            self.metrics.error("internal")
+            if status:
+                raise  # the answer is half sent: the connection must end
+            fix = "ask whoever runs this server: its log has the cause"
+            await _refuse(RequestError(500, "internal", "the server failed", fix=fix), receive, counted_send, 0)
+        finally:
+            self.metrics.in_flight.dec()
+            self.metrics.request(self._route(scope["path"]), status, time.perf_counter() - begun)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        if self.hosts is not None and not _is_host(headers.get(b"host", b""), self.hosts):
+            raise RequestError(
+                421, "wrong_host", "this server does not answer to that name", where="header Host",
+                got=headers[b"host"].decode("latin-1"), expected="localhost, an address, or a name of serve.hosts",
+                fix="add the name to serve.hosts", close=True,
+            )  # fmt: skip
+        if self.key_digest is not None and scope["path"] not in self.free:
+            self._check_key(headers)
+        body = b""
+        if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
+            body = await self._body(headers, receive)
+        size = len(body)
+        scope[BODY] = body
+        del body  # the route takes it out of the scope
+        self.held += size
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.held -= size
+
+    def _check_key(self, headers: dict[bytes, bytes]) -> None:
+        """In constant time: the time it takes reveals nothing about the key."""
+        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if kind.lower() != b"bearer":
+            given = headers.get(b"x-api-key", b"")
+        assert self.key_digest is not None
+        if not hmac.compare_digest(hashlib.sha256(given.strip()).digest(), self.key_digest):
+            raise RequestError(
+                401, "unauthorized", "the API key is wrong" if given else "an API key is needed",
+                where="header Authorization", expected="Authorization: Bearer KEY",
+                fix=f"the server reads the key from {self.key_env}", headers=[(b"www-authenticate", b"Bearer")],
+            )  # fmt: skip
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """The whole body, within bounds of size and time."""
+        declared = headers.get(b"content-length")
+        if declared is not None and int(declared) > self.max_body:
+            raise self._too_large(f"{int(declared)} bytes")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.seconds):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > self.max_body:
+                        raise self._too_large(f"more than {self.max_body} bytes")
+                    if self.held and self.held + len(body) > BODIES_HELD * self.max_body:
+                        fix = "try again after Retry-After seconds, with smaller requests"
+                        raise RequestError(
+                            503, "overload", "too many bytes of requests at once", fix=fix, retry_after=1, close=more
+                        )
+        except TimeoutError:
+            raise RequestError(
+                408, "slow_body", "the body did not arrive in time", where="body", got=f"{len(body)} bytes",
+                expected=f"all of it within {self.seconds:g} s", fix="send it at once", close=True,
+            ) from None  # fmt: skip
+        return bytes(body)
+
+    def _too_large(self, got: str) -> RequestError:
+        return RequestError(
+            413, "too_large", "the body is too large", where="body", got=got, expected=f"at most {self.max_body} bytes",
+            fix="send the queries in several requests (serve.max_body_bytes)", close=True,
+        )  # fmt: skip
+
+    def _route(self, path: str) -> str:
+        if path in self.routes:
+            return path
+        return next((route for route in ("/labels/", "/page/") if path.startswith(route)), "other")
+
+
+@functools.lru_cache(256)
+def _is_host(header: bytes, hosts: frozenset[str]) -> bool:
+    """Whether a header Host names this server. An address always does: a web page of a foreign name whose DNS entry
+    points here (DNS rebinding) sends that name."""
+    host = header.decode("latin-1").lower().strip()
+    name, colon, port = host.rpartition(":")
+    name = name if colon and port.isdigit() else host
+    if not name or name in hosts or name == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+async def _refuse(error: RequestError, receive: Receive, send: Send, seconds: float) -> None:
+    """Answer with an error; a body that was not read is read and dropped for at most this time.
+
+    A socket closed with unread bytes resets the connection, and the client never sees the answer.
+    """
+    body = error.body()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), NO_SNIFFING]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers + error.headers})
+    if not error.close:
+        await send({"type": "http.response.body", "body": body})
+        return
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while (await receive()).get("more_body", False):
+                pass
+    await send({"type": "http.response.body", "body": b""})
