@@ -172,3 +172,15 @@ def test_a_body_where_none_is_expected_is_read_and_bounded(asgi: Any) -> None:
             assert (await server.ask("/nope", b"x" * 50, method="POST")).status == 404
 
     run(main)
+
+
+def test_a_head_that_is_too_large_or_has_two_lengths_is_refused(asgi: Any) -> None:
+    async def main() -> None:
+        async with asgi.running(asgi.StubEngine()) as server:
+            for headers in ({"x": "y" * 70_000}, {f"x{i}": "y" for i in range(101)}):
+                reply = await server.ask("/healthz", headers=headers)
+                assert (reply.status, reply.headers["connection"]) == (431, "close") and reply.json["error"]["fix"]
+            reply = await server.ask("/predict", b"{}", headers={"transfer-encoding": "chunked"})
+            assert reply.status == 400 and reply.json["error"]["fix"]
+
+    run(main)

@@ -32,6 +32,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY = "unidec.body"  # key of the scope under which a route finds the request's body
 BODIES_HELD = 32  # times max_body_bytes: the bodies of all requests in flight
+HEAD_BYTES, HEAD_FIELDS = 65_536, 100  # of a request
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 
 
@@ -103,7 +104,16 @@ class Guard:
             self.metrics.request(self._route(scope["path"]), status, time.perf_counter() - begun)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
+        fields = scope["headers"]
+        if len(fields) > HEAD_FIELDS or sum(len(name) + len(value) for name, value in fields) > HEAD_BYTES:
+            raise RequestError(
+                431, "large_head", "the request's head is too large", where="headers", got=f"{len(fields)} headers",
+                expected=f"at most {HEAD_FIELDS} headers, {HEAD_BYTES} bytes", fix="send fewer headers", close=True,
+            )  # fmt: skip
+        headers = dict(fields)
+        if b"transfer-encoding" in headers and b"content-length" in headers:  # two lengths: request smuggling
+            raise RequestError(400, "broken_http", "both Transfer-Encoding and Content-Length", where="headers",
+                               expected="one of them", fix="leave one out", close=True)  # fmt: skip
         if self.hosts is not None and not _is_host(headers.get(b"host", b""), self.hosts):
             raise RequestError(
                 421, "wrong_host", "this server does not answer to that name", where="header Host",

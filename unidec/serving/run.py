@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from unidec.serving.engine import Identity, Service
 
 KEEP_ALIVE_SECONDS = 30  # an idle connection is closed after this time
-HEAD_BYTES = 65_536  # of a request's line and headers
 BACKLOG = 2048
 DRAIN_SECONDS = 2.0  # after SIGTERM: connections that are open may send requests for this time
 SWITCH_SECONDS = 0.001  # of Python's threads: the event loop waits no longer than this for the model's thread
@@ -131,7 +130,9 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
 
 
 def server_options(settings: Serve) -> dict[str, object]:
-    """Options of `uvicorn.Config`. h11, unlike httptools, bounds the size of a request's head."""
+    """Options of `uvicorn.Config`. h11, unlike httptools, bounds the size of a head that does not end."""
+    from unidec.serving.middleware import HEAD_BYTES
+
     return {
         "http": "h11", "h11_max_incomplete_event_size": HEAD_BYTES, "limit_concurrency": settings.max_connections + 1,
         "ws": "none", "lifespan": "on", "log_config": None, "access_log": False, "proxy_headers": False,
