@@ -21,7 +21,7 @@ def make_bundle(folder: Path, num_labels: int, dim: int) -> Path:
     from unidec.data.storage import write_folder
     from unidec.model.sources import resolve_encoder
     from unidec.model.unidec import UniDEC
-    from unidec.retrieval.bundle import write_bundle
+    from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.retrieval.index import LabelIndex
     from unidec.retrieval.scoring_space import label_vectors
     from unidec.sections import Encoder, Model
@@ -40,10 +40,13 @@ def make_bundle(folder: Path, num_labels: int, dim: int) -> Path:
         de[begin : begin + len(some)] = some / np.linalg.norm(some, axis=1, keepdims=True)
     clf, bias = model.classifier_table()
     return write_bundle(
-        folder / "bundle", folder / "model", LabelIndex.build(label_vectors(de, clf, bias, "both", True)), de_LD=de,
-        clf_LD=clf, bias_L=bias, uids=[f"label-{i}" for i in range(num_labels)],
-        titles=[f"the title of label {i}, of some length" for i in range(num_labels)], space="both", clf_weight=0.7,
-        clf_normalize=True,
+        folder / "bundle", folder / "model", LabelIndex.build(label_vectors(de, clf, bias, "both", True)),
+        BundleLabels(
+            [f"label-{i}" for i in range(num_labels)],
+            [f"the title of label {i}, of some length" for i in range(num_labels)],
+            {"de": de, "clf": clf, "bias": bias},
+        ),
+        Scoring("both", 0.7, True),
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def make_bundle(folder: Path) -> None:
     from unidec.data.tokens import encode_texts
     from unidec.model.sources import resolve_encoder
     from unidec.model.unidec import UniDEC
-    from unidec.retrieval.bundle import write_bundle
+    from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.retrieval.index import LabelIndex
     from unidec.retrieval.scoring_space import label_vectors
     from unidec.sections import Encoder, Model
@@ -59,9 +59,9 @@ def make_bundle(folder: Path) -> None:
     titles = dataset.label_texts(range(LABELS))
     de, (clf, bias) = model.encode_labels(encode_texts(titles, model.tokenizer_folder, 32)), model.classifier_table()
     write_bundle(
-        folder / "bundle", folder / "model", LabelIndex.build(label_vectors(de, clf, bias, "both", True)), de_LD=de,
-        clf_LD=clf, bias_L=bias, uids=dataset.label_uids(range(LABELS)), titles=titles, space="both", clf_weight=0.7,
-        clf_normalize=True,
+        folder / "bundle", folder / "model", LabelIndex.build(label_vectors(de, clf, bias, "both", True)),
+        BundleLabels(dataset.label_uids(range(LABELS)), titles, {"de": de, "clf": clf, "bias": bias}),
+        Scoring("both", 0.7, True),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from scipy.sparse import csr_matrix
 from unidec.data.storage import write_folder
 from unidec.data.tokens import encode_texts
 from unidec.model.unidec import KIND, VERSION, UniDEC
-from unidec.retrieval.bundle import write_bundle
+from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.scoring_space import label_vectors
@@ -77,7 +77,9 @@ def make_served_bundle(
         neighbours = Neighbours(de_MD, of_ML, [f"Q{i}" for i in range(num)], titles[:num], "square")
     return write_bundle(
         folder / "bundle", folder / "model", LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, "both", True)),
-        de_LD=de_LD, clf_LD=clf_LD, bias_L=bias_L, uids=[f"L{row}" for row in range(num_labels)], titles=titles,
-        space="both", clf_weight=0.3, clf_normalize=True, neighbours=neighbours, knn_weight=0.2 if votes else 0.0,
-        knn_neighbours=5, dataset={"name": "served", "sha256": f"{seed:064x}"},
+        BundleLabels(
+            [f"L{row}" for row in range(num_labels)], titles, {"de": de_LD, "clf": clf_LD, "bias": bias_L}
+        ),
+        Scoring("both", 0.3, True, None if neighbours is None else KnnInfo.of(neighbours, 0.2, 5)),
+        Facts(dataset={"name": "served", "sha256": f"{seed:064x}"}), neighbours,
     )  # fmt: skip

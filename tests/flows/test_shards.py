@@ -56,7 +56,8 @@ def place(helper, tmp_path_factory) -> Path:
     from unidec.data.storage import write_folder
     from unidec.data.tokens import encode_texts
     from unidec.model.unidec import UniDEC
-    from unidec.retrieval.bundle import Bundle, write_bundle
+    from unidec.retrieval.bundle import Bundle
+    from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.retrieval.index import LabelIndex
     from unidec.retrieval.scoring_space import label_vectors
     from unidec.sections import Encoder, Model
@@ -72,9 +73,9 @@ def place(helper, tmp_path_factory) -> Path:
         model.save_into(out)
     de, (clf, bias) = model.encode_labels(encode_texts(labels, model.tokenizer_folder, 12)), model.classifier_table()
     write_bundle(
-        root / "bundle", root / "model", LabelIndex.build(label_vectors(de, clf, bias, "both", True)), de_LD=de,
-        clf_LD=clf, bias_L=bias, uids=[f"L{i}" for i in range(NUM_LABELS)], titles=labels, space="both",
-        clf_weight=0.7, clf_normalize=True,
+        root / "bundle", root / "model", LabelIndex.build(label_vectors(de, clf, bias, "both", True)),
+        BundleLabels([f"L{i}" for i in range(NUM_LABELS)], labels, {"de": de, "clf": clf, "bias": bias}),
+        Scoring("both", 0.7, True),
     )  # fmt: skip
     texts = [" ".join(rng.choice(WORDS, rng.integers(1, 9))) for _ in range(ROWS)]
     pq.write_table(pa.table({"query": texts}), root / "in.parquet", row_group_size=999)

@@ -86,7 +86,7 @@ class World:
         from unidec.data.storage import write_folder
         from unidec.data.tokens import encode_texts
         from unidec.model.unidec import KIND, VERSION, UniDEC
-        from unidec.retrieval.bundle import write_bundle
+        from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
         from unidec.retrieval.index import LabelIndex
 
         source = self._source()
@@ -112,7 +112,7 @@ class World:
         titles = [text + " " * bool(padding) + "x" * padding for text in texts]
         write_bundle(
             place / "artifacts" / "bundle", place / "model", LabelIndex.build(de_LD, kind="flat"),
-            de_LD=de_LD, clf_LD=None, uids=uids, titles=titles, space="de", clf_weight=1.0, clf_normalize=True,
+            BundleLabels(uids, titles, {"de": de_LD}), Scoring("de", 1.0, True),
         )  # fmt: skip
         shutil.rmtree(place / "model")
         return place

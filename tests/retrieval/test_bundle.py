@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -18,7 +19,8 @@ from tiny_bundle import DIM, TITLES, UIDS, write_model, write_tiny_bundle
 from unidec.data.storage import folder_sha256
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError, DataError
-from unidec.retrieval.bundle import Bundle, write_bundle
+from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.predict_file import predict_file
 
@@ -259,22 +261,22 @@ def test_a_moved_bundle_answers_the_same_without_what_it_was_made_from(rng, tmp_
 def test_parts_that_do_not_fit_are_not_written(rng, tmp_path):
     model = write_model(tmp_path / "model", rng)
     de = rng.normal(size=(12, DIM)).astype(np.float32)
-    good = {"de_LD": de, "clf_LD": None, "uids": UIDS, "titles": TITLES, "space": "de", "clf_weight": 1.0,
-            "clf_normalize": True}  # fmt: skip
+    labels, scoring = BundleLabels(UIDS, TITLES, {"de": de, "clf": None}), Scoring("de", 1.0, True)
     index = LabelIndex.build(de)
     for change, message in (
         ({"uids": UIDS[:-1], "titles": TITLES[:-1]}, "number of labels"),
         ({"uids": ["L0"] * 12}, "not unique"),
-        ({"space": "both"}, "got None"),
-        ({"de_LD": de[:, :3]}, "6 wide"),
-        ({"de_LD": de * 2}, "other vectors"),
-        ({"de_LD": de[:5]}, "number of labels"),
-        ({"clf_LD": de[:, :2]}, "different shapes"),
+        ({"vectors": {"de": de[:, :3]}}, "6 wide"),
+        ({"vectors": {"de": de * 2}}, "other vectors"),
+        ({"vectors": {"de": de[:5]}}, "number of labels"),
+        ({"vectors": {"de": de, "clf": de[:, :2]}}, "different shapes"),
     ):
         with pytest.raises(ValueError, match=message):
-            write_bundle(tmp_path / "b", model, index, **(good | change))
+            write_bundle(tmp_path / "b", model, index, replace(labels, **change), scoring)
+    with pytest.raises(ValueError, match="got None"):
+        write_bundle(tmp_path / "b", model, index, labels, replace(scoring, space="both"))
     with pytest.raises(ArtifactError, match="no model"):
-        write_bundle(tmp_path / "b", tmp_path / "none", index, **good)
+        write_bundle(tmp_path / "b", tmp_path / "none", index, labels, scoring)
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
@@ -303,8 +305,8 @@ def test_the_real_model_in_a_bundle(rng, tmp_path, monkeypatch):
     de, (clf, bias) = model.encode_labels(tokens), model.classifier_table()
     vectors = label_vectors(de, clf, bias, "both", True)
     write_bundle(
-        tmp_path / "b", tmp_path / "model", LabelIndex.build(vectors), de_LD=de, clf_LD=clf, bias_L=bias, uids=UIDS,
-        titles=TITLES, space="both", clf_weight=0.7, clf_normalize=True,
+        tmp_path / "b", tmp_path / "model", LabelIndex.build(vectors),
+        BundleLabels(UIDS, TITLES, {"de": de, "clf": clf, "bias": bias}), Scoring("both", 0.7, True),
     )  # fmt: skip
     shutil.rmtree(source)
     found = Bundle.load(tmp_path / "b").predict(QUERIES, k=12)

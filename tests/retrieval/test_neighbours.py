@@ -16,7 +16,7 @@ from unidec.data.storage import folder_sha256, read_manifest, write_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import KIND, VERSION
+from unidec.retrieval.bundle_folder import KIND, VERSION, KnnInfo, _check_votes
 from unidec.retrieval.neighbours import FILES, TEMPERATURE, VOTES, Candidates, Neighbours, votes_alone
 from unidec.retrieval.predict_file import predict_file
 
@@ -258,16 +258,21 @@ def test_what_is_written_is_read_and_two_writings_are_the_same(tmp_path):
     assert not FILES & set(read_manifest(without.path, KIND, VERSION)["files"])
 
 
-def test_neighbours_that_do_not_fit_the_bundle_are_not_written(rng, tmp_path):
-    from unidec.retrieval.bundle_folder import _knn_info
-
+def test_neighbours_that_do_not_fit_the_bundle_are_not_written(rng):
     neighbours, _ = random_neighbours(rng, 5, 12, 6, "square")
-    assert _knn_info(None, (12, 6), 0.0, 100, "de") is None
-    for shape, weight in (((11, 6), 0.5), ((12, 7), 0.5), ((12, 6), 0.0), ((12, 6), float("nan"))):
-        with pytest.raises(ValueError, match=r"neighbours of 12 labels and width 6|weight"):
-            _knn_info(neighbours, shape, weight, 100, "de")
-    with pytest.raises(ValueError, match="without neighbours"):
-        _knn_info(None, (12, 6), 0.5, 100, "de")
+    knn = KnnInfo.of(neighbours, 0.5)
+    _check_votes(None, None, (12, 6), False)
+    _check_votes(knn, neighbours, (12, 6), False)
+    _check_votes(knn, None, (12, 6), True)
+    for shape in ((11, 6), (12, 7)):
+        with pytest.raises(ValueError, match="neighbours of 12 labels and width 6"):
+            _check_votes(knn, neighbours, shape, False)
+    for one, other in ((knn, None), (None, neighbours)):
+        with pytest.raises(ValueError, match="need both"):
+            _check_votes(one, other, (12, 6), False)
+    for weight in (0.0, float("nan")):
+        with pytest.raises(ValueError, match="weight"):
+            KnnInfo.of(neighbours, weight)
 
 
 @pytest.fixture

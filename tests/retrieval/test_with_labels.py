@@ -16,7 +16,8 @@ from unidec.data.storage import folder_sha256, write_folder
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError, DataError
 from unidec.model.unidec import UniDEC
-from unidec.retrieval.bundle import Bundle, write_bundle
+from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.label_change import LabelChange, estimated_rows, with_labels
 from unidec.retrieval.neighbours import Neighbours
@@ -63,12 +64,16 @@ def full(
         assert vectors is not None
         labels = dataset.relevance[rows]
         neighbours = Neighbours(vectors, labels, dataset.query_uids(rows), dataset.query_texts(rows))
+    head: Any = "clf" if model.heads == "clf" else "de"
     write_bundle(
         path, model_path, LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, normalize), kind),
-        de_LD=de_LD, clf_LD=clf_LD, bias_L=bias_L, uids=dataset.label_uids(), titles=dataset.label_texts(),
-        space=space, clf_weight=0.7, clf_normalize=normalize, neighbours=neighbours, knn_weight=0.5 if votes else 0.0,
-        knn_neighbours=5, text=text, dataset={"name": "tiny", "sha256": "0" * 64}, params=model.params,
-        card={"profile": {"queries": 3}}, metrics={"validation": {"P@1": 5.0}},
+        BundleLabels(dataset.label_uids(), dataset.label_texts(), {"de": de_LD, "clf": clf_LD, "bias": bias_L}),
+        Scoring(space, 0.7, normalize, None if neighbours is None else KnnInfo.of(neighbours, 0.5, 5, head)),
+        Facts(
+            text, {"name": "tiny", "sha256": "0" * 64}, {"validation": {"P@1": 5.0}}, model.params,
+            {"profile": {"queries": 3}},
+        ),
+        neighbours,
     )  # fmt: skip
     return Bundle.load(path)
 

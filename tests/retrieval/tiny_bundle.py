@@ -13,7 +13,7 @@ from scipy.sparse import csr_matrix
 
 from unidec.data.storage import write_folder
 from unidec.data.tokens import Tokens, encode_texts
-from unidec.retrieval.bundle import write_bundle
+from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.scoring_space import label_vectors, unit_rows
@@ -96,11 +96,11 @@ def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "bot
     bias_L = rng.normal(size=len(TITLES)).astype(np.float32) if bias else None
     index = LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize), kind=kind)
     neighbours = None if vote is None else tiny_neighbours(model, rng, vote, by_words)
-    votes = {} if vote is None else {"knn_weight": knn_weight, "knn_neighbours": knn_neighbours}
+    head = "clf" if heads == "clf" else "de"
+    knn = None if neighbours is None else KnnInfo.of(neighbours, knn_weight, knn_neighbours, head)
+    facts = Facts("title", {"name": "tiny", "sha256": "0" * 64}, {"validation": {"P@1": 50.0}}, {"seed": 0})
     write_bundle(
-        path, model_path, index, de_LD=de_LD, clf_LD=clf_LD, bias_L=bias_L, uids=UIDS, titles=TITLES, space=space,
-        clf_weight=clf_weight, clf_normalize=clf_normalize, dataset={"name": "tiny", "sha256": "0" * 64},
-        metrics={"validation": {"P@1": 50.0}}, params={"seed": 0},
-        neighbours=neighbours, **votes,
+        path, model_path, index, BundleLabels(UIDS, TITLES, {"de": de_LD, "clf": clf_LD, "bias": bias_L}),
+        Scoring(space, clf_weight, clf_normalize, knn), facts, neighbours,
     )  # fmt: skip
     return {"de_LD": de_LD, "clf_LD": clf_LD, "bias_L": bias_L, "model": model, "neighbours": neighbours}

@@ -297,7 +297,7 @@ def real_bundle(folder, titles=("a text editor", "an image editor", "a music pla
 
     from unidec.data.tokens import encode_texts
     from unidec.model.unidec import KIND, VERSION, UniDEC
-    from unidec.retrieval.bundle import write_bundle
+    from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.retrieval.index import LabelIndex
     from unidec.retrieval.scoring_space import label_vectors
     from unidec.sections import Encoder, Model
@@ -326,14 +326,12 @@ def real_bundle(folder, titles=("a text editor", "an image editor", "a music pla
         folder / "bundle",
         folder / "model",
         LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, "both", True), kind="flat"),
-        de_LD=de_LD,
-        clf_LD=clf_LD,
-        bias_L=bias_L,
-        uids=[title.split()[1] + "-" + title.split()[2] for title in titles],
-        titles=titles,
-        space="both",
-        clf_weight=0.1,
-        clf_normalize=True,
+        BundleLabels(
+            [title.split()[1] + "-" + title.split()[2] for title in titles],
+            titles,
+            {"de": de_LD, "clf": clf_LD, "bias": bias_L},
+        ),
+        Scoring("both", 0.1, True),
     )
 
 

@@ -18,11 +18,10 @@ from unidec.errors import ConfigError
 from unidec.pipeline import paths
 from unidec.pipeline.indexing import OPTION_KEYS
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import KIND
+from unidec.retrieval.bundle_folder import KIND, write_with_index
 from unidec.retrieval.index import KINDS, Kind
 from unidec.retrieval.index_tune import default_kinds, like_queries, tune
 from unidec.retrieval.label_rows import LabelRows
-from unidec.retrieval.reindex import with_index
 
 _ENCODED_AT_ONCE = 256
 
@@ -73,7 +72,7 @@ def index_tune(
         keys = {f"index.{OPTION_KEYS[name]}": value for name, value in chosen.options.items()}
         found |= {"chosen": asdict(chosen), "params": {"index.kind": chosen.kind} | keys}
         if out is not None:
-            found["out"] = str(with_index(bundle, out, best))
+            found["out"] = str(write_with_index(source, bundle.info, out, best))
     return found
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from unidec.config import OPERATIONS, Params
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.profile import KEY, training_profile
 from unidec.pipeline.ranking import Ranking, headline, training_neighbours, tuned_blend
-from unidec.retrieval.bundle_folder import write_bundle
+from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.label_rows import LabelRows
 from unidec.training.precision import choose_device
@@ -38,14 +38,19 @@ def index(params: Params) -> dict[str, Any]:
     options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
     label_index = LabelIndex.build(rows, settings.kind, show=True, **options)
     card = {KEY: training_profile(params, model, ranking, label_index, blend, neighbours)}
+    knn = None
+    if neighbours is not None and blend.knn_weight:
+        head: Literal["de", "clf"] = "de" if "de" in vectors else "clf"
+        knn = KnnInfo.of(neighbours, blend.knn_weight, settings.knn_neighbours, head)
     write_bundle(
         paths.BUNDLE, paths.MODEL, label_index,
-        de_LD=vectors.get("de"), clf_LD=vectors.get("clf"), bias_L=vectors.get("bias"),
-        uids=dataset.label_uids(), titles=dataset.label_texts(), space=settings.space, clf_weight=blend.clf_weight,
-        clf_normalize=settings.clf_normalize, neighbours=neighbours if blend.knn_weight else None,
-        knn_weight=blend.knn_weight, knn_neighbours=settings.knn_neighbours, text=params.tokens.text,
-        dataset={"name": dataset.name, "sha256": dataset.sha256}, metrics={"validation": metrics},
-        params=params.model_dump(exclude=set(OPERATIONS)), card=card | ({"tuning": blend.tried} if blend.tried else {}),
+        BundleLabels(dataset.label_uids(), dataset.label_texts(), vectors),
+        Scoring(settings.space, blend.clf_weight, settings.clf_normalize, knn),
+        Facts(
+            params.tokens.text, {"name": dataset.name, "sha256": dataset.sha256}, {"validation": metrics},
+            params.model_dump(exclude=set(OPERATIONS)), card | ({"tuning": blend.tried} if blend.tried else {}),
+        ),
+        neighbours if knn is not None else None,
     )  # fmt: skip
     return {
         "bundle": str(paths.BUNDLE), "labels": dataset.num_labels, "clf_weight": blend.clf_weight,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +34,11 @@ from unidec.retrieval.bundle_folder import (
     VERSION,
     BundleInfo,
     check_names,
+    read_index,
     read_info,
     read_labels,
     read_vectors,
-    write_bundle,
 )
-from unidec.retrieval.bundle_index import read_index
 from unidec.retrieval.encoded import Encoded, ModelEncoder, QueryEncoder
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, read_neighbours
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from unidec.retrieval.words import WordSpace
-
-__all__ = ["Bundle", "BundleInfo", "Prediction", "Predictions", "write_bundle"]
 
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
@@ -130,16 +127,13 @@ class Bundle:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], verify: bool = True, device: str = "cpu", lazy: bool = False) -> Bundle:
-        """Open a folder of `write_bundle`.
-
-        Names, sizes and (with `verify`) hashes of all files are checked before anything is parsed; then sizes, dtypes
-        and dimensions against bundle.json before anything is used.
+        """Open a bundle's folder. Names, sizes and (with `verify`) hashes of all files are checked before anything is
+        parsed, then sizes, dtypes and dimensions before anything is used.
 
         Args:
             verify: check every file's sha256 and every vector too.
             device: where the model runs.
-            lazy: the model is loaded (on the CPU, with torch) when it is first asked for; an encoder without torch
-                reads its weights itself.
+            lazy: the model is loaded (on the CPU, with torch) when it is first needed.
 
         Raises:
             ArtifactError: missing, damaged, inconsistent, or of a newer version; it names the file.
@@ -168,7 +162,7 @@ class Bundle:
 
     @functools.cached_property
     def encoder(self) -> QueryEncoder:
-        """What encodes queries: the model itself, or what was put here (`query_encoder.open_encoder`)."""
+        """What encodes queries: the model itself, or what was set (`query_encoder.open_encoder`)."""
         return ModelEncoder(self.model, self.words)
 
     @property
@@ -187,7 +181,7 @@ class Bundle:
         return None if self.neighbours is None else self.neighbours.words
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Queries as the bundle is asked with (`rank`), by `encoder`, all at once.
+        """Queries as `rank` takes them, by `encoder`, all at once.
 
         Raises:
             DataError: an item that is not a string of valid Unicode.
@@ -195,10 +189,7 @@ class Bundle:
         return self.encoder.encode(texts)
 
     def searched(self, de_BD: Floats | None, clf_BD: Floats | None, head: Space = "both") -> Floats:
-        """Encoded queries in the searched space, float32 [B, D'].
-
-        Args:
-            head: "both": as the bundle ranks; "de" or "clf": that head alone decides, in the same index.
+        """Encoded queries in the searched space, float32 [B, D']; with a `head` that alone decides, in the same index.
 
         Raises:
             DataError: the searched space has not that head.
@@ -221,7 +212,7 @@ class Bundle:
 
         Args:
             texts: queries; for a model of long texts title and content joined by a space.
-            k: at least 1; where it exceeds the labels that are left, fewer come back.
+            k: at least 1; where it exceeds the labels that are left, fewer are returned.
             exclude: for each text, uids of labels that must not be returned; unknown ones are ignored.
             batch_size: texts encoded at once.
 
@@ -229,14 +220,21 @@ class Bundle:
             DataError: something that is not a string, k below 1, or `exclude` of another length.
         """
         found = self.predict_arrays(texts, k, exclude, batch_size)
-        counts = (found.rows >= 0).sum(axis=1)
-        rows = np.maximum(found.rows, 0)
-        names = [_taken(column, rows) for column in (self.uids, self.titles)]
-        nothing: list[list[float]] = [[] for _ in counts]
-        each = (found.de_scores, found.clf_scores, found.knn_scores)
-        parts = [nothing if part is None else part.tolist() for part in each]
-        columns = zip(*names, found.scores.tolist(), *parts, counts.tolist(), strict=True)
-        return [Prediction(u[:n], t[:n], s[:n], d[:n], c[:n], v[:n]) for u, t, s, d, c, v, n in columns]
+        return self.predictions(found, (found.rows >= 0).sum(axis=1).tolist())
+
+    def predictions(self, found: Predictions, count_B: Sequence[int]) -> list[Prediction]:
+        """The first `count_B` labels of each query with their names."""
+        # all names at once: a look-up costs the same for one and for a thousand
+        rows = [row[:n] for row, n in zip(found.rows, count_B, strict=True)]
+        uids, titles = self.named(np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64))
+        each = (found.scores, found.de_scores, found.clf_scores, found.knn_scores)
+        out, start = [], 0
+        for query, count in enumerate(count_B):
+            own = slice(start, start + count)
+            start += count
+            parts = ([] if part is None else part[query, :count].tolist() for part in each)
+            out.append(Prediction(uids[own], titles[own], *parts))
+        return out
 
     def predict_arrays(
         self,
@@ -255,27 +253,22 @@ class Bundle:
         parts = []
         for start in range(0, len(texts), batch_size):
             excluded = None if exclude is None else exclude[start : start + batch_size]
-            parts.append(self._predict_batch(texts[start : start + batch_size], k, excluded))
+            asked = self.encode(texts[start : start + batch_size])
+            ranked = self.rank(asked.de_BD, asked.clf_BD, k, self._excluded_pairs(excluded), asked.words_BF)
+            parts.append(Predictions(ranked.rows, ranked.scores, *self.parts(asked, ranked.rows), ranked.votes))
         if not parts:
             nothing = np.zeros((0, k), dtype=np.float32)
             de, clf = (nothing if name in self.vectors else None for name in ("de", "clf"))
             knn = None if self.neighbours is None else nothing
             return Predictions(np.zeros((0, k), dtype=np.int64), nothing, de, clf, knn)
-        return Predictions(
-            np.concatenate([part.rows for part in parts]),
-            np.concatenate([part.scores for part in parts]),
-            _stacked([part.de_scores for part in parts]),
-            _stacked([part.clf_scores for part in parts]),
-            _stacked([part.knn_scores for part in parts]),
-        )
+        stacked = [[getattr(part, one.name) for part in parts] for one in fields(Predictions)]
+        return Predictions(*(None if one[0] is None else np.concatenate(one) for one in stacked))
 
     def predict_frame(self, frame: Any, k: int = 5, column: str | None = None, batch_size: int = 256) -> pd.DataFrame:
-        """A table of predictions: columns query, rank (from 1), label, title, score; queries in order, best label
-        first.
+        """A table of predictions: columns query, rank (from 1), label, title, score.
 
         Args:
-            frame: DataFrame with a text column `query` or `text`, or the name given as `column`; other columns are
-                ignored.
+            frame: DataFrame with a text column `query` or `text`, or the name given as `column`.
 
         Raises:
             DataError: no such column, or a value that is not a string.
@@ -366,11 +359,6 @@ class Bundle:
         assert found is not None
         return found
 
-    def _predict_batch(self, texts: Sequence[str], k: int, exclude: Sequence[Sequence[str]] | None) -> Predictions:
-        asked = self.encode(texts)
-        found = self.rank(asked.de_BD, asked.clf_BD, k, self._excluded_pairs(exclude), asked.words_BF)
-        return Predictions(found.rows, found.scores, *self.parts(asked, found.rows), found.votes)
-
     def parts(self, encoded: Encoded, rows_BK: Labels) -> tuple[Floats | None, Floats | None]:
         """Each head's own score of some labels, float32 [B, K] (NaN where the row is -1); None for a head that is not
         there."""
@@ -456,14 +444,3 @@ def _check_model(path: Path, model: Any, info: BundleInfo) -> None:
             got="{} labels, heads of width {}: {}".format(*got),
             expected=f"{info.num_labels} labels, heads of width {info.dim}: {sorted(info.vectors)}",
         )
-
-
-def _taken(column: pa.Array, rows_BK: Labels) -> list[list[str]]:
-    """The strings of all rows, query by query."""
-    strings = column.take(pa.array(rows_BK.ravel()))
-    return pa.FixedSizeListArray.from_arrays(strings, rows_BK.shape[1]).to_pylist()
-
-
-def _stacked(parts: list[Floats | None]) -> Floats | None:
-    given = [part for part in parts if part is not None]
-    return np.concatenate(given) if given else None

@@ -1,37 +1,40 @@
-"""The bundle's folder: how it is written, and what is checked before any of it is used.
+"""The bundle's folder: what `bundle.json` holds, how the folder is written, and what is checked before any of it is
+used. `bundle.py` lists the files.
 
-Legend: L labels, D width of a head.
+Legend: L labels, D width of a head; nodes: vectors in a graph, those of labels that left among them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unidec.data.array_file import write_array
-from unidec.data.storage import MANIFEST, load_array, write_folder, write_json
+from unidec.data.storage import MANIFEST, load_array, read_manifest, write_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_plain_table
-from unidec.retrieval.bundle_index import INDEX, NODES, write_index
-from unidec.retrieval.bundle_info import BundleInfo, KnnInfo
 from unidec.retrieval.bundle_model import place, write_model
-from unidec.retrieval.index import LabelIndex
+from unidec.retrieval.index import IndexOptions, Kind, LabelIndex
+from unidec.retrieval.index_kinds import GRAPHS
+from unidec.retrieval.label_rows import LabelRows
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
-from unidec.retrieval.neighbours import Neighbours
-from unidec.retrieval.scoring_space import Space, label_vectors, width
+from unidec.retrieval.neighbours import Neighbours, Vote
+from unidec.retrieval.scoring_space import Space, space_rows, width
 
 KIND = "bundle"
 VERSION = 4  # 1 had no neighbours, 2 none that are compared by words, 3 flat and hnsw indexes only
 MAX_INFO_BYTES = 16 << 20
 LABEL_SCHEMA = pa.schema([pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)])
 LABEL_ROWS = 65_536
+INDEX, NODES = "index.faiss", "index_rows.npy"
 
 Floats = npt.NDArray[np.float32]
 Ready = tuple[Path, str]
@@ -41,52 +44,145 @@ _FILES = {"bundle.json", "labels.arrow", INDEX}
 _OPTIONAL = {NODES}
 _VECTORS = {"vectors/de.npy", "vectors/clf.npy", "vectors/bias.npy"}
 _FIX = "write the bundle again: unidec index build"
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
+CountOrNone = Annotated[int, Field(ge=0, le=1 << 40)]
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class KnnInfo(BaseModel):
+    """How similar training queries vote; see `neighbours.py`.
+
+    Attributes:
+        weight: of their votes beside the heads' score. neighbours: how many of them vote.
+        vote: what a vote counts by its cosine. space: the head in whose space queries are compared.
+        num_queries, num_pairs: training queries, and their labels in all.
+        num_words: words and pairs of words that queries are compared by; None: by their vectors in `space`.
+    """
+
+    model_config = _STRICT
+
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    neighbours: Count
+    vote: Vote
+    space: Literal["de", "clf"]
+    num_queries: Count
+    num_pairs: CountOrNone
+    num_words: CountOrNone | None = None
+
+    @classmethod
+    def of(
+        cls, voters: Neighbours, weight: float, neighbours: int = 100, space: Literal["de", "clf"] = "de"
+    ) -> KnnInfo:
+        """Of these training queries."""
+        return cls(
+            weight=float(weight), neighbours=neighbours, vote=voters.vote, space=space, num_queries=voters.num_queries,
+            num_pairs=int(voters.labels_ML.nnz),
+            num_words=None if voters.words is None else voters.words.num_features,
+        )  # fmt: skip
+
+
+class BundleInfo(BaseModel):
+    """`bundle.json`.
+
+    Attributes:
+        space: what is searched: "both", "de" or "clf".
+        clf_weight: weight of the classifier's score beside the dual encoder's.
+        clf_normalize: the classifier's score is a cosine.
+        num_labels: L. dim: D, width of a head. width: width of the searched space.
+        vectors: shape of each array under vectors/.
+        index_kind, index_search: kind of index, and efSearch of HNSW.
+        index_bytes: size of index.faiss.
+        index_options: how it was built and is searched; None in a bundle of before format 4.
+        index_nodes: nodes of a graph some of whose labels left (index_rows.npy); None: as many as labels.
+        estimated: row ranges [begin, end) of labels that came after the training: their classifier rows and biases are
+            estimates (label_change.py).
+        knn: the votes of similar training queries; None where there are none.
+        default_k, max_k: what a server offers.
+        text: which text of a query the model was trained on: "title" or "title+content".
+        dataset: name and sha256 of the data set. metrics: their summary. params: all parameters of the training.
+        card: any further facts for people.
+    """
+
+    model_config = _STRICT
+
+    space: Space
+    clf_weight: Annotated[float, Field(allow_inf_nan=False)]
+    clf_normalize: bool
+    num_labels: Count
+    dim: Count
+    width: Count
+    vectors: dict[Literal["de", "clf", "bias"], list[Count]]
+    index_kind: Kind
+    index_search: Count
+    index_bytes: Count
+    index_options: IndexOptions | None = None
+    index_nodes: Count | None = None
+    estimated: list[tuple[CountOrNone, CountOrNone]] = []
+    knn: KnnInfo | None = None
+    default_k: Count = 5
+    max_k: Count = 100
+    text: str
+    dataset: dict[str, Any]
+    metrics: dict[str, Any]
+    params: dict[str, Any]
+    card: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BundleLabels:
+    """The labels of a bundle that is written.
+
+    Attributes:
+        uids, titles: of the L labels; uids are unique.
+        vectors: float32 arrays "de" and "clf" [L, D], "bias" [L]; those that the model has, others None or left out.
+        estimated: see `BundleInfo`.
+    """
+
+    uids: Iterable[str]
+    titles: Iterable[str]
+    vectors: Mapping[str, Floats | None]
+    estimated: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a bundle that is written ranks: the fields of `BundleInfo` of the same names."""
+
+    space: Space
+    clf_weight: float
+    clf_normalize: bool
+    knn: KnnInfo | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What else `bundle.json` keeps: the fields of `BundleInfo` of the same names, JSON-able."""
+
+    text: str = "title"
+    dataset: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)
+    card: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_bundle(
     path: str | os.PathLike[str],
     model_path: str | os.PathLike[str],
     index: LabelIndex,
-    *,
-    de_LD: Floats | None,
-    clf_LD: Floats | None,
-    bias_L: Floats | None = None,
-    uids: Iterable[str],
-    titles: Iterable[str],
-    space: Space,
-    clf_weight: float,
-    clf_normalize: bool,
+    labels: BundleLabels,
+    scoring: Scoring,
+    facts: Facts = Facts(),
     neighbours: Neighbours | None = None,
-    knn_weight: float = 0.0,
-    knn_neighbours: int = 100,
-    knn: KnnInfo | None = None,
-    estimated: Sequence[tuple[int, int]] = (),
     ready: Mapping[str, Ready] | None = None,
-    text: str = "title",
-    dataset: Mapping[str, Any] | None = None,
-    metrics: Mapping[str, Any] | None = None,
-    params: Mapping[str, Any] | None = None,
-    card: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a bundle; a folder that is there is replaced when all is written. The same input gives the same bytes.
+    """Write a bundle; an existing folder is replaced when all is written. The same input gives the same bytes.
 
     Args:
-        path: the folder.
         model_path: a trained model's folder; checked and copied, without the records of its training.
-        index: built over `scoring_space.label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize)`.
-        de_LD, clf_LD: float32 [L, D] label embeddings and classifier rows; those that the model has.
-        bias_L: float32 [L] biases of the classifier.
-        uids, titles: of the L labels; uids are unique.
-        space, clf_weight, clf_normalize: what is searched and how it is blended; see `scoring_space.py`.
-        neighbours: training queries that vote, compared by de_LD's head, or by clf_LD's where there is no de_LD; or by
-            their words.
-        knn_weight, knn_neighbours: weight of the votes, above 0 with `neighbours`, and how many vote.
-        knn: the votes of another bundle whose neighbours are all in `ready`, instead of these three.
-        estimated: see `BundleInfo`.
+        index: built over the labels' vectors in the space of `scoring`.
+        neighbours: training queries that vote, as `scoring.knn` describes them.
         ready: files of the bundle that are written already, by their names in it: linked, or copied. With them the
-            model is a bundle's, its hashes were checked, and its files that stay as they are are linked too.
-        text: "title" or "title+content".
-        dataset, metrics, params, card: facts kept in bundle.json, JSON-able.
+            model is a bundle's whose hashes were checked, and its files are linked too.
 
     Returns:
         The folder's path.
@@ -98,13 +194,12 @@ def write_bundle(
     ready = ready or {}
     vectors = {
         name: np.ascontiguousarray(array, dtype=np.float32)
-        for name, array in (("de", de_LD), ("clf", clf_LD), ("bias", bias_L))
-        if array is not None
+        for name in ("de", "clf", "bias")
+        if (array := labels.vectors.get(name)) is not None
     }
-    labels = pa.table({"uid": _strings(uids), "title": _strings(titles)}, schema=LABEL_SCHEMA)
-    dim = _check_parts(index, vectors, labels, space, clf_normalize)
-    head: Literal["de", "clf"] = "de" if "de" in vectors else "clf"
-    knn = knn or _knn_info(neighbours, (index.num_labels, dim), knn_weight, knn_neighbours, head)
+    table = pa.table({"uid": _strings(labels.uids), "title": _strings(labels.titles)}, schema=LABEL_SCHEMA)
+    dim = _check_parts(index, vectors, table, scoring)
+    _check_votes(scoring.knn, neighbours, (index.num_labels, dim), any(name in NEIGHBOURS for name in ready))
     size = sum(array.nbytes for array in vectors.values()) + 4 * index.num_labels * index.dim
     size += neighbours.num_bytes if neighbours is not None else 0
     with write_folder(path, KIND, VERSION, num_bytes=size) as out:
@@ -118,33 +213,49 @@ def write_bundle(
         for name, array in vectors.items():
             if (own := f"vectors/{name}.npy") not in ready:
                 out.hashes[own] = write_array(out.path / own, array)
-        write_index(out.path, index)
-        _write_labels(out.path / "labels.arrow", labels)
+        _write_labels(out.path / "labels.arrow", table)
         if neighbours is not None:
             neighbours.write(out.path)
         info = BundleInfo(
-            space=space,
-            clf_weight=float(clf_weight),
-            clf_normalize=clf_normalize,
+            space=scoring.space,
+            clf_weight=float(scoring.clf_weight),
+            clf_normalize=scoring.clf_normalize,
             num_labels=index.num_labels,
             dim=dim,
             width=index.dim,
             vectors={name: list(array.shape) for name, array in vectors.items()},  # type: ignore[misc]
-            index_kind=index.kind,
-            index_search=index.options.search,
-            index_bytes=(out.path / INDEX).stat().st_size,
-            index_options=index.options,
-            index_nodes=None if index.nodes is None else len(index.nodes),
-            estimated=list(estimated),
-            knn=knn,
-            text=text,
-            dataset=dict(dataset or {}),
-            metrics=dict(metrics or {}),
-            params=dict(params or {}),
-            card=dict(card or {}),
+            estimated=list(labels.estimated),
+            knn=scoring.knn,
+            **_write_index(out.path, index),
+            **{name: dict(getattr(facts, name)) for name in ("dataset", "metrics", "params", "card")},
+            text=facts.text,
         )
         write_json(out.path / "bundle.json", info.model_dump())
-        out.meta.update(space=space, num_labels=index.num_labels, index=index.kind)
+        out.meta.update(space=scoring.space, num_labels=index.num_labels, index=index.kind)
+    return Path(path)
+
+
+def write_with_index(source: Path, info: BundleInfo, path: str | os.PathLike[str], index: LabelIndex) -> Path:
+    """Write the bundle in `source` with another index over the same vectors; other files are linked where the file
+    system can. The same input gives the same bytes.
+
+    Raises:
+        ValueError: an index of other labels or another width.
+        ArtifactError: the bundle's folder is damaged by now, or the new one cannot be written.
+    """
+    if (index.num_labels, index.dim) != (info.num_labels, info.width):
+        raise ValueError(
+            f"an index of {index.num_labels} labels and width {index.dim}, the bundle has {info.num_labels} "
+            f"and {info.width}"
+        )
+    manifest = read_manifest(source, KIND, VERSION, verify=True)
+    with write_folder(path, KIND, VERSION, manifest["meta"] | {"index": index.kind}) as out:
+        for name, entry in manifest["files"].items():
+            if name not in (INDEX, NODES, "bundle.json"):
+                (out.path / name).parent.mkdir(parents=True, exist_ok=True)
+                out.hashes[name] = place(source / name, out.path / name, entry["sha256"], link=True)
+        changes = _write_index(out.path, index)
+        write_json(out.path / "bundle.json", info.model_copy(update=changes).model_dump())
     return Path(path)
 
 
@@ -182,21 +293,18 @@ def read_info(root: Path) -> BundleInfo:
     matrix = [info.num_labels, info.dim]
     shapes = {"de": matrix, "clf": matrix, "bias": [info.num_labels]}
     needed = {"both": {"de", "clf"}}.get(info.space, {info.space})
-    has_bias = "bias" in info.vectors
-    expected = width(info.dim, info.space, info.clf_normalize, has_bias)
     if any(shape != shapes[name] for name, shape in info.vectors.items()) or not needed <= set(info.vectors):
         raise ArtifactError(
-            "vectors that do not fit the bundle's size",
-            where=str(where),
-            got=info.vectors,
+            "vectors that do not fit the bundle's size", where=str(where), got=info.vectors,
             expected=f"{', '.join(sorted(needed))} of shape {matrix}",
-        )
+        )  # fmt: skip
     if any(not begin < end <= info.num_labels for begin, end in info.estimated):
         raise ArtifactError(
-            "rows of labels that are not there", where=str(where), got=str(info.estimated)[:80], fix=_FIX
+            "rows of labels that do not exist", where=str(where), got=str(info.estimated)[:80], fix=_FIX
         )
     if info.knn is not None and info.knn.space not in info.vectors:
         raise ArtifactError("votes in the space of a head that is not there", where=str(where), got=info.knn.space)
+    expected = width(info.dim, info.space, info.clf_normalize, "bias" in info.vectors)
     if info.width != expected:
         raise ArtifactError("a space of another width", where=str(where), got=info.width, expected=expected)
     size = (root / INDEX).stat().st_size
@@ -247,9 +355,54 @@ def read_vectors(root: Path, info: BundleInfo, verify: bool = True) -> dict[str,
     return vectors
 
 
-def _check_parts(
-    index: LabelIndex, vectors: Mapping[str, Floats], labels: pa.Table, space: Space, clf_normalize: bool
-) -> int:
+def read_index(root: Path, info: BundleInfo, vectors: Mapping[str, Floats]) -> LabelIndex:
+    """The index of a bundle, mapped into memory, checked against bundle.json.
+
+    Args:
+        vectors: of `read_vectors`, on which a compressed index scores its candidates.
+
+    Raises:
+        ArtifactError: a file is missing, damaged, or does not fit.
+    """
+    options = info.index_options or IndexOptions(search=info.index_search)
+    rows = LabelRows(vectors, info.space, info.clf_normalize)
+    nodes = _read_nodes(root, info)
+    return LabelIndex.load(root / INDEX, info.num_labels, info.width, info.index_kind, options, rows, nodes)
+
+
+def _read_nodes(root: Path, info: BundleInfo) -> npt.NDArray[np.int64] | None:
+    """int64 [nodes]: the label row of each node of a graph, -1 where the label left; None where nodes are rows."""
+    where, wanted = root / NODES, info.index_nodes
+    if (wanted is not None) != where.is_file() or (wanted is not None and info.index_kind not in GRAPHS):
+        raise ArtifactError(
+            "a graph's rows and bundle.json differ", where=str(where), got=f"{wanted} nodes of {info.index_kind}",
+            expected="a file of rows where bundle.json has index_nodes, for a graph", fix=_FIX,
+        )  # fmt: skip
+    if wanted is None:
+        return None
+    nodes = np.array(load_array(where, np.int64, ndim=1, mmap=True))
+    alive = np.sort(nodes[nodes >= 0])
+    if len(nodes) != wanted or nodes.min() < -1 or not np.array_equal(alive, np.arange(info.num_labels)):
+        raise ArtifactError(
+            "rows of a graph that are not the bundle's labels", where=str(where), got=f"{len(nodes)} nodes",
+            expected=f"{wanted}, and each of {info.num_labels} labels once", fix=_FIX,
+        )  # fmt: skip
+    return nodes
+
+
+def _write_index(root: Path, index: LabelIndex) -> dict[str, Any]:
+    """Write the files of the index; returns what `BundleInfo` holds of it."""
+    index.save(root / INDEX)
+    if index.nodes is not None:
+        np.save(root / NODES, index.nodes, allow_pickle=False)
+    return {
+        "index_kind": index.kind, "index_search": index.options.search, "index_options": index.options,
+        "index_bytes": (root / INDEX).stat().st_size,
+        "index_nodes": None if index.nodes is None else len(index.nodes),
+    }  # fmt: skip
+
+
+def _check_parts(index: LabelIndex, vectors: Mapping[str, Floats], labels: pa.Table, scoring: Scoring) -> int:
     """Parts that fit together, and the width of a head."""
     matrices = [vectors[name] for name in ("de", "clf") if name in vectors]
     if len({array.shape for array in matrices}) != 1:
@@ -258,39 +411,30 @@ def _check_parts(
     if len(set(counts.values())) != 1:
         raise ValueError(f"parts differ in their number of labels: {counts}")
     sample = np.unique(np.linspace(0, index.num_labels - 1, 16).astype(np.int64))
-    some = {name: array[sample] for name, array in vectors.items()}
-    expected = label_vectors(some.get("de"), some.get("clf"), some.get("bias"), space, clf_normalize)
+    expected = space_rows(vectors, sample, scoring.space, scoring.clf_normalize)
     if index.dim != expected.shape[1]:
-        raise ValueError(f"the index is {index.dim} wide, space {space!r} {expected.shape[1]}")
+        raise ValueError(f"the index is {index.dim} wide, space {scoring.space!r} {expected.shape[1]}")
     if len(labels["uid"].unique()) != labels.num_rows:
         raise ValueError("label uids are not unique")
     scores, _ = index.search(expected, 1)
     own = np.einsum("bd,bd->b", expected, expected)
     if index.kind == "flat" and (scores[:, 0] < own - 1e-3 * np.maximum(1.0, own)).any():
-        raise ValueError("the index holds other vectors than de_LD, clf_LD and bias_L give")
+        raise ValueError("the index holds other vectors than those of the labels")
     return matrices[0].shape[1]
 
 
-def _knn_info(
-    neighbours: Neighbours | None, shape: tuple[int, int], weight: float, num: int, space: Literal["de", "clf"]
-) -> KnnInfo | None:
-    """Votes that fit the labels and the heads."""
-    if neighbours is None:
-        if weight:
-            raise ValueError(f"a weight of the votes ({weight}) without neighbours")
-        return None
-    got = (neighbours.num_labels, neighbours.vectors_MD.shape[1] if neighbours.words is None else shape[1])
-    if got != shape:
-        raise ValueError(f"neighbours of {got[0]} labels and width {got[1]}, the bundle has {shape[0]} and {shape[1]}")
-    return KnnInfo(
-        weight=float(weight),
-        neighbours=num,
-        vote=neighbours.vote,
-        space=space,
-        num_queries=neighbours.num_queries,
-        num_pairs=int(neighbours.labels_ML.nnz),
-        num_words=None if neighbours.words is None else neighbours.words.num_features,
-    )
+def _check_votes(
+    knn: KnnInfo | None, neighbours: Neighbours | None, shape: tuple[int, int], already_written: bool
+) -> None:
+    """Neighbours where there are votes and only there, that fit the labels and the heads."""
+    if (knn is None) != (neighbours is None and not already_written):
+        raise ValueError("training queries that vote need both neighbours and `Scoring.knn`")
+    if neighbours is not None:
+        got = (neighbours.num_labels, neighbours.vectors_MD.shape[1] if neighbours.words is None else shape[1])
+        if got != shape:
+            raise ValueError(
+                f"neighbours of {got[0]} labels and width {got[1]}, the bundle has {shape[0]} and {shape[1]}"
+            )
 
 
 def _strings(values: Iterable[str] | Sequence[str]) -> pa.Array:

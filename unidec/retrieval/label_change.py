@@ -32,7 +32,16 @@ from unidec.data.table_file import CsvFile, ending, json_blocks
 from unidec.data.tokens import encode_texts
 from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import KIND, VERSION, Ready, write_bundle
+from unidec.retrieval.bundle_folder import (
+    KIND,
+    VERSION,
+    BundleLabels,
+    Facts,
+    KnnInfo,
+    Ready,
+    Scoring,
+    write_bundle,
+)
 from unidec.retrieval.label_rows import LabelRows
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
 from unidec.retrieval.neighbours import Neighbours
@@ -333,13 +342,13 @@ def with_labels(
         raise ValueError("no training queries vote in this bundle: it has no weight for them")
     files = read_manifest(bundle.path, KIND, VERSION, verify=True)["files"]
     ready: dict[str, Ready] = {}
-    votes: dict[str, Any] = {}
+    knn, voters = None, neighbours
     if info.knn is not None:
         if neighbours is None and np.array_equal(change.source_L[: bundle.num_labels], np.arange(bundle.num_labels)):
             ready = {name: (bundle.path / name, files[name]["sha256"]) for name in files if name in NEIGHBOURS}
-            votes = {"knn": info.knn}
+            knn = info.knn
         elif (voters := neighbours or _remapped(bundle.neighbours, change.source_L)) is not None:
-            votes = {"neighbours": voters, "knn_weight": info.knn.weight, "knn_neighbours": info.knn.neighbours}
+            knn = KnnInfo.of(voters, info.knn.weight, info.knn.neighbours, info.knn.space)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
         arrays, estimated_L = _changed_arrays(bundle, change)
@@ -353,11 +362,13 @@ def with_labels(
         )
         return write_bundle(
             path, bundle.path / "model", index,
-            de_LD=vectors.get("de"), clf_LD=vectors.get("clf"), bias_L=vectors.get("bias"), uids=change.uids,
-            titles=change.titles, space=info.space, clf_weight=info.clf_weight, clf_normalize=info.clf_normalize,
-            **votes, estimated=_ranges(estimated_L), ready=ready, text=info.text,
-            dataset=info.dataset if dataset is None else dataset, metrics=metrics, params=info.params,
-            card=info.card if card is None else card,
+            BundleLabels(change.uids, change.titles, vectors, _ranges(estimated_L)),
+            Scoring(info.space, info.clf_weight, info.clf_normalize, knn),
+            Facts(
+                info.text, info.dataset if dataset is None else dataset, metrics or {}, info.params,
+                info.card if card is None else card,
+            ),
+            voters, ready,
         )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ import torch
 from unidec.data.storage import write_folder
 from unidec.data.tokens import encode_texts
 from unidec.model.unidec import KIND, VERSION, UniDEC
-from unidec.retrieval.bundle import Bundle, write_bundle
+from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.bundle_folder import BundleLabels, Facts, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.scoring_space import label_vectors
 from unidec.sections import Encoder, Model
@@ -44,9 +45,9 @@ def real_bundle(
     space = space or heads
     index = LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize), kind="flat")
     write_bundle(
-        folder / "bundle", folder / "model", index, de_LD=de_LD, clf_LD=clf_LD, bias_L=bias_L,
-        uids=[f"L{row}" for row in range(len(LABELS))], titles=LABELS, space=space, clf_weight=clf_weight,
-        clf_normalize=clf_normalize, dataset={"name": "tiny", "sha256": "0" * 64},
+        folder / "bundle", folder / "model", index,
+        BundleLabels([f"L{row}" for row in range(len(LABELS))], LABELS, {"de": de_LD, "clf": clf_LD, "bias": bias_L}),
+        Scoring(space, clf_weight, clf_normalize), Facts(dataset={"name": "tiny", "sha256": "0" * 64}),
     )  # fmt: skip
     return Bundle.load(folder / "bundle")
 

@@ -12,10 +12,9 @@ from tiny_bundle import TITLES, write_tiny_bundle
 from unidec.data.storage import MANIFEST, read_manifest, write_manifest
 from unidec.errors import ArtifactError
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_index import INDEX, NODES
+from unidec.retrieval.bundle_folder import INDEX, NODES, write_with_index
 from unidec.retrieval.index import KINDS, LabelIndex
 from unidec.retrieval.label_rows import LabelRows
-from unidec.retrieval.reindex import with_index
 
 pytest.importorskip("faiss")
 pytestmark = pytest.mark.usefixtures("stub_model")
@@ -37,14 +36,14 @@ def test_every_kind_answers_as_the_flat_index(rng, tmp_path, kind, space):
     write_tiny_bundle(tmp_path / "bundle", rng, space=space, bias=True, clf_normalize=False)
     bundle = Bundle.load(tmp_path / "bundle")
     index = LabelIndex.build(_rows(bundle), kind, links=4, rescore=3)
-    other = Bundle.load(with_index(bundle, tmp_path / "other", index))
+    other = Bundle.load(write_with_index(bundle.path, bundle.info, tmp_path / "other", index))
     assert other.info.index_kind == kind and other.index.options == index.options
     for ours, theirs in zip(other.predict(QUERIES, k=5), bundle.predict(QUERIES, k=5), strict=True):
         assert ours.labels == theirs.labels
         assert ours.scores == pytest.approx(theirs.scores, abs=1e-5)
     same = [name for name in read_manifest(tmp_path / "bundle", "bundle", 99)["files"] if name.startswith("vectors/")]
     assert same and all(os.path.samefile(tmp_path / "bundle" / name, tmp_path / "other" / name) for name in same)
-    again = with_index(bundle, tmp_path / "again", index)
+    again = write_with_index(bundle.path, bundle.info, tmp_path / "again", index)
     assert Bundle.load(again).sha256 == other.sha256
 
 
@@ -52,7 +51,9 @@ def test_an_index_of_other_labels_is_refused(rng, tmp_path):
     write_tiny_bundle(tmp_path / "bundle", rng)
     bundle = Bundle.load(tmp_path / "bundle")
     with pytest.raises(ValueError, match="the bundle has 12"):
-        with_index(bundle, tmp_path / "other", LabelIndex.build(_rows(bundle).take(np.arange(11))))
+        write_with_index(
+            bundle.path, bundle.info, tmp_path / "other", LabelIndex.build(_rows(bundle).take(np.arange(11)))
+        )
     assert not (tmp_path / "other").exists()
 
 
@@ -65,7 +66,7 @@ def grown(rng, tmp_path):
     before = np.concatenate([rows.take(np.arange(12)), rng.normal(size=(2, rows.shape[1])).astype(np.float32)])
     index = LabelIndex.build(before, "hnsw", links=4).changed(np.arange(12), rows, np.array([3]))
     assert index.nodes is not None and index.nodes.tolist() == [0, 1, 2, -1, *range(4, 12), -1, -1, 3]
-    return bundle, with_index(bundle, tmp_path / "grown", index)
+    return bundle, write_with_index(bundle.path, bundle.info, tmp_path / "grown", index)
 
 
 def test_the_rows_of_a_graph_are_kept(grown):
@@ -73,7 +74,7 @@ def test_the_rows_of_a_graph_are_kept(grown):
     after = Bundle.load(path)
     assert after.info.index_nodes == 15 and after.num_labels == len(TITLES)
     assert [one.labels for one in after.predict(QUERIES, k=12)] == [one.labels for one in bundle.predict(QUERIES, k=12)]
-    plain = with_index(after, path.with_name("plain"), LabelIndex.build(_rows(after), "pq"))
+    plain = write_with_index(after.path, after.info, path.with_name("plain"), LabelIndex.build(_rows(after), "pq"))
     assert not (plain / NODES).exists() and Bundle.load(plain).info.index_nodes is None
 
 
