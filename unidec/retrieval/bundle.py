@@ -261,8 +261,9 @@ class Bundle:
             de, clf = (nothing if name in self.vectors else None for name in ("de", "clf"))
             knn = None if self.neighbours is None else nothing
             return Predictions(np.zeros((0, k), dtype=np.int64), nothing, de, clf, knn)
-        stacked = [[getattr(part, one.name) for part in parts] for one in fields(Predictions)]
-        return Predictions(*(None if one[0] is None else np.concatenate(one) for one in stacked))
+        stacked: list[Any] = [[getattr(part, one.name) for part in parts] for one in fields(Predictions)]
+        joined: list[Any] = [None if one[0] is None else np.concatenate(one) for one in stacked]
+        return Predictions(*joined)
 
     def predict_frame(self, frame: Any, k: int = 5, column: str | None = None, batch_size: int = 256) -> pd.DataFrame:
         """A table of predictions: columns query, rank (from 1), label, title, score.

@@ -223,7 +223,7 @@ def write_bundle(
             num_labels=index.num_labels,
             dim=dim,
             width=index.dim,
-            vectors={name: list(array.shape) for name, array in vectors.items()},  # type: ignore[misc]
+            vectors={name: list(array.shape) for name, array in vectors.items()},
             estimated=list(labels.estimated),
             knn=scoring.knn,
             **_write_index(out.path, index),

@@ -61,7 +61,7 @@ def faiss_module() -> Any:
     Raises:
         UnidecError: it is not installed, or broken.
     """
-    faiss = sys.modules.get("faiss")
+    faiss: Any = sys.modules.get("faiss")
     if faiss is None:
         try:
             import faiss
