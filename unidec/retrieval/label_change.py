@@ -32,16 +32,7 @@ from unidec.data.table_file import CsvFile, ending, json_blocks
 from unidec.data.tokens import encode_texts
 from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import (
-    KIND,
-    VERSION,
-    BundleLabels,
-    Facts,
-    KnnInfo,
-    Ready,
-    Scoring,
-    write_bundle,
-)
+from unidec.retrieval.bundle_folder import KIND, VERSION, BundleLabels, Facts, KnnInfo, Ready, Scoring, write_bundle
 from unidec.retrieval.label_rows import LabelRows
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
 from unidec.retrieval.neighbours import Neighbours
