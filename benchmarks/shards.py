@@ -1,4 +1,4 @@
-"""Batch prediction and tokenising in one piece, resumably and in shards: rates and peak memory; writes
+"""Batch prediction in one piece, resumably and in shards: rates and peak memory; writes
 benchmarks/results/shards.json.
 
     python benchmarks/shards.py                        # 10^5 and 10^6 queries; some minutes on two cores, 1 GB of disk
@@ -81,20 +81,20 @@ def make_queries(path: Path, num_rows: int) -> None:
 
 
 def one_piece(place: Path, rows: str) -> None:
+    """`predict_file` in one shard."""
+    from unidec.retrieval.bundle import Bundle
+    from unidec.retrieval.predict_file import predict_file
+
+    predict_file(Bundle.load(place / "bundle"), place / f"{rows}.parquet", place / f"{rows}-whole.parquet", K, shards=1)
+
+
+def resumable(place: Path, rows: str, runtime: str = "torch") -> None:
     """`predict_file`."""
     from unidec.retrieval.bundle import Bundle
     from unidec.retrieval.predict_file import predict_file
 
-    predict_file(Bundle.load(place / "bundle"), place / f"{rows}.parquet", place / f"{rows}-whole.parquet", K)
-
-
-def resumable(place: Path, rows: str, runtime: str = "torch") -> None:
-    """`predict_resumably`."""
-    from unidec.retrieval.bundle import Bundle
-    from unidec.retrieval.predict_shards import predict_resumably
-
     bundle, told = Bundle.load(place / "bundle"), {"runtime": runtime}
-    predict_resumably(bundle, place / f"{rows}.parquet", place / "out.parquet", K, **told)  # type: ignore[arg-type]
+    predict_file(bundle, place / f"{rows}.parquet", place / "out.parquet", K, **told)  # type: ignore[arg-type]
 
 
 def flow(place: Path, rows: str, runner: str) -> None:

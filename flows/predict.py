@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
 
@@ -17,10 +17,10 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 from prefect import flow
 
 from flows import endings
-from flows.runners import Runner
-from flows.shards import add_options, merge, on_command_line, write_shards
-from unidec.pipeline import shards as work
+from flows.shards import STOPPED, Runner, add_options, in_words, run
+from unidec.data.shards import alone, shards_folder
 from unidec.pipeline.paths import BUNDLES
+from unidec.retrieval.predict_file import FileRequest, begin_predictions
 from unidec.tracking.fetch import fetch_bundle
 
 
@@ -33,10 +33,10 @@ def predict(
     column: str | None = None,
     shards: int | None = None,
     runner: str | None = None,
-    device: str = "cpu",
-    runtime: str = "torch",
+    device: Literal["cpu", "cuda", "auto"] = "cpu",
+    runtime: Literal["torch", "auto", "onnx", "onnx-int8"] = "torch",
 ) -> dict[str, Any]:
-    """Predicts every query of a file; killed or cancelled, the same call goes on with the shards that are missing.
+    """Predicts every query of a file; killed or cancelled, the same call resumes with the shards that are missing.
 
     Args:
         input: .csv, .tsv, .jsonl (also with .gz) or .parquet with a column of queries.
@@ -55,15 +55,11 @@ def predict(
     Raises:
         UnidecError: what is wrong with bundle, input or a shard, which is named with its rows.
     """
-    Runner.parse(runner)  # what is wrong shows before the input is read
-    folder = work.shards_folder(output)
-    with endings.at_work(), work.alone(folder):
-        work.begin_predictions(
-            fetch_bundle(bundle, BUNDLES), input, output, k, column=column, shards=shards, device=device,
-            runtime=runtime,
-        )  # fmt: skip
-        write_shards(folder, runner)
-        return merge(str(folder))
+    Runner.parse(runner)  # a mistake shows before the input is read
+    with endings.at_work(), alone(shards_folder(output)):
+        folder = str(fetch_bundle(bundle, BUNDLES))
+        request = FileRequest(folder, input, output, k, column, device=device, runtime=runtime)
+        return run(begin_predictions(request, shards), runner)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,19 +72,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "  python -m flows.predict --input q.csv.gz --output p.parquet -k 10 --shards 64 --runner processes:8\n"
         "  python -m flows.predict --input q.parquet --output p.parquet --bundle models:/unidec@champion "
         "--runner dask://scheduler:8786\n"
-        "stopped or killed, the same command goes on where it was; docs/shards.md says more\n",
+        "stopped or killed, the same command resumes with the missing shards; see docs/shards.md\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--input", required=True, metavar="FILE", help=".csv, .tsv, .jsonl (also .gz) or .parquet")
     parser.add_argument("--output", required=True, metavar="FILE", help=".parquet, .csv, .tsv or .jsonl")
     parser.add_argument("--bundle", default="outputs/bundle", metavar="WHERE", help="folder, or models:/name@alias")
     parser.add_argument("-k", type=int, default=5, help="labels for each query (default: 5)")
-    parser.add_argument("--column", help="of the queries, if not `query` or `text`")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "auto"])
     parser.add_argument("--runtime", default="torch", choices=["torch", "auto", "onnx", "onnx-int8"])
     add_options(parser)
-    told = vars(parser.parse_args(arguments))
-    return on_command_line(lambda: predict(**told))
+    given = vars(parser.parse_args(arguments))
+    show = endings.as_json if given.pop("json") else in_words
+    return endings.on_command_line(lambda: predict(**given), STOPPED, show)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Batch work in shards, mapped over processes of this machine, over Dask or over Ray; one setting chooses which.
+"""Work in shards, mapped over processes of this machine, over Dask or over Ray; one setting chooses which.
 
     runner      where shards are written
     processes   this machine, a process for each core; `processes:4` for four (the default)
@@ -7,9 +7,9 @@
     dask://host:8786    a Dask cluster that is there
     ray, ray://host:10001   the same with Ray
 
-Given as a parameter, or in the environment as UNIDEC_RUNNER. Workers are told a folder and a number: they need this
-package, and must see the same folders. What is written is whole, so whatever dies, the same command goes on with what
-is missing.
+Given as a parameter, or in the environment as UNIDEC_RUNNER. Workers receive a folder and a number: they need this
+package, and must see the same folders. Each shard is written as a whole, so that after any failure the same command
+resumes with the missing ones.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import logging
 import multiprocessing
 import os
+import re
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
 
@@ -32,25 +35,102 @@ from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
 from prefect.futures import as_completed
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
 from flows import endings
-from flows.runners import SYNTAX, VARIABLE, Runner
-from unidec.config import load_params, parse_overrides
+from flows.steps import worth_retrying
+from unidec.data.shards import Work, alone, shards_folder
 from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
-from unidec.pipeline import shards as work
+from unidec.pipeline.parent_watch import watch
 from unidec.progress import Progress, progress
+from unidec.retrieval import shards as library
+from unidec.retrieval.predict_file import FileRequest
 
+VARIABLE = "UNIDEC_RUNNER"
+SYNTAX = "processes, threads, dask or ray, also with :N workers, or dask://host:port, ray://host:port"
 ROUNDS = 3  # attempts: a pool that broke because a worker died is started again
-_FAREWELL = "stopped: the same command goes on with the shards that are missing"
+STOPPED = "stopped: the same command resumes with the shards that are missing"
+_EXTRAS = {"dask": ("prefect_dask", "DaskTaskRunner"), "ray": ("prefect_ray", "RayTaskRunner")}
 log = logging.getLogger("unidec.flows")
 
 
-# -- the tasks --------------------------------------------------------------------------------------------------------
+# -- where ------------------------------------------------------------------------------------------------------------
 
 
-def worth_retrying(_task: Any, _task_run: Any, state: Any) -> bool:
-    """An error that names its fix stays one however often it is tried."""
-    return not isinstance(state.result(raise_on_failure=False), UnidecError)
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """The setting, parsed.
+
+    Attributes:
+        kind: "processes", "threads", "dask" or "ray".
+        address: of a cluster that is there; None: this machine.
+        workers: on this machine.
+    """
+
+    kind: str
+    address: str | None = None
+    workers: int = 0
+
+    @classmethod
+    def parse(cls, text: str | None) -> Runner:
+        """`text`, else the environment's UNIDEC_RUNNER, else processes.
+
+        Raises:
+            ConfigError: none of the forms above.
+        """
+        text = text or os.environ.get(VARIABLE) or "processes"
+        if found := re.fullmatch(r"(dask|ray)://(\S+:\d+)", text):
+            return cls(found[1], ("tcp://" if found[1] == "dask" else "ray://") + found[2])
+        if found := re.fullmatch(r"(processes|threads|dask|ray)(?::([1-9]\d{0,3}))?", text):
+            return cls(found[1], workers=int(found[2] or cores()))
+        raise ConfigError("no such runner", where=f"runner (or {VARIABLE})", got=text, expected=SYNTAX)
+
+    @property
+    def threads(self) -> int:
+        """Cores for each worker; 0 where the cluster decides."""
+        return 0 if self.address else max(1, cores() // self.workers)
+
+    def task_runner(self) -> TaskRunner[Any]:
+        """Prefect's runner, on loopback and without dashboards where it is started here.
+
+        Raises:
+            ConfigError: its package is not installed.
+        """
+        if self.kind == "processes":
+            return ProcessPoolTaskRunner(max_workers=self.workers, initializer=_begin_worker)
+        if self.kind == "threads":
+            return ThreadPoolTaskRunner(max_workers=self.workers)
+        package, name = _EXTRAS[self.kind]
+        try:
+            made = getattr(importlib.import_module(package), name)
+        except ImportError as error:
+            fix = f'pip install -c constraints.txt -e ".[{self.kind}]"'
+            raise ConfigError(f"{package} is needed", where="runner", got=str(error), fix=fix) from error
+        if self.address:
+            return made(address=self.address)
+        if self.kind == "dask":
+            cluster = {
+                "n_workers": self.workers, "threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": None,
+                "scheduler_kwargs": {"dashboard_address": "127.0.0.1:0"},  # its plain page: any port that is free
+                "memory_limit": None,  # a shard's memory is bounded; Dask would count mapped files too
+            }  # fmt: skip
+            return made(cluster_kwargs=cluster)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        return made(init_kwargs={"num_cpus": self.workers, "include_dashboard": False})
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _begin_worker() -> None:
+    """Ctrl-C is the parent's to handle; a worker whose parent was killed ends with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    watch(os.getppid())
+
+
+# -- the map ----------------------------------------------------------------------------------------------------------
 
 
 @task(
@@ -62,75 +142,68 @@ def worth_retrying(_task: Any, _task_run: Any, state: Any) -> bool:
     retry_delay_seconds=[1, 10],
     retry_condition_fn=worth_retrying,
 )
-def shard(folder: str, number: int, threads: int = 0) -> dict[str, Any]:
+def shard(folder: str, number: int, threads: int = 0) -> None:
     """Writes one shard, unless it is there."""
-    return work.run_shard(folder, number, threads)
+    library.run_shard(folder, number, threads)
 
 
 @task(name="merge", task_run_name="merge", cache_policy=NO_CACHE, persist_result=False)
-def merge(folder: str) -> dict[str, Any]:
-    """Writes the result of all shards."""
-    return work.merge(folder)
+def merge(folder: str) -> str:
+    """Writes the result of all shards; returns its path."""
+    return str(library.merge(folder))
 
 
-def write_shards(folder: str | os.PathLike[str], runner: str | None = None) -> int:
-    """Writes all shards of a plan that are missing, and returns how many those were.
+def run(work: Work, runner: str | None = None) -> dict[str, Any]:
+    """Writes the shards that are missing, and merges all: {"rows", "shards", "output"}."""
+    write_shards(work, runner)
+    return {"rows": work.num_rows, "shards": work.num_shards, "output": merge(str(work.folder))}
+
+
+def write_shards(work: Work, runner: str | None = None) -> None:
+    """Writes all shards that are missing.
 
     Raises:
         UnidecError: what a shard raised, naming the shard and its rows.
+        TrainingError: a shard failed `ROUNDS` times.
+        ArtifactError: workers write into another folder than this one.
     """
-    folder, where = os.path.abspath(folder), Runner.parse(runner)
-    first: list[int] | None = None
-    errors: dict[int, BaseException] = {}
-    for _ in range(ROUNDS):
-        plan = work.describe(folder)
-        missing = plan["missing"]
-        first = missing if first is None else first
-        if not missing:
-            return len(first)
-        if errors:
-            log.warning("%s; %d shards are tried again", _named(plan, errors), len(missing))
-        elif len(missing) < plan["shards"]:
-            log.info("%d of %d shards are there already", plan["shards"] - len(missing), plan["shards"])
-        errors = _round(folder, plan, where)
-        for number, error in sorted(errors.items()):
+    where, missing = Runner.parse(runner), work.missing()
+    if len(missing) < work.num_shards:
+        log.info("%d of %d shards are there already", work.num_shards - len(missing), work.num_shards)
+    for attempt in range(1, ROUNDS + 1):
+        errors = _round(work, missing, where) if missing else {}
+        if not (missing := work.missing()):
+            return
+        number = min(errors, default=missing[0])
+        if not errors:
+            raise ArtifactError(
+                "workers wrote shards that are not in this folder", where=str(work.folder), got=work.name(number),
+                fix="input, output and bundle must be in a folder that all machines share under the same path",
+            )  # fmt: skip
+        for failed, error in errors.items():
             if isinstance(error, UnidecError):
-                raise type(error)(f"{plan['names'][number]} failed\n{error}") from error
-    plan = work.describe(folder)
-    if not plan["missing"]:
-        return len(first or [])
-    if errors:
-        raise TrainingError(
-            _named(plan, errors), where=folder, fix="run the same command again: it goes on with the missing shards"
-        ) from next(iter(errors.values()))
-    raise ArtifactError(
-        "workers wrote shards that are not seen here",
-        where=folder,
-        got=plan["names"][plan["missing"][0]],
-        fix="input, output and bundle must lie in a folder that all machines share under the same path",
-    )
+                raise type(error)(f"{work.name(failed)} failed\n{error}") from error
+        first = errors[number]
+        words = f"{len(errors)} of {work.num_shards} shards failed, first {work.name(number)}: {first or repr(first)}"
+        if attempt == ROUNDS:
+            fix = "run the same command again: it resumes with the missing shards"
+            raise TrainingError(words, where=str(work.folder), fix=fix) from first
+        log.warning("%s; %d shards are tried again", words, len(missing))
 
 
-def _named(plan: dict[str, Any], errors: dict[int, BaseException]) -> str:
-    number = min(errors)
-    error = errors[number]
-    return f"{len(errors)} of {plan['shards']} shards failed, first {plan['names'][number]}: {error or repr(error)}"
-
-
-def _round(folder: str, plan: dict[str, Any], where: Runner) -> dict[int, BaseException]:
-    """Every missing shard once, retries included; returns what those that failed raised."""
-    missing, sizes = plan["missing"], plan["sizes"]
-    errors: dict[int, BaseException] = {}
-    bar: Progress[None] = progress(total=sum(sizes[number] for number in missing), desc=plan["kind"], unit="row")
+def _round(work: Work, missing: list[int], where: Runner) -> dict[int, Exception]:
+    """Every missing shard once, retries included; the errors of those that failed."""
+    folder, errors = str(work.folder), {}
+    bar: Progress[None] = progress(total=sum(map(work.size, missing)), desc=work.kind, unit="row")
     if len(missing) == 1 and where.address is None:  # a pool would take longer to start
         with bar:
             shard(folder, missing[0])
-            bar.update(sizes[missing[0]])
-        return errors
+            bar.update(work.size(missing[0]))
+        return {}
     where = where if where.address else dataclasses.replace(where, workers=min(where.workers, len(missing)))
-    with bar, _one_server(), _threads(where.threads), where.task_runner() as pool, _no_orphans(where):
-        told = {"folder": unmapped(folder), "number": missing, "threads": unmapped(where.threads)}
-        futures = pool.map(shard, told)
+    with bar, _one_server(), _threads(where.threads), where.task_runner() as pool, _no_orphans():
+        given = {"folder": unmapped(folder), "number": missing, "threads": unmapped(where.threads)}
+        futures = pool.map(shard, given)
         number_of = {future.task_run_id: number for future, number in zip(futures, missing, strict=True)}
         for done, future in enumerate(as_completed(list(futures)), 1):
             number = number_of[future.task_run_id]
@@ -139,7 +212,7 @@ def _round(folder: str, plan: dict[str, Any], where: Runner) -> dict[int, BaseEx
             except Exception as error:
                 errors[number] = error
             bar.note(f"{done}/{len(missing)} shards")
-            bar.update(sizes[number])
+            bar.update(work.size(number))
     return errors
 
 
@@ -163,146 +236,88 @@ def _threads(number: int) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
-        else:
+        os.environ.pop("OMP_NUM_THREADS", None)
+        if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
 
 
 @contextlib.contextmanager
-def _no_orphans(where: Runner) -> Iterator[None]:
-    """Cancelled, the pool would wait for the shards at work: end its processes first. A shard is whole or not there."""
+def _no_orphans() -> Iterator[None]:
+    """Cancelled, a pool would wait for the shards in progress: its processes are killed first."""
     before = set(multiprocessing.active_children())
     try:
         yield
     except BaseException:
-        if where.kind == "processes":
-            for child in set(multiprocessing.active_children()) - before:
-                child.kill()
+        for child in set(multiprocessing.active_children()) - before:
+            child.kill()
         raise
 
 
-# -- flows of the data stages -----------------------------------------------------------------------------------------
-
-
-@flow(name="unidec-tokens", persist_result=False)
-def tokens(
-    params_file: str = "params.yaml",
-    overrides: dict[str, Any] | None = None,
-    shards: int | None = None,
-    runner: str | None = None,
-) -> dict[str, Any]:
-    """Writes the shards of both token caches; the stage `tokens` (`unidec data tokens`) then only joins them.
-
-    Args:
-        params_file, overrides: as the stage is run with.
-        shards: for each cache; default: one for each million texts, and none below that.
-        runner: where; see the top of this module.
-
-    Raises:
-        UnidecError: what a shard raised.
-    """
-    params = load_params(params_file, overrides)
-    done: dict[str, Any] = {}
-    for which in ("queries", "labels"):
-        folder = work.token_shards_folder(which)
-        with work.alone(folder):
-            plan = work.tokens_in_shards(params, which, shards)
-            small = shards is None and plan.num_shards == 1
-            done[which] = {"texts": plan.num_rows, "shards": plan.num_shards}
-            if small:
-                plan.remove()  # the stage is done with it in seconds
-                done[which]["shards"] = 0
-            else:
-                done[which]["written"] = write_shards(folder, runner)
-    return done
+# -- vectors of queries -----------------------------------------------------------------------------------------------
 
 
 @flow(name="unidec-encode", persist_result=False)
 def encode(
-    source: str,
+    input: str,
     output: str,
     bundle: str = "outputs/bundle",
-    side: str = "queries",
-    dtype: str = "float32",
     column: str | None = None,
     shards: int | None = None,
     runner: str | None = None,
-    device: str = "cpu",
+    device: Literal["cpu", "cuda", "auto"] = "cpu",
 ) -> dict[str, Any]:
-    """Vectors of texts by a bundle's model -> a folder of de.npy and clf.npy.
+    """Vectors of queries by a bundle's model -> a folder of de.npy and clf.npy.
 
     Args:
-        source: a token cache's folder, or a file of texts (.csv, .tsv, .jsonl, .parquet).
+        input: .csv, .tsv, .jsonl (also with .gz) or .parquet with a column of queries.
         output: the folder to write.
-        bundle: a bundle's folder, or a model's.
-        side: "queries" (both heads) or "labels" (label embeddings).
-        dtype: "float32" or "float16".
-        column: of the texts, if not `query` or `text`.
-        shards: how many; default: one for each 65,536 texts.
+        bundle: a bundle's folder.
+        column: of the queries, if not `query` or `text`.
+        shards: how many; default: one for each 65,536 queries.
         runner: where; see the top of this module.
-        device: "cpu", "cuda" or "auto".
+        device: "cpu", "cuda" or "auto": where workers run the model.
 
     Raises:
-        UnidecError: what is wrong with model or texts.
+        UnidecError: what is wrong with model or queries.
     """
-    for name, value, known in (("side", side, ("queries", "labels")), ("dtype", dtype, ("float32", "float16"))):
-        if value not in known:
-            raise ConfigError("unknown value", where=name, got=value, expected=" or ".join(known))
-    folder = work.shards_folder(output)
-    with work.alone(folder):
-        work.begin_vectors(
-            bundle, source, output, folder, side, dtype=dtype, column=column, shards=shards, device=device
-        )  # fmt: skip
-        write_shards(folder, runner)
-        return merge(str(folder))
+    request = FileRequest(bundle, input, output, column=column, device=device)
+    with alone(shards_folder(output)):
+        return run(library.begin_vectors(request, shards), runner)
 
 
 # -- command line -----------------------------------------------------------------------------------------------------
 
 
-def on_command_line(run: Callable[[], Any]) -> int:
-    """`endings.on_command_line`, with the words for shards."""
-    return endings.on_command_line(run, _FAREWELL)
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of everything that runs in shards."""
+    parser.add_argument("--column", help="of the queries, if not `query` or `text`")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "auto"])
     parser.add_argument("--shards", type=int, metavar="N", help="how many (default: by the number of rows)")
     parser.add_argument("--runner", metavar="WHERE", help=f"{SYNTAX} (default: ${VARIABLE}, else processes)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def in_words(done: dict[str, Any]) -> str:
+    """What was written, in one line."""
+    return f"{done['rows']:,} rows in {done['shards']:,} shards -> {done['output']}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m flows.shards`; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m flows.shards",
-        description="Tokenise or encode millions of texts in shards.",
-        epilog="examples:\n"
-        "  python -m flows.shards tokens --runner dask://scheduler:8786      then: unidec data tokens\n"
-        "  python -m flows.shards encode data/tokens/labels vectors --side labels --dtype float16\n"
-        "  python -m flows.shards encode queries.parquet vectors --shards 8 --runner processes:4\n",
+        description="Encode millions of queries in shards: de.npy and clf.npy, for another vector database.",
+        epilog="example:\n  python -m flows.shards encode queries.parquet vectors --shards 8 --runner processes:4\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("tokens", help="the token caches of the data set")
-    one.add_argument("--params", default="params.yaml", metavar="FILE", help="parameters (default: params.yaml)")
-    one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another value for a parameter")
-    add_options(one)
-    one = commands.add_parser("encode", help="vectors of texts by a bundle's model")
-    one.add_argument("source", help="a token cache's folder, or .csv, .tsv, .jsonl or .parquet")
+    one = parser.add_subparsers(required=True).add_parser("encode", help="vectors of queries by a bundle's model")
+    one.add_argument("input", help=".csv, .tsv, .jsonl or .parquet")
     one.add_argument("output", help="the folder to write")
-    one.add_argument("--bundle", default="outputs/bundle", metavar="FOLDER", help="a bundle's folder, or a model's")
-    one.add_argument("--side", default="queries", choices=["queries", "labels"], help="labels: label embeddings only")
-    one.add_argument("--dtype", default="float32", choices=["float32", "float16"])
-    one.add_argument("--column", help="of the texts, if not `query` or `text`")
-    one.add_argument("--device", default="cpu", choices=["cpu", "cuda", "auto"])
+    one.add_argument("--bundle", default="outputs/bundle", metavar="FOLDER", help="a bundle's folder")
     add_options(one)
-    told = vars(parser.parse_args(arguments))
-    if told.pop("command") == "encode":
-        return on_command_line(lambda: encode(**told))
-    return on_command_line(
-        lambda: tokens(told["params"], parse_overrides(told["set"]) or None, told["shards"], told["runner"])
-    )
+    given = vars(parser.parse_args(arguments))
+    show = endings.as_json if given.pop("json") else in_words
+    return endings.on_command_line(lambda: encode(**given), STOPPED, show)
 
 
 if __name__ == "__main__":

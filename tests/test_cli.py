@@ -224,13 +224,13 @@ def test_predictions_on_a_terminal_are_tables_and_titles_are_no_markup(capsys, m
 def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def predict_resumably(loaded, source, target, k, *, column=None, runtime="torch"):
+    def predict_file(loaded, source, target, k, *, column=None, runtime="torch"):
         calls.append((type(loaded), str(source), str(target), k, column, runtime))
         return 7
 
-    module = types.ModuleType("unidec.retrieval.predict_shards")
-    module.predict_resumably = predict_resumably  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "unidec.retrieval.predict_shards", module)
+    module = types.ModuleType("unidec.retrieval.predict_file")
+    module.predict_file = predict_file  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "unidec.retrieval.predict_file", module)
     words = ["predict", "--input", "in.csv", "--output", "out.parquet"]
     code, out, _ = run(*words, "-k", "3", "--column", "body")
     assert code == 0

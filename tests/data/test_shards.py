@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unidec.data.shards import Work, alone, cuts, join_arrays
-from unidec.data.token_shards import begin_tokens, merge_tokens, write_token_shard
-from unidec.data.tokens import TokenCache, build_token_cache
+from unidec.data.shards import Work, alone, cuts
 from unidec.errors import ArtifactError, ConfigError
 
 
@@ -49,7 +47,7 @@ def test_a_shard_counts_only_when_it_is_whole_and_of_this_work(tmp_path):
     shutil.copytree(work.path(0), work.path(3))  # another shard under this name
     assert begin(tmp_path / "w").missing() == [1, 2, 3]
     with pytest.raises(ArtifactError, match=r"3 of 4 shards.*\n.*shard 2 of 4 \(rows 2 to 4\)"):
-        work.check_whole()
+        work.whole_shards()
     assert begin(tmp_path / "w", {"input": "b"}, shards=4).missing() == [0, 1, 2, 3]
     assert not list((tmp_path / "w").glob("*-of-*"))
 
@@ -84,43 +82,3 @@ def test_only_one_process_is_at_a_work(tmp_path):
     with alone(tmp_path / "w"):
         begin(tmp_path / "w")
     assert (tmp_path / "w" / "plan.json").exists()
-
-
-@pytest.mark.parametrize(("shape", "dtype"), [((0,), np.uint16), ((7,), np.uint32), ((9, 3), np.float16)])
-def test_joined_arrays_are_the_bytes_of_the_whole(tmp_path, shape, dtype):
-    whole = np.arange(np.prod(shape)).astype(dtype).reshape(shape)
-    np.save(tmp_path / "whole.npy", whole)
-    parts = []
-    for number, part in enumerate(np.array_split(whole, 4)):
-        parts.append(tmp_path / f"{number}.npy")
-        np.save(parts[-1], part)
-    assert join_arrays(parts, tmp_path / "joined.npy", ndim=len(shape)) == shape[0]
-    assert (tmp_path / "joined.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
-    np.save(parts[1], np.zeros((2, 2, 2)))
-    with pytest.raises(ArtifactError):
-        join_arrays(parts, tmp_path / "joined.npy", ndim=len(shape))
-
-
-@pytest.mark.parametrize("which", ["queries", "labels"])
-@pytest.mark.parametrize("shards", [1, 3, 40])
-def test_a_token_cache_of_shards_is_the_token_cache(tiny_dataset, tiny_bert, tmp_path, which, shards):
-    num_texts = {"queries": tiny_dataset.num_queries, "labels": tiny_dataset.num_labels}[which]
-    texts = tiny_dataset.text_batches(which, "title+content", 7)
-    build_token_cache(texts, tiny_bert, 16, tmp_path / "whole", num_texts, {"text": "title+content"})
-    wanted = (tiny_dataset, which, "title+content", tiny_bert, 16, tmp_path / "joined", tmp_path / "shards")
-    work = begin_tokens(*wanted, shards=shards)
-    for number in reversed(work.missing()):
-        write_token_shard(work, number)
-    assert merge_tokens(begin_tokens(*wanted)) == tmp_path / "joined" and not (tmp_path / "shards").exists()
-    for name in ("ids.npy", "offsets.npy", "manifest.json"):
-        assert (tmp_path / "joined" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    assert TokenCache.open(tmp_path / "joined").num_texts == num_texts
-
-
-def test_tokens_of_another_length_or_data_are_other_shards(tiny_dataset, tiny_bert, tmp_path):
-    def plan(**changed):
-        wanted = {"which": "labels", "text": "title", "tokenizer_folder": tiny_bert, "max_length": 16} | changed
-        return begin_tokens(tiny_dataset, out=tmp_path / "o", folder=tmp_path / "s", **wanted).key
-
-    keys = [plan(), plan(max_length=15), plan(which="queries"), plan(text="title+content")]
-    assert len(set(keys)) == 4 and plan() == keys[0]

@@ -46,7 +46,7 @@ def predict(
     runtime: Runtime = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the best labels for texts, or write those for a file of queries: killed, the same command goes on."""
+    """Print the best labels for texts, or write those for a file of queries: after a kill, the same command resumes."""
     if bool(texts) == bool(source) or bool(source) != bool(target):
         fix = 'unidec predict "text", or unidec predict --input queries.csv --output predictions.parquet'
         raise ConfigError("either texts, or both --input and --output are needed", where="unidec predict", fix=fix)
@@ -61,9 +61,9 @@ def predict(
 
     loaded = Bundle.load(folder, lazy=source is None or runtime not in (None, "torch"))
     if source is not None and target is not None:
-        from unidec.retrieval.predict_shards import predict_resumably
+        from unidec.retrieval.predict_file import predict_file
 
-        count = predict_resumably(loaded, source, target, k, column=column, runtime=runtime or "torch")
+        count = predict_file(loaded, source, target, k, column=column, runtime=runtime or "torch")
         show("predict", {"queries": count, "output": str(target)}, as_json)
         return
     loaded.encoder = _encoder(loaded, runtime)

@@ -9,12 +9,13 @@ from unidec.data.dataset import write_dataset
 from unidec.data.formats import find_rows, read_section
 from unidec.data.label_graph import build_label_graph, load_label_graph
 from unidec.data.propensity import build_propensity, load_propensity
-from unidec.data.token_shards import ROWS_A_SHARD, TEXTS_A_BATCH, merge_tokens, write_token_shard
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import DataError
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
 from unidec.pipeline.lock import replaces_inputs
+
+TEXTS_A_BATCH = 4096
 
 
 @replaces_inputs()
@@ -70,26 +71,11 @@ def tokens(params: Params) -> dict[str, Any]:
     sizes: dict[Literal["queries", "labels"], int] = {"queries": dataset.num_queries, "labels": dataset.num_labels}
     for which, num_texts in sizes.items():
         path = paths.TOKENS / which
-        if num_texts > ROWS_A_SHARD:
-            _tokens_resumably(params, which)
-        else:
-            batches = dataset.text_batches(which, params.tokens.text, TEXTS_A_BATCH)
-            build_token_cache(batches, folder, params.tokens.max_length, path, num_texts, {"text": params.tokens.text})
-        cache = TokenCache.open(path, verify=False)
+        batches = dataset.text_batches(which, params.tokens.text, TEXTS_A_BATCH)
+        build_token_cache(batches, folder, params.tokens.max_length, path, num_texts, {"text": params.tokens.text})
         summary[f"{which}_texts"] = num_texts
-        summary[f"{which}_tokens"] = int(cache.offsets[-1])
+        summary[f"{which}_tokens"] = int(TokenCache.open(path, verify=False).offsets[-1])
     return summary
-
-
-def _tokens_resumably(params: Params, which: Literal["queries", "labels"]) -> None:
-    """In shards, those excepted that are there: of a run that was killed, or of a cluster (docs/shards.md)."""
-    from unidec.pipeline import shards
-
-    with shards.alone(shards.token_shards_folder(which)):
-        work = shards.tokens_in_shards(params, which)
-        for number in work.missing():
-            write_token_shard(work, number)
-        merge_tokens(work)
 
 
 @replaces_inputs()

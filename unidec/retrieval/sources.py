@@ -1,16 +1,13 @@
-"""Texts that shards are cut from, and models that workers keep open between shards.
-
-A source is described by a few JSON values, so that a worker that is told them opens the same rows: a Parquet file as it
-is, or the copy that `text_file.copy_texts` makes of any other format.
+"""Texts that shards are cut from, described by a few JSON values, so that any worker opens the same rows: a Parquet
+file as it is, or the copy that `text_file.copy_texts` makes of any other format.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from unidec.data.storage import file_sha256, read_manifest, write_folder
 from unidec.data.table_file import ending
@@ -18,11 +15,10 @@ from unidec.errors import ArtifactError, DataError
 from unidec.retrieval.text_file import copy_texts, parquet_rows, read_copy, read_parquet, read_texts
 
 KIND, VERSION = "text-copy", 1
-T = TypeVar("T")
 
 
 def prepare_texts(path: Path, column: str | None, folder: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Makes the rows of a text file addressable: its hash is taken, and what is no Parquet is copied into `folder`.
+    """Make the rows of a text file addressable: hash it, and copy what is not Parquet into `folder`.
 
     Returns:
         (settings for `read_rows`, facts that decide the texts, number of rows).
@@ -35,19 +31,22 @@ def prepare_texts(path: Path, column: str | None, folder: Path) -> tuple[dict[st
     next(read_texts(source, column), None)  # a wrong name or column shows before the file is hashed
     facts = {"input": file_sha256(source), "column": column, "ending": ending(source)}
     if ending(source) == ".parquet":
-        num_rows = parquet_rows(source)
-        return {"texts": str(source), "size": source.stat().st_size, "column": column}, facts, num_rows
-    copy = folder / "texts"
+        file, num_rows = source, parquet_rows(source)
+    else:
+        file, num_rows = folder / "texts" / "texts.arrow", _copied(source, column, folder / "texts", facts)
+    return {"texts": str(file), "size": file.stat().st_size, "column": column}, facts, num_rows
+
+
+def _copied(source: Path, column: str | None, copy: Path, facts: Mapping[str, Any]) -> int:
     try:
         meta = read_manifest(copy, KIND, VERSION)["meta"]
     except ArtifactError:
         meta = {}
-    if meta.get("facts") != facts:
-        with write_folder(copy, KIND, VERSION, {"facts": facts}) as out:
-            out.meta["num_rows"] = copy_texts(source, column, out.path / "texts.arrow")
-        meta = read_manifest(copy, KIND, VERSION, verify=False)["meta"]
-    file = copy / "texts.arrow"
-    return {"texts": str(file), "size": file.stat().st_size, "column": column}, facts, int(meta["num_rows"])
+    if meta.get("facts") == facts:
+        return int(meta["num_rows"])
+    with write_folder(copy, KIND, VERSION, {"facts": facts}) as out:
+        num_rows = out.meta["num_rows"] = copy_texts(source, column, out.path / "texts.arrow")
+    return num_rows
 
 
 def read_rows(settings: Mapping[str, Any], rows: tuple[int, int]) -> Iterator[list[str]]:
@@ -60,28 +59,8 @@ def read_rows(settings: Mapping[str, Any], rows: tuple[int, int]) -> Iterator[li
     path = Path(settings["texts"])
     size = path.stat().st_size if path.is_file() else None
     if size != settings["size"]:
-        fix = "run the same command again: shards of another input are made anew; all machines must see the same folder"
         raise DataError(
-            "the input changed or is gone", where=str(path), got=size, expected=f"{settings['size']} bytes", fix=fix
-        )
-    if ending(path) == ".parquet":
-        return read_parquet(path, settings["column"], rows)
-    return read_copy(path, rows)
-
-
-class Opened:
-    """The last thing that was opened, kept: a worker loads a bundle once, not once a shard. Safe between threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._key: tuple[Any, ...] | None = None
-        self._value: Any = None
-
-    def get(self, key: tuple[Any, ...], load: Callable[[], T]) -> T:
-        """What `load` gives, loaded when `key` is another than last time."""
-        with self._lock:
-            if self._key != key:
-                self._key, self._value = None, None  # let go of the old one first
-                self._value = load()
-                self._key = key
-            return self._value
+            "the input changed or is missing", where=str(path), got=size, expected=f"{settings['size']} bytes",
+            fix="run the same command again: it begins again with the new input; all machines must see the same folder",
+        )  # fmt: skip
+    return read_parquet(path, settings["column"], rows) if ending(path) == ".parquet" else read_copy(path, rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import signal
@@ -18,16 +17,16 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_bundle import write_tiny_bundle
 
-from unidec.data.shards import Work
+from unidec.data.shards import Work, shards_folder
 from unidec.errors import ArtifactError, DataError
-from unidec.retrieval import predict_shards
+from unidec.retrieval import predict_file as module
+from unidec.retrieval import shards
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.predict_file import predict_file
-from unidec.retrieval.predict_shards import (
+from unidec.retrieval.predict_file import (
+    FileRequest,
     begin_predictions,
     merge_predictions,
-    predict_resumably,
-    shards_folder,
+    predict_file,
     write_prediction_shard,
 )
 from unidec.retrieval.text_file import copy_texts, in_batches, read_copy, read_parquet, read_texts
@@ -57,6 +56,10 @@ def write_queries(path: Path, texts: list[str], row_group_size: int = 10) -> Pat
     return path
 
 
+def plan(bundle: Path, source: Path, output: Path, k: int = 5, shards: int | None = None, **options) -> Work:
+    return begin_predictions(FileRequest(str(bundle), str(source), str(output), k, **options), shards)
+
+
 def run(work: Work, numbers=None) -> None:
     for number in work.missing() if numbers is None else numbers:
         write_prediction_shard(work, number)
@@ -69,7 +72,7 @@ def test_shards_give_the_bytes_of_one_piece(rng, tmp_path, texts, ending, output
     write_tiny_bundle(tmp_path / "b", rng)
     source = write_queries(tmp_path / f"in{ending}", texts)
     predict_file(Bundle.load(tmp_path / "b"), source, tmp_path / "whole" / output, k=3, batch_size=BATCH)
-    work = begin_predictions(tmp_path / "b", source, tmp_path / output, 3, batch_size=BATCH, shards=5)
+    work = plan(tmp_path / "b", source, tmp_path / output, 3, batch_size=BATCH, shards=5)
     assert work.num_shards == 5 and work.num_rows == len(texts)
     run(work, [4, 1, 0, 3, 2])  # in any order
     merge_predictions(work)
@@ -81,17 +84,16 @@ def test_what_is_whole_is_not_made_again(rng, tmp_path, texts, monkeypatch):
     write_tiny_bundle(tmp_path / "b", rng)
     source = write_queries(tmp_path / "in.csv", texts)
     told = (tmp_path / "b", source, tmp_path / "out.parquet", 3)
-    run(begin_predictions(*told, batch_size=BATCH, shards=5), [0, 3])
-    monkeypatch.setattr(predict_shards, "BATCH", BATCH)
+    run(plan(*told, batch_size=BATCH, shards=5), [0, 3])
     made = []
     really = write_prediction_shard
     monkeypatch.setattr(
-        predict_shards, "write_prediction_shard", lambda work, number, *a: made.append(number) or really(work, number)
+        module, "write_prediction_shard", lambda work, number, *a: made.append(number) or really(work, number)
     )
     bundle = Bundle.load(tmp_path / "b")
-    assert predict_resumably(bundle, *told[1:], batch_size=BATCH) == len(texts)
+    assert predict_file(bundle, *told[1:], batch_size=BATCH) == len(texts)
     assert made == [1, 2, 4]
-    predict_resumably(bundle, *told[1:3], 2, batch_size=BATCH, shards=5)  # another k: everything anew
+    predict_file(bundle, *told[1:3], 2, batch_size=BATCH, shards=5)  # another k: everything anew
     assert made[3:] == [0, 1, 2, 3, 4]
     assert pq.read_table(tmp_path / "out.parquet")["rank"].to_pylist() == [1, 2] * len(texts)
 
@@ -102,7 +104,7 @@ def test_another_input_bundle_or_setting_is_another_work(rng, tmp_path, texts):
     source = write_queries(tmp_path / "in.parquet", texts)
     other = write_queries(tmp_path / "other.parquet", [*texts[:-1], "red boat"])
     keys = [
-        begin_predictions(bundle, file, tmp_path / "out.parquet", **({"batch_size": BATCH} | more)).key
+        plan(bundle, file, tmp_path / "out.parquet", **({"batch_size": BATCH} | more)).key
         for bundle, file, more in [
             (tmp_path / "b", source, {}),
             (tmp_path / "b2", source, {}),
@@ -117,7 +119,7 @@ def test_another_input_bundle_or_setting_is_another_work(rng, tmp_path, texts):
 def test_an_input_or_bundle_that_changes_meanwhile_is_refused(rng, tmp_path, texts):
     write_tiny_bundle(tmp_path / "b", rng)
     source = write_queries(tmp_path / "in.parquet", texts)
-    work = begin_predictions(tmp_path / "b", source, tmp_path / "out.parquet", batch_size=BATCH, shards=3)
+    work = plan(tmp_path / "b", source, tmp_path / "out.parquet", batch_size=BATCH, shards=3)
     run(work, [0])
     with pytest.raises(ArtifactError, match="2 of 3 shards are missing"):
         merge_predictions(work)
@@ -126,7 +128,7 @@ def test_an_input_or_bundle_that_changes_meanwhile_is_refused(rng, tmp_path, tex
         run(work, [1])
     write_queries(source, texts)
     write_tiny_bundle(tmp_path / "b", rng, clf_weight=0.125)
-    predict_shards._bundle.get((), lambda: None)  # as in a process that has not loaded it
+    module._open_bundle.cache_clear()  # as in a process that has not loaded it
     with pytest.raises(ArtifactError, match="another bundle"):
         run(work, [1])
     assert not (tmp_path / "out.parquet").exists()
@@ -139,20 +141,20 @@ def test_degenerate_inputs(rng, tmp_path):
         empty = write_queries(tmp_path / f"empty{ending}", [])
         if ending == ".parquet":
             pq.write_table(pa.table({"query": pa.array([], pa.string())}), empty)
-        assert predict_resumably(bundle, empty, tmp_path / "out.parquet") == 0
+        assert predict_file(bundle, empty, tmp_path / "out.parquet") == 0
         assert pq.read_table(tmp_path / "out.parquet").num_rows == 0
     one = write_queries(tmp_path / "one.jsonl", ["red"])
-    assert predict_resumably(bundle, one, tmp_path / "out.csv", shards=99) == 1
+    assert predict_file(bundle, one, tmp_path / "out.csv", shards=99) == 1
     (tmp_path / "surrogate.jsonl").write_text('{"query": "a"}\n{"query": "\\ud800"}\n')
     pq.write_table(pa.table({"query": ["a", None]}), tmp_path / "null.parquet")
     for name in ("surrogate.jsonl", "null.parquet", "nothing.csv"):
         with pytest.raises(DataError) as caught:
-            predict_resumably(bundle, tmp_path / name, tmp_path / "never.csv")
+            predict_file(bundle, tmp_path / name, tmp_path / "never.csv")
         assert name in str(caught.value) and not list(tmp_path.glob("never*"))
     with pytest.raises(DataError, match="unknown format"):
-        begin_predictions(tmp_path / "b", one, tmp_path / "out.xlsx")
+        plan(tmp_path / "b", one, tmp_path / "out.xlsx")
     with pytest.raises(DataError, match="k is out of range"):
-        begin_predictions(tmp_path / "b", one, tmp_path / "out.csv", 0)
+        plan(tmp_path / "b", one, tmp_path / "out.csv", 0)
 
 
 def test_any_rows_of_a_file(tmp_path, texts, monkeypatch):
@@ -178,8 +180,8 @@ import unidec.retrieval.bundle as bundle
 bundle._load_model = lambda path, device: tiny_bundle.StubModel(path)
 predict = bundle.Bundle.predict_table
 bundle.Bundle.predict_table = lambda *a, **o: (time.sleep(0.02), predict(*a, **o))[1]
-from unidec.retrieval.predict_shards import predict_resumably
-predict_resumably(bundle.Bundle.load(sys.argv[2]), *sys.argv[3:5], k=3, batch_size=4, shards=16)
+from unidec.retrieval.predict_file import predict_file
+predict_file(bundle.Bundle.load(sys.argv[2]), *sys.argv[3:5], k=3, batch_size=4, shards=16)
 """
 
 
@@ -196,7 +198,7 @@ def test_killed_and_started_again(rng, tmp_path, texts):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not output.exists()
-    work = begin_predictions(tmp_path / "b", source, output, 3, batch_size=BATCH)
+    work = plan(tmp_path / "b", source, output, 3, batch_size=BATCH)
     kept = {number: work.path(number).stat().st_mtime_ns for number in set(range(16)) - set(work.missing())}
     assert work.num_shards == 16 and 3 <= len(kept) < 16
     run(work)
@@ -206,41 +208,23 @@ def test_killed_and_started_again(rng, tmp_path, texts):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "in.csv", "model", "out.parquet", "whole.parquet"]
 
 
-@pytest.mark.parametrize("side", ["queries", "labels"])
-def test_vectors_of_shards_are_the_vectors(tmp_path, tiny_params, tiny_tokens, tiny_dataset, monkeypatch, side):
-    from unidec.data.storage import write_folder
-    from unidec.model.unidec import PROJECT_BLOCK, UniDEC
-    from unidec.retrieval import vector_shards
-
-    assert vector_shards.BLOCK == PROJECT_BLOCK and vector_shards.ROWS_A_SHARD % PROJECT_BLOCK == 0
-    defaults = inspect.signature(UniDEC.encode).parameters
-    assert defaults["batch_size"].default == vector_shards.BATCH and PROJECT_BLOCK % vector_shards.BATCH == 0
-    params = tiny_params(**{"encoder.kind": "bag"})
-    model = UniDEC.create(
-        params.encoder, params.model, tiny_dataset.num_labels, Path(params.encoder.name), 100,
-        {**params.model_dump(), "tokens": {"max_length": 16}},
-    ).eval()  # fmt: skip
-    with write_folder(tmp_path / "model", "model", 1) as out:
-        model.save_into(out)
-    tokens = tiny_tokens[side]
-    x_NW = model.encode(side, tokens, batch_size=8)
-    de, clf = model.project(x_NW, block=16)
-    monkeypatch.setattr(vector_shards, "BLOCK", 16)
-    monkeypatch.setattr(vector_shards, "BATCH", 8)
-    path = write_queries(tmp_path / "texts.jsonl", tiny_dataset.query_texts() if side == "queries" else
-                         tiny_dataset.label_texts())  # fmt: skip
-    for source in (tokens.path, path):
-        for dtype in ("float32", "float16"):
-            told = (tmp_path / "model", source, tmp_path / "out", tmp_path / "shards", side)
-            work = vector_shards.begin_vectors(*told, dtype=dtype, shards=3)
-            assert work.num_shards == 3
-            for number in work.missing():
-                vector_shards.write_vector_shard(work, number)
-            vector_shards.merge_vectors(work)
-            np.testing.assert_array_equal(np.load(tmp_path / "out" / "de.npy"), de.astype(dtype))
-            assert (tmp_path / "out" / "clf.npy").exists() == (side == "queries")
-            if side == "queries":
-                np.testing.assert_array_equal(np.load(tmp_path / "out" / "clf.npy"), clf.astype(dtype))
+def test_vectors_of_shards_are_the_vectors(rng, tmp_path, texts):
+    write_tiny_bundle(tmp_path / "b", rng)
+    source = write_queries(tmp_path / "in.jsonl", texts)
+    request = FileRequest(str(tmp_path / "b"), str(source), str(tmp_path / "out"), batch_size=BATCH)
+    work = shards.begin_vectors(request, 3)
+    assert work.num_shards == 3
+    for number in (2, 0, 1, 2):
+        shards.run_shard(work.folder, number)
+    assert shards.merge(work.folder) == tmp_path / "out" and not work.folder.exists()
+    bundle = Bundle.load(tmp_path / "b")
+    encoded = [bundle.encode(texts[start : start + BATCH]) for start in range(0, len(texts), BATCH)]
+    for head in ("de", "clf"):
+        np.save(tmp_path / "whole.npy", np.concatenate([getattr(part, f"{head}_BD") for part in encoded]))
+        assert (tmp_path / "out" / f"{head}.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
+    (tmp_path / "empty.csv").write_text("query\n")
+    with pytest.raises(DataError, match="without queries"):
+        shards.begin_vectors(FileRequest(str(tmp_path / "b"), str(tmp_path / "empty.csv"), str(tmp_path / "out")))
 
 
 def test_the_runtime_that_was_asked_for_encodes_every_shard(rng, tmp_path, texts, monkeypatch):
@@ -252,14 +236,14 @@ def test_the_runtime_that_was_asked_for_encodes_every_shard(rng, tmp_path, texts
         opened.append((runtime, threads))
         return bundle.encoder
 
-    monkeypatch.setattr(predict_shards, "open_encoder", open_encoder)
-    work = begin_predictions(tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=3, runtime="onnx")
+    monkeypatch.setattr(module, "open_encoder", open_encoder)
+    work = plan(tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=3, runtime="onnx")
     run(work, [0])
     assert [runtime for runtime, _ in opened] == ["onnx"] and opened[0][1] > 0  # the threads that the worker has
     # shards of another runtime are not joined with these: they may round otherwise
-    other = begin_predictions(tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=3)
+    other = plan(tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=3)
     assert len(other.missing()) == 3
     run(other)
     assert len(opened) == 1
     with pytest.raises(DataError, match="unknown runtime"):
-        begin_predictions(tmp_path / "b", source, tmp_path / "out.csv", runtime="gpt")
+        plan(tmp_path / "b", source, tmp_path / "out.csv", runtime="gpt")
