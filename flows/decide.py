@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flows import artifacts, endings, publish, reproduce, source, steps
+from flows import artifacts, lifecycle, publish, reproduce, source, steps
 from flows.summary import program
 from unidec import pipeline
 from unidec.config import Params
@@ -41,7 +41,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     if verdict.get("already"):
         return done
     if not (params.retrain.promote if promote is None else promote):
-        endings.say(f"version {version} of {name} passed the gate; it is not promoted: `unidec models promote` does")
+        lifecycle.say(f"version {version} of {name} passed the gate; it is not promoted: `unidec models promote` does")
         return done
     try:
         done["promoted"] = steps.promote(params, str(version))
@@ -49,7 +49,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
         return done | _refused(params, version, verdict, str(error), f"{program()} models promote {version}")
     previous = done["promoted"].get("previous")
     before = f"; `unidec models rollback` returns to version {previous}" if previous else ""
-    endings.say(f"version {version} of {name} is the champion{before}")
+    lifecycle.say(f"version {version} of {name} is the champion{before}")
     figures = verdict.get("metrics", {}).get("challenger", {})
     payload = {"version": str(version), "previous": previous, "metrics": figures}
     lines = [f"{key} {value:.2f}" for key, value in figures.items() if isinstance(value, float)][:6]
@@ -58,7 +58,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
 
 
 def _refused(params: Params, version: Any, verdict: dict[str, Any], words: str, command: str) -> dict[str, Any]:
-    endings.say(f"version {version} of {params.tracking.model_name} is not promoted: {words}")
+    lifecycle.say(f"version {version} of {params.tracking.model_name} is not promoted: {words}")
     payload = {"version": str(version), "champion": verdict.get("champion"), "reasons": verdict["reasons"]}
     publish.tell(params, "refused", f"version {version} is refused", payload, [words])
     if verdict.get("champion") is not None:
@@ -82,5 +82,5 @@ def share(params: Params, version: Any, done: dict[str, Any]) -> dict[str, Any]:
         except UnidecError as error:
             shared["commit"] = f"failed: {error}"
     for what, words in shared.items():
-        endings.say(f"{what}: {words}")
+        lifecycle.say(f"{what}: {words}")
     return {"shared": shared} if shared else {}

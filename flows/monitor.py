@@ -18,7 +18,7 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 # isort: split
 from prefect import flow
 
-from flows import artifacts, endings, late, publish, steps
+from flows import artifacts, lifecycle, publish, steps
 from unidec.config import load_params
 from unidec.errors import DataError
 
@@ -50,14 +50,12 @@ def monitor(
     Raises:
         UnidecError: no such file, or there is no champion to compare with.
     """
-    with endings.at_work():
+    with lifecycle.at_work():
         params = load_params("params.yaml")
-        if reason := late.collapse():
-            return endings.turned_away(reason)
         options = {"column": column, "labels_column": labels_column, "bundle": bundle}
         result = steps.monitor(params, newest(queries), **options)
         artifacts.show_findings(result)
-        endings.say(in_words(result))
+        lifecycle.say(in_words(result))
         if result["drifted"]:
             found = [str(finding["words"]) for finding in result["findings"] if finding["drifted"]]
             payload = {"findings": found, "page": result["page"], "queries": result["queries"]}
@@ -101,8 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bundle", help="folder or models:/name/version (default: the champion)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = vars(parser.parse_args(arguments))
-    show = endings.as_json if options.pop("json") else in_words
-    return endings.on_command_line(lambda: monitor(**options), "stopped: run again", show)
+    show = lifecycle.as_json if options.pop("json") else in_words
+    return lifecycle.on_command_line(lambda: monitor(**options), "stopped: run again", show)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 # isort: split
 from prefect import flow
 
-from flows import endings
+from flows import lifecycle
 from flows.shards import STOPPED, Runner, add_options, in_words, run
 from unidec.data.shards import alone, shards_folder
 from unidec.pipeline.paths import BUNDLES
@@ -56,7 +56,7 @@ def predict(
         UnidecError: what is wrong with bundle, input or a shard, which is named with its rows.
     """
     Runner.parse(runner)  # a mistake shows before the input is read
-    with endings.at_work(), alone(shards_folder(output)):
+    with lifecycle.at_work(), alone(shards_folder(output)):
         folder = str(fetch_bundle(bundle, BUNDLES))
         request = FileRequest(folder, input, output, k, column, device=device, runtime=runtime)
         return run(begin_predictions(request, shards), runner)
@@ -82,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runtime", default="torch", choices=["torch", "auto", "onnx", "onnx-int8"])
     add_options(parser)
     given = vars(parser.parse_args(arguments))
-    show = endings.as_json if given.pop("json") else in_words
-    return endings.on_command_line(lambda: predict(**given), STOPPED, show)
+    show = lifecycle.as_json if given.pop("json") else in_words
+    return lifecycle.on_command_line(lambda: predict(**given), STOPPED, show)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 # isort: split
 from prefect import flow
 
-from flows import artifacts, decide, endings, late, publish, reproduce, steps
+from flows import artifacts, decide, lifecycle, publish, reproduce, steps
 from unidec.config import Params, load_params
 from unidec.errors import TrainingError
 
@@ -43,27 +43,25 @@ def refresh(promote: bool | None = None) -> Any:
     Raises:
         UnidecError: there is no champion, or the data is not fit.
     """
-    with endings.at_work(), contextlib.ExitStack() as stack:
+    with lifecycle.at_work(), contextlib.ExitStack() as stack:
         params = load_params("params.yaml")
-        if reason := late.collapse():
-            return endings.turned_away(reason)
         try:
             stack.enter_context(reproduce.one_at_a_time())
         except TrainingError as error:
-            return endings.turned_away(error)
-        return endings.named(_refresh(params, promote))
+            return lifecycle.turned_away(error)
+        return lifecycle.named(_refresh(params, promote))
 
 
 def _refresh(params: Params, promote: bool | None) -> dict[str, Any]:
     if params.source.kind != "none":
-        endings.say(f"fetch: {steps.fetch(params)['reason']}")
+        lifecycle.say(f"fetch: {steps.fetch(params)['reason']}")
     steps.prepare_data(DATA_STEPS)
     done = steps.refresh_labels(params)
     if not done["changed"]:
         artifacts.show_skip(done["reason"])
         publish.emit(params.tracking.model_name, "skipped", {"reason": done["reason"]})
         return {**done, "skipped": done["reason"]}
-    endings.say(done["reason"])
+    lifecycle.say(done["reason"])
     registered = steps.register(params, done["bundle"])
     done |= {"version": registered["version"], "run_url": registered.get("run")}
     done |= decide.decide(params, done["version"], promote)
@@ -97,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         load_params("params.yaml")  # mistakes show before Prefect starts
         return refresh(promote=False if options.no_promote else None)
 
-    show = endings.as_json if options.json else in_words
-    return endings.on_command_line(run, "stopped: nothing was changed; run again", show)
+    show = lifecycle.as_json if options.json else in_words
+    return lifecycle.on_command_line(run, "stopped: nothing was changed; run again", show)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from prefect.futures import as_completed
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
-from flows import endings
+from flows import lifecycle
 from flows.steps import worth_retrying
 from unidec.data.shards import Work, alone, shards_folder
 from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
@@ -316,8 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one.add_argument("--bundle", default="outputs/bundle", metavar="FOLDER", help="a bundle's folder")
     add_options(one)
     given = vars(parser.parse_args(arguments))
-    show = endings.as_json if given.pop("json") else in_words
-    return endings.on_command_line(lambda: encode(**given), STOPPED, show)
+    show = lifecycle.as_json if given.pop("json") else in_words
+    return lifecycle.on_command_line(lambda: encode(**given), STOPPED, show)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,11 @@ if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
 # isort: split
 from prefect import flow
 
-from flows import artifacts, decide, endings, late, publish, reproduce, steps
+from flows import artifacts, decide, lifecycle, publish, reproduce, steps
 from flows.summary import summary
 from unidec.config import Params, fingerprint, load_params, parse_overrides
 from unidec.errors import ConfigError, DataError, TrainingError
+from unidec.pipeline.runs import tracked
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import import_mlflow, prepare_store, tracking_uri
 from unidec.training.fit import fit
@@ -73,9 +74,8 @@ class Wishes:
     name="unidec",
     description=__doc__,
     persist_result=False,
-    on_failure=[endings.hook("FAILED"), publish.failed],
-    on_cancellation=[endings.hook("KILLED")],
-    on_crashed=[endings.hook("KILLED"), publish.failed],
+    on_failure=[publish.failed],
+    on_crashed=[publish.failed],
 )
 def train(
     force: bool = False,
@@ -108,18 +108,16 @@ def train(
     Raises:
         UnidecError: parameters, data, artifacts or training are wrong; nothing is retried then.
     """
-    with endings.at_work():
+    with lifecycle.at_work():
         wanted = parse_steps(steps)
         params = load_params(params_file, overrides)
         own = bool(overrides) or Path(params_file).resolve() != Path("params.yaml").resolve()
-        if reason := late.collapse():
-            return endings.turned_away(reason)
         with _own_folder(params) if own else contextlib.nullcontext(params) as params:
             if use_dvc and not own and wanted == list(STEPS):
                 return _retrain(params, Wishes(force, start, promote))
             if own and not register_trial and "register" in wanted:
                 wanted.remove("register")
-                endings.say("a trial: its bundle is not registered (--register does)")
+                lifecycle.say("a trial: its bundle is not registered (--register does)")
             return _in_process(params, wanted)
 
 
@@ -144,9 +142,9 @@ def _retrain(params: Params, wishes: Wishes) -> Any:
         try:
             stack.enter_context(reproduce.one_at_a_time())
         except TrainingError as error:
-            return endings.turned_away(error)
+            return lifecycle.turned_away(error)
         try:
-            return endings.named(_through_dvc(params, wishes))
+            return lifecycle.named(_through_dvc(params, wishes))
         except DataError:
             artifacts.show_data_pages()
             raise
@@ -154,7 +152,7 @@ def _retrain(params: Params, wishes: Wishes) -> Any:
 
 def _through_dvc(params: Params, wishes: Wishes) -> dict[str, Any]:
     if params.source.kind != "none":
-        endings.say(f"fetch: {steps.fetch(params)['reason']}")
+        lifecycle.say(f"fetch: {steps.fetch(params)['reason']}")
     data_changed, work = reproduce.stale(DATA_STEPS)
     if data_changed:
         with ThreadPoolExecutor(1) as imports:  # what training imports takes seconds, as DVC's processes do
@@ -162,17 +160,17 @@ def _through_dvc(params: Params, wishes: Wishes) -> dict[str, Any]:
             steps.prepare_data(DATA_STEPS)
         _, work = reproduce.stale()
     else:
-        endings.say("the data is up to date")
+        lifecycle.say("the data is up to date")
     if wishes.force:
         work = list(reproduce.MODEL_STAGES)
     if not work:
         return _skip(params, wishes)
-    endings.say(f"will re-run: {', '.join(work)}")
+    lifecycle.say(f"will re-run: {', '.join(work)}")
     done: dict[str, Any] = {}
     if "train" in work:
         artifacts.show_change(steps.data_change(params))
         done["start"] = steps.choose_start(params, wishes.start)
-        endings.say(f"start: {done['start']['kind']}, {done['start']['reason']}")
+        lifecycle.say(f"start: {done['start']['kind']}, {done['start']['reason']}")
     before = reproduce.inputs_state()
     done |= _in_process(params, [*work, "register"], lambda: _record(work, before))
     done |= decide.decide(params, done["version"], wishes.promote)
@@ -183,7 +181,7 @@ def _through_dvc(params: Params, wishes: Wishes) -> dict[str, Any]:
 def _skip(params: Params, wishes: Wishes) -> dict[str, Any]:
     """Nothing to train; what an earlier run was killed before is made up for: registration, the gate, the commit."""
     reason = "nothing that the model depends on changed since dvc.lock was written"
-    endings.say(f"training is skipped: {reason} (force trains anyway)")
+    lifecycle.say(f"training is skipped: {reason} (force trains anyway)")
     done = _in_process(params, ["register"])
     judged = decide.decide(params, done["version"], wishes.promote, always=False)
     if judged or publish.is_uncommitted(params):
@@ -215,7 +213,7 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
         if "train" in wanted:
             run = steps.start_run(params)
             run_dir = str(run.folder)
-            stack.enter_context(endings.tracked(run_dir))
+            stack.enter_context(tracked(run_dir))
             done |= _fit(run)
         if "index" in wanted:
             steps.index(params)
@@ -237,7 +235,7 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
 def _fit(run: Run) -> dict[str, Any]:
     """Trains the run's rounds, each phase a task, and exports the model."""
     for line in run.lines:
-        endings.say(line)
+        lifecycle.say(line)
     bar = artifacts.begin_progress(run.epoch, run.epochs)
 
     def phase(name: str, number: int, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -264,7 +262,7 @@ def _own_folder(params: Params) -> Iterator[Params]:
     data = params.data.model_copy(update={"path": str(Path(params.data.path).resolve())})
     folder = Path("runs") / "own" / fingerprint(params)[:12]
     folder.mkdir(parents=True, exist_ok=True)
-    endings.say(f"not params.yaml as it stands: outputs go to {folder}, DVC is left alone")
+    lifecycle.say(f"not params.yaml as it stands: outputs go to {folder}, DVC is left alone")
     before = os.environ.get("MLFLOW_TRACKING_URI")
     os.environ["MLFLOW_TRACKING_URI"] = tracking_uri(".")
     try:
@@ -326,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             register_trial=options.register,
         )
 
-    return endings.on_command_line(run, show=endings.as_json if options.json else summary, meanwhile=check)
+    return lifecycle.on_command_line(run, show=lifecycle.as_json if options.json else summary, meanwhile=check)
 
 
 if __name__ == "__main__":

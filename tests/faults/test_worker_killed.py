@@ -38,7 +38,7 @@ def test_a_killed_worker_leaves_a_crashed_run_and_the_next_run_resumes(world):
 
         world.server.start()
         assert world.server.flow_run(second)["state_type"] == "RUNNING", "nobody was left to say so"
-        said = world.project.run(sys.executable, "-m", "flows.left", environment=world.server.environment).stdout
+        said = world.project.run(sys.executable, "-m", "flows.reconcile", environment=world.server.environment).stdout
         assert "Crashed" in said and world.server.flow_run(second)["state_type"] == "CRASHED"
         world.server.start_worker()
         third = world.server.run(TRAIN)

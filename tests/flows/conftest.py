@@ -8,14 +8,13 @@ import pytest
 
 
 @pytest.fixture(scope="package")
-def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def prefect_server() -> Iterator[None]:
     """Flows called meanwhile run on it, with a database of their own."""
-    from flows import left  # quiets Prefect before it is imported
+    import flows  # noqa: F401  quiets Prefect before it is imported
 
     from prefect.testing.utilities import prefect_test_harness  # isort: skip
 
-    with prefect_test_harness(server_startup_timeout=300), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(left, "NOTES", tmp_path_factory.mktemp("notes"))
+    with prefect_test_harness(server_startup_timeout=300):
         yield
 
 

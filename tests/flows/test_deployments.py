@@ -63,7 +63,7 @@ def test_silent_runs_are_found_by_the_automation():
     named = set(spec["trigger"]["match_related"]["prefect.resource.name"])
     assert named == {one["flow_name"] for one in DEPLOYMENTS}
     # every way in which a run ends ends the watch, also those that have a name of ours
-    ours = set(re.findall(r'\("skipped", "refused"\)', (ROOT / "flows" / "endings.py").read_text(encoding="utf-8")))
+    ours = set(re.findall(r'\("skipped", "refused"\)', (ROOT / "flows" / "lifecycle.py").read_text(encoding="utf-8")))
     assert ours and {"prefect.flow-run.Skipped", "prefect.flow-run.Refused"} <= automation.trigger.expect
     for one in DEPLOYMENTS:
         beats = int(one["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])

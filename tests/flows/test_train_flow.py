@@ -13,6 +13,7 @@ import pytest
 
 from unidec.config import Params, load_params
 from unidec.errors import ConfigError, DataError, TrainingError
+from unidec.pipeline import runs
 
 EPOCHS, A_ROUND = 5, 2
 ROUND = ["cluster", "mine", "train_round", "validate_round"]
@@ -338,7 +339,7 @@ def test_a_run_that_the_gate_leaves_without_a_champion(run, stages, flow_module,
     loads = {"check": "loads", "passed": False, "got": None, "limit": None, "words": "damaged"}
     stages.gate = lambda *given: gate(*given) | {"champion": None, "reasons": [loads]}
     assert run()["no_champion"]["command"] == "make train ARGS=--force"
-    assert flow_module.endings.on_command_line(lambda: {"refused": "x", "no_champion": missing}) == 6
+    assert flow_module.lifecycle.on_command_line(lambda: {"refused": "x", "no_champion": missing}) == 6
     last = capsys.readouterr().err.splitlines()[-1]
     assert "no champion" in last and "2.1 behind" in last and last.endswith(missing["command"])
 
@@ -368,9 +369,7 @@ def test_two_at_once(run, flow_module, place):
 )
 def test_the_mlflow_run_ends_as_training_did(run, stages, flow_module, monkeypatch, error, status):
     ended = []
-    monkeypatch.setattr(
-        flow_module.endings, "close_tracking", lambda run_dir, how: ended.append((Path(run_dir).name, how))
-    )
+    monkeypatch.setattr(runs, "close_tracking", lambda run_dir, how: ended.append((Path(run_dir).name, how)))
     stages.fail["train_round"] = error
     with pytest.raises(type(error)):
         run(steps="train")

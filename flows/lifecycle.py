@@ -1,4 +1,4 @@
-"""How a flow run begins and ends: its note, tags, hooks, signals, errors in one line, and the name of its state."""
+"""How a flow run begins and ends: its process and tags, errors in one line, exit codes, and the name of its state."""
 
 from __future__ import annotations
 
@@ -18,57 +18,51 @@ from prefect.runtime import deployment
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled, Completed
 
-from flows import left, server
+from flows import reconcile, server
 from unidec import interrupt
 from unidec.errors import Refused, UnidecError, without_credentials
 from unidec.pipeline.parent_watch import watch
-from unidec.pipeline.runs import close_tracking
 from unidec.tracking.run import RUN_TAGS
 
 FAREWELL: dict[type[BaseException], tuple[int, str]] = {
-    KeyboardInterrupt: (130, "interrupted: run again to go on from the last checkpoint"),
-    TerminationSignal: (143, "terminated: run again to go on from the last checkpoint"),
+    KeyboardInterrupt: (130, "interrupted: run again to resume from the last checkpoint"),
+    TerminationSignal: (143, "terminated: run again to resume from the last checkpoint"),
 }
 
 
 def say(line: str) -> None:
-    """Into the run's log, which people read on the terminal and on its page; the library's own loggers reach the page
-    alone."""
+    """Log a line of the run: on the terminal and on its page. The library's own loggers reach the page alone."""
     try:
         get_run_logger().info("%s", line)
     except MissingContextError:
         logging.getLogger("unidec.flows").info("%s", line)
 
 
-def hook(status: str) -> Callable[..., None]:
-    def end(_flow: Any, flow_run: Any, _state: Any) -> None:
-        left.close_training(flow_run.id, status)
-
-    end.__name__ = f"mlflow_run_{status.lower()}"
-    return end
-
-
 @contextlib.contextmanager
 def at_work() -> Iterator[None]:
-    """Around a flow's body: what killed runs left is put in order, others can see who is at work, tools know the run.
+    """Around a flow's body: crashed and late runs are reconciled, and MLflow's runs name this flow run.
 
-    Started by a worker, the run ends when the worker is gone: nobody could cancel it any more.
+    Started by a worker, the run ends when the worker is gone: no one could cancel it any more.
     """
     one_line_for_known_errors()
     context = FlowRunContext.get()
-    if context is None:
+    if context is None or context.flow_run is None:
         yield
         return
-    left.reconcile()
-    if context.flow_run is not None and context.flow_run.deployment_id and "PREFECT__FLOW_RUN_ID" in os.environ:
-        sys.stdout, sys.stderr = _Unheard(sys.stdout), _Unheard(sys.stderr)
-        watch(os.getppid())
-    with left.noted(), _tagged():
+    run = context.flow_run
+    reconcile.reconcile_crashed_runs()
+    reconcile.note_process(run)
+    if run.deployment_id:
+        reconcile.cancel_late_runs(run)
+        if "PREFECT__FLOW_RUN_ID" in os.environ:
+            sys.stdout, sys.stderr = _WorkerStream(sys.stdout), _WorkerStream(sys.stderr)
+            watch(os.getppid())
+    with _tagged():
         yield
 
 
-class _Unheard:
-    """A stream that a worker reads: once it is gone, lines go nowhere; they do not end the training that says them."""
+class _WorkerStream:
+    """A stream that a worker reads: once the worker is gone, lines are dropped and do not end the training."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -100,50 +94,30 @@ def _tagged() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[RUN_TAGS]
-        else:
+        del os.environ[RUN_TAGS]
+        if before is not None:
             os.environ[RUN_TAGS] = before
 
 
-@contextlib.contextmanager
-def tracked(run_dir: str) -> Iterator[None]:
-    """The MLflow run ends as what happened inside: also for Ctrl-C, when there may be no server left to run a hook."""
-    left.note_training(run_dir)
-    try:
-        yield
-    except BaseException as error:
-        close_tracking(run_dir, "FAILED" if isinstance(error, Exception) else "KILLED")
-        raise
-    finally:
-        left.note_training(None)
-    close_tracking(run_dir, "FINISHED")
-
-
 def named(done: dict[str, Any]) -> Any:
-    """What a flow returns: Skipped or Refused are names of its state, so that a list of runs says what came of each.
-
-    Args:
-        done: with "skipped" or "refused": why.
-    """
+    """What a flow returns: where `done` has "skipped" or "refused" (why), that is the name of its state."""
     name = next((name for name in ("skipped", "refused") if name in done), None)
     if name is None or FlowRunContext.get() is None:
         return done
     return Completed(name=name.capitalize(), message=str(done[name])[:2000], data=done)
 
 
-def turned_away(reason: str | UnidecError) -> Any:
-    """The end of a run that has no turn, because another is at work or did its work: Cancelled, with the reason.
+def turned_away(error: UnidecError) -> Any:
+    """The end of a run that has no turn, because another is at work: Cancelled, with the reason.
 
     Raises:
-        UnidecError: the reason, where nobody scheduled the run: its caller wants to know.
+        UnidecError: the reason, where no deployment started the run: its caller wants to know.
     """
     context = FlowRunContext.get()
-    deployed = context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None
-    if isinstance(reason, UnidecError) and not deployed:
-        raise reason
-    say(f"nothing is done: {reason}")
-    return Cancelled(message=str(reason))
+    if context is None or context.flow_run is None or context.flow_run.deployment_id is None:
+        raise error
+    say(f"nothing is done: {error}")
+    return Cancelled(message=str(error))
 
 
 def as_json(done: Any) -> str:
@@ -157,7 +131,7 @@ def on_command_line(
     show: Callable[[Any], str] = as_json,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> int:
-    """Runs a flow as a program does: errors in one line, an exit code, Ctrl-C and SIGTERM leave cleanly.
+    """Run a flow as a program does: errors in one line, an exit code, Ctrl-C and SIGTERM leave cleanly.
 
     A run that the gate leaves without a champion ends with exit code 6 and a last line that says how to change it.
 
@@ -168,8 +142,8 @@ def on_command_line(
         meanwhile: called while Prefect's temporary server starts.
     """
     interrupt.end_guard()
-    # Prefect hands SIGTERM back to whoever had it: by default that kills us before its temporary server is stopped
-    before = signal.signal(signal.SIGTERM, terminate)
+    # Prefect hands SIGTERM back to the previous handler: the default would end us before its temporary server stops
+    before = signal.signal(signal.SIGTERM, _terminate)
     one_line_for_known_errors()
     try:
         with server.running(meanwhile):
@@ -192,13 +166,12 @@ def on_command_line(
     return 0
 
 
-def terminate(number: int, _frame: Any) -> None:
+def _terminate(number: int, _frame: Any) -> None:
     raise TerminationSignal(signal=number)
 
 
 class _OneLine(logging.Filter):
-    """Without Prefect's tracebacks of errors that say what, where and how to fix it, and without its farewell, which
-    would follow a run's last line."""
+    """Known errors without Prefect's tracebacks, and no farewell of its temporary server after a run's last line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if str(record.msg).startswith("Stopping temporary server"):
@@ -211,6 +184,7 @@ class _OneLine(logging.Filter):
 
 
 def one_line_for_known_errors() -> None:
+    """Install `_OneLine` in Prefect's loggers, once."""
     for name in ("prefect", "prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logger = logging.getLogger(name)
         if not any(isinstance(known, _OneLine) for known in logger.filters):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 
 import pytest
 
@@ -12,10 +13,10 @@ from unidec.tracking.run import RUN_TAGS
 
 
 @pytest.fixture(scope="module")
-def endings():
-    from flows import endings
+def lifecycle():
+    from flows import lifecycle
 
-    return endings
+    return lifecycle
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def deploy(prefect_server):
             client.delete_deployment(deployment)
 
 
-def test_what_mlflow_gets_to_know(endings, deploy, monkeypatch):
+def test_what_mlflow_gets_to_know(lifecycle, deploy, monkeypatch):
     from prefect import flow
 
     monkeypatch.setenv(RUN_TAGS, json.dumps({"mlflow.parentRunId": "abc"}))  # of whoever is around us
@@ -47,28 +48,28 @@ def test_what_mlflow_gets_to_know(endings, deploy, monkeypatch):
 
     @flow(name="unidec-tagged")
     def body() -> None:
-        with endings.at_work():
+        with lifecycle.at_work():
             seen.update(json.loads(os.environ[RUN_TAGS]))
-            seen["notes"] = [path.stem for path in endings.left.NOTES.iterdir()]
 
     run = deploy(body)
     assert run.state.is_completed(), run.state.message
     assert seen["mlflow.parentRunId"] == "abc"
     assert seen["prefect.flow_run_id"] == str(run.id) and seen["prefect.flow_run_name"] == run.name
-    assert seen["prefect.deployment"] == "unidec-tagged/some" and seen["notes"] == [str(run.id)]
-    assert json.loads(os.environ[RUN_TAGS]) == {"mlflow.parentRunId": "abc"} and not list(endings.left.NOTES.iterdir())
+    assert seen["prefect.deployment"] == "unidec-tagged/some"
+    assert run.infrastructure_pid == f"{socket.gethostname()}:{os.getpid()}"
+    assert json.loads(os.environ[RUN_TAGS]) == {"mlflow.parentRunId": "abc"}
     monkeypatch.delenv(RUN_TAGS)
     assert deploy(body).state.is_completed() and RUN_TAGS not in os.environ
 
 
-def test_a_deployment_that_has_no_turn_is_cancelled_and_a_caller_is_told(endings, deploy):
+def test_a_deployment_that_has_no_turn_is_cancelled_and_a_caller_is_told(lifecycle, deploy):
     from prefect import flow
 
     busy = TrainingError("another training is under way in this folder", where="runs")
 
     @flow(name="unidec-busy")
     def body() -> object:
-        return endings.turned_away(busy)
+        return lifecycle.turned_away(busy)
 
     state = deploy(body).state
     assert state.is_cancelled() and "another training is under way" in state.message
@@ -78,19 +79,19 @@ def test_a_deployment_that_has_no_turn_is_cancelled_and_a_caller_is_told(endings
         body.fn()
 
 
-def test_a_run_without_prefect_is_left_alone(endings):
-    with endings.at_work():
+def test_a_run_without_prefect_is_left_alone(lifecycle):
+    with lifecycle.at_work():
         assert RUN_TAGS not in os.environ
-    assert endings.named({"skipped": "nothing new"}) == {"skipped": "nothing new"}
+    assert lifecycle.named({"skipped": "nothing new"}) == {"skipped": "nothing new"}
 
 
-def test_a_run_that_was_turned_away_is_one_line_in_the_workers_log(endings):
+def test_a_run_that_was_turned_away_is_one_line_in_the_workers_log(lifecycle):
     import logging
 
     from prefect.exceptions import CancelledRun
     from prefect.logging.loggers import get_logger
 
-    endings.one_line_for_known_errors()
+    lifecycle.one_line_for_known_errors()
     try:
         raise CancelledRun("another training is under way")
     except CancelledRun as error:
