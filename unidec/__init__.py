@@ -1,12 +1,32 @@
 """UniDEC: extreme multi-label classification with a dual encoder and a classifier trained together.
 
-Nothing heavy is imported here, so that `unidec --help` and a parameter error take a moment, not seconds:
+    import unidec
 
-    from unidec.config import load_params
-    from unidec.data.dataset import XMCDataset
-    from unidec.retrieval.bundle import Bundle
+    model = unidec.load("models:/unidec@champion")         # or a bundle's folder
+    model.predict(["brushes for painting"], k=5)           # [[Label(uid, text, score), ...]]
+    model = unidec.fit(queries, labels, pairs)             # lists, mappings or DataFrames
+
+Names are imported when they are first used: `import unidec` takes milliseconds.
 """
 
-__all__ = ["__version__"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unidec.api import Label, Model, fit, load
+    from unidec.data.dataset import XMCDataset
+    from unidec.estimator import UniDECClassifier
 
 __version__ = "0.1.0"
+__all__ = ["Label", "Model", "UniDECClassifier", "XMCDataset", "__version__", "fit", "load"]
+
+_MODULES = {
+    "Label": "unidec.api", "Model": "unidec.api", "fit": "unidec.api", "load": "unidec.api",
+    "UniDECClassifier": "unidec.estimator", "XMCDataset": "unidec.data.dataset",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'unidec' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -201,7 +201,11 @@ class Run:
 
 
 def start_run(
-    params: Params, resume: str | None = None, accept: Collection[str] = (), launcher: Launcher | None = None
+    params: Params,
+    resume: str | None = None,
+    accept: Collection[str] = (),
+    launcher: Launcher | None = None,
+    track: bool = True,
 ) -> Run:
     """Find or begin the run of these parameters and this data, and open its MLflow run.
 
@@ -210,6 +214,7 @@ def start_run(
         resume: a run to resume in place of the one that these parameters name; "": the newest unfinished one.
         accept: keys of the run's identity that may differ from what it was begun with.
         launcher: runs phases on several ranks; None: as `run.devices` asks.
+        track: log to MLflow; without it the run's records are in its folder only.
 
     Raises:
         ConfigError: it does not fit into memory, or the run to resume was begun with other data, parameters,
@@ -233,7 +238,7 @@ def start_run(
     crashed = runs.reconcile_crashed_runs(folder)
     lines += [f"MLflow run of {name} ended as KILLED: its process is gone" for name in crashed]
     run.lines = lines
-    tracker = _open_tracking(params, folder, state, lines)
+    tracker = _open_tracking(params, folder, state, lines) if track else Tracker.resume(folder)
     try:
         run.validate_if_missing()
         tracker.catch_up(_records(folder))
@@ -249,6 +254,7 @@ def train(
     resume: str | None = None,
     accept: Collection[str] = (),
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    track: bool = True,
 ) -> dict[str, Any]:
     """Train to the last epoch and export the model; killed or stopped, the same call resumes from the checkpoint.
 
@@ -257,6 +263,7 @@ def train(
         resume: a run to resume, by its name; "": the newest unfinished one; None: the one of these parameters.
         accept: keys of the run's identity that may differ.
         say: receives lines for people: where training resumes.
+        track: log to MLflow.
 
     Returns:
         {"run_dir", "epoch", "step", "model", ...}; {} on ranks that only follow (under torchrun).
@@ -269,7 +276,7 @@ def train(
         if not leads:
             return {}
         with one_at_a_time():
-            run = start_run(params, resume, accept, launcher)
+            run = start_run(params, resume, accept, launcher, track)
             for line in run.lines:
                 say(line)
             with runs.tracked(run.folder):
