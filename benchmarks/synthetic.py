@@ -33,8 +33,8 @@ import pyarrow.compute as pc
 
 from unidec.data import dataset as dataset_module
 from unidec.data import tokens as tokens_module
+from unidec.data.array_file import FlatFile
 from unidec.data.dataset import BATCH_ROWS
-from unidec.data.flat_file import FlatFile
 from unidec.data.raw import TEXT_SCHEMA, text_table
 from unidec.data.storage import file_sha256, files_sha256, swap_folder, write_folder
 from unidec.data.tokens import TextTokenizer, TokenCache

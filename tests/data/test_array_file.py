@@ -32,3 +32,28 @@ def test_another_type_and_order_of_the_rows(tmp_path: Path) -> None:
     assert found.dtype == np.float32 and np.array_equal(found, array)
     with pytest.raises(FileExistsError):
         array_file.write_array(tmp_path / "ours.npy", array)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, np.float32])
+@pytest.mark.parametrize("sizes", [[], [0], [5], [1, 0, 1000, 3]])
+def test_pieces_give_the_bytes_of_the_whole(tmp_path, dtype, sizes):
+    pieces = [np.arange(size) + 7 for size in sizes]
+    with array_file.FlatFile(tmp_path / "grown.npy", dtype) as out:
+        for piece in pieces:
+            out.add(piece)
+        assert out.size == sum(sizes)
+    np.save(tmp_path / "whole.npy", np.concatenate([np.zeros(0, np.int64), *pieces]).astype(dtype))
+    assert (tmp_path / "grown.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
+
+
+def test_a_piece_may_have_gaps_in_memory(tmp_path):
+    with array_file.FlatFile(tmp_path / "x.npy", np.int32) as out:
+        out.add(np.arange(10, dtype=np.int32)[::3])
+    assert np.load(tmp_path / "x.npy").tolist() == [0, 3, 6, 9]
+
+
+def test_a_failure_closes_the_file_and_passes_on(tmp_path):
+    with pytest.raises(KeyError), array_file.FlatFile(tmp_path / "x.npy", np.int32) as out:
+        raise KeyError("stop")
+    with pytest.raises(ValueError, match="closed"):
+        out.add(np.zeros(1))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
-from unidec.data import label_graph, random_walk, storage
+from unidec.data import label_graph, storage
 from unidec.data.label_graph import build_label_graph, chosen_labels, load_label_graph, soft_targets
 from unidec.errors import ArtifactError, DataError
 from unidec.sections import LabelGraph
@@ -129,12 +129,12 @@ def expected_visits(truth, hops):
     for _ in range(hops):
         reached = at @ hop
         visits += reached
-        at = random_walk.RESTART * np.eye(truth.shape[1]) + (1 - random_walk.RESTART) * reached
+        at = label_graph._RESTART * np.eye(truth.shape[1]) + (1 - label_graph._RESTART) * reached
     return visits
 
 
 def test_a_long_walk_visits_labels_as_often_as_chance_says(monkeypatch):
-    monkeypatch.setattr(random_walk, "HOPS", 40_000)
+    monkeypatch.setattr(label_graph, "_HOPS", 40_000)
     relevance = random_relevance(2)
     truth = relevance.toarray() > 0
     visits, got = expected_visits(truth, 40_000), soft_targets(relevance, 0.0, kind="random-walk").toarray()
@@ -143,7 +143,7 @@ def test_a_long_walk_visits_labels_as_often_as_chance_says(monkeypatch):
     expected[np.arange(20), np.arange(20)] = 1
     np.testing.assert_allclose(got[seen], expected[seen], atol=0.05)  # some 6,000 visits of the label itself
     assert np.abs(got[seen] - expected[seen]).mean() < 0.004
-    monkeypatch.setattr(random_walk, "RESTART", 0.5)
+    monkeypatch.setattr(label_graph, "_RESTART", 0.5)
     other = expected_visits(truth, 40_000)[seen]
     assert np.abs(other / other[:, seen].diagonal()[:, None] - expected[seen]).mean() > 0.012, (
         "it can tell restarts apart"
@@ -164,19 +164,19 @@ def slow_walk(relevance, label, lane, lanes, draws):
         labels = rows.indices[rows.indptr[query] : rows.indptr[query + 1]]
         at = labels[int(to_label * len(labels))]
         visits[at] += 1
-        at = label if again < random_walk.RESTART else at
+        at = label if again < label_graph._RESTART else at
     return visits
 
 
 @pytest.mark.parametrize("labels_at_once", [1, 7, 64])
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 1.0])
 def test_walks_equal_walks_one_by_one(monkeypatch, threshold, labels_at_once):
-    monkeypatch.setattr(random_walk, "LABELS_AT_ONCE", labels_at_once)
+    monkeypatch.setattr(label_graph, "_WALKS_AT_ONCE", labels_at_once)
     relevance = label_graph._ones(random_relevance(6))
     expected = np.eye(20)
     for number, start in enumerate(range(0, 20, labels_at_once)):
-        lanes, rng = min(labels_at_once, 20 - start), np.random.default_rng([random_walk._SEED, number])
-        draws = [rng.random((3, lanes)) for _ in range(random_walk.HOPS)]
+        lanes, rng = min(labels_at_once, 20 - start), np.random.default_rng([label_graph._WALK_SEED, number])
+        draws = [rng.random((3, lanes)) for _ in range(label_graph._HOPS)]
         for label in range(start, start + lanes):
             if relevance[:, [label]].nnz:
                 visits = slow_walk(relevance, label, label - start, lanes, draws)
@@ -276,7 +276,7 @@ def test_faulty_folder_is_refused(tmp_path, name):
     with pytest.raises(ArtifactError, match="damaged"):
         load_label_graph(folder)
     storage.write_manifest(folder, "label_graph", 1, meta)
-    with pytest.raises(ArtifactError, match="no label graph"):
+    with pytest.raises(ArtifactError, match="do not fit"):
         load_label_graph(folder)
 
 
@@ -287,5 +287,5 @@ def test_columns_out_of_range_are_refused(tmp_path):
     indices[4] = 20
     np.save(folder / "indices.npy", indices)
     storage.write_manifest(folder, "label_graph", 1, meta)
-    with pytest.raises(ArtifactError, match="no label graph"):
+    with pytest.raises(ArtifactError, match="do not fit"):
         load_label_graph(folder)

@@ -13,8 +13,8 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from scipy.sparse import csr_matrix
 
+from unidec.data.array_file import load_csr
 from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, hold_out, stack
 from unidec.data.storage import files_sha256, load_array, read_manifest, verify_once, write_folder
 from unidec.errors import ArtifactError
@@ -51,22 +51,18 @@ class XMCDataset:
         self.labels = _open_texts(path / "labels.arrow")
         self.num_queries = self.queries.num_rows
         self.num_labels = self.labels.num_rows
-        for table, name, num_rows in (
-            ("queries", "num_queries", self.num_queries),
-            ("labels", "num_labels", self.num_labels),
-        ):
-            if meta.get(name) != num_rows:
-                _refuse(
-                    path / f"{table}.arrow", "another number of rows than the manifest has", num_rows, meta.get(name)
-                )
+        for name, num_rows in (("queries", self.num_queries), ("labels", self.num_labels)):
+            if meta.get(f"num_{name}") != num_rows:
+                what = "another number of rows than the manifest has"
+                _refuse(path / f"{name}.arrow", what, num_rows, meta.get(f"num_{name}"))
         self.split_N = load_array(path / "split.npy", np.uint8)
         if self.split_N.shape[0] != self.num_queries:
             _refuse(path / "split.npy", "row counts that differ", self.split_N.shape[0], self.num_queries)
         if check and self.num_queries and self.split_N.max() >= len(SPLITS):
             _refuse(path / "split.npy", "an unknown split", int(self.split_N.max()), f"at most {len(SPLITS) - 1}")
-        data = load_array(path / "relevance_data.npy", np.float32)
-        self.relevance = self._csr("relevance", data, check)
-        self.filter_pairs = self._csr("filter", None, check)
+        shape = (self.num_queries, self.num_labels)
+        self.relevance = load_csr(path, "relevance_", shape, np.float32, check)
+        self.filter_pairs = load_csr(path, "filter_", shape, bool, check)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], verify: bool = True) -> XMCDataset:
@@ -134,25 +130,6 @@ class XMCDataset:
         sizes = ", ".join(f"{self.rows(split).size:,} {split}" for split in SPLITS)  # type: ignore[arg-type]
         return f"XMCDataset({self.name!r}: {sizes}; {self.num_labels:,} labels; {self.relevance.nnz:,} pairs)"
 
-    def _csr(self, name: str, data: np.ndarray | None, check: bool) -> csr_matrix:
-        indptr = load_array(self.path / f"{name}_indptr.npy", np.int64)
-        indices = load_array(self.path / f"{name}_indices.npy", np.int32)
-        if data is None:
-            data = np.ones(indices.shape[0], dtype=bool)
-        what, starts = f"{name} pairs that do not fit the texts", self.path / f"{name}_indptr.npy"
-        if indptr.shape[0] != self.num_queries + 1 or indptr[0] != 0 or (check and (np.diff(indptr) < 0).any()):
-            _refuse(starts, what, f"{indptr.shape[0]} row starts", f"{self.num_queries + 1}, ascending from 0")
-        if not indptr[-1] == indices.shape[0] == data.shape[0]:
-            _refuse(starts, what, f"{indices.shape[0]} labels, {data.shape[0]} values", f"{int(indptr[-1])} of each")
-        if check and indices.shape[0] and not (indices.min() >= 0 and indices.max() < self.num_labels):
-            _refuse(
-                self.path / f"{name}_indices.npy", what, f"label row {indices.max()}", f"0 to {self.num_labels - 1}"
-            )
-        matrix = csr_matrix((data, indices, indptr), shape=(self.num_queries, self.num_labels), copy=False)
-        matrix.has_sorted_indices = True
-        matrix.has_canonical_format = True
-        return matrix
-
 
 def write_dataset(
     path: str | os.PathLike[str], raw: RawData, *, validation_share: float = 0.05, split_seed: int = 0
@@ -212,11 +189,9 @@ def _open_texts(path: Path) -> pa.Table:
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except (pa.ArrowInvalid, OSError) as error:
-        raise ArtifactError(
-            "not a readable Arrow file", where=str(path), got=str(error)[:200], fix="run ingest again"
-        ) from error
+        _refuse(path, "not a readable Arrow file", str(error)[:200], "an Arrow file")
     if table.schema.remove_metadata() != TEXT_SCHEMA:
-        raise ArtifactError("columns that differ", where=str(path), got=table.schema.names, expected=TEXT_SCHEMA.names)
+        _refuse(path, "columns that differ", table.schema.names, TEXT_SCHEMA.names)
     return table
 
 

@@ -1,9 +1,9 @@
 """The label graph: soft targets of label texts as extra training queries (Gandalf).
 
 Source: thesis, chapter 1: `G = Y^T Y`, `y_ij = G_ij / G_jj` for label j's text as a query, cut at delta; variants of
-section 1.3 (one-hot targets, GLaS) and 1.5 (random walks).
+section 1.3 (one-hot targets, GLaS) and 1.5 (random walks: ECLARE, Mittal et al. 2021; their settings are ours).
 
-Shape legend: N training queries, L labels, J labels of one block.
+Shape legend: N training queries, L labels, J labels of one block, H hops.
 """
 
 from __future__ import annotations
@@ -11,20 +11,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from scipy.sparse import csr_matrix, vstack
 
-from unidec.data.flat_file import FlatFile
-from unidec.data.random_walk import visit_blocks
-from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
-from unidec.errors import ArtifactError, DataError
+from unidec.data.array_file import FlatFile, load_csr
+from unidec.data.dataset import XMCDataset
+from unidec.data.storage import read_manifest, verify_once, write_folder
+from unidec.errors import DataError
 from unidec.progress import progress
 from unidec.sections import LabelGraph
-
-if TYPE_CHECKING:
-    from unidec.data.dataset import XMCDataset
 
 KIND = "label_graph"
 VERSION = 1
@@ -32,42 +29,17 @@ VERSION = 1
 _PAIRS_AT_ONCE = 1 << 20  # co-occurrences counted in one block: bounds its memory at about 40 MB
 _LABELS_AT_ONCE = 1 << 20  # labels of one block: those without a query cost a row start and their own target
 _SEED = 1707  # of the share of labels that is drawn
+_HOPS = 400  # of each label's walk
+_RESTART = 0.8  # chance after each hop to restart from the label itself
+_WALKS_AT_ONCE = 1024  # labels; random numbers belong to a block, so this is part of what is drawn
+_WALK_SEED = 20210
 
 Kind = Literal["cooccurrence", "random-walk", "glas", "self"]
 
 
-def soft_targets(
-    relevance: csr_matrix,
-    threshold: float,
-    *,
-    kind: Kind = "cooccurrence",
-    share: float = 1.0,
-    tail_first: bool = False,
-) -> csr_matrix:
-    """Soft targets of every label's text: float32 CSR [L, L], row j the targets of label j, sorted.
-
-    Kept where at least the threshold and not 0. Row blocks are counted, divided and cut one after the other
-    (`target_blocks`), so neither G nor anything L x L is ever held. By kind, entry (j, i) is
-
-    - "cooccurrence": the share of label j's queries that also have label i, P(i | j) (Gandalf, equation 1.6);
-    - "random-walk": visits of i over visits of j, at most 1, of a random walk from j (`unidec.data.random_walk`);
-    - "glas": sigmoid(S_ji), S_ji = (P(i | j) + P(j | i)) / 2 being at least the threshold (section 1.3.2);
-    - "self": the label itself alone, 1 (Z' of table 1.2).
-
-    A label's own target is 1 (with "glas", as its formula says, sigmoid(1)), also for one without a training query.
-
-    Args:
-        relevance: CSR [N, L], training queries; relevant where > 0.
-        threshold: delta, 0 to 1.
-        kind: how targets are estimated.
-        share: of the labels that have targets, above 0, at most 1; the rows of the others are empty.
-        tail_first: the share is of the labels with the fewest training queries (ties at random), else drawn at random.
-            A smaller share is a part of a larger one.
-
-    Raises:
-        DataError: the threshold or the share is out of range.
-    """
-    blocks = list(target_blocks(relevance, threshold, kind=kind, share=share, tail_first=tail_first))
+def soft_targets(relevance: csr_matrix, threshold: float, **options: Any) -> csr_matrix:
+    """All of `target_blocks` in one float32 CSR [L, L]."""
+    blocks = list(target_blocks(relevance, threshold, **options))
     if not blocks:
         return csr_matrix((relevance.shape[1],) * 2, dtype=np.float32)
     return csr_matrix(vstack(blocks, format="csr", dtype=np.float32))
@@ -81,9 +53,26 @@ def target_blocks(
     share: float = 1.0,
     tail_first: bool = False,
 ) -> Iterator[csr_matrix]:
-    """`soft_targets`, some rows at a time, from the first label to the last: float32 CSR [J, L] each.
+    """Soft targets of every label's text, some rows at a time, from the first label to the last: float32 CSR [J, L],
+    row j the targets of label j, sorted; those of at least the threshold, and not 0. By kind, entry (j, i) is
 
-    Memory: two copies of the pairs' columns (three for a share or random walks), and a block.
+    - "cooccurrence": the share of label j's queries that also have label i, P(i | j) (Gandalf, equation 1.6);
+    - "random-walk": visits of i over visits of j, at most 1, of a random walk from j;
+    - "glas": sigmoid(S_ji), S_ji = (P(i | j) + P(j | i)) / 2 being at least the threshold (section 1.3.2);
+    - "self": the label itself alone, 1 (Z' of table 1.2).
+
+    A label's own target is 1 (with "glas", as its formula says, sigmoid(1)), also for one without a training query.
+    Nothing L x L is ever held: two copies of the pairs' columns (three for a share or random walks), and a block.
+
+    Args:
+        relevance: CSR [N, L], training queries; relevant where > 0.
+        threshold: delta, 0 to 1.
+        share: of the labels that have targets, above 0, at most 1; the rows of the others are empty.
+        tail_first: the share is of the labels with the fewest training queries (ties at random), else drawn at random.
+            A smaller share is a part of a larger one.
+
+    Raises:
+        DataError: the threshold or the share is out of range.
     """
     if not 0 <= threshold <= 1:
         raise DataError("the label graph's threshold must lie in 0 to 1", where="label_graph.threshold", got=threshold)
@@ -126,7 +115,7 @@ def _graph_blocks(
 ) -> Iterator[tuple[int, csr_matrix]]:
     """(first label, float64 CSR [J, L] targets before the cut) a block; a label without a query has an empty row."""
     if kind == "random-walk":
-        for start, visits_JL in visit_blocks(label_LN, positive_NL):
+        for start, visits_JL in _visit_blocks(label_LN, positive_NL):
             row_Q = np.repeat(np.arange(visits_JL.shape[0]), np.diff(visits_JL.indptr))
             own_Q = np.maximum(visits_JL.diagonal(start)[row_Q], 1)
             visits_JL.data = np.where(visits_JL.indices == start + row_Q, 1.0, np.minimum(visits_JL.data / own_Q, 1.0))
@@ -210,26 +199,45 @@ def load_label_graph(path: str | os.PathLike[str], verify: bool = True) -> csr_m
     """
     root = Path(path)
     with verify_once(root, verify) as needed:
-        return _load(root, needed)
+        num_labels = int(read_manifest(root, KIND, VERSION, needed)["meta"].get("num_labels", -1))
+        return load_csr(root, "", (num_labels, num_labels), np.float32, needed)
 
 
-def _load(root: Path, verify: bool) -> csr_matrix:
-    num_labels = read_manifest(root, KIND, VERSION, verify)["meta"].get("num_labels")
-    indptr = load_array(root / "indptr.npy", np.int64)
-    indices = load_array(root / "indices.npy", np.int32)
-    data = load_array(root / "data.npy", np.float32)
-    if (
-        len(indptr) - 1 != num_labels
-        or indptr[0] != 0
-        or not (indptr[-1] == len(indices) == len(data))
-        or (verify and (np.diff(indptr) < 0).any())
-        or (verify and len(indices) and (indices.min() < 0 or indices.max() >= num_labels))
-    ):
-        raise ArtifactError(
-            "arrays that are no label graph",
-            where=str(root),
-            got=f"{len(indptr)} row starts, {len(indices)} columns, {len(data)} values",
-            expected=f"{num_labels} labels",
-            fix="delete the folder and run the stage that writes it again",
-        )
-    return csr_matrix((data, indices, indptr), shape=(num_labels, num_labels))
+def _visit_blocks(label_LN: csr_matrix, positive_NL: csr_matrix) -> Iterator[tuple[int, csr_matrix]]:
+    """How often a walk from each label comes by each label: (first label, int64 CSR [J, L]) a block, rows sorted.
+
+    A hop goes to one of the label's queries and from there to one of that query's labels, all alike. Walks are drawn
+    from fixed numbers: the same data gives the same visits. A row of `label_LN` without entries does not walk.
+    """
+    num_labels = label_LN.shape[0]
+    queries_L = csr_matrix(positive_NL.T)  # also of labels that do not walk, but are walked by
+    for number, start in enumerate(range(0, num_labels, _WALKS_AT_ONCE)):
+        stop = min(start + _WALKS_AT_ONCE, num_labels)
+        draw = np.random.default_rng([_WALK_SEED, number])
+        walking_J = np.flatnonzero(np.diff(label_LN.indptr[start : stop + 1]))
+        visited_HJ = _walk(queries_L, positive_NL, start + walking_J, walking_J, stop - start, draw)
+        key, count = np.unique(walking_J * num_labels + visited_HJ, return_counts=True)
+        row, column = np.divmod(key, num_labels)
+        indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=stop - start))])
+        yield start, csr_matrix((count, column, indptr), shape=(stop - start, num_labels))
+
+
+def _walk(
+    queries_L: csr_matrix, labels_N: csr_matrix, home_J: np.ndarray, lane_J: np.ndarray, lanes: int,
+    draw: np.random.Generator,
+) -> np.ndarray:  # fmt: skip
+    """Labels that walks from `home_J` reach, int64 [H, J]; of each hop's `lanes` draws theirs are those at `lane_J`."""
+    visited_HJ = np.empty((_HOPS, len(home_J)), dtype=np.int64)
+    at_J = home_J
+    for hop in range(_HOPS):
+        to_query_J, to_label_J, again_J = draw.random((3, lanes))[:, lane_J]
+        visited_HJ[hop] = _pick(labels_N, _pick(queries_L, at_J, to_query_J), to_label_J)
+        at_J = np.where(again_J < _RESTART, home_J, visited_HJ[hop])
+    return visited_HJ
+
+
+def _pick(matrix: csr_matrix, rows_J: np.ndarray, draw_J: np.ndarray) -> np.ndarray:
+    """One of each row's columns, all alike, int64 [J]; every row has one."""
+    begin_J = matrix.indptr[rows_J].astype(np.int64)
+    count_J = matrix.indptr[rows_J + 1] - begin_J
+    return matrix.indices[begin_J + (draw_J * count_J).astype(np.int64)].astype(np.int64)

@@ -1,7 +1,7 @@
 """What a data set, or a window of queries, looks like: figures small enough to travel with a model.
 
-A profile is compared with a later one (`unidec.evaluation.drift`): the next version of the data, or what users ask now.
-It holds counts, shares and histograms, the commonest words, and which words there are (a Bloom filter); no text.
+A profile is compared with a later one (`unidec.evaluation.drift`). It holds counts, shares, histograms, the commonest
+words, and which words there are (a Bloom filter); no text.
 
 Shape suffixes: N texts, W words of all texts one after the other, L labels.
 """
@@ -9,7 +9,6 @@ Shape suffixes: N texts, W words of all texts one after the other, L labels.
 from __future__ import annotations
 
 import base64
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
 from unidec.data.dataset import Text, XMCDataset
-from unidec.data.tokens import encode_texts
+from unidec.data.tokens import encode_texts, load_tokenizer
 from unidec.errors import ArtifactError
 
 VERSION = 1
@@ -69,15 +68,14 @@ class Vocabulary:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Vocabulary:
-        """Raises ArtifactError where it is not what `to_json` made."""
+        """Raises ArtifactError if it is not what `to_json` made."""
         try:
             bits = np.frombuffer(base64.b64decode(stored["bits"], validate=True), dtype=np.uint8)
-            size = int(stored["words"])
+            if not len(bits):
+                raise ValueError("no bits")
+            return cls(bits, int(stored["words"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ArtifactError("a damaged profile", where="vocabulary", got=str(error)[:100]) from error
-        if not len(bits):
-            raise ArtifactError("a damaged profile", where="vocabulary", got="no bits")
-        return cls(bits, size)
 
     def _places(self, hash_W: np.ndarray) -> list[np.ndarray]:
         """Bits of each word, one array a probe: double hashing (Kirsch and Mitzenmacher, 2006)."""
@@ -125,23 +123,24 @@ class Measured:
 
     def summary(self) -> dict[str, Any]:
         """The texts as a whole, JSON-able."""
-        length_N = self.length_N if len(self) else np.zeros(1, dtype=np.int64)
+        count, length_N = len(self), self.length_N if len(self) else np.zeros(1, dtype=np.int64)
+        quantiles = zip(QUANTILES, np.quantile(length_N, QUANTILES), strict=True)
         return {
-            "count": len(self),
+            "count": count,
             "length": {
                 "mean": float(length_N.mean()),
-                "quantiles": {f"{q:g}": float(v) for q, v in zip(QUANTILES, np.quantile(length_N, QUANTILES))},
+                "quantiles": {f"{q:g}": float(value) for q, value in quantiles},
                 "histogram": np.bincount(self.length_bins, minlength=len(LENGTH_EDGES)).tolist(),
             },
             "tokens": {
-                "mean": int(self.tokens_N.sum()) / max(len(self), 1),
+                "mean": int(self.tokens_N.sum()) / max(count, 1),
                 "buckets": np.asarray(self.bucket_NB.sum(axis=0)).ravel().astype(np.int64).tolist(),
             },
             "words": {"count": int(self.words_N.sum()), "top": self.words},
             **self.strangeness(),
-            "cut": share(int(self.cut_N.sum()), len(self)),
-            "empty": share(int((self.length_N == 0).sum()), len(self)),
-            "repeated": share(len(self) - len(np.unique(self.hash_N)), len(self)),
+            "cut": share(int(self.cut_N.sum()), count),
+            "empty": share(int((self.length_N == 0).sum()), count),
+            "repeated": share(count - len(np.unique(self.hash_N)), count),
         }
 
 
@@ -157,13 +156,8 @@ class TextMeter:
     def __init__(
         self, tokenizer_folder: str | os.PathLike[str], max_length: int, vocabulary: Vocabulary | None = None
     ) -> None:
-        from tokenizers import Tokenizer
-
         self.folder, self.max_length, self.vocabulary = os.fspath(tokenizer_folder), max_length, vocabulary
-        tokenizer = Tokenizer.from_file(os.path.join(self.folder, "tokenizer.json"))
-        model = json.loads(tokenizer.to_str())["model"]
-        unknown = model.get("unk_id") if "unk_id" in model else tokenizer.token_to_id(model.get("unk_token") or "")
-        self.unknown_id = -1 if unknown is None else int(unknown)
+        self.unknown_id = load_tokenizer(self.folder, max_length).unknown_id
         self.special_ids = encode_texts([""], self.folder, max_length).ids.astype(np.int64)  # an empty text is those
 
     def measure(self, texts: Sequence[str]) -> Measured:
@@ -219,13 +213,11 @@ def split_words(array: pa.Array) -> tuple[np.ndarray, np.ndarray, dict[str, int]
 def text_hashes(array: pa.Array) -> np.ndarray:
     """A 64-bit hash of each text without white space around it, uint64 [N]: the same in every process."""
     trimmed = pc.utf8_trim_whitespace(array)
-    parts = [
-        pd.util.hash_array(
-            trimmed.slice(start, _HASHED_AT_ONCE).to_numpy(zero_copy_only=False).astype(object), categorize=False
-        )
-        for start in range(0, len(trimmed), _HASHED_AT_ONCE)
-    ]
-    return np.concatenate([np.zeros(0, dtype=np.uint64), *parts])
+    hashes = [np.zeros(0, dtype=np.uint64)]
+    for start in range(0, len(trimmed), _HASHED_AT_ONCE):
+        texts = trimmed.slice(start, _HASHED_AT_ONCE).to_numpy(zero_copy_only=False).astype(object)
+        hashes.append(pd.util.hash_array(texts, categorize=False))
+    return np.concatenate(hashes)
 
 
 def share(part: int, whole: int) -> Share:
@@ -312,13 +304,12 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
 
 def hashes_of(dataset: XMCDataset, which: Literal["queries", "labels"], text: Text) -> tuple[np.ndarray, np.ndarray]:
     """Hash of each text, and whether it is empty."""
-    parts = [
-        (text_hashes(array), pc.equal(pc.utf8_trim_whitespace(array), "").to_numpy(zero_copy_only=False))
-        for batch in dataset.text_batches(which, text, 65_536)
-        for array in [pa.array(batch, pa.large_string())]
-    ]
-    hashes, empty = zip(*parts, strict=True) if parts else ((), ())
-    return np.concatenate([np.zeros(0, np.uint64), *hashes]), np.concatenate([np.zeros(0, bool), *empty])
+    hashes, empty = [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
+    for batch in dataset.text_batches(which, text, 65_536):
+        array = pa.array(batch, pa.large_string())
+        hashes.append(text_hashes(array))
+        empty.append(pc.equal(pc.utf8_trim_whitespace(array), "").to_numpy(zero_copy_only=False))
+    return np.concatenate(hashes), np.concatenate(empty)
 
 
 def _bucket(ids: np.ndarray) -> np.ndarray:

@@ -8,17 +8,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unidec.data.dataset import XMCDataset
 from unidec.data.raw import SPLITS
-from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
+from unidec.data.storage import REBUILD, load_array, read_manifest, verify_once, write_folder
 from unidec.errors import ArtifactError, DataError
-
-if TYPE_CHECKING:
-    from unidec.data.dataset import XMCDataset
 
 KIND = "propensity"
 VERSION = 1
@@ -49,9 +47,8 @@ class Propensity:
 def inverse_propensity(label_counts_L: Any, num_train: int, a: float, b: float) -> NDArray[np.float64]:
     """`1 + C (N_l + B)^(-A)` with `C = (log N - 1)(B + 1)^A`, float64 [L].
 
-    Two cases the formula leaves undefined are settled so that every weight is finite and at least 1: with fewer than
-    three training queries C would be negative and is taken as 0; with B = 0 a label without training points counts as
-    having one.
+    Every weight is finite and at least 1: with fewer than three training queries C would be negative and is taken as 0;
+    with B = 0 a label without training points counts as having one.
 
     Args:
         label_counts_L: N_l, training points of each label [L], at least 0.
@@ -108,11 +105,7 @@ def build_propensity(dataset: XMCDataset, a: float, b: float, out: str | os.Path
 
 
 def load_propensity(path: str | os.PathLike[str], verify: bool = True) -> Propensity:
-    """Reads a folder of `build_propensity`.
-
-    Raises:
-        ArtifactError: missing, damaged, of another kind or a newer version, or arrays that do not fit together.
-    """
+    """Read a folder of `build_propensity`. Raises ArtifactError: missing, damaged, or arrays that do not fit."""
     root = Path(path)
     with verify_once(root, verify) as needed:
         meta = read_manifest(root, KIND, VERSION, needed)["meta"]
@@ -125,6 +118,6 @@ def load_propensity(path: str | os.PathLike[str], verify: bool = True) -> Propen
             where=str(root),
             got=f"{len(inverse_L)}, {len(count_L)}, {len(group_L)}",
             expected=meta.get("num_labels"),
-            fix="delete the folder and run the stage that writes it again",
+            fix=REBUILD,
         )
     return Propensity(inverse_L, count_L, group_L, float(meta["a"]), float(meta["b"]))

@@ -1,9 +1,8 @@
 """Folders and files on disk that are either whole or absent.
 
-Everything the pipeline keeps is a folder with a `manifest.json` (kind, version, meta, size and sha256 of every file).
-It is written beside its final place, flushed, and renamed; it is checked before anything in it is parsed. Nothing in
-a manifest changes from run to run, so a rebuilt folder is byte-identical. A manifest ends with the sha256 of the bytes
-before it; older ones, which lack it, are read too.
+What the pipeline keeps is a folder with a `manifest.json` (kind, version, meta, size and sha256 of every file). It is
+written beside its final place, flushed and renamed, and checked before anything in it is parsed. A rebuilt folder is
+byte-identical. A manifest ends with the sha256 of the bytes before it; older ones, which lack it, are read too.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
+import socket
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,6 @@ from typing import Any
 import numpy as np
 
 from unidec import __version__
-from unidec.data.temporary import remove_stale, temporary_beside
 from unidec.errors import ArtifactError
 
 Signature = tuple[tuple[str, int, int, int, int], ...]  # of each file: name, inode, size, times of change
@@ -40,19 +40,23 @@ _SEAL = re.compile(rb',\n "sha256": "([^"]{64})"\n}\n\Z')  # how a manifest ends
 _SETTLED_S = 1.0  # a file changed more recently may change again within the resolution of its time stamp
 _HASH_THREADS = min(8, os.cpu_count() or 1)
 _verified: dict[str, Signature] = {}  # folders that this process verified: the files that it saw
-_REBUILD = "delete the folder and run the stage that writes it again"
+_ours: set[str] = set()  # names of what this process is writing, or wrote
+REBUILD = "delete the folder and run the stage that writes it again"
 
 
 class NewerFormatError(ArtifactError):
     """What was stored is whole, but of a version that this code does not know yet."""
 
 
+def _damaged(what: str, where: Path, got: object = None, expected: object = None) -> ArtifactError:
+    return ArtifactError(what, where=str(where), got=got, expected=expected, fix=REBUILD)
+
+
 @dataclass
 class Folder:
     """A folder being written: put files into `path`, add to `meta`; both become visible when the context ends.
 
-    `hashes` may hold the sha256 of files whose bytes were hashed as they were written: those are not read again for
-    the manifest.
+    `hashes` may hold the sha256 of files that were hashed as they were written: those are not read again.
     """
 
     path: Path
@@ -68,15 +72,14 @@ def write_folder(
     """Write a folder as a whole: `with write_folder(...) as out: np.save(out.path / "x.npy", x); out.meta["rows"] = 3`.
 
     Args:
-        path: where the folder shall be; one that is there already is replaced, and only when all is written.
+        path: of the folder; one that exists is replaced, and only when all is written.
         kind, version: what the folder holds and the version of its layout; checked by `read_manifest`.
         meta: JSON-able facts, the same in every run (no times, no absolute paths).
         num_bytes: size to be written if it is known: checked against the free space before the first byte.
-        beside: name of the temporary folder, for several processes that write into it; one left behind is removed.
+        beside: name of the temporary folder, for several processes that write into it.
 
     Raises:
-        ArtifactError: no space, or no permission; what was at `path` before is still there, the temporary folder is
-            gone.
+        ArtifactError: no space, or no permission; what was at `path` before is unchanged.
     """
     with swap_folder(path, num_bytes=num_bytes, beside=beside) as temporary:
         out = Folder(temporary, dict(meta or {}))
@@ -143,44 +146,37 @@ def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, ver
             kind; NewerFormatError: of a newer version than this code reads.
     """
     root = Path(path)
+    where = root / MANIFEST
     if not root.is_dir():
         raise ArtifactError(f"no {kind} here", where=str(root), fix="run the pipeline stage that writes it")
     manifest = _parse_manifest(root)
     if manifest["kind"] != kind:
-        raise ArtifactError(
-            "a folder of another kind", where=str(root / MANIFEST), got=str(manifest["kind"])[:80], expected=kind
-        )
+        raise ArtifactError("a folder of another kind", where=str(where), got=str(manifest["kind"])[:80], expected=kind)
     if not 1 <= manifest["version"] <= max_version:
         error = NewerFormatError if manifest["version"] > max_version else ArtifactError
         raise error(
             f"version {manifest['version']} of {kind} cannot be read by unidec {__version__}",
-            where=str(root / MANIFEST),
+            where=str(where),
             got=f"version {manifest['version']}, written by unidec {manifest['unidec']}",
             expected=f"a version from 1 to {max_version}",
-            fix=f"install unidec {manifest['unidec']} or newer, or {_REBUILD}",
+            fix=f"install unidec {manifest['unidec']} or newer, or {REBUILD}",
         )
     found = set(_files(root)) - {MANIFEST}
     for name, entry in manifest["files"].items():
-        _check_name(root, name)
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts or any(sign in name for sign in "\\\0:"):
+            raise ArtifactError("a manifest names a file outside its folder", where=str(where), got=repr(name)[:200])
         if name not in found:
-            raise ArtifactError("a file is missing", where=str(root / name), fix=_REBUILD)
+            raise _damaged("a file is missing", root / name)
         size = (root / name).stat().st_size
         if size != entry["size"]:
-            raise ArtifactError(
-                "a file is damaged",
-                where=str(root / name),
-                got=f"{size} bytes",
-                expected=f"{entry['size']} bytes",
-                fix=_REBUILD,
-            )
+            raise _damaged("a file is damaged", root / name, f"{size} bytes", f"{entry['size']} bytes")
     extra = sorted(found - set(manifest["files"]))
     if extra:
         raise ArtifactError("a file that the manifest does not list", where=str(root / extra[0]), fix="remove it")
     if not manifest.keys() <= {"kind", "version", "unidec", "meta", "files"}:
-        # a seal that is where it belongs was checked and taken off
-        raise ArtifactError(
-            "a damaged manifest", where=str(root / MANIFEST), got="changed after it was written", fix=_REBUILD
-        )
+        # a seal in its place was checked and taken off
+        raise _damaged("a damaged manifest", where, "changed after it was written")
     if verify:
         _check_hashes(root, manifest["files"])
     return manifest
@@ -192,24 +188,15 @@ def _check_hashes(root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
         for name, digest in zip(files, pool.map(file_sha256, [root / name for name in files]), strict=True):
             if digest != files[name]["sha256"]:
                 pool.shutdown(wait=False, cancel_futures=True)
-                raise ArtifactError(
-                    "a file is damaged",
-                    where=str(root / name),
-                    got=f"sha256 {digest}",
-                    expected=files[name]["sha256"],
-                    fix=_REBUILD,
-                )
+                raise _damaged("a file is damaged", root / name, f"sha256 {digest}", files[name]["sha256"])
 
 
 @contextlib.contextmanager
 def verify_once(path: str | os.PathLike[str], verify: bool = True) -> Iterator[bool]:
     """`with verify_once(folder) as verify: open(folder, verify)`: whether hashes and contents have to be checked.
 
-    They have not where this process checked these very files before (by inode, size and times of change), so that a
-    folder may be opened in every round of a training and is read once.
-
-    Args:
-        verify: False: never.
+    They do not if this process checked these very files before (by inode, size and times of change), or `verify` is
+    False: a folder may be opened in every round of a training and is read once.
     """
     key, now = os.path.abspath(path), time.time()
     files = _signature(Path(path)) if verify else ()
@@ -252,7 +239,7 @@ def write_bytes_atomic(path: str | os.PathLike[str], data: bytes, mode: int = 0o
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Records of a file with one JSON object a line, [] where there is no such file; a last line that was cut off (its
+    """Records of a file with one JSON object a line, [] if there is no such file; a last line that was cut off (its
     writer was killed) is left out.
 
     Raises:
@@ -284,16 +271,11 @@ def load_array(path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1, m
     try:
         array = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise ArtifactError("not a readable array", where=str(path), got=str(error)[:200], fix=_REBUILD) from error
+        raise _damaged("not a readable array", Path(path), str(error)[:200]) from error
     wanted = array.dtype if dtype is None else np.dtype(dtype)
     if not isinstance(array, np.ndarray) or array.dtype != wanted or array.ndim != ndim:
-        raise ArtifactError(
-            "an array of another type",
-            where=str(path),
-            got=f"{getattr(array, 'dtype', type(array))} {getattr(array, 'shape', '')}",
-            expected=f"{wanted} with {ndim} dimension(s)",
-            fix=_REBUILD,
-        )
+        got = f"{getattr(array, 'dtype', type(array))} {getattr(array, 'shape', '')}"
+        raise _damaged("an array of another type", Path(path), got, f"{wanted} with {ndim} dimension(s)")
     return array
 
 
@@ -326,17 +308,10 @@ def folder_sha256(path: str | os.PathLike[str]) -> str:
 def _parse_manifest(root: Path) -> dict[str, Any]:
     where = root / MANIFEST
     if where.is_symlink() or not where.is_file():
-        raise ArtifactError(
-            "no manifest: the folder is not one of ours, or was cut off", where=str(where), fix=_REBUILD
-        )
+        raise _damaged("no manifest: the folder is not one of ours, or was cut off", where)
     if where.stat().st_size > MAX_MANIFEST_BYTES:
-        raise ArtifactError(
-            "a manifest of impossible size",
-            where=str(where),
-            got=f"{where.stat().st_size:,} bytes",
-            expected=f"at most {MAX_MANIFEST_BYTES:,} bytes",
-            fix=_REBUILD,
-        )
+        got, most = f"{where.stat().st_size:,} bytes", f"at most {MAX_MANIFEST_BYTES:,} bytes"
+        raise _damaged("a manifest of impossible size", where, got, most)
     try:
         data = where.read_bytes()
         seal = _SEAL.search(data)
@@ -353,18 +328,10 @@ def _parse_manifest(root: Path) -> dict[str, Any]:
             and all(type(e["size"]) is int and isinstance(e["sha256"], str) for e in manifest["files"].values())
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ArtifactError("a damaged manifest", where=str(where), got=repr(error)[:200], fix=_REBUILD) from error
+        raise _damaged("a damaged manifest", where, repr(error)[:200]) from error
     if not well_formed:
-        raise ArtifactError("a damaged manifest", where=str(where), got="fields of a wrong type", fix=_REBUILD)
+        raise _damaged("a damaged manifest", where, "fields of a wrong type")
     return manifest
-
-
-def _check_name(root: Path, name: str) -> None:
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name or ":" in name:
-        raise ArtifactError(
-            "a manifest names a file outside its folder", where=str(root / MANIFEST), got=repr(name)[:200]
-        )
 
 
 def _files(root: Path) -> list[str]:
@@ -417,15 +384,53 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder; its name is gone at once, so that nobody ever finds half of it.
-
-    Raises:
-        OSError: no permission.
-    """
+    """Remove a folder; its name is gone at once, so that half of it is never found. Raises OSError: no permission."""
     final = Path(os.path.abspath(path))
     temporary = temporary_beside(final)
     os.rename(final, temporary)
     shutil.rmtree(temporary, ignore_errors=True)
+
+
+def temporary_beside(final: Path) -> Path:
+    """A new name beside a folder or file that is to be written: host, process and a random number."""
+    path = final.parent / f".{final.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    _ours.add(path.name)
+    return path
+
+
+def remove_stale(folder: str | os.PathLike[str], name: str = "*", hours: float = 24) -> list[str]:
+    """Remove what processes that were killed left half-written in a folder; the names of what was removed.
+
+    Args:
+        name: of what was to be written (a pattern).
+        hours: what another machine wrote is stale when nothing was added to it for so long.
+    """
+    removed = []
+    for left in sorted(Path(folder).glob(f".{name}.*.tmp")):
+        with contextlib.suppress(OSError):  # another process may remove it at the same time
+            if is_stale(left, hours):
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                removed.append(left.name)
+    return removed
+
+
+def is_stale(left: Path, hours: float = 24) -> bool:
+    """Whether the writer of a temporary folder or file is gone; see `remove_stale`."""
+    named = re.search(r"\.(\d+)\.[0-9a-f]{8}\.tmp$", left.name)
+    if named is None:
+        return False
+    if not left.name[: named.start()].endswith(f".{socket.gethostname()}"):
+        return time.time() - left.lstat().st_mtime > 3600 * hours
+    pid = int(named[1])
+    if pid == os.getpid():  # in a container the one that was killed often had the number of the one that runs now
+        return left.name not in _ours
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _fsync(path: Path) -> None:
@@ -443,20 +448,16 @@ def _size(root: Path) -> int:
 
 
 def _storage_error(path: Path, error: OSError, num_bytes: int) -> ArtifactError:
-    free = None
+    got = str(error.strerror or error)
     with contextlib.suppress(OSError):
-        free = shutil.disk_usage(path.parent if path.parent.is_dir() else "/").free
+        got += f", {shutil.disk_usage(path.parent if path.parent.is_dir() else '/').free:,} bytes free"
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     fix = "free some space, or choose another folder" if full else "check the folder's permissions"
     if error.errno == errno.EFBIG:
         fix = "raise the limit on the size of a file (ulimit -f), or choose another file system"
-    return ArtifactError(
-        "no space left to write it" if full else "it cannot be written",
-        where=str(path),
-        got=f"{error.strerror or error}" + (f", {free:,} bytes free" if free is not None else ""),
-        expected=f"at least {num_bytes:,} bytes" if num_bytes else None,
-        fix=fix,
-    )
+    what = "no space left to write it" if full else "it cannot be written"
+    expected = f"at least {num_bytes:,} bytes" if num_bytes else None
+    return ArtifactError(what, where=str(path), got=got, expected=expected, fix=fix)
 
 
 def _plain(obj: Any) -> Any:

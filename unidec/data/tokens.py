@@ -15,12 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unidec.data.storage import file_sha256, load_array, read_manifest, verify_once, write_folder
+from unidec.data.array_file import FlatFile
+from unidec.data.storage import REBUILD, file_sha256, load_array, read_manifest, verify_once, write_folder
 from unidec.errors import ArtifactError, DataError
 from unidec.progress import progress
 
@@ -122,47 +123,37 @@ class TokenCache(Tokens):
     @classmethod
     def _open(cls, root: Path, verify: bool) -> TokenCache:
         meta = read_manifest(root, KIND, VERSION, verify)["meta"]
-        numbers = [meta.get(key) for key in ("vocab_size", "pad_id", "max_length", "num_texts")]
-        if any(type(number) is not int or number < 0 for number in numbers):
+        facts = [meta.get(key) for key in ("vocab_size", "pad_id", "max_length", "num_texts")]
+        if any(type(number) is not int or number < 0 for number in facts):
             raise ArtifactError("a manifest without the facts of a token cache", where=str(root), got=str(meta)[:200])
+        vocab_size, pad_id, max_length, num_texts = facts
         offsets = load_array(root / "offsets.npy", np.int64)
-        ids = load_array(root / "ids.npy", _id_dtype(meta["vocab_size"]))
-        if (
-            len(offsets) != meta["num_texts"] + 1
-            or offsets[0] != 0
-            or offsets[-1] != len(ids)
-            or (verify and not _lengths_within(offsets, meta["max_length"]))
-        ):
+        ids = load_array(root / "ids.npy", _id_dtype(vocab_size))
+        fit = len(offsets) == num_texts + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
+        for start in range(0, num_texts if verify and fit else 0, _CHECK_AT_ONCE):  # little memory
+            lengths = np.diff(offsets[start : start + _CHECK_AT_ONCE + 1])
+            fit = fit and lengths.min() >= 0 and lengths.max() <= max_length
+        if not fit:
             raise ArtifactError(
                 "offsets and ids do not fit together",
                 where=str(root / "offsets.npy"),
                 got=f"{len(offsets)} offsets, {len(ids)} ids",
-                expected=f"{meta['num_texts']} texts of at most {meta['max_length']} tokens, one after the other",
-                fix="delete the folder and run the stage that writes it again",
+                expected=f"{num_texts} texts of at most {max_length} tokens, one after the other",
+                fix=REBUILD,
             )
         starts = range(0, len(ids) if verify else 0, _CHECK_AT_ONCE)
-        if any(int(ids[start : start + _CHECK_AT_ONCE].max()) >= meta["vocab_size"] for start in starts):
+        if any(int(ids[start : start + _CHECK_AT_ONCE].max()) >= vocab_size for start in starts):
             raise ArtifactError(
-                "a token id beyond the vocabulary", where=str(root / "ids.npy"), expected=f"< {meta['vocab_size']}"
+                "a token id beyond the vocabulary", where=str(root / "ids.npy"), expected=f"< {vocab_size}"
             )
-        cache = cls(ids, offsets, meta["vocab_size"], meta["pad_id"], meta["max_length"])
+        cache = cls(ids, offsets, vocab_size, pad_id, max_length)
         cache.path, cache.meta = root, meta
         return cache
 
 
-def _lengths_within(offsets: NDArray[np.int64], max_length: int) -> bool:
-    """Whether no text has fewer than 0 or more than `max_length` tokens; a block of texts at a time."""
-    for start in range(0, len(offsets) - 1, _CHECK_AT_ONCE):
-        lengths = np.diff(offsets[start : start + _CHECK_AT_ONCE + 1])
-        if lengths.min() < 0 or lengths.max() > max_length:
-            return False
-    return True
-
-
 @dataclass(frozen=True)
 class Piece:
-    """One token of a text: as the vocabulary writes it; whether it stands for what the vocabulary lacks, or was added
-    around the text."""
+    """One token of a text as the vocabulary writes it; whether it replaces an unknown word, or was added around."""
 
     text: str
     unknown: bool
@@ -259,18 +250,11 @@ class TextTokenizer:
 
 
 def _not_text(texts: Sequence[Any], error: Exception) -> DataError:
+    """Names the first item that is not a string of valid Unicode."""
+    faulty = (i for i, t in enumerate(texts) if not isinstance(t, str) or any(0xD800 <= ord(c) < 0xE000 for c in t))
+    where = f"text {next(faulty, -1)} of {len(texts)}"
     return DataError(
-        "a text that cannot be tokenised",
-        where=f"text {_first_faulty(texts)} of {len(texts)}",
-        got=str(error)[:200],
-        expected="valid Unicode strings",
-    )
-
-
-def _first_faulty(texts: Sequence[Any]) -> int:
-    """Position of the first item that is not a string of valid Unicode; only asked after a failure."""
-    return next(
-        (i for i, t in enumerate(texts) if not isinstance(t, str) or any(0xD800 <= ord(c) < 0xE000 for c in t)), -1
+        "a text that cannot be tokenised", where=where, got=str(error)[:200], expected="valid Unicode strings"
     )
 
 
@@ -291,12 +275,7 @@ def load_tokenizer(folder: str | os.PathLike[str], max_length: int) -> TextToken
 
 
 def encode_texts(texts: Sequence[str], tokenizer_folder: str | os.PathLike[str], max_length: int) -> Tokens:
-    """Texts to `Tokens` in memory, for serving.
-
-    Raises:
-        DataError: an item that is not a string of valid Unicode.
-        ArtifactError: as in `TextTokenizer`.
-    """
+    """Texts to `Tokens` in memory, for serving. Raises as `TextTokenizer` and its `encode`."""
     tokenizer = load_tokenizer(tokenizer_folder, max_length)
     if isinstance(texts, str):
         raise DataError("a list of texts is needed", got="one string", fix="pass [text]")
@@ -319,41 +298,32 @@ def build_token_cache(
     num_texts: int,
     meta: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Tokenises batches of texts into a folder; memory is bounded by a batch and 8 bytes a text.
+    """Tokenise batches of texts into a folder; memory is bounded by a batch and 8 bytes a text.
 
     Args:
         texts: batches, in the order of rows (`XMCDataset.text_batches`).
-        tokenizer_folder: see `TextTokenizer`.
-        max_length: tokens a text at most, special tokens included.
+        tokenizer_folder, max_length: see `TextTokenizer`.
         out: the folder: ids.npy (uint16 where the vocabulary is below 65,536, else uint32), offsets.npy (int64, N + 1).
-        num_texts: how many texts there will be; the cache is refused if it is another number.
+        num_texts: how many texts there will be; any other number is refused.
         meta: more facts for the manifest, such as {"text": "title"}.
-
-    Returns:
-        The folder's path.
 
     Raises:
         DataError: another number of texts, or a text that cannot be tokenised.
         ArtifactError: no tokenizer, or the folder cannot be written.
     """
     tokenizer = TextTokenizer(tokenizer_folder, max_length)
-    dtype = _id_dtype(tokenizer.vocab_size)
     lengths: list[NDArray[Any]] = []
     with write_folder(out, KIND, VERSION, meta or {}) as folder:
         with (
-            open(folder.path / "ids.npy", "wb") as file,
+            FlatFile(folder.path / "ids.npy", _id_dtype(tokenizer.vocab_size)) as ids,
             progress(total=num_texts, desc="tokenise", unit="text") as bar,
         ):
-            header = _write_header(file, dtype, 0)
             for batch in texts:
                 flat, length = tokenizer.encode(batch)
-                file.write(flat.tobytes())
+                ids.add(flat)
                 lengths.append(length.astype(np.int32))
                 bar.update(len(batch))
-            offsets = _offsets(lengths)
-            file.seek(0)
-            if _write_header(file, dtype, int(offsets[-1])) != header:
-                raise AssertionError("numpy pads headers so that the first axis can grow in place")
+        offsets = _offsets(lengths)
         if len(offsets) - 1 != num_texts:
             raise DataError("another number of texts than announced", got=len(offsets) - 1, expected=num_texts)
         np.save(folder.path / "offsets.npy", offsets)
@@ -366,11 +336,3 @@ def build_token_cache(
             "num_tokens": int(offsets[-1]),
         }
     return Path(out)
-
-
-def _write_header(file: BinaryIO, dtype: np.dtype[Any], num_ids: int) -> int:
-    """Writes the .npy header of a flat array and returns where the data starts."""
-    np.lib.format.write_array_header_1_0(
-        file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (num_ids,)}
-    )
-    return file.tell()

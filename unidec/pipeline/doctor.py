@@ -17,8 +17,7 @@ from typing import Any, Literal
 from unidec.data.dataset import XMCDataset
 from unidec.data.label_graph import load_label_graph
 from unidec.data.propensity import load_propensity
-from unidec.data.storage import read_manifest
-from unidec.data.temporary import is_stale
+from unidec.data.storage import is_stale, read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError
 from unidec.model import frozen, unidec
