@@ -11,7 +11,6 @@ from scipy.sparse import csr_matrix
 from unidec.errors import DataError
 from unidec.evaluation.metrics import (
     GROUPS,
-    Evaluator,
     evaluate,
     filtered_truth,
     per_query,
@@ -106,26 +105,19 @@ def assert_same(got, want):
     ("seed", "num_queries", "num_labels", "width", "density"),
     [(0, 60, 40, 12, 0.1), (1, 40, 150, 120, 0.05), (2, 50, 8, 100, 0.4), (3, 30, 1, 3, 0.5), (4, 25, 30, 2, 0.9)],
 )
-def test_equals_dense_reference_whole_and_streamed(seed, num_queries, num_labels, width, density):
+def test_equals_dense_reference_whole_and_in_blocks(seed, num_queries, num_labels, width, density, monkeypatch):
     predicted, relevance, truth, weight, group = random_case(seed, num_queries, num_labels, width, density)
     want = dense_reference(predicted, truth, weight, group, KS, (1, 3, 5))
     assert_same(evaluate(predicted, relevance, weight, group), want)
-    streamed = Evaluator(weight, group)
-    for rows in np.split(np.arange(num_queries), [1, 1, 7, num_queries // 2]):  # one of the updates is empty
-        streamed.update(predicted[rows], relevance[rows])
-    assert_same(streamed.compute(), want)
-    for k in KS:
-        parts = sum(want[f"{name}/P@{k}"] for name in GROUPS)
-        assert parts == pytest.approx(want[f"P@{k}"])
-
-
-def test_evaluate_crosses_its_block_boundary(monkeypatch):
     monkeypatch.setattr("unidec.evaluation.metrics._BLOCK", 7)
-    predicted, relevance, truth, weight, group = random_case(9, 30, 20, 6, 0.2)
+    assert_same(evaluate(predicted, relevance, weight, group), want)
     assert_same(
         evaluate(predicted, relevance, weight, group, (2, 4), (2,)),
         dense_reference(predicted, truth, weight, group, (2, 4), (2,)),
     )
+    for k in KS:
+        parts = sum(want[f"{name}/P@{k}"] for name in GROUPS)
+        assert parts == pytest.approx(want[f"P@{k}"])
 
 
 def test_hand_computed():
@@ -183,7 +175,7 @@ def test_perfect_and_useless_predictions():
 
 
 def test_degenerate_inputs_are_defined():
-    nothing = Evaluator(np.ones(4), np.zeros(4, int)).compute()
+    nothing = evaluate(np.zeros((0, 3), int), csr_matrix((0, 4)), np.ones(4), np.zeros(4, int))
     assert set(nothing.values()) == {0.0}
     no_positives = evaluate(np.zeros((3, 1), int), csr_matrix((3, 4)), np.ones(4), np.zeros(4, int))
     assert no_positives.pop("num_queries") == 3
@@ -217,8 +209,6 @@ def test_unsorted_and_repeated_truth_entries_count_once():
 def test_faulty_predictions_are_refused(predicted, message):
     relevance = csr_matrix((2, 3))
     with pytest.raises(DataError, match=message):
-        Evaluator(np.ones(3), np.zeros(3, int)).update(np.array(predicted), relevance)
-    with pytest.raises(DataError, match=message):
         evaluate(np.array(predicted), relevance, np.ones(3), np.zeros(3, int))
     with pytest.raises(DataError, match=message):
         per_query(np.array(predicted), relevance)
@@ -242,7 +232,7 @@ def test_the_refusal_names_the_row():
 )
 def test_faulty_settings_are_refused(weight, group, ks):
     with pytest.raises(DataError):
-        Evaluator(weight, group, ks)
+        evaluate(np.zeros((1, 1), int), csr_matrix((1, 2)), weight, group, ks)
 
 
 @pytest.mark.parametrize("width", [3, 8, 110])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+from unidec.evaluation import pools
 from unidec.evaluation.pools import MOST, pool_study
 from unidec.training.sampler import PoolSampler
 
@@ -26,10 +27,20 @@ def _shortlist() -> np.ndarray:
 BATCHES = np.array_split(np.random.default_rng(5).permutation(80), 8)
 
 
+@pytest.fixture
+def settings(monkeypatch):
+    def tried(betas, etas):
+        monkeypatch.setattr(pools, "BETAS", betas)
+        monkeypatch.setattr(pools, "ETAS", etas)
+
+    return tried
+
+
 @pytest.mark.parametrize("size", [0, 12])
-def test_figures_against_sets(size):
+def test_figures_against_sets(size, settings):
+    settings((1, 3), (0, 2))
     sampler, shortlist = _sampler(size), _shortlist()
-    study = pool_study(sampler, BATCHES, shortlist, 3, betas=(1, 3), etas=(0, 2), num_batches=8)
+    study = pool_study(sampler, BATCHES, shortlist, 3, num_batches=8)
     assert [(row["beta"], row["eta"]) for row in study["grid"]] == [(b, e) for e in (0, 1, 2) for b in (1, 2, 3)]
     truth = [set(row.indices.tolist()) for row in sampler.relevance]
     for row in study["grid"]:
@@ -56,16 +67,18 @@ def test_more_positives_sampled_more_positives_in_the_pool():
     assert all(row["positives"] >= min(row["beta"], 3) for row in grid)
 
 
-def test_an_eta_that_the_shortlist_cannot_fill_is_left_out():
-    grid = pool_study(_sampler(), BATCHES, _shortlist()[:, :2], 0, etas=(0, 2, 3))["grid"]
+def test_an_eta_that_the_shortlist_cannot_fill_is_left_out(settings):
+    settings((1,), (0, 2, 3))
+    grid = pool_study(_sampler(), BATCHES, _shortlist()[:, :2], 0)["grid"]
     assert {row["eta"] for row in grid} == {0, 1, 2}
 
 
-def test_degenerate_input():
+def test_degenerate_input(settings):
+    settings((), (0,))
     assert pool_study(_sampler(), [], None, 0) == {}
     study = pool_study(_sampler(density=0.0), BATCHES[:1], _shortlist(), 0, num_batches=50)
     assert study["batches"] == 1 and study["histogram"][0] == 10 and study["share"] == 0.0
-    many = pool_study(_sampler(density=1.1, num_labels=60), BATCHES, None, 0, betas=(), num_batches=2)
+    many = pool_study(_sampler(density=1.1, num_labels=60), BATCHES, None, 0, num_batches=2)
     assert many["histogram"][MOST] == 0 or sum(many["histogram"]) == 20
-    full = pool_study(_sampler(beta=60, density=1.1, num_labels=60), BATCHES, None, 0, betas=(), num_batches=2)
+    full = pool_study(_sampler(beta=60, density=1.1, num_labels=60), BATCHES, None, 0, num_batches=2)
     assert full["histogram"] == [0] * MOST + [20] and full["share"] == 100.0

@@ -14,7 +14,6 @@ from html_page import Page
 
 from unidec.evaluation.report import ReportInput, calibration_bins, render, write_report
 from unidec.evaluation.significance import Comparison
-from unidec.evaluation.training_sections import save_pngs
 
 HOSTILE = "</td></table><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\ud800"
 METRICS = (
@@ -197,10 +196,3 @@ def test_nothing_heavy_is_imported_before_a_page_is_written():
     code = f"import sys, unidec.evaluation.report; print({heavy})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
-
-
-def test_pngs(tmp_path):
-    files = save_pngs(HISTORY, ROUNDS, METRICS, tmp_path / "png")
-    assert [path.name for path in files] == ["training.png", "validation.png", "groups.png", "rounds.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
-    assert save_pngs([], [], {}, tmp_path / "none") == []

@@ -1,7 +1,7 @@
 """What a model gains over TF-IDF: baselines of the same training split, ranked and measured beside it in seconds.
 
-On large data the work is bounded by sampling training and test queries (`MAX_TRAIN`, `MAX_TEST`, `MAX_SCORES`);
-`Baselines.about` says so then. A comparison is always on the same queries for both sides.
+On large data training and test queries are sampled (`MAX_TRAIN`, `MAX_TEST`, `MAX_SCORES`); `Baselines.about` then
+reports it. A comparison is always on the same queries for both sides.
 
 Shape legend: N test queries, n of them that are ranked, M training queries, L labels, F words, K labels a query.
 """
@@ -118,13 +118,11 @@ def verdict(compared: Sequence[Comparison]) -> str:
     """What the model gains over the baselines, where it loses, and how sure that is: one sentence, "" for nothing."""
     if not compared:
         return ""
-    better = [_words(one) for one in compared if one.better]
-    worse = [_words(one) for one in compared if one.worse]
-    unsure = [_words(one) for one in compared if not one.better and not one.worse]
-    parts = [f"gains {', '.join(better)}" if better else "gains nothing significant"]
-    parts.append(f"loses {', '.join(worse)}" if worse else "loses nothing significant")
-    if unsure:
-        parts.append(f"no significant difference: {', '.join(unsure)}")
+    better = ", ".join(_words(one) for one in compared if one.better)
+    worse = ", ".join(_words(one) for one in compared if one.worse)
+    unsure = ", ".join(_words(one) for one in compared if not one.better and not one.worse)
+    parts = [f"gains {better or 'nothing significant'}", f"loses {worse or 'nothing significant'}"]
+    parts += [f"no significant difference: {unsure}"] if unsure else []
     num_queries = max(one.num_queries for one in compared)
     return (
         f"Against the better TF-IDF baseline of each metric, on {num_queries:,} test queries, the model "
@@ -133,7 +131,7 @@ def verdict(compared: Sequence[Comparison]) -> str:
 
 
 def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text, counts_L: NDArray[np.integer]) -> list[str]:
-    """Why the figures of the test split may say little: in words, nothing where there is no reason.
+    """Why the figures of the test split may mean little: in words, nothing where there is no reason.
 
     Args:
         metrics: of the test split, in percent. counts_L: training queries of each label.
@@ -143,7 +141,7 @@ def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text, coun
     if trained <= 1:
         found.append(
             f"{'One label has' if trained else 'No label has'} training queries: there is nothing to choose between, "
-            "and the metrics say nothing about the model."
+            "and the metrics tell nothing about the model."
         )
     test = dataset.rows("test")
     hash_N, _ = hashes_of(dataset, "queries", text)

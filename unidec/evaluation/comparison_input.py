@@ -10,17 +10,11 @@ from typing import Any, Literal
 
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100", "coverage@5")
 COSTS = {
-    "train_seconds": "training, s",
-    "refresh_seconds": "refreshes, s",
-    "total_seconds": "whole cell, s",
-    "search_ms": "search, ms a query",
-    "encode_ms": "encoding, ms a query",
-    "peak_memory_bytes": "peak memory, MB",
-    "parameters_encoder": "encoder, parameters",
-    "parameters_heads": "heads, parameters",
-    "parameters_classifier": "classifier, parameters",
-    "bundle_bytes": "bundle, MB",
-}
+    "train_seconds": "training, s", "refresh_seconds": "refreshes, s", "total_seconds": "whole cell, s",
+    "search_ms": "search, ms a query", "encode_ms": "encoding, ms a query", "peak_memory_bytes": "peak memory, MB",
+    "parameters_encoder": "encoder, parameters", "parameters_heads": "heads, parameters",
+    "parameters_classifier": "classifier, parameters", "bundle_bytes": "bundle, MB",
+}  # fmt: skip
 """Keys of `Run.costs` that are shown, and their column heads; a name that ends in `_bytes` is shown in MB."""
 
 Records = Sequence[Mapping[str, Any]]
@@ -139,13 +133,10 @@ class ComparisonInput:
     """All that the page shows; a part that is not given is left out.
 
     Attributes:
-        title: heading. date: as it shall read; the clock is not asked. about: one line.
-        notes: paragraphs under the heading: what was found.
+        date: as it shall read. about: one line. notes: paragraphs under the heading: what was found.
         tasks, cells: shown in this order; a cell's task that is not among `tasks` gets a table without a card.
-        headline: metrics of the headline table.
-        contrasts: paired tests; `contrast_note` says which test, how many samples, how corrected.
-        groups: ablation tables, shown for each task that has their cells.
-        failures: runs without a result.
+        headline: metrics of the headline table. contrasts: paired tests; `contrast_note`: which test, how corrected.
+        groups: ablation tables, shown for each task that has their cells. failures: runs without a result.
         common: settings that all recipes share. lineage: commit, hashes, machine, commands.
     """
 

@@ -1,9 +1,8 @@
 """How far two collections of queries are apart, and how far they would be by chance.
 
-A distance grows as a window shrinks, also where nothing changed. So each is judged against its noise: windows are drawn
-with replacement from held-out queries of the reference, and the quantile `QUANTILE` of their distances is what chance
-explains (a bootstrap of whole queries: words of one query come together). It is measured once, for some window sizes,
-and kept with the reference.
+A distance grows as a window shrinks, also where nothing changed. So each is judged against its noise: the quantile
+`QUANTILE` of the distances of windows that are drawn with replacement from held-out queries of the reference (whole
+queries: words of one query come together). It is measured once, for some window sizes, and kept with the reference.
 
 Shape suffixes: N queries of a reference, n of a window, R resampled windows, D width of the embeddings, B bins.
 """
@@ -31,9 +30,8 @@ _DIGITS = 6  # of what is stored
 
 
 def js_distance(first_B: Any, second_B: Any) -> float:
-    """Jensen-Shannon distance of two histograms: root of the divergence in bits, 0 (the same) to 1 (nothing shared).
-
-    Lin, "Divergence measures based on the Shannon entropy", 1991. Two empty histograms are the same.
+    """Jensen-Shannon distance of two histograms (Lin, 1991): root of the divergence in bits, 0 (the same) to 1 (nothing
+    shared). Two empty histograms are the same.
     """
     return float(_js_distances(np.asarray(first_B, dtype=np.float64)[None], second_B)[0])
 
@@ -71,8 +69,8 @@ def _mean_shifts(some_RD: Floats, mean_D: Any, std_D: Any) -> Floats:
 
 
 def served_facts(vectors_ND: Floats, scores_N: Floats) -> dict[str, Any] | None:
-    """Facts of queries as a bundle sees them, JSON-able: of their vectors in the searched space and of their best
-    label's score. None without queries.
+    """Facts of queries as a bundle sees them, JSON-able: of their vectors in the searched space and of the best label's
+    score. None without queries.
     """
     if not len(scores_N):
         return None
@@ -97,11 +95,11 @@ def compare_served(reference: Mapping[str, Any], vectors_ND: Floats, scores_N: F
 
     Returns:
         "shift" (`mean_shift`), "spread" (its variance over the reference's, summed over dimensions, minus 1), "score"
-        (`js_distance` over the reference's bins), "low_score" (share of the window), "low_score_below" and
-        "score_histogram".
+        (`js_distance` over the reference's bins), "low_score" (share of the window) and "low_score_below".
     """
     vectors, scores = np.asarray(vectors_ND, dtype=np.float64), np.asarray(scores_N, dtype=np.float64)
-    std, below = np.asarray(reference["std"]), low_threshold(reference, low)
+    std = np.asarray(reference["std"])
+    below = float(np.interp(low, np.linspace(0, 1, SCORE_QUANTILES), reference["score_quantiles"]))
     histogram = _histogram(scores, np.asarray(reference["score_edges"]))
     spread = vectors.var(axis=0).sum() / max(float((std**2).sum()), 1e-300) - 1
     return {
@@ -110,13 +108,7 @@ def compare_served(reference: Mapping[str, Any], vectors_ND: Floats, scores_N: F
         "score": js_distance(histogram, reference["score_histogram"]),
         "low_score": float((scores < below).mean()),
         "low_score_below": below,
-        "score_histogram": histogram.tolist(),
     }
-
-
-def low_threshold(reference: Mapping[str, Any], low: float) -> float:
-    """The score that a share `low` of the reference's queries stays below."""
-    return float(np.interp(low, np.linspace(0, 1, SCORE_QUANTILES), reference["score_quantiles"]))
 
 
 def low_score_noise(low: float, reference_size: int, window_size: int) -> float:
@@ -139,8 +131,7 @@ class Noise:
     def at(self, name: str, size: float) -> float:
         """What chance explains for a window of `size` queries; 0 where it was not measured.
 
-        Between sizes straight lines on double logarithmic paper; beyond the largest its value; below the smallest it
-        grows as the root of the ratio.
+        Interpolated in logarithms; the last value beyond the largest size, growing as a root below the smallest.
         """
         values = self._values.get(name)
         if values is None or size <= 0:
@@ -212,9 +203,8 @@ def _resample(
 ) -> dict[str, list[float]]:
     """`QUANTILE` of each statistic over `RESAMPLED` windows of each size, drawn from a pool of queries.
 
-    Args:
-        reference: size of the reference where the pool is a part of it: a window of n and a reference of N differ as a
-            sample of n N / (n + N) does from what it is drawn from; None: the reference is another sample.
+    Where the pool is a part of the reference (its size is given), a window of n and a reference of N differ as a sample
+    of n N / (n + N) does from what it is drawn from.
     """
     rng = np.random.default_rng(seed)
     found: dict[str, list[float]] = {name: [] for name in statistics}

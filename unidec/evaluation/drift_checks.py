@@ -1,7 +1,7 @@
-"""Is what changed more than may change? Each figure of a later data set, or of a window of queries, beside the earlier.
+"""Did more change than allowed? Each figure of a later data set, or of a window of queries, beside the earlier.
 
 Bounds are learnt from the reference: its own figures, the section `drift` of the parameters, and the noise of a window
-of that size (`unidec.evaluation.drift`): what chance explains is never told as a change.
+of that size (`unidec.evaluation.drift`). Of a data set Great Expectations judges them (`unidec.validation`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,10 @@ State = Literal["ok", "warning", "stop"]
 SHARE_FLOOR = 0.1  # a smaller share may grow as much as this one: twice next to nothing is next to nothing
 _Z = 2.58  # of a two-sided interval of 99%
 
-_ROWS = {
-    "train": "training queries",
-    "validation": "validation queries",
-    "test": "test queries",
-    "labels": "labels",
-    "pairs": "pairs",
-}
+_ROWS = {"train": "training queries", "validation": "validation queries", "test": "test queries", "labels": "labels",
+         "pairs": "pairs"}  # fmt: skip
+_MEANS = {"positives": "positives a query", "query_length": "characters a query", "query_tokens": "tokens a query",
+          "label_length": "characters a label"}  # fmt: skip
 _SHARES = {
     "empty_queries": "queries without text",
     "empty_labels": "labels without text",
@@ -46,12 +43,9 @@ class Check:
     """One figure, earlier and later.
 
     Attributes:
-        key, name: for machines and for people.
-        unit: count, mean, share (0 to 1), distance (Jensen-Shannon, 0 to 1), shift (standard deviations), metric
-            (percent).
-        old, new: the figure; a distance has no earlier one.
-        warn, stop: (at least, at most), None: no limit; outside it warns, or stops.
-        noise: what chance explains, where that is known.
+        key, name: for machines and for people. old, new: the figure; a distance has no earlier one.
+        unit: a share is 0 to 1, a distance Jensen-Shannon's, a shift in standard deviations, a metric in percent.
+        warn, stop: (at least, at most), None: no limit. noise: what chance explains, where that is known.
     """
 
     key: str
@@ -79,9 +73,7 @@ class Check:
         return f"{now}; {within(bounds, self.unit)} expected" if self.state != "ok" else now
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able: "check" (the key), "name", "unit", "old", "value" (the new one), "warn", "stop", "noise", "state",
-        "drifted" (it warns or stops), "words".
-        """
+        """JSON-able; "check" is the key, "value" the new figure, "drifted" whether it warns or stops."""
         return {
             "check": self.key, "name": self.name, "unit": self.unit, "old": self.old, "value": self.new,
             "warn": list(self.warn), "stop": list(self.stop), "noise": self.noise, "state": self.state,
@@ -111,34 +103,22 @@ def within(bounds: Bounds, unit: Unit) -> str:
 
 
 def compare_datasets(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    noise: Noise,
-    limits: Drift,
+    old: Mapping[str, Any], new: Mapping[str, Any], noise: Noise, limits: Drift,
     labels: Mapping[str, float] | None = None,
-) -> list[Check]:
+) -> list[Check]:  # fmt: skip
     """A later data set beside an earlier one, both as `profile_dataset` counts them, with the same tokenizer.
 
     Args:
         noise: of the earlier one.
-        labels: {"left", "new"}: share of the earlier labels that are gone, of the later ones that are new; None: not
-            known.
+        labels: {"left", "new"}: share of the earlier labels that are gone, of the later ones that are new, if known.
     """
     levels = (limits.warn_change, limits.stop_change)
-    means = {
-        "positives": ("positives a query", old["positives"], new["positives"]),
-        "query_length": ("characters a query", old["queries"]["length"]["mean"], new["queries"]["length"]["mean"]),
-        "query_tokens": ("tokens a query", old["queries"]["tokens"]["mean"], new["queries"]["tokens"]["mean"]),
-        "label_length": ("characters a label", old["labels"]["length"]["mean"], new["labels"]["length"]["mean"]),
-    }
+    before, now = _means(old), _means(new)
     checks = [_relative(k, name, "count", old["rows"][k], new["rows"][k], levels) for k, name in _ROWS.items()]
-    checks += [_relative(key, name, "mean", before, now, levels) for key, (name, before, now) in means.items()]
-    if labels is not None:
-        named = {"labels_left": ("labels that are gone", "left"), "labels_new": ("labels that are new", "new")}
-        checks += [
-            Check(key, name, "share", None, labels[which], (None, _above(levels[0])), (None, _above(levels[1])))
-            for key, (name, which) in named.items()
-        ]
+    checks += [_relative(key, name, "mean", before[key], now[key], levels) for key, name in _MEANS.items()]
+    for which, name in {"left": "labels that are gone", "new": "labels that are new"}.items() if labels else ():
+        warn, stop = ((None, _above(level)) for level in levels)
+        checks.append(Check(f"labels_{which}", name, "share", None, (labels or {})[which], warn, stop))
     checks += [_share(key, name, old["shares"][key], new["shares"][key], levels) for key, name in _SHARES.items()]
     for key, name in (("unknown_tokens", "tokens that the tokenizer does not know"), ("cut", "texts that are cut")):
         checks.append(_share(key, name, old["queries"][key], new["queries"][key], levels))
@@ -150,6 +130,12 @@ def compare_datasets(
         for what in ("length", "tokens")
         for chance in [noise.at(what, size)]
     ]
+
+
+def _means(figures: Mapping[str, Any]) -> dict[str, float]:
+    queries, labels = figures["queries"], figures["labels"]
+    found = (figures["positives"], queries["length"]["mean"], queries["tokens"]["mean"], labels["length"]["mean"])
+    return dict(zip(_MEANS, found, strict=True))
 
 
 def compare_texts(reference: Mapping[str, Any], window: Mapping[str, Any], noise: Noise, limits: Drift) -> list[Check]:

@@ -1,7 +1,7 @@
-"""Figures by matplotlib: inline SVG whose colours follow the page (light, dark, print), and PNG.
+"""Figures by matplotlib, as inline SVG whose colours follow the page (light, dark, print).
 
 matplotlib is imported when a figure is drawn: it takes half a second. A figure is drawn in the colours of the light
-page; in an SVG these become the page's CSS variables.
+page, which then become the page's CSS variables.
 """
 
 from __future__ import annotations
@@ -89,33 +89,26 @@ class Chart:
             artist.set_gid(f"tip-{len(tips)}")
             tips.append(text)
 
-        # the default metadata has the date in it
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        text = self._drawn(tip, "svg", transparent=True, metadata=nothing).decode()
+        text = self._drawn(tip)
         text = _DROPPED.sub("", text[text.index("<svg") :])
         text = re.sub("#[0-9a-f]{6}", lambda found: _VARIABLES.get(found[0], found[0]), text)
         text = re.sub(r'<g id="tip-(\d+)">', lambda found: f"<g><title>{escape(tips[int(found[1])])}</title>", text)
         label = escape(f"{self.about}: {', '.join(self.legend)}" if self.legend else self.about, quote=True)
         return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
-    def png(self) -> bytes:
-        """For a viewer of files."""
-        return self._drawn(lambda artist, text: None, "png", dpi=110, metadata={"Software": None})
-
-    def _drawn(self, tip: Tip, kind: str, **options: Any) -> bytes:
+    def _drawn(self, tip: Tip) -> str:
         import matplotlib
         from matplotlib.figure import Figure
 
-        buffer = io.BytesIO()
+        buffer = io.StringIO()
         with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # that the font lacks; a browser has other fonts
             figure = Figure(figsize=self.size)
             bottom = 0.48 / self.size[1]
             axes = figure.add_axes((self.left, bottom, self.right - self.left, 0.96 - bottom))
             self.draw(axes, tip)
-            if kind == "png" and len(self.legend) > 1:
-                axes.legend([_clean(name) for name in self.legend], frameon=False)
-            figure.savefig(buffer, format=kind, **options)
+            nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # the default has the date in it
+            figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
         return buffer.getvalue()
 
 

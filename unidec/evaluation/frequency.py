@@ -11,24 +11,21 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from unidec.errors import DataError
-from unidec.evaluation.metrics import filtered_truth
+from unidec.evaluation.metrics import Ranked, percent
 
 
 def frequency_bins(
     predicted_NK: Any, truth: csr_matrix, count_L: Any, inverse_propensity_L: Any, num_bins: int = 5, k: int = 5
 ) -> list[dict[str, float]]:
-    """What labels of each frequency add to the metrics.
+    """What labels of each frequency add to the metrics (the quantile analysis of Gandalf; thesis, figure 1.3).
 
-    Labels are ordered by training queries, most first, and cut where the sum of their queries passes a bin's share of
-    all: bins of equal volume, the first of head labels, the last of tail labels. Labels of equal frequency stay
-    together where the cut falls among them, so bins can differ in volume and one can be missing; labels without a
-    training query are in the last. Contributions of the bins add up to the whole metric.
+    Labels are ordered by training queries, most first, and cut into bins of equal volume (`volume_bins`), so the first
+    has head labels and the last tail labels. Contributions of the bins add up to the whole metric.
 
     Args:
         predicted_NK: int [N, K], label ids, best first; -1 = none.
         truth: CSR [N, L], the truth after filters, relevant where > 0.
         count_L: int [L], training queries of each label. inverse_propensity_L: float [L].
-        num_bins: at least 1. k: cut-off, at least 1.
 
     Returns:
         a record a bin, most frequent labels first: "bin" (from 1), "labels", "train_pairs", "most" and "least"
@@ -38,24 +35,18 @@ def frequency_bins(
 
     Raises:
         DataError: shapes that do not fit, or num_bins or k below 1.
-
-    Source: the quantile analysis of Gandalf (thesis, figure 1.3).
     """
-    predicted_NK, count_L = np.asarray(predicted_NK), np.asarray(count_L)
-    weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
-    shape = (len(predicted_NK), len(count_L))
-    if predicted_NK.ndim != 2 or truth.shape != shape or weight_L.shape != count_L.shape or min(num_bins, k) < 1:
+    count_L, weight_L = np.asarray(count_L), np.asarray(inverse_propensity_L, dtype=np.float64)
+    if weight_L.shape != count_L.shape or min(num_bins, k) < 1:
         raise DataError(
-            "predictions, truth and counts do not fit together",
-            got=f"predictions {predicted_NK.shape}, truth {truth.shape}, {len(count_L)} counts, {num_bins} bins, k {k}",
-            expected="[N, K], [N, L], [L], at least one bin and k >= 1",
+            "labels and settings of the bins do not fit together",
+            got=f"{len(count_L)} counts, {len(weight_L)} propensities, {num_bins} bins, k {k}",
+            expected="a count and a propensity for each label, at least one bin and k >= 1",
         )
-    truth = filtered_truth(truth, csr_matrix(shape, dtype=bool))
-    bin_L = volume_bins(count_L, num_bins)
-    row_E, label_E = np.repeat(np.arange(shape[0]), np.diff(truth.indptr)), truth.indices.astype(np.int64)
-    hit_label = _hits(predicted_NK[:, :k], row_E * shape[1] + label_E, shape[1])
-    places = max(shape[0], 1) * k
-    best_psp = _best(row_E, weight_L[label_E], k)
+    ranked = Ranked(predicted_NK, truth, weight_L, np.zeros(len(count_L), dtype=np.int64))
+    bin_L, label_E = volume_bins(count_L, num_bins), ranked.label_E
+    hit_label = ranked.label_NK[:, :k][ranked.hit_NK[:, :k]]  # a label once for each query it is right for
+    places, best_psp = max(len(ranked.label_NK), 1) * k, ranked.scope("").parts("PSP", k)[1].sum()
 
     def per_bin(label: np.ndarray, weight: np.ndarray | None = None) -> np.ndarray:
         return np.bincount(bin_L[label], weights=weight, minlength=num_bins)
@@ -70,15 +61,19 @@ def frequency_bins(
             {
                 "bin": b + 1, "labels": len(of_bin), "train_pairs": int(of_bin.sum()), "most": int(of_bin.max()),
                 "least": int(of_bin.min()), "mean_frequency": float(of_bin.mean()), "test_pairs": int(pairs[b]),
-                f"P@{k}": 100.0 * float(hits[b]) / places, f"PSP@{k}": _percent(psp[b], best_psp),
-                f"recall@{k}": _percent(hits[b], pairs[b]), f"coverage@{k}": _percent(found[b], tested[b]),
+                f"P@{k}": 100.0 * float(hits[b]) / places, f"PSP@{k}": percent(psp[b], best_psp),
+                f"recall@{k}": percent(hits[b], pairs[b]), f"coverage@{k}": percent(found[b], tested[b]),
             }
         )  # fmt: skip
     return records
 
 
 def volume_bins(count_L: Any, num_bins: int) -> np.ndarray:
-    """Bin of each label, int64 [L] in 0 to num_bins - 1: equal sums of counts, most frequent first, ties together."""
+    """Bin of each label, int64 [L] in 0 to num_bins - 1: equal sums of counts, most frequent first.
+
+    Labels of one frequency stay together, so bins can differ in volume and one can be empty; labels without a training
+    query are in the last.
+    """
     count_L = np.asarray(count_L)
     values, place_L, members = np.unique(-count_L, return_inverse=True, return_counts=True)
     volume = -values.astype(np.float64) * members
@@ -105,23 +100,3 @@ def doubling_histogram(count: Any) -> dict[str, int]:
         return str(i) if i < 3 else f"{2 ** (i - 2) + 1}–{2 ** (i - 1)}"
 
     return {name(i): int(bar) for i, bar in enumerate(bars.tolist())}
-
-
-def _hits(predicted_NK: np.ndarray, key_E: np.ndarray, num_labels: int) -> np.ndarray:
-    """Labels of the predictions that are right, int64 [hits], a label once for each query it is right for."""
-    row_N1 = np.arange(len(predicted_NK), dtype=np.int64)[:, None]
-    key_NK = np.where(predicted_NK >= 0, row_N1 * num_labels + predicted_NK, -1)
-    right_NK = np.isin(key_NK, key_E) & (predicted_NK >= 0)
-    return predicted_NK[right_NK].astype(np.int64)
-
-
-def _best(row_E: np.ndarray, weight_E: np.ndarray, k: int) -> float:
-    """The largest sum of weights that any prediction of k labels a query could reach."""
-    order_E = np.lexsort((-weight_E, row_E))
-    rows = row_E[order_E]
-    rank_E = np.arange(len(rows)) - np.searchsorted(rows, rows)
-    return float(weight_E[order_E[rank_E < k]].sum())
-
-
-def _percent(part: float, whole: float) -> float:
-    return 100.0 * float(part) / float(whole) if whole > 0 else 0.0

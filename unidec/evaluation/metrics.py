@@ -1,6 +1,6 @@
-"""Ranking metrics of extreme multi-label classification: streaming, vectorised over CSR, whole and by label frequency.
+"""Ranking metrics of extreme multi-label classification: in blocks, vectorised over CSR, whole and by label frequency.
 
-Shape legend: B queries of one update, N all queries, K predicted labels a query, L labels, E positive (query, label)
+Shape legend: B queries of one block, N all queries, K predicted labels a query, L labels, E positive (query, label)
 pairs.
 
 Definitions. Relevance above 0 counts as relevant; predictions are label ids, best first, -1 = none (a miss at that
@@ -42,7 +42,7 @@ from unidec.errors import DataError
 from unidec.metric_names import DEFAULT_KS, DEFAULT_PROPENSITY_KS, GROUPS, metric_names, parse
 
 _NO_RANK = np.iinfo(np.int64).max
-_BLOCK = 8192  # queries an update in `evaluate`: bounds the temporaries at some 100 bytes x block x K
+_BLOCK = 8192  # queries a block: bounds the temporaries at some 100 bytes x block x K
 _RECIPROCAL_RANK = 100  # places that MRR looks at
 
 Floats = NDArray[np.float64]
@@ -103,7 +103,7 @@ def check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> NDA
     return label_BK
 
 
-class _Ranked:
+class Ranked:
     """Which predictions of some queries are right, and all their relevant pairs: what every metric is counted from."""
 
     def __init__(self, predicted_NK: Any, relevance: csr_matrix, weight_L: Floats, group_L: NDArray[Any]) -> None:
@@ -174,92 +174,24 @@ def by_query(
     """What each query adds to metrics: {name: (above [N], below [N])}; a metric is 100 * sum(above) / sum(below).
 
     Args:
-        predicted_NK, relevance: as in `Evaluator.update`.
+        predicted_NK, relevance, and errors: as `evaluate`.
         names: "nDCG@5", "tail/R@10", "MRR", ...: any but coverage, which belongs to all queries together.
         inverse_propensity_L: float [L]. group_L: int [L], 0 tail, 1 torso, 2 head; needed for metrics of a group.
     """
     weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
     group_L = np.zeros(len(weight_L), dtype=np.int64) if group_L is None else np.asarray(group_L)
-    return _parts(_Ranked(predicted_NK, relevance, weight_L, group_L), names, _RECIPROCAL_RANK)
+    return _parts(Ranked(predicted_NK, relevance, weight_L, group_L), names, _RECIPROCAL_RANK)
 
 
-def _parts(ranked: _Ranked, names: Sequence[str], reciprocal_rank: int) -> dict[str, tuple[Floats, Floats]]:
+def _parts(ranked: Ranked, names: Sequence[str], reciprocal_rank: int) -> dict[str, tuple[Floats, Floats]]:
     parsed = {name: parse(name) for name in names}
     scopes = {group: ranked.scope(group) for group in dict.fromkeys(one.group for one in parsed.values())}
     return {name: scopes[one.group].parts(one.kind, one.k or reciprocal_rank) for name, one in parsed.items()}
 
 
-def _percent(part: float, whole: float) -> float:
+def percent(part: float, whole: float) -> float:
+    """0 of nothing."""
     return float(100.0 * part / whole) if whole > 0 else 0.0
-
-
-class Evaluator:
-    """Streaming metrics: `update` any number of times, then `compute`.
-
-    Args:
-        inverse_propensity_L: float [L], at least 0, finite.
-        group_L: int [L], 0 tail, 1 torso, 2 head (`unidec.data.propensity.frequency_group`).
-        ks: cut-offs of P, nDCG, R and coverage; MRR looks at the first max(ks).
-        propensity_ks: cut-offs of PSP and PSnDCG.
-    """
-
-    def __init__(
-        self,
-        inverse_propensity_L: Any,
-        group_L: Any,
-        ks: Sequence[int] = DEFAULT_KS,
-        propensity_ks: Sequence[int] = DEFAULT_PROPENSITY_KS,
-    ) -> None:
-        self._weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
-        self._group_L = np.asarray(group_L)
-        if self._weight_L.ndim != 1 or self._group_L.shape != self._weight_L.shape:
-            raise DataError(
-                "inverse propensities and groups must be two vectors over the labels",
-                got=f"shapes {self._weight_L.shape} and {self._group_L.shape}",
-            )
-        if not (np.isfinite(self._weight_L).all() and (self._weight_L >= 0).all()):
-            raise DataError("inverse propensities must be finite and at least 0")
-        if not np.isin(self._group_L, range(len(GROUPS))).all():
-            raise DataError("unknown frequency group", got=np.unique(self._group_L).tolist()[:20], expected="0, 1, 2")
-        if not ks or min((*ks, *propensity_ks)) < 1:
-            raise DataError("cut-offs must be at least 1, and ks not empty", got=f"{tuple(ks)}, {tuple(propensity_ks)}")
-        self._ks, self._width = tuple(ks), max((*ks, *propensity_ks))
-        names = metric_names(ks, propensity_ks)
-        self._sums = {name: np.zeros(2) for name in names if parse(name).kind != "coverage"}
-        self._num_queries = dict.fromkeys(("", *GROUPS), 0)
-        num_labels = len(self._weight_L)
-        self._rank_L = np.full(num_labels, _NO_RANK)  # best 0-based rank at which a label was predicted right
-        self._relevant_L = np.zeros(num_labels, dtype=bool)
-
-    def update(self, predicted_BK: Any, relevance: csr_matrix) -> None:
-        """Adds B queries.
-
-        Args:
-            predicted_BK: int [B, K], label ids, best first; -1 = none. K may be smaller than the cut-offs: misses.
-            relevance: CSR [B, L], the truth after filters, relevant where > 0.
-
-        Raises:
-            DataError: shapes that do not fit, a label out of range or predicted twice for one query.
-        """
-        ranked = _Ranked(predicted_BK, relevance, self._weight_L, self._group_L)
-        for name, (above_B, below_B) in _parts(ranked, list(self._sums), max(self._ks)).items():
-            self._sums[name] += (above_B.sum(), below_B.sum())
-        self._num_queries[""] += len(ranked.label_NK)
-        for number, group in enumerate(GROUPS):
-            self._num_queries[group] += len(np.unique(ranked.row_E[ranked.group_E == number]))
-        self._relevant_L[ranked.label_E] = True
-        hit_row, hit_rank = np.nonzero(ranked.hit_NK)
-        np.minimum.at(self._rank_L, ranked.label_NK[hit_row, hit_rank], hit_rank)
-
-    def compute(self) -> dict[str, float]:
-        """Metrics of all updates so far: `"P@1"`, ..., `"tail/R@10"`, ... in percent, and numbers of queries."""
-        out = {name: _percent(above, below) for name, (above, below) in self._sums.items()}
-        for group, count in self._num_queries.items():
-            prefix = f"{group}/" if group else ""
-            rank = self._rank_L[self._relevant_L & (self._group_L == GROUPS.index(group) if group else True)]
-            out |= {f"{prefix}coverage@{k}": _percent(float((rank < k).sum()), rank.size) for k in self._ks}
-            out[f"{prefix}num_queries"] = float(count)
-        return out
 
 
 def evaluate(
@@ -270,21 +202,63 @@ def evaluate(
     ks: Sequence[int] = DEFAULT_KS,
     propensity_ks: Sequence[int] = DEFAULT_PROPENSITY_KS,
 ) -> dict[str, float]:
-    """All metrics of N queries at once: `Evaluator` fed in blocks; same arguments, result and errors."""
-    evaluator = Evaluator(inverse_propensity_L, group_L, ks, propensity_ks)
+    """All metrics of N queries, counted in blocks: `"P@1"`, ..., `"tail/R@10"`, ... in percent, and numbers of queries.
+
+    Args:
+        predicted_NK: int [N, K], label ids, best first; -1 = none. K may be smaller than the cut-offs: misses.
+        relevance: CSR [N, L], the truth after filters, relevant where > 0.
+        inverse_propensity_L: float [L], at least 0, finite.
+        group_L: int [L], 0 tail, 1 torso, 2 head (`unidec.data.propensity.frequency_group`).
+        ks: cut-offs of P, nDCG, R and coverage; MRR looks at the first max(ks). propensity_ks: of PSP and PSnDCG.
+
+    Raises:
+        DataError: shapes that do not fit, a label out of range or predicted twice for one query, faulty settings.
+    """
+    weight_L, group_L = _checked_labels(inverse_propensity_L, group_L)
+    if not ks or min((*ks, *propensity_ks)) < 1:
+        raise DataError("cut-offs must be at least 1, and ks not empty", got=f"{tuple(ks)}, {tuple(propensity_ks)}")
     predicted_NK = np.asarray(predicted_NK)
     if len(predicted_NK) != _shape(relevance)[0]:
-        check_predictions(predicted_NK, relevance, _shape(relevance)[1])
+        check_predictions(predicted_NK, relevance, len(weight_L))
+    sums = {name: np.zeros(2) for name in metric_names(ks, propensity_ks) if parse(name).kind != "coverage"}
+    num_queries = dict.fromkeys(GROUPS, 0)
+    rank_L = np.full(len(weight_L), _NO_RANK)  # best 0-based rank at which a label was predicted right
+    relevant_L = np.zeros(len(weight_L), dtype=bool)
     for start in range(0, len(predicted_NK), _BLOCK):
-        evaluator.update(predicted_NK[start : start + _BLOCK], relevance[start : start + _BLOCK])
-    return evaluator.compute()
+        some = slice(start, start + _BLOCK)
+        ranked = Ranked(predicted_NK[some], relevance[some], weight_L, group_L)
+        for name, (above_B, below_B) in _parts(ranked, list(sums), max(ks)).items():
+            sums[name] += (above_B.sum(), below_B.sum())
+        for number, group in enumerate(GROUPS):
+            num_queries[group] += len(np.unique(ranked.row_E[ranked.group_E == number]))
+        relevant_L[ranked.label_E] = True
+        hit_row, hit_rank = np.nonzero(ranked.hit_NK)
+        np.minimum.at(rank_L, ranked.label_NK[hit_row, hit_rank], hit_rank)
+    out = {name: percent(above, below) for name, (above, below) in sums.items()}
+    for group, count in {"": len(predicted_NK), **num_queries}.items():
+        prefix = f"{group}/" if group else ""
+        rank = rank_L[relevant_L & (group_L == GROUPS.index(group) if group else True)]
+        out |= {f"{prefix}coverage@{k}": percent(float((rank < k).sum()), rank.size) for k in ks}
+        out[f"{prefix}num_queries"] = float(count)
+    return out
+
+
+def _checked_labels(inverse_propensity_L: Any, group_L: Any) -> tuple[Floats, NDArray[Any]]:
+    weight_L, group_L = np.asarray(inverse_propensity_L, dtype=np.float64), np.asarray(group_L)
+    if weight_L.ndim != 1 or group_L.shape != weight_L.shape:
+        raise DataError(
+            "inverse propensities and groups must be two vectors over the labels",
+            got=f"shapes {weight_L.shape} and {group_L.shape}",
+        )
+    if not (np.isfinite(weight_L).all() and (weight_L >= 0).all()):
+        raise DataError("inverse propensities must be finite and at least 0")
+    if not np.isin(group_L, range(len(GROUPS))).all():
+        raise DataError("unknown frequency group", got=np.unique(group_L).tolist()[:20], expected="0, 1, 2")
+    return weight_L, group_L
 
 
 def per_query(predicted_NK: Any, relevance: csr_matrix) -> dict[str, Floats]:
-    """P@1, nDCG@5 and R@100 of each query, float64 [N] in percent: their means are `Evaluator`'s figures.
-
-    Args and errors: as in `Evaluator.update`.
-    """
+    """P@1, nDCG@5 and R@100 of each query, float64 [N] in percent: their means are `evaluate`'s figures."""
     parts = by_query(predicted_NK, relevance, ("P@1", "nDCG@5", "R@100"), np.ones(_shape(relevance)[1]))
     return {name: 100.0 * above_N for name, (above_N, _) in parts.items()}
 

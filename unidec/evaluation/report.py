@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from unidec.evaluation import training_sections
-from unidec.evaluation.figures import Chart, bar_chart
+from unidec.evaluation.figures import bar_chart
 from unidec.evaluation.page import Shown, Table, number, write_page
 from unidec.evaluation.page import render as render_page
 from unidec.evaluation.significance import Comparison
@@ -143,25 +143,19 @@ def _against_baselines(comparison: Sequence[Comparison]) -> Table:
     return Table(header, rows, caption="Against the TF-IDF baselines")
 
 
-def group_chart(metrics: Mapping[str, Mapping[str, float]], metric: str, caption: str) -> Chart | None:
-    """A metric of each frequency group, for the systems that have it in all groups."""
-    groups = _measured_groups(metrics)
-    have = [name for name in metrics if all(f"{group}/{metric}" in metrics[name] for group in groups)]
-    bars = [(HEADS.get(name, name), [metrics[name][f"{group}/{metric}"] for group in groups]) for name in have]
-    return bar_chart(caption, [GROUPS[group] for group in groups], bars, "percent")
-
-
-def _measured_groups(metrics: Mapping[str, Mapping[str, float]]) -> list[str]:
-    return [group for group in GROUPS if any(_has_group(of, group) for of in metrics.values())]
-
-
 def _has_group(metrics: Mapping[str, float], group: str) -> bool:
     """Whether labels of a frequency group were measured; without test queries of it all its figures are 0."""
     return metrics.get(f"{group}/num_queries", 1) > 0 and any(key.startswith(f"{group}/") for key in metrics)
 
 
 def _groups(report: ReportInput) -> dict[str, Any]:
-    groups, systems = _measured_groups(report.metrics), report.metrics
+    systems = report.metrics
+    groups = [group for group in GROUPS if any(_has_group(of, group) for of in systems.values())]
+    charts = []
+    for metric in GROUP_CHARTS:
+        have = [name for name in systems if all(f"{group}/{metric}" in systems[name] for group in groups)]
+        bars = [(HEADS.get(name, name), [systems[name][f"{group}/{metric}"] for group in groups]) for name in have]
+        charts.append(bar_chart(f"{metric}, percent", [GROUPS[group] for group in groups], bars, "percent"))
     columns = [m for m in HEADLINE if any(f"{g}/{m}" in of for g in groups for of in systems.values())]
     rows = [
         [f"{HEADS.get(name, name)}, {group}", *(of.get(f"{group}/{metric}") for metric in columns)]
@@ -169,7 +163,6 @@ def _groups(report: ReportInput) -> dict[str, Any]:
         for group in groups
         if any(f"{group}/{metric}" in of for metric in columns)
     ]
-    charts = [group_chart(systems, metric, f"{metric}, percent") for metric in GROUP_CHARTS]
     return {"group_charts": charts, "groups": Table(["system, group", *columns], rows)}
 
 

@@ -66,27 +66,21 @@ class QueryScores:
 
     def value(self, name: str) -> float:
         """One metric in percent."""
-        row = self._row(name)
-        return float(_ratio(self.above_MN[row].sum(), self.below_MN[row].sum()))
+        one = self.select([name])
+        return float(_ratio(one.above_MN[0].sum(), one.below_MN[0].sum()))
 
     def select(self, names: Sequence[str]) -> QueryScores:
         """The same queries, these metrics."""
-        rows = [self._row(name) for name in names]
+        if unknown := [name for name in names if name not in self.names]:
+            raise DataError("no such metric by query", got=", ".join(unknown), expected=", ".join(self.names))
+        rows = [self.names.index(name) for name in names]
         return QueryScores(tuple(names), self.above_MN[rows], self.below_MN[rows])
-
-    def _row(self, name: str) -> int:
-        if name not in self.names:
-            raise DataError("no such metric by query", got=name, expected=", ".join(self.names))
-        return self.names.index(name)
 
 
 def query_scores(
-    predicted_NK: Any,
-    relevance: csr_matrix,
-    inverse_propensity_L: Any,
-    names: Sequence[str] = METRICS,
+    predicted_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any, names: Sequence[str] = METRICS,
     group_L: Any = None,
-) -> QueryScores:
+) -> QueryScores:  # fmt: skip
     """Metrics by query; arguments and errors as `metrics.by_query`, values as `metrics.evaluate`."""
     parts = by_query(predicted_NK, relevance, names, inverse_propensity_L, group_L)
     above, below = zip(*parts.values(), strict=True)
@@ -99,9 +93,9 @@ class Comparison:
 
     Attributes:
         value, against_value: the metric in percent, mean over seeds. difference: value - against_value.
-        low, high: 95 % interval of the difference by paired bootstrap (percentiles). All in percentage points.
+        low, high: 95 % interval of the difference, in percentage points.
         p_value: two-sided. p_adjusted: after Holm's correction over all comparisons of the call.
-        num_queries; num_seeds, against_seeds: runs of both systems. alpha: level of `better` and `worse`.
+        num_seeds, against_seeds: runs of both systems. alpha: level of `better` and `worse`.
     """
 
     system: str
@@ -131,14 +125,9 @@ class Comparison:
 
 
 def compare_systems(
-    runs: Mapping[str, Sequence[QueryScores]],
-    against: str | Mapping[str, str],
-    metrics: Sequence[str] | None = None,
-    *,
-    num_samples: int | None = None,
-    seed: int = 0,
-    alpha: float = 0.05,
-) -> list[Comparison]:
+    runs: Mapping[str, Sequence[QueryScores]], against: str | Mapping[str, str], metrics: Sequence[str] | None = None,
+    *, num_samples: int | None = None, seed: int = 0, alpha: float = 0.05,
+) -> list[Comparison]:  # fmt: skip
     """Every system against one, on every metric; p-values corrected over all of these comparisons.
 
     Args:
@@ -272,21 +261,14 @@ def _draws(num_samples: int, num_queries: int, seed: int) -> Iterator[Floats]:
 
 
 def _bootstrap(
-    mean_MN: Mapping[str, Floats],
-    below_MN: Floats,
-    pairs: Sequence[tuple[str, str, str]],
-    names: tuple[str, ...],
-    num_samples: int,
-    seed: int,
-) -> Floats:
+    mean_MN: Mapping[str, Floats], below_MN: Floats, pairs: Sequence[tuple[str, str, str]], names: tuple[str, ...],
+    num_samples: int, seed: int,
+) -> Floats:  # fmt: skip
     """95 % intervals [pairs, 2]. One draw of the queries serves all systems and metrics."""
     above_NC = np.ascontiguousarray(np.concatenate(list(mean_MN.values())).T)  # systems x metrics
     place = {system: i * len(names) for i, system in enumerate(mean_MN)}
-    first, second, metric = (
-        [place[system] + names.index(m) for system, _, m in pairs],
-        [place[other] + names.index(m) for _, other, m in pairs],
-        [names.index(m) for _, _, m in pairs],
-    )
+    metric = np.array([names.index(m) for _, _, m in pairs])
+    first, second = (np.array([place[pair[side]] for pair in pairs]) + metric for side in (0, 1))
     parts = []
     for count_RN in _draws(num_samples, below_MN.shape[1], seed):
         above_RC, below_RM = count_RN @ above_NC, count_RN @ below_MN.T
@@ -295,12 +277,9 @@ def _bootstrap(
 
 
 def _randomisation(
-    mean_MN: Mapping[str, Floats],
-    pairs: Sequence[tuple[str, str, str]],
-    names: tuple[str, ...],
-    num_samples: int,
+    mean_MN: Mapping[str, Floats], pairs: Sequence[tuple[str, str, str]], names: tuple[str, ...], num_samples: int,
     seed: int,
-) -> Floats:
+) -> Floats:  # fmt: skip
     """p-values [pairs]: the share of swappings whose difference is at least as far from 0 as the one seen.
 
     The seen one counts among them (add one). A query's swap is the same for all pairs and all seeds.

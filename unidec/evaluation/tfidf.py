@@ -63,10 +63,6 @@ class TfidfRanker:
         near_BM = largest(csr_matrix(x_BF @ self.train_FM), self.neighbours)
         return csr_matrix(near_BM.power(2) @ self.relevance_ML)
 
-    def match(self, x_BF: csr_matrix) -> csr_matrix:
-        """Cosine of the query's and the label's text: CSR [B, L]."""
-        return csr_matrix(x_BF @ self.label_FL)
-
     def rank(self, x_nF: csr_matrix, methods: Sequence[str], width: int, desc: str) -> dict[str, Ranked]:
         """The best labels of each query by each of some `METHODS`: {method: (labels, scores)} as `top_rows` gives."""
         widest = max(self.train_FM.shape[1], self.label_FL.shape[1], 1)
@@ -75,18 +71,15 @@ class TfidfRanker:
         with progress(total=x_nF.shape[0], desc=desc, unit="query") as bar:
             for start in range(0, x_nF.shape[0], block):
                 x_BF = x_nF[start : start + block]
-                scores = {}
-                if {"knn", "mix"} & set(methods):
-                    scores["knn"] = self.votes(x_BF)
-                if {"label-match", "mix"} & set(methods):
-                    scores["label-match"] = self.match(x_BF)
-                if "mix" in methods:
-                    scores["mix"] = mixed(scores["knn"], scores["label-match"], self.match_weight)
+                votes = self.votes(x_BF) if {"knn", "mix"} & set(methods) else None
+                match = csr_matrix(x_BF @ self.label_FL) if {"label-match", "mix"} & set(methods) else None
                 for method in methods:
-                    parts[method].append(top_rows(largest(scores[method], width), width))
+                    score = {"knn": votes, "label-match": match}.get(method)
+                    score = mixed(votes, match, self.match_weight) if method == "mix" else score
+                    parts[method].append(top_rows(largest(score, width), width))
                 bar.update(x_BF.shape[0])
         return {
-            method: (np.concatenate([labels for labels, _ in own]), np.concatenate([scores for _, scores in own]))
+            method: (np.concatenate([one[0] for one in own]), np.concatenate([one[1] for one in own]))
             for method, own in parts.items()
         }
 

@@ -1,14 +1,11 @@
-"""Sections of a report about training: curves, pools, rounds, what their refreshes found and cost; the same as PNG."""
+"""Sections of a report about training: curves, pools, rounds, what their refreshes found and cost."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from unidec.data.storage import write_bytes_atomic
 from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
 from unidec.evaluation.page import Table
 from unidec.evaluation.plots import AFTER, finite, refresh_parts, validation_records, with_refresh
@@ -30,33 +27,6 @@ Records = Sequence[Mapping[str, Any]]
 def context(history: Records, rounds: Records, study: Mapping[str, Any]) -> dict[str, Any]:
     """What the template of the report shows about training."""
     return {"curves": curves(history, rounds), **_pools(history, study), **_costs(rounds)}
-
-
-def save_pngs(
-    history: Records, rounds: Records, metrics: Mapping[str, float], out_dir: str | os.PathLike[str]
-) -> list[Path]:
-    """Write training.png, validation.png, groups.png and rounds.png, those for which there are figures.
-
-    Args:
-        history, rounds: lines of history.jsonl and rounds.jsonl. metrics: of the test split.
-
-    Returns:
-        the files.
-    """
-    loss, by_epoch, *_ = curves(history, rounds)
-    groups = [group for group in ("tail", "torso", "head") if f"{group}/R@10" in metrics]
-    names = [name for name in (*VALIDATION, "R@10") if groups and f"{groups[0]}/{name}" in metrics]
-    bars = [(name, [metrics.get(f"{group}/{name}", 0.0) for group in groups]) for name in names]
-    charts = {
-        "training.png": loss,
-        "validation.png": by_epoch,
-        "groups.png": bar_chart("By frequency of the label", groups, bars, "percent"),
-        "rounds.png": _costs(rounds)["cost_charts"][0],
-    }
-    files = {Path(out_dir) / name: chart.png() for name, chart in charts.items() if chart is not None}
-    for path, png in files.items():
-        write_bytes_atomic(path, png)
-    return list(files)
 
 
 def curves(history: Records, rounds: Records) -> list[Chart | None]:
@@ -133,7 +103,7 @@ def _costs(rounds: Records) -> dict[str, Any]:
     """Seconds of each round's parts, what refreshes found, totals."""
     parts, values = refresh_parts(rounds)
     if not parts:
-        return {"cost_charts": [None], "cost_totals": {}, "costs": None, "found": None}
+        return {"cost_charts": [], "cost_totals": {}, "costs": None, "found": None}
     groups = [str(r.get("round", i + 1)) for i, r in enumerate(rounds)]
     bars = [(name, [row[i] for row in values]) for i, name in enumerate(parts)]
     refresh = [(name, column) for name, column in bars if name not in AFTER]

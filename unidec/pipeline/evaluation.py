@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from unidec.evaluation.frequency import frequency_bins
 from unidec.evaluation.metrics import evaluate as all_metrics
 from unidec.evaluation.plots import plots_csv
 from unidec.evaluation.report import write_report
-from unidec.evaluation.training_sections import save_pngs
 from unidec.model.search import exact_search
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking, headline, pair_keys
@@ -74,7 +72,7 @@ def evaluate(params: Params) -> dict[str, Any]:
     plots_csv(history, rounds, result["test"], paths.PLOTS)
     found = Evaluated(bundle, ranking, truth, scores, labels, result, baselines, compared, warned)
     write_report(paths.REPORT, report_input(params, found, history, rounds))
-    _track(params, dataset, result, history, rounds)
+    _track(params, dataset, result)
     return {
         "metrics": headline(result["test"]), "baselines": result["baselines"],
         "against_baselines": verdict(compared), "warnings": warned,
@@ -123,13 +121,7 @@ def _write_predictions(
     write_bytes_atomic(path, sink.getvalue().to_pybytes())
 
 
-def _track(
-    params: Params,
-    dataset: XMCDataset,
-    result: dict[str, Any],
-    history: list[dict[str, Any]],
-    rounds: list[dict[str, Any]],
-) -> None:
+def _track(params: Params, dataset: XMCDataset, result: dict[str, Any]) -> None:
     """Figures, plots, files and a description into the MLflow run that trained the model."""
     run = read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
     tracker = Tracker.resume(paths.RUNS / run)
@@ -140,7 +132,5 @@ def _track(
         "start": f"version {start.version} of {start.model}" if start.warm else "from nothing",
     }  # fmt: skip
     tracker.set_tags({"mlflow.note.content": description(result, facts)})
-    tracker.log_files([paths.REPORT, paths.METRICS])
+    tracker.log_files([paths.REPORT, paths.METRICS, paths.PLOTS])
     tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results and Data Docs
-    with tempfile.TemporaryDirectory() as folder:
-        tracker.log_files(save_pngs(history, rounds, result["test"], folder), "plots")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from unidec.evaluation.drift_checks import Bounds, Check, within
+from unidec.evaluation.drift_checks import Check, within
 from unidec.validation.checkpoint import raised, run_checkpoint
 
 TABLE = "data_change"
@@ -26,7 +26,16 @@ def run_change_suite(checks: Sequence[Check], docs: Path | None = None) -> list[
     """
     frame = pd.DataFrame({check.key: [float(check.new)] for check in checks})
     found = run_checkpoint(TABLE, {TABLE: frame}, lambda: {TABLE: _suite(checks)}, docs)
-    return [_result(item, frame) for _, item in found]
+    results = []
+    for _, item in found:
+        config = item.expectation_config
+        key, kwargs = config.kwargs["column"], config.kwargs
+        results.append({
+            "key": key, "severity": str(getattr(config.severity, "value", config.severity)),
+            "success": bool(item.success), "minimum": kwargs.get("min_value"), "maximum": kwargs.get("max_value"),
+            "observed": raised(item) or float(frame[key].iloc[0]),
+        })  # fmt: skip
+    return results
 
 
 def _suite(checks: Sequence[Check]) -> list[Any]:
@@ -38,32 +47,12 @@ def _suite(checks: Sequence[Check]) -> list[Any]:
         for check in checks
         if math.isnan(check.new)
     ]
-    levels = [(check, bounds, level) for check in checks for bounds, level in _levels(check)]
-    return numbers + [_expectation(check, bounds, level) for check, bounds, level in levels]
-
-
-def _levels(check: Check) -> list[tuple[Bounds, str]]:
-    both = [(check.stop, "critical"), (check.warn, "warning")]
-    return [(bounds, level) for bounds, level in both if bounds != (None, None)]
-
-
-def _expectation(check: Check, bounds: Bounds, severity: str) -> Any:
-    import great_expectations.expectations as gxe
-
-    return gxe.ExpectColumnValuesToBeBetween(
-        column=check.key, min_value=bounds[0], max_value=bounds[1], severity=severity,
-        description=f"{check.name}: {within(bounds, check.unit)}",
-    )  # fmt: skip
-
-
-def _result(item: Any, frame: pd.DataFrame) -> dict[str, Any]:
-    config = item.expectation_config
-    key = config.kwargs["column"]
-    return {
-        "key": key,
-        "severity": str(getattr(config.severity, "value", config.severity)),
-        "success": bool(item.success),
-        "minimum": config.kwargs.get("min_value"),
-        "maximum": config.kwargs.get("max_value"),
-        "observed": raised(item) or float(frame[key].iloc[0]),
-    }
+    return numbers + [
+        gxe.ExpectColumnValuesToBeBetween(
+            column=check.key, min_value=bounds[0], max_value=bounds[1], severity=severity,
+            description=f"{check.name}: {within(bounds, check.unit)}",
+        )
+        for check in checks
+        for bounds, severity in ((check.stop, "critical"), (check.warn, "warning"))
+        if bounds != (None, None)
+    ]  # fmt: skip

@@ -16,15 +16,11 @@ MAX_SAMPLES = 20
 def run_checkpoint(
     name: str, tables: dict[str, pd.DataFrame], suites: Callable[[], dict[str, list[Any]]], docs: Path | None
 ) -> list[tuple[str, Any]]:
-    """Run all suites as one checkpoint.
+    """Run all suites as one checkpoint: (table, result as Great Expectations gives it), in the order of the suites.
 
     Args:
-        name: of the checkpoint. tables: by name.
         suites: makes each table's expectations; Great Expectations may be imported only there.
         docs: folder for Data Docs; None: none are built.
-
-    Returns:
-        (table, result as Great Expectations gives it), in the order of the suites.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Great Expectations imports modules that Python deprecates

@@ -76,20 +76,15 @@ def validate_dataset(
     """Check a stored data set and write the verdict.
 
     Args:
-        dataset_path: a folder written by `write_dataset`.
         out_path: folder for result.json (the verdict; the same bytes for the same data), index.html (the same, to be
-            read) and docs/ (Great Expectations' Data Docs, which hold run times).
-        docs: also build Data Docs.
-        limits: section `validation` of the parameters; default: its defaults.
+            read) and docs/ (Great Expectations' Data Docs, which hold run times; not without `docs`).
         find: finds rows in the raw files; None: they are named by their place in the data set. Called only for faults,
             and for warnings where the data is small: it may read all the files again.
 
     Returns:
-        {"success", "name", "dataset_sha256", "rows", "failed", "warnings", "expectations"}; an expectation is {"table",
-        "type", "description", "key" (of the parameters, or None), "kwargs", "severity", "success", "unexpected_count",
-        "element_count", "observed", "samples"} with at most 20 samples {"row", "uid", "value"} (pairs: query and label
-        instead of row), and "at" (`file:line`) where it was found, which result.json leaves out. `success` is false if
-        a critical one failed.
+        {"success" (no critical expectation failed), "name", "dataset_sha256", "rows", "failed", "warnings",
+        "expectations"}. An expectation has at most 20 samples {"row", "uid", "value"} (pairs: query and label instead
+        of row), with "at" (`file:line`) where it was found, which result.json leaves out.
 
     Raises:
         ArtifactError: the data set is missing or damaged. A failed check raises nothing: the caller decides.
@@ -126,23 +121,16 @@ def _verdict(facts: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, 
 
 def _add_places(results: list[dict[str, Any]], find: Find, num_pairs: int) -> None:
     """`file:line` of the samples, where the raw files still have them."""
-    samples = [
-        (result["table"], sample)
-        for result in results
-        if result["severity"] == "critical" or num_pairs < _SMALL
-        for sample in result["samples"]
-        if sample["uid"] is not None
-    ]
-    if not samples:
-        return
-    uids: dict[bool, list[str]] = {of_labels: [] for of_labels in (False, True)}
-    for table, sample in samples:
-        uids[table == "labels"].append(sample["uid"])
-    places = find(uids[False], uids[True])
-    for table, sample in samples:
-        at = places[table == "labels"].get(sample["uid"])
-        if at is not None:
-            sample["at"] = at
+    samples: dict[bool, list[dict[str, Any]]] = {of_labels: [] for of_labels in (False, True)}
+    for result in results:
+        if result["severity"] == "critical" or num_pairs < _SMALL:
+            samples[result["table"] == "labels"] += [one for one in result["samples"] if one["uid"] is not None]
+    if samples[False] or samples[True]:
+        found = find(*([one["uid"] for one in samples[of_labels]] for of_labels in (False, True)))
+        for of_labels, places in enumerate(found):
+            for one in samples[bool(of_labels)]:
+                if one["uid"] in places:
+                    one["at"] = places[one["uid"]]
 
 
 def _query_frame(dataset: XMCDataset) -> pd.DataFrame:
@@ -210,89 +198,53 @@ def _text_facts(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 def _expectations(dataset: XMCDataset, limits: Validation) -> dict[str, list[Any]]:
     import great_expectations.expectations as gxe
 
-    checks = {table: [e for check in CHECKS if check.table == table for e in _graded(check, limits)]
-              for table in ("queries", "labels", "pairs")}  # fmt: skip
-    needed = (("train", "critical"), ("validation", "warning"), ("test", "warning"))
-    return {
-        "queries": [
-            *_uid_expectations("queries"),
-            gxe.ExpectColumnValuesToBeInSet(
-                column="split",
-                value_set=list(SPLITS),
-                severity="critical",
-                description="every query is in a known split",
-            ),
-            *(
-                gxe.ExpectColumnDistinctValuesToContainSet(
-                    column="split", value_set=[split], severity=severity, description=f"there are {split} queries"
-                )
-                for split, severity in needed
-            ),
-            *checks["queries"],
-        ],
-        "labels": [*_uid_expectations("labels"), *checks["labels"]],
-        "pairs": [*_pair_expectations(dataset), *checks["pairs"]],
-    }
+    def rule(kind: str, what: str, severity: str = "critical", **bounds: Any) -> Any:
+        return getattr(gxe, f"Expect{kind}")(description=what, severity=severity, **bounds)
 
+    def graded(check: Check) -> list[Any]:
+        """At the parameters' bound; where a larger share is an error, a second expectation warns below it."""
+        severity, bound = getattr(limits, f"{check.key}_severity"), getattr(limits, check.key)
+        levels = {"error": [(bound, "critical")], "warn": [(bound, "warning")], "off": []}[severity]
+        if severity == "error" and check.noted < bound:
+            levels.append((check.noted, "warning"))
+        return [
+            rule("ColumnValuesToBeBetween", f"{check.what}: {_at_most(share)}", level, column=check.column,
+                 min_value=check.minimum, max_value=check.maximum, mostly=1 - share,
+                 meta={"key": f"validation.{check.key}"})
+            for share, level in levels
+        ]  # fmt: skip
 
-def _uid_expectations(what: str) -> list[Any]:
-    import great_expectations.expectations as gxe
+    def uids() -> list[Any]:
+        return [
+            rule("ColumnValueLengthsToBeBetween", "every uid is there", column="uid", min_value=1),
+            rule("ColumnValuesToBeUnique", "every uid is there once", column="uid"),
+        ]
 
-    return [
-        gxe.ExpectTableRowCountToBeBetween(min_value=1, severity="critical", description=f"there are {what}"),
-        gxe.ExpectColumnValueLengthsToBeBetween(
-            column="uid", min_value=1, severity="critical", description="every uid is there"
-        ),
-        gxe.ExpectColumnValuesToBeUnique(column="uid", severity="critical", description="every uid is there once"),
-    ]
-
-
-def _pair_expectations(dataset: XMCDataset) -> list[Any]:
-    import great_expectations.expectations as gxe
-
-    return [
-        gxe.ExpectTableRowCountToBeBetween(min_value=1, severity="critical", description="there are pairs"),
-        _between("query", 0, dataset.num_queries - 1, "query rows are in range", "critical"),
-        _between("label", 0, dataset.num_labels - 1, "label indices are in range", "critical"),
-        gxe.ExpectColumnValuesToNotBeNull(column="relevance", severity="critical", description="no relevance is NaN"),
-        gxe.ExpectColumnValuesToBeBetween(
-            column="relevance",
-            min_value=0,
-            strict_min=True,
-            max_value=FLOAT32_MAX,
-            severity="critical",
-            description="relevance is positive and finite",
-        ),
-        gxe.ExpectCompoundColumnsToBeUnique(
-            column_list=["query", "label"], severity="critical", description="every pair is there once"
-        ),
-    ]
-
-
-def _between(column: str, minimum: float, maximum: float, what: str, severity: str) -> Any:
-    """All values in range."""
-    import great_expectations.expectations as gxe
-
-    return gxe.ExpectColumnValuesToBeBetween(
-        column=column, min_value=minimum, max_value=maximum, severity=severity, description=what
-    )
-
-
-def _graded(check: Check, limits: Validation) -> list[Any]:
-    """The expectation at the parameters' bound; where a larger share is an error, a second one that warns below it."""
-    import great_expectations.expectations as gxe
-
-    severity, bound = getattr(limits, f"{check.key}_severity"), getattr(limits, check.key)
-    levels = {"error": [(bound, "critical")], "warn": [(bound, "warning")], "off": []}[severity]
-    if severity == "error" and check.noted < bound:
-        levels.append((check.noted, "warning"))
-    return [
-        gxe.ExpectColumnValuesToBeBetween(
-            column=check.column, min_value=check.minimum, max_value=check.maximum, mostly=1 - share, severity=level,
-            description=f"{check.what}: {_at_most(share)}", meta={"key": f"validation.{check.key}"},
-        )
-        for share, level in levels
+    splits = [
+        rule("ColumnValuesToBeInSet", "every query is in a known split", column="split", value_set=list(SPLITS)),
+        *(rule("ColumnDistinctValuesToContainSet", f"there are {split} queries", severity, column="split",
+               value_set=[split])
+          for split, severity in (("train", "critical"), ("validation", "warning"), ("test", "warning"))),
     ]  # fmt: skip
+    pairs = [
+        rule("ColumnValuesToBeBetween", "query rows are in range", column="query", min_value=0,
+             max_value=dataset.num_queries - 1),
+        rule("ColumnValuesToBeBetween", "label indices are in range", column="label", min_value=0,
+             max_value=dataset.num_labels - 1),
+        rule("ColumnValuesToNotBeNull", "no relevance is NaN", column="relevance"),
+        rule("ColumnValuesToBeBetween", "relevance is positive and finite", column="relevance", min_value=0,
+             strict_min=True, max_value=FLOAT32_MAX),
+        rule("CompoundColumnsToBeUnique", "every pair is there once", column_list=["query", "label"]),
+    ]  # fmt: skip
+    own = {"queries": [*uids(), *splits], "labels": uids(), "pairs": pairs}
+    return {
+        table: [
+            rule("TableRowCountToBeBetween", f"there are {table}", min_value=1),
+            *rules,
+            *(one for check in CHECKS if check.table == table for one in graded(check)),
+        ]
+        for table, rules in own.items()
+    }
 
 
 def _at_most(share: float) -> str:
@@ -335,11 +287,8 @@ def _samples(
     else:
         values = frame[column].str.len() if "lengths" in kind else frame[column]
         low, high = kwargs.get("min_value"), kwargs.get("max_value")
-        unexpected = pd.Series(False, index=frame.index)
-        if low is not None:
-            unexpected |= (values <= low) if kwargs.get("strict_min") else (values < low)
-        if high is not None:
-            unexpected |= values > high
+        low, high = -np.inf if low is None else low, np.inf if high is None else high
+        unexpected = (values < low) | (values > high) | (kwargs.get("strict_min", False) & (values == low))
     rows = np.flatnonzero(unexpected.to_numpy())[:MAX_SAMPLES]
     samples = []
     for record in frame.iloc[rows].to_dict("records"):
