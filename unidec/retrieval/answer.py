@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from unidec.data.tokens import Piece
 from unidec.errors import DataError
-from unidec.retrieval.bundle import Bundle, Prediction
+from unidec.retrieval.bundle import Bundle, Prediction, Predictions
 from unidec.retrieval.encoded import Encoded, QueryEncoder
-from unidec.retrieval.neighbours import VOTES, Ranked
+from unidec.retrieval.neighbours import VOTES, Candidates, Ranked
 from unidec.retrieval.scoring_space import SPACES, Space, exact_scores
 
 Labels = npt.NDArray[np.int64]
@@ -91,11 +91,7 @@ class Answerer:
         self.bundle, self.encoder = bundle, encoder
 
     def check(self, request: Request, where: str = "request") -> None:
-        """Refuse what cannot be answered, before anything is computed.
-
-        Raises:
-            DataError: a text, k, min_score or head that is none, or a head by which this bundle does not rank.
-        """
+        """Raise a DataError for what cannot be answered: not a text, k, min_score or head of this bundle."""
         if not isinstance(request.text, str):
             raise DataError("a text is needed", where=f"{where}.text", got=type(request.text).__name__)
         try:
@@ -115,11 +111,7 @@ class Answerer:
             )  # fmt: skip
 
     def answer(self, requests: Sequence[Request]) -> list[Prediction]:
-        """The best labels for each request, best first, ties by the label's row.
-
-        Raises:
-            DataError: as in `check`; it names the request by its place.
-        """
+        """The best labels for each request, best first, ties by the label's row; a DataError names the request."""
         for place, request in enumerate(requests):
             self.check(request, f"request {place}")
         if not requests:
@@ -127,14 +119,7 @@ class Answerer:
         return self._answer(requests, self.encoder.encode([request.text for request in requests]))
 
     def explain(self, request: Request, neighbours: int = 10) -> Explanation:
-        """The answer to a request with what it comes from.
-
-        Args:
-            neighbours: training queries to show at most.
-
-        Raises:
-            DataError: as in `check`.
-        """
+        """The answer to a request with what it comes from, at most so many training queries among it."""
         self.check(request)
         bundle, info = self.bundle, self.bundle.info
         asked = self.encoder.encode([request.text])
@@ -151,96 +136,56 @@ class Answerer:
         groups: dict[Any, list[int]] = defaultdict(list)
         for place, request in enumerate(requests):
             groups[_searched_alike(request)].append(place)
-        out: list[Prediction | None] = [None] * len(requests)
+        out: dict[int, Prediction] = {}
         for places in groups.values():
             some = asked if len(groups) == 1 else asked.take(np.asarray(places))
-            for place, prediction in zip(places, self._group([requests[i] for i in places], some), strict=True):
-                out[place] = prediction
-        return [prediction for prediction in out if prediction is not None]
+            out |= zip(places, self._group([requests[i] for i in places], some), strict=True)
+        return [out[place] for place in range(len(requests))]
 
     def _group(self, requests: Sequence[Request], asked: Encoded) -> list[Prediction]:
         """Requests of one head, one list of labels to choose from, and a like number of results."""
         bundle, first = self.bundle, requests[0]
         # of the whole group, the same for each of them alone
         k = min(max(_LEAST_K, _at_least(first.k)), bundle.num_labels)
-        unknown_B = [0] * len(requests)
-        denied_B: list[set[int]] = [set() for _ in requests]
-        for place, request in enumerate(requests):
-            if request.deny:
-                denied_B[place], unknown_B[place] = self._rows(request.deny)
-        allowed: set[int] | None = None
-        if first.allow is not None:
-            allowed, unknown = self._rows(first.allow)
-            unknown_B = [count + unknown for count in unknown_B]
-        pairs = [query * bundle.num_labels + row for query, rows in enumerate(denied_B) for row in rows]
+        denied = [self._rows(request.deny) for request in requests]
+        pairs = [query * bundle.num_labels + row for query, (rows, _) in enumerate(denied) for row in rows]
         excluded = np.asarray(pairs, dtype=np.int64)
-        if allowed is None:
+        allowed, unknown_allowed = self._rows(first.allow or ())
+        if first.allow is None:
             found = bundle.rank(asked.de_BD, asked.clf_BD, k, excluded, asked.words_BF, first.head)
         else:
-            rows_A = np.asarray(sorted(allowed), dtype=np.int64)
-            found = self._rank_allowed(asked, rows_A, k, excluded, first.head)
-        return self._predictions(requests, asked, found, unknown_B)
+            found = self._rank_allowed(asked, np.asarray(allowed, dtype=np.int64), k, excluded, first.head)
+        most = max(request.k for request in requests)
+        parts = bundle.parts(asked, found.rows[:, :most])
+        count_B = []
+        for request, row_K, score_K in zip(requests, found.rows, found.scores, strict=True):
+            good_K = row_K >= 0 if request.min_score is None else (row_K >= 0) & (score_K >= request.min_score)
+            count_B.append(min(int(good_K.sum()), request.k))
+        named = bundle.predictions(Predictions(found.rows, found.scores, *parts, found.votes), count_B)
+        counts = zip(asked.num_tokens_B.tolist(), asked.unknown_B.tolist(), denied, strict=True)
+        return [
+            replace(one, num_tokens=tokens, unknown_tokens=unknown, unknown_labels=unknown_denied + unknown_allowed)
+            for one, (tokens, unknown, (_, unknown_denied)) in zip(named, counts, strict=True)
+        ]
 
     def _rank_allowed(self, asked: Encoded, rows_A: Labels, k: int, excluded: Labels, head: Space) -> Ranked:
         """The k best of some labels by their exact scores; rows ascend."""
-        bundle, info, num_queries = self.bundle, self.bundle.info, len(asked)
+        bundle, info = self.bundle, self.bundle.info
         query_BD = bundle.searched(asked.de_BD, asked.clf_BD, head)
-        score_BA = exact_scores(query_BD, rows_A, bundle.vectors, info.space, info.clf_normalize)
-        votes_BA = None
+        heads_BA = exact_scores(query_BD, rows_A, bundle.vectors, info.space, info.clf_normalize)
         votes_BL = bundle.votes(asked.de_BD, asked.clf_BD, asked.words_BF) if head == "both" else None
-        if votes_BL is not None and info.knn is not None:
-            votes_BA = votes_BL[:, rows_A].toarray()
-            score_BA = score_BA + np.float32(info.knn.weight) * votes_BA
-        if excluded.size:
-            query, row = np.divmod(excluded, bundle.num_labels)
-            at = np.minimum(np.searchsorted(rows_A, row), max(len(rows_A) - 1, 0))
-            here = rows_A[at] == row if len(rows_A) else np.zeros(len(row), dtype=bool)
-            score_BA[query[here], at[here]] = -np.inf
-        order_BK = np.argsort(-score_BA, axis=1, kind="stable")[:, :k]
-        width = order_BK.shape[1]
-        scores = np.full((num_queries, k), -np.inf, dtype=np.float32)
-        scores[:, :width] = np.take_along_axis(score_BA, order_BK, axis=1)
-        missing = np.isneginf(scores)
-        rows = np.full((num_queries, k), -1, dtype=np.int64)
-        rows[:, :width] = rows_A[order_BK]
-        rows[missing] = -1
-        votes = None
-        if votes_BA is not None:
-            votes = np.full((num_queries, k), np.nan, dtype=np.float32)
-            votes[:, :width] = np.take_along_axis(votes_BA, order_BK, axis=1)
-            votes[missing] = np.nan
-        return Ranked(rows, scores, votes)
+        votes_BA = np.zeros_like(heads_BA) if votes_BL is None else votes_BL[:, rows_A].toarray()
+        query_P, label_P = np.repeat(np.arange(len(asked)), len(rows_A)), np.tile(rows_A, len(asked))
+        kept_P = ~np.isin(query_P * bundle.num_labels + label_P, excluded)
+        parts = (part[kept_P] for part in (query_P, label_P, heads_BA.ravel(), votes_BA.ravel()))
+        found = Candidates(*parts, len(asked)).top(0.0 if info.knn is None else info.knn.weight, k)
+        return found if votes_BL is not None else replace(found, votes=None)
 
-    def _rows(self, uids: Sequence[str]) -> tuple[set[int], int]:
-        """Rows of labels, and how many of them there are not."""
-        row_of, wanted = self.bundle.row_of, set(uids)
-        found = {row_of[uid] for uid in wanted if uid in row_of}
+    def _rows(self, uids: Sequence[str]) -> tuple[list[int], int]:
+        """Rows of labels, ascending, and how many of them there are not."""
+        wanted = set(uids)
+        found = sorted(self.bundle.row_of[uid] for uid in wanted if uid in self.bundle.row_of) if wanted else []
         return found, len(wanted) - len(found)
-
-    def _predictions(
-        self, requests: Sequence[Request], asked: Encoded, found: Ranked, unknown_B: Sequence[int]
-    ) -> list[Prediction]:
-        most = max(request.k for request in requests)
-        de_BK, clf_BK = self.bundle.parts(asked, found.rows[:, :most])
-        count_B = []
-        for query, request in enumerate(requests):
-            count = min(int((found.rows[query] >= 0).sum()), request.k)
-            if request.min_score is not None:
-                count = min(count, int((found.scores[query] >= request.min_score).sum()))
-            count_B.append(count)
-        # all names at once: a look-up costs the same for one and for a thousand
-        uids, titles = self.bundle.named(np.concatenate([row[:n] for row, n in zip(found.rows, count_B, strict=True)]))
-        out, start = [], 0
-        for query, count in enumerate(count_B):
-            own = slice(start, start + count)
-            start += count
-            scores, de, clf, votes = (
-                [] if part is None else part[query, :count].tolist()
-                for part in (found.scores, de_BK, clf_BK, found.votes)
-            )
-            tokens = int(asked.num_tokens_B[query]), int(asked.unknown_B[query])
-            out.append(Prediction(uids[own], titles[own], scores, de, clf, votes, *tokens, unknown_B[query]))
-        return out
 
     def _nearest(self, asked: Encoded, num: int) -> list[TrainingQuery] | None:
         voters, knn = self.bundle.neighbours, self.bundle.info.knn
@@ -248,12 +193,11 @@ class Answerer:
             return None
         compared = self.bundle.compared(asked.de_BD, asked.clf_BD, asked.words_BF)
         cosine_BN, row_BN = voters.nearest(compared, min(num, knn.neighbours))
-        vote: Callable[..., Any] = VOTES[voters.vote]
+        vote_BN = VOTES[voters.vote](cosine_BN)
         out = []
-        for cosine, count, row in zip(cosine_BN[0], vote(cosine_BN)[0], row_BN[0], strict=True):
-            labels = zip(*self.bundle.named(np.sort(voters.labels_ML[int(row)].indices)), strict=True)
-            uid, title = (column[int(row)].as_py() for column in (voters.uids, voters.titles))
-            out.append(TrainingQuery(uid, title, float(cosine), float(count), list(labels)))
+        for cosine, count, row in zip(cosine_BN[0].tolist(), vote_BN[0].tolist(), row_BN[0].tolist(), strict=True):
+            labels = zip(*self.bundle.named(np.sort(voters.labels_ML[row].indices)), strict=True)
+            out.append(TrainingQuery(voters.uids[row].as_py(), voters.titles[row].as_py(), cosine, count, list(labels)))
         return out
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from unidec.errors import ArtifactError
+
 _MAGIC = b"ARROW1\0\0"
 _HEADER_FIELD = 2  # of the flatbuffer table Message: its header, here a RecordBatch
 _COMPRESSION_FIELD = 3  # of the table RecordBatch
@@ -47,6 +49,23 @@ def read_plain_table(path: Path, schema: pa.Schema) -> pa.Table:
             raise ValueError("compressed: it could unpack to any size")
         batches.append(pa.ipc.read_record_batch(message, found))
     return pa.Table.from_batches(batches, schema=found).replace_schema_metadata(None)
+
+
+def read_texts_table(path: Path, schema: pa.Schema, num_rows: int) -> pa.Table:
+    """As `read_plain_table`, of so many rows, each text valid and none missing.
+
+    Raises:
+        ArtifactError: anything else.
+    """
+    fix = "write the bundle again: unidec index build"
+    try:
+        table = read_plain_table(path, schema)
+        table.validate(full=True)
+    except (pa.ArrowException, ValueError, MemoryError, OSError, StopIteration) as error:
+        raise ArtifactError("not a readable Arrow file", where=str(path), got=str(error)[:200], fix=fix) from error
+    if table.num_rows != num_rows or any(column.null_count for column in table.columns):
+        raise ArtifactError("another number of rows", where=str(path), got=table.num_rows, expected=num_rows, fix=fix)
+    return table
 
 
 def _is_compressed(metadata: bytes) -> bool:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from unidec.data.array_file import write_array
 from unidec.data.storage import MANIFEST, load_array, read_manifest, write_folder, write_json
 from unidec.errors import ArtifactError
-from unidec.retrieval.arrow_file import read_plain_table
+from unidec.retrieval.arrow_file import read_texts_table
 from unidec.retrieval.bundle_model import place, write_model
 from unidec.retrieval.index import IndexOptions, Kind, LabelIndex
 from unidec.retrieval.index_kinds import GRAPHS
@@ -321,17 +321,7 @@ def read_labels(root: Path, num_labels: int) -> pa.Table:
     Raises:
         ArtifactError: not such a file, another number of labels, a missing text, or text that is not UTF-8.
     """
-    where = root / "labels.arrow"
-    try:
-        table = read_plain_table(where, LABEL_SCHEMA)
-        table.validate(full=True)
-    except (pa.ArrowException, ValueError, MemoryError, OSError, StopIteration) as error:
-        raise ArtifactError("not a readable Arrow file", where=str(where), got=str(error)[:200], fix=_FIX) from error
-    if table.num_rows != num_labels or any(column.null_count for column in table.columns):
-        raise ArtifactError(
-            "another number of labels", where=str(where), got=table.num_rows, expected=num_labels, fix=_FIX
-        )
-    return table.combine_chunks()
+    return read_texts_table(root / "labels.arrow", LABEL_SCHEMA, num_labels).combine_chunks()
 
 
 def read_vectors(root: Path, info: BundleInfo, verify: bool = True) -> dict[str, Floats]:

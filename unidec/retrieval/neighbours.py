@@ -26,7 +26,7 @@ from scipy.sparse import csr_matrix
 
 from unidec.data.storage import load_array
 from unidec.errors import ArtifactError
-from unidec.retrieval.arrow_file import read_plain_table
+from unidec.retrieval.arrow_file import read_texts_table
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.scoring_space import unit_rows
 from unidec.retrieval.words import WordSpace
@@ -49,18 +49,18 @@ _BATCH_ROWS = 65_536
 _FIX = "write the bundle again: unidec index build"
 
 
-def square_vote(cosine_BN: Floats) -> Floats:
+def _square(cosine_BN: Floats) -> Floats:
     """Square of the cosine, 0 where it is negative; float32 [B, N]."""
     return np.square(np.maximum(cosine_BN, np.float32(0)))
 
 
-def softmax_vote(cosine_BN: Floats) -> Floats:
+def _softmax(cosine_BN: Floats) -> Floats:
     """exp of the cosine over `TEMPERATURE`, the nearest's vote being 1, 0 where it is not positive; float32 [B, N]."""
     nearest_B1 = cosine_BN.max(axis=1, keepdims=True, initial=-1.0)
     return np.where(cosine_BN > 0, np.exp((cosine_BN - nearest_B1) / np.float32(TEMPERATURE)), np.float32(0))
 
 
-VOTES: dict[Vote, Callable[[Floats], Floats]] = {"square": square_vote, "softmax": softmax_vote}
+VOTES: dict[Vote, Callable[[Floats], Floats]] = {"square": _square, "softmax": _softmax}
 
 
 class Neighbours:
@@ -102,10 +102,12 @@ class Neighbours:
             self.vectors_MD.data = self.vectors_MD.data.astype(np.float16).astype(np.float32)
             if self.vectors_MD.shape[1] != words.num_features or not np.isfinite(self.vectors_MD.data).all():
                 raise ValueError("vectors_MD must be finite, and have a column for each word")
-        counts = (_rows_of(self.vectors_MD), _rows_of(labels_ML), len(self.uids), len(self.titles))
+        counts = (self.vectors_MD.shape[0], labels_ML.shape[0], len(self.uids), len(self.titles))
         if len(set(counts)) != 1 or not counts[0]:
             raise ValueError(f"vectors, labels, uids and titles must be of the same queries, got {counts}")
-        self.labels_ML = _ones(labels_ML)
+        self.labels_ML = csr_matrix(labels_ML > 0, dtype=np.float32)
+        self.labels_ML.sum_duplicates()
+        self.labels_ML.data[:] = 1.0  # each label of a row once
         if words is None:
             self._index = LabelIndex.build(self.vectors_MD.astype(np.float32))
         else:
@@ -114,7 +116,7 @@ class Neighbours:
     @property
     def num_queries(self) -> int:
         """M."""
-        return _rows_of(self.vectors_MD)
+        return int(self.vectors_MD.shape[0])
 
     @property
     def num_labels(self) -> int:
@@ -134,8 +136,8 @@ class Neighbours:
         num = min(num, self.num_queries)
         if self.words is None:
             return self._index.search(unit_rows(query_BD), num)
-        cosine_BN = np.empty((_rows_of(query_BD), num), dtype=np.float32)
-        row_BN = np.empty((_rows_of(query_BD), num), dtype=np.int64)
+        cosine_BN = np.empty((query_BD.shape[0], num), dtype=np.float32)
+        row_BN = np.empty((query_BD.shape[0], num), dtype=np.int64)
         block = max(1, _BLOCK_SCORES // self.num_queries)
         for begin in range(0, len(row_BN), block):
             some = slice(begin, begin + block)
@@ -143,15 +145,8 @@ class Neighbours:
         return cosine_BN, row_BN
 
     def votes(self, query_BD: Floats | csr_matrix, num: int) -> csr_matrix:
-        """Votes of the `num` nearest training queries.
-
-        Args:
-            query_BD, num: as in `nearest`.
-
-        Returns:
-            float32 CSR [B, L] with sorted indices, above 0, the largest of each row 1; a row is empty where no
-            neighbour has a label or no cosine is positive.
-        """
+        """Votes of the `num` nearest training queries: float32 CSR [B, L] with sorted indices, above 0, the largest of
+        each row 1; a row is empty where no neighbour has a label or no cosine is positive."""
         cosine_BN, row_BN = self.nearest(query_BD, num)
         begin = np.arange(len(row_BN) + 1) * row_BN.shape[1]
         shape = (len(row_BN), self.num_queries)
@@ -214,15 +209,18 @@ def read_neighbours(
     labels_ML = _read_csr(place, "indptr.npy", "labels.npy", (num_queries, num_labels), num_pairs)
     words = None
     if tokenizer_folder is None:
-        vectors: Any = load_array(place / "vectors.npy", np.float16, ndim=2)
-        _check_shape(place / "vectors.npy", vectors, (num_queries, dim))
-        _check_finite(place / "vectors.npy", vectors)
+        vectors: Any = _read(place / "vectors.npy", np.float16, (num_queries, dim))
     else:
-        values = load_array(place / "words_values.npy", np.float16)
-        _check_finite(place / "words_values.npy", values)
+        values = _read(place / "words_values.npy", np.float16)
         vectors = _read_csr(place, "words_indptr.npy", "words.npy", (num_queries, dim), len(values), values)
-        words = _read_words(place, dim, tokenizer_folder)
-    table = _read_queries(place / "queries.arrow", num_queries)
+        keys, weights = _read(place / "word_keys.npy", np.uint64, (dim,)), _read(place / "word_weights.npy", np.float32)
+        try:
+            words = WordSpace(tokenizer_folder, keys, weights)
+        except ValueError as error:
+            raise ArtifactError(
+                "damaged words", where=str(place / "word_keys.npy"), got=str(error), fix=_FIX
+            ) from error
+    table = read_texts_table(place / "queries.arrow", QUERY_SCHEMA, num_queries)
     return Neighbours(vectors, labels_ML, table["uid"], table["title"], vote, words)
 
 
@@ -235,9 +233,8 @@ def _read_csr(
     values: npt.NDArray[Any] | None = None,
 ) -> csr_matrix:
     """A matrix of two files, `name` with where rows begin and `columns`; float32, 1 everywhere without values."""
-    indptr, indices = load_array(place / name, np.int64), load_array(place / columns, np.int32)
-    _check_shape(place / name, indptr, (shape[0] + 1,))
-    _check_shape(place / columns, indices, (num_pairs,))
+    indptr = _read(place / name, np.int64, (shape[0] + 1,))
+    indices = _read(place / columns, np.int32, (num_pairs,))
     if indptr[0] != 0 or indptr[-1] != num_pairs or (np.diff(indptr) < 0).any():
         raise ArtifactError(f"rows that do not fit {columns}", where=str(place / name), fix=_FIX)
     if num_pairs and not (int(indices.min()) >= 0 and int(indices.max()) < shape[1]):
@@ -247,36 +244,14 @@ def _read_csr(
     return csr_matrix((data, indices, indptr), shape=shape)
 
 
-def _read_words(place: Path, num_words: int, tokenizer_folder: Path) -> WordSpace:
-    keys, weights = load_array(place / "word_keys.npy", np.uint64), load_array(place / "word_weights.npy", np.float32)
-    _check_shape(place / "word_keys.npy", keys, (num_words,))
-    try:
-        return WordSpace(tokenizer_folder, keys, weights)
-    except ValueError as error:
-        raise ArtifactError("damaged words", where=str(place / "word_keys.npy"), got=str(error), fix=_FIX) from error
-
-
-def _read_queries(where: Path, num_queries: int) -> pa.Table:
-    try:
-        table = read_plain_table(where, QUERY_SCHEMA)
-        table.validate(full=True)
-    except (pa.ArrowException, ValueError, MemoryError, OSError, StopIteration) as error:
-        raise ArtifactError("not a readable Arrow file", where=str(where), got=str(error)[:200], fix=_FIX) from error
-    if table.num_rows != num_queries or any(column.null_count for column in table.columns):
-        raise ArtifactError(
-            "another number of queries", where=str(where), got=table.num_rows, expected=num_queries, fix=_FIX
-        )
-    return table
-
-
-def _check_shape(where: Path, array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
-    if array.shape != shape:
+def _read(where: Path, dtype: Any, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+    """An array of finite numbers; of any length without a shape."""
+    array = load_array(where, dtype, ndim=len(shape or (0,)))
+    if shape is not None and array.shape != shape:
         raise ArtifactError("another shape", where=str(where), got=array.shape, expected=shape, fix=_FIX)
-
-
-def _check_finite(where: Path, array: npt.NDArray[Any]) -> None:
     if not np.isfinite(array).all():
         raise ArtifactError("numbers that are not finite", where=str(where), fix=_FIX)
+    return array
 
 
 def _largest(score_BM: Floats, num: int) -> tuple[Floats, Labels]:
@@ -330,13 +305,11 @@ class Candidates:
         heads: Callable[[Labels, Labels], Floats],
         excluded: Labels | None = None,
     ) -> Candidates:
-        """What the heads rank highest, and all labels that got a vote, without excluded pairs.
-
-        A label without a vote that is among the k best of the sum is among the k best of the heads: so with the heads'
-        k best labels that are not excluded in `found_BK`, the k best of the sum are here, whatever the weight (>= 0).
+        """The heads' k best labels, and all that got a vote, without excluded pairs: the k best of the sum are among
+        them, whatever the votes' weight (>= 0).
 
         Args:
-            found_BK: label rows, -1 where there is none.
+            found_BK: label rows of the heads' best that are not excluded, -1 where there is none.
             votes_BL: of `Neighbours.votes`.
             heads: (query_P, label_P) -> the heads' scores float32 [P].
             excluded: int64 keys query * L + label that are left out.
@@ -376,18 +349,6 @@ def votes_alone(votes_BL: csr_matrix, k: int, excluded: Labels | None = None) ->
     nothing = np.zeros((votes_BL.shape[0], 0), dtype=np.int64)
     found = Candidates.of(nothing, votes_BL, lambda query_P, _: np.zeros(len(query_P), dtype=np.float32), excluded)
     return found.top(1.0, k)
-
-
-def _ones(labels_ML: csr_matrix) -> csr_matrix:
-    """Each label of a row once, with 1 as its value."""
-    ones = csr_matrix(labels_ML > 0, dtype=np.float32)
-    ones.sum_duplicates()
-    ones.data[:] = 1.0
-    return ones
-
-
-def _rows_of(matrix: csr_matrix) -> int:
-    return int(matrix.shape[0])
 
 
 def _strings(values: Iterable[str] | pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
