@@ -5,7 +5,6 @@ Overrides (`common`, `set`) may be nested as in params.yaml or given by key path
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +15,7 @@ from pydantic_core import ErrorDetails
 from unidec.errors import ConfigError
 from unidec.problems import nearest, problem, short, valid_values
 from unidec.sections import Count, Section, Seed
-from unidec.strict_yaml import KeyPath, read_yaml
+from unidec.strict_yaml import read_yaml
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=60, pattern=r"^[^/*?\[\]\x00-\x1f]+$")]
 Overrides = dict[str, Any]
@@ -41,12 +40,9 @@ class CellEntry(Section):
     like: str | None = Field(None, description="a cell whose settings this one starts from")
     model_of: str | None = Field(None, description="a cell whose trained model this one serves with other index keys")
     peer: str | None = Field(None, description="a system from outside")
-    after: str | None = Field(None, description="a cell whose model is this one's start (encoder.start)")
+    after: str | None = Field(None, description="a cell whose model is this one's start")
     about: str = Field("", description="one line")
     set: Overrides = Field({}, description="parameters over those of the recipe, `common` and the data set")
-    options: Overrides = Field({}, description="a peer's options")
-    data: list[str] | None = Field(None, description="only on these data sets")
-    seeds: list[Seed] | None = Field(None, description="other seeds than the comparison's")
 
 
 class GroupEntry(Section):
@@ -55,8 +51,6 @@ class GroupEntry(Section):
     base: str = Field(description="the cell that the others are compared with")
     cells: list[str] = Field(description="the others, in order")
     about: str = Field("", description="which table of which paper this repeats")
-    finding: str = Field("", description="what came out")
-    metrics: list[str] = Field([], description="columns; empty: the headline")
 
 
 class ComparisonFile(Section):
@@ -67,13 +61,7 @@ class ComparisonFile(Section):
     )
     title: str = Field("", description="heading of the report")
     about: str = Field("", description="one line")
-    notes: list[str] = Field([], description="paragraphs of the report: what was found")
     seeds: Annotated[list[Seed], Field(min_length=1)] = Field([0], description="one run each")
-    threads: Annotated[int, Field(ge=0)] = Field(0, description="threads of each cell; 0: the cores over --jobs")
-    minutes: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="time for each training: epochs are chosen to fill it; none: as many as optim.epochs says"
-    )
-    keep_models: bool = Field(False, description="keep every model and bundle, not only those that other cells need")
     common: Overrides = Field({}, description="parameters for every recipe and, where they apply, every peer")
     data: Annotated[dict[Name, DataEntry], Field(min_length=1)] = Field(description="data sets by name")
     cells: Annotated[dict[Name, CellEntry], Field(min_length=1)] = Field(description="systems by name")
@@ -81,7 +69,7 @@ class ComparisonFile(Section):
 
 
 class ComparisonError(ConfigError):
-    """All that is wrong with a comparison file, found in one go; `problems` holds one text for each."""
+    """Everything that is wrong with a comparison file; `problems` holds one text for each."""
 
     def __init__(self, problems: list[str], where: str) -> None:
         self.problems = problems
@@ -89,42 +77,43 @@ class ComparisonError(ConfigError):
         super().__init__("\n".join([f"{count} in the comparison file", *problems]), where=where)
 
 
-Origin = dict[str, str]
-
-
-def read_file(path: str | Path) -> tuple[ComparisonFile | None, Origin, list[tuple[KeyPath, str]]]:
-    """Read and check a comparison file's form.
+def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
+    """Read a comparison file and check its form.
 
     Returns:
-        The file without its wrong keys (None where too little is left), the line of each key path in words, and the
-        problems, each with its key path.
+        The file, and the line of each key path, in words.
 
     Raises:
-        ConfigError: no such file, or not YAML.
+        ConfigError: no such file, or not YAML. ComparisonError: unknown keys and wrong values, all of them.
     """
     path = Path(path)
     if not path.is_file():
-        folder = Path("comparison")
-        known = sorted(str(file) for file in folder.glob("*.yaml") if file.name != "dvc.yaml")
+        known = sorted(str(file) for file in Path("comparison").glob("*.yaml") if file.name != "dvc.yaml")
         raise ConfigError(
-            "no such comparison file", where=str(path), expected=f"one of {', '.join(known)}" if known else None,
+            "no such comparison file", where=str(path), expected=one_of(known) if known else None,
             fix="docs/comparing.md shows how to write one",
         )  # fmt: skip
     raw, lines = read_yaml(path)
     origin = {".".join(key): f"line {line}" for key, line in lines.items()}
-    values = _no_nulls(raw)
+    raw |= {key: {} for key in ("common", "groups") if key in raw and raw[key] is None}  # all keys commented out
     try:
-        return ComparisonFile.model_validate(values), origin, []
+        return ComparisonFile.model_validate(raw), origin
     except ValidationError as error:
-        details = error.errors(include_url=False)
-    by_key: dict[KeyPath, list[ErrorDetails]] = {}
-    for detail in details:
-        by_key.setdefault(_key_path(detail, raw), []).append(detail)
-    problems = [(key, _explain(key, group, origin)) for key, group in by_key.items()]
-    try:
-        return ComparisonFile.model_validate(_without(values, by_key)), origin, problems
-    except ValidationError:
-        return None, origin, problems
+        problems = [_explain(detail, origin) for detail in error.errors(include_url=False)]
+        raise ComparisonError(problems, str(path)) from None
+
+
+def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:
+    """What pydantic reports about one key, as a problem."""
+    path = [str(part) for part in detail["loc"] if part != "[key]"]
+    sections: dict[str, type[Section]] = {"data": DataEntry, "cells": CellEntry, "groups": GroupEntry}
+    known = list((sections.get(path[0], ComparisonFile) if len(path) > 2 else ComparisonFile).model_fields)
+    key, got = ".".join(path), short(detail["input"])
+    if detail["type"] == "extra_forbidden":
+        return problem(key, "unknown key", got, one_of(known), origin, nearest(path[-1], known))
+    where = next((origin[name] for n in range(len(path), 0, -1) if (name := ".".join(path[:n])) in origin), None)
+    what = "missing" if detail["type"] == "missing" else "wrong value"
+    return problem(key, what, got, valid_values(detail), {key: where} if where else {})
 
 
 def flat(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,75 +127,16 @@ def flat(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"pool.beta": 2, "seed": 0}` -> `{"pool": {"beta": 2}, "seed": 0}`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (found.setdefault(section, {}) if section else found)[name] = value
+    return found
+
+
 def one_of(names: Iterable[str]) -> str:
-    """What may stand in a place, in words."""
+    """The values that are allowed, in words."""
     listed = list(names)
     return f"one of {', '.join(listed)}" if listed else "nothing: there is none"
-
-
-def _no_nulls(raw: dict[str, Any]) -> dict[str, Any]:
-    """A cell or section whose keys are all commented out reads as null: that is an empty one."""
-    values = copy.deepcopy(raw)
-    for key in ("common", "groups"):
-        if key in values and values[key] is None:
-            values[key] = {}
-    return values
-
-
-def _key_path(detail: ErrorDetails, raw: dict[str, Any]) -> KeyPath:
-    """The key path of an error, as far as the file has it, and one key further."""
-    path: list[str] = []
-    node: Any = raw
-    for part in detail["loc"]:
-        if part == "[key]":
-            break
-        path.append(str(part))
-        if not isinstance(node, dict) or part not in node:
-            break
-        node = node[part]
-        if not isinstance(node, dict):
-            break
-    return tuple(path)
-
-
-def _explain(key: KeyPath, group: list[ErrorDetails], origin: Origin) -> str:
-    """One problem from all that pydantic says about one key."""
-    name, got = ".".join(key), short(group[0]["input"])
-    kinds = {detail["type"] for detail in group}
-    if "extra_forbidden" in kinds:
-        known = list(_model_of(key).model_fields)
-        return problem(name, "unknown key", got, one_of(known), origin, nearest(key[-1], known))
-    if "missing" in kinds:
-        parent = ".".join(key[:-1])
-        where = {name: origin[parent]} if parent in origin else {}
-        return problem(name, "missing", "nothing", _model_of(key).model_fields[key[-1]].description, where)
-    if kinds & {"model_type", "model_attributes_type", "dict_type"}:
-        return problem(name, "not a section", got, "keys under it", origin)
-    expected = " or ".join(dict.fromkeys(_valid(detail) for detail in group))
-    options = [str(option) for detail in group for option in detail.get("ctx", {}).get("expected", "").split("'")[1::2]]
-    near = nearest(group[0]["input"], options) if isinstance(group[0]["input"], str) else None
-    return problem(name, "wrong value", got, expected, origin, near)
-
-
-def _valid(detail: ErrorDetails) -> str:
-    if detail["type"] == "string_pattern_mismatch":
-        return f"a name that matches {detail['ctx']['pattern']}"
-    return {"list_type": "a list", "too_short": "at least one"}.get(detail["type"], valid_values(detail))
-
-
-def _model_of(key: KeyPath) -> type[Section]:
-    """The section that holds this key."""
-    kinds: dict[str, type[Section]] = {"data": DataEntry, "cells": CellEntry, "groups": GroupEntry}
-    return kinds.get(key[0], ComparisonFile) if len(key) > 2 else ComparisonFile
-
-
-def _without(values: dict[str, Any], bad: Iterable[KeyPath]) -> dict[str, Any]:
-    """The values without the wrong keys."""
-    kept = copy.deepcopy(values)
-    for path in bad:
-        node: Any = kept
-        for part in path[:-1]:
-            node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, dict):
-            node.pop(path[-1], None)
-    return kept

@@ -5,6 +5,7 @@ Legend: n test queries, K labels a query.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from unidec.comparison.peers.running import PeerOutcome
 from unidec.config import Params, flatten
 from unidec.data.storage import read_json_lines
 
@@ -23,17 +25,6 @@ TIMED_QUERIES = 512  # queries whose prediction is timed, in batches of 256
 PREDICTIONS = "labels.npy"
 _TIMED_K = 10
 _HISTORY_LINES = 200
-
-
-def serve(params: Params) -> dict[str, float]:
-    """Index and evaluate outputs/model; the seconds of both."""
-    from unidec import pipeline
-
-    begin = time.perf_counter()
-    pipeline.index(params)
-    indexed = time.perf_counter()
-    pipeline.evaluate(params)
-    return {"index_seconds": indexed - begin, "evaluate_seconds": time.perf_counter() - indexed}
 
 
 def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> dict[str, Any]:
@@ -49,9 +40,8 @@ def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> 
     from unidec.pipeline.ranking import headline
     from unidec.retrieval.bundle import Bundle
     from unidec.tracking.run import Tracker
-    from unidec.training.identity import code_sha256
 
-    metrics = _json(paths.METRICS)
+    metrics = json.loads(paths.METRICS.read_text(encoding="utf-8"))
     table = pq.read_table(paths.PREDICTIONS, columns=["labels"])
     np.save(PREDICTIONS, padded(table["labels"].to_pylist()), allow_pickle=False)
     records = paths.MODEL if run_dir is None else run_dir
@@ -66,44 +56,40 @@ def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> 
     tracker = Tracker.resume(run_dir) if run_dir is not None else None
     return {
         "metrics": metrics["test"], "validation": metrics.get("validation", {}), "parts": parts,
-        "index": metrics.get("index", {}), "bins": metrics.get("frequency_bins", []), "costs": costs,
-        "curve": curve if run_dir is not None else [], "history": thinned(history), "params": flatten(params),
-        "dataset": _card(params), "machine": machine(), "code": code_tags() | {"training": code_sha256()},
+        "bins": metrics.get("frequency_bins", []), "costs": costs, "curve": curve if run_dir is not None else [],
+        "history": thinned(history), "params": flatten(params), "dataset": _card(params), "lineage": _lineage(),
         "mlflow_run": tracker.run_id if tracker is not None else None,
-        "report": str(paths.REPORT) if paths.REPORT.is_file() else "",
     }  # fmt: skip
 
 
-def of_peer(params: Params, spec: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """Result of a peer that wrote outputs/labels.npy and scores.npy: filters removed, measured as ours are."""
+def of_peer(params: Params, name: str, outcome: PeerOutcome) -> dict[str, Any]:
+    """Result of a peer: filtered pairs are removed from its predictions, which are then measured as ours are."""
     from unidec.evaluation.frequency import frequency_bins
-    from unidec.evaluation.metrics import evaluate
+    from unidec.evaluation.metrics import evaluate, filtered_truth, remove_filtered
     from unidec.pipeline import paths
 
-    dataset, propensity = paths.open_dataset(), _propensity()
+    dataset, propensity = paths.open_dataset(), paths.open_propensity()
     figures: dict[str, dict[str, float]] = {}
     bins: list[dict[str, float]] = []
-    for split, suffix in (("test", ""), ("validation", "_validation")):
-        if split == "validation" and not Path(f"outputs/labels{suffix}.npy").is_file():
-            continue
-        labels, truth = _without_filtered(dataset, split, suffix)
+    for split, (found, scores) in outcome.predictions.items():
+        rows = dataset.rows(split)
+        filters = dataset.filter_pairs[rows]
+        labels, _ = remove_filtered(found, scores, filters, K)
+        truth = filtered_truth(dataset.relevance[rows], filters)
         figures[split] = evaluate(labels, truth, propensity.inverse_L, propensity.group_L)
         if split == "test":
             bins = frequency_bins(labels, truth, propensity.counts_L, propensity.inverse_L)
             np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
-    known = ("train_seconds", "search_ms", "encode_ms", "parameters", "peak_rss_bytes")
-    costs = {key: float(facts[key]) for key in known if facts.get(key) is not None}
-    costs["peak_memory_bytes"] = max(costs.pop("peak_rss_bytes", 0.0), peak_bytes())
+    costs = dict(outcome.costs)
+    costs["peak_memory_bytes"] = costs.pop("peak_rss_bytes", peak_bytes())
     if "parameters" in costs:
         costs["parameters_classifier"] = costs.pop("parameters")
-    about = {key: value for key, value in facts.items() if key not in known}
+    lineage = _lineage() | {name: outcome.version}
     result = {
-        "metrics": figures["test"], "validation": figures.get("validation", {}), "parts": {}, "index": {}, "bins": bins,
-        "costs": costs, "curve": [], "history": [], "facts": about,
-        "params": {"peer": spec["peer"], "options": spec["options"], "seed": spec["seed"]},
-        "dataset": _card(params), "machine": machine(), "code": code_tags(), "report": "",
+        "metrics": figures["test"], "validation": figures.get("validation", {}), "parts": {}, "bins": bins,
+        "costs": costs, "curve": [], "history": [], "dataset": _card(params), "lineage": lineage,
     }  # fmt: skip
-    return result | {"mlflow_run": _tracked(params, spec, result)}
+    return result | {"mlflow_run": _tracked(params, name, result)}
 
 
 def padded(lists: list[list[int]]) -> np.ndarray:
@@ -123,37 +109,26 @@ def thinned(lines: list[dict[str, Any]], most: int = _HISTORY_LINES) -> list[dic
 
 def peak_bytes() -> float:
     """Most memory that this process has held so far, its children not counted."""
-    # VmHWM begins with the program; ru_maxrss may still be that of the process that forked it
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return 1024.0 * int(line.split()[1])
-    except OSError:
-        pass
-    unit = 1.0 if sys.platform == "darwin" else 1024.0
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = Path("/proc/self/status")
+    if status.is_file():  # VmHWM begins with the program; ru_maxrss may still be that of the process that forked it
+        return 1024.0 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on; no names."""
+def _lineage() -> dict[str, str]:
+    """What the figures were measured with and on: versions, commit, machine; no names."""
     import torch
 
-    found: dict[str, Any] = {
-        "system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
-    }  # fmt: skip
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
-
-
-def code_tags() -> dict[str, str]:
-    """Commit and version, where they can be had."""
     from unidec.tracking import provenance
 
     tags = provenance.code_tags()
     names = {"mlflow.source.git.commit": "commit", "git.dirty": "edited", "unidec.version": "unidec"}
-    return {short: tags[name] for name, short in names.items() if name in tags}
+    found = {short: tags[name] for name, short in names.items() if name in tags}
+    found |= {
+        "system": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()), "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
+    return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -195,25 +170,6 @@ def _sizes(bundle: Any, folder: Path) -> dict[str, float]:
     return {name: float(value) for name, value in count.items()} | {"bundle_bytes": float(size)}
 
 
-def _propensity() -> Any:
-    from unidec.pipeline import paths
-
-    return paths.open_propensity()
-
-
-def _without_filtered(dataset: Any, split: Any, suffix: str) -> tuple[np.ndarray, Any]:
-    """A peer's labels int64 [n, K] without filtered pairs, and the truth."""
-    from unidec.data.storage import load_array
-    from unidec.evaluation.metrics import filtered_truth, remove_filtered
-
-    rows = dataset.rows(split)
-    labels = load_array(f"outputs/labels{suffix}.npy", np.int64, ndim=2)
-    scores = load_array(f"outputs/scores{suffix}.npy", np.float32, ndim=2)
-    filters = dataset.filter_pairs[rows]
-    kept, _ = remove_filtered(labels, scores, filters, K)
-    return kept, filtered_truth(dataset.relevance[rows], filters)
-
-
 def _card(params: Params) -> dict[str, Any]:
     from unidec.pipeline import paths
 
@@ -226,23 +182,16 @@ def _card(params: Params) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _tracked(params: Params, spec: dict[str, Any], result: dict[str, Any]) -> str | None:
+def _tracked(params: Params, peer: str, result: dict[str, Any]) -> str | None:
     """An MLflow run for a peer: its settings and figures."""
     from unidec.tracking.run import Tracker
 
     tracker = Tracker(params.tracking.experiment)
     about = {"name": result["dataset"]["name"], "digest": result["dataset"]["sha256"], "path": "data/dataset"}
-    options = {f"options.{key}": value for key, value in spec["options"].items()}
-    tracker.start("runs/peer", {"peer": spec["peer"], "seed": spec["seed"], **options}, {}, about)
+    tracker.start("runs/peer", {"peer": peer, "seed": params.seed}, {}, about)
     tracker.log_final(
         {f"test/{name}": value for name, value in result["metrics"].items()}
         | {f"cost/{name}": value for name, value in result["costs"].items()}
     )
     tracker.finish("FINISHED")
     return tracker.run_id
-
-
-def _json(path: Path) -> dict[str, Any]:
-    import json
-
-    return json.loads(path.read_text(encoding="utf-8"))

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import fnmatch
+import graphlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from unidec.comparison import peers
 from unidec.comparison.file import (
     CellEntry,
     ComparisonError,
     ComparisonFile,
     DataEntry,
-    Origin,
     flat,
+    nested,
     one_of,
     read_file,
 )
+from unidec.comparison.peers import PEERS
 from unidec.config import Params, build_params, recipe_names
 from unidec.errors import ConfigError
 from unidec.problems import ParamsError, nearest, problem, short
-from unidec.strict_yaml import KeyPath
 
 Kind = Literal["recipe", "model_of", "peer"]
 SOURCES = ("recipe", "like", "model_of", "peer")
-OF_THE_DATA = ("data", "tokens")  # alike for every cell: else a table would compare data, not systems
-OURS = ("recipe", "seed", "tracking")
+ALIKE = ("data", "tokens", "recipe", "seed", "tracking")  # for every cell: else a table would compare data, not systems
 EXPERIMENT = "unidec-compare"
+START = "data/start"  # in a cell's folder: a link to the model that it starts from
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Job:
         params: all of them; of a peer those that it shares with the recipes (data, texts, encoder, epochs).
         settings: what is set beyond the recipe and the common settings.
         needs: key of the job whose model this one starts from or serves.
-        peer, options: of a peer.
+        peer: its name.
     """
 
     data: str
@@ -51,20 +51,14 @@ class Job:
     kind: Kind
     params: Params
     entry: DataEntry
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any]
     needs: str | None = None
     peer: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
         """Its name: "data/cell/seed"."""
         return f"{self.data}/{self.cell}/{self.seed}"
-
-    @property
-    def folder(self) -> Path:
-        """Its folder below the workspace's cells."""
-        return Path(slug(self.data)) / slug(self.cell) / str(self.seed)
 
 
 @dataclass(frozen=True)
@@ -86,287 +80,237 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9_.=]+", "-", name.lower()).strip("-.") or "x"
 
 
-def load_comparison(path: str | Path, extra: Mapping[str, Any] | None = None) -> Comparison:
+def load_comparison(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Comparison:
     """Read a comparison file and make its jobs.
 
     Args:
         path: the file.
-        extra: parameters by key path over everything that the file sets, for all cells (`--set`).
+        overrides: parameters by key path over everything that the file sets, for all cells (`--set`).
 
     Raises:
         ComparisonError: everything that is wrong, at once, with key path, line, what was expected and the nearest name.
     """
-    file, origin, formal = read_file(path)
-    if file is None:
-        raise ComparisonError([text for _, text in formal], str(path))
-    plan = _Plan(file, origin, dict(extra or {}), {part for key, _ in formal for part in (key, key[:2])})
-    jobs = plan.jobs()
-    problems = [text for _, text in formal] + plan.problems
-    if problems:
-        raise ComparisonError(problems, str(path))
-    return Comparison(Path(path), file, tuple(jobs), flat(file.common) | dict(extra or {}))
+    file, origin = read_file(path)
+    planner = _Planner(file, origin, dict(overrides or {}))
+    jobs = planner.jobs()
+    if planner.problems:
+        raise ComparisonError(list(dict.fromkeys(planner.problems)), str(path))
+    return Comparison(Path(path), file, tuple(jobs), flat(file.common) | dict(overrides or {}))
 
 
 def select(comparison: Comparison, only: Sequence[str]) -> list[Job]:
     """The jobs that patterns name, and those that these need; all of them where there is no pattern.
 
     Args:
-        only: "cell", "data/cell" or "data/cell/seed", as in the file or as folders; `*` and `?` stand for anything.
+        only: "cell", "data/cell" or "data/cell/seed", as in the file or as folders; `*` and `?` match anything.
 
     Raises:
         ConfigError: a pattern that names nothing.
     """
-    if not only:
-        return list(comparison.jobs)
-    by_key, chosen = comparison.by_key(), set()
+    by_key = comparison.by_key()
+    chosen = set() if only else set(by_key)
     for pattern in only:
         found = [job for job in comparison.jobs if _matches(job, pattern)]
         if not found:
-            names = list(dict.fromkeys(job.cell for job in comparison.jobs))
-            near = nearest(pattern.split("/")[min(1, pattern.count("/"))], names)
+            near = nearest(pattern.split("/")[min(1, pattern.count("/"))], [job.cell for job in comparison.jobs])
             raise ConfigError(
                 "no such cell", where="--only", got=pattern, expected="a cell, data/cell or data/cell/seed",
                 fix=f"nearest: {near}" if near else "unidec compare FILE --list shows them",
             )  # fmt: skip
         for job in found:
             step: Job | None = job
-            while step is not None and step.key not in chosen:
+            while step is not None:
                 chosen.add(step.key)
                 step = by_key.get(step.needs or "")
     return [job for job in comparison.jobs if job.key in chosen]
 
 
 def _matches(job: Job, pattern: str) -> bool:
-    named = (job.cell, f"{job.data}/{job.cell}", job.key)
-    folders = (slug(job.cell), f"{slug(job.data)}/{slug(job.cell)}", job.folder.as_posix())
-    return any(fnmatch.fnmatchcase(name, pattern) for name in (*named, *folders))
+    names = (job.data, job.cell, str(job.seed)), (slug(job.data), slug(job.cell), str(job.seed))
+    return any(
+        fnmatch.fnmatchcase(name, pattern)
+        for data, cell, seed in names
+        for name in (cell, f"{data}/{cell}", f"{data}/{cell}/{seed}")
+    )
 
 
-@dataclass
-class _Resolved:
-    """A cell with what it takes over from others."""
+@dataclass(frozen=True)
+class _System:
+    """A cell with what it takes over from others; `origin` names where each setting was given."""
 
     kind: Kind
-    recipe: str
-    peer: str
-    settings: dict[str, Any]
-    origin: Origin
-    options: dict[str, Any]
-    needs: str | None
-    is_start: bool  # what it needs is its start, else its model
+    recipe: str = ""
+    peer: str = ""
+    model_of: str | None = None
+    after: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    origin: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def needs(self) -> str | None:
+        return self.model_of or self.after
+
+    @property
+    def is_unseeded(self) -> bool:
+        return self.kind == "peer" and not PEERS[self.peer].script
 
 
-class _Plan:
-    """Collects jobs and problems; an entry whose form is wrong is not looked at again."""
+class _Planner:
+    """Collects jobs and problems."""
 
-    def __init__(self, file: ComparisonFile, origin: Origin, extra: dict[str, Any], skip: set[KeyPath]) -> None:
-        self.file, self.origin, self.extra, self.skip = file, origin, extra, skip
+    def __init__(self, file: ComparisonFile, origin: dict[str, str], overrides: dict[str, Any]) -> None:
+        self.file, self.origin, self.overrides = file, origin, overrides
         self.problems: list[str] = []
         self.wrong_params: dict[str, list[str]] = {}  # text of a problem -> cells that have it
 
     def jobs(self) -> list[Job]:
-        self._check_names()
-        self._check_data()
-        resolved = self._resolve()
-        self._check_groups()
+        self._check_file()
+        for name, cell in self.file.cells.items():
+            self._check_cell(name, cell)
+        systems = {name: found for name in self.file.cells if (found := self._system(name)) is not None}
         jobs = [
             job
-            for seed in self._all_seeds()
+            for number, seed in enumerate(self.file.seeds)
             for data, entry in self.file.data.items()
-            for cell in self._in_order(resolved)
-            if (job := self._job(data, entry, cell, resolved[cell], seed)) is not None
+            for cell in self._in_order(systems)
+            if not (number and systems[cell].is_unseeded)
+            and (job := self._job(data, entry, cell, systems[cell], seed)) is not None
         ]
         for text, cells in self.wrong_params.items():
             more = f" and {len(cells) - 4} more" if len(cells) > 4 else ""
             self.problems.append(f"{text}\n    in: {', '.join(cells[:4])}{more}")
-        self._check_needs(jobs)
         return jobs
 
-    # -- names --------------------------------------------------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------------------------------
 
-    def _say(self, key: str, what: str, got: Any, expected: str | None = None, near: str | None = None,
-             fix: str | None = None) -> None:  # fmt: skip
-        self.problems.append(problem(key, what, short(got), expected, self.origin, near, fix))
+    def _add(self, key: str, what: str, got: Any, expected: str | None = None, near: str | None = None) -> None:
+        self.problems.append(problem(key, what, short(got), expected, self.origin, near))
 
-    def _check_names(self) -> None:
-        """Two names must not share a folder."""
+    def _check_name(self, key: str, what: str, name: str, known: Iterable[str]) -> None:
+        names = list(known)
+        if name not in names:
+            self._add(key, f"no such {what}", name, one_of(names), nearest(name, names))
+
+    def _check_file(self) -> None:
+        """Folders, names and seeds; two names must not share a folder."""
         for section in ("data", "cells"):
             taken: dict[str, str] = {}
             for name in getattr(self.file, section):
                 other = taken.setdefault(slug(name), name)
                 if other != name:
-                    self._say(f"{section}.{name}", f"has the same folder as {other!r}", slug(name), fix="rename one")
+                    self._add(f"{section}.{name}", f"has the same folder as {other!r}", slug(name), "another name")
         if len(set(self.file.seeds)) < len(self.file.seeds):
-            self._say("seeds", "a seed given twice", self.file.seeds)
-
-    def _check_data(self) -> None:
+            self._add("seeds", "a seed given twice", self.file.seeds)
         for name, entry in self.file.data.items():
-            if not Path(entry.path).is_dir() and ("data", name, "path") not in self.skip:
-                self._say(f"data.{name}.path", "no such folder", entry.path, "a folder of raw files, from here",
-                          fix="run in the project's folder, or correct the path")  # fmt: skip
+            if not Path(entry.path).is_dir():
+                self._add(f"data.{name}.path", "no such folder", entry.path, "a folder of raw files, from here")
             for key in flat(entry.set):
-                if key.partition(".")[0] in (*OURS, "tokens") or key == "data.path":
-                    self._say(f"data.{name}.set.{key}", "cannot be set here", entry.set, "path, text and max_length "
-                              "beside `set`, or other parameters")  # fmt: skip
-
-    def _check_groups(self) -> None:
-        names = list(self.file.cells)
+                if key == "data.path" or key.partition(".")[0] in set(ALIKE) - {"data"}:
+                    expected = "path, text and max_length beside `set`"
+                    self._add(f"data.{name}.set.{key}", "cannot be set here", entry.set, expected)
         for title, group in self.file.groups.items():
-            for place, cells in (("base", [group.base]), ("cells", group.cells)):
-                for cell in cells:
-                    if cell not in names:
-                        self._say(f"groups.{title}.{place}", "no such cell", cell, one_of(names), nearest(cell, names))
-
-    def _all_seeds(self) -> list[int]:
-        own = [seed for cell in self.file.cells.values() for seed in cell.seeds or ()]
-        return list(dict.fromkeys([*self.file.seeds, *own]))
-
-    # -- what a cell is -----------------------------------------------------------------------------------------------
-
-    def _resolve(self) -> dict[str, _Resolved]:
-        found: dict[str, _Resolved] = {}
-        for name, cell in self.file.cells.items():
-            if ("cells", name) in self.skip:
-                continue
-            self._check_cell(name, cell)
-            chain = self._chain(name)
-            if chain is not None:
-                found[name] = self._merged(name, chain)
-        return found
+            self._check_name(f"groups.{title}.base", "cell", group.base, self.file.cells)
+            for cell in group.cells:
+                self._check_name(f"groups.{title}.cells", "cell", cell, self.file.cells)
 
     def _check_cell(self, name: str, cell: CellEntry) -> None:
-        where, names = f"cells.{name}", list(self.file.cells)
+        where = f"cells.{name}"
         given = [source for source in SOURCES if getattr(cell, source) is not None]
         if len(given) != 1:
-            self._say(where, "says not what it is" if not given else "says twice what it is",
-                      ", ".join(given) or "none", f"exactly one of {', '.join(SOURCES)}")  # fmt: skip
-        if cell.recipe is not None and cell.recipe not in recipe_names():
-            known = recipe_names()
-            self._say(f"{where}.recipe", "no such recipe", cell.recipe, one_of(known), nearest(cell.recipe, known))
+            self._add(where, "must be one thing", ", ".join(given) or "none", f"exactly one of {', '.join(SOURCES)}")
+        if cell.recipe is not None:
+            self._check_name(f"{where}.recipe", "recipe", cell.recipe, recipe_names())
         if cell.peer is not None:
-            self._check_peer(where, cell, cell.peer)
+            self._check_name(f"{where}.peer", "peer", cell.peer, PEERS)
+            if cell.set or cell.after:
+                self._add(where, "a peer has no parameters of ours", cell.set or cell.after, "nothing beside `peer`")
         for place in ("like", "model_of", "after"):
             other = getattr(cell, place)
-            if other is not None and other not in names:
-                self._say(f"{where}.{place}", "no such cell", other, one_of(names), nearest(other, names))
-        for data in cell.data or ():
-            if data not in self.file.data:
-                known = list(self.file.data)
-                self._say(f"{where}.data", "no such data set", data, one_of(known), nearest(data, known))
+            if other is not None:
+                self._check_name(f"{where}.{place}", "cell", other, self.file.cells)
         for key in flat(cell.set):
             section = key.partition(".")[0]
-            if section in (*OURS, *OF_THE_DATA):
-                fix = "set it in `data`: what is compared, not who" if section in OF_THE_DATA else "leave it out"
-                self._say(f"{where}.set.{key}", "is alike for all cells", cell.set, fix=fix)
+            if section in ALIKE:
+                self._add(
+                    f"{where}.set.{key}", "is the same for all cells", cell.set, "data and texts are set in `data`"
+                )
             elif cell.model_of is not None and section != "index":
-                self._say(f"{where}.set.{key}", "would need another training", cell.set, "keys of index",
-                          fix="like: instead of model_of:")  # fmt: skip
+                self._add(
+                    f"{where}.set.{key}", "would need another training", cell.set, "keys of index, or like: instead"
+                )
 
-    def _check_peer(self, where: str, cell: CellEntry, peer: str) -> None:
-        if peer not in peers.NAMES:
-            self._say(f"{where}.peer", "no such peer", peer, one_of(peers.NAMES), nearest(peer, list(peers.NAMES)))
-        else:
-            for text in peers.check_options(peer, cell.options):
-                self._say(f"{where}.options", text, cell.options)
-        if cell.set or cell.after:
-            self._say(where, "a peer has no parameters of ours", cell.set or cell.after, "options")
+    # -- systems ------------------------------------------------------------------------------------------------------
 
-    def _chain(self, name: str) -> list[str] | None:
-        """The cell behind those that it is like, the first of them in front; None where one is missing or a circle."""
-        chain = [name]
-        while (other := self.file.cells[chain[0]].like) is not None:
-            if other in chain:
-                self._say(f"cells.{name}.like", "goes in a circle", " -> ".join([other, *chain]))
+    def _system(self, name: str, asking: tuple[str, ...] = ()) -> _System | None:
+        """A cell over the one that it is like, or whose model it serves; None where that is not possible."""
+        cell = self.file.cells.get(name)
+        if name in asking:
+            circle = (*asking[asking.index(name) :], name)
+            self._add(f"cells.{min(circle)}", "goes in a circle", " -> ".join(circle))
+        if cell is None or name in asking:
+            return None
+        section = f"cells.{name}.set"
+        settings = flat(cell.set)
+        origin = {key: self._origin(section, key) for key in settings}
+        other = cell.like or cell.model_of
+        if other is None:
+            if cell.peer is not None:
+                return _System("peer", peer=cell.peer) if cell.peer in PEERS else None
+            if cell.recipe not in recipe_names():
                 return None
-            if other not in self.file.cells or ("cells", other) in self.skip:
-                return None
-            chain.insert(0, other)
-        return chain
-
-    def _merged(self, name: str, chain: list[str]) -> _Resolved:
-        cells = [self.file.cells[link] for link in chain]
-        settings: dict[str, Any] = {}
-        origin: Origin = {}
-        options: dict[str, Any] = {}
-        for link, cell in zip(chain, cells, strict=True):
-            for key, value in flat(cell.set).items():
-                settings[key] = value
-                origin[key] = self._origin(f"cells.{link}.set", key)
-            options |= cell.options
-        first = cells[0]
-        after = next((cell.after for cell in reversed(cells) if cell.after is not None), None)
-        kind: Kind = "peer" if first.peer is not None else "model_of" if first.model_of is not None else "recipe"
-        recipe = first.recipe or ""
-        if first.model_of is not None:
-            chain_of = self._chain(first.model_of) if first.model_of in self.file.cells else None
-            if chain_of is not None:
-                served = self._merged(first.model_of, chain_of)
-                recipe, settings, origin = served.recipe, served.settings | settings, served.origin | origin
-                if served.kind != "recipe":
-                    self._say(f"cells.{name}.model_of", "has no model of its own", first.model_of, "a trained cell")
-        if after is not None and after in self.file.cells and self._kind(after) != "recipe":
-            self._say(f"cells.{name}.after", "has no model of its own", after, "a trained cell")
-        return _Resolved(kind, recipe, first.peer or "", settings, origin, options, first.model_of or after,
-                         first.model_of is None)  # fmt: skip
-
-    def _kind(self, name: str) -> str:
-        chain = self._chain(name)
-        first = self.file.cells[chain[0]] if chain else None
-        return "peer" if first and first.peer else "model_of" if first and first.model_of else "recipe"
+            return _System("recipe", cell.recipe or "", after=cell.after, settings=settings, origin=origin)
+        below = self._system(other, (*asking, name))
+        if below is None:
+            return None
+        if cell.model_of is not None and below.kind != "recipe":
+            self._add(f"cells.{name}.model_of", "has no model of its own", cell.model_of, "a trained cell")
+        return replace(
+            below,
+            kind="model_of" if cell.model_of is not None else below.kind,
+            model_of=cell.model_of or below.model_of,
+            after=cell.after or below.after,
+            settings={**below.settings, **settings},
+            origin={**below.origin, **origin},
+        )
 
     def _origin(self, section: str, key: str) -> str:
         place = self.origin.get(f"{section}.{key}", self.origin.get(section, ""))
         return f"{place}, {section}" if place else section
 
-    def _in_order(self, resolved: Mapping[str, _Resolved]) -> list[str]:
-        """Cells as in the file, but behind those that they need."""
-        order: list[str] = []
-
-        def add(name: str, asking: tuple[str, ...]) -> None:
-            if name in order or name not in resolved:
-                return
-            needs = resolved[name].needs
-            if needs in (*asking, name):
-                self._say(f"cells.{name}", "needs itself", " -> ".join([*asking, name, str(needs)]))
-            elif needs is not None:
-                add(needs, (*asking, name))
-            order.append(name)
-
-        for name in resolved:
-            add(name, ())
-        return order
+    def _in_order(self, systems: Mapping[str, _System]) -> list[str]:
+        """Cells behind those that they need, else as in the file."""
+        needs = {name: [one.needs] if one.needs else [] for name, one in systems.items()}
+        for name, one in systems.items():
+            if one.after in systems and systems[one.after].kind != "recipe":
+                self._add(f"cells.{name}.after", "has no model of its own", one.after, "a trained cell")
+        try:
+            return [name for name in graphlib.TopologicalSorter(needs).static_order() if name in systems]
+        except graphlib.CycleError as error:
+            circle = error.args[1]
+            self._add(f"cells.{circle[0]}", "needs itself", " -> ".join(circle))
+            return []
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def _job(self, data: str, entry: DataEntry, cell: str, what: _Resolved, seed: int) -> Job | None:
-        chain = [self.file.cells[link] for link in self._chain(cell) or [cell]]
-        on = next((link.data for link in reversed(chain) if link.data is not None), None)
-        seeds = next((link.seeds for link in reversed(chain) if link.seeds is not None), self.file.seeds)
-        if what.kind == "peer" and what.peer in peers.NAMES and not peers.info(what.peer).seeded:
-            seeds = seeds[:1]
-        if seed not in seeds or (on is not None and data not in on):
-            return None
-        needs = f"{data}/{what.needs}/{seed}" if what.needs is not None else None
-        settings = {} if what.kind == "peer" else dict(what.settings)
-        if what.is_start and what.needs is not None:
-            settings["encoder.start"] = f"../../{slug(what.needs)}/{seed}/outputs/model"
-        params = self._params(data, entry, cell, what, settings, seed)
+    def _job(self, data: str, entry: DataEntry, cell: str, system: _System, seed: int) -> Job | None:
+        settings = {} if system.kind == "peer" else dict(system.settings)
+        if system.kind == "recipe" and system.after is not None:
+            settings["encoder.start"] = START
+        params = self._params(data, entry, cell, system, settings | {"seed": seed})
         if params is None:
             return None
-        return Job(data, cell, seed, what.kind, params, entry, settings, needs, what.peer, what.options)
+        needs = f"{data}/{system.needs}/{seed}" if system.needs is not None else None
+        return Job(data, cell, seed, system.kind, params, entry, settings, needs, system.peer)
 
-    def _params(self, data: str, entry: DataEntry, cell: str, what: _Resolved, settings: dict[str, Any], seed: int
-                ) -> Params | None:  # fmt: skip
+    def _params(
+        self, data: str, entry: DataEntry, cell: str, system: _System, settings: dict[str, Any]
+    ) -> Params | None:
         origin = {key: self._origin("common", key) for key in flat(self.file.common)}
         origin |= {key: self._origin(f"data.{data}.set", key) for key in flat(entry.set)}
-        origin |= what.origin | dict.fromkeys(self.extra, "--set")
-        values = flat(self.file.common) | flat(entry.set) | settings | self.extra
+        origin |= dict(system.origin) | dict.fromkeys(self.overrides, "--set")
+        values = flat(self.file.common) | flat(entry.set) | settings | self.overrides
         values |= {"data.path": entry.path, "tokens.text": entry.text, "tokens.max_length": entry.max_length}
-        values |= {"seed": seed, "tracking.experiment": EXPERIMENT}
-        if what.kind != "peer":
-            values["recipe"] = what.recipe
-            if what.recipe not in recipe_names():
-                return None  # said already
+        values |= {"tracking.experiment": EXPERIMENT} | ({"recipe": system.recipe} if system.recipe else {})
         try:
             return build_params(nested(values), origin, f"cells.{cell}")
         except ParamsError as error:
@@ -374,22 +318,4 @@ class _Plan:
                 cells = self.wrong_params.setdefault(text, [])
                 if cell not in cells:
                     cells.append(cell)
-        except ConfigError as error:
-            self.problems.append(f"- cells.{cell}: {error}")
         return None
-
-    def _check_needs(self, jobs: Iterable[Job]) -> None:
-        keys = {job.key for job in jobs}
-        for job in jobs:
-            if job.needs is not None and job.needs not in keys and not self.problems:
-                self._say(f"cells.{job.cell}", "needs a cell that does not run on this data set with this seed",
-                          job.needs, "the same `data` and `seeds` for both")  # fmt: skip
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"pool.beta": 2, "seed": 0}` -> `{"pool": {"beta": 2}, "seed": 0}`."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        (found.setdefault(section, {}) if section else found)[name] = value
-    return found

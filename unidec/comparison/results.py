@@ -1,4 +1,4 @@
-"""Results of a comparison's cells: gathered from their folders, tested, and put together for the page and a table.
+"""Results of a comparison's cells: gathered from their folders, tested, and put together for page and terminal.
 
 Legend: n test queries, K labels a query.
 """
@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from unidec.comparison import peers
 from unidec.comparison.measure import PREDICTIONS
+from unidec.comparison.peers import PEERS
 from unidec.comparison.plan import Comparison, Job
-from unidec.comparison.workspace import LOG, RESULT, Workspace, read_json, same_identity
+from unidec.comparison.workspace import LOG, Step, Workspace
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
 from unidec.data.storage import load_array, write_json
@@ -34,6 +34,7 @@ from unidec.evaluation.metrics import filtered_truth
 from unidec.evaluation.significance import QueryScores, best_systems, compare_systems, query_scores
 from unidec.progress import progress
 
+REPORT, SUMMARY = "report.html", "summary.json"
 TESTED = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@100")
 TABLE = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100")
 NOTE = (
@@ -47,45 +48,77 @@ class Found:
     """A job and what there is of it.
 
     Attributes:
-        result: of its result.json; None where there is none of the same data and parameters.
-        failure: why there is none. folder: of the job. other_code: it was made by another version of the code.
+        step: of the job. result: its result.json; None where there is none for these inputs.
     """
 
     job: Job
-    folder: Path
+    step: Step
     result: dict[str, Any] | None
-    failure: Failure | None
-    other_code: bool = False
 
 
-def gather(workspace: Workspace) -> list[Found]:
-    """Every job of the workspace with its result, or the reason why there is none."""
-    found = []
-    for task in workspace.cells():
-        assert task.job is not None
-        job, result = task.job, read_json(task.folder / RESULT)
-        told = task.failure()
-        log = (Path("cells") / job.folder / LOG).as_posix() if (task.folder / LOG).is_file() else ""
-        reason, state = ("", "not run") if told is None else (str(told["what"]), "failed")
-        current = result is not None and same_identity(result.get("identity", {}), task.spec["identity"], ("code",))
-        if result is not None and not current:
-            reason = "its result is of other parameters or data"
-        if current:
-            assert result is not None
-            same = same_identity(result["identity"], task.spec["identity"])
-            found.append(Found(job, task.folder, result, None, not same))
-        else:
-            found.append(Found(job, task.folder, None, Failure(job.data, job.cell, job.seed, state, reason, log)))
-    return found
+def write_report(comparison: Comparison, workspace: Workspace, tested: bool = True) -> Path:
+    """Write report.html and summary.json of everything that the workspace holds, whatever was asked for last.
+
+    Args:
+        tested: with paired tests, which take their time.
+    """
+    from unidec.evaluation.comparison_page import write_comparison
+
+    found = gather(comparison, workspace)
+    page = page_input(comparison, found, contrasts(comparison, workspace, found) if tested else ())
+    workspace.root.mkdir(parents=True, exist_ok=True)
+    _write_summary(workspace.root / SUMMARY, page)
+    write_comparison(workspace.root / REPORT, page)
+    return workspace.root / REPORT
+
+
+def listing(jobs: Iterable[Job], workspace: Workspace, accept_code: bool) -> list[list[str]]:
+    """Rows of every run: its name, what it is, and whether it is done."""
+    rows = []
+    for job in jobs:
+        step = workspace.step(job)
+        state = "done" if step.is_done(accept_code) else "failed" if step.failure() else "to do"
+        rows.append([job.key, _what(job), state])
+    return rows
+
+
+def table(comparison: Comparison, workspace: Workspace) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the results so far, for a terminal: mean ± spread."""
+    columns = ["data", "cell", "seeds", *TABLE, "train s", "MB"]
+    rows = []
+    for cell in page_input(comparison, gather(comparison, workspace)).cells:
+        if not cell.runs:
+            continue
+        figures = [_plus_minus(cell.values(name), 1) for name in TABLE]
+        seconds = _plus_minus([run.costs.get("train_seconds", float("nan")) for run in cell.runs], 0)
+        memory = _plus_minus([run.costs.get("peak_memory_bytes", float("nan")) / 1e6 for run in cell.runs], 0)
+        rows.append([cell.task, cell.name, str(len(cell.runs)), *figures, seconds, memory])
+    return columns, rows
+
+
+def write_metrics(path: Path, step: Step) -> None:
+    """The figures of one run, small enough for git; DVC takes no `@` in a name."""
+    result = step.result() or {}
+    names = {name: name.replace("@", "_at_") for name in ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@100")}
+    figures = {key: round(result["metrics"][name], 3) for name, key in names.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(
+        path, {"run": step.name, **figures, "train_seconds": round(result["costs"].get("train_seconds", 0.0), 1)}
+    )
+
+
+def gather(comparison: Comparison, workspace: Workspace) -> list[Found]:
+    """Every job of the comparison with its result, if there is one."""
+    steps = [(job, workspace.step(job)) for job in comparison.jobs]
+    return [Found(job, step, step.result()) for job, step in steps]
 
 
 def page_input(comparison: Comparison, found: Sequence[Found], contrasts: Sequence[Contrast] = ()) -> ComparisonInput:
-    """All that the page shows."""
+    """Everything that the page shows."""
     file = comparison.file
     results = [entry.result for entry in found if entry.result is not None]
-    notes, old = list(file.notes), sum(entry.other_code for entry in found)
-    if old:
-        notes.append(f"{old} of {len(results)} results were made by another version of the code.")
+    old = sum(entry.result is not None and entry.result["code"] != entry.step.spec["code"] for entry in found)
+    notes = [f"{old} of {len(results)} results were made by another version of the code."] if old else []
     return ComparisonInput(
         title=file.title or f"Comparison {file.name}",
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -95,34 +128,34 @@ def page_input(comparison: Comparison, found: Sequence[Found], contrasts: Sequen
         cells=_cells(comparison, found),
         contrasts=contrasts,
         contrast_note=NOTE if contrasts else "",
-        groups=[
-            Group(title, group.base, group.cells, group.about, group.finding, group.metrics)
-            for title, group in file.groups.items()
-        ],
-        failures=[entry.failure for entry in found if entry.failure is not None],
+        groups=[Group(title, group.base, group.cells, group.about) for title, group in file.groups.items()],
+        failures=[_failure(entry) for entry in found if entry.result is None],
         common=comparison.common,
         lineage=_lineage(comparison, results),
     )
 
 
-def contrasts(workspace: Workspace, found: Sequence[Found]) -> list[Contrast]:
+def contrasts(comparison: Comparison, workspace: Workspace, found: Sequence[Found]) -> list[Contrast]:
     """Every system against the best peer of each metric, and the cells of each group against its base."""
     done: list[Contrast] = []
-    names = list(workspace.comparison.file.data)
+    names = list(comparison.file.data)
     for data in progress(names, desc="tests", unit="data set"):
         entries = [entry for entry in found if entry.job.data == data and entry.result is not None]
         scores = _scores(workspace, entries)
         rivals = [name for name in scores if _is_peer(entries, name)]
         if rivals and len(scores) > 1:
             done += _tested(data, scores, best_systems(scores, rivals, TESTED))
-        for group in workspace.comparison.file.groups.values():
+        for group in comparison.file.groups.values():
             members = {name: scores[name] for name in (group.base, *group.cells) if name in scores}
             if group.base in members and len(members) > 1:
                 done += _tested(data, members, group.base)
     return done
 
 
-def write_summary(path: Path, page: ComparisonInput) -> None:
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _write_summary(path: Path, page: ComparisonInput) -> None:
     """Mean, spread and number of seeds of every figure of every cell, for programs."""
     cells = []
     for cell in page.cells:
@@ -138,23 +171,6 @@ def write_summary(path: Path, page: ComparisonInput) -> None:
     write_json(path, {"title": page.title, "cells": cells, "tests": tests, "failures": failures})
 
 
-def table(page: ComparisonInput) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows for a terminal: mean ± spread."""
-    columns = ["data", "cell", "seeds", *TABLE, "train s", "MB"]
-    rows = []
-    for cell in page.cells:
-        if not cell.runs:
-            continue
-        figures = [_plus_minus(cell.values(name), 1) for name in TABLE]
-        seconds = _plus_minus([run.costs.get("train_seconds", float("nan")) for run in cell.runs], 0)
-        memory = _plus_minus([run.costs.get("peak_memory_bytes", float("nan")) / 1e6 for run in cell.runs], 0)
-        rows.append([cell.task, cell.name, str(len(cell.runs)), *figures, seconds, memory])
-    return columns, rows
-
-
-# -- parts ------------------------------------------------------------------------------------------------------------
-
-
 def _cells(comparison: Comparison, found: Sequence[Found]) -> list[Cell]:
     cells = []
     before = {one.job.key: one for one in found}
@@ -166,7 +182,7 @@ def _cells(comparison: Comparison, found: Sequence[Found]) -> list[Cell]:
             job = mine[0].job
             about, settings = entry.about, dict(job.settings)
             if job.kind == "peer":
-                about, settings = about or peers.info(job.peer).about, dict(job.options)
+                about = about or PEERS[job.peer].about
             settings.pop("encoder.start", None)
             if job.needs is not None:
                 settings["model of" if job.kind == "model_of" else "after"] = job.needs.split("/")[1]
@@ -202,12 +218,27 @@ def _card(data: str, found: Iterable[Found]) -> Mapping[str, Any]:
 def _lineage(comparison: Comparison, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What made the figures; several values where they differ between cells."""
     lineage: dict[str, Any] = {"command": f"unidec compare {comparison.path}"}
-    for section in ("code", "machine"):
-        for name in dict.fromkeys(key for result in results for key in result.get(section, {})):
-            values = dict.fromkeys(str(result.get(section, {}).get(name, "-")) for result in results)
-            values.pop("-", None)
-            lineage[f"{section}, {name}"] = ", ".join(list(values)[:5])
+    for name in dict.fromkeys(key for result in results for key in result["lineage"]):
+        values = dict.fromkeys(result["lineage"][name] for result in results if name in result["lineage"])
+        lineage[name] = ", ".join(list(values)[:5])
     return lineage
+
+
+def _failure(entry: Found) -> Failure:
+    job, reason = entry.job, entry.step.failure()
+    log = entry.step.folder / LOG
+    place = Path(*log.parts[-5:]).as_posix() if log.is_file() else ""
+    return Failure(job.data, job.cell, job.seed, "failed" if reason else "not run", reason, place)
+
+
+def _what(job: Job) -> str:
+    if job.kind == "peer":
+        return f"peer {job.peer}"
+    if job.kind == "model_of":
+        return f"model of {job.needs}"
+    settings = ", ".join(f"{key}={value}" for key, value in job.settings.items() if key != "encoder.start")
+    after = f" after {job.needs}" if job.needs else ""
+    return f"recipe {job.params.recipe}{after}" + (f" with {settings}" if settings else "")
 
 
 def _scores(workspace: Workspace, entries: Sequence[Found]) -> dict[str, list[QueryScores]]:
@@ -215,8 +246,8 @@ def _scores(workspace: Workspace, entries: Sequence[Found]) -> dict[str, list[Qu
     scores: dict[str, list[QueryScores]] = {}
     opened: dict[Path, tuple[Any, np.ndarray]] = {}
     for entry in entries:
-        folder = workspace.tasks[workspace.tasks[entry.job.key].needs[0]].folder / "data"
-        if not (entry.folder / PREDICTIONS).is_file() or not (folder / "dataset").is_dir():
+        folder = workspace.data_folder(entry.job)
+        if not (entry.step.folder / PREDICTIONS).is_file() or not (folder / "dataset").is_dir():
             continue
         if folder not in opened:
             dataset = XMCDataset.open(folder / "dataset")
@@ -224,7 +255,7 @@ def _scores(workspace: Workspace, entries: Sequence[Found]) -> dict[str, list[Qu
             truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
             opened[folder] = truth, load_propensity(folder / "propensity").inverse_L
         truth, inverse_L = opened[folder]
-        labels = load_array(entry.folder / PREDICTIONS, np.int32, ndim=2)
+        labels = load_array(entry.step.folder / PREDICTIONS, np.int32, ndim=2)
         scores.setdefault(entry.job.cell, []).append(query_scores(labels, truth, inverse_L))
     return scores
 

@@ -1,162 +1,142 @@
-"""Environments of their own for peers whose pins are not ours: made on demand, kept, and used by child processes."""
+"""How a peer's script is started: with packages of its own, as its head names them (PEP 723).
+
+A package under `[[tool.uv.dependency-metadata]]` with an empty `requires-dist` is installed without what it asks for:
+libpecos would bring PyTorch and transformers (6 GB) for parts that XR-Linear does not use.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
-from unidec.data.storage import write_json
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
 from unidec.errors import ArtifactError, TrainingError
-from unidec.progress import progress
 
-VARIABLE = "UNIDEC_PEER_ENVIRONMENTS"
-"""Environment variable: a folder where several comparisons share these environments."""
-
-READY = "ready.json"
-_SHOWN = 15  # lines of a log in an error
+_HEAD = re.compile(r"(?m)^# /// script$\s(?P<text>(^#(| .*)$\s)+)^# ///$")  # as PEP 723 gives it
+_PYTHON = ".".join(map(str, sys.version_info[:3]))
 
 
 @dataclass(frozen=True)
-class Environment:
-    """What is installed.
+class Requirements:
+    """The head of a script: requirements as pip takes them, those without their own requirements apart."""
 
-    Attributes:
-        packages: as pip takes them. bare: packages installed without what they ask for, because most of it is never
-            imported here: libpecos brings PyTorch and transformers (6 GB) for parts that XR-Linear does not use,
-            napkinxc a downloader of data sets.
-        pythons: versions whose wheels there are, the best first.
-    """
-
-    packages: tuple[str, ...]
-    bare: tuple[str, ...]
-    pythons: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
+    python: str = ""
 
     @property
     def key(self) -> str:
         """Changes with what is installed."""
-        return hashlib.sha256("\n".join([*self.packages, "", *self.bare]).encode()).hexdigest()[:8]
+        return hashlib.sha256("\n".join([*self.packages, "", *self.bare]).encode()).hexdigest()[:12]
+
+    def fits_this_python(self) -> bool:
+        """Whether the script runs with this Python's version."""
+        return SpecifierSet(self.python).contains(_PYTHON)
+
+    def satisfied_here(self) -> bool:
+        """Whether this very interpreter has all of it."""
+        try:
+            wanted = [Requirement(package) for package in (*self.packages, *self.bare)]
+            here = all(one.specifier.contains(metadata.version(one.name), prereleases=True) for one in wanted)
+        except metadata.PackageNotFoundError:
+            return False
+        return here and self.fits_this_python()
 
 
-ENVIRONMENTS = {
-    # libpecos 1.2.8 needs numpy < 2; its sparse code needs scipy < 1.12
-    "xr-linear": Environment(
-        ("numpy==1.26.4", "scipy==1.11.4", "scikit-learn>=1.3,<2"), ("libpecos==1.2.8",), ("3.11", "3.10", "3.12")
-    ),
-    "plt": Environment(("numpy>=2,<3", "scipy>=1.13,<2"), ("napkinxc==0.7.2",), ("3.11", "3.12", "3.13")),
-}
+def requirements(script: Path) -> Requirements:
+    """What the script's head asks for; nothing where it has none."""
+    found = _HEAD.search(script.read_text(encoding="utf-8"))
+    if found is None:
+        return Requirements()
+    head = tomllib.loads("\n".join(re.sub(r"^# ?", "", line) for line in found["text"].splitlines()))
+    known = head.get("tool", {}).get("uv", {}).get("dependency-metadata", [])
+    bare = {entry["name"] for entry in known if not entry.get("requires-dist")}
+    packages = head.get("dependencies", [])
+    return Requirements(
+        tuple(one for one in packages if Requirement(one).name not in bare),
+        tuple(one for one in packages if Requirement(one).name in bare),
+        head.get("requires-python", ""),
+    )
 
 
-def place(name: str, folder: Path) -> Path:
-    """Folder of an environment below `folder`, or below the one that the environment variable names."""
-    root = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else folder
-    return root.absolute() / f"{name}-{ENVIRONMENTS[name].key}"
+def start_command(script: Path, environments: Path, log: Path) -> list[str]:
+    """How to start a script: by this interpreter where it has all packages, by `uv run`, or in a venv made by pip.
 
-
-def is_ready(name: str, folder: Path) -> bool:
-    """It was made to the end."""
-    return (place(name, folder) / READY).is_file()
-
-
-def install(name: str, folder: Path) -> Path:
-    """Make an environment unless it is there. Returns its Python.
-
-    Several processes may ask at once: one makes it, the others wait. A half-made one is made anew.
+    Args:
+        environments: folder of the environments that are made without uv, one for each set of requirements.
+        log: takes what pip prints.
 
     Raises:
-        ArtifactError: no fitting Python, or pip fails (no network, no such package).
+        ArtifactError: without uv, this Python does not fit, or pip fails (no network, no such package).
     """
+    wanted = requirements(script)
+    if wanted.satisfied_here():
+        return [sys.executable, str(script)]
+    if uv := shutil.which("uv"):
+        return [uv, "run", "--no-progress", "--script", str(script)]
+    if not wanted.fits_this_python():
+        raise ArtifactError(
+            f"{script.name} needs another Python",
+            got=_PYTHON,
+            expected=wanted.python,
+            fix="install uv, which finds one",
+        )
+    return [str(_environment(script.stem, wanted, environments, log)), str(script)]
+
+
+def _environment(name: str, wanted: Requirements, environments: Path, log: Path) -> Path:
+    """The Python of a venv with these requirements; one process makes it, others wait."""
     from filelock import FileLock
 
-    root, wanted = place(name, folder), ENVIRONMENTS[name]
-    root.parent.mkdir(parents=True, exist_ok=True)
-    python = root / "bin" / "python"
-    with FileLock(root.parent / f".{root.name}.lock"):
-        if (root / READY).is_file():
-            return python
-        shutil.rmtree(root, ignore_errors=True)
-        log = root.parent / f"{root.name}.log"
-        steps: list[tuple[str, list[str]]] = [("venv", [_base_python(wanted.pythons), "-m", "venv", str(root)])]
-        pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-        steps += [("packages", [*pip, *wanted.packages]), ("bare", [*pip, "--no-deps", *wanted.bare])]
-        for step, command in steps:
-            code = _wait(command, log, f"{name}: {step}", dict(os.environ), append=step != "venv")
-            if code:
+    root = environments.absolute() / f"{name}-{wanted.key}"
+    environments.mkdir(parents=True, exist_ok=True)
+    python, ready = root / "bin" / "python", root / "ready"
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    steps = [[sys.executable, "-m", "venv", "--clear", str(root)], [*pip, *wanted.packages]]
+    steps += [[*pip, "--no-deps", *wanted.bare]] if wanted.bare else []
+    with FileLock(f"{root}.lock"):
+        for step in [] if ready.is_file() else steps:
+            if run_logged(step, log, os.environ):
                 raise ArtifactError(
-                    f"the environment of {name} could not be made",
-                    where=str(log),
-                    got=f"exit code {code}: {_tail(log)}",
-                    fix=f"run it where packages can be had: {' '.join(command)}; or leave this peer out",
-                )
-        listed = [str(python), "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"]
-        found = json.loads(subprocess.run(listed, capture_output=True, text=True, check=True).stdout)
-        write_json(root / READY, {item["name"]: item["version"] for item in found})
+                    f"the environment of {name} could not be made", where=str(log), got=last_lines(log),
+                    fix=f"run it where packages can be had: {' '.join(step)}; or leave this peer out",
+                )  # fmt: skip
+        ready.touch()
     return python
 
 
-def versions(name: str, folder: Path) -> dict[str, str]:
-    """Packages of an environment and their versions."""
-    return json.loads((place(name, folder) / READY).read_text(encoding="utf-8"))
-
-
-def run_program(python: Path, program: Path, arguments: Sequence[str], log: Path, threads: int, desc: str) -> None:
-    """A program in another environment, in this process's group: whoever ends the group ends it too.
+def run_script(command: Sequence[str], log: Path, threads: int) -> None:
+    """Run a peer's script in this process's group: whoever ends the group ends it too.
 
     Raises:
         TrainingError: it fails; with the end of its log.
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
     kept |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    code = _wait([str(python), "-s", str(program), *arguments], log, desc, kept)
-    if code:
-        raise TrainingError(
-            f"{desc} failed", where=str(log), got=f"exit code {code}: {_tail(log)}",
-            fix="its whole log says more; a negative code is a signal, -9 often the system's lack of memory",
-        )  # fmt: skip
+    if code := run_logged(command, log, kept):
+        raise TrainingError("the peer's script failed", where=str(log), got=f"exit code {code}: {last_lines(log)}")
 
 
-def _base_python(versions: Sequence[str]) -> str:
-    """A Python of one of these versions: ours, or one on the path."""
-    own = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if own in versions:
-        return sys.executable
-    for version in versions:
-        found = shutil.which(f"python{version}")
-        # a shim of a version manager may be there for a version that is not
-        if found and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
-            return found
-    raise ArtifactError(
-        "no Python for this peer", got=f"{own}, and no other on the path", expected=f"one of {', '.join(versions)}"
-    )
+def run_logged(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> int:
+    """Run a command, its output at the end of `log`; returns its exit code."""
+    with open(log, "ab") as file:
+        return subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, env=dict(environment), check=False
+        ).returncode
 
 
-def _wait(command: list[str], log: Path, desc: str, environment: dict[str, str], append: bool = False) -> int:
-    """Runs a command, its output in `log`; ends it when this process is interrupted. Returns its exit code."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "ab" if append else "wb") as file, progress(desc=desc, unit="second") as bar:
-        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        try:
-            while True:
-                try:
-                    return child.wait(timeout=1)
-                except subprocess.TimeoutExpired:
-                    bar.update(1)
-        finally:
-            if child.poll() is None:
-                child.terminate()
-                try:
-                    child.wait(timeout=10)
-                except subprocess.TimeoutExpired:
-                    child.kill()
-                    child.wait()
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n    ".join(["", *lines[-_SHOWN:]])
+def last_lines(log: Path) -> str:
+    """The end of a log, in one line."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    return " | ".join(line.strip() for line in lines[-8:] if line.strip())[-800:]

@@ -1,177 +1,156 @@
-"""One peer in the folder of its cell: what it is given lies there, what it predicts is written there.
+"""One peer on one data set: its features and texts on disk, what ranks the labels, its predictions.
 
-Shape legend: n queries that are predicted, L labels, K labels to predict (100 and the most filters of a query).
+Shape legend: n queries of a split that is predicted, L labels, F words, K labels of a prediction.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import resource
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from unidec.comparison.peers.registry import PEERS, check_options, full_options
-from unidec.errors import ArtifactError, ConfigError, TrainingError
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from unidec.comparison.peers import PEERS
+from unidec.comparison.peers.environments import run_script, start_command
+from unidec.data.dataset import Text, XMCDataset
+from unidec.data.storage import write_json
+from unidec.errors import DataError, TrainingError
+from unidec.evaluation.tfidf import TfidfRanker, fit_words, top_rows
 
-    from unidec.data.dataset import XMCDataset
+K = 100  # labels that are left after filters
+TASK, OUT, LOG = Path("peer-task"), Path("peer-output"), Path("peer.log")
 
-    Predictions = dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]
-
-PROGRAMS = {"xr-linear": "xr_linear.py", "plt": "plt.py"}
-FILES = {"test": ("labels.npy", "scores.npy"), "validation": ("labels_validation.npy", "scores_validation.npy")}
+Predictions = dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]
 
 
-def run(name: str, folder: str | Path, seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Train and predict one peer.
+@dataclass(frozen=True)
+class Settings:
+    """What a peer has in common with the recipes beside it.
 
-    Args:
-        name: one of `NAMES`.
-        folder: of the cell. It holds `data/dataset` and `peer.json`: text, max_length, encoder (name, pooling), epochs,
-            batch_size, threads, and shared (a folder for features and environments; peers at the same time may share
-            it).
-        seed: of what is random in it.
-        options: of the peer, by name (`info(name).options`), and `train_on`: train, or train+validation.
+    Attributes:
+        text, max_length: which texts, and their length in tokens. encoder: its folder. pooling: of a transformer.
+        epochs, batch_size, threads: of training. seed: of what is random.
+    """
 
-    Returns:
-        Facts: train_seconds, search_ms (a query of the test split), peak_rss_bytes and parameters (None where the
-        program does not say), trained_on, version, title, about, options and the like.
-        On disk: outputs/labels.npy, int64 [n, K], best first, -1 where there is none, filtered pairs still in; and
-        outputs/scores.npy, float32; in the order of the test split's rows. Where the peer was not trained on the
-        validation split, labels_validation.npy and scores_validation.npy too. peer.log: what a foreign program says.
+    text: Text
+    max_length: int
+    encoder: str
+    pooling: str
+    epochs: int
+    batch_size: int
+    threads: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class PeerOutcome:
+    """What a peer predicted, and at which cost.
+
+    Attributes:
+        predictions: split -> labels int64 [n, K], best first, -1 where there is none, filtered pairs still in; and
+            scores float32. costs: train_seconds, search_ms (a test query), parameters, peak_rss_bytes, where known.
+        version: of its package.
+    """
+
+    predictions: Predictions
+    costs: Mapping[str, float]
+    version: str
+
+
+def run_peer(name: str, dataset: XMCDataset, settings: Settings, environments: Path) -> PeerOutcome:
+    """Train one peer on the train split and predict the others, in the working folder.
+
+    A script is started with TASK OUT SETTINGS: the folder that `write_task` wrote, a folder for `<split>.npz` (CSR of
+    scores, a row for each query) and facts.json, and a JSON object. Its output goes to `peer.log`.
 
     Raises:
-        ConfigError: unknown peer or options. ArtifactError: no environment, or no such encoder. DataError: a data set
-        that it cannot be trained on. TrainingError: the program fails.
+        DataError: an empty split. ArtifactError: no environment. TrainingError: the script fails.
     """
-    import numpy as np
-
-    from unidec.data.dataset import XMCDataset
-
-    if name not in PEERS:
-        raise ConfigError("no such peer", got=name, expected=f"one of {', '.join(PEERS)}")
-    problems = check_options(name, options)
-    if problems:
-        raise ConfigError("; ".join(problems), where=f"options of {name}")
-    if name.startswith("st-") and importlib.util.find_spec("sentence_transformers") is None:
-        raise ArtifactError(
-            f"{name} requires a package that is not installed",
-            got="no sentence_transformers", fix="pip install 'unidec-xmc[bench]'",
-        )  # fmt: skip
-    folder, chosen = Path(folder), full_options(name, options)
-    settings = _settings(folder / "peer.json")
-    dataset = XMCDataset.open(folder / "data" / "dataset")
-    if name.startswith("st-"):
-        from unidec.comparison.peers import sentence
-
-        predictions, facts = sentence.predict(name, dataset, settings["text"], settings, seed, chosen)
+    start = time.perf_counter()
+    splits, width = write_task(dataset, settings.text, TASK)
+    feature_seconds = time.perf_counter() - start  # the features are part of training
+    if PEERS[name].script:
+        predictions, facts = _scripted(name, settings, splits, width, environments)
     else:
-        predictions, facts = _on_features(name, dataset, settings, seed, chosen, folder)
-    facts = {"parameters": None, "peak_rss_bytes": _peak_bytes()} | facts
-    outputs = folder / "outputs"
-    outputs.mkdir(parents=True, exist_ok=True)
-    for split, (labels, scores) in predictions.items():
-        np.save(outputs / FILES[split][0], labels.astype(np.int64), allow_pickle=False)
-        np.save(outputs / FILES[split][1], scores.astype(np.float32), allow_pickle=False)
-    by_split = facts.pop("search_ms")
-    told = {"title": PEERS[name].title, "about": PEERS[name].about, "trained_on": chosen["train_on"], "seed": seed}
-    return told | facts | {"search_ms": by_split["test"], "options": chosen | _of_comparison(facts, chosen)}
+        predictions, facts = _tfidf(name, splits, width)
+    shutil.rmtree(TASK)
+    costs = {key: float(facts[key]) for key in ("parameters", "peak_rss_bytes") if key in facts}
+    costs |= {"train_seconds": facts["train_seconds"] + feature_seconds, "search_ms": facts["search_ms"]["test"]}
+    return PeerOutcome(predictions, costs, facts["version"])
 
 
-def _on_features(
-    name: str, dataset: XMCDataset, settings: Mapping[str, Any], seed: int, options: Mapping[str, Any], folder: Path
-) -> tuple[Predictions, dict[str, Any]]:
-    """Peers that take TF-IDF: the features' seconds count as training."""
-    from unidec.comparison.peers.task import peer_task
+def write_task(dataset: XMCDataset, text: Text, folder: Path) -> tuple[list[str], int]:
+    """Write what a peer is given: features and relevance as .npz (float32 CSR), texts as JSON lists.
 
-    shared = (folder / settings["shared"]).absolute()
-    task = peer_task(dataset, settings["text"], options["train_on"], shared / "peer-tasks")
-    if name in PROGRAMS:
-        found, facts = _foreign(name, task, shared / "environments", folder, seed, settings["threads"], options)
-    else:
-        found, facts = _ours(name, task, options)
-    facts["train_seconds"] = round(facts["train_seconds"] + task.seconds, 3)
-    return found, facts | {"feature_seconds": task.seconds}
+    Files: `X.train`, `Y.train`, `X.labels`, `X.<split>`, and train, labels, `<split>` as .json. TF-IDF (sublinear, without
+    English stop words) is fitted on the training queries' texts.
+
+    Returns:
+        The splits to predict, and how many labels, so that K are left after filters.
+
+    Raises:
+        DataError: no queries to train on or to predict, or texts without a single word.
+    """
+    rows = {split: dataset.rows(split) for split in ("train", "test", "validation")}
+    splits = ["test", "validation"] if rows["validation"].size else ["test"]
+    if not rows["train"].size or not rows["test"].size:
+        sizes = ", ".join(f"{split}: {len(own)}" for split, own in rows.items())
+        raise DataError("an empty split", where=str(dataset.path), got=sizes)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    texts = {split: list(dataset.query_texts(rows[split], text)) for split in ("train", *splits)}
+    texts["labels"] = list(dataset.label_texts(None, text))
+    vectorizer, _ = fit_words(texts["train"], str(dataset.path))
+    sp.save_npz(folder / "Y.train.npz", (dataset.relevance[rows["train"]] > 0).astype(np.float32))
+    for name, lines in texts.items():
+        write_json(folder / f"{name}.json", lines)
+        sp.save_npz(folder / f"X.{name}.npz", sp.csr_matrix(vectorizer.transform(lines)))
+    most = max(int(np.diff(dataset.filter_pairs[rows[split]].indptr).max(initial=0)) for split in splits)
+    return splits, min(K + most, dataset.num_labels)
 
 
-def _ours(name: str, task: Any, options: Mapping[str, Any]) -> tuple[Predictions, dict[str, Any]]:
-    import scipy.sparse as sp
+def _tfidf(name: str, splits: list[str], width: int) -> tuple[Predictions, dict[str, Any]]:
     import sklearn
 
-    from unidec.evaluation.tfidf import TfidfRanker
-
     start = time.perf_counter()
-    train_MF, relevance_ML, label_LF = (task.matrix(part) for part in ("X.train", "Y.train", "labels"))
-    own = {key: options[key] for key in ("neighbours", "match_weight") if key in options}
-    ranker = TfidfRanker(sp.csr_matrix(train_MF.T), relevance_ML, sp.csr_matrix(label_LF.T), **own)
+    train_MF, relevance_ML, label_LF = (
+        sp.load_npz(TASK / f"{part}.npz") for part in ("X.train", "Y.train", "X.labels")
+    )
+    ranker = TfidfRanker(sp.csr_matrix(train_MF.T), relevance_ML, sp.csr_matrix(label_LF.T))
     stored = {"knn": train_MF.nnz + relevance_ML.nnz, "label-match": label_LF.nnz}
-    stored["mix"] = sum(stored.values())
-    facts: dict[str, Any] = {"train_seconds": time.perf_counter() - start, "parameters": int(stored[name]),
-             "search_ms": {}, "version": f"unidec, features of scikit-learn {sklearn.__version__}"}  # fmt: skip
-    found = {}
-    for split in task.splits:
-        x_nF = task.matrix(f"X.{split}")
+    facts: dict[str, Any] = {
+        "train_seconds": time.perf_counter() - start, "parameters": stored.get(name, sum(stored.values())),
+        "version": f"scikit-learn {sklearn.__version__}", "search_ms": {},
+    }  # fmt: skip
+    found: Predictions = {}
+    for split in splits:
+        x_nF = sp.load_npz(TASK / f"X.{split}.npz")
         start = time.perf_counter()
-        found[split] = ranker.rank(x_nF, [name], task.width, f"{PEERS[name].title}, {split}")[name]
+        found[split] = ranker.rank(x_nF, [name], width, f"{name}, {split}")[name]
         facts["search_ms"][split] = 1000 * (time.perf_counter() - start) / x_nF.shape[0]
     return found, facts
 
 
-def _foreign(
-    name: str, task: Any, environments: Path, folder: Path, seed: int, threads: int, options: Mapping[str, Any]
+def _scripted(
+    name: str, settings: Settings, splits: list[str], width: int, environments: Path
 ) -> tuple[Predictions, dict[str, Any]]:
-    import scipy.sparse as sp
-
-    from unidec.comparison.peers.environments import install, run_program, versions
-    from unidec.evaluation.tfidf import top_rows
-
-    python = install(name, environments)
-    made = folder / "peer-output"
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
-    given = {**options, "seed": seed, "threads": threads, "width": task.width, "splits": list(task.splits)}
-    program = Path(__file__).parent / "programs" / PROGRAMS[name]
-    arguments = [str(task.path), str(made), json.dumps(given)]
-    run_program(python, program, arguments, folder / "peer.log", threads, PEERS[name].title)
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir()
+    LOG.unlink(missing_ok=True)
+    given = {**asdict(settings), "peer": name, "width": width, "splits": splits}
+    command = start_command(Path(__file__).parent / PEERS[name].script, environments, LOG)
+    run_script([*command, str(TASK.absolute()), str(OUT.absolute()), json.dumps(given)], LOG, settings.threads)
     try:
-        facts = json.loads((made / "facts.json").read_text(encoding="utf-8"))
-        predicted = {split: sp.csr_matrix(sp.load_npz(made / f"{split}.npz")) for split in task.splits}
-        found = {split: top_rows(matrix, task.width) for split, matrix in predicted.items()}
+        facts = json.loads((OUT / "facts.json").read_text(encoding="utf-8"))
+        found = {split: top_rows(sp.csr_matrix(sp.load_npz(OUT / f"{split}.npz")), width) for split in splits}
     except (OSError, ValueError) as error:
-        raise TrainingError(
-            f"{PEERS[name].title} left no predictions", where=str(folder / "peer.log"), got=str(error)[:200]
-        ) from error
-    shutil.rmtree(made)
-    packages = versions(name, environments)
-    main = {"xr-linear": "libpecos", "plt": "napkinxc"}[name]
-    return found, facts | {"version": f"{main} {packages[main]}", "environment": packages}
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    """peer.json, whole. Errors: ArtifactError."""
-    wanted = {"text", "max_length", "encoder", "epochs", "batch_size", "threads", "shared"}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        missing = wanted - settings.keys()
-    except (OSError, ValueError, AttributeError) as error:
-        raise ArtifactError("no settings for a peer", where=str(path), got=str(error)[:200]) from error
-    if missing:
-        raise ArtifactError("settings are missing", where=str(path), got=", ".join(sorted(missing)))
-    return settings
-
-
-def _of_comparison(facts: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Options left to the comparison, as they were."""
-    return {key: facts[key] for key, value in chosen.items() if value is None and key in facts}
-
-
-def _peak_bytes() -> int:
-    """Largest memory of this process so far."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        raise TrainingError(f"{name} left no predictions", where=str(LOG.absolute()), got=str(error)[:200]) from error
+    shutil.rmtree(OUT)
+    return found, facts

@@ -1,0 +1,182 @@
+"""The flow `unidec-compare`: every system of a comparison file on the same data and seeds, then the report.
+
+`unidec compare FILE` starts `python -m flows.compare FILE`. Each data set and each (data set, system, seed) is a task
+that runs in a process of its own and writes its result into a folder named by the hash of its inputs: what is there is
+not run again, and a training that was stopped resumes from its checkpoint. A failure stops only what needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flows import server
+
+if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
+    server.start()  # takes seconds, as do the imports that follow
+
+# isort: split
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.futures import PrefectFuture, as_completed
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from flows import endings
+from unidec.comparison import results
+from unidec.comparison.cell import Children
+from unidec.comparison.plan import load_comparison, select
+from unidec.comparison.workspace import Step, Workspace
+from unidec.config import parse_overrides
+from unidec.errors import UnidecError
+from unidec.progress import progress
+from unidec.tracking.run import RUN_TAGS
+from unidec.tracking.store import tracking_uri
+
+STOPPED = "stopped: run the same command again, it resumes from here"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a step ended: "not run" where something that it needs failed; the reason is "" where it is done."""
+
+    name: str
+    state: Literal["done", "failed", "not run"]
+    reason: str = ""
+
+
+class CellsFailed(UnidecError):
+    """Some cells have no result; the others are in the report."""
+
+    exit_code = 1
+
+
+@task(name="cell", task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False)
+def make(name: str, step: Step, children: Children, environment: dict[str, str]) -> None:
+    """Makes one step, in a process of its own."""
+    children.run(step, environment)
+
+
+@flow(name="unidec-compare", description=__doc__, persist_result=False, validate_parameters=False)
+def compare(
+    file: str,
+    only: Sequence[str] = (),
+    overrides: dict[str, Any] | None = None,
+    jobs: int = 1,
+    folder: str | None = None,
+    accept_code: bool = False,
+    metrics: str | None = None,
+) -> dict[str, Any]:
+    """Runs what is not done yet, and writes report.html and summary.json.
+
+    Args:
+        file: the comparison file.
+        only: "cell", "data/cell" or "data/cell/seed", with wildcards; empty: all.
+        overrides: {"optim.epochs": 3}: parameters of all cells, over what the file sets.
+        jobs: processes at a time; times are a fair measure with 1.
+        folder: of the workspace, instead of runs/compare/<name>.
+        accept_code: results by other versions of the code are taken as done.
+        metrics: a JSON file for the figures of the last run that was asked for.
+
+    Returns:
+        {"report": its path, "outcomes": name, state and reason of every run that was asked for}.
+
+    Raises:
+        UnidecError: the file is wrong; CellsFailed: some runs have no result.
+    """
+    with endings.at_work():
+        comparison = load_comparison(file, overrides)
+        workspace = Workspace.of(comparison, Path(folder) if folder else None)
+        chosen = select(comparison, only)
+        steps = workspace.steps(chosen, accept_code)
+        outcomes = run_steps(steps, jobs, accept_code, {"comparison": comparison.file.name})
+        page = results.write_report(comparison, workspace)
+        if metrics is not None and outcomes[steps[-1].name].state == "done":
+            results.write_metrics(Path(metrics), steps[-1])
+        lost = [one for one in outcomes.values() if one.state != "done"]
+        if lost:
+            lines = [f"{one.name}: {one.state}: {one.reason}" for one in lost]
+            raise CellsFailed("\n".join([f"{len(lost)} of {len(outcomes)} have no result", *lines, f"report: {page}"]))
+        return {"report": str(page), "outcomes": [asdict(outcomes[job.key]) for job in chosen]}
+
+
+def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[str, str]) -> dict[str, Outcome]:
+    """Runs the steps that are not done, `jobs` at a time, and waits for all of them.
+
+    Args:
+        steps: those that others need stand before them. tags: of the MLflow runs.
+
+    Raises:
+        KeyboardInterrupt, TerminationSignal: after the children have ended, with their checkpoints written.
+    """
+    todo = [step for step in steps if not step.is_done(accept_code)]
+    needed = {need for step in todo for need in step.needs}
+    todo = [step for step in todo if step.job is not None or step.name in needed]
+    outcomes = {step.name: Outcome(step.name, "done") for step in steps}
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    shared = {
+        "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "MLFLOW_TRACKING_URI": tracking_uri("."),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+    }  # fmt: skip
+    tags = json.loads(os.environ.get(RUN_TAGS, "{}")) | tags
+    children = Children()
+    futures: dict[str, PrefectFuture[None]] = {}
+    bar = progress(total=len(todo), desc="compare", unit="run")
+    with bar, ThreadPoolTaskRunner(max_workers=jobs) as pool:
+        try:
+            for step in todo:
+                environment = shared | {RUN_TAGS: json.dumps(tags | {"mlflow.runName": step.name})}
+                told = {"name": step.name, "step": step, "children": children, "environment": environment}
+                futures[step.name] = pool.submit(make, told, wait_for=[futures[n] for n in step.needs if n in futures])
+            for _ in as_completed(list(futures.values())):
+                bar.update(1)
+        except BaseException:
+            children.stop()
+            raise
+    for step in todo:
+        state = futures[step.name].state
+        if not state.is_completed():
+            error = state.result(raise_on_failure=False)
+            failed = next((need for need in step.needs if outcomes[need].state != "done"), None)
+            outcomes[step.name] = (
+                Outcome(step.name, "not run", f"needs {failed}, which has no result")
+                if failed
+                else Outcome(step.name, "failed", str(error))
+            )
+    return outcomes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m flows.compare`; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m flows.compare", description="Compare systems on the same data.")
+    parser.add_argument("file", metavar="FILE", help="comparison file (docs/comparing.md)")
+    parser.add_argument("--only", action="append", default=[], metavar="CELL", help="cell, data/cell, data/cell/seed")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a parameter of all cells")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time: their times are then no measure")
+    parser.add_argument("--folder", help="of the workspace, instead of runs/compare/<name>")
+    parser.add_argument("--accept", choices=["code"], help="results by other versions of the code are taken as done")
+    parser.add_argument("--metrics", metavar="FILE", help="write the figures of the last run asked for as JSON")
+    told = parser.parse_args(arguments)
+    overrides = parse_overrides(told.set) or None
+    return endings.on_command_line(
+        lambda: compare(told.file, told.only, overrides, told.jobs, told.folder, bool(told.accept), told.metrics),
+        STOPPED,
+        lambda done: _shown(told.file, overrides, told.folder, done),
+    )
+
+
+def _shown(file: str, overrides: dict[str, Any] | None, folder: str | None, done: dict[str, Any]) -> str:
+    comparison = load_comparison(file, overrides)
+    columns, rows = results.table(comparison, Workspace.of(comparison, Path(folder) if folder else None))
+    return "\n".join(["\t".join(row) for row in [columns, *rows]] + [f"report: {done['report']}"])
+
+
+if __name__ == "__main__":
+    from flows.compare import main as _main
+
+    sys.exit(_main())

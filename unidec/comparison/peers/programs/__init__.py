@@ -1,1 +1,0 @@
-"""Programs that run in other environments: started by path, never imported."""
