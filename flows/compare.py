@@ -95,7 +95,7 @@ def compare(
         chosen = select(comparison, only)
         steps = workspace.steps(chosen, accept_code)
         outcomes = run_steps(steps, jobs, accept_code, {"comparison": comparison.file.name})
-        page = results.write_report(comparison, workspace)
+        page = results.write_report(workspace)
         if metrics is not None and outcomes[steps[-1].name].state == "done":
             results.write_metrics(Path(metrics), steps[-1])
         lost = [one for one in outcomes.values() if one.state != "done"]
@@ -139,15 +139,11 @@ def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[st
             children.stop()
             raise
     for step in todo:
-        state = futures[step.name].state
-        if not state.is_completed():
-            error = state.result(raise_on_failure=False)
-            failed = next((need for need in step.needs if outcomes[need].state != "done"), None)
-            outcomes[step.name] = (
-                Outcome(step.name, "not run", f"needs {failed}, which has no result")
-                if failed
-                else Outcome(step.name, "failed", str(error))
-            )
+        failed = next((need for need in step.needs if outcomes[need].state != "done"), None)
+        if failed is not None:
+            outcomes[step.name] = Outcome(step.name, "not run", f"needs {failed}, which has no result")
+        elif isinstance(error := futures[step.name].result(raise_on_failure=False), BaseException):
+            outcomes[step.name] = Outcome(step.name, "failed", str(error))
     return outcomes
 
 
@@ -163,20 +159,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--metrics", metavar="FILE", help="write the figures of the last run asked for as JSON")
     told = parser.parse_args(arguments)
     overrides = parse_overrides(told.set) or None
-    return endings.on_command_line(
-        lambda: compare(told.file, told.only, overrides, told.jobs, told.folder, bool(told.accept), told.metrics),
-        STOPPED,
-        lambda done: _shown(told.file, overrides, told.folder, done),
-    )
+
+    def run() -> dict[str, Any]:
+        try:
+            return compare(
+                told.file, told.only, overrides, told.jobs, told.folder, bool(told.accept), told.metrics
+            )  # fmt: skip
+        except CellsFailed:
+            print(_table(told.file, overrides, told.folder), flush=True)
+            raise
+
+    def show(done: dict[str, Any]) -> str:
+        return f"{_table(told.file, overrides, told.folder)}\nreport: {done['report']}"
+
+    return endings.on_command_line(run, STOPPED, show)
 
 
-def _shown(file: str, overrides: dict[str, Any] | None, folder: str | None, done: dict[str, Any]) -> str:
+def _table(file: str, overrides: dict[str, Any] | None, folder: str | None) -> str:
     comparison = load_comparison(file, overrides)
-    columns, rows = results.table(comparison, Workspace.of(comparison, Path(folder) if folder else None))
-    return "\n".join(["\t".join(row) for row in [columns, *rows]] + [f"report: {done['report']}"])
+    columns, rows = results.table(Workspace.of(comparison, Path(folder) if folder else None))
+    return "\n".join("\t".join(row) for row in [columns, *rows])
 
 
 if __name__ == "__main__":
-    from flows.compare import main as _main
+    from flows.compare import main as _main  # one module, also where it is imported by its name
 
     sys.exit(_main())

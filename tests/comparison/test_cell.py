@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -14,15 +15,15 @@ import pytest
 import yaml
 
 from unidec import pipeline
-from unidec.comparison import cell, engine, results
-from unidec.comparison.plan import load_comparison, nested
-from unidec.comparison.workspace import Workspace
+from unidec.comparison import cell, results, workspace
+from unidec.comparison.file import nested
+from unidec.comparison.plan import load_comparison
+from unidec.comparison.workspace import Step, Workspace, code_sha256
 from unidec.data.dataset import XMCDataset
 from unidec.data.formats import write_raw
 from unidec.data.storage import write_json
 from unidec.errors import TrainingError
 from unidec.evaluation.metrics import filtered_truth
-from unidec.training.step_timing import Times
 
 pytestmark = pytest.mark.timeout(240)
 ORDER = ("first", "second", "both heads", "served", "kNN")
@@ -50,7 +51,7 @@ def plan(bert: Path, helper: Callable[[str], Any], epochs: int = 2) -> dict[str,
             "second": {"like": "first", "after": "first", "set": {"pool.gandalf": True}},
             "both heads": {"recipe": "unidec-v2"},
             "served": {"model_of": "both heads", "set": {"index": {"space": "clf"}}},
-            "kNN": {"peer": "knn", "options": {"neighbours": 5}},
+            "kNN": {"peer": "knn"},
         },
         "groups": {"G": {"base": "first", "cells": ["second"]}},
     }  # fmt: skip
@@ -73,8 +74,9 @@ def project(
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
     os.chdir(folder)
     workspace = open_workspace(folder)
-    codes = {task.key: make(folder, workspace, task.key) for task in workspace.tasks.values()}
-    yield SimpleNamespace(folder=folder, workspace=workspace, codes=codes)
+    steps = {step.name: step for step in workspace.steps(workspace.comparison.jobs)}
+    codes = [make(folder, step) for step in steps.values()]
+    yield SimpleNamespace(folder=folder, workspace=workspace, steps=steps, codes=codes)
     os.chdir(before)
     if store is None:
         del os.environ["MLFLOW_TRACKING_URI"]
@@ -82,41 +84,38 @@ def project(
         os.environ["MLFLOW_TRACKING_URI"] = store
 
 
-def open_workspace(folder: Path, **extra: Any) -> Workspace:
-    comparison = load_comparison(folder / "c.yaml", extra)
-    return Workspace.of(comparison, comparison.jobs, folder / "ws")
+def open_workspace(folder: Path, **overrides: Any) -> Workspace:
+    return Workspace.of(load_comparison(folder / "c.yaml", overrides), folder / "ws")
 
 
-def make(folder: Path, workspace: Workspace, key: str) -> int:
-    """What the engine's child would do."""
-    task = workspace.tasks[key]
-    task.folder.mkdir(parents=True, exist_ok=True)
-    write_json(task.folder / "job.json", dict(task.spec))
-    code = cell.main(str(task.folder))
+def make(folder: Path, step: Step) -> int:
+    """What the step's process would do."""
+    step.folder.mkdir(parents=True, exist_ok=True)
+    write_json(step.folder / "cell.json", dict(step.spec))
+    code = cell.main(str(step.folder))
     os.chdir(folder)
     return code
 
 
+def cell_folder(project: SimpleNamespace, name: str) -> Path:
+    return project.steps[f"d/{name}/0"].folder
+
+
 def result(project: SimpleNamespace, name: str) -> dict[str, Any]:
-    return json.loads((project.workspace.tasks[f"d/{name}/0"].folder / "result.json").read_text())
-
-
-def data_folder(project: SimpleNamespace) -> Path:
-    task = project.workspace.tasks["d/first/0"]
-    return project.workspace.tasks[task.needs[0]].folder / "data"
+    return json.loads((cell_folder(project, name) / "result.json").read_text())
 
 
 def test_every_cell_is_made(project: SimpleNamespace) -> None:
-    assert set(project.codes.values()) == {0}
-    assert all(task.is_done() for task in project.workspace.tasks.values())
+    assert set(project.codes) == {0}
+    assert all(step.is_done() for step in project.steps.values())
 
 
 @pytest.mark.parametrize("name", ORDER)
 def test_figures_are_those_of_the_predictions(project: SimpleNamespace, name: str) -> None:
     """P@1 and R@10 counted one query after the other, on the predictions that are kept."""
     made = result(project, name)
-    labels = np.load(project.workspace.tasks[f"d/{name}/0"].folder / "labels.npy")
-    dataset = XMCDataset.open(data_folder(project) / "dataset")
+    labels = np.load(cell_folder(project, name) / "labels.npy")
+    dataset = XMCDataset.open(project.workspace.data_folder(project.steps[f"d/{name}/0"].job) / "dataset")
     rows = dataset.rows("test")
     truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows]).toarray()
     filtered = dataset.filter_pairs[rows].toarray() > 0
@@ -129,7 +128,7 @@ def test_figures_are_those_of_the_predictions(project: SimpleNamespace, name: st
         recall += truth[i, found[:10]].sum() / max(truth[i].sum(), 1)
     assert made["metrics"]["P@1"] == pytest.approx(100 * first / 40)
     assert made["metrics"]["R@10"] == pytest.approx(100 * recall / 40)
-    assert made["dataset"]["test"] == 40 and made["machine"]["threads"] >= 1
+    assert made["dataset"]["test"] == 40 and made["lineage"]["threads"] >= "1"
     assert "P@1" in made["validation"] and made["bins"]
 
 
@@ -164,19 +163,19 @@ def _only(metrics: dict[str, float], headline: dict[str, float]) -> dict[str, fl
 
 def test_only_what_is_needed_is_kept(project: SimpleNamespace) -> None:
     for name in ORDER:
-        folder = project.workspace.tasks[f"d/{name}/0"].folder
+        folder = cell_folder(project, name)
         assert not list(folder.glob("runs/*/checkpoints")) and not list(folder.glob("runs/*/refresh"))
         model = (folder / "outputs" / "model" / "manifest.json").is_file()
         assert model == (name in ("first", "both heads")), name  # others start from it, or serve it
         links = [path for path in folder.rglob("*") if path.is_symlink()]
         assert len(links) >= 4 and not any(os.readlink(path).startswith("/") for path in links)
         assert all(path.exists() for path in links if name != "served" or path.name != "model")
-    assert (project.workspace.tasks["d/second/0"].folder / "data" / "label_graph" / "manifest.json").is_file()
+    assert (cell_folder(project, "second") / "data" / "label_graph" / "manifest.json").is_file()
 
 
 def test_a_start_is_taken_over(project: SimpleNamespace) -> None:
-    assert result(project, "second")["params"]["encoder.start"] == "../../first/0/outputs/model"
-    identity = json.loads(next((project.workspace.tasks["d/second/0"].folder / "runs").glob("*/run.json")).read_text())
+    assert result(project, "second")["params"]["encoder.start"] == "data/start"
+    identity = json.loads(next((cell_folder(project, "second") / "runs").glob("*/run.json")).read_text())
     assert identity["identity"]["encoder.start"] != '""'
 
 
@@ -191,31 +190,13 @@ def test_runs_of_mlflow(project: SimpleNamespace) -> None:
         assert run.data.metrics["test/P_at_1"] == pytest.approx(made["metrics"]["P@1"])
 
 
-def test_tags_from_outside(
-    project: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:  # fmt: skip
-    from mlflow import MlflowClient
-
-    from unidec.tracking.run import RUN_TAGS, Tracker
-
-    parent = Tracker("tags")
-    parent_id = parent.start(tmp_path / "parent", {})
-    monkeypatch.setenv(RUN_TAGS, json.dumps({"mlflow.parentRunId": parent_id, "mlflow.runName": "d/x/0"}))
-    child = Tracker("tags")
-    child.start(tmp_path / "child", {}, {"own": "1"}, run_name="other")
-    client = MlflowClient(f"sqlite:///{project.folder}/mlflow.db")
-    run = client.get_run(str(child.run_id))
-    assert run.info.run_name == "d/x/0" and run.data.tags["mlflow.parentRunId"] == parent_id
-    assert run.data.tags["own"] == "1"
-
-
 # -- the page's input -------------------------------------------------------------------------------------------------
 
 
 def test_page_input(project: SimpleNamespace) -> None:
     found = results.gather(project.workspace)
     tests = results.contrasts(project.workspace, found)
-    page = results.page_input(project.workspace.comparison, found, tests)
+    page = results.page_input(project.workspace, found, tests)
     assert [entry.name for entry in page.cells] == list(ORDER) and not page.failures
     kinds = {entry.name: entry.kind for entry in page.cells}
     assert kinds == dict.fromkeys(ORDER, "recipe") | {"kNN": "peer"}
@@ -236,14 +217,12 @@ def test_page_input(project: SimpleNamespace) -> None:
     value = next(t for t in tests if (t.cell, t.against, t.metric) == ("first", "kNN", "P@1"))
     difference = result(project, "first")["metrics"]["P@1"] - result(project, "kNN")["metrics"]["P@1"]
     assert value.difference == pytest.approx(difference) and 0 < value.p_value <= 1
-    columns, rows = results.table(page)
+    columns, rows = results.table(project.workspace)
     assert [row[1] for row in rows] == list(ORDER) and len(columns) == len(rows[0])
 
 
 def test_page_and_summary_are_written(project: SimpleNamespace, tmp_path: Path) -> None:
-    from unidec.comparison.command import report
-
-    page = report(project.workspace.comparison, project.workspace.root)
+    page = results.write_report(project.workspace)
     text = page.read_text()
     assert "Tiny" in text and all(name in text for name in ORDER)
     summary = json.loads((page.parent / "summary.json").read_text())
@@ -251,115 +230,95 @@ def test_page_and_summary_are_written(project: SimpleNamespace, tmp_path: Path) 
     assert entry["metrics"]["P@1"] == {"mean": result(project, "first")["metrics"]["P@1"], "spread": None, "count": 1}
 
 
-def test_results_of_other_code_are_shown_and_said(project: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unidec.comparison import workspace
-
-    monkeypatch.setattr(workspace, "code_sha256", lambda parts: "other" if "model" in parts else "same")
-    other = Workspace("", project.workspace.root)  # type: ignore[arg-type]
-    other = Workspace(project.workspace.comparison, project.workspace.root, dict(project.workspace.tasks))
-    task = other.tasks["d/first/0"]
-    changed = {**task.spec, "identity": {**task.spec["identity"], "code": '"other"'}}
-    other.tasks["d/first/0"] = type(task)(task.key, task.folder, changed, task.needs, task.makes, task.job)
-    found = {entry.job.cell: entry for entry in results.gather(other)}
-    assert found["first"].other_code and not found["both heads"].other_code
-    page = results.page_input(other.comparison, list(found.values()))
-    assert any("another version of the code" in note for note in page.notes)
-    assert not other.tasks["d/first/0"].is_done() and other.tasks["d/first/0"].is_done(("code",))
+def test_results_of_other_code_are_shown_and_counted(
+    project: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    real = code_sha256
+    monkeypatch.setattr(workspace, "code_sha256", lambda parts: "other" if "model" in parts[0] else real(parts))
+    found = results.gather(project.workspace)
+    assert all(entry.result is not None for entry in found)
+    page = results.page_input(project.workspace, found)
+    assert page.notes == ["4 of 5 results were made by another version of the code."]
+    step = project.workspace.step(found[0].job)
+    assert not step.is_done() and step.is_done(accept_code=True)
 
 
-def test_results_of_other_parameters_are_not_shown(project: SimpleNamespace) -> None:
+def test_other_inputs_have_another_folder(project: SimpleNamespace) -> None:
     other = open_workspace(project.folder, **{"pool.beta": 1})
     found = {entry.job.cell: entry for entry in results.gather(other)}
     assert found["first"].result is None and found["kNN"].result is not None  # a peer has no such parameter
-    failure = found["first"].failure
-    assert failure is not None and failure.state == "not run" and "other parameters" in failure.reason
+    assert found["second"].step.folder != cell_folder(project, "second")
+    same = open_workspace(project.folder, **{"run.checkpoint_minutes": 3.0, "device": "cpu"})  # decide nothing
+    assert all(same.step(job).is_done() for job in same.comparison.jobs)
+    start = open_workspace(project.folder, **{"label_graph.share": 0.5})  # only where there is a label graph
+    assert {job.cell for job in start.comparison.jobs if not start.step(job).is_done()} == {"second"}
+
+
+def test_new_raw_data_makes_all_again(project: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "raw_sha256", lambda path: "other")
+    assert not any(step.is_done() for step in project.workspace.steps(project.workspace.comparison.jobs))
+
+
+def test_figures_for_dvc(project: SimpleNamespace, tmp_path: Path) -> None:
+    results.write_metrics(tmp_path / "figures" / "knn.json", project.steps["d/kNN/0"])
+    figures = json.loads((tmp_path / "figures" / "knn.json").read_text())
+    assert figures["run"] == "d/kNN/0"
+    assert figures["P_at_1"] == pytest.approx(result(project, "kNN")["metrics"]["P@1"], abs=1e-3)
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def again(project: SimpleNamespace, tmp_path: Path, tiny_bert: Path, helper: Callable[[str], Any]) -> SimpleNamespace:
+def again(
+    project: SimpleNamespace, tmp_path: Path, tiny_bert: Path, helper: Callable[[str], Any]
+) -> Iterator[SimpleNamespace]:  # fmt: skip
     """A comparison of one cell in a folder of its own, its data made."""
-    folder = tmp_path
-    (folder / "raw").symlink_to(project.folder / "raw")
+    (tmp_path / "raw").symlink_to(project.folder / "raw")
     values = plan(tiny_bert, helper) | {"cells": {"first": {"recipe": "depsl"}}, "groups": {}}
-    (folder / "c.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     before = Path.cwd()
-    os.chdir(folder)
-    workspace = open_workspace(folder)
-    data = next(key for key in workspace.tasks if key.startswith("data"))
-    assert make(folder, workspace, data) == 0
-    yield SimpleNamespace(folder=folder, workspace=workspace)
+    os.chdir(tmp_path)
+    data, first = open_workspace(tmp_path).steps(open_workspace(tmp_path).comparison.jobs)
+    assert make(tmp_path, data) == 0
+    yield SimpleNamespace(folder=tmp_path, data=data, first=first)
     os.chdir(before)
 
 
-def test_cut_off_after_training_it_goes_on_there(again: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-
+def test_cut_off_after_training_it_resumes_there(again: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_params: Any) -> None:
         raise TrainingError("the disk is full", where="outputs")
 
-    folder = again.workspace.tasks["d/first/0"].folder
+    folder = again.first.folder
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "index", broken)
-        assert make(again.folder, again.workspace, "d/first/0") == 5
-    assert "the disk is full" in json.loads((folder / "failure.json").read_text())["what"]
-    assert engine.last_words(again.workspace.tasks["d/first/0"]) == "no log"  # nobody caught what it printed
-    checkpoints = list(folder.glob("runs/*/checkpoints/*"))
-    assert checkpoints and not (folder / "result.json").exists()
-    monkeypatch.setattr("unidec.training.trainer.Trainer.train_round", None)  # trained it is
-    assert make(again.folder, again.workspace, "d/first/0") == 0
-    made = json.loads((folder / "result.json").read_text())
-    assert not (folder / "failure.json").exists() and [line["epoch"] for line in made["curve"]] == [2]
+        assert make(again.folder, again.first) == 5
+    assert "the disk is full" in again.first.failure()
+    assert list(folder.glob("runs/*/checkpoints/*")) and not again.first.is_done()
+    monkeypatch.setattr("unidec.training.trainer.Trainer.train_round", None)  # it is trained already
+    assert make(again.folder, again.first) == 0
+    assert again.first.failure() == "" and [line["epoch"] for line in again.first.result()["curve"]] == [2]
 
 
-def test_under_another_identity_it_begins_anew(again: SimpleNamespace) -> None:
-    folder = again.workspace.tasks["d/first/0"].folder
-    assert make(again.folder, again.workspace, "d/first/0") == 0
-    assert make(again.folder, again.workspace, "d/first/0") == 0  # done: nothing happens
-    written = (folder / "result.json").stat().st_mtime_ns
-    (folder / "outputs" / "left").write_text("of the first")
-    other = open_workspace(again.folder, **{"optim.epochs": 1})
-    assert not other.tasks["d/first/0"].is_done()
-    assert make(again.folder, other, "d/first/0") == 0
-    assert (folder / "result.json").stat().st_mtime_ns != written and not (folder / "outputs" / "left").exists()
-    assert len(list((folder / "runs").glob("*/run.json"))) == 1
-    assert other.tasks["d/first/0"].is_done() and not again.workspace.tasks["d/first/0"].is_done()
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1.0, 13.9, 14.0, 22.5, 60.0, 1e9])
-def test_epochs_that_fill_a_budget(seconds: float) -> None:
-    """Against counting: 2 s before the first step, 3 s an epoch, a refresh of 1.5 s each third epoch."""
-    times = Times(0.1, 3.0, 0.5, 0.5, 0.5, 2.0, 0.0, {})
-    fits = [e for e in range(1, 1001) if 2.0 + 3.0 * e + 1.5 * len(range(0, e, 3)) <= seconds]
-    assert cell.affordable_epochs(times, 3, seconds) == max(fits, default=1)
-
-
-def test_a_budget_of_minutes(again: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def measured(params: Any) -> Times:
-        asked.append(params.optim.epochs)
-        return Times(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, {})
-
-    monkeypatch.setattr("unidec.pipeline.plan.measure_time", measured)
-    (again.folder / "c.yaml").write_text((again.folder / "c.yaml").read_text() + "minutes: 0.05\n")
-    workspace = open_workspace(again.folder)
-    assert not workspace.tasks["d/first/0"].is_done() and make(again.folder, workspace, "d/first/0") == 0
-    made = json.loads((workspace.tasks["d/first/0"].folder / "result.json").read_text())
-    assert made["params"]["optim.epochs"] == 3 == made["curve"][-1]["epoch"] and asked == [2]
-    # how many epochs the file says makes no difference then; another budget does
-    assert open_workspace(again.folder, **{"optim.epochs": 7}).tasks["d/first/0"].is_done()
-    (again.folder / "c.yaml").write_text((again.folder / "c.yaml").read_text().replace("0.05", "0.06"))
-    assert not open_workspace(again.folder).tasks["d/first/0"].is_done()
+def test_by_other_code_it_is_rebuilt_unless_accepted(again: SimpleNamespace) -> None:
+    assert make(again.folder, again.first) == 0
+    result, left = again.first.folder / "result.json", again.first.folder / "outputs" / "left"
+    written = result.stat().st_mtime_ns
+    assert make(again.folder, again.first) == 0  # done: nothing happens
+    other = dataclasses.replace(again.first, spec={**again.first.spec, "code": "other", "accept_code": True})
+    assert make(again.folder, other) == 0 and result.stat().st_mtime_ns == written
+    left.write_text("of the first")
+    other = dataclasses.replace(other, spec={**other.spec, "accept_code": False})
+    assert not other.is_done() and make(again.folder, other) == 0
+    assert result.stat().st_mtime_ns != written and not left.exists() and other.is_done()
 
 
 def test_a_slice_of_the_data(again: SimpleNamespace) -> None:
     text = (again.folder / "c.yaml").read_text().replace("path: raw", "path: raw\n    train: 50\n    test: 7")
     (again.folder / "c.yaml").write_text(text)
     workspace = open_workspace(again.folder)
-    data = next(key for key in workspace.tasks if key.startswith("data"))
-    assert data not in again.workspace.tasks and make(again.folder, workspace, data) == 0
-    dataset = XMCDataset.open(workspace.tasks[data].folder / "data" / "dataset")
+    data, _ = workspace.steps(workspace.comparison.jobs)
+    assert data.folder != again.data.folder and make(again.folder, data) == 0
+    dataset = XMCDataset.open(data.folder / "data" / "dataset")
     assert len(dataset.rows("test")) == 7 and len(dataset.rows("train")) + len(dataset.rows("validation")) == 50
     assert (np.diff(dataset.relevance.tocsc().indptr) > 0).all()  # only labels that the slice knows

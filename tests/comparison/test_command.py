@@ -1,4 +1,4 @@
-"""`unidec compare` as people call it: real child processes, the report, exit codes."""
+"""`unidec compare` as people call it: the flow, real child processes, the report, exit codes."""
 
 from __future__ import annotations
 
@@ -58,32 +58,30 @@ def test_from_nothing_to_a_report(project: Path) -> None:
     page = (workspace / "report.html").read_text()
     assert "kNN" in page and "depsl" in page  # what did not run is named too
     figures = json.loads((project / "figures" / "knn.json").read_text())
-    result = json.loads((workspace / "cells/d/knn/0/result.json").read_text())
+    result = json.loads(next(workspace.glob("cells/d/knn/0-*/result.json")).read_text())
     assert figures["run"] == "d/kNN/0" and figures["P_at_1"] == pytest.approx(result["metrics"]["P@1"], abs=1e-3)
 
     from mlflow import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{project}/mlflow.db")
-    child = client.get_run(result["mlflow_run"])
-    parent = client.get_run(child.data.tags["mlflow.parentRunId"])
-    assert (child.info.run_name, parent.info.run_name) == ("d/kNN/0", "compare tiny")
-    assert parent.info.status == "FINISHED"
-    assert {file.path for file in client.list_artifacts(parent.info.run_id)} >= {"report.html", "summary.json"}
+    run = MlflowClient(f"sqlite:///{project}/mlflow.db").get_run(result["mlflow_run"])
+    assert run.info.run_name == "d/kNN/0" and run.data.tags["comparison"] == "tiny"
 
     states = [line.split("\t")[2] for line in unidec("--list").stdout.splitlines()[1:]]
     assert states == ["to do", "done", "to do"]
-    # what fails is told, and the exit code says so; the rest is there all the same
-    (workspace / "cells/d/mix").mkdir(parents=True)
-    (workspace / "cells/d/mix/0").write_text("a file where a folder should be")
+    # what fails is named, and the exit code reports it; the rest is there all the same
+    place = next(workspace.glob("cells/d/knn/0-*"))
+    (workspace / "cells/d/mix").write_text("a file where a folder should be")
     broken = unidec("--only", "mix", "--only", "kNN", "--accept", "code")
-    assert broken.returncode == 1 and "d/mix/0: failed: cannot be started" in broken.stderr
-    assert "report: " in broken.stdout and "Traceback" not in broken.stderr
+    assert broken.returncode == 1 and "d/mix/0: failed: d/mix/0: cannot be started" in broken.stderr
+    assert "report: " in broken.stderr and "d\tkNN\t1" in broken.stdout and "Traceback" not in broken.stderr
+    assert (place / "result.json").is_file()
 
 
 def test_wrong_files_and_names(project: Path) -> None:
     wrong = unidec("--only", "KNN")
     assert wrong.returncode == 2 and "no such cell" in wrong.stderr and "Traceback" not in wrong.stderr
     assert unidec("--set", "pool.betta=3", "--list").returncode == 2
+    assert unidec("--accept", "data").returncode == 2
     assert not (project / "runs").exists()
 
 
@@ -91,19 +89,20 @@ def test_wrong_files_and_names(project: Path) -> None:
 def test_terminated_and_started_again(project: Path) -> None:
     """SIGTERM to the comparison ends the training with a checkpoint; the same command goes on from it."""
     command = [sys.executable, "-m", "unidec.cli", "compare", "c.yaml", "--only", "depsl"]
-    folder = project / "runs/compare/tiny/cells/d/depsl/0"
+    cells = project / "runs/compare/tiny/cells/d/depsl"
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 120
-    while not list(folder.glob("runs/*/rounds.jsonl")):
+    end = time.monotonic() + 200
+    while not list(cells.glob("0-*/runs/*/rounds.jsonl")):
         assert time.monotonic() < end and process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 143 and "goes on where it stopped" in said
-    (run,) = (folder / "runs").glob("*/run.json")
+    _, printed = process.communicate(timeout=120)
+    assert process.returncode == 143 and "run the same command again" in printed
+    (run,) = cells.glob("0-*/runs/*/run.json")
+    folder = run.parents[2]
     before = (run.parent / "rounds.jsonl").read_text().splitlines()
     assert 0 < len(before) < 20 and not (folder / "result.json").exists()
-    # with its code edited meanwhile it would begin anew; this says that it need not
+    # with its code edited meanwhile it would begin again; with this it need not
     done = unidec("--only", "depsl", "--accept", "code")
     assert done.returncode == 0, done.stderr
     after = (run.parent / "rounds.jsonl").read_text().splitlines()

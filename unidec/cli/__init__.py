@@ -110,8 +110,8 @@ def compare(
     report_only: Annotated[bool, typer.Option("--report-only", help="write the report of what there is")] = False,
     assignments: Assignments = None,
     accept: Annotated[
-        list[str] | None,
-        typer.Option("--accept", metavar="KEY", help="take results for done though this differs (code); repeatable"),
+        str | None,
+        typer.Option("--accept", metavar="code", help="results by other versions of the code are taken as done"),
     ] = None,
     folder: Annotated[
         Path | None, typer.Option("--folder", help="of the workspace, instead of runs/compare/<name>")
@@ -122,22 +122,24 @@ def compare(
     ] = None,
 ) -> None:
     """Run every system of a comparison file on the same data and seeds, and report; what is done is not run again."""
-    extra = parse_overrides(assignments or [])
-    from unidec.comparison import command
+    if accept not in (None, "code"):
+        raise ConfigError("cannot be accepted", where="--accept", got=accept, expected="code")
+    from unidec.comparison import results
+    from unidec.comparison.plan import load_comparison, select
+    from unidec.comparison.workspace import Workspace
 
+    comparison = load_comparison(file, parse_overrides(assignments or []))
+    chosen = select(comparison, only or [])
+    workspace = Workspace.of(comparison, folder)
     if show:
-        show_table(*command.listing(file, only or [], extra, folder, accept or []))
-        return
-    outcomes, page = command.compare(
-        file, only or [], extra, at_once=jobs, folder=folder, accepted=accept or [], report_only=report_only,
-        metrics=metrics,
-    )  # fmt: skip
-    show_table(*command.show_table(file, extra, folder))
-    lost = [outcome for outcome in outcomes if outcome.state != "done"]
-    for outcome in lost:
-        print(f"{outcome.task.key}: {outcome.state}: {outcome.reason}", file=sys.stderr)
-    print(f"report: {page}")
-    sys.exit(1 if lost else 0)
+        show_table(["run", "what", "state"], results.listing(chosen, workspace, accept == "code"))
+    elif report_only:
+        print(f"report: {results.write_report(workspace)}")
+    else:  # in this process's place, so that signals and the exit code are the flow's
+        options = {"--only": only, "--set": assignments, "--jobs": [jobs], "--accept": [accept], "--folder": [folder],
+                   "--metrics": [metrics]}  # fmt: skip
+        given = [f"{name}={value}" for name, values in options.items() for value in values or () if value is not None]
+        os.execv(sys.executable, [sys.executable, "-m", "flows.compare", str(file), *given])
 
 
 @app.command(

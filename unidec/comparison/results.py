@@ -56,16 +56,12 @@ class Found:
     result: dict[str, Any] | None
 
 
-def write_report(comparison: Comparison, workspace: Workspace, tested: bool = True) -> Path:
-    """Write report.html and summary.json of everything that the workspace holds, whatever was asked for last.
-
-    Args:
-        tested: with paired tests, which take their time.
-    """
+def write_report(workspace: Workspace) -> Path:
+    """Write report.html and summary.json of everything that the workspace holds, whatever was asked for last."""
     from unidec.evaluation.comparison_page import write_comparison
 
-    found = gather(comparison, workspace)
-    page = page_input(comparison, found, contrasts(comparison, workspace, found) if tested else ())
+    found = gather(workspace)
+    page = page_input(workspace, found, contrasts(workspace, found))
     workspace.root.mkdir(parents=True, exist_ok=True)
     _write_summary(workspace.root / SUMMARY, page)
     write_comparison(workspace.root / REPORT, page)
@@ -82,11 +78,11 @@ def listing(jobs: Iterable[Job], workspace: Workspace, accept_code: bool) -> lis
     return rows
 
 
-def table(comparison: Comparison, workspace: Workspace) -> tuple[list[str], list[list[str]]]:
+def table(workspace: Workspace) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the results so far, for a terminal: mean ± spread."""
     columns = ["data", "cell", "seeds", *TABLE, "train s", "MB"]
     rows = []
-    for cell in page_input(comparison, gather(comparison, workspace)).cells:
+    for cell in page_input(workspace, gather(workspace)).cells:
         if not cell.runs:
             continue
         figures = [_plus_minus(cell.values(name), 1) for name in TABLE]
@@ -107,15 +103,15 @@ def write_metrics(path: Path, step: Step) -> None:
     )
 
 
-def gather(comparison: Comparison, workspace: Workspace) -> list[Found]:
+def gather(workspace: Workspace) -> list[Found]:
     """Every job of the comparison with its result, if there is one."""
-    steps = [(job, workspace.step(job)) for job in comparison.jobs]
+    steps = [(job, workspace.step(job)) for job in workspace.comparison.jobs]
     return [Found(job, step, step.result()) for job, step in steps]
 
 
-def page_input(comparison: Comparison, found: Sequence[Found], contrasts: Sequence[Contrast] = ()) -> ComparisonInput:
+def page_input(workspace: Workspace, found: Sequence[Found], contrasts: Sequence[Contrast] = ()) -> ComparisonInput:
     """Everything that the page shows."""
-    file = comparison.file
+    comparison, file = workspace.comparison, workspace.comparison.file
     results = [entry.result for entry in found if entry.result is not None]
     old = sum(entry.result is not None and entry.result["code"] != entry.step.spec["code"] for entry in found)
     notes = [f"{old} of {len(results)} results were made by another version of the code."] if old else []
@@ -135,17 +131,18 @@ def page_input(comparison: Comparison, found: Sequence[Found], contrasts: Sequen
     )
 
 
-def contrasts(comparison: Comparison, workspace: Workspace, found: Sequence[Found]) -> list[Contrast]:
+def contrasts(workspace: Workspace, found: Sequence[Found]) -> list[Contrast]:
     """Every system against the best peer of each metric, and the cells of each group against its base."""
     done: list[Contrast] = []
-    names = list(comparison.file.data)
+    file = workspace.comparison.file
+    names = list(file.data)
     for data in progress(names, desc="tests", unit="data set"):
         entries = [entry for entry in found if entry.job.data == data and entry.result is not None]
         scores = _scores(workspace, entries)
         rivals = [name for name in scores if _is_peer(entries, name)]
         if rivals and len(scores) > 1:
             done += _tested(data, scores, best_systems(scores, rivals, TESTED))
-        for group in comparison.file.groups.values():
+        for group in file.groups.values():
             members = {name: scores[name] for name in (group.base, *group.cells) if name in scores}
             if group.base in members and len(members) > 1:
                 done += _tested(data, members, group.base)

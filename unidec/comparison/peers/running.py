@@ -89,8 +89,8 @@ def run_peer(name: str, dataset: XMCDataset, settings: Settings, environments: P
 def write_task(dataset: XMCDataset, text: Text, folder: Path) -> tuple[list[str], int]:
     """Write what a peer is given: features and relevance as .npz (float32 CSR), texts as JSON lists.
 
-    Files: `X.train`, `Y.train`, `X.labels`, `X.<split>`, and train, labels, `<split>` as .json. TF-IDF (sublinear, without
-    English stop words) is fitted on the training queries' texts.
+    Files: `X.train`, `Y.train`, `X.labels`, `X.<split>`, and the texts of train, labels and each split as .json.
+    TF-IDF (sublinear, without English stop words) is fitted on the training queries' texts.
 
     Returns:
         The splits to predict, and how many labels, so that K are left after filters.

@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#   "sentence-transformers==6.2.0", "transformers==5.23.0", "torch==2.13.0", "accelerate>=1.10,<2", "datasets>=4,<6",
+#   "sentence-transformers==6.2.0", "transformers==5.23.0", "torch==2.13.0", "accelerate==1.15.0", "datasets==5.2.0",
 # ]
 # ///
 """sentence-transformers on a peer task: `sentence.py TASK OUT SETTINGS` (unidec/comparison/peers/running.py).
