@@ -281,7 +281,7 @@ class _Planner:
         """Cells behind those that they need, else as in the file."""
         needs = {name: [one.needs] if one.needs else [] for name, one in systems.items()}
         for name, one in systems.items():
-            if one.after in systems and systems[one.after].kind != "recipe":
+            if one.after is not None and one.after in systems and systems[one.after].kind != "recipe":
                 self._add(f"cells.{name}.after", "has no model of its own", one.after, "a trained cell")
         try:
             return [name for name in graphlib.TopologicalSorter(needs).static_order() if name in systems]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from unidec.comparison.peers import PEERS
 from unidec.comparison.peers.environments import run_script, start_command
-from unidec.data.dataset import Text, XMCDataset
+from unidec.data.dataset import Split, Text, XMCDataset
 from unidec.data.storage import write_json
 from unidec.errors import DataError, TrainingError
 from unidec.evaluation.tfidf import TfidfRanker, fit_words, top_rows
@@ -27,7 +27,7 @@ from unidec.evaluation.tfidf import TfidfRanker, fit_words, top_rows
 K = 100  # labels that are left after filters
 TASK, OUT, LOG = Path("peer-task"), Path("peer-output"), Path("peer.log")
 
-Predictions = dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]
+Predictions = dict[Split, tuple[NDArray[np.int64], NDArray[np.float32]]]
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ def run_peer(name: str, dataset: XMCDataset, settings: Settings, environments: P
     else:
         predictions, facts = _tfidf(name, splits, width)
     shutil.rmtree(TASK)
-    costs = {key: float(facts[key]) for key in ("parameters", "peak_rss_bytes") if key in facts}
+    costs: dict[str, float] = {key: facts[key] for key in ("parameters", "peak_rss_bytes") if key in facts}
     costs |= {"train_seconds": facts["train_seconds"] + feature_seconds, "search_ms": facts["search_ms"]["test"]}
     return PeerOutcome(predictions, costs, facts["version"])
 
 
-def write_task(dataset: XMCDataset, text: Text, folder: Path) -> tuple[list[str], int]:
+def write_task(dataset: XMCDataset, text: Text, folder: Path) -> tuple[list[Split], int]:
     """Write what a peer is given: features and relevance as .npz (float32 CSR), texts as JSON lists.
 
     Files: `X.train`, `Y.train`, `X.labels`, `X.<split>`, and the texts of train, labels and each split as .json.
@@ -98,15 +98,16 @@ def write_task(dataset: XMCDataset, text: Text, folder: Path) -> tuple[list[str]
     Raises:
         DataError: no queries to train on or to predict, or texts without a single word.
     """
-    rows = {split: dataset.rows(split) for split in ("train", "test", "validation")}
-    splits = ["test", "validation"] if rows["validation"].size else ["test"]
+    parts: tuple[Split, ...] = ("train", "test", "validation")
+    rows = {split: dataset.rows(split) for split in parts}
+    splits: list[Split] = ["test", "validation"] if rows["validation"].size else ["test"]
     if not rows["train"].size or not rows["test"].size:
         sizes = ", ".join(f"{split}: {len(own)}" for split, own in rows.items())
         raise DataError("an empty split", where=str(dataset.path), got=sizes)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    texts = {split: list(dataset.query_texts(rows[split], text)) for split in ("train", *splits)}
-    texts["labels"] = list(dataset.label_texts(None, text))
+    texts = {"labels": list(dataset.label_texts(None, text))}
+    texts |= {split: list(dataset.query_texts(rows[split], text)) for split in parts if len(rows[split])}
     vectorizer, _ = fit_words(texts["train"], str(dataset.path))
     sp.save_npz(folder / "Y.train.npz", (dataset.relevance[rows["train"]] > 0).astype(np.float32))
     for name, lines in texts.items():
@@ -116,7 +117,7 @@ def write_task(dataset: XMCDataset, text: Text, folder: Path) -> tuple[list[str]
     return splits, min(K + most, dataset.num_labels)
 
 
-def _tfidf(name: str, splits: list[str], width: int) -> tuple[Predictions, dict[str, Any]]:
+def _tfidf(name: str, splits: list[Split], width: int) -> tuple[Predictions, dict[str, Any]]:
     import sklearn
 
     start = time.perf_counter()
@@ -139,7 +140,7 @@ def _tfidf(name: str, splits: list[str], width: int) -> tuple[Predictions, dict[
 
 
 def _scripted(
-    name: str, settings: Settings, splits: list[str], width: int, environments: Path
+    name: str, settings: Settings, splits: list[Split], width: int, environments: Path
 ) -> tuple[Predictions, dict[str, Any]]:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
