@@ -42,6 +42,19 @@ def test_mlflow_is_the_real_one() -> None:
         assert not (ROOT / "flows" / f"{name}.py").exists()
 
 
+def test_no_circle_of_imports() -> None:
+    """Also none that only type checkers see."""
+    import grimp
+    import networkx
+
+    graph = grimp.build_graph("unidec", "flows", exclude_type_checking_imports=False, cache_dir=None)
+    edges = [(name, other) for name in graph.modules for other in graph.find_modules_directly_imported_by(name)]
+    circles = [
+        sorted(part) for part in networkx.strongly_connected_components(networkx.DiGraph(edges)) if len(part) > 1
+    ]
+    assert not circles
+
+
 def test_distribution_name_version_and_no_foreign_unidec() -> None:
     assert PYPROJECT["project"]["name"] == "unidec-xmc"
     assert metadata.version("unidec-xmc") == unidec.__version__

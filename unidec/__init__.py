@@ -12,12 +12,13 @@ Names are imported when they are first used: `import unidec` takes milliseconds.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from unidec.version import __version__
+
 if TYPE_CHECKING:
     from unidec.api import Label, Model, fit, load
     from unidec.data.dataset import XMCDataset
     from unidec.estimator import UniDECClassifier
 
-__version__ = "0.1.0"
 __all__ = ["Label", "Model", "UniDECClassifier", "XMCDataset", "__version__", "fit", "load"]
 
 _MODULES = {

@@ -20,13 +20,13 @@ from typing import Annotated, Any
 
 import typer
 
-from unidec import __version__
 from unidec.cli import data, export, index, init, labels, models, predict, runs, serve
 from unidec.cli.options import DEFAULT_PARAMS, AsJson, Assignments, ParamsFile, load
 from unidec.cli.output import show, show_table
 from unidec.cli.stage import add_stage
 from unidec.config import describe, parse_overrides, recipe_names, to_yaml
 from unidec.errors import ConfigError, Stopped, UnidecError, without_credentials
+from unidec.version import __version__
 
 app = typer.Typer(
     name="unidec",

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-import unidec
+from unidec.version import PACKAGE
 
 _DVC_CONFIG = """[core]
     remote = local
@@ -27,7 +27,7 @@ def write_project(folder: Path) -> list[str]:
     """
     from unidec.tracking.provenance import git
 
-    packaged = Path(unidec.__file__).parent / "project_template"
+    packaged = PACKAGE / "project_template"
     template = packaged if packaged.is_dir() else packaged.parents[1]  # a checkout is a project itself
     files = {
         str(file.relative_to(template)): _adapted(file, template)

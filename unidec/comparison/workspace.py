@@ -21,10 +21,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import unidec
 from unidec.comparison.plan import START, Comparison, Job, slug
 from unidec.config import Params, leaves
 from unidec.data.storage import MANIFEST, folder_sha256
+from unidec.version import PACKAGE
 
 ROOT = Path("runs/compare")
 RESULT, FAILURE, LOG, SPEC = "result.json", "failure.json", "log.txt", "cell.json"
@@ -168,7 +168,7 @@ raw_sha256 = cache(folder_sha256)  # read once a process
 @cache
 def code_sha256(patterns: tuple[str, ...]) -> str:
     """Hash of modules of unidec, as they are on disk when first asked for."""
-    root = Path(unidec.__file__).parent
+    root = PACKAGE
     digest = hashlib.sha256()
     for file in sorted(file for pattern in patterns for file in root.glob(pattern)):
         digest.update(file.relative_to(root).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())

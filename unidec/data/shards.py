@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from unidec import __version__
 from unidec.data.storage import Folder, read_manifest, write_folder, write_json
 from unidec.errors import ArtifactError, ConfigError
+from unidec.version import __version__
 
 PLAN = "plan.json"
 VERSION = 1  # of plans and shards

@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from unidec import __version__
 from unidec.errors import ArtifactError
+from unidec.version import __version__
 
 Signature = tuple[tuple[str, int, int, int, int], ...]  # of each file: name, inode, size, times of change
 MANIFEST = "manifest.json"

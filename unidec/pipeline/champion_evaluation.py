@@ -11,11 +11,9 @@ import functools
 import hashlib
 import io
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-import unidec
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import load_array, write_bytes_atomic
 from unidec.errors import ArtifactError
@@ -24,6 +22,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.ranking import K
 from unidec.progress import progress
 from unidec.retrieval.bundle import Bundle
+from unidec.version import PACKAGE
 
 RANKINGS = paths.RUNS / "rankings"
 _AT_ONCE = 1024  # queries between two steps of the progress line
@@ -101,7 +100,7 @@ def _purge() -> None:
 @functools.cache  # what this process runs, also when a file is edited meanwhile
 def _code_sha256() -> str:
     """Of the modules that decide what a bundle answers."""
-    root = Path(unidec.__file__).parent
+    root = PACKAGE
     digest = hashlib.sha256()
     for file in sorted(file for name in ("data", "model", "retrieval") for file in (root / name).rglob("*.py")):
         digest.update(file.relative_to(root).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())

@@ -16,7 +16,6 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
-import unidec
 from unidec.config import Params, flatten
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_manifest
@@ -37,6 +36,7 @@ from unidec.tracking.run import Tracker
 from unidec.training.batches import Batches
 from unidec.training.needs import draws_pools
 from unidec.training.refresh import Refresh
+from unidec.version import __version__
 
 EXAMPLES = 6  # queries answered right and as many answered wrong
 SHOWN = 5  # labels shown for each
@@ -225,7 +225,7 @@ def _lineage(bundle: Bundle, dataset_sha256: str, run_dir: Path) -> dict[str, st
     tags = code_tags()
     found = {
         "git commit": tags.get("mlflow.source.git.commit"), "edited since": tags.get("git.dirty"),
-        "unidec": unidec.__version__, "data set": dataset_sha256, "data set in DVC": dvc_hash(str(paths.DATASET)),
+        "unidec": __version__, "data set": dataset_sha256, "data set in DVC": dvc_hash(str(paths.DATASET)),
         "dvc.lock": tags.get("dvc.lock.sha256"), "bundle": bundle.sha256, "run folder": str(run_dir),
         "MLflow run": Tracker.resume(run_dir).run_id,
     }  # fmt: skip

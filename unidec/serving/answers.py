@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from unidec import __version__
+from unidec.version import __version__
 
 if TYPE_CHECKING:
     from unidec.retrieval.answer import Explanation

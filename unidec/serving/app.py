@@ -9,7 +9,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from unidec import __version__
 from unidec.sections import Serve
 from unidec.serving import schemas
 from unidec.serving.engine import Service
@@ -17,6 +16,7 @@ from unidec.serving.errors import RequestError, wrong_values
 from unidec.serving.middleware import Guard
 from unidec.serving.page import PAGE_PATHS, page_routes
 from unidec.serving.routes import JsonBytes, Routes
+from unidec.version import __version__
 
 _ABOUT = "Labels for texts. Every error is JSON with what, where, got, expected and fix. 503 comes with Retry-After."
 

@@ -17,7 +17,6 @@ import orjson
 from cachetools import LRUCache
 from fastapi import FastAPI, Query, Request, Response
 
-from unidec import __version__
 from unidec.errors import DataError
 from unidec.retrieval.answer import Request as Asked
 from unidec.sections import Serve
@@ -28,6 +27,7 @@ from unidec.serving.engine import Engine, Service, answer_batch, explain_query
 from unidec.serving.errors import RequestError
 from unidec.serving.metrics import model_metrics
 from unidec.serving.middleware import BODY, NO_SNIFFING
+from unidec.version import __version__
 
 SIDE_REQUESTS = 64  # label searches and explanations that may wait
 MAX_LABELS = 50

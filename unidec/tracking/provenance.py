@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
-import unidec
 from unidec.config import OPERATIONS, load_params
 from unidec.errors import ConfigError
 from unidec.tracking.run import RUN_TAGS
+from unidec.version import __version__
 
 ARTIFACTS = (
     "data/dataset", "data/tokens", "data/propensity", "data/label_graph", "data/validation", "outputs/model",
@@ -57,7 +57,7 @@ def code_tags(
         "mlflow.source.git.commit", "git.dirty" ("true"/"false"), "git.changed" (JSON: what `uncommitted` compares),
         "dvc.lock.sha256", "unidec.version", "mlflow.source.name", "mlflow.user".
     """
-    tags = {"unidec.version": unidec.__version__, "mlflow.source.name": "flows/train.py"}
+    tags = {"unidec.version": __version__, "mlflow.source.name": "flows/train.py"}
     with contextlib.suppress(OSError, KeyError):  # a container's user may have no name
         tags["mlflow.user"] = getpass.getuser()
     project = _project(root)

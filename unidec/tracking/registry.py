@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from unidec import __version__
 from unidec.data.storage import MANIFEST, folder_sha256, read_manifest
 from unidec.errors import ArtifactError
 from unidec.tracking.store import artifact_location, import_mlflow, open_client, sqlite_path, tracking_uri
+from unidec.version import PACKAGE, __version__
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -227,9 +227,7 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
     import mlflow
     import pandas as pd
 
-    import unidec
-
-    package = Path(unidec.__file__).parent
+    package = PACKAGE
     before, run_id = (run.info.status, run.info.run_id) if run else ("FINISHED", None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

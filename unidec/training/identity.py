@@ -10,12 +10,10 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 import numpy as np
 from scipy.sparse import csr_matrix
 
-import unidec
 from unidec.config import Params, leaves
 from unidec.data import tokens
 from unidec.data.dataset import XMCDataset
@@ -24,6 +22,7 @@ from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
 from unidec.model.weights import start_sha256
 from unidec.training.needs import weighs_by_propensity
+from unidec.version import PACKAGE
 
 # the sections that decide what is learnt; the others say where it runs, how it is shown or served
 SECTIONS = ("seed", "tokens", "encoder", "model", "pool", "loss", "optim")
@@ -84,7 +83,7 @@ def identity_sha256(identity: Mapping[str, str]) -> str:
 @functools.cache  # what this process runs, also when a file is edited meanwhile
 def code_sha256() -> str:
     """Of the modules that decide what a training becomes."""
-    root = Path(unidec.__file__).parent
+    root = PACKAGE
     digest = hashlib.sha256()
     for file in sorted([*(root / "model").rglob("*.py"), *(root / "training").rglob("*.py")]):
         digest.update(file.relative_to(root).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
