@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unidec.pipeline.data import ingest, label_graph, propensity, tokens, validate
-    from unidec.pipeline.drift_check import data_change, drift
+    from unidec.pipeline.drift_check import data_change, drift, monitor
     from unidec.pipeline.evaluation import evaluate
     from unidec.pipeline.fetching import fetch
     from unidec.pipeline.gating import gate, needs_gate
     from unidec.pipeline.indexing import index
     from unidec.pipeline.labels import refresh_labels
-    from unidec.pipeline.monitoring import monitor
     from unidec.pipeline.promotion import promote, rollback
     from unidec.pipeline.registration import register
     from unidec.pipeline.start import choose_start
@@ -24,14 +23,13 @@ if TYPE_CHECKING:
     from unidec.pipeline.training import start_run, train
 
 _MODULES = {
-    "drift_check": "data_change drift",
+    "drift_check": "data_change drift monitor",
     "data": "ingest label_graph propensity tokens validate",
     "evaluation": "evaluate",
     "fetching": "fetch",
     "gating": "gate needs_gate",
     "indexing": "index",
     "labels": "refresh_labels",
-    "monitoring": "monitor",
     "promotion": "promote rollback",
     "registration": "register",
     "start": "choose_start",
