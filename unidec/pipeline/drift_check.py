@@ -18,7 +18,7 @@ import scipy.sparse as sp
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.profile import TextMeter, Vocabulary, profile_dataset, spaced
+from unidec.data.profile import TextMeter, Vocabulary, profile_dataset, share, spaced
 from unidec.data.storage import MANIFEST, file_sha256, swap_folder, write_json
 from unidec.errors import ArtifactError, DataError
 from unidec.evaluation.drift import SCORE_QUANTILES, Noise, compare_served, text_noise
@@ -326,7 +326,7 @@ def _quality(bundle: Bundle, window: Window, params: Params) -> tuple[dict[str, 
         columns += [row_of.setdefault(uid, len(row_of)) for uid in uids]
     truth = sp.csr_matrix((np.ones(len(place), np.float32), (place, columns)), shape=(len(texts), len(row_of)))
     truth.sort_indices()
-    missing = float(np.mean(np.asarray(columns) >= bundle.num_labels))
+    missing = share(sum(column >= bundle.num_labels for column in columns), len(columns))
     found = bundle.predict_arrays(texts, min(K, bundle.num_labels)).rows
     errors = {name: float(of.std() / np.sqrt(len(of))) for name, of in per_query(found, truth).items()}
     measured = evaluate(found, truth, np.ones(len(row_of)), np.zeros(len(row_of), dtype=np.int64))
