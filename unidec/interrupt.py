@@ -1,7 +1,6 @@
 """Ctrl-C from a program's first moment: a line and exit code 130, not a traceback of what is being imported.
 
-Where a program of ours starts, importing this module is enough until `main`, which calls `guard_work` or `end_guard`.
-Work that has to end in order sets handlers of its own (`unidec.pipeline.interrupts`).
+Importing this module guards the start of our programs until `main` calls `guard_work` or `end_guard`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from unidec.retrieval.predict_file import (
     predict_file,
     write_prediction_shard,
 )
-from unidec.retrieval.text_file import copy_texts, in_batches, read_copy, read_parquet, read_texts
+from unidec.retrieval.text_file import copy_texts, in_batches, read_parquet, read_texts
 
 WORDS = ["red", "blue", "car", "house", "xyz", "größer", '"neu"', "a\nb", ","]
 BATCH = 4
@@ -163,11 +163,11 @@ def test_any_rows_of_a_file(tmp_path, texts, monkeypatch):
     assert copy_texts(files[10], None, tmp_path / "copy") == len(texts)
     for first, last in [(0, 61), (0, 0), (61, 61), (7, 9), (8, 16), (9, 60), (60, 61)]:
         wanted = texts[first:last]
-        assert list(chain.from_iterable(read_copy(tmp_path / "copy", (first, last)))) == wanted
+        assert list(chain.from_iterable(read_parquet(tmp_path / "copy", None, (first, last)))) == wanted
         for path in files.values():
             assert list(chain.from_iterable(read_parquet(path, None, (first, last)))) == wanted
-    with pytest.raises(ArtifactError):
-        list(read_copy(tmp_path / "copy", (50, 62)))
+    with pytest.raises(DataError, match="too few rows"):
+        list(read_parquet(tmp_path / "copy", None, (50, 62)))
     assert [len(part) for part in in_batches(read_texts(files[1], None), 25)] == [25, 25, 11]
     assert list(in_batches([], 3)) == []
 

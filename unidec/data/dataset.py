@@ -28,7 +28,7 @@ Rows = Sequence[int] | np.ndarray | None
 
 
 class XMCDataset:
-    """A data set opened from its folder; texts and pairs stay on disk until they are asked for.
+    """A data set opened from its folder; texts and pairs stay on disk until they are read.
 
     Queries of all splits are one table: training and validation queries in raw order, then test queries.
 
@@ -118,12 +118,10 @@ class XMCDataset:
             rows["train"] = np.flatnonzero(self.split_N < SPLITS.index("test"))
         if not keep_validation or not rows["validation"].size:
             del rows["validation"]
+        queries = {split: self.queries.take(own) for split, own in rows.items()}
+        relevance = {split: self.relevance[own] for split, own in rows.items()}
         return RawData(
-            name=self.name,
-            queries={split: self.queries.take(own) for split, own in rows.items()},
-            labels=self.labels,
-            relevance={split: self.relevance[own] for split, own in rows.items()},
-            filter_pairs={split: self.filter_pairs[own] for split, own in rows.items()},
+            self.name, queries, self.labels, relevance, {s: self.filter_pairs[own] for s, own in rows.items()}
         )
 
     def __repr__(self) -> str:
@@ -138,10 +136,8 @@ def write_dataset(
 
     Args:
         path: folder to write; replaced when all is written.
-        validation_share: share of the training queries to hold out for selecting models (see `hold_out`): seeded by
-            query, families that share a filtered label stay together. Not used where the raw data names a validation
-            split.
-        split_seed: seed of that choice.
+        validation_share, split_seed: of the training queries so many are held out for selecting models (`hold_out`);
+            not used where the raw data names a validation split.
     """
     order = [split for split in SPLITS if split in raw.queries]
     queries = pa.concat_tables([raw.queries[split] for split in order])

@@ -89,11 +89,11 @@ class Measured:
     """Facts of N texts, one by one.
 
     Attributes:
-        length_N: characters, white space around left out. tokens_N, unknown_N: tokens without the special ones, and
-            those of them that the tokenizer does not know. cut_N: it fills all tokens that a text may have.
+        length_N: characters, without white space around. tokens_N, unknown_N: tokens without the special ones, and
+            those of them unknown to the tokenizer. cut_N: the text fills all tokens it may have.
         bucket_NB: float32 CSR [N, `BUCKETS`], how often a token of each bucket (a hash of its id) is in each text.
-        words_N, unseen_N: words, and those of them that are not in the vocabulary (all zero without one).
-        hash_N: 64-bit hash of each text. words: the commonest words and how often they occur.
+        words_N, unseen_N: words, and those of them that are not in the vocabulary. hash_N: 64-bit hash of each text.
+        words: the commonest words and how often they occur.
     """
 
     length_N: np.ndarray
@@ -116,9 +116,10 @@ class Measured:
 
     def strangeness(self) -> dict[str, Share]:
         """Shares of tokens that the tokenizer does not know, and of words that the vocabulary does not."""
+        unknown, unseen = int(self.unknown_N.sum()), int(self.unseen_N.sum())
         return {
-            "unknown_tokens": share(int(self.unknown_N.sum()), int(self.tokens_N.sum())),
-            "unseen_words": share(int(self.unseen_N.sum()), int(self.words_N.sum())),
+            "unknown_tokens": share(unknown, int(self.tokens_N.sum())),
+            "unseen_words": share(unseen, int(self.words_N.sum())),
         }
 
     def summary(self) -> dict[str, Any]:
@@ -235,11 +236,8 @@ class DatasetProfile:
     """A data set's figures, with what they were counted from.
 
     Attributes:
-        figures: JSON-able: "version", "name", "sha256", "text", "max_length", "rows", "positives", "shares", "queries"
-            (training queries) and "labels" as `Measured.summary`, "held_out" (shares of unknown tokens and unseen
-            words; None without such queries), "vocabulary".
-        queries: the training queries. held_out: the validation queries; without any the test queries, without those
-            the training queries.
+        figures: JSON-able, what travels with a model.
+        queries: the training queries. held_out: the validation queries, else the test queries, else the training ones.
     """
 
     figures: dict[str, Any]
@@ -287,18 +285,23 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
     in_train_P = np.repeat(np.isin(np.arange(dataset.num_queries), rows["train"]), count_N)
     points_L = np.bincount(dataset.relevance.indices[in_train_P], minlength=dataset.num_labels)
     asked = np.unique(dataset.relevance.indices[~in_train_P])
-    test = rows["test"][~empty_N[rows["test"]]]
-    leaked = np.isin(hash_N[test], hash_N[rows["train"]])
-    train = hash_N[rows["train"]]
+    train, test = hash_N[rows["train"]], rows["test"][~empty_N[rows["test"]]]
+
+    def repeated(hashes: np.ndarray) -> Share:
+        return share(len(hashes) - len(np.unique(hashes)), len(hashes))
+
+    def true(flags: np.ndarray) -> Share:
+        return share(int(flags.sum()), len(flags))
+
     return {
-        "empty_queries": share(int(empty_N.sum()), dataset.num_queries),
-        "empty_labels": share(int(empty_L.sum()), dataset.num_labels),
-        "repeated_queries": share(len(train) - len(np.unique(train)), len(train)),
-        "repeated_labels": share(len(hash_L) - len(np.unique(hash_L)), len(hash_L)),
-        "test_texts_in_train": share(int(leaked.sum()), len(test)),
-        "queries_without_positives": share(int((count_N == 0).sum()), dataset.num_queries),
-        "labels_without_training_points": share(int((points_L == 0).sum()), dataset.num_labels),
-        "unseen_labels": share(int((points_L[asked] == 0).sum()), len(asked)),
+        "empty_queries": true(empty_N),
+        "empty_labels": true(empty_L),
+        "repeated_queries": repeated(train),
+        "repeated_labels": repeated(hash_L),
+        "test_texts_in_train": true(np.isin(hash_N[test], train)),
+        "queries_without_positives": true(count_N == 0),
+        "labels_without_training_points": true(points_L == 0),
+        "unseen_labels": true(points_L[asked] == 0),
     }
 
 

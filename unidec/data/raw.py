@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -47,15 +48,28 @@ class RawData:
             return self
         both = ("train", "validation")
 
-        def rest(parts: dict) -> dict:
-            return {split: part for split, part in parts.items() if split not in both}
+        def merge(parts: dict[str, Any], join: Callable[[list[Any]], Any]) -> dict[str, Any]:
+            rest = {split: part for split, part in parts.items() if split not in both}
+            return {"train": join([parts[split] for split in both]), **rest}
 
         return replace(
             self,
-            queries={"train": pa.concat_tables([self.queries[s] for s in both]), **rest(self.queries)},
-            relevance={"train": stack([self.relevance[s] for s in both]), **rest(self.relevance)},
-            filter_pairs={"train": stack([self.filter_pairs[s] for s in both]), **rest(self.filter_pairs)},
+            queries=merge(self.queries, pa.concat_tables),
+            relevance=merge(self.relevance, stack),
+            filter_pairs=merge(self.filter_pairs, stack),
         )
+
+    def take(self, rows: dict[str, np.ndarray]) -> RawData:
+        """The queries of these splits at these rows (of train, where a split is new), and their pairs."""
+        parts = {"queries": self.queries, "relevance": self.relevance, "filter_pairs": self.filter_pairs}
+        taken: dict[str, Any] = {}
+        for name, by_split in parts.items():
+            sources = {split: by_split.get(split, by_split["train"]) for split in rows}
+            some = {
+                s: part.take(rows[s]) if name == "queries" else csr_matrix(part[rows[s]]) for s, part in sources.items()
+            }
+            taken[name] = {**by_split, **some}
+        return replace(self, **taken)
 
 
 def text_table(
@@ -134,30 +148,23 @@ def _each(uids: Sequence[str] | pa.ChunkedArray) -> Iterator[str]:
 def cut_test(raw: RawData, share: float, seed: int) -> RawData:
     """Cut a test split from the training queries (see `hold_out`); order within each split is kept."""
     held = hold_out(raw.queries["train"]["uid"], raw.filter_pairs["train"], share, seed)
-    rows = {"train": np.flatnonzero(~held), "test": np.flatnonzero(held)}
-    return replace(
-        raw,
-        queries={**raw.queries, **{split: raw.queries["train"].take(r) for split, r in rows.items()}},
-        relevance={**raw.relevance, **{split: raw.relevance["train"][r] for split, r in rows.items()}},
-        filter_pairs={**raw.filter_pairs, **{split: raw.filter_pairs["train"][r] for split, r in rows.items()}},
-    )
+    return raw.take({"test": np.flatnonzero(held), "train": np.flatnonzero(~held)})
 
 
 def make_slice(raw: RawData, num_train: int, num_test: int) -> RawData:
     """The first `num_train` training and `num_test` test queries, with the labels that occur among their positives."""
     sizes = {"train": num_train, "test": num_test, "validation": num_test}
-    rows = {split: min(sizes[split], table.num_rows) for split, table in raw.queries.items()}
+    some = raw.take({split: np.arange(min(sizes[split], table.num_rows)) for split, table in raw.queries.items()})
     used = np.zeros(raw.num_labels, dtype=bool)
-    for split, count in rows.items():
-        used[raw.relevance[split][:count].indices] = True
+    for matrix in some.relevance.values():
+        used[matrix.indices] = True
     kept = np.flatnonzero(used)
     return replace(
-        raw,
+        some,
         name=f"{raw.name}-slice",
-        queries={split: raw.queries[split].slice(0, count) for split, count in rows.items()},
         labels=raw.labels.take(kept),
-        relevance={split: csr_matrix(raw.relevance[split][:count][:, kept]) for split, count in rows.items()},
-        filter_pairs={split: csr_matrix(raw.filter_pairs[split][:count][:, kept]) for split, count in rows.items()},
+        relevance={split: csr_matrix(matrix[:, kept]) for split, matrix in some.relevance.items()},
+        filter_pairs={split: csr_matrix(matrix[:, kept]) for split, matrix in some.filter_pairs.items()},
     )
 
 

@@ -1,11 +1,10 @@
 """safetensors files, written as a stream and read in part.
 
-The library's `save_file` holds the file's bytes in memory beside the tensors; a table that fills most of the memory
-cannot be saved that way. Here each tensor goes to the file in chunks, and from a GPU in chunks too. The files are the
-library's: it reads what is written here, and reading is left to it.
+The writer is ours because `safetensors.torch.save_file` wants a contiguous copy on the CPU of every tensor and gives no
+hash; a classifier table may fill the memory. Reading is left to the library.
 
-Layout (safetensors): 8 bytes little-endian length of the header, the header as JSON padded with spaces to a multiple
-of 8, then the tensors' bytes without gaps.
+Layout: 8 bytes little-endian length of the header, the header as JSON padded with spaces to a multiple of 8, then the
+tensors' bytes without gaps.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def write_tensors(
     """Write a safetensors file; at most `CHUNK_BYTES` of it are held in memory beside the tensors.
 
     Args:
-        path: a file that is not there yet.
+        path: a file that does not exist yet.
         tensors: by name, of any shape and on any device; views and tensors that share memory are written out.
         metadata: texts for the file's header.
 
@@ -55,7 +54,18 @@ def write_tensors(
     """
     # widest first, as the library does it: every tensor then starts at a multiple of its element's size
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    head = _header({name: tensors[name] for name in order}, metadata)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
+            raise TypeError(f"{name}: safetensors has no {tensor.dtype} {tensor.layout}")
+        end = begin + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
     digest = hashlib.sha256(head)
     with open(path, "xb") as file:
         file.write(head)
@@ -67,38 +77,19 @@ def write_tensors(
     return digest.hexdigest()
 
 
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    begin = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
-            raise TypeError(f"{name}: safetensors has no {tensor.dtype} {tensor.layout}")
-        end = begin + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
     """A tensor's values in order, as contiguous flat pieces on the CPU of about `CHUNK_BYTES`."""
     if tensor.numel() == 0:
         return
     if tensor.is_contiguous() or tensor.dim() < 2:
-        flat = tensor.reshape(-1)
-        length = max(1, CHUNK_BYTES // flat.element_size())
-        for begin in range(0, len(flat), length):
-            yield flat[begin : begin + length].cpu().contiguous()
-        return
+        tensor = tensor.reshape(-1)
     row_bytes = tensor[0].numel() * tensor.element_size()
-    if row_bytes > CHUNK_BYTES:
+    if row_bytes > CHUNK_BYTES and tensor.dim() > 1:
         for row in tensor:
             yield from _chunks(row)
         return
-    rows = CHUNK_BYTES // row_bytes
-    for begin in range(0, len(tensor), rows):
-        yield tensor[begin : begin + rows].cpu().contiguous().reshape(-1)
+    for rows in tensor.split(max(1, CHUNK_BYTES // row_bytes)):
+        yield rows.cpu().contiguous().reshape(-1)
 
 
 class TensorFile:
@@ -122,11 +113,7 @@ class TensorFile:
 
 @contextlib.contextmanager
 def open_tensors(path: str | os.PathLike[str]) -> Iterator[TensorFile]:
-    """Opens a safetensors file for reading.
-
-    Raises:
-        ArtifactError: not such a file, or damaged.
-    """
+    """Open a safetensors file for reading. Raises ArtifactError: not such a file, or damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -138,11 +125,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Iterator[TensorFile]:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, on the CPU.
-
-    Raises:
-        ArtifactError: not such a file, or damaged.
-    """
+    """All tensors of a safetensors file, on the CPU; raises as `open_tensors`."""
     with open_tensors(path) as file:
         return {name: file.read(name) for name in file.names}
 

@@ -12,9 +12,9 @@ from typing import Any
 from unidec.data.storage import file_sha256, read_manifest, write_folder
 from unidec.data.table_file import ending
 from unidec.errors import ArtifactError, DataError
-from unidec.retrieval.text_file import copy_texts, parquet_rows, read_copy, read_parquet, read_texts
+from unidec.retrieval.text_file import copy_texts, parquet_rows, read_parquet, read_texts
 
-KIND, VERSION = "text-copy", 1
+KIND, VERSION = "text-copy", 2
 
 
 def prepare_texts(path: Path, column: str | None, folder: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
@@ -33,7 +33,8 @@ def prepare_texts(path: Path, column: str | None, folder: Path) -> tuple[dict[st
     if ending(source) == ".parquet":
         file, num_rows = source, parquet_rows(source)
     else:
-        file, num_rows = folder / "texts" / "texts.arrow", _copied(source, column, folder / "texts", facts)
+        column, num_rows = "text", _copied(source, column, folder / "texts", facts)
+        file = folder / "texts" / "texts.parquet"
     return {"texts": str(file), "size": file.stat().st_size, "column": column}, facts, num_rows
 
 
@@ -45,7 +46,7 @@ def _copied(source: Path, column: str | None, copy: Path, facts: Mapping[str, An
     if meta.get("facts") == facts:
         return int(meta["num_rows"])
     with write_folder(copy, KIND, VERSION, {"facts": facts}) as out:
-        num_rows = out.meta["num_rows"] = copy_texts(source, column, out.path / "texts.arrow")
+        num_rows = out.meta["num_rows"] = copy_texts(source, column, out.path / "texts.parquet")
     return num_rows
 
 
@@ -54,7 +55,6 @@ def read_rows(settings: Mapping[str, Any], rows: tuple[int, int]) -> Iterator[li
 
     Raises:
         DataError: the file is not the one that was prepared, or cannot be read.
-        ArtifactError: the copy cannot be read.
     """
     path = Path(settings["texts"])
     size = path.stat().st_size if path.is_file() else None
@@ -63,4 +63,4 @@ def read_rows(settings: Mapping[str, Any], rows: tuple[int, int]) -> Iterator[li
             "the input changed or is missing", where=str(path), got=size, expected=f"{settings['size']} bytes",
             fix="run the same command again: it begins again with the new input; all machines must see the same folder",
         )  # fmt: skip
-    return read_parquet(path, settings["column"], rows) if ending(path) == ".parquet" else read_copy(path, rows)
+    return read_parquet(path, settings["column"], rows)

@@ -1,7 +1,6 @@
-"""Texts of a file of any known format, streamed: all of them, or a range of rows.
+"""Texts of a file of any known format, streamed: all of them, or a range of rows of a Parquet file.
 
-.csv, .tsv and .jsonl (also with .gz) can only be read from their start. What reads ranges of such a file reads
-`copy_texts`' copy of its text column: one Arrow file whose every batch but the last has `CHUNK_ROWS` rows.
+What reads ranges of any other format reads `copy_texts`' copy of its text column.
 """
 
 from __future__ import annotations
@@ -13,25 +12,20 @@ from pathlib import Path
 import pyarrow as pa
 
 from unidec.data.table_file import CsvFile, ending, json_blocks, open_parquet
-from unidec.errors import ArtifactError, DataError
+from unidec.errors import DataError
 from unidec.progress import progress
 
 Texts = Iterator[list[str]]
 TEXT_COLUMNS = ("query", "text")
 CHUNK_ROWS = 4096
-_COPY_SCHEMA = pa.schema([("text", pa.large_string())])
 
 
 def text_column(names: Sequence[str], column: str | None, where: str) -> str:
-    """The column that holds the queries: the one asked for, else `query`, else `text`.
-
-    Raises:
-        DataError: it is not there.
-    """
+    """The column that holds the queries: the one asked for, else `query`, else `text`; a DataError if it is missing."""
     wanted = (column,) if column else TEXT_COLUMNS
-    for name in wanted:
-        if name in names:
-            return name
+    found = next((name for name in wanted if name in names), None)
+    if found is not None:
+        return found
     raise DataError(
         "no column of queries",
         where=where,
@@ -82,6 +76,8 @@ def read_parquet(path: Path, column: str | None, rows: tuple[int, int] | None = 
     """
     with open_parquet(path) as file:
         first, last = rows or (0, file.metadata.num_rows)
+        if last > file.metadata.num_rows:
+            raise DataError("too few rows", where=str(path), got=file.metadata.num_rows, expected=f"at least {last}")
         name = text_column(file.schema_arrow.names, column, str(path))
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         starts = list(accumulate(sizes, initial=0))
@@ -95,47 +91,24 @@ def read_parquet(path: Path, column: str | None, rows: tuple[int, int] | None = 
 
 
 def copy_texts(path: Path, column: str | None, out: Path) -> int:
-    """Copies a file's texts into an Arrow file from which `read_copy` takes any rows; returns their number.
+    """Copy a file's texts into a Parquet file with the column `text`; returns their number.
 
     Raises:
-        DataError: as `read_texts`.
+        DataError: as `read_texts`, or a text that is not valid Unicode.
     """
-    num_rows = 0
-    with (
-        pa.OSFile(str(out), "wb") as file,
-        pa.ipc.new_file(file, _COPY_SCHEMA) as writer,
-        progress(desc="read", unit="text") as bar,
-    ):
-        for texts in in_batches(read_texts(path, column), CHUNK_ROWS):
+    import pyarrow.parquet as pq
+
+    num_rows, schema = 0, pa.schema([("text", pa.large_string())])
+    with pq.ParquetWriter(out, schema) as writer, progress(desc="read", unit="text") as bar:
+        for texts in in_batches(read_texts(path, column), 16 * CHUNK_ROWS):
             try:
-                array = pa.array(texts, pa.large_string())
+                writer.write_table(pa.table([texts], schema=schema))
             except (ValueError, pa.ArrowException) as error:
                 where = f"{path}, rows {num_rows} to {num_rows + len(texts) - 1}"
                 raise DataError("text that is not valid Unicode", where=where, got=str(error)[:200]) from error
-            writer.write_batch(pa.record_batch([array], schema=_COPY_SCHEMA))
             num_rows += len(texts)
             bar.update(len(texts))
     return num_rows
-
-
-def read_copy(path: Path, rows: tuple[int, int]) -> Texts:
-    """Texts of rows[0] to rows[1] - 1 of a file of `copy_texts`.
-
-    Raises:
-        ArtifactError: not such a file, or fewer rows.
-    """
-    first, last = rows
-    try:
-        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as file:
-            for number in range(first // CHUNK_ROWS, -(-last // CHUNK_ROWS)):
-                start = number * CHUNK_ROWS
-                begin, end = max(first - start, 0), min(last - start, CHUNK_ROWS)
-                array = file.get_batch(number).column(0).slice(begin, end - begin)
-                if len(array) != end - begin:
-                    raise pa.ArrowInvalid(f"{start + begin + len(array)} rows, {last} wanted")
-                yield array.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise ArtifactError("not a readable copy of texts", where=str(path), got=str(error)[:200]) from error
 
 
 def _read_csv(path: Path, column: str | None) -> Texts:

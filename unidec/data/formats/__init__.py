@@ -75,14 +75,9 @@ def read_section(data: Data, bounds: RawBounds) -> RawData:
 def find_rows(
     data: Data, bounds: RawBounds, files: Mapping[str, str], queries: Sequence[str], labels: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Where raw files that were read before have some queries and labels.
+    """`file:line` by uid of some queries and of some labels in raw files that were read before.
 
-    Args:
-        files: sha256 by relative path, as in `RawData.files`.
-        queries, labels: uids.
-
-    Returns:
-        `file:line` by uid, of the queries and of the labels; nothing where a file has changed since.
+    `files` are their sha256 by relative path (`RawData.files`); if one has changed since, nothing is found.
     """
     root = Path(data.path)
     if not all((root / name).is_file() and file_sha256(root / name) == sha256 for name, sha256 in files.items()):
@@ -144,11 +139,12 @@ def _detect(root: Path) -> str:
         return fitting[0]
     if fitting:
         raise DataError("files of more than one layout", where=str(root), got=", ".join(fitting), fix="set data.format")
+    found = ", ".join(sorted(path.name for path in root.iterdir())[:12]) or "an empty folder"
     looked_for = "".join(f"\n    {name}: {layout.EXPECTED}" for name, layout in LAYOUTS.items())
     raise DataError(
         "no layout fits the files of this folder",
         where=str(root),
-        got=", ".join(sorted(p.name for p in root.iterdir())[:12]) or "an empty folder",
+        got=found,
         expected=f"the files (as they are or with .gz) of one of:{looked_for}",
         fix="see docs/data.md for an example of each layout",
     )
