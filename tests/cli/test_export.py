@@ -57,12 +57,10 @@ def test_vectors(run, bundle) -> None:
 
 def test_sentence_transformers(run, bundle) -> None:
     code, _, said = run("export", "sentence-transformers", "--bundle", str(bundle))
-    assert code == 2 and "both heads" in said and "--with-code" in said
+    assert code == 2 and "both heads" in said and "--head de or clf" in said
     assert not Path("sentence-transformers").exists()
-    assert run("export", "sentence-transformers", "--bundle", str(bundle), "--with-code")[0] == 0
-    assert Path("sentence-transformers/sentence_code.py").is_file()
     code, out, _ = run("export", "sentence-transformers", "--bundle", str(bundle), "--head", "de", "--output", "stock")
-    assert code == 0 and "needs_code = False" in out and not list(Path("stock").rglob("*.py"))
+    assert code == 0 and "modules = " in out and not list(Path("stock").rglob("*.py"))
 
 
 def test_a_registered_bundle_is_fetched(run, bundle, monkeypatch) -> None:

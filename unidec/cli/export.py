@@ -54,16 +54,12 @@ def onnx(
 
 @export_app.command(
     "sentence-transformers",
-    epilog="Examples: unidec export sentence-transformers --with-code  |  "
-    "unidec export sentence-transformers --head de --output encoder",
+    epilog="Examples: unidec export sentence-transformers --head de  |  "
+    "unidec export sentence-transformers --head clf --output encoder",
 )
 def sentence_transformers(
     target: Out = Path("sentence-transformers"),
     head: Head = None,
-    code: Annotated[
-        bool,
-        typer.Option("--with-code", help="write a Python file too where stock modules do not suffice"),
-    ] = False,
     bundle: BundleAddress = str(DEFAULT_BUNDLE),
     as_json: AsJson = False,
 ) -> None:
@@ -72,4 +68,4 @@ def sentence_transformers(
     from unidec.retrieval.export.sentence import export_sentence_transformers
 
     loaded = Bundle.load(bundle_folder(bundle))
-    show("export", export_sentence_transformers(loaded, target, head=head, code=code), as_json)
+    show("export", export_sentence_transformers(loaded, target, head=head), as_json)

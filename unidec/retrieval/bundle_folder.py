@@ -21,7 +21,7 @@ from unidec.data.array_file import write_array
 from unidec.data.storage import MANIFEST, load_array, read_manifest, write_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_texts_table
-from unidec.retrieval.bundle_model import place, write_model
+from unidec.retrieval.bundle_model import place, typical_texts, write_model
 from unidec.retrieval.index import IndexOptions, Kind, LabelIndex
 from unidec.retrieval.index_kinds import GRAPHS
 from unidec.retrieval.label_rows import LabelRows
@@ -204,7 +204,8 @@ def write_bundle(
     size += neighbours.num_bytes if neighbours is not None else 0
     with write_folder(path, KIND, VERSION, num_bytes=size) as out:
         count, link = (index.num_labels, True) if ready else (None, False)
-        hashes = write_model(Path(model_path), out.path / "model", count, verify=not link, link=link)
+        texts = typical_texts(table["title"], None if neighbours is None else neighbours.titles)
+        hashes = write_model(Path(model_path), out.path / "model", count, verify=not link, link=link, texts=texts)
         out.hashes.update({f"model/{name}": digest for name, digest in hashes.items()})
         (out.path / "vectors").mkdir()
         for name, (file, digest) in ready.items():

@@ -1,6 +1,7 @@
-"""A bundle's model: encoder and heads. The classifier's rows are not in it: vectors/clf.npy and bias.npy are they.
+"""A bundle's model: encoder, heads, and the transformer as ONNX graphs. The classifier's rows are not in it:
+vectors/clf.npy and bias.npy are they.
 
-So a bundle that changes its labels keeps the model's large file as it is, and a server holds the rows once.
+So a bundle that changes its labels keeps the model's large files as they are, and a server holds the rows once.
 """
 
 from __future__ import annotations
@@ -9,20 +10,27 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from unidec.data.storage import MANIFEST, file_sha256, read_manifest, write_manifest
 from unidec.errors import ArtifactError
-from unidec.model.arrays import CLASSIFIER, CONFIG, WEIGHTS
+from unidec.model.arrays import CLASSIFIER, CONFIG, GRAPH, WEIGHTS
 
+CALIBRATION_TEXTS = 128
 _TRAINING_RECORDS = (".jsonl", "train.json")  # hold wall times: no two trainings write the same
 
 
 def write_model(
-    source: Path, target: Path, num_labels: int | None = None, *, verify: bool = True, link: bool = False
-) -> dict[str, str]:
+    source: Path, target: Path, num_labels: int | None = None, *, verify: bool = True, link: bool = False,
+    texts: Sequence[str] = (),
+) -> dict[str, str]:  # fmt: skip
     """Copy a model's folder without classifier rows and without the records of its training, under its own manifest.
+
+    A transformer that has no ONNX graphs there yet gets them (`onnx_export.write_graphs`).
 
     Args:
         source: an exported model, or a bundle's.
@@ -30,6 +38,7 @@ def write_model(
         num_labels: written into the configuration; None: as it is.
         verify: check the hashes of the source's files, which the caller has done otherwise.
         link: files that stay as they are may be the same on the disk.
+        texts: typical ones, to calibrate a graph of 8 bits with.
 
     Returns:
         sha256 of each file by its name, the manifest's excepted.
@@ -47,8 +56,22 @@ def write_model(
         hashes[name] = _changed(source, target, name, num_labels)
         if not hashes[name]:
             hashes[name] = place(source / name, target / name, entry["sha256"], link=link)
+    if GRAPH not in hashes and _has_transformer(source):
+        from unidec.model.onnx_export import write_graphs
+        from unidec.model.unidec import UniDEC
+
+        model = UniDEC.load(source, verify=False, rows=False)
+        hashes |= {name: file_sha256(target / name) for name in write_graphs(model, target, texts)}
     write_manifest(target, manifest["kind"], manifest["version"], manifest["meta"], hashes)
     return hashes
+
+
+def typical_texts(*columns: Any) -> list[str]:
+    """Some titles of each column that is given, evenly spread: what 8 bits are calibrated with."""
+    given = [column for column in columns if column is not None and len(column)]
+    num = CALIBRATION_TEXTS // max(len(given), 1)
+    some = [column.take(np.linspace(0, len(column) - 1, num).astype(np.int64)) for column in given]
+    return [title for column in some for title in column.to_pylist() if title]
 
 
 def place(source: Path, target: Path, sha256: str, *, link: bool) -> str:
@@ -97,6 +120,10 @@ def _kind_of(source: Path) -> tuple[str, int]:
         return str(about["kind"]), int(about["version"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError("no model here", where=str(source), fix="train first: unidec train") from error
+
+
+def _has_transformer(source: Path) -> bool:
+    return _json(source / CONFIG).get("encoder", {}).get("kind", "bag") != "bag"
 
 
 def _json(path: Path) -> dict[str, Any]:

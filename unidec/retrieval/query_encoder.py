@@ -1,24 +1,37 @@
-"""Opens the encoder of a bundle's queries: the model itself, or a faster runtime without torch."""
+"""Encoders of a bundle's queries: the model itself, or without torch.
+
+Without torch a transformer runs in onnxruntime, as the graph that lies in the bundle, and a bag of tokens and the heads
+in numpy. A bundle that was written before there were graphs has none: torch encodes its transformer.
+
+Legend: B texts, F tokens of all texts, V tokens of the vocabulary, D width of a part, W width of all parts.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from unidec.errors import ArtifactError, UnidecError
-from unidec.model.arrays import ModelArrays
-from unidec.retrieval.encoded import ModelEncoder, QueryEncoder
-from unidec.retrieval.fast_encoder import FastEncoder
+from unidec.data.tokens import Tokens, length_chunks, load_tokenizer
+from unidec.errors import ArtifactError, ConfigError, UnidecError
+from unidec.model.arrays import GRAPH, INT8_GRAPH, ModelConfig, misfit, read_arrays
+from unidec.model.words import with_words
+from unidec.retrieval.encoded import Encoded, ModelEncoder, QueryEncoder, as_encoded
+from unidec.retrieval.words import WordSpace
 
 if TYPE_CHECKING:
     from unidec.retrieval.bundle import Bundle
 
 Runtime = Literal["auto", "torch", "onnx", "onnx-int8"]
-AUTO: Runtime = "onnx-int8"  # on all of lf-debian's test queries P@1 47.00 instead of 47.05, in half of the time
-CALIBRATION_TEXTS = 128  # of each kind, to find the scales of int8 quantisation
+AUTO: Runtime = "onnx-int8"
+CHUNK_TEXTS = 8  # texts that go through a transformer together: measured, docs/query-path.md
+Floats = npt.NDArray[np.float32]
+Part = Callable[[Tokens], Floats]
 log = logging.getLogger(__name__)
 
 
@@ -27,20 +40,21 @@ def open_encoder(bundle: Bundle, runtime: Runtime = "auto", threads: int = 0) ->
 
     Args:
         runtime: "torch": the model itself; "onnx": onnxruntime for its transformer, numpy for the rest; "onnx-int8":
-            the transformer's linear layers in 8 bits; "auto": `AUTO` on a CPU, torch on a GPU or if `AUTO` does not
-            support the model. A bag of tokens without a transformer is encoded in numpy by all but "torch".
+            the transformer's linear layers in 8 bits; "auto": `AUTO` on a CPU, torch on a GPU or without a graph or
+            onnxruntime. A bag of tokens without a transformer is encoded in numpy by all but "torch".
         threads: of one call; 0: as many as this process has cores.
 
     Raises:
-        UnidecError: "onnx" or "onnx-int8" does not support the model, or onnxruntime is not installed.
+        ConfigError: "onnx" or "onnx-int8" without a graph in the bundle, or onnxruntime is not installed.
         ArtifactError: weights are damaged, or do not match the model's configuration or tokenizer.
     """
     threads = threads or usable_cores()
     if runtime != "torch" and (runtime != "auto" or str(getattr(bundle.about, "device", "cpu")) == "cpu"):
+        about = bundle.about
         int8 = (AUTO if runtime == "auto" else runtime) == "onnx-int8"
         try:
-            arrays = ModelArrays.of(bundle.about)
-            return FastEncoder(arrays, bundle.words, int8=int8, threads=threads, texts=_typical(bundle))
+            config = about if isinstance(about, ModelConfig) else ModelConfig.read(bundle.path / "model")
+            return FastEncoder(config, bundle.words, int8=int8, threads=threads)
         except UnidecError as error:
             if runtime != "auto" or isinstance(error, ArtifactError):
                 raise
@@ -51,13 +65,151 @@ def open_encoder(bundle: Bundle, runtime: Runtime = "auto", threads: int = 0) ->
     return ModelEncoder(bundle.model, bundle.words)
 
 
-def _typical(bundle: Bundle) -> list[str]:
-    """Calibration texts: titles of labels, and of training queries if the bundle has any."""
-    columns = [bundle.titles] + ([] if bundle.neighbours is None else [bundle.neighbours.titles])
-    some = [column.take(np.linspace(0, len(column) - 1, CALIBRATION_TEXTS).astype(np.int64)) for column in columns]
-    return [title for column in some for title in column.to_pylist() if title]
-
-
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class FastEncoder:
+    """A model's queries without torch.
+
+    Args:
+        about: the model, in its bundle.
+        words: of the bundle's training queries, where they are compared by words.
+        int8: the transformer's linear layers in 8 bits.
+        threads: of one call.
+
+    Attributes:
+        name: "onnx", "onnx-int8", or "bag" where there is no transformer.
+
+    Raises:
+        ConfigError, ArtifactError: see `open_encoder`.
+    """
+
+    def __init__(self, about: ModelConfig, words: WordSpace | None, *, int8: bool = False, threads: int = 1) -> None:
+        # one for good: the bundle's folder may be replaced while this one answers
+        self._tokenizer, self._words = load_tokenizer(about.tokenizer_folder, about.max_length), words
+        self._parts: list[Part] = []
+        self.name = "bag"
+        if about.encoder.kind != "bag":
+            self.name = "onnx-int8" if int8 else "onnx"
+            graph = about.folder / (INT8_GRAPH if int8 else GRAPH)
+            self._parts.append(_transformer_part(graph, about.width, threads))
+        try:
+            arrays = read_arrays(about.folder)
+            if about.encoder.kind != "transformer":
+                self._parts.append(_bag_part(about, arrays))
+            layers = ("encoder.residual.0", "encoder.residual.3") if about.encoder.residual else ()
+            self._residual = [_linear(arrays, name) for name in layers]
+            heads = [head for head in ("de", "clf") if about.heads in ("both", head)]
+            self._heads = {head: _linear(arrays, f"head_{head}.0") for head in heads}
+            # the longest text, of the last token: what does not fit is found now, not when such a query comes
+            self._heads_of(self._tokens(np.full(about.max_length, self._tokenizer.vocab_size - 1), [about.max_length]))
+        except ArtifactError:
+            raise
+        except Exception as error:  # numpy's, and onnxruntime's, which have no base of their own
+            raise misfit(about.folder, error) from error
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """See `QueryEncoder.encode`."""
+        tokens = self._tokens(*self._tokenizer.encode(texts))
+        found = self._heads_of(tokens)
+        return as_encoded(tokens, self._tokenizer, self._words, found.get("de"), found.get("clf"))
+
+    def _tokens(self, ids_F: npt.NDArray[Any], lengths_B: Sequence[int] | npt.NDArray[np.int64]) -> Tokens:
+        offsets = np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int64)
+        return Tokens(ids_F, offsets, self._tokenizer.vocab_size, self._tokenizer.pad_id, self._tokenizer.max_length)
+
+    def _heads_of(self, tokens: Tokens) -> dict[str, Floats]:
+        x_BW = np.concatenate([part(tokens) for part in self._parts], axis=1)
+        if self._residual:
+            (first_WW, first_W), (last_WW, last_W) = self._residual
+            x_BW = x_BW + _gelu(x_BW @ first_WW + first_W) @ last_WW + last_W
+        found = {name: x_BW @ weight_WD + bias_D for name, (weight_WD, bias_D) in self._heads.items()}
+        if "de" in found:
+            found["de"] = _normalised(np.tanh(found["de"]))
+        return found
+
+
+def _transformer_part(graph: Path, width: int, threads: int) -> Part:
+    """A transformer in onnxruntime, a few texts of similar length at a time: little padding, and what a layer works on
+    stays in the cache.
+
+    Raises:
+        ConfigError: no such graph, or onnxruntime is not installed.
+    """
+    try:
+        import onnxruntime  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ConfigError(
+            f"onnxruntime cannot be used: {error}", where="serve.runtime",
+            fix="pip install 'unidec-xmc[serve]', or serve.runtime: torch",
+        ) from error  # fmt: skip
+    if not graph.is_file():
+        raise ConfigError(
+            "this bundle has no ONNX graph of its transformer", where=str(graph),
+            fix="write the bundle again with this version (unidec index build), or serve.runtime: torch",
+        )  # fmt: skip
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3  # its own warnings are of shapes that it finds itself
+    # threads wait in a loop for each other inside a call, which takes microseconds; between calls they sleep
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    session = onnxruntime.InferenceSession(
+        str(graph), options, providers=["CPUExecutionProvider"],
+        disabled_optimizers=["SkipLayerNormFusion"],  # three times as slow as the two steps that it makes one
+    )  # fmt: skip
+
+    def encode(tokens: Tokens) -> Floats:
+        out_BD = np.empty((len(tokens), width), dtype=np.float32)
+        for rows in length_chunks(tokens.lengths(), CHUNK_TEXTS):
+            ids_BT, mask_BT = tokens.batch(rows)
+            out_BD[rows] = session.run(None, {"input_ids": ids_BT, "attention_mask": mask_BT.astype(np.int64)})[0]
+        return out_BD
+
+    return encode
+
+
+def _bag_part(about: ModelConfig, arrays: Mapping[str, npt.NDArray[Any]]) -> Part:
+    """`model.encoder.BagEncoder` in numpy, text by text: the batch does not change a bit."""
+    head, num_words = about.encoder.bag_head, about.encoder.bag_words
+    names = [f"encoder.bag.{name}" for name in ("embedding.weight", "log_weight.weight", "continues")]
+    num_rows = about.num_tokens + num_words
+    for name, expected in zip(names, ((num_rows, about.width), (num_rows, 1), (about.num_tokens,)), strict=True):
+        if (num_words or name != names[2]) and arrays[name].shape != expected:
+            raise ValueError(f"{name}: shape {arrays[name].shape} instead of {expected}")
+    embedding_VD: Floats = arrays[names[0]]
+    weight_V: Floats = np.exp(arrays[names[1]][:, 0])
+
+    def encode(tokens: Tokens) -> Floats:
+        flat_F, lengths_B = tokens.ids, np.diff(tokens.offsets)
+        if num_words:
+            flat_F, lengths_B = with_words(flat_F.astype(np.int64), lengths_B, arrays[names[2]], num_words)
+        sums = np.empty((len(lengths_B), 2 if head else 1, embedding_VD.shape[1]), dtype=np.float32)
+        ends_B = np.cumsum(lengths_B)
+        for place, (start, end) in enumerate(zip(ends_B - lengths_B, ends_B, strict=True)):
+            own = flat_F[start:end]
+            rows, weights = embedding_VD[own], weight_V[own]
+            np.dot(weights, rows, out=sums[place, 0])
+            if head:
+                np.dot(weights[:head], rows[:head], out=sums[place, 1])
+        return _normalised(sums).reshape(len(sums), sums.shape[1] * sums.shape[2])
+
+    return encode
+
+
+def _linear(arrays: Mapping[str, npt.NDArray[Any]], name: str) -> tuple[Floats, Floats]:
+    """A linear layer's weight [in, out], contiguous, and bias."""
+    return np.ascontiguousarray(arrays[f"{name}.weight"].T), arrays[f"{name}.bias"]
+
+
+def _normalised(x: Floats) -> Floats:
+    """The last dimension at unit length, as torch.nn.functional.normalize."""
+    length = np.sqrt(np.einsum("...d,...d->...", x, x))[..., None]
+    return x / np.maximum(length, np.float32(1e-12))
+
+
+def _gelu(x: Floats) -> Floats:
+    from scipy.special import erf
+
+    return (x * 0.5 * (1 + erf(x / np.sqrt(2)))).astype(np.float32)

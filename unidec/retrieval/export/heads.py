@@ -9,6 +9,7 @@ Legend: B queries, L labels, n some labels, D' width of the space.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from unidec.data.storage import folder_sha256, read_manifest
-from unidec.errors import DataError
+from unidec.errors import ConfigError, DataError
 from unidec.retrieval.bundle_folder import KIND, VERSION, BundleInfo, check_names, read_info, read_labels, read_vectors
 from unidec.retrieval.scoring_space import SPACES, Space, label_vectors, query_vectors, width
 
@@ -116,3 +117,21 @@ class LabelSide:
         info = read_info(folder)
         labels = read_labels(folder, info.num_labels)
         return cls(folder_sha256(folder), info, labels, read_vectors(folder, info))
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Only an earlier export is replaced.
+
+    Raises:
+        ConfigError: the folder holds something else.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    try:
+        kind = json.loads((folder / "manifest.json").read_text(encoding="utf-8")).get("kind")
+    except (OSError, ValueError, AttributeError):
+        kind = None
+    if kind not in ("sentence-transformers", "onnx-export"):
+        raise ConfigError(
+            "the folder exists and is no earlier export", where=str(folder), fix="name a new folder, or remove this one"
+        )

@@ -5,23 +5,27 @@ Legend: B texts, T tokens of the longest, D width of a head, D' width of what is
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from unidec.data.storage import write_folder, write_json
+from unidec.data.tokens import load_tokenizer
 from unidec.errors import ConfigError
+from unidec.model.encoder import BagEncoder
+from unidec.model.onnx_export import MAX_BYTES, OPSET, TransformerGraph, export_graph
+from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.export import readme
-from unidec.retrieval.export.heads import Scored
-from unidec.retrieval.export.sentence import refuse_foreign
+from unidec.retrieval.export.heads import Scored, refuse_foreign
 
 KIND = "onnx-export"
 VERSION = 1
-MAX_BYTES = (1 << 31) - (1 << 20)  # protobuf's bound on one file
-_EPSILON = 1e-12  # as torch's normalize has it
 
 
 def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | None = None) -> dict[str, Any]:
@@ -41,94 +45,92 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
 
     Raises:
         DataError: no such head.
-        ConfigError: onnx is missing, an encoder that a graph cannot say, a folder that is something else.
+        ConfigError: onnx is missing, an encoder that a graph cannot express, a folder that is something else.
     """
     try:
-        import onnx
+        importlib.import_module("onnx")
     except ImportError as error:
         fix = "pip install 'unidec-xmc[serve]'"
         raise ConfigError("onnx is not installed", where="unidec export onnx", fix=fix) from error
-    from unidec.model.arrays import ModelArrays
-    from unidec.model.onnx_graph import encoder_graph
-
-    score = Scored.of(bundle.info, head)
+    score, model = Scored.of(bundle.info, head), bundle.model
     refuse_foreign(Path(folder))
-    graph = encoder_graph(ModelArrays.of(bundle.about))
-    add_vector(graph, score)
-    graph.doc_string = f"query encoder of the unidec bundle {bundle.sha256}"
-    onnx.checker.check_model(graph)
-    if (size := graph.ByteSize()) > MAX_BYTES:
+    bag = model.encoder.bag
+    if bag is not None and bag.num_words:  # its rows are found by 64-bit hashes, for which ONNX has no operators
+        raise ConfigError(
+            "a bag of whole words cannot be written as a graph", where="encoder.bag_words", got=bag.num_words,
+            expected=0,
+        )  # fmt: skip
+    size = sum(4 * parameter.numel() for parameter in model.encoder.parameters())
+    if size > MAX_BYTES:
         fix = "unidec export sentence-transformers has no such bound"
         raise ConfigError(
             "one ONNX file cannot hold this", where=str(bundle.path), got=size, expected=MAX_BYTES, fix=fix
         )
-    outputs = [output.name for output in graph.graph.output]
-    opset = next(entry.version for entry in graph.opset_import if entry.domain == "")
-    meta = {"bundle_sha256": bundle.sha256, "outputs": outputs, **score.facts()}
+    graph = QueryGraph(model, score)
+    meta = {"bundle_sha256": bundle.sha256, "outputs": graph.outputs, **score.facts()}
     with write_folder(folder, KIND, VERSION, meta, num_bytes=size) as out:
-        (out.path / "model.onnx").write_bytes(graph.SerializeToString(deterministic=True))
-        write_tokenizer(out.path / "tokenizer.json", bundle.about)
-        write_json(out.path / "config.json", meta | {"max_length": bundle.about.max_length, "opset": opset})
-        (out.path / "README.md").write_text(readme.onnx(bundle, score, outputs, opset), encoding="utf-8")
-    facts = {"head": score.head, "width": score.width, "outputs": outputs, "opset": opset, "bytes": size}
+        file = out.path / "model.onnx"
+        export_graph(graph, file, graph.outputs)
+        size = file.stat().st_size
+        _write_tokenizer(out.path / "tokenizer.json", model)
+        write_json(out.path / "config.json", meta | {"max_length": model.max_length, "opset": OPSET})
+        text = readme.onnx(bundle, score, graph.outputs, OPSET)
+        (out.path / "README.md").write_text(text, encoding="utf-8")
+    facts = {"head": score.head, "width": score.width, "outputs": graph.outputs, "opset": OPSET, "bytes": size}
     return facts | {"output": str(folder)}
 
 
-def write_tokenizer(path: Path, model: Any) -> None:
+class QueryGraph(nn.Module):
+    """The query side of a score, of padded texts.
+
+    Attributes:
+        outputs: names of what it returns: the heads' vectors, and last `vector`.
+    """
+
+    def __init__(self, model: UniDEC, score: Scored) -> None:
+        super().__init__()
+        self.model, self.score = model, score
+        self.transformer = None if model.encoder.transformer is None else TransformerGraph(model.encoder)
+        self.outputs = [head for head in ("de", "clf") if model.heads in ("both", head)] + ["vector"]
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        encoder = self.model.encoder
+        parts = [] if self.transformer is None else [self.transformer(input_ids, attention_mask)]
+        if encoder.bag is not None:
+            parts += _padded_bag(encoder.bag, input_ids, attention_mask.float())
+        x_BW = torch.cat(parts, dim=-1)
+        x_BW = x_BW if encoder.residual is None else x_BW + encoder.residual(x_BW)
+        found = {name: getattr(self.model, name)(x_BW) for name in self.outputs[:-1]}
+        return *found.values(), self._vector(**found)
+
+    def _vector(self, de: Tensor | None = None, clf: Tensor | None = None) -> Tensor:
+        """`scoring_space.query_vectors`."""
+        score, parts = self.score, []
+        if de is not None and score.head != "clf":
+            parts.append(de)
+        if clf is not None and score.head != "de":
+            parts.append((F.normalize(clf, dim=-1) if score.clf_normalize else clf) * score.clf_weight)
+            if score.has_bias:  # one more dimension, in which labels have their bias
+                parts.append(torch.full_like(clf[:, :1], score.clf_weight))
+        return torch.cat(parts, dim=-1)
+
+
+def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor]:
+    """`BagEncoder` of padded texts: of all tokens, and of the first ones where it has a bag of them."""
+    rows_BTD = F.embedding(ids_BT, bag.embedding.weight)
+    weights = [F.embedding(ids_BT, bag.log_weight.weight)[..., 0].exp() * mask_BT]
+    if bag.head:  # padding has no weight whatever its place
+        weights.append(weights[0] * (mask_BT.cumsum(1) <= bag.head))
+    return [F.normalize((weight_BT[:, None] @ rows_BTD)[:, 0], dim=-1) for weight_BT in weights]
+
+
+def _write_tokenizer(path: Path, model: Any) -> None:
     """tokenizer.json with our truncation and padding in it, so that `encode_batch` gives what the model takes."""
     from tokenizers import Tokenizer
 
-    from unidec.data.tokens import TextTokenizer
-
-    ours = TextTokenizer(model.tokenizer_folder, model.max_length)
+    ours = load_tokenizer(model.tokenizer_folder, model.max_length)
     tokenizer = Tokenizer.from_file(str(ours.file))
     tokenizer.enable_truncation(model.max_length, stride=0, strategy="longest_first", direction="right")
     token = tokenizer.id_to_token(ours.pad_id)
     tokenizer.enable_padding(direction="right", pad_id=ours.pad_id, pad_token=token, length=None)
     tokenizer.save(str(path))
-
-
-def add_vector(graph: Any, score: Scored) -> None:
-    """Appends the output `vector` float32 [B, D'] to a graph with outputs `de` and `clf`: `space.query_vectors`."""
-    from onnx import TensorProto, helper
-
-    nodes, parts = [], []
-    constants = {"unidec_weight": np.float32(score.clf_weight), "unidec_least": np.float32(_EPSILON)}
-    if score.head in ("both", "de"):
-        parts.append("de")
-    if score.head in ("both", "clf"):
-        clf = "clf"
-        if score.clf_normalize:
-            nodes += [
-                helper.make_node("ReduceL2", [clf], ["unidec_length"], axes=[-1], keepdims=1)
-                if _opset(graph) < 18
-                else helper.make_node("ReduceL2", [clf, "unidec_axis"], ["unidec_length"], keepdims=1),
-                helper.make_node("Max", ["unidec_length", "unidec_least"], ["unidec_divisor"]),
-                helper.make_node("Div", [clf, "unidec_divisor"], ["unidec_unit"]),
-            ]
-            clf = "unidec_unit"
-        nodes.append(helper.make_node("Mul", [clf, "unidec_weight"], ["unidec_clf"]))
-        parts.append("unidec_clf")
-        if score.has_bias:  # one more dimension, in which labels have their bias
-            nodes += [
-                helper.make_node("Slice", ["clf", "unidec_0", "unidec_1", "unidec_axis1"], ["unidec_first"]),
-                helper.make_node("Mul", ["unidec_first", "unidec_zero"], ["unidec_nothing"]),
-                helper.make_node("Add", ["unidec_nothing", "unidec_weight"], ["unidec_one"]),
-            ]
-            parts.append("unidec_one")
-    nodes.append(helper.make_node("Concat", parts, ["vector"], axis=1))
-    used = {name for node in nodes for name in node.input}
-    integers = {"unidec_axis": [-1], "unidec_axis1": [1], "unidec_0": [0], "unidec_1": [1]}
-    constants["unidec_zero"] = np.float32(0)
-    for name, value in constants.items():
-        if name in used:
-            graph.graph.initializer.append(helper.make_tensor(name, TensorProto.FLOAT, [], [float(value)]))
-    for name, values in integers.items():
-        if name in used:
-            graph.graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [1], values))
-    graph.graph.node.extend(nodes)
-    graph.graph.output.append(helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["B", score.width]))
-
-
-def _opset(graph: Any) -> int:
-    return next(int(entry.version) for entry in graph.opset_import if entry.domain == "")

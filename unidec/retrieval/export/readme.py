@@ -32,30 +32,21 @@ def _about(bundle: Bundle, score: Scored) -> list[str]:
     return lines
 
 
-def sentence_transformers(bundle: Bundle, score: Scored, reasons: Sequence[str]) -> str:
+def sentence_transformers(bundle: Bundle, score: Scored) -> str:
     """README of `sentence.export_sentence_transformers`."""
-    trust = ", trust_remote_code=True" if reasons else ""
-    lines = ["# Query encoder for sentence-transformers", "", *_about(bundle, score), ""]
-    if reasons:
-        lines += [
-            f"Stock modules cannot say: {'; '.join(reasons)}. `sentence_code.py` in this folder does; it is loaded "
-            "only with `trust_remote_code=True`, and needs nothing of unidec. Read it before you run it.",
-            "",
-        ]
-    lines += [
+    lines = [
+        "# Query encoder for sentence-transformers", "", *_about(bundle, score), "",
         "```python",
         "import numpy as np, pyarrow.parquet as pq",
         "from sentence_transformers import SentenceTransformer",
         "",
-        f'model = SentenceTransformer("FOLDER"{trust})',
+        'model = SentenceTransformer("FOLDER")',
         'labels = pq.read_table("labels.parquet")',
         'scores = model.encode(["a query"]) @ np.stack(labels["vector"].to_numpy()).T',
         "for row in scores[0].argsort()[::-1][:5]:",
         '    print(labels["title"][int(row)], scores[0][row])',
         "```",
-        "",
-        "Made with sentence-transformers 6.2; 6.0 is the first version with all it needs.",
-    ]
+    ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 

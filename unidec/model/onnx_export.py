@@ -1,0 +1,186 @@
+"""A model's transformer as ONNX graphs, written by torch's exporter and quantised by onnxruntime.
+
+torch's TorchScript exporter (`dynamo=False`) is used: the newer one needs onnxscript.
+
+Legend: B texts, T tokens of the longest text, D width of the transformer, I inputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unidec.data.tokens import encode_texts
+from unidec.model.arrays import GRAPH, INT8_GRAPH
+from unidec.model.encoder import TextEncoder, pool_tokens
+from unidec.model.unidec import UniDEC
+
+OPSET = 17
+MAX_BYTES = (1 << 31) - (1 << 20)  # protobuf's bound on one file
+SMOOTHING = 0.9  # share of the differences between a layer's inputs that goes into its weights
+TOLERANCE = 1e-3  # between a graph and the model: rounding stays far below, a wrong trace far above
+log = logging.getLogger(__name__)
+Inputs = dict[str, Any]
+
+
+class TransformerGraph(nn.Module):
+    """Token ids and mask int64 [B, T] to the transformer's pooled vectors, float32 [B, D]."""
+
+    transformer: Any
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        super().__init__()
+        assert encoder.transformer is not None
+        self.transformer, self.pooling = encoder.transformer.transformer, encoder.transformer.pooling
+        self.unit_vectors = encoder.unit_vectors
+        self.transformer.set_attn_implementation("eager")
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.transformer(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        vectors_BD = pool_tokens(hidden, attention_mask, self.pooling)
+        return F.normalize(vectors_BD, dim=-1) if self.unit_vectors else vectors_BD
+
+
+def export_graph(module: nn.Module, path: Path, outputs: Sequence[str]) -> None:
+    """Write a module that takes input_ids and attention_mask, int64 [B, T], as one ONNX file of standard operators."""
+    ids_BT, mask_BT = torch.ones(2, 5, dtype=torch.long), torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
+    names = ("input_ids", "attention_mask")
+    axes = {name: {0: "B", 1: "T"} for name in names} | {name: {0: "B"} for name in outputs}
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of the exporter's age, and of every shape that the trace fixes
+        torch.onnx.export(
+            module.eval(), (ids_BT, mask_BT), path, input_names=list(names), output_names=list(outputs),
+            dynamic_axes=axes, opset_version=OPSET, dynamo=False,
+        )  # fmt: skip
+
+
+def write_graphs(model: UniDEC, folder: Path, texts: Sequence[str]) -> list[str]:
+    """Write a model's transformer as `GRAPH` and, its linear layers in 8 bits, as `INT8_GRAPH`.
+
+    A bag alone needs no graph. What cannot be exported leaves a line in the log and no file: torch encodes then.
+
+    Args:
+        model: on the CPU; its transformer is changed.
+        texts: to calibrate the 8 bits with, such as labels' titles.
+
+    Returns:
+        The names of the files.
+    """
+    transformer = model.encoder.transformer
+    if transformer is None:
+        return []
+    size = sum(4 * parameter.numel() for parameter in transformer.parameters())
+    try:
+        if size > MAX_BYTES:
+            raise ValueError(f"{size} bytes of weights, one file holds {MAX_BYTES}")
+        module = TransformerGraph(model.encoder).eval()
+        inputs = _inputs(model, texts)
+        export_graph(module, folder / GRAPH, ["vectors"])
+        _check(module, folder / GRAPH, model)
+        _smooth(module, inputs)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            smooth = Path(temporary) / GRAPH
+            export_graph(module, smooth, ["vectors"])
+            _quantise(smooth, folder / INT8_GRAPH, inputs)
+    except (ImportError, RuntimeError, ValueError, TypeError, LookupError) as error:
+        for name in (GRAPH, INT8_GRAPH):
+            (folder / name).unlink(missing_ok=True)
+        log.warning("no ONNX graph of the transformer, torch will encode queries: %s", error)
+        return []
+    return [GRAPH, INT8_GRAPH]
+
+
+def _inputs(model: UniDEC, texts: Sequence[str]) -> list[Inputs]:
+    """Texts of the same length together: the scales of 8 bits must not see padding."""
+    tokens = encode_texts(texts or ["text"], model.tokenizer_folder, model.max_length)
+    lengths_B = tokens.lengths()
+    batches = (tokens.batch(np.flatnonzero(lengths_B == length)) for length in np.unique(lengths_B[lengths_B > 0]))
+    return [{"input_ids": ids, "attention_mask": mask.astype(np.int64)} for ids, mask in batches]
+
+
+def _check(module: TransformerGraph, path: Path, model: UniDEC) -> None:
+    """The graph computes what the module does, also for other shapes than it was traced with.
+
+    Raises:
+        ValueError: it does not.
+    """
+    import onnxruntime  # type: ignore[import-untyped]
+
+    lengths_B = np.array([model.max_length, 1, max(1, model.max_length // 2)])
+    mask_BT = (np.arange(model.max_length) < lengths_B[:, None]).astype(np.int64)
+    num_tokens = module.transformer.config.vocab_size
+    some_BT = np.arange(mask_BT.size).reshape(mask_BT.shape) % num_tokens
+    ids_BT = np.where(mask_BT, some_BT, 0)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {"input_ids": ids_BT, "attention_mask": mask_BT})
+    with torch.no_grad():
+        expected = module(torch.from_numpy(ids_BT), torch.from_numpy(mask_BT)).numpy()
+    if not np.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
+        raise ValueError(f"the exported graph differs from the model by {np.abs(got - expected).max():.2g}")
+
+
+class _SmoothLinear(nn.Module):
+    """A linear layer with inputs of similar size, which 8 bits hold better: they are divided by scales that its weights
+    are multiplied by (SmoothQuant, Xiao et al. 2023, equation 4)."""
+
+    def __init__(self, layer: nn.Linear, largest_I: Tensor) -> None:
+        super().__init__()
+        weight_I = layer.weight.detach().abs().amax(0).clamp_min(1e-5)
+        scale_I = largest_I.clamp_min(1e-4) ** SMOOTHING / weight_I ** (1 - SMOOTHING)
+        self.inverse_I = nn.Parameter(1 / scale_I, requires_grad=False)
+        self.weight_OI = nn.Parameter(layer.weight.detach() * scale_I, requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x * self.inverse_I, self.weight_OI, self.bias)
+
+
+def _smooth(module: nn.Module, inputs: Sequence[Inputs]) -> None:
+    """Replace each linear layer by its `_SmoothLinear`, by the largest inputs that it gets."""
+    largest: dict[nn.Module, Tensor] = {}
+
+    def watch(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+        largest_I = given[0].abs().flatten(0, -2).amax(0)
+        largest[layer] = torch.maximum(largest_I, largest.get(layer, largest_I))
+
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    hooks = [layer.register_forward_pre_hook(watch) for layer in layers.values()]
+    with torch.no_grad():
+        for one in inputs:
+            module(**{name: torch.from_numpy(array) for name, array in one.items()})
+    for hook in hooks:
+        hook.remove()
+    for name, layer in layers.items():
+        if layer in largest:
+            parent, _, own = name.rpartition(".")
+            setattr(module.get_submodule(parent), own, _SmoothLinear(layer, largest[layer]))
+
+
+def _quantise(source: Path, target: Path, inputs: Sequence[Inputs]) -> None:
+    """Linear layers in 8 bits with scales that are fixed by some inputs; attention's own products stay in 32."""
+    import onnx
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static  # type: ignore[import-untyped]
+    from onnxruntime.quantization.quant_utils import add_pre_process_metadata  # type: ignore[import-untyped]
+
+    graph = onnx.load(source)
+    add_pre_process_metadata(graph)  # else it recommends a preparation that changes nothing here
+    constants = {constant.name for constant in graph.graph.initializer}
+    linear = [node.name for node in graph.graph.node if node.op_type == "MatMul" and node.input[1] in constants]
+    if not linear:
+        raise ValueError("no linear layers to quantise")
+    remaining = iter(inputs)
+    quantize_static(
+        graph, target, SimpleNamespace(get_next=lambda: next(remaining, None)), quant_format=QuantFormat.QDQ,
+        op_types_to_quantize=["MatMul"], nodes_to_quantize=linear, per_channel=True, activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QInt8, extra_options={"OpTypesToExcludeOutputQuantization": ["MatMul"]},
+    )  # fmt: skip
