@@ -6,8 +6,8 @@
         for label in client.predict_one("red shoes", k=5).labels:
             print(label.title, label.score)
 
-Connections are kept open and used again. A server that is busy (503), restarts or drops a connection is asked again,
-after the pause that it asks for; every route here only reads, so asking twice does no harm.
+Connections are kept open and reused. A request is retried where the server is busy (503), restarts or drops the
+connection, after the pause that the server asks for; every route here only reads, so a retry does no harm.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 __all__ = ["Answer", "Client", "Label", "ServerError", "Unavailable"]
 
-_AGAIN = (429, 502, 503, 504)  # a server, or a proxy before it, that says: later
+_RETRIED = (429, 502, 503, 504)  # of a server, or a proxy before it, that is busy or away
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
 _MAX_ANSWER = 256 << 20  # bytes
 
@@ -35,29 +35,25 @@ class ServerError(Exception):
     """A request that the server refused.
 
     Attributes:
-        status: HTTP status. what, where, got, expected, fix: the server's own words, "" where it said nothing.
+        status: HTTP status. what, where, got, expected, fix: from the server's JSON; "" where it is empty.
     """
 
     def __init__(self, status: int, what: str, where: str = "", got: str = "", expected: str = "", fix: str = ""):
         self.status, self.what, self.where, self.got, self.expected, self.fix = status, what, where, got, expected, fix
-        said = {"where": where, "got": got, "expected": expected, "fix": fix}
+        parts = {"where": where, "got": got, "expected": expected, "fix": fix}
         super().__init__(
-            "\n".join([f"{status}: {what}", *(f"  {name}: {text}" for name, text in said.items() if text)])
+            "\n".join([f"{status}: {what}", *(f"  {name}: {text}" for name, text in parts.items() if text)])
         )
 
 
 class Unavailable(ServerError):
-    """No answer after all attempts: nobody listens, the server stays busy or is too slow. `status` is 0 without one."""
+    """No answer after all attempts: the server is not there, stays busy or is too slow. `status` is 0 without one."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """One label of an answer.
-
-    Attributes:
-        uid, title: which. score: what it is ranked by.
-        de, clf, knn: the parts before their weights; None where the model has no such part.
-    """
+    """One label of an answer: `score` is what it is ranked by; de, clf, knn are its parts before their weights, None
+    where the model has no such part."""
 
     uid: str
     title: str
@@ -85,14 +81,14 @@ class Answer:
 
 
 class Client:
-    """A server's address and how patiently it is asked. Safe to share between threads.
+    """A server's address and how requests are retried. May be shared by threads.
 
     Args:
         url: of the server; a path in it (of a proxy) comes before every route.
-        api_key: sent where the server asks for one.
+        api_key: for a server that requires one.
         timeout: seconds without a byte, for one attempt.
         retries: further attempts where the server is busy or away.
-        deadline: seconds after which no further attempt is begun; None: only `retries` counts.
+        deadline: seconds after which no further attempt begins; None: only `retries` counts.
     """
 
     def __init__(
@@ -107,9 +103,9 @@ class Client:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"not an address of a server: {url!r}; expected http://host:port")
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
-        self._base, self._timeout, self._retries, self._deadline = parts.path.rstrip("/"), timeout, retries, deadline
-        self._url = url
+        self._url, self._host, self._port, self._base = url, parts.hostname, parts.port, parts.path.rstrip("/")
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._timeout, self._retries, self._deadline = timeout, retries, deadline
         self._headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._idle: list[http.client.HTTPConnection] = []
         self._lock, self._closed, self._process = threading.Lock(), False, os.getpid()
@@ -121,7 +117,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close all connections; requests under way end first. A later call opens a new one."""
+        """Close all connections; requests in progress end first. A later call opens a new one."""
         with self._lock:
             connections, self._idle, self._closed = self._idle, [], True
         for connection in connections:
@@ -133,53 +129,43 @@ class Client:
         self, texts: Sequence[str], k: int | None = None, *, allow: Sequence[str] | None = None,
         deny: Sequence[str] | None = None, min_score: float | None = None, head: str | None = None,
     ) -> list[Answer]:  # fmt: skip
-        """The best labels of each text, in the texts' order.
+        """The best labels of each text, in the texts' order; the server's defaults where an argument is None.
 
         Args:
             texts: queries; the server bounds their number and length.
-            k: labels a query; None: the server's default.
+            k: labels a query.
             allow: uids of the only labels to choose from. deny: uids of labels to leave out.
             min_score: labels that score less are left out.
             head: "both", "de" or "clf".
 
         Raises:
-            ServerError: what is wrong with the request, in the server's words.
-            Unavailable: no answer.
+            ServerError: the request is wrong. Unavailable: no answer.
         """
-        if isinstance(texts, str):
-            raise TypeError("a list of texts is needed; predict_one takes one text")
-        told = _filters(k, allow, deny, min_score, head)
-        found = self._ask("POST", "/predict", {"queries": list(texts), **told})
-        model = found["model"]
+        if any(isinstance(value, str) for value in (texts, allow, deny)):
+            raise TypeError("texts, allow and deny take a list of strings; predict_one takes one text")
+        wanted = {"queries": list(texts), "k": k, "allow": allow, "deny": deny, "min_score": min_score, "head": head}
+        found = self._request("POST", "/predict", wanted)
         return [
             Answer(
                 [Label(**{name: one.get(name) for name in Label.__dataclass_fields__}) for one in each["labels"]],
-                each.get("unknown_tokens", 0),
-                each.get("unknown_filters", 0),
-                model,
+                each.get("unknown_tokens", 0), each.get("unknown_filters", 0), found["model"],
             )
             for each in found["predictions"]
-        ]
+        ]  # fmt: skip
 
     def predict_one(self, text: str, k: int | None = None, **filters: Any) -> Answer:
         """`predict` of one text."""
         return self.predict([text], k, **filters)[0]
 
-    def explain(
-        self, text: str, k: int | None = None, *, allow: Sequence[str] | None = None, deny: Sequence[str] | None = None,
-        min_score: float | None = None, head: str | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Why a text gets its labels: {"labels", "weights", "nearest", "tokens", ...} as docs/serving.md says.
-
-        Raises:
-            ServerError, Unavailable: as `predict`.
-        """
-        return self._ask("POST", "/explain", {"query": text, **_filters(k, allow, deny, min_score, head)})
+    def explain(self, text: str, k: int | None = None, **filters: Any) -> dict[str, Any]:
+        """Why a text gets its labels: {"labels", "weights", "nearest", "tokens", ...}, see docs/serving.md; arguments
+        and errors as of `predict`."""
+        return self._request("POST", "/explain", {"query": text, "k": k, **filters})
 
     def label(self, uid: str) -> dict[str, Any] | None:
         """{"uid", "title", ...} of a label; None where there is none."""
         try:
-            return self._ask("GET", f"/labels/{quote(uid, safe='')}")
+            return self._request("GET", f"/labels/{quote(uid, safe='')}")
         except ServerError as error:
             if error.status == 404:
                 return None
@@ -188,17 +174,17 @@ class Client:
     def labels(self, prefix: str = "", limit: int | None = None) -> list[dict[str, Any]]:
         """Labels whose uid or title begins so, or has a word that does."""
         query = {"prefix": prefix} | ({} if limit is None else {"limit": str(limit)})
-        found: list[dict[str, Any]] = self._ask("GET", f"/labels?{urlencode(query)}")["labels"]
+        found: list[dict[str, Any]] = self._request("GET", f"/labels?{urlencode(query)}")["labels"]
         return found
 
     def version(self) -> dict[str, Any]:
         """What serves: the model's hash and version, the data's hash, the runtime."""
-        return self._ask("GET", "/version")
+        return self._request("GET", "/version")
 
     def ready(self) -> bool:
-        """Whether a model is loaded and answers; False too where nobody listens. Asks once."""
+        """Whether a model is loaded and answers; False also where the server is not there. One attempt."""
         try:
-            return bool(self._ask("GET", "/readyz", retries=0)["ready"])
+            return bool(self._request("GET", "/readyz", retries=0)["ready"])
         except ServerError:
             return False
 
@@ -216,107 +202,78 @@ class Client:
 
     # -- one request --------------------------------------------------------------------------------------------------
 
-    def _ask(self, method: str, path: str, body: Any = None, retries: int | None = None) -> dict[str, Any]:
-        """The JSON of an answer; asked again where that may help."""
-        data = None if body is None else _body(body)
-        headers = self._headers | ({"Content-Type": "application/json"} if data is not None else {})
+    def _request(self, method: str, path: str, body: Any = None, retries: int | None = None) -> dict[str, Any]:
+        """The JSON of an answer; retried where that may help."""
+        data, headers = None, self._headers
+        if body is not None:
+            given = {name: value for name, value in body.items() if value is not None}
+            text = json.dumps(given, ensure_ascii=False, allow_nan=False)
+            data = text.encode("utf-8", "surrogatepass")  # the server refuses lone surrogates
+            headers = headers | {"Content-Type": "application/json"}
         attempts = 1 + (self._retries if retries is None else retries)
         begun, pause = time.monotonic(), _FIRST_PAUSE
         for attempt in range(1, attempts + 1):
-            wait = pause * (0.5 + random.random())  # clients that were turned away together do not come back together
+            wait = pause * (0.5 + random.random())  # clients that were refused together do not come back together
+            error: Exception | None = None
             try:
-                status, answer, after = self._once(method, self._base + path, data, headers)
-            except (OSError, http.client.HTTPException) as error:
-                if self._gives_up(attempt, attempts, begun, wait):
-                    raise Unavailable(
-                        0, "the server does not answer", where=self._url, got=f"{type(error).__name__}: {error}",
-                        fix=f"is it running, and is this its address? {attempt} attempts were made",
-                    ) from error  # fmt: skip
-            else:
+                status, answer, retry_after = self._attempt(method, self._base + path, data, headers)
                 if status == 200:
-                    return _json(status, answer)
-                wait = max(wait, after)
-                if status not in _AGAIN or self._gives_up(attempt, attempts, begun, wait):
-                    _refuse(status, answer)
+                    return _json(answer)
+                wait, error = max(wait, retry_after), _refusal(status, answer)
+                if status not in _RETRIED:
+                    raise error
+            except (OSError, http.client.HTTPException) as lost:
+                error = Unavailable(
+                    0, "the server does not answer", where=self._url, got=f"{type(lost).__name__}: {lost}",
+                    fix=f"is it running, and is this its address? {attempt} attempts were made",
+                )  # fmt: skip
+            is_late = self._deadline is not None and time.monotonic() + wait - begun > self._deadline
+            if attempt >= attempts or is_late:
+                raise error
             time.sleep(wait)
             pause = min(2 * pause, _LONGEST_PAUSE)
         raise AssertionError("unreachable")
 
-    def _gives_up(self, attempt: int, attempts: int, begun: float, wait: float) -> bool:
-        """Whether that was the last attempt: none is left, or the next would begin after the deadline."""
-        late = self._deadline is not None and time.monotonic() + wait - begun > self._deadline
-        return attempt >= attempts or late
-
-    def _once(self, method: str, path: str, data: bytes | None, headers: Mapping[str, str]) -> tuple[int, bytes, float]:
-        """Status, body, and the seconds of Retry-After, of one attempt."""
-        connection = self._take()
+    def _attempt(
+        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str]
+    ) -> tuple[int, bytes, float]:
+        """Status, body, and the seconds of Retry-After."""
+        with self._lock:
+            if self._process != os.getpid():  # after a fork: these are the parent's
+                self._idle, self._process = [], os.getpid()
+            connection, self._closed = (self._idle.pop() if self._idle else None), False
         if connection is not None:
             try:
                 return self._exchange(connection, method, path, data, headers)
             except (ConnectionError, http.client.BadStatusLine):
                 pass  # the server had closed an idle connection: a new one is no further attempt
-        with self._lock:
-            self._closed = False
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return self._exchange(kind(self._host, self._port, timeout=self._timeout), method, path, data, headers)
+        return self._exchange(self._kind(self._host, self._port, timeout=self._timeout), method, path, data, headers)
 
     def _exchange(
         self, connection: http.client.HTTPConnection, method: str, path: str, data: bytes | None,
         headers: Mapping[str, str],
     ) -> tuple[int, bytes, float]:  # fmt: skip
         """One request over a connection, which is kept when its answer was read to the end, and closed otherwise."""
-        whole = False
+        is_whole = False
         try:
             connection.request(method, path, body=data, headers=dict(headers))
             response = connection.getresponse()
             answer = response.read(_MAX_ANSWER + 1)
             if len(answer) > _MAX_ANSWER:
                 raise http.client.HTTPException(f"an answer of more than {_MAX_ANSWER} bytes")
-            whole = not response.will_close
+            is_whole = not response.will_close
             return response.status, answer, _seconds(response.getheader("Retry-After"))
         finally:
             with self._lock:
-                kept = whole and not self._closed and self._process == os.getpid()
+                kept = is_whole and not self._closed
                 if kept:
                     self._idle.append(connection)
             if not kept:
                 connection.close()
 
-    def _take(self) -> http.client.HTTPConnection | None:
-        """A connection that nobody uses."""
-        with self._lock:
-            if self._process != os.getpid():  # after a fork: these are the parent's
-                self._idle, self._process = [], os.getpid()
-            return self._idle.pop() if self._idle else None
-
-
-def _body(body: Any) -> bytes:
-    """JSON in UTF-8; a text that UTF-8 cannot say is escaped, and refused by the server in its own words."""
-    try:
-        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8")
-    except UnicodeEncodeError:
-        return json.dumps(body, allow_nan=False).encode("ascii")
-
-
-def _filters(
-    k: int | None, allow: Sequence[str] | None, deny: Sequence[str] | None, min_score: float | None, head: str | None
-) -> dict[str, Any]:
-    """What of a request was given; an empty `allow` is given."""
-    for name, uids in (("allow", allow), ("deny", deny)):
-        if isinstance(uids, str):
-            raise TypeError(f"{name} takes a list of uids")
-    told = {
-        "k": k,
-        "allow": None if allow is None else list(allow),
-        "deny": None if deny is None else list(deny),
-        "min_score": min_score,
-        "head": head,
-    }
-    return {name: value for name, value in told.items() if value is not None}
-
 
 def _seconds(header: str | None) -> float:
-    """Retry-After in seconds, bounded; a date or nonsense counts as nothing."""
+    """Retry-After in seconds, bounded; a date or nonsense counts as 0."""
     try:
         seconds = float(header or 0)
     except ValueError:
@@ -324,22 +281,21 @@ def _seconds(header: str | None) -> float:
     return min(max(seconds, 0.0), _LONGEST_PAUSE) if math.isfinite(seconds) else 0.0
 
 
-def _json(status: int, answer: bytes) -> dict[str, Any]:
+def _json(answer: bytes) -> dict[str, Any]:
     try:
         found = json.loads(answer)
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ServerError(status, "not an answer of unidec serve", got=repr(answer[:200]), fix="is the address right?")
+        raise ServerError(200, "not an answer of unidec serve", got=repr(answer[:200]), fix="is the address right?")
     return found
 
 
-def _refuse(status: int, answer: bytes) -> NoReturn:
-    """Raises what the server said."""
-    kind = Unavailable if status in _AGAIN else ServerError
+def _refusal(status: int, answer: bytes) -> ServerError:
+    """The error that the server sent."""
     try:
-        said = json.loads(answer)["error"]
-        words = {name: str(said.get(name) or "") for name in ("what", "where", "got", "expected", "fix")}
+        sent = json.loads(answer)["error"]
+        parts = {name: str(sent.get(name) or "") for name in ("what", "where", "got", "expected", "fix")}
     except (ValueError, KeyError, TypeError, AttributeError):
-        words = {"what": http.client.responses.get(status, "an error"), "got": answer[:200].decode("utf-8", "replace")}
-    raise kind(status, **words)
+        parts = {"what": http.client.responses.get(status, "an error"), "got": answer[:200].decode("utf-8", "replace")}
+    return (Unavailable if status in _RETRIED else ServerError)(status, **parts)

@@ -27,7 +27,7 @@ from unidec.serving.engine import Engine as RealEngine
 from unidec.serving.engine import Identity, Service
 from unidec.serving.follow import Follower
 from unidec.serving.metrics import follow_metrics
-from unidec.serving.registry import RegistryAway, Version
+from unidec.serving.registry import RegistryAway
 
 ALIAS = "models:/m@champion"
 
@@ -56,21 +56,21 @@ class Shelf:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.alias: str | Exception = ConfigError("not in the registry: no such alias")
-        self.kept: dict[str, Version] = {}
+        self.kept: dict[str, Identity] = {}
         self.about: dict[str, dict[str, Any]] = {}
         self.fetched: list[str] = []
         self.fetching = lambda found: None
 
     def add(self, version: str, **about: Any) -> None:
-        found = self.kept[version] = Version(version, version * 16, "d" * 64)
+        found = self.kept[version] = Identity(version * 16, "m", version, "champion", "d" * 64)
         self.about[version] = {"sha256": found.sha256, "says": version} | about
 
-    def find(self) -> Version:
+    def find(self) -> Identity:
         if isinstance(self.alias, Exception):
             raise self.alias
         return self.kept[self.alias]
 
-    def fetch(self, found: Version, max_bytes: int) -> Path:
+    def fetch(self, found: Identity, max_bytes: int) -> Path:
         self.fetching(found)
         self.fetched.append(found.version or "")
         folder = self.folder / found.sha256
@@ -264,7 +264,7 @@ def test_whatever_loading_raises_the_old_one_serves(world, error, monkeypatch):
 
 def test_a_version_without_a_hash_is_refused(world):
     world.start()
-    world.shelf.kept["5"] = Version("5", "")
+    world.shelf.kept["5"] = Identity("", "m", "5")
     world.shelf.alias = "5"
     world.until(lambda: world.follower.state()["refused"])
     assert "without its bundle's hash" in world.follower.state()["refused"]["why"] and world.shelf.fetched == ["1"]
@@ -287,7 +287,7 @@ def test_a_registry_that_is_away(world, caplog):
 def test_a_registry_that_goes_away_while_it_is_fetched_from_refuses_nothing(world):
     world.start()
 
-    def lost(found: Version) -> None:
+    def lost(found: Identity) -> None:
         world.shelf.fetching = lambda found: None
         raise RegistryAway("gone")
 
@@ -310,7 +310,7 @@ def test_an_alias_that_is_taken_away(world):
 def test_an_alias_that_moves_on_while_a_version_is_fetched(world):
     world.start()
 
-    def moves(found: Version) -> None:
+    def moves(found: Identity) -> None:
         if found.version == "2":
             world.shelf.alias = "3"
 

@@ -15,7 +15,8 @@ from mlflow.exceptions import MlflowException
 
 from unidec.data.storage import folder_sha256
 from unidec.errors import ArtifactError, ConfigError
-from unidec.serving.registry import Registry, RegistryAway, Version, stored_bytes
+from unidec.serving.engine import Identity
+from unidec.serving.registry import Registry, RegistryAway, stored_bytes
 from unidec.tracking.fetch import Address, fetch_bundle, parse_address
 from unidec.tracking.store import open_client
 
@@ -47,9 +48,10 @@ def registry(shop: SimpleNamespace, copies: Path, **address: Any) -> Registry:
 
 
 def test_what_is_found(shop, tmp_path):
-    found = Version("1", folder_sha256(shop.root / "one" / "artifacts" / "bundle"), "d" * 64)
-    assert registry(shop, tmp_path).find() == found
-    assert registry(shop, tmp_path, alias=None, version="1").find() == found
+    sha256 = folder_sha256(shop.root / "one" / "artifacts" / "bundle")
+    assert registry(shop, tmp_path).find() == Identity(sha256, NAME, "1", "champion", "d" * 64)
+    found = registry(shop, tmp_path, alias=None, version="1").find()
+    assert found == Identity(sha256, NAME, "1", None, "d" * 64)
     for nothing in ({"alias": "nobody"}, {"alias": None, "version": "99"}):
         with pytest.raises(ConfigError, match=r"alias champion \(version 1\); versions 1, 2, 3, 4"):
             registry(shop, tmp_path, **nothing).find()
@@ -60,14 +62,14 @@ def test_what_is_found(shop, tmp_path):
 def test_what_is_fetched(shop, tmp_path):
     sha256 = folder_sha256(shop.root / "two" / "artifacts" / "bundle")
     for _ in range(2):
-        folder = registry(shop, tmp_path).fetch(Version("2", sha256), 1 << 20)
+        folder = registry(shop, tmp_path).fetch(Identity(sha256, version="2"), 1 << 20)
         assert folder == (tmp_path / sha256[:16]).resolve()
         assert (folder / "labels.json").read_text() == '["two"]'
 
 
 def refused(client: Registry, version: str, max_bytes: int = 1 << 20) -> str:
     with pytest.raises(ArtifactError) as caught:
-        client.fetch(Version(version, ""), max_bytes)
+        client.fetch(Identity("", version=version), max_bytes)
     return str(caught.value)
 
 
@@ -110,7 +112,7 @@ def test_a_version_whose_files_are_gone_is_refused_and_a_registry_that_is_gone_i
         client.find()
     monkeypatch.setattr("unidec.serving.registry.stored_bytes", lost)
     with pytest.raises(RegistryAway):
-        client.fetch(Version("1", ""), 1 << 20)
+        client.fetch(Identity("", version="1"), 1 << 20)
 
 
 def test_a_registry_that_lists_files_without_end_is_refused(monkeypatch):

@@ -134,5 +134,5 @@ def _numbers(values: object) -> dict[str, float]:
 
 
 def _quantiles(values: object) -> list[float] | None:
-    is_list = isinstance(values, list) and 2 <= len(values) <= MAX_QUANTILES
-    return values if is_list and all(map(_is_number, values)) else None  # type: ignore[return-value, arg-type]
+    is_list = isinstance(values, list) and 2 <= len(values) <= MAX_QUANTILES and all(map(_is_number, values))
+    return values if is_list else None  # type: ignore[return-value]

@@ -29,6 +29,7 @@ _STATUSES = {
     422: "wrong values", 503: "overloaded, not ready, or too late: try again after Retry-After seconds",
 }  # fmt: skip
 _OPERATION = {"/labels/{uid:path}": "label", "/admin/reload": "reload"}
+_TEXT = {"description": "Prometheus' text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
 _POST = (400, 401, 408, 413, 415, 422, 503)
 
 
@@ -68,13 +69,20 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
         path: str, endpoint: Any, summary: str, model: Any, *errors: int, method: str = "GET", status: int = 200,
         responses: Any = None, extra: Any = None,
     ) -> None:  # fmt: skip
-        about = {code: {"model": schemas.ErrorAnswer, "description": _STATUSES[code]} for code in errors}
+        about: dict[int | str, dict[str, Any]] = {
+            code: {"model": schemas.ErrorAnswer, "description": _STATUSES[code]} for code in errors
+        }
+        response_class = Response if model is None else JsonBytes
         app.add_api_route(
             path, endpoint, methods=[method], summary=summary, operation_id=_OPERATION.get(path, path.strip("/")),
             status_code=status,
-            response_class=JsonBytes, responses=about | {status: {"model": model}} | (responses or {}),
-            openapi_extra=extra,
+            response_class=response_class, openapi_extra=extra,
+            responses=about | ({} if model is None else {status: {"model": model}}) | (responses or {}),
         )  # fmt: skip
+
+    not_ready: Any = {
+        503: {"model": schemas.Facts, "description": "no model is loaded yet, or a file of it was edited"}
+    }
 
     def body(model: Any, example: dict[str, Any]) -> dict[str, Any]:
         return {"requestBody": schemas.body_schema(model, example)}
@@ -87,18 +95,12 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
         *_POST, method="POST", extra=explain)  # fmt: skip
     add("/labels", routes.find_labels, "Labels by prefix", schemas.LabelsAnswer, 401, 422, 503)
     add("/labels/{uid:path}", routes.label, "A label", schemas.LabelAnswer, 401, 404, 503)
-    add("/healthz", routes.alive, "Whether the process answers", schemas.AliveAnswer, 503)
-    not_ready = {"model": schemas.NotReadyAnswer, "description": "no model is loaded yet, or a file of it was edited"}
-    add("/readyz", routes.ready, "Whether a model answers, and which", schemas.ReadyAnswer, responses={503: not_ready})
-    add("/version", routes.version, "What answers: hashes, versions, runtime", schemas.VersionAnswer, 401, 503)
-    add("/card", routes.card, "The model's card", schemas.CardAnswer, 401, 503)
-    text = {"description": "Prometheus' text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
-    app.add_api_route(
-        "/metrics", routes.metrics, methods=["GET"], summary="Metrics for Prometheus", operation_id="metrics",
-        response_class=Response, responses={401: {"model": schemas.ErrorAnswer, "description": _STATUSES[401]}}
-        | {200: text},
-    )  # fmt: skip
-    add("/admin/reload", routes.reload, "Ask the registry now; only where an API key is set", schemas.ReloadAnswer,
+    add("/healthz", routes.alive, "Whether the process answers", schemas.Facts, 503)
+    add("/readyz", routes.ready, "Whether a model answers, and which", schemas.Facts, responses=not_ready)
+    add("/version", routes.version, "What answers: hashes, versions, runtime", schemas.Facts, 401, 503)
+    add("/card", routes.card, "The model's card", schemas.Facts, 401, 503)
+    add("/metrics", routes.metrics, "Metrics for Prometheus", None, 401, responses={200: _TEXT})
+    add("/admin/reload", routes.reload, "Ask the registry now; only where an API key is set", schemas.Facts,
         401, 404, method="POST", status=202)  # fmt: skip
 
 

@@ -6,7 +6,7 @@ query that takes a few milliseconds is answered in the event loop itself: waking
 
 - Bounded: at most `queue_queries` queries wait, and none is accepted that could not be answered in time at the current
   pace. A request that timed out, or whose client disconnected, leaves the queue.
-- Fair: each waiting request gets its share of a batch, so one of 256 queries does not delay those of one.
+- Fair: waiting requests take turns, query by query, so one of 256 queries does not delay those of one.
 - A batch holds queries for one engine: the one that was current when the request came.
 - A batch that fails is retried request by request, so only the request that caused it fails.
 """
@@ -56,28 +56,15 @@ class _Job:
     engine: Any
     queries: Sequence[Any]
     answers: asyncio.Future[list[Any]]
-    found: list[Any] = field(init=False)
-    missing: int = field(init=False)
+    found: dict[int, Any] = field(default_factory=dict)
     next: int = 0
-
-    def __post_init__(self) -> None:
-        self.found, self.missing = [None] * len(self.queries), len(self.queries)
 
     @property
     def left(self) -> int:
         return len(self.queries) - self.next
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Queries `start` to `stop` of one job, in a batch."""
-
-    job: _Job
-    start: int
-    stop: int
-
-
-_Outcomes = list[tuple[_Part, Sequence[Any] | Exception]]
+_Batch = list[tuple[_Job, int]]  # a job, and the place of one of its queries
 
 
 class Batcher:
@@ -185,22 +172,22 @@ class Batcher:
             await self._arrived.wait()
             await self._wait_for_others()
             batch = self._next_batch()
-            num = sum(part.stop - part.start for part in batch)
-            self.waiting -= num
+            self.waiting -= len(batch)
             if not self.waiting:
                 self._arrived.clear()
             if not batch:
                 continue
             self.busy_since = time.monotonic()
-            if num == 1 and not self.waiting and self._lone_pace < _LONE_SECONDS:
-                outcomes, seconds = self._work_on(batch)
+            if len(batch) == 1 and not self.waiting and self._lone_pace < _LONE_SECONDS:
+                outcomes, seconds = self._timed(batch)
             else:
-                outcomes, seconds = await self._loop.run_in_executor(self._executor, self._work_on, batch)
+                outcomes, seconds = await self._loop.run_in_executor(self._executor, self._timed, batch)
             self.busy_since = None
-            self._note_pace(num, seconds)
-            self._deliver(outcomes)
-            self.on_batch(num, seconds)
-            del batch, outcomes  # hold no engine while the queue is empty
+            self._note_pace(len(batch), seconds)
+            for (job, place), outcome in outcomes:
+                self._deliver(job, place, outcome)
+            self.on_batch(len(batch), seconds)
+            del batch, outcomes, job, outcome  # hold no engine while the queue is empty
 
     async def _wait_for_others(self) -> None:
         end = self._loop.time() + self.wait_seconds
@@ -213,33 +200,20 @@ class Batcher:
                 await asyncio.wait_for(self._arrived.wait(), left)
         self._arrived.set()
 
-    def _next_batch(self) -> list[_Part]:
-        """Parts of waiting jobs for one engine: each job gets its share of the room, then the first ones the rest."""
-        room = self.batch_queries
-        batch: list[_Part] = []
-        chosen: list[_Job] = []
+    def _next_batch(self) -> _Batch:
+        """Queries of waiting jobs for one engine, one of each job in turn."""
+        batch: _Batch = []
         other_engines: list[_Job] = []
-
-        def take(job: _Job, num: int) -> None:
-            nonlocal room
-            batch.append(_Part(job, job.next, job.next + num))
-            job.next += num
-            room -= num
-
-        while self._jobs and room:
+        while self._jobs and len(batch) < self.batch_queries:
             job = self._jobs.popleft()
-            if not job.left:  # given up
-                continue
-            if chosen and job.engine is not chosen[0].engine:
+            if batch and job.engine is not batch[0][0].engine:
                 other_engines.append(job)
-                continue
-            chosen.append(job)
-            take(job, min(job.left, max(1, room // (len(self._jobs) + 1))))
-        for job in chosen:
-            if room and job.left:
-                take(job, min(job.left, room))
+            elif job.left:  # else it was given up
+                batch.append((job, job.next))
+                job.next += 1
+                if job.left:
+                    self._jobs.append(job)
         self._jobs.extendleft(reversed(other_engines))
-        self._jobs.extend(job for job in chosen if job.left)
         return batch
 
     def _note_pace(self, num: int, seconds: float) -> None:
@@ -249,44 +223,37 @@ class Batcher:
             before = seconds if self._lone_pace == math.inf else self._lone_pace
             self._lone_pace = (1 - _PACE) * before + _PACE * seconds
 
-    def _deliver(self, outcomes: _Outcomes) -> None:
-        for part, outcome in outcomes:
-            job = part.job
-            if job.answers.done():
-                continue
-            if isinstance(outcome, Exception):
-                self._drop(job)
-                job.answers.set_exception(outcome)
-                continue
-            job.found[part.start : part.stop] = outcome
-            job.missing -= part.stop - part.start
-            if not job.missing:
-                job.answers.set_result(job.found)
+    def _deliver(self, job: _Job, place: int, outcome: Any) -> None:
+        if job.answers.done():
+            return
+        if isinstance(outcome, Exception):
+            self._drop(job)
+            job.answers.set_exception(outcome)
+            return
+        job.found[place] = outcome
+        if len(job.found) == len(job.queries):
+            job.answers.set_result([job.found[i] for i in range(len(job.queries))])
 
     def _drop(self, job: _Job) -> None:
-        """Take a job out of the queue: its place is skipped when its turn comes."""
+        """Take a job out of the queue: it is skipped when its turn comes."""
         self.waiting -= job.left
         job.next = len(job.queries)
-        self.on_drop(job.missing)
+        self.on_drop(len(job.queries) - len(job.found))
 
-    def _work_on(self, batch: list[_Part]) -> tuple[_Outcomes, float]:
-        """In the model's thread, or in the event loop for a lone query."""
+    def _timed(self, batch: _Batch) -> tuple[list[tuple[tuple[_Job, int], Any]], float]:
+        """Each query with its answer or error, and the seconds; in the model's thread, or the event loop's."""
         begun = time.perf_counter()
         outcomes = self._answers_of(batch)
         return outcomes, time.perf_counter() - begun
 
-    def _answers_of(self, batch: list[_Part]) -> _Outcomes:
-        queries = [query for part in batch for query in part.job.queries[part.start : part.stop]]
+    def _answers_of(self, batch: _Batch) -> list[tuple[tuple[_Job, int], Any]]:
         try:
-            answers = self.work(batch[0].job.engine, queries)
+            answers = self.work(batch[0][0].engine, [job.queries[place] for job, place in batch])
+            return list(zip(batch, answers, strict=True))
         except Exception as error:
-            if len({id(part.job) for part in batch}) == 1:
-                return [(part, error) for part in batch]
-            log.warning("a batch of %d parts failed (%s); each is retried alone", len(batch), error)
-            return [outcome for part in batch for outcome in self._answers_of([part])]
-        outcomes: _Outcomes = []
-        for part in batch:
-            num = part.stop - part.start
-            outcomes.append((part, answers[:num]))
-            answers = answers[num:]
-        return outcomes
+            jobs = {id(job): job for job, _ in batch}
+            if len(jobs) == 1:
+                return [(entry, error) for entry in batch]
+            log.warning("a batch of %d requests failed (%s); each is retried alone", len(jobs), error)
+            alone = ([entry for entry in batch if entry[0] is job] for job in jobs.values())
+            return [outcome for part in alone for outcome in self._answers_of(part)]

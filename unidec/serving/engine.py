@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
 import pyarrow as pa
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from unidec.sections import Serve
 
 _WARM_TEXT = "a text to begin with"
-_SEARCHED_ROWS = 65_536  # labels searched in one go: a common prefix is found without reading all of them
 _BLOCK, _BLOCKS = 4096, 16  # bytes of a sample, samples of a file; a file of up to 64 KiB is read whole
 _CHECK_SECONDS = 1.0  # at least between two comparisons of the files
 
@@ -124,13 +123,6 @@ def explain_query(engine: Engine, query: Request) -> tuple[Answer, bytes]:
     return answer_of(explanation.prediction), explain_json(engine.model_json, explanation)
 
 
-class Follower(Protocol):
-    """What keeps the service at the version that an alias names: `follow.Follower`."""
-
-    def state(self) -> dict[str, Any]: ...
-    def look_soon(self) -> None: ...
-
-
 class Service:
     """Which engine answers, and the previous one.
 
@@ -138,14 +130,14 @@ class Service:
         settings: section `serve`. metrics: the server's counters.
         current: what answers new requests; None until the first is loaded.
         previous: kept where `settings.keep_previous`, to swap back at once.
-        follower: what swaps; None where nothing does.
+        follower: the `Follower` that swaps; None where nothing does.
     """
 
     def __init__(self, settings: Serve) -> None:
         self.settings, self.metrics = settings, Metrics()
         self.current: Engine | None = None
         self.previous: Engine | None = None
-        self.follower: Follower | None = None
+        self.follower: Any = None
         self._lock = threading.Lock()
 
     def swap(self, engine: Engine) -> None:
@@ -185,25 +177,13 @@ class LabelSearch:
         First those whose uid or title begins so, then those with a word that does, each in the order of rows.
         """
         wanted = prefix.lower()
-        rows = self._rows(
-            limit + 1, lambda uids, titles: pc.or_(pc.starts_with(uids, wanted), pc.starts_with(titles, wanted))
-        )
+        begins = pc.or_(pc.starts_with(self._uids, wanted), pc.starts_with(self._titles, wanted))
+        rows = pc.indices_nonzero(begins)[: limit + 1].to_pylist()
         if len(rows) <= limit and wanted:
-            known = set(rows)
-            within = self._rows(limit + 1 + len(known), lambda _, titles: pc.match_substring(titles, f" {wanted}"))
-            rows += [row for row in within if row not in known]
+            has_word = pc.and_not(pc.match_substring(self._titles, f" {wanted}"), begins)
+            rows += pc.indices_nonzero(has_word)[: limit + 1 - len(rows)].to_pylist()
         found = [{"uid": self.uids[row].as_py(), "title": self.titles[row].as_py()} for row in rows[:limit]]
         return found, len(rows) > limit
-
-    def _rows(self, limit: int, matches: Callable[[pa.Array, pa.Array], pa.Array]) -> list[int]:
-        rows: list[int] = []
-        for start in range(0, len(self.uids), _SEARCHED_ROWS):
-            mask = matches(self._uids.slice(start, _SEARCHED_ROWS), self._titles.slice(start, _SEARCHED_ROWS))
-            found = pc.indices_nonzero(mask)[: limit - len(rows)]
-            rows += [start + row for row in found.to_pylist()]
-            if len(rows) >= limit:
-                break
-        return rows
 
 
 class MappedFiles:

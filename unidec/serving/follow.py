@@ -28,7 +28,7 @@ from unidec.retrieval.probe import Probe, known_texts, num_different, probe_bund
 from unidec.sections import Serve
 from unidec.serving.engine import Engine, Identity, Service
 from unidec.serving.memory import available_bytes, give_back
-from unidec.serving.registry import Registry, RegistryAway, Version
+from unidec.serving.registry import Registry, RegistryAway
 from unidec.tracking.fetch import COPIES, parse_address
 from unidec.tracking.store import tracking_uri
 
@@ -86,7 +86,7 @@ def ask(engine: Engine, texts: Sequence[str]) -> tuple[list[list[str]], list[lis
 
 @dataclass(frozen=True)
 class _Refusal:
-    version: Version
+    identity: Identity
     why: str
     at: float  # seconds of the monotonic clock
 
@@ -137,7 +137,7 @@ class Follower:
         self._thread = threading.Thread(target=self._run, daemon=True, name="unidec-follow")
         self._fetched: set[Path] = set()  # copies that this server made, and removes
         self._clean_at = math.inf
-        self._wanted: Version | None = None
+        self._wanted: Identity | None = None
         self._refused: _Refusal | None = None
         self._problem: str | None = None
         self._away_since: float | None = None
@@ -174,7 +174,7 @@ class Follower:
             "wanted": wanted and {"version": wanted.version, "sha256": wanted.sha256},
             "busy": self._busy,
             "refused": refused and {
-                "version": refused.version.version, "sha256": refused.version.sha256, "why": refused.why,
+                "version": refused.identity.version, "sha256": refused.identity.sha256, "why": refused.why,
                 "seconds_ago": round(now - refused.at, 1),
             },
             "problem": self._problem,
@@ -218,19 +218,19 @@ class Follower:
         """What the registry names; where that cannot be had, the version that served before the restart."""
         if self._registry is None:
             self._set_exists()
-            return self._load_engine(Version(None, ""), Path(self.source), None)
+            return self._load_engine(Identity(""), Path(self.source), None)
         noted, version = self._last_served(), None
         try:
             version = self._look()
             self._set_exists()
             folder = self._fetch(version)
             probe = None  # the first version ever has nothing to replace
-            if noted is not None and noted != version:
+            if noted is not None and noted.sha256 != version.sha256:
                 self._busy = "checking"
                 probe = self._probe(folder, self.settings)
             return self._load_engine(version, folder, probe)
         except UnidecError as error:
-            if noted is None or noted == version:
+            if noted is None or (version is not None and noted.sha256 == version.sha256):
                 raise
             if version is not None and not isinstance(error, RegistryAway):
                 self._refuse(version, error)
@@ -242,28 +242,29 @@ class Follower:
         if not self.exists.done():
             self.exists.set_result(None)
 
-    def _last_served(self) -> Version | None:
+    def _last_served(self) -> Identity | None:
         try:
-            noted = Version(**json.loads(self._note.read_text(encoding="utf-8")))
+            noted = Identity(**json.loads(self._note.read_text(encoding="utf-8")))
             is_there = re.fullmatch("[0-9a-f]+", noted.sha256) and (self._copies / noted.sha256[:16]).is_dir()
             return noted if is_there else None
         except (OSError, ValueError, TypeError):
             return None
 
-    def _look(self) -> Version:
+    def _look(self) -> Identity:
         """What the source names now.
 
         Raises:
             RegistryAway: no answer. ConfigError: there is none. ArtifactError: a folder that is damaged.
         """
         if self._registry is None:
-            self._wanted = Version(None, folder_sha256(self.source))
+            self._wanted = Identity(folder_sha256(self.source))
             return self._wanted
         self.counts["looks"] += 1
         try:
-            found: Version | ConfigError = self._registry.find()
-        except ConfigError as error:
-            found = error
+            self._wanted = self._registry.find()
+        except ConfigError:
+            self._away_since = None
+            raise
         except RegistryAway as error:
             self.counts["failed_looks"] += 1
             if self._away_since is None:
@@ -276,10 +277,7 @@ class Follower:
         if self._away_since is not None:
             log.info("the registry answers again after %.0f s", time.monotonic() - self._away_since)
         self._away_since, self._problem = None, None
-        if isinstance(found, ConfigError):
-            raise found
-        self._wanted = found
-        return found
+        return self._wanted
 
     def _poll(self) -> None:
         asked, self._asked = self._asked, False
@@ -290,13 +288,14 @@ class Follower:
         except ConfigError as error:
             self._problem = f"{_on_a_line(error)}; {self._current()} stays"[:_MAX_REASON]
             return
-        current, previous = self.service.current, self.service.previous
-        if current is not None and version.sha256 == current.identity.sha256:
+        # their hashes only: a reference would keep an engine from being freed
+        hashes = [engine and engine.identity.sha256 for engine in (self.service.current, self.service.previous)]
+        if version.sha256 == hashes[0]:
             self._refused = None
-        elif previous is not None and version.sha256 == previous.identity.sha256:
+        elif version.sha256 == hashes[1]:
             began = time.monotonic()
             self.service.swap_back()
-            self._note_served(previous.identity)
+            self._note_served(version)
             self._swapped("swaps_back", began)
         elif asked or self._may_try(version):
             try:
@@ -307,17 +306,16 @@ class Follower:
                 if not self._ended.is_set():
                     self._refuse(version, error)
 
-    def _may_try(self, version: Version) -> bool:
+    def _may_try(self, version: Identity) -> bool:
         refused = self._refused
-        return refused is None or refused.version != version or time.monotonic() - refused.at > RETRY_SECONDS
+        return refused is None or refused.identity != version or time.monotonic() - refused.at > RETRY_SECONDS
 
-    def _replace(self, version: Version) -> None:
+    def _replace(self, version: Identity) -> None:
         """Fetch, probe, load and swap; every error leaves the current engine as it is."""
         began = time.monotonic()
         folder = self._fetch(version)
         self._busy = "checking"
-        probe = self._probe(folder, self.settings)
-        engine = self._load_engine(version, folder, probe)
+        engine = self._load_engine(version, folder, self._probe(folder, self.settings))
         if self._look() != version or self._ended.is_set():  # the alias moved meanwhile: the next poll handles it
             self._wake.set()
             return
@@ -326,6 +324,7 @@ class Follower:
 
     def _serve(self, engine: Engine) -> None:
         self.service.swap(engine)
+        self._busy = ""
         self._clean_at = time.monotonic() + self.settings.timeout_seconds + 1  # then its last request has ended
         self._note_served(engine.identity)
 
@@ -337,11 +336,11 @@ class Follower:
     def _note_served(self, identity: Identity) -> None:
         if self.address is not None:
             try:
-                write_json(self._note, asdict(Version(identity.version, identity.sha256, identity.data)))
+                write_json(self._note, asdict(identity))
             except (ArtifactError, OSError) as error:  # a read-only folder: a restart then needs the registry
                 log.warning("the served version is not noted for a restart: %s", error)
 
-    def _fetch(self, version: Version) -> Path:
+    def _fetch(self, version: Identity) -> Path:
         """The bundle's folder, hashes checked."""
         if self._registry is None:
             return Path(self.source)
@@ -355,7 +354,7 @@ class Follower:
             self._fetched.add(folder.resolve())
         return folder
 
-    def _load_engine(self, version: Version, folder: Path, probe: Probe | None) -> Engine:
+    def _load_engine(self, version: Identity, folder: Path, probe: Probe | None) -> Engine:
         """A warm engine that answers as its probe did.
 
         Raises:
@@ -363,10 +362,7 @@ class Follower:
         """
         self._busy = "loading"
         self._need_memory(folder, folder_bytes(folder) + KEEP_FREE)
-        identity = None
-        if self.address is not None:
-            identity = Identity(version.sha256, self.address.name, version.version, self.address.alias, version.data)
-        engine = self._load(folder, self.settings, identity)
+        engine = self._load(folder, self.settings, None if self.address is None else version)
         wanted = version.sha256 or (probe.sha256 if probe else engine.bundle.sha256)
         if engine.bundle.sha256 != wanted:
             raise ArtifactError("another bundle", where=str(folder), got=engine.bundle.sha256, expected=wanted)
@@ -395,7 +391,7 @@ class Follower:
                 expected=f"{needed / 1e6:,.0f} MB", fix="more memory, or serve.keep_previous: false",
             )  # fmt: skip
 
-    def _refuse(self, version: Version, error: Exception) -> None:
+    def _refuse(self, version: Identity, error: Exception) -> None:
         text = str(error) if isinstance(error, UnidecError) else f"{type(error).__name__}: {error}"
         why = without_credentials(text)[:_MAX_REASON]
         log.warning("version %s is refused, %s stays: %s", version.version, self._current(), _on_a_line(why))

@@ -19,7 +19,6 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
-from prometheus_client.registry import Collector
 
 from unidec.version import __version__
 
@@ -78,19 +77,16 @@ class Metrics:
 
     def watch(self, current: Callable[[], Iterable[Any]]) -> None:
         """Add metric families that are read when a scraper asks."""
-        self.registry.register(_Live(current))
+        self.registry.register(_Live(current))  # type: ignore[arg-type]
 
     def page(self) -> bytes:
         """The text that Prometheus reads."""
         return generate_latest(self.registry)
 
 
-class _Live(Collector):
-    def __init__(self, current: Callable[[], Iterable[Any]]) -> None:
-        self.collect = current  # type: ignore[method-assign]
-
-    def describe(self) -> Iterable[Any]:
-        return ()
+class _Live:
+    def __init__(self, collect: Callable[[], Iterable[Any]]) -> None:
+        self.collect = collect
 
 
 def model_metrics(engine: Any, queue_queries: int) -> Iterable[Any]:

@@ -106,14 +106,12 @@ class Guard:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         fields = scope["headers"]
         if len(fields) > HEAD_FIELDS or sum(len(name) + len(value) for name, value in fields) > HEAD_BYTES:
-            raise RequestError(
-                431, "large_head", "the request's head is too large", where="headers", got=f"{len(fields)} headers",
-                expected=f"at most {HEAD_FIELDS} headers, {HEAD_BYTES} bytes", fix="send fewer headers", close=True,
-            )  # fmt: skip
+            expected, fix = f"at most {HEAD_FIELDS} headers, {HEAD_BYTES} bytes", "send fewer headers"
+            raise RequestError(431, "large_head", "the head is too large", expected=expected, fix=fix, close=True)
         headers = dict(fields)
         if b"transfer-encoding" in headers and b"content-length" in headers:  # two lengths: request smuggling
-            raise RequestError(400, "broken_http", "both Transfer-Encoding and Content-Length", where="headers",
-                               expected="one of them", fix="leave one out", close=True)  # fmt: skip
+            what, fix = "both Transfer-Encoding and Content-Length", "leave one out"
+            raise RequestError(400, "broken_http", what, where="headers", fix=fix, close=True)
         if self.hosts is not None and not _is_host(headers.get(b"host", b""), self.hosts):
             raise RequestError(
                 421, "wrong_host", "this server does not answer to that name", where="header Host",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unidec.errors import ArtifactError, ConfigError, UnidecError
+from unidec.serving.engine import Identity
 from unidec.tracking.fetch import Address, fetch_bundle
 
 if TYPE_CHECKING:
@@ -21,20 +21,6 @@ class RegistryAway(UnidecError):
     """The registry did not answer, or not in time; it may later."""
 
 
-@dataclass(frozen=True)
-class Version:
-    """The version that an address names at the moment.
-
-    Attributes:
-        version: its number; None for a folder. sha256: its bundle's hash, from its tag; "" without one.
-        data: hash of the data set that it was trained on; None where no tag has it.
-    """
-
-    version: str | None
-    sha256: str
-    data: str | None = None
-
-
 class Registry:
     """MLflow's registry; used by one thread. MLflow itself gives up after 20 s, three times (`tracking.store`).
 
@@ -46,7 +32,7 @@ class Registry:
         self.address, self.copies, self.uri = address, copies, uri
         self._client: MlflowClient | None = None
 
-    def find(self) -> Version:
+    def find(self) -> Identity:
         """The version that the address names.
 
         Raises:
@@ -65,9 +51,10 @@ class Registry:
         except (MlflowException, OSError) as error:
             got = f"{type(error).__name__}: {error}"[:_MAX_REASON]
             raise RegistryAway("the registry does not answer", where=self.uri, got=got) from error
-        return Version(str(found.version), found.tags.get(HASH_TAG, ""), found.tags.get("dataset.sha256"))
+        sha256, data = found.tags.get(HASH_TAG, ""), found.tags.get("dataset.sha256")
+        return Identity(sha256, self.address.name, str(found.version), self.address.alias, data)
 
-    def fetch(self, version: Version, max_bytes: int) -> Path:
+    def fetch(self, version: Identity, max_bytes: int) -> Path:
         """The folder of a version's bundle, with every file's hash checked.
 
         Raises:

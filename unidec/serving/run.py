@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unidec.data.storage import MANIFEST
 from unidec.errors import ArtifactError, ConfigError
@@ -129,7 +129,7 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
     return Server(config)
 
 
-def server_options(settings: Serve) -> dict[str, object]:
+def server_options(settings: Serve) -> dict[str, Any]:
     """Options of `uvicorn.Config`. h11, unlike httptools, bounds the size of a head that does not end."""
     from unidec.serving.middleware import HEAD_BYTES
 

@@ -43,19 +43,6 @@ class RequestModels:
 
 PREDICT_EXAMPLE = {"queries": ["editor for plain text", "a window manager"], "k": 5}
 EXPLAIN_EXAMPLE = {"query": "editor for plain text", "k": 5}
-PREDICT_ANSWER_EXAMPLE: dict[str, Any] = {
-    "model": {"sha256": "a807b287425b62ebdd541a8e83d1d01750084ddb89f0cf09d382cdbf50323ff1", "version": "7"},
-    "predictions": [
-        {
-            "labels": [
-                {"uid": "vim", "title": "vim: editor", "score": 1.87, "de": 0.61, "clf": 0.9, "knn": None},
-                {"uid": "nano", "title": "nano: small editor", "score": 1.52, "de": 0.58, "clf": 0.67, "knn": None},
-            ],
-            "unknown_tokens": 0,
-            "unknown_filters": 0,
-        }
-    ],
-}
 
 
 def request_models(settings: Serve) -> RequestModels:
@@ -141,19 +128,11 @@ class _Answer(BaseModel):
 
 
 class Error(_Answer):
-    """Why a request was not answered; what is not known is an empty string."""
-
     what: str
     where: str
     got: str
     expected: str
     fix: str
-
-
-class ErrorAnswer(_Answer):
-    """Every answer of the application that is not 2xx."""
-
-    error: Error
 
 
 class Model(_Answer):
@@ -185,15 +164,11 @@ class QueryAnswer(_Answer):
 class PredictAnswer(_Answer):
     """One entry for each query, in their order."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [PREDICT_ANSWER_EXAMPLE]})
-
     model: Model
     predictions: list[QueryAnswer]
 
 
 class LabelName(_Answer):
-    """A label."""
-
     uid: str
     title: str
 
@@ -212,16 +187,12 @@ class LabelsAnswer(_Answer):
 
 
 class NearQuery(LabelName):
-    """A training query near this one."""
-
     cosine: float
     vote: float | None
     labels: list[LabelName]
 
 
 class Token(_Answer):
-    """A piece of the query as the tokenizer cuts it."""
-
     piece: str
     unknown: bool
 
@@ -236,83 +207,10 @@ class ExplainAnswer(QueryAnswer):
     truncated: bool = Field(description="the text was longer than the encoder reads")
 
 
-class Identity(Model):
-    """A bundle and where it comes from; of a folder only the hashes are known."""
+class ErrorAnswer(_Answer):
+    """Every answer of the application that is not 2xx; what is not known is an empty string."""
 
-    name: str | None
-    alias: str | None
-    data: str | None
+    error: Error
 
 
-class Index(_Answer):
-    """The label index."""
-
-    kind: str
-    width: int
-
-
-class VersionAnswer(_Answer):
-    """What answers now."""
-
-    model: Identity
-    previous: Identity | None
-    unidec: str
-    runtime: str
-    index: Index
-    num_labels: int
-    follow: dict[str, Any] | None
-
-
-class ReadyAnswer(_Answer):
-    """Whether a model answers."""
-
-    ready: bool
-    model: Identity | None
-    follow: dict[str, Any] | None
-
-
-class NotReadyAnswer(ErrorAnswer, ReadyAnswer):
-    """No model is loaded yet, and the progress; or a file of the current one was edited."""
-
-
-class AliveAnswer(_Answer):
-    """The process answers."""
-
-    status: str
-
-
-class ReloadAnswer(_Answer):
-    """The follower's state; it asks the registry now."""
-
-    follow: dict[str, Any]
-
-
-class DataCard(_Answer):
-    """The data set of a bundle: rows of each split, labels and pairs where the bundle has them."""
-
-    name: str | None
-    sha256: str | None
-    rows: dict[str, float] | None
-
-
-class CardAnswer(_Answer):
-    """What the page shows of a bundle."""
-
-    model: Identity
-    unidec: str
-    runtime: str
-    index: Index
-    encoder: str | None
-    recipe: str | None
-    data: DataCard
-    num_labels: int
-    num_neighbours: int
-    text: str
-    heads: list[str]
-    space: str
-    weights: dict[str, float]
-    metrics: dict[str, dict[str, float]]
-    score_quantiles: list[float] | None
-    examples: list[str]
-    limits: dict[str, int]
-    api_key: bool
+Facts = dict[str, Any]  # answers for people and probes: docs/serving.md
