@@ -100,7 +100,8 @@ class Load:
 
     async def until_it_stops(self, process: subprocess.Popen[str]) -> None:
         clients = asyncio.gather(*(self._client(number % 2 == 0) for number in range(64)))
-        await asyncio.sleep(0.5)
+        while self.seen["200"] <= 64:
+            await asyncio.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         await asyncio.wait_for(clients, 20)
 
