@@ -136,14 +136,13 @@ def write_manifest(
 
 
 def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, verify: bool = True) -> dict[str, Any]:
-    """Check a folder against its manifest and return the manifest.
+    """Check a folder against its manifest and return the manifest; nothing else in it is parsed.
 
-    Names, kinds of file and sizes are always checked; with `verify` every file's sha256 too. Nothing but the manifest
-    is parsed.
+    Names, kinds of file and sizes are always checked; with `verify` every file's sha256 too.
 
     Raises:
-        ArtifactError: the folder or a file is missing, added, damaged, a link or outside the folder, or of another
-            kind; NewerFormatError: of a newer version than this code reads.
+        ArtifactError: the folder or a file is missing, added, damaged, a link, outside the folder or of another kind;
+            NewerFormatError: of a newer version than this code reads.
     """
     root = Path(path)
     where = root / MANIFEST
@@ -263,11 +262,7 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def load_array(path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1, mmap: bool = True) -> np.ndarray:
-    """Load one `.npy` without pickle, memory-mapped, with the dtype and number of dimensions it must have.
-
-    Raises:
-        ArtifactError: not such a file, or of another dtype or shape.
-    """
+    """Load one `.npy` without pickle, memory-mapped; an ArtifactError if it is of another dtype or shape."""
     try:
         array = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
@@ -465,10 +460,8 @@ def _plain(obj: Any) -> Any:
         return {str(key): _plain(value) for key, value in obj.items()}
     if isinstance(obj, list | tuple):
         return [_plain(value) for value in obj]
-    if isinstance(obj, np.ndarray):
+    if isinstance(obj, np.ndarray | np.generic):
         return _plain(obj.tolist())
-    if isinstance(obj, np.generic):
-        return _plain(obj.item())
     if isinstance(obj, float):
         return obj if math.isfinite(obj) else None
     return obj.as_posix() if isinstance(obj, PurePosixPath | Path) else obj

@@ -66,8 +66,7 @@ class Tokens:
     def ragged(self, rows: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Flat ids int64 [F] and offsets int64 [B + 1] of some texts, as `torch.nn.EmbeddingBag` takes them.
 
-        Raises:
-            IndexError: a row that is negative or beyond the last text.
+        Raises IndexError: a row that is negative or beyond the last text.
         """
         rows_B = np.asarray(rows, dtype=np.int64)
         if rows_B.size and (rows_B.min() < 0 or rows_B.max() >= self.num_texts):
@@ -79,11 +78,7 @@ class Tokens:
         return self.ids[place_F].astype(np.int64), offsets
 
     def batch(self, rows: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Ids int64 [B, T], padded on the right to the longest of these texts, and the mask bool [B, T] of real tokens.
-
-        Raises:
-            IndexError: as in `ragged`.
-        """
+        """Ids int64 [B, T], padded on the right to the longest text, and the mask bool [B, T] of real tokens."""
         flat_F, offsets = self.ragged(rows)
         length_B = np.diff(offsets)
         mask_BT = np.arange(length_B.max(initial=0)) < length_B[:, None]
@@ -111,10 +106,9 @@ class TokenCache(Tokens):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], verify: bool = True) -> TokenCache:
-        """Opens a cache; with `verify` hashes and all ids are checked too, once in a process (`verify_once`).
+        """Open a cache; with `verify` hashes and all ids are checked too, once in a process (`verify_once`).
 
-        Raises:
-            ArtifactError: missing, damaged, of another kind or a newer version, or arrays that do not fit together.
+        Raises ArtifactError: missing, damaged, of another version, or arrays that do not fit together.
         """
         root = Path(path)
         with verify_once(root, verify) as needed:
@@ -202,7 +196,7 @@ class TextTokenizer:
         self._tokenizer.enable_truncation(max_length, stride=0, strategy="longest_first", direction="right")
 
     def _find_pad_id(self) -> int:
-        """The padding token's id; 0 where the tokenizer knows none: it is only ever seen under a False mask."""
+        """The padding token's id; 0 if the tokenizer has none: it is only ever seen under a False mask."""
         if self._tokenizer.padding:
             return int(self._tokenizer.padding["pad_id"])
         names: list[Any] = ["[PAD]", "<pad>"]
@@ -211,21 +205,17 @@ class TextTokenizer:
             named = json.loads(config.read_text(encoding="utf-8")).get("pad_token")
             names.insert(0, named.get("content") if isinstance(named, dict) else named)
         found = (self._tokenizer.token_to_id(name) for name in names if isinstance(name, str))
-        return next((i for i in found if i is not None), 0)
+        return next((number for number in found if number is not None), 0)
 
     def _find_unknown_id(self) -> int:
-        described = json.loads(self.file.read_text(encoding="utf-8"))["model"]
-        if (number := described.get("unk_id")) is not None:  # Unigram
-            return int(number)
-        named = self._tokenizer.token_to_id(described["unk_token"]) if described.get("unk_token") else None
-        return -1 if named is None else int(named)
+        model = json.loads(self.file.read_text(encoding="utf-8"))["model"]
+        number = model.get("unk_id")  # Unigram
+        if number is None and model.get("unk_token"):
+            number = self._tokenizer.token_to_id(model["unk_token"])
+        return -1 if number is None else int(number)
 
     def pieces(self, text: str) -> tuple[list[Piece], bool]:
-        """The tokens of a text, and whether it was cut.
-
-        Raises:
-            DataError: as in `encode`.
-        """
+        """The tokens of a text, and whether it was cut; raises as `encode`."""
         try:
             encoding = self._tokenizer.encode(text)
         except (TypeError, ValueError) as error:

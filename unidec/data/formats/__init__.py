@@ -32,33 +32,28 @@ __all__ = [
 
 LAYOUTS: dict[str, Any] = {
     "xmc-json": xmc_json,
-    "xmc-text": xmc_text,
-    "pecos": xmc_text.Pecos,
+    "xmc-text": xmc_text.XMC_TEXT,
+    "pecos": xmc_text.PECOS,
     "beir": beir,
     "tables": tables,
 }
-"""Layout -> module or class with EXPECTED, fits(source), read(source), write(raw, out)."""
+"""Layout -> module or object with EXPECTED, fits(source), read(source), write(raw, out)."""
 
 
 def read_raw(
-    path: str | os.PathLike[str],
-    format: str = "auto",
-    *,
-    test_share: float = 0.2,
-    split_seed: int = 0,
+    path: str | os.PathLike[str], format: str = "auto", *, test_share: float = 0.2, split_seed: int = 0,
     bounds: RawBounds = DEFAULT_BOUNDS,
-) -> RawData:
+) -> RawData:  # fmt: skip
     """Read a folder of raw files.
 
     Args:
-        path: the folder.
-        format: a name in LAYOUTS, or "auto" to tell by the files that are there.
-        test_share, split_seed: where the data names no test split, this share of its queries becomes one (`cut_test`).
+        format: a name in LAYOUTS, or "auto" to tell by the files in the folder.
+        test_share, split_seed: if the data names no test split, this share of its queries becomes one (`cut_test`).
         bounds: of rows, texts and compressed files.
 
     Raises:
-        DataError: the layout is not known or not told apart; files are missing, damaged or beyond a bound; or pairs,
-            uids and texts with faults (see docs/data.md), all kinds at once with at most 20 samples as `file:line`.
+        DataError: an unknown layout; files that are missing, damaged or beyond a bound; or pairs, uids and texts with
+            faults (see docs/data.md), all kinds at once with at most 20 samples as `file:line`.
     """
     source, raw = _read(path, format, bounds)
     if "test" not in raw.queries:
@@ -116,8 +111,7 @@ def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple
 def write_raw(data: RawData | XMCDataset, path: str | os.PathLike[str], format: str, **options: str) -> None:
     """Write raw files of a layout into a new folder; "tables" takes the option kind: csv, tsv, parquet or jsonl.
 
-    What a layout cannot hold is left out: uids, contents and the line breaks in texts by xmc-text and pecos; the
-    validation split by all but beir and tables, which takes its queries back into train.
+    What a layout cannot hold is left out (docs/data.md); validation queries become training queries then.
 
     Raises:
         DataError: an unknown layout, or a folder that is not empty.
