@@ -6,6 +6,7 @@ BEIR would leave out, and filters.tsv (query-id, corpus-id).
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
 from unidec.data.formats.files import Source, lines_of_some
-from unidec.data.formats.tables import check_uids, pair_table, read_filters, read_table, texts_of, write_table
+from unidec.data.formats.tables import check_uids, pair_table, read_filters, read_table, texts_of
 from unidec.data.raw import RawData, text_table
 from unidec.data.table_file import json_blocks, to_strings
 
@@ -105,16 +106,23 @@ def write(raw: RawData, out: Path) -> None:
             items.append(_object(row, keep_title=bool(row["content"])) | {"metadata": metadata})
         uids = (table["uid"], raw.labels["uid"])
         pairs = pair_table(raw.relevance[split], uids, (*_UIDS, "score"))
-        write_table(pairs, out / "qrels" / f"{QRELS[split]}.tsv")
+        _write_tsv(pairs, out / "qrels" / f"{QRELS[split]}.tsv")
         filters.append(pair_table(raw.filter_pairs[split], uids, _UIDS))
     _write_objects(out / "queries.jsonl", items)
     if any(table.num_rows for table in filters):
-        write_table(pa.concat_tables(filters), out / "filters.tsv")
+        _write_tsv(pa.concat_tables(filters), out / "filters.tsv")
 
 
 def _object(row: dict[str, str], keep_title: bool) -> dict[str, Any]:
     texts = {"title": row["title"], "text": row["content"]} if keep_title else {"text": row["title"]}
     return {"_id": row["uid"], **texts}
+
+
+def _write_tsv(table: pa.Table, path: Path) -> None:
+    """As BEIR's own files: quoted only where there is a tab or quote."""
+    rows = zip(*(pc.cast(column, pa.large_string()).to_pylist() for column in table.columns), strict=True)
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        csv.writer(file, delimiter="\t", lineterminator="\n").writerows([table.column_names, *rows])
 
 
 def _write_objects(path: Path, items: list[dict[str, Any]]) -> None:
