@@ -57,7 +57,7 @@ FROM_RAW = (
     "mine",
 )
 STORED = ("store", "token_cache", "propensity", "label_graph", "sampler", "vectors", "mine")
-LARGEST_RAW, LARGEST_HNSW, MOST_QUERIES = 1_000_000, 100_000, 1_000_000
+LARGEST_RAW, MOST_QUERIES = 1_000_000, 1_000_000
 PAPERS = {
     "labels": 1_305_265, "train": 1_000_000, "batch": 1098, "pool": 3000, "dim": 256, "kind": "transformer",
     "hidden": 768, "layers": 6, "max_length": 32, "steps": 300,
@@ -241,7 +241,7 @@ def measure_data(options: argparse.Namespace) -> None:
 
 
 def _stages(count: int, wanted: str | None) -> list[str]:
-    stages = [*(FROM_RAW if count <= LARGEST_RAW else STORED), *(["mine_hnsw"] if count <= LARGEST_HNSW else [])]
+    stages = FROM_RAW if count <= LARGEST_RAW else STORED
     return [stage for stage in stages if wanted is None or stage in wanted.split(",")]
 
 
@@ -270,7 +270,8 @@ def data_table(cells: dict[str, Any]) -> str:
 
 def _order(name: str) -> int:
     stage = name.partition("/")[0]
-    return [*dict.fromkeys((*FROM_RAW, *STORED, "mine_hnsw"))].index(stage)
+    known = [*dict.fromkeys((*FROM_RAW, *STORED))]
+    return known.index(stage) if stage in known else len(known)  # a stage of an older version comes last
 
 
 def _number(value: float) -> str:

@@ -143,16 +143,7 @@ def cluster(folder: Path, size: Facts) -> Facts:
 
 
 def mine(folder: Path, size: Facts) -> Facts:
-    """Exact hard negatives of some queries among all labels."""
-    return _mine(folder, None)
-
-
-def mine_hnsw(folder: Path, size: Facts) -> Facts:
-    """The same by an approximate search, with the building of its graph."""
-    return _mine(folder, 0)
-
-
-def _mine(folder: Path, ann_threshold: int | None) -> Facts:
+    """Hard negatives of some queries among all labels."""
     from unidec.data.dataset import XMCDataset
     from unidec.training.mining import mine_hard_negatives
 
@@ -161,7 +152,6 @@ def _mine(folder: Path, ann_threshold: int | None) -> Facts:
     query_ND, label_LD = np.load(folder / "queries.npy", mmap_mode="r")[rows], np.load(folder / "labels.npy")
     made = mine_hard_negatives(
         query_ND, rows, label_LD, dataset.relevance, dataset.filter_pairs, NEGATIVES, dataset.num_queries,
-        ann_threshold=ann_threshold,
     )  # fmt: skip
     return {"queries": len(rows), "ms_a_query": 1000 * made.report["seconds"] / len(rows),
             "vector_bytes": label_LD.nbytes, "positive_found": made.report["positive_found"]}  # fmt: skip
@@ -170,7 +160,7 @@ def _mine(folder: Path, ann_threshold: int | None) -> Facts:
 STAGES: dict[str, Callable[[Path, Facts], Facts]] = {
     "raw": make_raw, "store": make_store, "ingest": ingest, "tokens": tokens, "token_cache": token_cache,
     "propensity": propensity, "label_graph": label_graph, "sampler": sampler, "vectors": vectors, "cluster": cluster,
-    "mine": mine, "mine_hnsw": mine_hnsw,
+    "mine": mine,
 }  # fmt: skip
 
 

@@ -151,9 +151,7 @@ def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) ->
                 points, data["rows"], labels, positive, filtered, 6, shape[0], block=block, ranks=ranks
             )
             found[f"{name} {block}"] = mined.shortlist
-            found[f"{name} {block} report"] = np.array(
-                [v for k, v in mined.report.items() if k not in ("seconds", "kind")]
-            )
+            found[f"{name} {block} report"] = np.array([v for k, v in mined.report.items() if k != "seconds"])
     return found
 
 

@@ -83,8 +83,6 @@ def test_pairs_of_the_pool_equal_set_intersections(rng):
         world.sampler(size=9),
         world.sampler(size=3),
         world.sampler(eta=0),
-        world.sampler(fill=True),
-        world.sampler(size=20, fill=True),
         world.sampler(full=True),
     ]
     for step in range(6):  # one sampler, many batches: its lookup table must come back clean
@@ -140,9 +138,8 @@ def frequency_cut(counts, room):
     return {k for k, n in counts.items() if n > border}, {k for k, n in counts.items() if n >= border}
 
 
-@pytest.mark.parametrize("fill", [False, True])
 @pytest.mark.parametrize("size", [1, 4, 8, 12, 16, 20, 24, 28, 100])
-def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, fill, rng):
+def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, rng):
     world = World(rng)
     rows = rng.choice(40, size=10, replace=False)
     # eta beyond the shortlist: every allowed entry is drawn, so frequencies are known.
@@ -150,16 +147,7 @@ def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, fill
     sampled = sampled_labels(unlimited)
     groups = [Counter(label for labels in sampled.values() for label in labels)]
     groups.append(Counter(label for row in rows for label in world.allowed(row)))
-    if fill:
-        groups.append(
-            Counter(
-                label
-                for i, row in enumerate(rows)
-                for label in np.flatnonzero(world.positive[row]).tolist()
-                if label not in sampled[i]
-            )
-        )
-    limited = world.sampler(eta=8, size=size, fill=fill).batch(rows, epoch=3, step=4, shortlist_NH=world.shortlist)
+    limited = world.sampler(eta=8, size=size).batch(rows, epoch=3, step=4, shortlist_NH=world.shortlist)
     check_pairs(world, limited)
     pool = set(limited.pool_S.tolist())
     earlier, room = set(), size
@@ -174,15 +162,6 @@ def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, fill
     assert pool <= earlier and len(pool) <= size
     for i, labels in sampled_labels(limited).items():  # the draws are those of the unlimited batch, as far as they fit
         assert labels == sampled[i] & pool
-
-
-def test_fill_without_a_limit_brings_every_positive(rng):
-    world = World(rng)
-    rows = np.arange(12)
-    batch = world.sampler(fill=True, beta=1, eta=0).batch(rows, epoch=0, step=0, shortlist_NH=None)
-    assert set(batch.pool_S.tolist()) == set(np.flatnonzero(world.positive[rows].any(0)).tolist())
-    assert np.bincount(batch.positive_row_P, minlength=12).tolist() == batch.num_positives_B.tolist()
-    assert batch.sampled_P.sum() == (batch.num_positives_B > 0).sum()
 
 
 def test_full_pool_is_all_labels_and_still_marks_sampled_positives(rng):
@@ -204,13 +183,12 @@ def test_a_batch_depends_on_seed_epoch_and_step_only(rng):
     def draw(sampler, epoch, step):
         return as_bytes(sampler.batch(rows, epoch=epoch, step=step, shortlist_NH=world.shortlist))
 
-    limits = {"size": 12, "fill": True}
-    one, other = world.sampler(**limits), world.sampler(**limits)
+    one, other = world.sampler(size=12), world.sampler(size=12)
     first = draw(one, 2, 5)
     for epoch, step in ((0, 0), (2, 6), (3, 5)):
         draw(other, epoch, step)
     assert draw(other, 2, 5) == first
-    different = [draw(one, 2, 6), draw(one, 3, 5), draw(one, 5, 2), draw(world.sampler(**limits, seed=8), 2, 5)]
+    different = [draw(one, 2, 6), draw(one, 3, 5), draw(one, 5, 2), draw(world.sampler(size=12, seed=8), 2, 5)]
     assert all(another != first for another in different)
     assert draw(world.sampler(seed=-1), 0, 0) == draw(world.sampler(seed=-1), 0, 0)
 
@@ -265,7 +243,6 @@ def test_a_filtered_pair_is_never_a_negative(data):
         eta=data.draw(st.integers(0, 4)),
         size=data.draw(st.integers(0, 6)),
         seed=data.draw(st.integers(0, 5)),
-        fill=data.draw(st.booleans()),
         full=data.draw(st.booleans()),
     )
     rows = np.array(data.draw(st.lists(st.integers(0, num_queries - 1), min_size=1, max_size=6)))

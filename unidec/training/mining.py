@@ -3,7 +3,7 @@
 Legend: N mined queries, B queries in a block, L labels, D dimensions, K candidates of a query, H shortlist places, Q
 pairs.
 
-Source: UniDEC, H_i = top-k of an approximate search without P_i, refreshed every T epochs, |H_i| = eta x T. Filter
+Source: UniDEC, H_i = top-k of a search without P_i (exact here), refreshed every T epochs, |H_i| = eta x T. Filter
 pairs (the query is the label itself) must leave it too: such a label scores best and is no negative (spec, detail 6).
 
 Several ranks: each scores all queries against its own part of the labels; the best of the parts are merged, block by
@@ -30,7 +30,7 @@ from unidec.training.distributed import ALONE, Ranks
 class Shortlist(NamedTuple):
     """Mined labels by data set row, best first, int32 [rows of the data set, H], -1 where there is none; and a report.
 
-    Report: `kind` ("exact" or "hnsw"), `queries`, `short_rows` (queries with fewer than H negatives),
+    Report: `queries`, `short_rows` (queries with fewer than H negatives),
     `negative_score` (mean over all negatives), `positive_first` (share of the queries with a positive whose best label,
     filter pairs aside, is one), `positive_rank` (mean rank of their first positive, 1 is best; one that was not among
     the candidates counts as the place behind them), `positive_found` (share found among the candidates), `seconds`.
@@ -50,7 +50,6 @@ def mine_hard_negatives(
     num_total_rows: int,
     block: int = 512,
     device: str | torch.device | None = None,
-    ann_threshold: int | None = None,
     ranks: Ranks = ALONE,
 ) -> Shortlist:
     """Mines `num_negatives` (eta x T) labels for each query.
@@ -67,8 +66,6 @@ def mine_hard_negatives(
         num_total_rows: rows of the data set.
         block: queries at a time.
         device: of the exact search; None: where the vectors are.
-        ann_threshold: with more labels than this the search is approximate (faiss HNSW on the CPU; built by several
-            threads, so not the same bit for bit each time); None: always exact.
         ranks: processes that share the work; each has all queries, and gets the whole shortlist.
 
     Returns:
@@ -82,14 +79,12 @@ def mine_hard_negatives(
     query_rows_N = np.asarray(query_rows_N, dtype=np.int64)
     first, last = ranks.part(relevance.shape[1])
     _check(query_ND, query_rows_N, label_LD, last - first, relevance, filter_pairs, num_negatives, num_total_rows)
-    approximate = ann_threshold is not None and relevance.shape[1] > ann_threshold
     shortlist = np.full((num_total_rows, num_negatives), -1, dtype=np.int32)
     totals, mined = _Totals(), [np.empty(0, dtype=np.int64)]
-    search = _hnsw_blocks if approximate else _exact_blocks
     width_N = np.diff(relevance.indptr)[query_rows_N] + np.diff(filter_pairs.indptr)[query_rows_N] + num_negatives
     # the same blocks on every rank: those of the largest part
     block = query_block(max(ranks.sizes(relevance.shape[1])), block)
-    found = _merged(search(query_ND, label_LD, width_N, block, device), width_N, first, ranks)
+    found = _merged(_exact_blocks(query_ND, label_LD, width_N, block, device), width_N, first, ranks)
     bar: Progress[int] = progress(total=len(query_rows_N), desc="mine hard negatives", unit="query")
     with bar:
         for begin, end, score_BK, label_BK in found:
@@ -112,11 +107,7 @@ def mine_hard_negatives(
         rows_N = ranks.gather_array(own)
         shortlist[rows_N] = ranks.gather_array(shortlist[own])
         totals.sums = ranks.gather_array(totals.sums[None]).sum(0)
-    report = {
-        "kind": "hnsw" if approximate else "exact",
-        **totals.report(),
-        "seconds": time.perf_counter() - begin_time,
-    }
+    report = totals.report() | {"seconds": time.perf_counter() - begin_time}
     return Shortlist(shortlist, report)
 
 
@@ -225,23 +216,6 @@ def best_labels(score_BL: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 def _numpy(tensor: Tensor) -> np.ndarray:
     return tensor.cpu().numpy()
-
-
-def _hnsw_blocks(
-    query_ND: np.ndarray, label_LD: np.ndarray, width_N: np.ndarray, block: int, device: str | torch.device | None
-) -> Iterator[Block]:
-    import faiss  # only large label sets need it
-
-    index = faiss.IndexHNSWFlat(label_LD.shape[1], 32, faiss.METRIC_INNER_PRODUCT)
-    index.hnsw.efConstruction = 200
-    index.add(np.ascontiguousarray(label_LD, dtype=np.float32))
-    for begin in range(0, len(query_ND), block):
-        end = min(begin + block, len(query_ND))
-        width = min(int(width_N[begin:end].max()), len(label_LD))
-        index.hnsw.efSearch = max(2 * width, 64)
-        queries = np.ascontiguousarray(query_ND[begin:end], dtype=np.float32)
-        score_BK, label_BK = index.search(queries, width)
-        yield begin, end, score_BK, label_BK
 
 
 def _is_pair(matrix: sp.csr_matrix, rows_B: np.ndarray, label_BK: np.ndarray) -> np.ndarray:

@@ -88,8 +88,8 @@ class PoolSampler:
 
     Up to `beta` positives a query without replacement, all alike or in proportion to a weight of the label, and `eta`
     hard negatives a query, uniformly from its shortlist; never one of its positives, never one of its filter pairs.
-    With a size limit (detail 5 of the published implementations): sampled positives first, then hard negatives, then
-    (`fill`) further true positives; within each, the most frequent in the batch first, ties at random.
+    With a size limit (detail 5 of the published implementations): sampled positives first, then hard
+    negatives; within each, the most frequent in the batch first, ties at random.
 
     Args:
         relevance: csr [N, L], positive entries are the positives.
@@ -98,8 +98,7 @@ class PoolSampler:
         eta: hard negatives sampled a query.
         size: at most so many labels in a pool; 0: no limit.
         seed: seed of every draw.
-        fill: further true positives of the batch's queries take the room that is left (without a limit: all of them).
-        full: the pool is all labels; `size`, `eta` and `fill` are not used.
+        full: the pool is all labels; `size` and `eta` are not used.
         weight_L: float [L], finite and above 0: of a query's positives that are left, each is the next one drawn with
             a chance in proportion to its weight (inverse propensities: tail labels more often); None: all alike.
 
@@ -117,7 +116,6 @@ class PoolSampler:
         eta: int,
         size: int,
         seed: int,
-        fill: bool = False,
         full: bool = False,
         weight_L: np.ndarray | None = None,
     ) -> None:
@@ -136,7 +134,7 @@ class PoolSampler:
             raise DataError("relevance must hold positive, finite values only", fix="drop the other pairs at ingest")
         self.num_queries, self.num_labels = self.relevance.shape
         self.beta, self.eta, self.size, self.seed = beta, eta, size, seed
-        self.fill, self.full = fill, full
+        self.full = full
         self.weight_L = None if weight_L is None else _checked_weights(weight_L, self.num_labels)
         self._position_L = np.full(self.num_labels, -1, dtype=np.int32)
         self._all_labels = np.arange(self.num_labels) if full else None
@@ -257,8 +255,6 @@ class PoolSampler:
     ) -> np.ndarray:
         """Label ids of the pool, ascending; groups by priority, each cut to the room that is left."""
         groups = [label_Q[sampled_Q], hard_C]
-        if self.fill:
-            groups.append(label_Q[~sampled_Q])
         if self.size == 0:
             return np.unique(np.concatenate(groups))
         pool_S = np.empty(0, dtype=np.int64)

@@ -48,7 +48,7 @@ from unidec.training.stop import stop_signals
 from unidec.training.warm import take_model, take_rows
 from unidec.training.warm_start import Start
 
-LOG_EVERY = 10  # steps between two lines of history: the only steps at which the host waits for the device
+LOG_EVERY = 10  # steps between two lines of history; each step waits for the device once, for its check of finiteness
 
 
 class Trainer:
