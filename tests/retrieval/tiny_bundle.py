@@ -104,3 +104,11 @@ def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "bot
         Scoring(space, clf_weight, clf_normalize, knn), facts, neighbours,
     )  # fmt: skip
     return {"de_LD": de_LD, "clf_LD": clf_LD, "bias_L": bias_L, "model": model, "neighbours": neighbours}
+
+
+def recall_with_ties(labels: np.ndarray, exact: np.ndarray, scores: np.ndarray, exact_scores: np.ndarray) -> float:
+    """As `recall`, but a label that scores as much as the last exact one counts as found: which of them is chance."""
+    last = exact_scores.min(axis=1, keepdims=True)
+    found = (scores >= last - 1e-5 * np.maximum(1.0, np.abs(last))) & (labels >= 0)
+    found |= np.stack([np.isin(row, wanted) for row, wanted in zip(labels, exact, strict=True)])
+    return float(np.minimum(found.sum(axis=1), exact.shape[1]).sum() / exact.size)

@@ -44,11 +44,10 @@ def score_tiles(
     block: int = 512,
     device: str | torch.device | None = None,
 ) -> Iterator[tuple[int, int, int, Tensor]]:
-    """Inner products of all queries with all labels: blocks of queries, and for each block the labels tile by tile.
+    """Inner products of all queries [N, D] with all labels [L, D], both finite: blocks of queries, and for each block
+    the labels tile by tile.
 
     Args:
-        query_ND: float [N, D], finite.
-        label_LD: float [L, D], finite.
         block: queries at a time; fewer where a tile would hold more than `MAX_BLOCK_SCORES` scores.
         device: where to compute; None: where the vectors are.
 
@@ -83,18 +82,13 @@ def exact_search(
     block: int = 512,
     device: str | torch.device | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The k labels with the largest inner product, best first.
+    """The k labels with the largest inner product, best first: score_NK float32, label_NK int64; -inf and -1 where a
+    query has fewer than k labels.
 
     Args:
-        query_ND: float [N, D], finite.
-        label_LD: float [L, D], finite.
         k: results a query; may exceed L.
         exclude: csr [N, L], pairs that must not be returned, by position in `query_ND`; stored zeros count.
-        block: queries at a time (memory: a tile, see `score_tiles`).
-        device: where to compute; None: where the vectors are.
-
-    Returns:
-        score_NK float32, label_NK int64; where a query has fewer than k labels, -inf and -1.
+        query_ND, label_LD, block, device: as for `score_tiles`.
 
     Raises:
         DataError: vectors of another shape or not finite, or `exclude` of another shape.

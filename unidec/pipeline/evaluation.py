@@ -15,7 +15,6 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, read_manifest, write_bytes_atomic, write_json
 from unidec.evaluation.baselines import COMPARED, compare_with_baselines, measure_baselines, verdict, warnings
 from unidec.evaluation.frequency import frequency_bins
-from unidec.evaluation.metrics import evaluate as all_metrics
 from unidec.evaluation.plots import plots_csv
 from unidec.evaluation.report import write_report
 from unidec.model.search import exact_search
@@ -41,18 +40,17 @@ def evaluate(params: Params) -> dict[str, Any]:
     Writes outputs/metrics.json, outputs/plots/, outputs/predictions.parquet and outputs/report.html.
     """
     dataset = paths.open_dataset()
-    propensity = paths.open_propensity()
     bundle = Bundle.load(paths.BUNDLE)
     ranking = Ranking.of_model(bundle.model, dataset, "test", params.optim.precision, bundle.vectors)
-    truth = ranking.truth
+    truth, propensity = ranking.truth, ranking.propensity
     info = bundle.info
     scores, labels = _search(bundle, ranking)
-    result: dict[str, Any] = {"test": all_metrics(labels, truth, propensity.inverse_L, propensity.group_L)}
+    result: dict[str, Any] = {"test": ranking.metrics_of(labels)}
     for space in SINGLE_HEADS if bundle.model.heads == "both" else ():
-        result[space] = ranking.metrics(space, 1.0, info.clf_normalize, propensity)
+        result[space] = ranking.metrics(space, 1.0, info.clf_normalize)
     if bundle.neighbours is not None and info.knn is not None:
-        result["heads"] = ranking.metrics(info.space, info.clf_weight, info.clf_normalize, propensity)
-        result["knn"] = ranking.metrics_of_votes(bundle.neighbours, info.knn.neighbours, propensity)
+        result["heads"] = ranking.metrics(info.space, info.clf_weight, info.clf_normalize)
+        result["knn"] = ranking.metrics_of_votes(bundle.neighbours, info.knn.neighbours)
     weights = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight if info.knn else 0.0}
     result["index"] = _against_exact(bundle, ranking) | weights
     result["validation"] = info.metrics.get("validation", {})

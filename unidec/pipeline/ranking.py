@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -84,12 +85,12 @@ class Ranking:
                 vectors = {name: array for name, array in parts if array is not None}
         return cls(dataset, rows, query_de, query_clf, vectors)
 
-    @property
+    @cached_property
     def truth(self) -> sp.csr_matrix:
         """Relevance of these queries without filtered pairs."""
         return filtered_truth(self.dataset.relevance[self.rows], self.filter_pairs)
 
-    @property
+    @cached_property
     def filter_pairs(self) -> sp.csr_matrix:
         """Filter pairs of these queries."""
         return self.dataset.filter_pairs[self.rows]
@@ -104,8 +105,7 @@ class Ranking:
         return query_vectors(self.query_de, self.query_clf, space, clf_weight, clf_normalize, has_bias)
 
     def top(self, space: Space, clf_weight: float, clf_normalize: bool, k: int = K) -> tuple[np.ndarray, np.ndarray]:
-        """Exact search without filtered pairs: (scores float32 [n, k], labels int64 [n, k], -1 where there are
-        none)."""
+        """Exact search without filtered pairs: (scores float32, labels int64) [n, k], -1 where there is no label."""
         from unidec.model.search import exact_search
 
         query, label = self.queries(space, clf_weight, clf_normalize), self.labels(space, clf_normalize)
@@ -142,20 +142,20 @@ class Ranking:
             pair_keys(self.filter_pairs),
         )
 
-    def metrics(
-        self, space: Space, clf_weight: float, clf_normalize: bool, propensity: Propensity | None = None
-    ) -> dict[str, float]:
+    @cached_property
+    def propensity(self) -> Propensity:
+        """Of data/propensity."""
+        return paths.open_propensity()
+
+    def metrics(self, space: Space, clf_weight: float, clf_normalize: bool) -> dict[str, float]:
         """Every metric of the split under one space, by the heads alone."""
-        return self.metrics_of(self.top(space, clf_weight, clf_normalize)[1], propensity)
+        return self.metrics_of(self.top(space, clf_weight, clf_normalize)[1])
 
-    def metrics_of(self, labels: np.ndarray, propensity: Propensity | None = None) -> dict[str, float]:
-        """Every metric of the split for these labels, int [n, K], best first, -1 where there are none."""
-        propensity = propensity or paths.open_propensity()
-        return evaluate(labels, self.truth, propensity.inverse_L, propensity.group_L)
+    def metrics_of(self, labels: np.ndarray) -> dict[str, float]:
+        """Every metric of the split for these labels, int [n, K], best first, -1 where there is no label."""
+        return evaluate(labels, self.truth, self.propensity.inverse_L, self.propensity.group_L)
 
-    def metrics_of_votes(
-        self, neighbours: Neighbours, num: int, propensity: Propensity | None = None
-    ) -> dict[str, float]:
+    def metrics_of_votes(self, neighbours: Neighbours, num: int) -> dict[str, float]:
         """Every metric of the split by the votes of similar training queries alone."""
         labels = np.full((len(self.rows), K), -1, dtype=np.int64)
         compared = self.compared(neighbours)
@@ -163,7 +163,7 @@ class Ranking:
             some = slice(start, start + QUERIES_AT_ONCE)
             votes = neighbours.votes(compared[some], num)
             labels[some] = votes_alone(votes, K, pair_keys(self.filter_pairs[some])).rows
-        return self.metrics_of(labels, propensity)
+        return self.metrics_of(labels)
 
 
 def pair_keys(pairs: sp.csr_matrix) -> np.ndarray:
@@ -180,10 +180,8 @@ def training_neighbours(
     by: NeighboursBy = "model",
     tokens: Tokens | None = None,
 ) -> Neighbours:
-    """The training split's queries as neighbours, compared in the dual encoder's space (the classifier's where it is
-    alone), or by their words.
-
-    Queries of other splits never vote, nor do filtered pairs.
+    """The training split's queries as neighbours without filtered pairs, compared in the dual encoder's space (the
+    classifier's where it is alone), or by their words.
 
     Args:
         tokens: of the training split's queries alone, in their order; None: data/tokens, and data/cache.
@@ -235,10 +233,9 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     The classifier's weight starts as the best without votes. Of equals the smaller weight is taken.
     """
     index = params.index
-    propensity = paths.open_propensity()
     if neighbours is None:
         weight = tuned_clf_weight(ranking, params)
-        return Blend(weight, 0.0, ranking.metrics(index.space, weight, index.clf_normalize, propensity))
+        return Blend(weight, 0.0, ranking.metrics(index.space, weight, index.clf_normalize))
     clf_weights = CLF_WEIGHTS if index.clf_weight == "auto" else (float(index.clf_weight),)
     knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (float(index.knn_weight),)
     votes = ranking.votes(neighbours, index.knn_neighbours)
@@ -253,7 +250,7 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
                 candidates.clear()
                 candidates[clf_weight] = ranking.candidates(index.space, clf_weight, index.clf_normalize, votes)
             labels = candidates[clf_weight].top(knn_weight, K).rows
-            found[clf_weight, knn_weight] = ranking.metrics_of(labels, propensity)
+            found[clf_weight, knn_weight] = ranking.metrics_of(labels)
         return max(pairs, key=lambda pair: found[pair][TUNED_ON])
 
     candidates: dict[float, Candidates] = {}  # of the last clf_weight: they serve every weight of the votes
@@ -278,8 +275,7 @@ def tuned_clf_weight(ranking: Ranking, params: Params) -> float:
     index = params.index
     if index.clf_weight != "auto":
         return float(index.clf_weight)
-    propensity = paths.open_propensity()
-    scored = {w: ranking.metrics("both", w, index.clf_normalize, propensity)[TUNED_ON] for w in CLF_WEIGHTS}
+    scored = {w: ranking.metrics("both", w, index.clf_normalize)[TUNED_ON] for w in CLF_WEIGHTS}
     return max(scored, key=lambda weight: scored[weight])
 
 

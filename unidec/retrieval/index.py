@@ -139,8 +139,7 @@ class LabelIndex:
         return cls(build_index(vectors, kind, settings, threads, show), kind, settings, vectors)
 
     def search(self, queries_BD: Floats, k: int) -> tuple[Floats, Labels]:
-        """The k labels of the largest inner product, best first; among equal scores the smaller label number comes
-        first.
+        """The k labels of the largest inner product, best first, among equal scores the smaller label number first.
 
         Args:
             queries_BD: float32 [B, D], finite.
@@ -148,9 +147,6 @@ class LabelIndex:
 
         Returns:
             scores float32 [B, K] (-inf where there is no result), labels int64 [B, K] (-1 there).
-
-        Raises:
-            ValueError: another dtype or width, a number that is not finite, or k below 1.
         """
         queries = np.asarray(queries_BD)
         _check_matrix(queries, self.dim, "queries_BD")
@@ -351,33 +347,16 @@ class LabelIndex:
         return np.concatenate([np.where(before >= 0, row_of_old[before], -1), fresh_S])
 
 
-def recall(
-    approx_NK: Labels,
-    exact_NK: Labels,
-    approx_scores_NK: Floats | None = None,
-    exact_scores_NK: Floats | None = None,
-    tolerance: float = 1e-5,
-) -> float:
+def recall(approx_NK: Labels, exact_NK: Labels) -> float:
     """Share of the exact results that the approximate search found, over all queries, 0 to 1 (1 where there is
-    nothing to find).
-
-    Args:
-        approx_NK, exact_NK: label rows, -1 where there is none; the widths may differ.
-        approx_scores_NK, exact_scores_NK: if both are given, a result that scores at least as much as the last exact
-            one (minus `tolerance` x its size) counts as found: which of several equal labels is returned is chance.
-    """
+    nothing to find); label rows, -1 where there is none, of any two widths."""
     wanted = int((exact_NK >= 0).sum())
     if not wanted:
         return 1.0
     span = int(max(exact_NK.max(), approx_NK.max())) + 1
     rows = np.arange(len(exact_NK), dtype=np.int64)[:, None] * span
-    valid = approx_NK >= 0
-    hit_NK = np.isin(approx_NK + rows, (exact_NK + rows)[exact_NK >= 0]) & valid
-    if approx_scores_NK is not None and exact_scores_NK is not None:
-        last = np.where(exact_NK >= 0, exact_scores_NK, np.inf).min(axis=1, keepdims=True, initial=np.inf)
-        margin = np.where(np.isfinite(last), tolerance * np.maximum(1.0, np.abs(last)), 0.0)
-        hit_NK |= valid & (approx_scores_NK >= last - margin)
-    return float(np.minimum(hit_NK.sum(axis=1), (exact_NK >= 0).sum(axis=1)).sum() / wanted)
+    hit_NK = np.isin(approx_NK + rows, (exact_NK + rows)[exact_NK >= 0]) & (approx_NK >= 0)
+    return float(hit_NK.sum() / wanted)
 
 
 def _mapped(where: Path, most: int, what: str) -> npt.NDArray[np.uint8]:
