@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,7 +84,7 @@ def compare(
         metrics: a JSON file for the figures of the last run that was asked for.
 
     Returns:
-        {"report": its path, "outcomes": name, state and reason of every run that was asked for}.
+        {"report": its path, "runs": names of those that were asked for}.
 
     Raises:
         UnidecError: the file is wrong; CellsFailed: some runs have no result.
@@ -96,13 +96,13 @@ def compare(
         steps = workspace.steps(chosen, accept_code)
         outcomes = run_steps(steps, jobs, accept_code, {"comparison": comparison.file.name})
         page = results.write_report(workspace)
+        print("\n".join("\t".join(row) for row in results.table(workspace)), flush=True)
         if metrics is not None and outcomes[steps[-1].name].state == "done":
             results.write_metrics(Path(metrics), steps[-1])
-        lost = [one for one in outcomes.values() if one.state != "done"]
+        lost = [f"{one.name}: {one.state}: {one.reason}" for one in outcomes.values() if one.state != "done"]
         if lost:
-            lines = [f"{one.name}: {one.state}: {one.reason}" for one in lost]
-            raise CellsFailed("\n".join([f"{len(lost)} of {len(outcomes)} have no result", *lines, f"report: {page}"]))
-        return {"report": str(page), "outcomes": [asdict(outcomes[job.key]) for job in chosen]}
+            raise CellsFailed("\n".join([f"{len(lost)} of {len(outcomes)} have no result", *lost, f"report: {page}"]))
+        return {"report": str(page), "runs": [job.key for job in chosen]}
 
 
 def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[str, str]) -> dict[str, Outcome]:
@@ -160,25 +160,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     told = parser.parse_args(arguments)
     overrides = parse_overrides(told.set) or None
 
-    def run() -> dict[str, Any]:
-        try:
-            return compare(
-                told.file, told.only, overrides, told.jobs, told.folder, bool(told.accept), told.metrics
-            )  # fmt: skip
-        except CellsFailed:
-            print(_table(told.file, overrides, told.folder), flush=True)
-            raise
-
-    def show(done: dict[str, Any]) -> str:
-        return f"{_table(told.file, overrides, told.folder)}\nreport: {done['report']}"
-
-    return endings.on_command_line(run, STOPPED, show)
-
-
-def _table(file: str, overrides: dict[str, Any] | None, folder: str | None) -> str:
-    comparison = load_comparison(file, overrides)
-    columns, rows = results.table(Workspace.of(comparison, Path(folder) if folder else None))
-    return "\n".join("\t".join(row) for row in [columns, *rows])
+    return endings.on_command_line(
+        lambda: compare(told.file, told.only, overrides, told.jobs, told.folder, bool(told.accept), told.metrics),
+        STOPPED,
+        lambda done: f"report: {done['report']}",
+    )
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ def test_page_input(project: SimpleNamespace) -> None:
     value = next(t for t in tests if (t.cell, t.against, t.metric) == ("first", "kNN", "P@1"))
     difference = result(project, "first")["metrics"]["P@1"] - result(project, "kNN")["metrics"]["P@1"]
     assert value.difference == pytest.approx(difference) and 0 < value.p_value <= 1
-    columns, rows = results.table(project.workspace)
+    columns, *rows = results.table(project.workspace)
     assert [row[1] for row in rows] == list(ORDER) and len(columns) == len(rows[0])
 
 

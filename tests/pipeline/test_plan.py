@@ -152,9 +152,7 @@ def test_measured_times(in_work, overrides, monkeypatch):
     monkeypatch.setattr(step_timing, "SECONDS", 1e9)  # whole batches, however busy the machine is
     params = in_work.params(**overrides, **{"pool.batch_size": 32, "pool.size": 64})
     found = measure_time(params, Sizes.given(500, 320, 6, vocab_size=400))
-    assert found.how["step"].startswith("measured")
+    assert found.how.startswith("measured") and found.step > 0
     assert found.epoch == pytest.approx(16 * found.step)  # clusters of 20
-    assert min(found.step, found.encode, found.cluster, found.mine) > 0
-    assert (found.once > 0) == (overrides != {} or params.model.heads != "de")
-    assert found.total > params.optim.epochs * found.epoch
-    assert [name for name, _ in found.lines()] == ["step", "epoch", "refresh", "before the first step", "all epochs"]
+    assert found.total == pytest.approx(params.optim.epochs * found.epoch)
+    assert [name for name, _ in found.lines()] == ["step", "epoch", "all epochs"]

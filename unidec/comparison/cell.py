@@ -146,6 +146,7 @@ def _recipe(spec: dict[str, Any], params: Params) -> dict[str, Any]:
     from unidec.comparison import measure
     from unidec.pipeline import paths
     from unidec.pipeline.runs import list_runs
+    from unidec.training.memory.machine import host_peak
 
     run_dir, costs = None, {}
     if spec["kind"] == "recipe":
@@ -154,7 +155,7 @@ def _recipe(spec: dict[str, Any], params: Params) -> dict[str, Any]:
         # by other code the run would get another name: where that is accepted, the one that was begun is resumed
         resume = "" if spec["accept_code"] and any(run.unfinished for run in list_runs()) else None
         state = pipeline.train(params, resume, ("code",) if resume is not None else ())
-        run_dir, costs = Path(state["run_dir"]), {"peak_memory_bytes": measure.peak_bytes()}
+        run_dir, costs = Path(state["run_dir"]), {"peak_memory_bytes": float(host_peak())}
     pipeline.index(params)
     pipeline.evaluate(params)
     return measure.of_recipe(params, costs, run_dir)

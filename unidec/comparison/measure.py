@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import numpy as np
 from unidec.comparison.peers.running import PeerOutcome
 from unidec.config import Params, flatten
 from unidec.data.storage import read_json_lines
+from unidec.training.memory.machine import host_peak
 
 K = 100
 TIMED_QUERIES = 512  # queries whose prediction is timed, in batches of 256
@@ -81,7 +80,7 @@ def of_peer(params: Params, name: str, outcome: PeerOutcome) -> dict[str, Any]:
             bins = frequency_bins(labels, truth, propensity.counts_L, propensity.inverse_L)
             np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
     costs = dict(outcome.costs)
-    costs["peak_memory_bytes"] = costs.pop("peak_rss_bytes", peak_bytes())
+    costs["peak_memory_bytes"] = costs.pop("peak_rss_bytes", float(host_peak()))
     if "parameters" in costs:
         costs["parameters_classifier"] = costs.pop("parameters")
     lineage = _lineage() | {name: outcome.version}
@@ -105,14 +104,6 @@ def thinned(lines: list[dict[str, Any]], most: int = _HISTORY_LINES) -> list[dic
     if len(lines) <= most:
         return lines
     return [lines[round(place)] for place in np.linspace(0, len(lines) - 1, most)]
-
-
-def peak_bytes() -> float:
-    """Most memory that this process has held so far, its children not counted."""
-    status = Path("/proc/self/status")
-    if status.is_file():  # VmHWM begins with the program; ru_maxrss may still be that of the process that forked it
-        return 1024.0 * int(status.read_text().partition("VmHWM:")[2].split()[0])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
 
 
 def _lineage() -> dict[str, str]:

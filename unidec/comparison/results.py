@@ -78,10 +78,9 @@ def listing(jobs: Iterable[Job], workspace: Workspace, accept_code: bool) -> lis
     return rows
 
 
-def table(workspace: Workspace) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the results so far, for a terminal: mean ± spread."""
-    columns = ["data", "cell", "seeds", *TABLE, "train s", "MB"]
-    rows = []
+def table(workspace: Workspace) -> list[list[str]]:
+    """The results so far, for a terminal: column heads, then a row for each cell, mean ± spread over seeds."""
+    rows = [["data", "cell", "seeds", *TABLE, "train s", "MB"]]
     for cell in page_input(workspace, gather(workspace)).cells:
         if not cell.runs:
             continue
@@ -89,7 +88,7 @@ def table(workspace: Workspace) -> tuple[list[str], list[list[str]]]:
         seconds = _plus_minus([run.costs.get("train_seconds", float("nan")) for run in cell.runs], 0)
         memory = _plus_minus([run.costs.get("peak_memory_bytes", float("nan")) / 1e6 for run in cell.runs], 0)
         rows.append([cell.task, cell.name, str(len(cell.runs)), *figures, seconds, memory])
-    return columns, rows
+    return rows
 
 
 def write_metrics(path: Path, step: Step) -> None:
@@ -194,7 +193,7 @@ def _run(entry: Found, before: Mapping[str, Found]) -> Run:
     """One seed; the seconds of the trainings that it builds on are counted with its own."""
     result = entry.result
     assert result is not None
-    costs, curve = dict(result["costs"]), [dict(line) for line in result.get("curve", ())]
+    costs, curve = dict(result["costs"]), [dict(line) for line in result["curve"]]
     needed = before.get(entry.job.needs or "")
     if needed is not None and needed.result is not None:
         earlier = _run(needed, before).costs
@@ -202,10 +201,8 @@ def _run(entry: Found, before: Mapping[str, Found]) -> Run:
             costs[name] = costs.get(name, 0.0) + earlier.get(name, 0.0)
         if curve:
             curve[0]["train_seconds"] += earlier.get("train_seconds", 0.0) + earlier.get("refresh_seconds", 0.0)
-    return Run(
-        entry.job.seed, result["metrics"], result.get("validation", {}), result.get("parts", {}), costs, curve,
-        result.get("history", ()), result.get("bins", ()),
-    )  # fmt: skip
+    same = {name: result[name] for name in ("metrics", "validation", "parts", "history", "bins")}
+    return Run(entry.job.seed, costs=costs, curve=curve, **same)
 
 
 def _card(data: str, found: Iterable[Found]) -> Mapping[str, Any]:
@@ -239,21 +236,18 @@ def _what(job: Job) -> str:
 
 
 def _scores(workspace: Workspace, entries: Sequence[Found]) -> dict[str, list[QueryScores]]:
-    """Scores of each query under each system, a list over seeds; systems without predictions are left out."""
+    """Scores of each query under each system of one data set, a list over seeds."""
+    folder = workspace.data_folder(entries[0].job) if entries else Path()
+    measured = [entry for entry in entries if (entry.step.folder / PREDICTIONS).is_file()]
     scores: dict[str, list[QueryScores]] = {}
-    opened: dict[Path, tuple[Any, np.ndarray]] = {}
-    for entry in entries:
-        folder = workspace.data_folder(entry.job)
-        if not (entry.step.folder / PREDICTIONS).is_file() or not (folder / "dataset").is_dir():
-            continue
-        if folder not in opened:
-            dataset = XMCDataset.open(folder / "dataset")
-            rows = dataset.rows("test")
-            truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
-            opened[folder] = truth, load_propensity(folder / "propensity").inverse_L
-        truth, inverse_L = opened[folder]
-        labels = load_array(entry.step.folder / PREDICTIONS, np.int32, ndim=2)
-        scores.setdefault(entry.job.cell, []).append(query_scores(labels, truth, inverse_L))
+    if measured and (folder / "dataset").is_dir():
+        dataset = XMCDataset.open(folder / "dataset")
+        rows = dataset.rows("test")
+        truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
+        inverse_L = load_propensity(folder / "propensity").inverse_L
+        for entry in measured:
+            labels = load_array(entry.step.folder / PREDICTIONS, np.int32, ndim=2)
+            scores.setdefault(entry.job.cell, []).append(query_scores(labels, truth, inverse_L))
     return scores
 
 

@@ -1,6 +1,4 @@
-"""Time of an epoch and of a refresh, from a few real steps on random ids.
-
-Legend: B queries in a batch, S labels in its pool, N queries, L labels, D width of a head, T tokens.
+"""Time of an epoch, from a few real steps on random ids.
 
 The steps are the trainer's own, on a small data set made for it in a temporary folder: real batch, pool and sequence
 sizes, the real architecture (random weights where the real ones are not here), few rows of the classifier's table,
@@ -11,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,52 +24,34 @@ from unidec.config import Params
 from unidec.data.dataset import write_dataset
 from unidec.data.raw import RawData, text_table
 from unidec.data.storage import write_folder
-from unidec.data.tokens import CHUNK_TEXTS, KIND, VERSION, TokenCache
+from unidec.data.tokens import KIND, VERSION, TokenCache
 from unidec.errors import ArtifactError
 from unidec.model import frozen
-from unidec.model.encoder import InputBuilder
-from unidec.training.clustering import balanced_clusters
 from unidec.training.memory.advice import with_settings
 from unidec.training.memory.sizes import NAMED, Batch, EncoderShape, Sizes, batch_sizes, typical_lengths
-from unidec.training.mining import mine_hard_negatives
 from unidec.training.needs import head_labels
-from unidec.training.precision import autocast_type, choose_device
 
 STEPS = 3
 SECONDS = 20.0  # a full-sized measurement may take
 _PARTS = (16, 4, 1)  # a batch is measured at these parts of its size, as long as the next will not take too long
-_CLUSTERED, _MINED, _MINED_LABELS = 16384, 512, 1 << 17  # rows of a measured clustering and mining
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds; `how` says of each whether it is "measured" or "estimated" and from what.
-
-    Attributes:
-        step, epoch: training. encode, cluster, mine: parts of a refresh. once: encoding what is frozen, before the
-            first step. total: all epochs and refreshes.
-    """
+    """Seconds of a step, of an epoch and of all epochs; `how` tells how the step was measured."""
 
     step: float
     epoch: float
-    encode: float
-    cluster: float
-    mine: float
-    once: float
     total: float
-    how: dict[str, str]
+    how: str
 
     def lines(self) -> list[tuple[str, str]]:
         """For people."""
-        refresh = self.encode + self.cluster + self.mine
         return [
-            ("step", f"{_seconds(self.step)} ({self.how['step']})"),
-            ("epoch", f"{_seconds(self.epoch)} ({self.how['epoch']})"),
-            ("refresh", f"{_seconds(refresh)}: encode {_seconds(self.encode)}, cluster {_seconds(self.cluster)}, "
-                        f"mine {_seconds(self.mine)} ({self.how['refresh']})"),
-            ("before the first step", f"{_seconds(self.once)} ({self.how['once']})"),
-            ("all epochs", f"{_seconds(self.total)} (estimated; without validation and checkpoints)"),
-        ]  # fmt: skip
+            ("step", f"{_seconds(self.step)} ({self.how})"),
+            ("epoch", f"{_seconds(self.epoch)} (estimated from the step)"),
+            ("all epochs", f"{_seconds(self.total)} (estimated; without refreshes, validation and checkpoints)"),
+        ]
 
 
 def _seconds(value: float) -> str:
@@ -95,28 +74,11 @@ def measure(params: Params, sizes: Sizes, shape: EncoderShape) -> Times:
             if 2 * STEPS * step * part / larger > SECONDS:  # two rounds of them
                 break
             part, step = larger, runner.step_seconds(larger, STEPS)
-        encode_rate, frozen_rate = runner.encode_rates()
-        device = runner.device
-    cluster = _cluster_seconds(params, sizes, device) if params.pool.batches == "clustered" else 0.0
-    mine = _mine_seconds(params, sizes, device, batch) if batch.negatives else 0.0
     step *= part
-    texts = sizes.num_train + (sizes.num_labels if batch.negatives and params.model.heads != "clf" else 0)
-    encode = texts / encode_rate if cluster or mine else 0.0
-    everything = sizes.num_queries + sizes.num_labels
-    once = everything / frozen_rate if frozen_rate else 0.0
-    if params.model.heads != "de" and params.model.clf_init == "label_embedding":
-        once += sizes.num_labels / encode_rate
-    epoch = batch.steps * step
-    refreshes = math.ceil(params.optim.epochs / params.pool.refresh)
     sized = "measured" if part == 1 else f"estimated: measured at 1/{part} of the batch and pool"
-    how = {
-        "step": f"{sized}, {batch.queries:,} queries and {batch.labels:,} labels",
-        "epoch": f"estimated: {batch.steps:,} such steps",
-        "refresh": "estimated: from a measured part of each",
-        "once": "estimated: from the measured rate of texts",
-    }
-    total = params.optim.epochs * epoch + refreshes * (encode + cluster + mine) + once
-    return Times(step, epoch, encode, cluster, mine, once, total, how)
+    how = f"{sized}, {batch.queries:,} queries and {batch.labels:,} labels"
+    epoch = batch.steps * step
+    return Times(step, epoch, params.optim.epochs * epoch, how)
 
 
 class _Runner:
@@ -124,9 +86,7 @@ class _Runner:
 
     def __init__(self, params: Params, sizes: Sizes, shape: EncoderShape, batch: Batch, folder: Path):
         self.params, self.sizes, self.shape, self.batch, self.folder = params, sizes, shape, batch, folder
-        self.device = choose_device(params.device)
         self.encoder = _encoder_folder(params.encoder.name, shape, folder / "encoder")
-        self.trainer: Any = None
 
     def step_seconds(self, part: int, steps: int) -> float:
         """Of one step at a part of the batch's size."""
@@ -157,51 +117,21 @@ class _Runner:
             self.folder / f"data-{part}", queries * steps, num_labels, self.sizes, params, self.shape
         )
         with _quiet(), _zero_caches():
-            self.trainer = Trainer(
+            trainer = Trainer(
                 params, dataset, tokens[0], tokens[1], self.folder / f"run-{part}", self.folder / "cache"
-            )
-            vars(self.trainer)["save"] = lambda: None  # a step is timed, not a disk
-            self._round_seconds()  # the first steps allocate
-            return self._round_seconds() / steps
-
-    def _round_seconds(self) -> float:
-        self.trainer.refresh()
-        begin = time.perf_counter()
-        self.trainer.train_round()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    def encode_rates(self) -> tuple[float, float]:
-        """Texts a second in a refresh, and through a frozen transformer before the first step (0: there is none)."""
-        model, tokens = self.trainer.model, self.trainer.tokens["labels"]
-        rows = np.arange(min(len(tokens), 2 * CHUNK_TEXTS))
-        has_transformer = model.encoder.transformer is not None
-        reads = model.encoder.frozen or (has_transformer and self.params.encoder.trainable_layers >= 0)
-        whole = InputBuilder(model.encoder, self.device)
-        amp = autocast_type(self.params.optim.precision, self.device)
-
-        def rate(build: InputBuilder) -> float:
-            begin = time.perf_counter()
-            with torch.autocast(self.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
-                model.project(model.encode("labels", tokens, rows, build))
-            return len(rows) / (time.perf_counter() - begin)
-
-        if not reads:
-            return rate(whole), 0.0
-        cached = _cached(model, tokens, self.device)
-        return rate(cached), rate(whole)
+            )  # fmt: skip
+            vars(trainer)["save"] = lambda: None  # a step is timed, not a disk
+            _round_seconds(trainer)  # the first steps allocate
+            return _round_seconds(trainer) / steps
 
 
-def _cached(model: Any, tokens: TokenCache, device: torch.device) -> InputBuilder:
-    """An input builder with caches of zeros: what a refresh costs when the frozen part is read from disk."""
-    if model.encoder.frozen:
-        outputs = np.zeros((len(tokens), model.encoder.width), np.float16)
-        return InputBuilder(model.encoder, device, frozen_outputs={"labels": outputs})
-    width = model.encoder.transformer.width
-    if model.encoder.takes_vectors:
-        return InputBuilder(model.encoder, device, {"labels": np.zeros((len(tokens), width), np.float16)})
-    return InputBuilder(model.encoder, device, None, {"labels": np.zeros((int(tokens.offsets[-1]), width), np.float16)})
+def _round_seconds(trainer: Any) -> float:
+    trainer.refresh()
+    begin = time.perf_counter()
+    trainer.train_round()
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
 
 
 def _encoder_folder(name: str, shape: EncoderShape, folder: Path) -> Path | str:
@@ -261,41 +191,6 @@ def _data(folder: Path, num_queries: int, num_labels: int, sizes: Sizes, params:
             np.save(out.path / "offsets.npy", offsets)
         caches.append(TokenCache.open(folder / name, verify=False))
     return dataset, caches
-
-
-def _unit(rng: np.random.Generator, rows: int, width: int) -> np.ndarray:
-    vectors = rng.standard_normal((rows, width), dtype=np.float32)
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-
-def _timed(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    with _quiet():
-        work()
-    return time.perf_counter() - begin
-
-
-def _cluster_seconds(params: Params, sizes: Sizes, device: torch.device) -> float:
-    """Of all training queries, from some: points x levels."""
-    few = min(sizes.num_train, _CLUSTERED)
-    vectors = _unit(np.random.default_rng(0), few, params.model.dim)
-    spent = _timed(lambda: balanced_clusters(vectors, params.pool.batch_size, 0, device=device))
-    levels, all_levels = (max(1, math.ceil(math.log2(max(1.0, n / params.pool.batch_size)))) for n in
-                          (few, sizes.num_train))  # fmt: skip
-    return spent * (sizes.num_train * all_levels) / (few * levels)
-
-
-def _mine_seconds(params: Params, sizes: Sizes, device: torch.device, batch: Batch) -> float:
-    """Of all training queries, from a block against some labels: scores."""
-    rng = np.random.default_rng(0)
-    rows, labels = min(sizes.num_train, _MINED), min(sizes.num_labels, _MINED_LABELS)
-    nothing = sp.csr_matrix((rows, labels), dtype=np.float32)
-    queries, vectors = _unit(rng, rows, params.model.dim), _unit(rng, labels, params.model.dim)
-    wanted = min(batch.negatives, labels)
-    spent = _timed(
-        lambda: mine_hard_negatives(queries, np.arange(rows), vectors, nothing, nothing, wanted, rows, device=device)
-    )
-    return spent * (sizes.num_train / rows) * (sizes.num_labels / labels)
 
 
 @contextlib.contextmanager
