@@ -25,7 +25,7 @@ from unidec.data.storage import write_json
 from unidec.errors import TrainingError
 from unidec.evaluation.metrics import filtered_truth
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 ORDER = ("first", "second", "both heads", "served", "kNN")
 
 

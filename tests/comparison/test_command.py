@@ -16,7 +16,7 @@ import yaml
 
 from unidec.data.formats import write_raw
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def project(
 
 def unidec(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "unidec.cli", "compare", "c.yaml", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 
 
 def test_from_nothing_to_a_report(project: Path) -> None:

@@ -85,8 +85,8 @@ def main() -> None:
         loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=64)
     query_E, label_E = load_npz(task / "Y.train.npz").nonzero()
     pairs = {
-        "query": [texts["train"][query] for query in query_E],
-        "label": [texts["labels"][label] for label in label_E],
+        "anchor": [texts["train"][query] for query in query_E],
+        "positive": [texts["labels"][label] for label in label_E],
     }
     arguments = SentenceTransformerTrainingArguments(
         output_dir=str(out / "trainer"),
