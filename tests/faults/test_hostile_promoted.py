@@ -116,7 +116,7 @@ def test_hostile_versions_that_get_the_alias(helper: Callable[[str], Any], tmp_p
                 server.until(lambda number=number: (server.follow()["refused"] or {}).get("version") == number)
                 assert server.version() == "1", name
             most = server.memory()[1]
-            why = [line.partition("goes on serving: ")[2] for line in server.log.splitlines() if "is refused" in line]
+            why = [line.partition(" stays: ")[2] for line in server.log.splitlines() if "is refused" in line]
         assert server.follow()["refusals"] == len(bad) == len(why)
         assert not clients.wrong, clients.wrong[:3]
         assert set(clients.answers) == set(expected)

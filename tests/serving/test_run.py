@@ -167,6 +167,41 @@ def test_a_client_that_resets_is_no_internal_error_and_100_mb_are_413(folder: Pa
     assert "Traceback" not in errors, errors
 
 
+def test_heads_hosts_and_connections_are_bounded_by_uvicorns_options() -> None:
+    import uvicorn
+
+    from unidec.serving.app import create_app
+    from unidec.serving.engine import Service
+
+    settings = Serve(max_connections=3)
+    server = uvicorn.Server(uvicorn.Config(create_app(Service(settings), settings), **run.server_options(settings)))
+
+    def status(data: bytes) -> bytes:
+        with socket.create_connection(address, timeout=20) as client:
+            client.sendall(data)
+            return client.recv(12)
+
+    get = b"GET /healthz HTTP/1.1\r\nhost: a\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            assert status(get + b"\r\n") == b"HTTP/1.1 200"
+            for data in (get + b"host: b\r\n\r\n", get + b"x: " + b"y" * 500_000, b"hello\r\n\r\n"):
+                assert status(data) == b"HTTP/1.1 400", data[:60]
+            idle = [socket.create_connection(address) for _ in range(3)]
+            time.sleep(0.3)
+            assert status(get + b"\r\n") == b"HTTP/1.1 503"
+            for one in idle:
+                one.close()
+            time.sleep(0.3)
+            assert status(get + b"\r\n") == b"HTTP/1.1 200", "there is room again"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+
 def test_a_bundle_that_is_damaged_ends_it_with_the_error(folder: Path, tmp_path: Path) -> None:
     import shutil
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.serving.engine import Identity
 from unidec.tracking.fetch import Address, fetch_bundle
+from unidec.tracking.store import quiet_mlflow
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -31,6 +32,7 @@ class Registry:
     def __init__(self, address: Address, copies: Path, uri: str) -> None:
         self.address, self.copies, self.uri = address, copies, uri
         self._client: MlflowClient | None = None
+        quiet_mlflow()  # before its first import, which takes seconds: in `find`, not here
 
     def find(self) -> Identity:
         """The version that the address names.
