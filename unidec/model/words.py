@@ -1,8 +1,7 @@
-"""Whole words as further tokens of a bag: a word that the tokenizer cut into pieces keeps an identity of its own.
+"""Whole words as further tokens of a bag, which cannot tell "lib ##ssl" from "lib" and "##ssl" apart.
 
-A bag of pieces cannot tell "lib ##ssl" from "lib" here and "##ssl" there, and a linear classifier over words can. Each
-word of several pieces gets one more row of the bag's table, found by a hash of its pieces (the hashing trick:
-Weinberger et al. 2009): no vocabulary to build, to keep or to miss at prediction.
+Each word of several pieces gets one more row of the bag's table, found by a hash of its pieces (the hashing trick:
+Weinberger et al. 2009): there is no vocabulary to build or to keep.
 
 Legend: F tokens of all texts, B texts, V tokens of the vocabulary, M words of several pieces.
 """
@@ -26,7 +25,7 @@ def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> NDArray[np.boo
     """Which tokens continue a word, bool [V], by the marks of the tokenizer's model.
 
     Raises:
-        ConfigError: a tokenizer whose pieces do not say where a word begins.
+        ConfigError: a tokenizer whose pieces do not show where a word begins.
     """
     from tokenizers import Tokenizer
 
@@ -43,7 +42,7 @@ def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> NDArray[np.boo
         found = [number for token, number in whole.items() if not token.startswith(_STARTS) and token not in added]
     else:
         raise ConfigError(
-            "this tokenizer's pieces do not say where a word begins", where="encoder.bag_words", got=str(file),
+            "this tokenizer's pieces do not show where a word begins", where="encoder.bag_words", got=str(file),
             expected="WordPiece, SentencePiece or byte-level BPE", fix="encoder.bag_words: 0",
         )  # fmt: skip
     continues_V = np.zeros(num_tokens, dtype=bool)
@@ -66,7 +65,7 @@ def with_words(
         num_buckets: rows that the words share.
 
     Returns:
-        (ids int64 [F + M], lengths int64 [B]): a word's own id stands right behind its last piece.
+        (ids int64 [F + M], lengths int64 [B]): a word's own id follows its last piece.
     """
     start_W, pieces_W = _cut(flat_F, lengths_B, continues_V)
     several = np.flatnonzero(pieces_W > 1)
@@ -107,7 +106,7 @@ def word_keys(
 def _cut(
     flat_F: NDArray[np.int64], lengths_B: NDArray[np.int64], continues_V: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each word begins, and its number of pieces, int64 [W]; no word goes on from one text to the next."""
+    """Where each word begins, and its number of pieces, int64 [W]; no word continues in the next text."""
     begins_F = ~continues_V[flat_F]
     ends_B = np.cumsum(lengths_B)
     begins_F[(ends_B - lengths_B)[lengths_B > 0]] = True

@@ -1,7 +1,7 @@
 """Encoders of a bundle's queries: the model itself, or without torch.
 
-Without torch a transformer runs in onnxruntime, as the graph that lies in the bundle, and a bag of tokens and the heads
-in numpy. A bundle that was written before there were graphs has none: torch encodes its transformer.
+Without torch a transformer runs in onnxruntime, by the graph in the bundle, and a bag of tokens and the heads
+in numpy. A bundle written before there were graphs has none: torch encodes its transformer.
 
 Legend: B texts, F tokens of all texts, V tokens of the vocabulary, D width of a part, W width of all parts.
 """

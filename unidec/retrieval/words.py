@@ -1,8 +1,7 @@
-"""Texts as TF-IDF vectors of whole words and of pairs of words: what training queries that vote may be compared by.
+"""Texts as TF-IDF vectors of whole words and of pairs of words, by which training queries that vote may be compared.
 
-Made of the model's own token ids: nothing is tokenised twice, and no vocabulary of strings is kept. A word is the hash
-of its pieces, a pair that of two words in a row. Source: the tf-idf weighting and cosine of Salton and Buckley 1988,
-with a logarithmic term frequency.
+A word is the hash of its pieces, a pair that of two words in a row. Source: the tf-idf weighting and cosine of Salton
+and Buckley 1988, with a logarithmic term frequency.
 
 Legend: V tokens of the vocabulary, F features, B texts, W words of all texts.
 """
@@ -33,8 +32,8 @@ class WordSpace:
     """Weights of words and pairs of words.
 
     Args:
-        tokenizer_folder: of the model; it says which pieces go on a word, and which tokens are special. Without such
-            marks each token is a word.
+        tokenizer_folder: of the model; it defines which pieces continue a word (without such marks each token is a
+            word), and which tokens are special.
         keys_F: uint64 [F], hashes of the known words and pairs, ascending. Others count for nothing.
         idf_F: float32 [F], their weights, above 0.
 
@@ -116,7 +115,7 @@ def _marks(tokenizer_folder: Path) -> tuple[NDArray[np.bool_], NDArray[np.bool_]
     except ConfigError:  # no marks: each token is a word
         continues_V = np.zeros(num_tokens, dtype=bool)
     skipped_V = np.zeros(num_tokens, dtype=bool)
-    skipped_V[tokenizer.encode([""])[0]] = True  # what stands around every text
+    skipped_V[tokenizer.encode([""])[0]] = True  # what surrounds every text
     described = json.loads((tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8"))
     special = [token["id"] for token in described.get("added_tokens", []) if token.get("special")]
     skipped_V[[number for number in special if number < num_tokens]] = True

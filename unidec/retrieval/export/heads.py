@@ -17,11 +17,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from unidec.data.storage import folder_sha256, read_manifest
 from unidec.errors import ConfigError, DataError
-from unidec.retrieval.bundle_folder import KIND, VERSION, BundleInfo, check_names, read_info, read_labels, read_vectors
+from unidec.retrieval.bundle_folder import BundleInfo
 from unidec.retrieval.scoring_space import SPACES, Space, label_vectors, query_vectors, width
 
 Floats = npt.NDArray[np.float32]
@@ -88,35 +86,6 @@ class Scored:
             "width": self.width,
             "similarity": "inner product",
         }
-
-
-@dataclass(frozen=True)
-class LabelSide:
-    """Labels of a bundle without its model and index: what takes memory only as it is read.
-
-    Attributes:
-        sha256: the bundle's hash. info: bundle.json.
-        labels: Arrow table uid, title [L].
-        vectors: arrays by name, memory-mapped: de, clf [L, D], bias [L]; those that exist.
-    """
-
-    sha256: str
-    info: BundleInfo
-    labels: pa.Table
-    vectors: Mapping[str, Floats]
-
-    @classmethod
-    def open(cls, folder: Path) -> LabelSide:
-        """Opens a bundle's folder; every file's hash is checked.
-
-        Raises:
-            ArtifactError: missing, damaged, inconsistent or of a newer version.
-        """
-        manifest = read_manifest(folder, KIND, VERSION)
-        check_names(folder, manifest["files"])
-        info = read_info(folder)
-        labels = read_labels(folder, info.num_labels)
-        return cls(folder_sha256(folder), info, labels, read_vectors(folder, info))
 
 
 def refuse_foreign(folder: Path) -> None:

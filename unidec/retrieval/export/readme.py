@@ -1,4 +1,4 @@
-"""The README that lies in an exported folder: what it is, how it is loaded, what its numbers mean."""
+"""The README of an exported folder: what it is, how it is loaded, what its numbers mean."""
 
 from __future__ import annotations
 

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
+from unidec.data.storage import folder_sha256, read_manifest
 from unidec.errors import DataError
 from unidec.progress import Progress, progress
-from unidec.retrieval.export.heads import LabelSide, Scored
+from unidec.retrieval.bundle_folder import KIND, VERSION, BundleInfo, check_names, read_info, read_labels, read_vectors
+from unidec.retrieval.export.heads import Scored
 from unidec.retrieval.predict_file import beside
 
 BLOCK_BYTES = 32 << 20  # of one block of rows, and of a Parquet row group: what is held at once
@@ -56,7 +59,7 @@ def export_vectors(
         raise DataError("an output of unknown format", where=str(path), expected=" or ".join(ENDINGS))
     if dtype not in _ARROW:
         raise DataError("an unknown dtype", where="--dtype", got=dtype, expected=" or ".join(_ARROW))
-    side = LabelSide.open(Path(bundle))
+    side = _LabelSide.open(Path(bundle))
     score = Scored.of(side.info, head)
     if path.suffix.lower() == ".parquet":
         _write_parquet(path, side, score, dtype)
@@ -66,7 +69,26 @@ def export_vectors(
     return facts | {"bytes": path.stat().st_size, "output": str(path)}
 
 
-def _blocks(side: LabelSide, score: Scored, dtype: str) -> Iterator[tuple[int, np.ndarray]]:
+@dataclass(frozen=True)
+class _LabelSide:
+    """Labels of a bundle without its model and index; the vectors are memory-mapped."""
+
+    sha256: str
+    info: BundleInfo
+    labels: pa.Table
+    vectors: Mapping[str, np.ndarray]
+
+    @classmethod
+    def open(cls, folder: Path) -> _LabelSide:
+        """Every file's hash is checked."""
+        manifest = read_manifest(folder, KIND, VERSION)
+        check_names(folder, manifest["files"])
+        info = read_info(folder)
+        labels = read_labels(folder, info.num_labels)
+        return cls(folder_sha256(folder), info, labels, read_vectors(folder, info))
+
+
+def _blocks(side: _LabelSide, score: Scored, dtype: str) -> Iterator[tuple[int, np.ndarray]]:
     """(first row, [n, D']) of all labels, a block of whole row groups at a time, with progress."""
     step = max(1, BLOCK_BYTES // (4 * score.width))
     bar: Progress[None] = progress(total=side.info.num_labels, desc="vectors", unit="label")
@@ -83,7 +105,7 @@ def _blocks(side: LabelSide, score: Scored, dtype: str) -> Iterator[tuple[int, n
             bar.update(end - begin)
 
 
-def _write_parquet(path: Path, side: LabelSide, score: Scored, dtype: str) -> None:
+def _write_parquet(path: Path, side: _LabelSide, score: Scored, dtype: str) -> None:
     import pyarrow.parquet as pq
 
     vector = pa.list_(pa.field("element", _ARROW[dtype], nullable=False), score.width)
@@ -106,7 +128,7 @@ def _write_parquet(path: Path, side: LabelSide, score: Scored, dtype: str) -> No
             writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=len(block))
 
 
-def _write_npy(path: Path, side: LabelSide, score: Scored, dtype: str) -> None:
+def _write_npy(path: Path, side: _LabelSide, score: Scored, dtype: str) -> None:
     header = {
         "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
         "fortran_order": False,
