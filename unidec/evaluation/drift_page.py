@@ -22,12 +22,10 @@ class DriftReport:
     """What the page shows.
 
     Attributes:
-        title: its heading. verdict: one sentence below it. judged: False where too little was there to judge.
-        names: what the earlier and the later side are called.
-        checks: in any order.
-        old, new: `Measured.summary` of both sides' queries; empty where there is none. labels: of their labels.
-        scores: top scores of both sides: quantiles at evenly spaced shares; empty where there are none.
-        facts: what was compared. links: (address, words).
+        verdict: one sentence below the title. judged: False where too little was there to judge.
+        names: what the earlier and the later side are called. checks: in any order.
+        old, new: `Measured.summary` of both sides' queries, labels: of their labels; empty where there are none.
+        scores: top scores of both sides: quantiles at evenly spaced shares. links: (address, words).
     """
 
     title: str

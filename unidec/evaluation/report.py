@@ -40,20 +40,17 @@ class ReportInput:
     """What the report shows; a part that is not given is left out.
 
     Attributes:
-        title: heading of the page. date: as it shall read. dataset, model: one line about each.
+        date: as it shall read. dataset, model: one line about each.
         metrics: {"both" | "de" | "clf" | "knn" | any name: {metric: percent}}, what is served first; group metrics as
-            "tail/R@10".
-        baselines: {name: {metric: percent}}; baseline_note: where they come from.
-        history: lines of history.jsonl. rounds: lines of rounds.jsonl.
-        bins: what `frequency.frequency_bins` returned. pools: what `pools.pool_study` returned.
+            "tail/R@10". baselines: the same; baseline_note: where they come from.
+        history, rounds: lines of history.jsonl and rounds.jsonl. bins: of `frequency_bins`. pools: of `pool_study`.
         index: facts about the index, such as {"recall@10": 99.8}.
         calibration: {"score": [any shape], "correct": [same shape]} of predictions.
         right, wrong: examples {"query", "truth": [title], "predictions": [{"label", "title", "score", "de", "clf",
             "knn", "correct"}], "missed": [title]}.
-        card: facts about the data set. distributions: of the data set, {"title", "x", "y", "bars": {bar: count}}
-            each, x and y named with their units.
+        card: facts about the data set. distributions: {"title", "x", "y", "bars": {bar: count}} each.
         params: all parameters. lineage: git commit, hashes, run id.
-        verdict: what the model gains over the baselines, on top of the page. comparison: the figures behind it.
+        verdict: what the model gains over the baselines. comparison: the figures behind it.
         warnings: why the figures may mean little.
     """
 
@@ -215,7 +212,7 @@ def _coverage(report: ReportInput) -> dict[str, Any]:
 def _calibration(calibration: Mapping[str, Any] | None) -> dict[str, Any]:
     bins = calibration_bins(calibration["score"], calibration["correct"]) if calibration else []
     bars = [("precision", [100 * row["precision"] for row in bins])]
-    rows = [
+    rows: list[list[Any]] = [
         [str(i), f"{row['low']:.3f} to {row['high']:.3f}", row["count"], 100 * row["precision"]]
         for i, row in enumerate(bins, 1)
     ]
