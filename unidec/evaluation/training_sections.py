@@ -70,7 +70,7 @@ def _pools(history: Records, study: Mapping[str, Any]) -> dict[str, Any]:
         )
     ]
     if not study:
-        return {"pool_charts": charts, "pool_note": "", "pools": None}
+        return {"pool_charts": charts, "study": {}, "pools": None}
     counts, grid, own = list(study["histogram"]), study["grid"], (study["beta"], study["eta"])
     shown = max((i for i, count in enumerate(counts) if count), default=0) + 1
     names = [f"{i}+" if i == len(counts) - 1 else str(i) for i in range(shown)]
@@ -86,17 +86,10 @@ def _pools(history: Records, study: Mapping[str, Any]) -> dict[str, Any]:
         line_chart("Positives a query for other settings of beta and eta", by_eta, "labels in the pool, mean",
                    "positives a query, mean", y_from_zero=True),
     ]  # fmt: skip
-    limit = f"at most {study['size']:,} labels a pool" if study["size"] else "no limit on a pool's size"
-    about = (
-        f"Drawn from {study['batches']} batches of the last round, {study['queries']:,.0f} queries each on average, "
-        f"{limit}. The run samples beta {own[0]} positives and eta {own[1]} hard negatives a query; "
-        f"{study['share']:.1f} % of its queries' true labels are in the pool. A line joins settings of one eta, beta "
-        f"rising from left to right: {', '.join(map(str, sorted({row['beta'] for row in grid})))}."
-    )
     rows = [[f"beta {r['beta']}, eta {r['eta']}", r["pool_size"], r["positives"]] for r in grid]
     kinds = ["base" if (r["beta"], r["eta"]) == own else "" for r in grid]
     table = Table(["setting", "labels in the pool", "positives a query"], rows, kinds=kinds)
-    return {"pool_charts": charts, "pool_note": about, "pools": table}
+    return {"pool_charts": charts, "study": study, "pools": table}
 
 
 def _costs(rounds: Records) -> dict[str, Any]:
