@@ -35,7 +35,7 @@ def refresh(promote: bool | None = None) -> Any:
     """Fetches data, changes the champion's label set to that of the data, registers, judges and promotes the result.
 
     Args:
-        promote: whether a refreshed champion that passes the gate takes its place. Empty: as `retrain.promote` says.
+        promote: whether a refreshed champion that passes the gate takes its place. Empty: as `retrain.promote` sets.
 
     Returns:
         {"added", "removed", "kept", "version", "gate", "promoted", "refused", or "skipped": why}.
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m flows.refresh", description="The champion with the labels of today; nothing is trained."
     )
-    parser.add_argument("--no-promote", action="store_true", help="the champion stays, whatever the gate says")
+    parser.add_argument("--no-promote", action="store_true", help="the champion stays, whatever the gate decides")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(arguments)
 

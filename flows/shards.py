@@ -45,6 +45,7 @@ from unidec.pipeline.parent_watch import watch
 from unidec.progress import Progress, progress
 from unidec.retrieval import shards as library
 from unidec.retrieval.predict_file import FileRequest
+from unidec.retrieval.query_encoder import usable_cores
 
 VARIABLE = "UNIDEC_RUNNER"
 SYNTAX = "processes, threads, dask or ray, also with :N workers, or dask://host:port, ray://host:port"
@@ -82,13 +83,13 @@ class Runner:
         if found := re.fullmatch(r"(dask|ray)://(\S+:\d+)", text):
             return cls(found[1], ("tcp://" if found[1] == "dask" else "ray://") + found[2])
         if found := re.fullmatch(r"(processes|threads|dask|ray)(?::([1-9]\d{0,3}))?", text):
-            return cls(found[1], workers=int(found[2] or cores()))
+            return cls(found[1], workers=int(found[2] or usable_cores()))
         raise ConfigError("no such runner", where=f"runner (or {VARIABLE})", got=text, expected=SYNTAX)
 
     @property
     def threads(self) -> int:
         """Cores for each worker; 0 where the cluster decides."""
-        return 0 if self.address else max(1, cores() // self.workers)
+        return 0 if self.address else max(1, usable_cores() // self.workers)
 
     def task_runner(self) -> TaskRunner[Any]:
         """Prefect's runner, on loopback and without dashboards where it is started here.
@@ -119,15 +120,11 @@ class Runner:
         return made(init_kwargs={"num_cpus": self.workers, "include_dashboard": False})
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _begin_worker() -> None:
     """Ctrl-C is the parent's to handle; a worker whose parent was killed ends with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    watch(os.getppid())
+    if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+        watch(parent.pid)
 
 
 # -- the map ----------------------------------------------------------------------------------------------------------
@@ -201,7 +198,7 @@ def _round(work: Work, missing: list[int], where: Runner) -> dict[int, Exception
             bar.update(work.size(missing[0]))
         return {}
     where = where if where.address else dataclasses.replace(where, workers=min(where.workers, len(missing)))
-    with bar, _one_server(), _threads(where.threads), where.task_runner() as pool, _no_orphans():
+    with bar, _one_server(), _threads(where.threads), where.task_runner() as pool, _no_orphans(where):
         given = {"folder": unmapped(folder), "number": missing, "threads": unmapped(where.threads)}
         futures = pool.map(shard, given)
         number_of = {future.task_run_id: number for future, number in zip(futures, missing, strict=True)}
@@ -242,13 +239,13 @@ def _threads(number: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_orphans() -> Iterator[None]:
+def _no_orphans(where: Runner) -> Iterator[None]:
     """Cancelled, a pool would wait for the shards in progress: its processes are killed first."""
     before = set(multiprocessing.active_children())
     try:
         yield
     except BaseException:
-        for child in set(multiprocessing.active_children()) - before:
+        for child in set(multiprocessing.active_children()) - before if where.kind == "processes" else ():
             child.kill()
         raise
 

@@ -52,7 +52,7 @@ def test_a_shard_counts_only_when_it_is_whole_and_of_this_work(tmp_path):
     assert not list((tmp_path / "w").glob("*-of-*"))
 
 
-def test_another_count_begins_anew_and_foreign_folders_are_left_alone(tmp_path):
+def test_another_count_begins_again_and_foreign_folders_are_left_alone(tmp_path):
     fill(begin(tmp_path / "w", shards=4), 0)
     assert begin(tmp_path / "w", shards=2).missing() == [0, 1]
     (tmp_path / "mine").mkdir()

@@ -56,7 +56,7 @@ def world(place, monkeypatch):
             monkeypatch.setattr(steps, name, task.fn)
     monkeypatch.setattr(reproduce, "reproduce", lambda names, _say: calls.append("dvc " + " ".join(names)))
     events: list[tuple] = []
-    monkeypatch.setattr(publish, "emit", lambda _name, event, told: events.append((event, told)))
+    monkeypatch.setattr(publish, "emit", lambda _name, event, given: events.append((event, given)))
     return types.SimpleNamespace(
         calls=calls, stages=stages, stage=stage, events=events, refresh=refresh, monitor=monitor, window=window
     )
@@ -79,11 +79,11 @@ def test_labels_that_are_the_same_are_skipped(world):
     assert world.events == [("skipped", {"reason": "it has these labels"})]
 
 
-def test_drift_is_told(world, place):
+def test_drift_is_published(world, place):
     (place / "live.jsonl").write_text('{"query": "a"}\n')
     assert world.monitor.monitor.fn("live.jsonl")["drifted"]
-    ((event, told),) = world.events
-    assert event == "drift" and told["findings"] == ["queries are shorter"] and told["queries"] == 500
+    ((event, given),) = world.events
+    assert event == "drift" and given["findings"] == ["queries are shorter"] and given["queries"] == 500
     world.events.clear()
     world.stages.monitor = world.stage("monitor", {**world.window, "drifted": False})
     world.monitor.monitor.fn("live.jsonl")
@@ -103,8 +103,8 @@ def test_of_several_windows_the_newest_is_looked_at(world, place):
 def test_command_lines(world, place, monkeypatch, capsys):
     asked = []
     skipped = {"skipped": "version 7 has these labels"}
-    monkeypatch.setattr(world.refresh, "refresh", lambda **told: asked.append(told) or skipped)
-    monkeypatch.setattr(world.monitor, "monitor", lambda **told: asked.append(told) or world.window)
+    monkeypatch.setattr(world.refresh, "refresh", lambda **given: asked.append(given) or skipped)
+    monkeypatch.setattr(world.monitor, "monitor", lambda **given: asked.append(given) or world.window)
     assert world.refresh.main(["--no-promote"]) == 0 and world.monitor.main(["a.csv", "--column", "text"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "labels: no change, version 7 has these labels",

@@ -83,8 +83,8 @@ def ask(place, tmp_path, predict, prefect_server):
     """`ask(runner)`: the flow's result; the output's bytes are those of one piece."""
 
     def ask(runner: str, **more) -> dict:
-        told = {"input": str(place / "in.parquet"), "output": str(tmp_path / "out.parquet"), "k": 3, "shards": SHARDS}
-        done = predict(bundle=str(place / "bundle"), runner=runner, **(told | more))
+        given = {"input": str(place / "in.parquet"), "output": str(tmp_path / "out.parquet"), "k": 3, "shards": SHARDS}
+        done = predict(bundle=str(place / "bundle"), runner=runner, **(given | more))
         assert done == {"rows": ROWS, "shards": SHARDS, "output": str(tmp_path / "out.parquet")}
         assert (tmp_path / "out.parquet").read_bytes() == (place / "whole.parquet").read_bytes()
         assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
@@ -235,7 +235,7 @@ def test_an_unknown_runner_is_refused(module, text):
 
 def test_cores_are_shared_among_workers(module, monkeypatch):
     monkeypatch.delenv("UNIDEC_RUNNER", raising=False)
-    monkeypatch.setattr(module, "cores", lambda: 8)
+    monkeypatch.setattr(module, "usable_cores", lambda: 8)
     parse = module.Runner.parse
     assert [parse(text).threads for text in ("processes:2", "processes:3", "dask:16", None, "dask://h:1")] == [
         4, 2, 1, 1, 0,

@@ -60,20 +60,20 @@ def run(*arguments: str) -> dict:
     return json.loads(done.output[done.output.index("{") :])
 
 
-def test_added_removed_and_said_otherwise_then_registered(params: Params) -> None:
+def test_added_removed_and_updated_then_registered(params: Params) -> None:
     before = Bundle.load(paths.BUNDLE)
     sha256, uids = before.sha256, before.uids.to_pylist()
     Path("new.csv").write_text("uid,text,title\nn1,a reader of planets,planets\nn2,sorts bread by age,\n")
     Path("gone.jsonl").write_text("".join(json.dumps({"uid": uid}) + "\n" for uid in uids[:30]))
-    Path("said.csv").write_text(f"uid,text\n{uids[40]},something else altogether\n")
-    files = ("--add", "new.csv", "--remove", "gone.jsonl", "--update", "said.csv")
+    Path("changed.csv").write_text(f"uid,text\n{uids[40]},something else altogether\n")
+    files = ("--add", "new.csv", "--remove", "gone.jsonl", "--update", "changed.csv")
 
-    said = run("apply", *files, "--bundle", f"models:/{NAME}@champion", "--dry-run")
-    assert said["changed"] and said["bundle"] is None and not paths.REFRESHED.exists()
-    said = run("apply", *files, "--bundle", f"models:/{NAME}@champion", "--register")
+    result = run("apply", *files, "--bundle", f"models:/{NAME}@champion", "--dry-run")
+    assert result["changed"] and result["bundle"] is None and not paths.REFRESHED.exists()
+    result = run("apply", *files, "--bundle", f"models:/{NAME}@champion", "--register")
     counts = {"added": 2, "removed": 30, "renamed": 1, "kept": len(uids) - 30}
-    assert {key: said[key] for key in counts} == counts
-    assert (said["labels"], said["estimated"], said["version"]) == (len(uids) - 28, 2, 2)
+    assert {key: result[key] for key in counts} == counts
+    assert (result["labels"], result["estimated"], result["version"]) == (len(uids) - 28, 2, 2)
     assert folder_sha256(paths.BUNDLE) == sha256
 
     after = Bundle.load(paths.REFRESHED)

@@ -67,8 +67,8 @@ def params(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Params:
 
 
 def test_unchanged_data_changes_nothing(params: Params) -> None:
-    said = pipeline.refresh_labels(params)
-    assert said == {"changed": False, "bundle": None, "parent": "1", "reason": "version 1 has this data set"}
+    result = pipeline.refresh_labels(params)
+    assert result == {"changed": False, "bundle": None, "parent": "1", "reason": "version 1 has this data set"}
     assert not paths.REFRESHED.exists()
     with pytest.raises(ConfigError, match="not in the registry: no such alias"):
         pipeline.refresh_labels(params, "nobody")
@@ -84,11 +84,11 @@ def test_the_labels_of_today(params: Params, world: SimpleNamespace) -> None:
     pipeline.ingest(params)
     bundle_sha256 = folder_sha256(paths.BUNDLE)
 
-    said = world.said = pipeline.refresh_labels(params)
+    result = world.result = pipeline.refresh_labels(params)
     dataset, after = XMCDataset.open(paths.DATASET), Bundle.load(paths.REFRESHED)
     old, uids = set(before.uids.to_pylist()), dataset.label_uids()
-    assert said["changed"] and said["bundle"] == str(paths.REFRESHED) and said["parent"] == "1"
-    counts = {name: said[name] for name in ("added", "removed", "renamed", "kept")}
+    assert result["changed"] and result["bundle"] == str(paths.REFRESHED) and result["parent"] == "1"
+    counts = {name: result[name] for name in ("added", "removed", "renamed", "kept")}
     assert counts == {"added": NEW, "removed": GONE + NEW, "renamed": RENAMED, "kept": len(uids) - NEW}
     assert after.uids.to_pylist() == uids and after.info.dataset == {"name": dataset.name, "sha256": dataset.sha256}
     assert folder_sha256(paths.BUNDLE) == bundle_sha256  # DVC's output stays
@@ -99,7 +99,7 @@ def test_the_labels_of_today(params: Params, world: SimpleNamespace) -> None:
     assert after.neighbours.labels_ML.nnz == (dataset.relevance[rows] > 0).sum()
     assert (after.info.knn.weight, after.info.clf_weight) == (before.info.knn.weight, before.info.clf_weight)
 
-    # what is said of the new labels, query by query
+    # what is result of the new labels, query by query
     rows = dataset.rows("validation")
     new = {uid for uid in uids if uid not in old}
     positives, found = 0, {10: 0, 100: 0}
@@ -108,12 +108,12 @@ def test_the_labels_of_today(params: Params, world: SimpleNamespace) -> None:
         positives += len(wanted)
         for k in found:
             found[k] += len(wanted & set(answer.labels[:k]))
-    assert positives and said["new_labels"]["positives"] == positives
+    assert positives and result["new_labels"]["positives"] == positives
     # answers to filtered pairs are taken out before, so that a place may be another by a few
     for k, hits in found.items():
-        assert said["new_labels"][f"R@{k}"] == pytest.approx(100 * hits / positives, abs=3)
-    assert after.info.metrics["validation"] == pytest.approx(said["validation"])
-    assert said["validation"]["P@1"] > 3
+        assert result["new_labels"][f"R@{k}"] == pytest.approx(100 * hits / positives, abs=3)
+    assert after.info.metrics["validation"] == pytest.approx(result["validation"])
+    assert result["validation"]["P@1"] > 3
 
 
 def test_registered_again(params: Params, world: SimpleNamespace) -> None:
@@ -131,7 +131,7 @@ def test_registered_again(params: Params, world: SimpleNamespace) -> None:
     assert {key: version.tags.get(key) for key in wanted} == wanted
     run = client.get_run(version.run_id)
     assert run.info.status == "FINISHED" and run.data.metrics["labels/added"] == NEW
-    assert run.data.metrics["validation/P_at_1"] == pytest.approx(world.said["validation"]["P@1"])
+    assert run.data.metrics["validation/P_at_1"] == pytest.approx(world.result["validation"]["P@1"])
     assert pipeline.register(params, paths.REFRESHED) == registered  # once more is no second version
     found = lineage("models:/labels@challenger", model_name="labels")
     assert (found["version"], found["parent"]["version"], found["parent"]["parent"]) == ("2", "1", None)
@@ -140,8 +140,8 @@ def test_registered_again(params: Params, world: SimpleNamespace) -> None:
 def test_refreshed_again_it_is_the_same_and_then_no_change(params: Params) -> None:
     sha256 = folder_sha256(paths.REFRESHED)
     assert pipeline.refresh_labels(params)["changed"] and folder_sha256(paths.REFRESHED) == sha256
-    said = pipeline.refresh_labels(params, 2)
-    assert not said["changed"] and read_info(paths.REFRESHED).card["refreshed"]["version"] == "1"
+    result = pipeline.refresh_labels(params, 2)
+    assert not result["changed"] and read_info(paths.REFRESHED).card["refreshed"]["version"] == "1"
 
 
 def test_without_votes_another_data_set_with_the_same_labels_is_no_change(

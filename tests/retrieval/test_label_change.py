@@ -36,26 +36,26 @@ def test_an_edit_is_that_of_a_dictionary(bundle: Bundle, rng: np.random.Generato
     before = dict(zip(tiny.UIDS, tiny.TITLES, strict=True))
     for _ in range(30):
         picked = rng.permutation(tiny.UIDS).tolist()
-        gone, said = picked[: rng.integers(0, 8)], picked[8 : 8 + rng.integers(0, 4)]
+        gone, changed = picked[: rng.integers(0, 8)], picked[8 : 8 + rng.integers(0, 4)]
         new = [f"N{i}" for i in range(rng.integers(0, 4))]
-        update = [LabelText(uid, f"{uid} text", f"{uid} shown") for uid in said]
+        update = [LabelText(uid, f"{uid} text", f"{uid} shown") for uid in changed]
         add = [LabelText(uid, f"{uid} text") for uid in new]
         change = LabelChange.edit(bundle, add, gone, update)
         wanted = {uid: title for uid, title in before.items() if uid not in gone}
-        wanted |= {uid: f"{uid} shown" for uid in said} | {uid: f"{uid} text" for uid in new}
+        wanted |= {uid: f"{uid} shown" for uid in changed} | {uid: f"{uid} text" for uid in new}
         assert labels_of(change) == wanted and list(labels_of(change)) == list(wanted)  # new ones last
         rows = [tiny.UIDS.index(uid) if uid in before else -1 for uid in wanted]
         assert change.source_L.tolist() == rows
         encoded = {change.uids[row].as_py(): text for row, text in zip(change.encoded_S, change.texts_S, strict=True)}
         assert encoded == {item.uid: item.text for item in (*update, *add)}
         assert (np.diff(change.encoded_S) > 0).all()
-        assert (change.added, change.removed, set(change.renamed)) == (new, gone, set(said))
-        assert bool(change) == bool(new or gone or said)
+        assert (change.added, change.removed, set(change.renamed)) == (new, gone, set(changed))
+        assert bool(change) == bool(new or gone or changed)
         kept = len(wanted) - len(new)
-        assert change.counts == {"added": len(new), "removed": len(gone), "renamed": len(said), "kept": kept}
+        assert change.counts == {"added": len(new), "removed": len(gone), "renamed": len(changed), "kept": kept}
 
 
-def test_what_says_the_same_already_is_no_change(bundle: Bundle) -> None:
+def test_the_same_text_again_is_no_change(bundle: Bundle) -> None:
     same = [LabelText("L0", "red car"), LabelText("L3", "red boat", "red boat")]
     assert not LabelChange.edit(bundle, update=same)
     change = LabelChange.edit(bundle, update=[*same, LabelText("L1", "green car", "a car")])

@@ -83,17 +83,17 @@ def test_shards_give_the_bytes_of_one_piece(rng, tmp_path, texts, ending, output
 def test_what_is_whole_is_not_made_again(rng, tmp_path, texts, monkeypatch):
     write_tiny_bundle(tmp_path / "b", rng)
     source = write_queries(tmp_path / "in.csv", texts)
-    told = (tmp_path / "b", source, tmp_path / "out.parquet", 3)
-    run(plan(*told, batch_size=BATCH, shards=5), [0, 3])
+    given = (tmp_path / "b", source, tmp_path / "out.parquet", 3)
+    run(plan(*given, batch_size=BATCH, shards=5), [0, 3])
     made = []
     really = write_prediction_shard
     monkeypatch.setattr(
         module, "write_prediction_shard", lambda work, number, *a: made.append(number) or really(work, number)
     )
     bundle = Bundle.load(tmp_path / "b")
-    assert predict_file(bundle, *told[1:], batch_size=BATCH) == len(texts)
+    assert predict_file(bundle, *given[1:], batch_size=BATCH) == len(texts)
     assert made == [1, 2, 4]
-    predict_file(bundle, *told[1:3], 2, batch_size=BATCH, shards=5)  # another k: everything anew
+    predict_file(bundle, *given[1:3], 2, batch_size=BATCH, shards=5)  # another k: everything again
     assert made[3:] == [0, 1, 2, 3, 4]
     assert pq.read_table(tmp_path / "out.parquet")["rank"].to_pylist() == [1, 2] * len(texts)
 

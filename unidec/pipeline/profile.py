@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from unidec.model.unidec import UniDEC
 
 KEY = "profile"
-"""Where it stands in the card of bundle.json."""
+"""Its key in the card of bundle.json."""
 
 
 def training_profile(

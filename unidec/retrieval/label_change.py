@@ -287,7 +287,7 @@ def _numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _label(row: Mapping[str, Any], where: str, texts: bool) -> LabelText:
-    """A row's label; ValueError says what is wrong with it."""
+    """A row's label; ValueError: what is wrong with it."""
     uid = next((row[name] for name in UID_COLUMNS if row.get(name) is not None), None)
     if type(uid) is int:
         uid = str(uid)
