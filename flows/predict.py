@@ -17,11 +17,13 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 from prefect import flow
 
 from flows import lifecycle
-from flows.shards import STOPPED, Runner, add_options, in_words, run
+from flows.shards import SYNTAX, VARIABLE, Runner, run
 from unidec.data.shards import alone, shards_folder
 from unidec.pipeline.paths import BUNDLES
 from unidec.retrieval.predict_file import FileRequest, begin_predictions
 from unidec.tracking.fetch import fetch_bundle
+
+_STOPPED = "stopped: the same command resumes with the shards that are missing"
 
 
 @flow(name="unidec-predict", description=__doc__, persist_result=False)
@@ -40,7 +42,8 @@ def predict(
 
     Args:
         input: .csv, .tsv, .jsonl (also with .gz) or .parquet with a column of queries.
-        output: .parquet, .csv, .tsv or .jsonl, a row for each query and label, in the input's order.
+        output: .parquet, .csv, .tsv or .jsonl, a row for each query and label, in the input's order; or .vectors: a
+            folder of the queries' vectors, de.npy and clf.npy.
         bundle: a bundle's folder, or a registered one: models:/unidec@champion.
         k: labels for each query.
         column: of the queries, if not `query` or `text`.
@@ -62,6 +65,11 @@ def predict(
         return run(begin_predictions(request, shards), runner)
 
 
+def in_words(done: dict[str, Any]) -> str:
+    """What was written, in one line."""
+    return f"{done['rows']:,} rows in {done['shards']:,} shards -> {done['output']}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m flows.predict`; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -76,14 +84,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--input", required=True, metavar="FILE", help=".csv, .tsv, .jsonl (also .gz) or .parquet")
-    parser.add_argument("--output", required=True, metavar="FILE", help=".parquet, .csv, .tsv or .jsonl")
+    parser.add_argument("--output", required=True, metavar="FILE", help=".parquet, .csv, .tsv, .jsonl or .vectors")
     parser.add_argument("--bundle", default="outputs/bundle", metavar="WHERE", help="folder, or models:/name@alias")
     parser.add_argument("-k", type=int, default=5, help="labels for each query (default: 5)")
     parser.add_argument("--runtime", default="torch", choices=["torch", "auto", "onnx", "onnx-int8"])
-    add_options(parser)
+    parser.add_argument("--column", help="of the queries, if not `query` or `text`")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "auto"])
+    parser.add_argument("--shards", type=int, metavar="N", help="how many (default: by the number of rows)")
+    parser.add_argument("--runner", metavar="WHERE", help=f"{SYNTAX} (default: ${VARIABLE}, else processes)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     given = vars(parser.parse_args(arguments))
     show = lifecycle.as_json if given.pop("json") else in_words
-    return lifecycle.on_command_line(lambda: predict(**given), STOPPED, show)
+    return lifecycle.on_command_line(lambda: predict(**given), _STOPPED, show)
 
 
 if __name__ == "__main__":

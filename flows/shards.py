@@ -14,7 +14,6 @@ resumes with the missing ones.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -23,34 +22,30 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
 
 # isort: split
-from prefect import flow, task, unmapped
+from prefect import task, unmapped
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
 from prefect.futures import as_completed
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
-from flows import lifecycle
 from flows.steps import worth_retrying
-from unidec.data.shards import Work, alone, shards_folder
+from unidec.data.shards import Work
 from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
 from unidec.pipeline.parent_watch import watch
 from unidec.progress import Progress, progress
-from unidec.retrieval import shards as library
-from unidec.retrieval.predict_file import FileRequest
+from unidec.retrieval import predict_file
 from unidec.retrieval.query_encoder import usable_cores
 
 VARIABLE = "UNIDEC_RUNNER"
 SYNTAX = "processes, threads, dask or ray, also with :N workers, or dask://host:port, ray://host:port"
 ROUNDS = 3  # attempts: a pool that broke because a worker died is started again
-STOPPED = "stopped: the same command resumes with the shards that are missing"
 _EXTRAS = {"dask": ("prefect_dask", "DaskTaskRunner"), "ray": ("prefect_ray", "RayTaskRunner")}
 log = logging.getLogger("unidec.flows")
 
@@ -141,13 +136,13 @@ def _begin_worker() -> None:
 )
 def shard(folder: str, number: int, threads: int = 0) -> None:
     """Writes one shard, unless it is there."""
-    library.run_shard(folder, number, threads)
+    predict_file.run_shard(folder, number, threads)
 
 
 @task(name="merge", task_run_name="merge", cache_policy=NO_CACHE, persist_result=False)
 def merge(folder: str) -> str:
     """Writes the result of all shards; returns its path."""
-    return str(library.merge(folder))
+    return str(predict_file.merge(Work.open(folder)))
 
 
 def run(work: Work, runner: str | None = None) -> dict[str, Any]:
@@ -248,76 +243,3 @@ def _no_orphans(where: Runner) -> Iterator[None]:
         for child in set(multiprocessing.active_children()) - before if where.kind == "processes" else ():
             child.kill()
         raise
-
-
-# -- vectors of queries -----------------------------------------------------------------------------------------------
-
-
-@flow(name="unidec-encode", persist_result=False)
-def encode(
-    input: str,
-    output: str,
-    bundle: str = "outputs/bundle",
-    column: str | None = None,
-    shards: int | None = None,
-    runner: str | None = None,
-    device: Literal["cpu", "cuda", "auto"] = "cpu",
-) -> dict[str, Any]:
-    """Vectors of queries by a bundle's model -> a folder of de.npy and clf.npy.
-
-    Args:
-        input: .csv, .tsv, .jsonl (also with .gz) or .parquet with a column of queries.
-        output: the folder to write.
-        bundle: a bundle's folder.
-        column: of the queries, if not `query` or `text`.
-        shards: how many; default: one for each 65,536 queries.
-        runner: where; see the top of this module.
-        device: "cpu", "cuda" or "auto": where workers run the model.
-
-    Raises:
-        UnidecError: what is wrong with model or queries.
-    """
-    request = FileRequest(bundle, input, output, column=column, device=device)
-    with alone(shards_folder(output)):
-        return run(library.begin_vectors(request, shards), runner)
-
-
-# -- command line -----------------------------------------------------------------------------------------------------
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of everything that runs in shards."""
-    parser.add_argument("--column", help="of the queries, if not `query` or `text`")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "auto"])
-    parser.add_argument("--shards", type=int, metavar="N", help="how many (default: by the number of rows)")
-    parser.add_argument("--runner", metavar="WHERE", help=f"{SYNTAX} (default: ${VARIABLE}, else processes)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-def in_words(done: dict[str, Any]) -> str:
-    """What was written, in one line."""
-    return f"{done['rows']:,} rows in {done['shards']:,} shards -> {done['output']}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m flows.shards`; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.shards",
-        description="Encode millions of queries in shards: de.npy and clf.npy, for another vector database.",
-        epilog="example:\n  python -m flows.shards encode queries.parquet vectors --shards 8 --runner processes:4\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    one = parser.add_subparsers(required=True).add_parser("encode", help="vectors of queries by a bundle's model")
-    one.add_argument("input", help=".csv, .tsv, .jsonl or .parquet")
-    one.add_argument("output", help="the folder to write")
-    one.add_argument("--bundle", default="outputs/bundle", metavar="FOLDER", help="a bundle's folder")
-    add_options(one)
-    given = vars(parser.parse_args(arguments))
-    show = lifecycle.as_json if given.pop("json") else in_words
-    return lifecycle.on_command_line(lambda: encode(**given), STOPPED, show)
-
-
-if __name__ == "__main__":
-    from flows.shards import main as _main  # workers import this module by its name
-
-    sys.exit(_main())

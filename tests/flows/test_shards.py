@@ -167,7 +167,7 @@ def begin(place: Path, output: Path, shards: int):
 def test_only_what_is_missing_is_written(place, tmp_path, module, prefect_server):
     plan = begin(place, tmp_path / "out.parquet", SHARDS)
     for number in (0, 1, 2, 4, 5):
-        module.library.run_shard(plan.folder, number)
+        module.predict_file.run_shard(plan.folder, number)
     before = {path.name: path.stat().st_mtime_ns for path in plan.folder.glob("0*")}
     module.write_shards(plan, "processes:2")  # one alone is written here, without a pool
     assert plan.missing() == []
@@ -187,7 +187,7 @@ def test_a_shard_that_cannot_be_written_is_named(place, tmp_path, predict, prefe
 
 def test_workers_that_see_other_folders_are_found_out(place, tmp_path, module, monkeypatch, prefect_server):
     plan = begin(place, tmp_path / "out.parquet", 2)
-    monkeypatch.setattr(module.library, "run_shard", lambda folder, number, threads: None)
+    monkeypatch.setattr(module.predict_file, "run_shard", lambda folder, number, threads: None)
     with pytest.raises(ArtifactError, match="not in this folder"):
         module.write_shards(plan, "threads:1")
 
@@ -198,15 +198,16 @@ def test_a_shard_that_keeps_failing_is_named(place, tmp_path, module, monkeypatc
     def fail(folder, number, threads):
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr(module.library, "run_shard", fail)
+    monkeypatch.setattr(module.predict_file, "run_shard", fail)
     with pytest.raises(TrainingError, match=r"2 of 2 shards failed, first shard 1 of 2 .*no luck"):
         module.write_shards(plan, "threads:2")
 
 
-def test_vectors_by_the_flow(place, tmp_path, module, prefect_server):
-    done = module.encode(str(place / "in.parquet"), str(tmp_path / "v"), str(place / "bundle"), runner="threads:1")
-    assert done == {"rows": ROWS, "shards": 1, "output": str(tmp_path / "v")}
-    assert np.load(tmp_path / "v" / "de.npy").shape == (ROWS, 8)
+def test_vectors_by_the_flow(place, tmp_path, predict, prefect_server):
+    output = str(tmp_path / "out.vectors")
+    done = predict(str(place / "in.parquet"), output, str(place / "bundle"), runner="threads:1")
+    assert done == {"rows": ROWS, "shards": 1, "output": output}
+    assert np.load(tmp_path / "out.vectors" / "de.npy").shape == (ROWS, 8)
 
 
 @pytest.mark.parametrize(
@@ -242,15 +243,14 @@ def test_cores_are_shared_among_workers(module, monkeypatch):
     ]  # fmt: skip
 
 
-def test_help_and_deployment(module, predict, capsys):
+def test_help_and_deployment(predict, capsys):
     import inspect
 
     from flows import predict as program
 
-    for main in (module.main, program.main):
-        with pytest.raises(SystemExit) as left:
-            main(["--help"])
-        assert left.value.code == 0 and "example" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        program.main(["--help"])
+    assert left.value.code == 0 and "examples:" in capsys.readouterr().out
     described = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
     (deployment,) = [one for one in described if one["flow_name"] == predict.name]
     assert deployment["entrypoint"] == "flows/predict.py:predict"

@@ -20,14 +20,14 @@ from tiny_bundle import write_tiny_bundle
 from unidec.data.shards import Work, shards_folder
 from unidec.errors import ArtifactError, DataError
 from unidec.retrieval import predict_file as module
-from unidec.retrieval import shards
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.predict_file import (
     FileRequest,
     begin_predictions,
-    merge_predictions,
+    merge,
     predict_file,
-    write_prediction_shard,
+    run_shard,
+    write_shard,
 )
 from unidec.retrieval.text_file import copy_texts, in_batches, read_parquet, read_texts
 
@@ -62,7 +62,7 @@ def plan(bundle: Path, source: Path, output: Path, k: int = 5, shards: int | Non
 
 def run(work: Work, numbers=None) -> None:
     for number in work.missing() if numbers is None else numbers:
-        write_prediction_shard(work, number)
+        write_shard(work, number)
 
 
 @pytest.mark.parametrize("ending", [".csv", ".jsonl", ".parquet"])
@@ -75,7 +75,7 @@ def test_shards_give_the_bytes_of_one_piece(rng, tmp_path, texts, ending, output
     work = plan(tmp_path / "b", source, tmp_path / output, 3, batch_size=BATCH, shards=5)
     assert work.num_shards == 5 and work.num_rows == len(texts)
     run(work, [4, 1, 0, 3, 2])  # in any order
-    merge_predictions(work)
+    merge(work)
     assert (tmp_path / output).read_bytes() == (tmp_path / "whole" / output).read_bytes()
     assert not shards_folder(tmp_path / output).exists()
 
@@ -86,10 +86,8 @@ def test_what_is_whole_is_not_made_again(rng, tmp_path, texts, monkeypatch):
     given = (tmp_path / "b", source, tmp_path / "out.parquet", 3)
     run(plan(*given, batch_size=BATCH, shards=5), [0, 3])
     made = []
-    really = write_prediction_shard
-    monkeypatch.setattr(
-        module, "write_prediction_shard", lambda work, number, *a: made.append(number) or really(work, number)
-    )
+    really = write_shard
+    monkeypatch.setattr(module, "write_shard", lambda work, number, *a: made.append(number) or really(work, number))
     bundle = Bundle.load(tmp_path / "b")
     assert predict_file(bundle, *given[1:], batch_size=BATCH) == len(texts)
     assert made == [1, 2, 4]
@@ -122,7 +120,7 @@ def test_an_input_or_bundle_that_changes_meanwhile_is_refused(rng, tmp_path, tex
     work = plan(tmp_path / "b", source, tmp_path / "out.parquet", batch_size=BATCH, shards=3)
     run(work, [0])
     with pytest.raises(ArtifactError, match="2 of 3 shards are missing"):
-        merge_predictions(work)
+        merge(work)
     write_queries(source, texts[:-1])
     with pytest.raises(DataError, match="input changed"):
         run(work, [1])
@@ -203,28 +201,29 @@ def test_killed_and_started_again(rng, tmp_path, texts):
     assert work.num_shards == 16 and 3 <= len(kept) < 16
     run(work)
     assert kept == {number: work.path(number).stat().st_mtime_ns for number in kept}  # not written again
-    merge_predictions(work)
+    merge(work)
     assert output.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "in.csv", "model", "out.parquet", "whole.parquet"]
 
 
 def test_vectors_of_shards_are_the_vectors(rng, tmp_path, texts):
     write_tiny_bundle(tmp_path / "b", rng)
-    source = write_queries(tmp_path / "in.jsonl", texts)
-    request = FileRequest(str(tmp_path / "b"), str(source), str(tmp_path / "out"), batch_size=BATCH)
-    work = shards.begin_vectors(request, 3)
+    source, output = write_queries(tmp_path / "in.jsonl", texts), tmp_path / "out.vectors"
+    work = plan(tmp_path / "b", source, output, shards=3, batch_size=BATCH)
     assert work.num_shards == 3
     for number in (2, 0, 1, 2):
-        shards.run_shard(work.folder, number)
-    assert shards.merge(work.folder) == tmp_path / "out" and not work.folder.exists()
+        run_shard(work.folder, number)
+    assert merge(work) == output and not work.folder.exists()
     bundle = Bundle.load(tmp_path / "b")
     encoded = [bundle.encode(texts[start : start + BATCH]) for start in range(0, len(texts), BATCH)]
     for head in ("de", "clf"):
         np.save(tmp_path / "whole.npy", np.concatenate([getattr(part, f"{head}_BD") for part in encoded]))
-        assert (tmp_path / "out" / f"{head}.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
+        assert (output / f"{head}.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
+    assert predict_file(bundle, source, tmp_path / "other.vectors", batch_size=BATCH) == len(texts)
+    assert (tmp_path / "other.vectors" / "de.npy").read_bytes() == (output / "de.npy").read_bytes()
     (tmp_path / "empty.csv").write_text("query\n")
     with pytest.raises(DataError, match="without queries"):
-        shards.begin_vectors(FileRequest(str(tmp_path / "b"), str(tmp_path / "empty.csv"), str(tmp_path / "out")))
+        plan(tmp_path / "b", tmp_path / "empty.csv", output)
 
 
 def test_the_runtime_that_was_asked_for_encodes_every_shard(rng, tmp_path, texts, monkeypatch):

@@ -41,7 +41,9 @@ def predict(
     source: Annotated[
         Path | None, typer.Option("--input", help="queries: .csv, .tsv, .jsonl or .parquet with a column `text`")
     ] = None,
-    target: Annotated[Path | None, typer.Option("--output", help="predictions: .parquet, .csv, .tsv or .jsonl")] = None,
+    target: Annotated[
+        Path | None, typer.Option("--output", help=".parquet, .csv, .tsv or .jsonl; vectors instead: .vectors")
+    ] = None,
     column: Annotated[str | None, typer.Option("--column", help="column of --input, if not `query` or `text`")] = None,
     runtime: Runtime = None,
     as_json: AsJson = False,
