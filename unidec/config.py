@@ -24,7 +24,7 @@ from unidec.strict_yaml import KeyPath, parse_scalar, read_yaml
 OPERATIONS = ("device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking")
 """Sections that do not decide a model: a bundle does not keep them."""
 
-# a recipe says how to train, not on what, where, or what becomes of it
+# a recipe sets how to train, not on what, where, or what becomes of it
 _NOT_OF_A_RECIPE = {
     "recipe", "data", "raw", "validation", "seed", "device", "run", "source", "warm", "retrain", "gate", "drift",
     "serve", "tracking",
@@ -79,7 +79,7 @@ def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str,
 
 
 def build_params(values: dict[str, Any], origin: dict[str, str], where: str) -> Params:
-    """Nested values over those of their recipe; `origin` says where a key path was given. Errors: `load_params`."""
+    """Nested values over those of their recipe; `origin` is where a key path was given. Errors: `load_params`."""
     problems = []
     recipe, names = values.get("recipe"), recipe_names()
     if recipe in names:
@@ -135,7 +135,7 @@ def flatten(params: Params) -> dict[str, str | int | float]:
 def fingerprint(params: Params, *sections: str) -> str:
     """sha256 (hex) over the canonical JSON of the named sections or key paths; when none is named, of all.
 
-    The recipe's name is never part of all: the values that it stands for are.
+    The recipe's name is never part of all: its values are.
     """
     wanted = {
         key: value
@@ -258,21 +258,18 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
         yield key, json.dumps(default), _takes(entry), entry.get("description", "")
 
 
+_KINDS = {
+    "integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "null": "none",
+    "array": "list", "object": "names and values",
+}  # fmt: skip
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
 def _takes(entry: dict[str, Any]) -> str:
     """A JSON schema of one value, in words."""
     if "anyOf" in entry:
         return " or ".join(_takes(option) for option in entry["anyOf"])
     if "enum" in entry or "const" in entry:
         return ", ".join(str(value) for value in entry.get("enum", [entry.get("const")]))
-    kinds = {
-        "integer": "whole number",
-        "number": "number",
-        "string": "text",
-        "boolean": "true or false",
-        "null": "none",
-        "array": "list",
-        "object": "names and values",
-    }
-    words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {entry[name]:g}" for name, sign in words.items() if name in entry]
-    return " ".join([kinds.get(entry.get("type", ""), "value"), *bounds])
+    bounds = [f"{sign} {entry[name]:g}" for name, sign in _BOUNDS.items() if name in entry]
+    return " ".join([_KINDS.get(entry.get("type", ""), "value"), *bounds])

@@ -1,4 +1,4 @@
-"""The errors a user meets: each says what, where, what was got and expected, and how to fix it."""
+"""The errors a user meets: what, where, got, expected and fix."""
 
 from __future__ import annotations
 

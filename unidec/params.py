@@ -19,7 +19,7 @@ class Params(Section):
 
     recipe: str | None = key(None, "a shipped way to train, in unidec/recipes; the keys here override it")
     seed: sections.Seed = key(0, "seed of everything random in training")
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: a GPU where there is one")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: a GPU if there is one")
     data: sections.Data = sections.Data()
     raw: sections.RawBounds = sections.RawBounds()
     validation: sections.Validation = sections.Validation()
@@ -137,6 +137,6 @@ class Params(Section):
 
 
 def _within_each_other(first: str, second: str) -> bool:
-    """Whether two paths are one, or one lies inside the other."""
+    """Whether two paths are one, or one is inside the other."""
     one, other = Path(os.path.abspath(first)), Path(os.path.abspath(second))
     return one == other or one in other.parents or other in one.parents

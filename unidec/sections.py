@@ -66,7 +66,7 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    """Where the raw data lies and how queries are split."""
+    """Where the raw data is and how queries are split."""
 
     path: str = key("data/raw/lf-debian", "folder of raw files")
     format: Literal["auto", "xmc-json", "xmc-text", "pecos", "beir", "tables"] = key("auto", "its layout")
@@ -146,8 +146,8 @@ class Encoder(Section):
 
     @property
     def unit_vectors(self) -> bool:
-        """Whether the transformer's vectors are brought to unit length where a model does not say: those of one that
-        trains alone are not; beside a bag both are, so that neither drowns the other."""
+        """Default of whether the transformer's vectors have unit length: not if it trains alone; beside a bag both do,
+        so that neither drowns the other."""
         return self.trainable_layers == 0 or self.kind != "transformer"
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -297,23 +297,23 @@ class Run(Section):
     """Where training runs and how often it saves: nothing here changes what is learnt."""
 
     devices: Count = key(1, "processes that train together, a GPU each (more than 1: torchrun)")
-    restarts: CountOrZero = key(0, "how often they start anew, from the newest checkpoint, after one of them died")
+    restarts: CountOrZero = key(0, "restarts from the newest checkpoint after a process died")
     table_place: Literal["device", "host", "disk"] = key("device", "of classifier rows and optimiser state")
     checkpoint_minutes: NonNegative = key(5.0, "minutes between two checkpoints within a round; 0: only at its end")
     checkpoint_steps: CountOrZero = key(0, "the same in steps, each waited for; 0: by the clock only")
     recompute: bool = key(False, "activations again in backward: less memory, a third more work")
-    check_memory: bool = key(True, "refuse to start what `unidec plan` says does not fit")
+    check_memory: bool = key(True, "refuse to start what by `unidec plan` does not fit")
 
 
 class Source(Section):
-    """Where a retraining fetches new raw data from, into `data.path`; secrets never stand here."""
+    """Where a retraining fetches new raw data from, into `data.path`; secrets are never here."""
 
     kind: Literal["none", "folder", "files", "dvc"] = key("none", "where new raw data comes from")
     path: str = key("", "the folder, or DVC's target: data/raw/mine or data/raw/mine.dvc")
     queries: str = key("", "files: table of queries (csv, tsv, parquet, jsonl)")
     labels: str = key("", "files: table of labels")
     pairs: str = key("", "files: table of pairs")
-    revision: str = key("", "dvc: git revision of an import; empty: as the import says")
+    revision: str = key("", "dvc: git revision of an import; empty: as in the import")
     secrets: dict[str, str] = key({}, "environment variable: Prefect secret block")
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -327,7 +327,7 @@ class Source(Section):
 
 
 class Warm(Section):
-    """A training that starts from an earlier model (data/start.json says which)."""
+    """A training that starts from an earlier model (data/start.json names it)."""
 
     epochs: Count = key(4, "passes over the training queries")
     lr_scale: Positive = key(0.7, "times every learning rate")

@@ -35,7 +35,7 @@ def init(
     ] = None,
     recipe: Annotated[str | None, typer.Option(help=f"one of {', '.join(recipe_names())}")] = None,
     project: Annotated[
-        bool, typer.Option("--project", help="also write what DVC and Prefect need where there is no checkout")
+        bool, typer.Option("--project", help="also write what DVC and Prefect need without a checkout")
     ] = False,
 ) -> None:
     """Write a params.yaml for your own data; in one that exists, change these keys and keep all other lines."""

@@ -75,9 +75,9 @@ def target_blocks(
         DataError: the threshold or the share is out of range.
     """
     if not 0 <= threshold <= 1:
-        raise DataError("the label graph's threshold must lie in 0 to 1", where="label_graph.threshold", got=threshold)
+        raise DataError("the label graph's threshold must be from 0 to 1", where="label_graph.threshold", got=threshold)
     if not 0 < share <= 1:
-        raise DataError("the share of labels must lie above 0, at most at 1", where="label_graph.share", got=share)
+        raise DataError("the share of labels must be above 0 and at most 1", where="label_graph.share", got=share)
     positive_NL = _ones(relevance)
     label_LN = csr_matrix(positive_NL.T)
     count_L = np.diff(label_LN.indptr)
@@ -101,7 +101,7 @@ def target_blocks(
 
 
 def chosen_labels(count_L: np.ndarray, share: float, tail_first: bool) -> np.ndarray:
-    """Which labels' texts are queries: bool [L], at least one of them where there is one."""
+    """Which labels' texts are queries: bool [L], at least one if there is any."""
     order_L = np.random.default_rng(_SEED).permutation(len(count_L))
     if tail_first:
         order_L = order_L[np.argsort(count_L[order_L], kind="stable")]

@@ -121,7 +121,7 @@ def hold_out(uids: Sequence[str] | pa.ChunkedArray, filter_pairs: csr_matrix, sh
         np.uint64,
         num_queries,
     )
-    # one member's hash stands for the family: the smallest of all would draw large families first
+    # one member's hash is the family's: the smallest of all would draw large families first
     hash_F = hash_N[np.unique(family_N, return_index=True)[1]]
     target = max(1, round(share * num_queries))
     chosen_F = np.zeros(num_families, dtype=bool)

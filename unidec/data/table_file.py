@@ -1,7 +1,7 @@
 """Tables in files, .csv, .tsv and .jsonl (each also with .gz) and .parquet: one reader a kind, bounded, by Arrow.
 
 What is wrong with a row goes to a `Report`, which notes it or raises. Arrow does not name the line of a row: a second,
-slow pass finds it, and only where there is something to name.
+slow pass finds it, and only if something is wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BUFFER = 1 << 20  # bytes of each column of a Parquet file read at once; withou
 
 
 def ending(path: Path) -> str:
-    """The kind that a name says: ".csv" of "a.csv" and of "a.csv.gz"."""
+    """The kind by the file's name: ".csv" of "a.csv" and of "a.csv.gz"."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 

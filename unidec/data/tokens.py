@@ -1,6 +1,6 @@
 """Texts as token ids: a ragged cache on disk, and the same in memory for serving.
 
-All ids lie in one flat array, text i from `offsets[i]` to `offsets[i + 1]`, special tokens included; nothing is padded
+All ids are in one flat array, text i from `offsets[i]` to `offsets[i + 1]`, special tokens included; nothing is padded
 until a batch is asked for.
 
 Shape legend: N texts, B rows of one batch, T tokens of the batch's longest text, F tokens of the batch in all.
@@ -163,7 +163,7 @@ class TextTokenizer:
 
     Attributes:
         num_specials: tokens added around every text.
-        unknown_id: of the token that stands for what the vocabulary lacks; -1 where there is none.
+        unknown_id: of the token for what the vocabulary lacks; -1 without one.
 
     Raises:
         ArtifactError: no tokenizer there, one that cannot be read, or special tokens alone exceed max_length.

@@ -63,7 +63,7 @@ def read_raw(
 
 
 def read_section(data: Data, bounds: RawBounds) -> RawData:
-    """`read_raw` as section `data` of the parameters says."""
+    """`read_raw` with the settings of section `data`."""
     return read_raw(data.path, data.format, test_share=data.test_share, split_seed=data.split_seed, bounds=bounds)
 
 

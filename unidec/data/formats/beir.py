@@ -1,6 +1,6 @@
 """BEIR: corpus.jsonl (labels), queries.jsonl, qrels/{train,dev,test}.tsv.
 
-Two additions of ours, read where they are there: `"metadata": {"split": ...}` of a query without judgements, which
+Two optional additions of ours: `"metadata": {"split": ...}` of a query without judgements, which
 BEIR would leave out, and filters.tsv (query-id, corpus-id).
 """
 
@@ -119,7 +119,7 @@ def _object(row: dict[str, str], keep_title: bool) -> dict[str, Any]:
 
 
 def _write_tsv(table: pa.Table, path: Path) -> None:
-    """As BEIR's own files: quoted only where there is a tab or quote."""
+    """As BEIR's own files: quoted only if it holds a tab or quote."""
     rows = zip(*(pc.cast(column, pa.large_string()).to_pylist() for column in table.columns), strict=True)
     with open(path, "w", encoding="utf-8", newline="") as file:
         csv.writer(file, delimiter="\t", lineterminator="\n").writerows([table.column_names, *rows])

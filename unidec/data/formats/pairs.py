@@ -160,7 +160,7 @@ def read_sparse_text(source: Source, path: Path, num_queries: int, num_labels: i
             "row counts that differ",
             where=str(path),
             got=f"{num_lines:,} rows",
-            expected=f"{num_queries:,}, as the header says",
+            expected=f"{num_queries:,}, as in the header",
         )
     empty = (np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0))
     query_P, label_P, value_P = (np.concatenate(parts) for parts in zip(empty, *blocks, strict=True))

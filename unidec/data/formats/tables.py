@@ -38,7 +38,7 @@ _SPLIT_NAMES = {split: split for split in SPLITS} | {
 
 @dataclass(frozen=True)
 class Table:
-    """One file: its name, its columns as strings ("" where there is none), and the line of each row."""
+    """One file: its name, its columns as strings ("" for a missing value), and the line of each row."""
 
     name: str
     columns: dict[str, pa.ChunkedArray]
@@ -112,7 +112,7 @@ def read_table(source: Source, path: Path, needed: Sequence[str], optional: Sequ
     """A file's columns; `title` is another name for `text`.
 
     Raises:
-        DataError: a needed column is missing, one is there twice, or a file that cannot be read. What is wrong with
+        DataError: a needed column is missing, one is given twice, or a file that cannot be read. What is wrong with
             single rows is noted in `source.problems`.
     """
     name, wanted = source.name(path), (*needed, *optional)
@@ -133,7 +133,7 @@ def read_table(source: Source, path: Path, needed: Sequence[str], optional: Sequ
 
 
 def check_uids(source: Source, uids: pa.Array | pa.ChunkedArray, file: str, lines: Lines, what: str) -> None:
-    """Note every uid that is there already, and every empty one."""
+    """Note every repeated uid and every empty one."""
     if pc.count_distinct(uids).as_py() == len(uids) and not pc.any(pc.equal(uids, "")).as_py():
         return
     rows = np.arange(len(uids))
@@ -162,7 +162,7 @@ def pair_table(matrix: csr_matrix, uids: tuple[pa.ChunkedArray, pa.ChunkedArray]
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """Write a table in the format that the file's name says."""
+    """Write a table in the format of the file's name."""
     if path.suffix == ".parquet":
         pq.write_table(table, path)
     elif path.suffix == ".jsonl":
