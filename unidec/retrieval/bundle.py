@@ -285,14 +285,11 @@ class Bundle:
         found = self.predict_arrays(texts, k, batch_size=batch_size)
         query, rank = np.nonzero(found.rows >= 0)
         rows = pa.array(found.rows[query, rank])
-        columns = {
-            "query_row": pa.array(query + first_row, pa.int64()),
-            "query": pa.array(list(texts), pa.string()).take(pa.array(query)),
-            "rank": pa.array(rank + 1, pa.int64()),
-            "label": self.uids.take(rows),
-            "title": self.titles.take(rows),
-            "score": pa.array(found.scores[query, rank], pa.float32()),
-        }
+        columns = [
+            pa.array(query + first_row, pa.int64()), pa.array(list(texts), pa.string()).take(pa.array(query)),
+            pa.array(rank + 1, pa.int64()), self.uids.take(rows), self.titles.take(rows),
+            pa.array(found.scores[query, rank], pa.float32()),
+        ]  # fmt: skip
         return pa.table(columns, schema=PREDICTION_SCHEMA)
 
     def named(self, rows: Labels) -> tuple[list[str], list[str]]:
@@ -317,10 +314,8 @@ class Bundle:
         words_BF: csr_matrix | None = None,
         head: Space = "both",
     ) -> Ranked:
-        """The k best labels of encoded queries: the heads' score, and the votes of training queries where they vote.
-
-        Exact where the index is: of a label without votes only the heads' place decides, and every label with votes
-        is looked at.
+        """The k best labels of encoded queries: the heads' score, and the votes of training queries where they vote. As
+        exact as the index: every label with votes is scored.
 
         Args:
             de_BD, clf_BD: queries as `encode` gives them.
@@ -328,9 +323,6 @@ class Bundle:
             excluded: int64, unique keys query * L + label of the pairs that must not be returned.
             words_BF: the queries' words, where training queries are compared by them.
             head: "both": as the bundle ranks; "de" or "clf": that head alone, and no votes.
-
-        Raises:
-            DataError: the searched space has not that head.
         """
         info, vectors, excluded = self.info, self.vectors, np.zeros(0, np.int64) if excluded is None else excluded
         query_BD = self.searched(de_BD, clf_BD, head)
@@ -405,16 +397,10 @@ class Bundle:
         return np.fromiter(pairs, dtype=np.int64, count=len(pairs))
 
 
-PREDICTION_SCHEMA = pa.schema(
-    [
-        ("query_row", pa.int64()),
-        ("query", pa.string()),
-        ("rank", pa.int64()),
-        ("label", pa.string()),
-        ("title", pa.string()),
-        ("score", pa.float32()),
-    ]
-)
+PREDICTION_SCHEMA = pa.schema({
+    "query_row": pa.int64(), "query": pa.string(), "rank": pa.int64(), "label": pa.string(), "title": pa.string(),
+    "score": pa.float32(),
+})  # fmt: skip
 
 _FEW_NAMES = 32  # looked up one by one: a look-up of many costs as much as for so many
 _FIRST_MORE = 32  # labels that are searched beside the k wanted where some are excluded
@@ -428,7 +414,7 @@ def _load_model(path: Path, device: str) -> Any:
 
 
 def _config(path: Path) -> ModelConfig | None:
-    """None where it cannot be read: whoever loads the model says why."""
+    """None where it cannot be read: loading the model then reports why."""
     try:
         return ModelConfig.read(path)
     except ArtifactError:
@@ -440,8 +426,7 @@ def _check_model(path: Path, model: Any, info: BundleInfo) -> None:
     got = (model.num_labels, model.settings.dim, sorted(heads))
     if got != (info.num_labels, info.dim, sorted(set(info.vectors) - {"bias"})):
         raise ArtifactError(
-            "a model that does not belong to the bundle's vectors",
-            where=str(path),
+            "a model that does not belong to the bundle's vectors", where=str(path),
             got="{} labels, heads of width {}: {}".format(*got),
             expected=f"{info.num_labels} labels, heads of width {info.dim}: {sorted(info.vectors)}",
-        )
+        )  # fmt: skip
