@@ -27,7 +27,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture, as_completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows import endings
+from flows import lifecycle
 from unidec.comparison import results
 from unidec.comparison.cell import Children
 from unidec.comparison.plan import load_comparison, select
@@ -89,7 +89,7 @@ def compare(
     Raises:
         UnidecError: the file is wrong; CellsFailed: some runs have no result.
     """
-    with endings.at_work():
+    with lifecycle.at_work():
         comparison = load_comparison(file, overrides)
         workspace = Workspace.of(comparison, Path(folder) if folder else None)
         chosen = select(comparison, only)
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     told = parser.parse_args(arguments)
     overrides = parse_overrides(told.set) or None
 
-    return endings.on_command_line(
+    return lifecycle.on_command_line(
         lambda: compare(told.file, told.only, overrides, told.jobs, told.folder, bool(told.accept), told.metrics),
         STOPPED,
         lambda done: f"report: {done['report']}",
