@@ -225,7 +225,6 @@ def check_artifacts(experiment: Experiment | None, uri: str) -> None:
 def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: Mapping[str, str]) -> tuple[str, str]:
     """Logs the model under its run, whose status stays what it was. Returns model id and run id."""
     import mlflow
-    import pandas as pd
 
     package = PACKAGE
     before, run_id = (run.info.status, run.info.run_id) if run else ("FINISHED", None)
@@ -245,7 +244,7 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
             artifacts={"bundle": str(bundle_path)},
             code_paths=[str(package)],
             signature=signature(),
-            input_example=(pd.DataFrame({"query": ["an editor for plain text"]}), {"k": 5}),
+            # no input example: MLflow would load the whole model to try it, and the signature is given
             model_config={"runtime": "auto", "threads": 0},
             pip_requirements=serving_requirements(),
             metadata={HASH_TAG: tags[HASH_TAG]},
