@@ -87,7 +87,7 @@ def test_every_address_of_a_model(store: tuple[MlflowClient, str], tmp_path: Pat
 def test_a_parent_that_is_gone_is_said_to_be(store: tuple[MlflowClient, str]) -> None:
     fifth = ask(store, "models:/tiny/5")
     assert fifth["parent"] == {"version": "6", "bundle_sha256": BUNDLES[5], "missing": True}
-    assert as_lines(fifth)[-1].strip() == "version 6 (bundle 666666666666): the registry has it no more"
+    assert as_lines(fifth)[-1].strip() == "version 6 (bundle 666666666666): deleted from the registry"
 
 
 def test_versions_that_name_each_other_end(store: tuple[MlflowClient, str]) -> None:

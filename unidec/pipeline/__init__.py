@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from unidec.pipeline.drift_check import data_change, drift, monitor
     from unidec.pipeline.evaluation import evaluate
     from unidec.pipeline.fetching import fetch
-    from unidec.pipeline.gating import gate, needs_gate
+    from unidec.pipeline.gating import gate, needs_gate, promote, rollback
     from unidec.pipeline.indexing import index
     from unidec.pipeline.labels import refresh_labels
+<<<<<<< HEAD
     from unidec.pipeline.promotion import promote, rollback
+=======
+    from unidec.pipeline.monitoring import monitor
+>>>>>>> 20fea47 (Registry, fetch and lineage shorter; promote and rollback are functions of pipeline/gating)
     from unidec.pipeline.registration import register
     from unidec.pipeline.start import choose_start
     from unidec.pipeline.start_file import effective
@@ -27,10 +31,14 @@ _MODULES = {
     "data": "ingest label_graph propensity tokens validate",
     "evaluation": "evaluate",
     "fetching": "fetch",
-    "gating": "gate needs_gate",
+    "gating": "gate needs_gate promote rollback",
     "indexing": "index",
     "labels": "refresh_labels",
+<<<<<<< HEAD
     "promotion": "promote rollback",
+=======
+    "monitoring": "monitor",
+>>>>>>> 20fea47 (Registry, fetch and lineage shorter; promote and rollback are functions of pipeline/gating)
     "registration": "register",
     "start": "choose_start",
     "start_file": "effective",

@@ -1,7 +1,6 @@
-"""Stage `gate`: may the challenger take the champion's place? Every reason is written down, pass or fail.
+"""Stage `gate`: may the challenger take the champion's place? Every reason is written down, pass or fail; promotion.
 
-Both bundles are fetched from the registry, hashes checked, and rank the same test split by the same code. Nothing moves
-here: `promotion.py` does that.
+Both bundles are fetched from the registry, hashes checked, and rank the same test split by the same code.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from unidec.pipeline.ranking import headline
 from unidec.pipeline.servable import probe_texts, servability
 from unidec.retrieval.bundle import Bundle
 from unidec.sections import Gate
+from unidec.tracking import promotion
 from unidec.tracking.fetch import fetch_bundle
 from unidec.tracking.gate_record import record
 from unidec.tracking.promotion import CHALLENGER, CHAMPION, ROLLED_BACK, known_version, rolled_back_words, version_of
@@ -125,6 +125,26 @@ def needs_gate(params: Params, version: str | int) -> bool:
         "gate.dataset.sha256": paths.open_dataset().sha256, "gate.settings": settings_sha256(params),
     }  # fmt: skip
     return any(tags.get(key) != value for key, value in seen.items())
+
+
+def promote(
+    params: Params,
+    version: str | int | None = None,
+    *,
+    allow_dirty: bool = False,
+    force: bool = False,
+    reason: str = "",
+) -> dict[str, Any]:
+    """A version (None: `challenger`) becomes champion, the champion previous: `unidec.tracking.promotion.promote`."""
+    return promotion.promote(
+        params.tracking.model_name, CHALLENGER if version is None else version,
+        allow_dirty=allow_dirty or params.gate.allow_dirty, force=force, reason=reason,
+    )  # fmt: skip
+
+
+def rollback(params: Params, *, reason: str = "") -> dict[str, Any]:
+    """The previous champion answers again: `unidec.tracking.promotion.rollback`."""
+    return promotion.rollback(params.tracking.model_name, reason=reason)
 
 
 def settings_sha256(params: Params) -> str:

@@ -1,4 +1,4 @@
-"""Registered bundle -> folder: what `models:/name@alias` or `models:/name/version` stands for, hash checked."""
+"""Registered bundle -> folder: what `models:/name@alias` or `models:/name/version` names, hash checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 COPIES = Path("runs/bundles")  # of registered bundles, by hash; may be deleted at any time
 _URI = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
 _SCHEME = re.compile(r"[A-Za-z]\w+:")  # two letters or more: not a drive of Windows
-_NOT_THERE = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}  # else the store is away
 
 
 @dataclass(frozen=True)
@@ -60,28 +59,23 @@ def fetch_bundle(
     Args:
         source: a folder, `models:/name@alias` or `models:/name/version`.
         folder: where copies are kept; one that is there and whole is not fetched again.
-        uri, root: tracking store; default: see `tracking_store.tracking_uri`.
+        uri, root: tracking store; default: see `store.tracking_uri`.
 
     Raises:
         ConfigError: not such an address, or the registry has none of this name, alias or version.
         ArtifactError: what the registry gives is damaged or another bundle.
         MlflowException: the registry does not answer.
     """
-    text = os.fspath(source)
-    address = parse_address(text)
+    address = parse_address(os.fspath(source))
     if address is None:
-        return Path(text)
+        return Path(source)
     uri = uri or tracking_uri(root)
     version = known_version(open_client(uri), address.name, address.alias or address.version or "")
     return _fetch(version, Path(folder), uri)
 
 
 def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
-    """`fetch_bundle` for a command: a registry that does not answer is an error with a way out.
-
-    Raises:
-        ConfigError, ArtifactError: as `fetch_bundle`, and where the registry does not answer.
-    """
+    """`fetch_bundle` for a command: a registry that does not answer is an ArtifactError with a fix."""
     if parse_address(source) is None:
         return Path(source)
     from mlflow.exceptions import MlflowException
@@ -91,7 +85,7 @@ def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
     except MlflowException as error:
         raise ArtifactError(
             "the registry does not answer", where=tracking_uri(), got=str(error).splitlines()[0][:300],
-            fix=f"MLFLOW_TRACKING_URI names it; copies that were fetched before lie in {folder}",
+            fix=f"MLFLOW_TRACKING_URI names it; bundles that were fetched before are in {folder}",
         ) from error  # fmt: skip
 
 
@@ -107,10 +101,8 @@ def fetch_by_hash(
     """The folder of the registered bundle with this hash; the registry is not asked where a whole copy is kept.
 
     Args:
-        model_name: name of the registered model.
-        folder: where copies are kept.
         version: where it is looked for first; another version may hold the same bundle.
-        uri, root: tracking store; default: see `tracking_store.tracking_uri`.
+        others: as in `fetch_bundle`.
 
     Raises:
         ArtifactError: the registry does not have it, or what it gives is damaged.
@@ -119,15 +111,9 @@ def fetch_by_hash(
     target = Path(folder) / sha256[:16]
     if _is_whole(target, sha256):
         return target
-    from mlflow.exceptions import MlflowException
-
     uri = uri or tracking_uri(root)
-    client, found = open_client(uri), None
-    try:
-        found = client.get_model_version(model_name, version) if version else None
-    except MlflowException as error:
-        if error.error_code not in _NOT_THERE:
-            raise
+    client = open_client(uri)
+    found = version_of(client, model_name, version) if version else None
     if found is None or found.tags.get(HASH_TAG) != sha256:
         found = find_version(client, model_name, sha256)
     if found is None:
@@ -139,11 +125,7 @@ def fetch_by_hash(
 
 
 def find_alias(model_name: str, alias: str, *, uri: str | None = None, root: Path | str = ".") -> ModelVersion | None:
-    """The version that an alias stands for; None where there is no such model or alias.
-
-    Raises:
-        MlflowException: the registry does not answer.
-    """
+    """The version that an alias names; None where there is no such model or alias."""
     return version_of(open_client(uri or tracking_uri(root)), model_name, alias)
 
 

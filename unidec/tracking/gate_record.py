@@ -55,7 +55,7 @@ def record(
         for key, value in _figures(verdict).items():
             client.log_metric(version.run_id, f"gate/{key}", value)
         client.set_tag(version.run_id, "gate.passed", tags["gate.passed"])
-    except MlflowException as error:  # a run that somebody deleted is no reason to hold a model back
+    except MlflowException as error:  # a deleted run is no reason to hold a model back
         log.warning("the gate's page did not reach run %s: %s", version.run_id, error)
 
 
@@ -70,7 +70,7 @@ def _figures(verdict: Mapping[str, Any]) -> dict[str, float]:
 def _with_gate(card: str, verdict: Mapping[str, Any], lines: Sequence[str], champion: str) -> str:
     """The card with this verdict in place of an earlier one."""
     against = f"against version {champion}" if champion else "as the first model"
-    said = "passed" if verdict["passed"] else "refused"
+    outcome = "passed" if verdict["passed"] else "refused"
     listed = "\n".join(f"- {line}" for line in lines)
-    about = f"{HEADING}\n\n**{said}** {against}, {verdict['at']}; page: `gate.html` among the run's artifacts\n"
+    about = f"{HEADING}\n\n**{outcome}** {against}, {verdict['at']}; page: `gate.html` among the run's artifacts\n"
     return f"{card.partition(HEADING)[0].rstrip()}\n\n{about}\n{listed}".lstrip()

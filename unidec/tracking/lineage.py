@@ -40,7 +40,7 @@ def lineage(
         source: models:/name@alias, models:/name/version, "bundle:" and the first digits of a bundle's hash (a served
             answer names it), or a bundle's folder.
         model_name: where a hash or a folder is looked for.
-        uri, root: registry; default: see `tracking_store.tracking_uri`.
+        uri, root: registry; default: see `store.tracking_uri`.
 
     Returns:
         {"model", "version", "aliases", "registered" (ISO), "bundle_sha256", "dataset": {"name", "sha256"},
@@ -203,7 +203,7 @@ def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion
 def as_lines(found: Mapping[str, Any]) -> list[str]:
     """A lineage as a tree of lines, each parent below what started from it."""
     if found.get("missing"):
-        return [f"version {found['version']} (bundle {found['bundle_sha256'][:12]}): the registry has it no more"]
+        return [f"version {found['version']} (bundle {found['bundle_sha256'][:12]}): deleted from the registry"]
     lines, parent = _lines(found), found["parent"]
     if parent:
         how = "the labels are new, the model is that of" if found["start"]["kind"] == "refresh" else "started from"

@@ -73,7 +73,7 @@ def _metrics(client: MlflowClient, version: ModelVersion) -> dict[str, float]:
         return {}
     try:
         logged = client.get_run(version.run_id).data.metrics
-    except MlflowException:  # somebody deleted the run
+    except MlflowException:  # it was deleted
         return {}
     keys = {name: f"test/{name.replace('@', '_at_')}" for name in METRICS}
     return {name: logged[key] for name, key in keys.items() if key in logged}

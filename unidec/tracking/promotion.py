@@ -84,17 +84,22 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
     """
     if found := version_of(client, model_name, which):
         return found
-    known = [f"alias {alias} (version {number})" for alias, number in sorted(aliases(client, model_name).items())]
-    numbers = sorted((int(version.version) for version in all_versions(client, model_name)), reverse=True)
+    named, is_number = aliases(client, model_name), str(which).isdecimal()
+    numbers = sorted(int(version.version) for version in all_versions(client, model_name))
     if numbers:
-        known.append(f"version{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_LISTED]))}")
+        kind, near = ("version", None) if is_number else ("alias", nearest(str(which), list(named)))
+        address = f"models:/{model_name}@{near}"
+        known = [f"alias {alias} (version {number})" for alias, number in sorted(named.items())]
+        known.append(f"version{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[-_LISTED:]))}")
     else:
-        known = [f"model {model.name}" for model in client.search_registered_models(max_results=_LISTED)]
-    near = nearest(str(which), list(aliases(client, model_name)))
+        names = [model.name for model in client.search_registered_models(max_results=100) if model.name != model_name]
+        kind, near = "model", nearest(model_name, names)
+        address = f"models:/{near}{'/' if is_number else '@'}{which}"
+        known = [f"models {', '.join(names[:_LISTED])}"] if names else ["no model is registered"]
     raise ConfigError(
-        "not in the registry", where=f"models:/{model_name}", got=str(which),
-        expected="; ".join(known) or "a registered model: there is none yet",
-        fix=f"did you mean models:/{model_name}@{near}?" if near else
+        f"not in the registry: no such {kind}", where=f"models:/{model_name}", got=str(which),
+        expected="; ".join(known),
+        fix=f"did you mean {address}?" if near else
         "`unidec models list` lists versions and aliases; `unidec models register` registers outputs/bundle",
     )  # fmt: skip
 
@@ -153,7 +158,7 @@ def promote(
         force: accept any refusal, a version that was not judged or was rolled back; sets the tag `promoted.forced`. A
             bundle with a wrong hash is never promoted.
         reason: kept in the tag `promoted.reason`.
-        uri, root: registry; default: see `tracking_store.tracking_uri`.
+        uri, root: registry; default: see `store.tracking_uri`.
 
     Returns:
         {"model", "version", "previous", "changed", "dirty", "forced"}.

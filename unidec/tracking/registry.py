@@ -49,7 +49,7 @@ def register(
     uri: str | None = None,
     root: Path | str = ".",
 ) -> int:
-    """Logs a bundle as a pyfunc model, registers it and moves the alias to it; the same bundle again changes nothing.
+    """Log a bundle as a pyfunc model, register it and move the alias to it; the same bundle again changes nothing.
 
     A kill at any point leaves the alias where it was, and the next call makes or finds the one version.
 
@@ -61,7 +61,7 @@ def register(
         alias: moved when the stored bundle's hash was checked; None: left alone.
         card: description: markdown, or {"metrics": {split: {name: value}}, and any facts}.
         tags: further tags of the version (data set hash, git commit).
-        uri, root: tracking store; default: see `tracking_store.tracking_uri`.
+        uri, root: tracking store; default: see `store.tracking_uri`.
 
     Returns:
         the version's number.
@@ -90,7 +90,7 @@ def register(
                 model_name,
                 source=f"models:/{model_id}",
                 run_id=run_id,
-                tags=_figures_first(all_tags | {"run_id": run_id}, card),
+                tags=_ordered_tags(all_tags | {"run_id": run_id}, card),
                 description=model_card(card, sha256),
                 model_id=model_id,
             )
@@ -132,28 +132,25 @@ def model_card(card: Mapping[str, Any] | str | None, sha256: str) -> str:
     if isinstance(card, str):
         return card
     facts = dict(card or {})
-    metrics = facts.pop("metrics", {})
+    splits = {split: values for split, values in facts.pop("metrics", {}).items() if values}
     lines = ["# UniDEC bundle"]
-    nested = metrics if any(isinstance(value, Mapping) for value in metrics.values()) else {"value": metrics}
-    nested = {split: values for split, values in nested.items() if isinstance(values, Mapping) and values}
-    names = sorted({name for values in nested.values() for name in values if "/" not in name})
+    names = sorted({name for values in splits.values() for name in values if "/" not in name})
     if names:
-        lines += ["", "| metric | " + " | ".join(nested) + " |", "|---" * (len(nested) + 1) + "|"]
+        lines += ["", "| metric | " + " | ".join(splits) + " |", "|---" * (len(splits) + 1) + "|"]
         for name in names:
-            shown = [_shown(values.get(name)) for values in nested.values()]
+            shown = [f"{values[name]:.2f}" if name in values else "" for values in splits.values()]
             lines.append(f"| {name} | " + " | ".join(shown) + " |")
     lines += ["", *(f"- {key}: {value}" for key, value in facts.items() if not isinstance(value, (Mapping, list)))]
     lines += ["", '`mlflow.pyfunc.load_model(...).predict(DataFrame({"query": [...]}), params={"k": 5})`']
     return "\n".join([*lines, "", f"Bundle sha256: `{sha256}`"])
 
 
-def _figures_first(tags: Mapping[str, Any], card: Mapping[str, Any] | str | None) -> dict[str, str]:
+def _ordered_tags(tags: Mapping[str, Any], card: Mapping[str, Any] | str | None) -> dict[str, str]:
     """Tags in the order in which MLflow's page of a version lists them: the test split's figures, words, hashes."""
-    metrics = card.get("metrics", {}) if isinstance(card, Mapping) else {}
-    test = {name: value for name, value in metrics.get("test", {}).items() if "/" not in name}
-    figures = {"metrics.test": ", ".join(f"{name} {_shown(value)}" for name, value in test.items())} if test else {}
-    words = {key: str(value) for key, value in tags.items()}
-    return figures | dict(sorted(words.items(), key=lambda tag: bool(_HASH.fullmatch(tag[1]))))
+    test = card.get("metrics", {}).get("test", {}) if isinstance(card, Mapping) else {}
+    figures = ", ".join(f"{name} {value:.2f}" for name, value in test.items() if "/" not in name)
+    words = sorted(((key, str(value)) for key, value in tags.items()), key=lambda tag: bool(_HASH.fullmatch(tag[1])))
+    return ({"metrics.test": figures} if figures else {}) | dict(words)
 
 
 def signature() -> ModelSignature:
@@ -326,7 +323,3 @@ def tracking_to(uri: str) -> Iterator[Any]:
         mlflow.set_tracking_uri(None)  # removes the variable too, which it had written
         if environment is not None:
             os.environ["MLFLOW_TRACKING_URI"] = environment
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value if value is not None else "")
