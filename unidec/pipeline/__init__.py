@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from unidec.pipeline.gating import gate, needs_gate, promote, rollback
     from unidec.pipeline.indexing import index
     from unidec.pipeline.labels import refresh_labels
-<<<<<<< HEAD
-    from unidec.pipeline.promotion import promote, rollback
-=======
-    from unidec.pipeline.monitoring import monitor
->>>>>>> 20fea47 (Registry, fetch and lineage shorter; promote and rollback are functions of pipeline/gating)
     from unidec.pipeline.registration import register
     from unidec.pipeline.start import choose_start
     from unidec.pipeline.start_file import effective
@@ -34,11 +29,6 @@ _MODULES = {
     "gating": "gate needs_gate promote rollback",
     "indexing": "index",
     "labels": "refresh_labels",
-<<<<<<< HEAD
-    "promotion": "promote rollback",
-=======
-    "monitoring": "monitor",
->>>>>>> 20fea47 (Registry, fetch and lineage shorter; promote and rollback are functions of pipeline/gating)
     "registration": "register",
     "start": "choose_start",
     "start_file": "effective",
