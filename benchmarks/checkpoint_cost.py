@@ -28,7 +28,7 @@ from unidec.data.storage import write_json
 from unidec.pipeline import paths
 from unidec.training import checkpoint as checkpoint_module
 from unidec.training.refresh import Refresh
-from unidec.training.trainer import Trainer
+from unidec.training.trainer import Trainer, TrainingData
 
 
 def endless(trainer: Trainer) -> Iterator[float]:
@@ -82,7 +82,7 @@ def measure_resume(params: Params, run_dir: Path) -> dict[str, float]:
     """Seconds from opening the data to the end of the first step, in a process that has imported everything."""
     begin = time.perf_counter()
     tokens = (paths.open_tokens("queries"), paths.open_tokens("labels"))
-    trainer = Trainer(params, paths.open_dataset(), *tokens, run_dir, paths.CACHE)
+    trainer = Trainer(params, TrainingData(paths.open_dataset(), *tokens), run_dir, paths.CACHE)
     opened = time.perf_counter() - begin
     assert trainer.step > 0
     trainer.made = Refresh.load(run_dir / "refresh" / "epoch-00000", 0)

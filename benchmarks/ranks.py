@@ -53,12 +53,14 @@ def one_rank(system: str, steps: int, folder: Path) -> dict[str, Any]:
     from unidec.pipeline import paths
     from unidec.training.distributed import Ranks
     from unidec.training.refresh import Refresh
-    from unidec.training.trainer import Trainer
+    from unidec.training.trainer import Trainer, TrainingData
 
     params = load_params(ROOT / "params.yaml", COMMON | SYSTEMS[system])
     ranks = Ranks.from_environment("cpu")
     tokens = [paths.open_tokens(which) for which in ("queries", "labels")]
-    trainer = Trainer(params, paths.open_dataset(), *tokens, folder / "run", folder / "cache", ranks=ranks)
+    trainer = Trainer(
+        params, TrainingData(paths.open_dataset(), *tokens), folder / "run", folder / "cache", ranks=ranks
+    )
     trainer.made = Refresh()
     trainer.model.train()
     batches = trainer.made.batches(trainer.rows, params.pool.batch_size, params.seed, 0)[:steps]

@@ -150,9 +150,7 @@ def mine(folder: Path, size: Facts) -> Facts:
     dataset = XMCDataset.open(folder / "dataset", verify=False)
     rows = dataset.rows("train")[: min(MINED, MINED * 1_000_000 // dataset.num_labels)]
     query_ND, label_LD = np.load(folder / "queries.npy", mmap_mode="r")[rows], np.load(folder / "labels.npy")
-    made = mine_hard_negatives(
-        query_ND, rows, label_LD, dataset.relevance, dataset.filter_pairs, NEGATIVES, dataset.num_queries,
-    )  # fmt: skip
+    made = mine_hard_negatives(query_ND, rows, label_LD, dataset.relevance, dataset.filter_pairs, NEGATIVES)
     return {"queries": len(rows), "ms_a_query": 1000 * made.report["seconds"] / len(rows),
             "vector_bytes": label_LD.nbytes, "positive_found": made.report["positive_found"]}  # fmt: skip
 

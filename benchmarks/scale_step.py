@@ -28,7 +28,7 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.tokens import TokenCache
 from unidec.model.sources import resolve_encoder
 from unidec.training.refresh import Refresh
-from unidec.training.trainer import Trainer
+from unidec.training.trainer import Trainer, TrainingData
 
 NEGATIVES = 30  # eta x T
 SIZE = {
@@ -102,7 +102,7 @@ def open_trainer(size: dict[str, Any], folder: Path, run_dir: Path) -> Trainer:
         )
     params = parameters(size, encoder)
     dataset, queries, labels = open_data(size, folder, tokenizer)
-    trainer = Trainer(params, dataset, queries, labels, run_dir, folder / "cache")
+    trainer = Trainer(params, TrainingData(dataset, queries, labels), run_dir, folder / "cache")
     rng = np.random.default_rng(0)
     shape = (dataset.num_queries, NEGATIVES)
     trainer.made = Refresh(negatives=rng.integers(0, dataset.num_labels, shape, dtype=np.int32))

@@ -41,7 +41,7 @@ from unidec.pipeline import paths
 from unidec.training import trainer as trainer_module
 from unidec.training.batches import Prepared
 from unidec.training.refresh import make_clusters, make_refresh
-from unidec.training.trainer import Trainer
+from unidec.training.trainer import Trainer, TrainingData
 
 # part -> group; the groups of `OVERHEAD` shall be at most a fifth of a step
 PARTS = {
@@ -208,7 +208,7 @@ def open_trainer(params: Params, run_dir: Path) -> Trainer:
                 "the token caches are of other parameters", where=str(paths.TOKENS), got=made,
                 expected=(params.tokens.text, params.tokens.max_length), fix="unidec data tokens",
             )  # fmt: skip
-    trainer = Trainer(params, paths.open_dataset(), *tokens.values(), run_dir, paths.CACHE)
+    trainer = Trainer(params, TrainingData(paths.open_dataset(), *tokens.values()), run_dir, paths.CACHE)
     transformer: Any = load_transformer(resolve_encoder(params.encoder.name))
     embedding_VD = transformer.get_input_embeddings().weight.detach()
 

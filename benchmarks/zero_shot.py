@@ -41,7 +41,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.ranking import CLF_WEIGHTS
 from unidec.retrieval.label_change import estimated_rows
 from unidec.retrieval.scoring_space import Space, label_vectors, query_vectors, unit_rows
-from unidec.training.trainer import Trainer
+from unidec.training.trainer import Trainer, TrainingData
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARE, K = 0.05, 100
@@ -92,7 +92,7 @@ def train(folder: Path, version: RawData, params: Params) -> Path:
                 pipeline.tokens(params)
                 pipeline.propensity(params)
             tokens, run = [paths.open_tokens(which) for which in ("queries", "labels")], f"run-{time.time():.0f}"
-            trainer = Trainer(params, paths.open_dataset(), *tokens, Path("runs") / run, paths.CACHE)
+            trainer = Trainer(params, TrainingData(paths.open_dataset(), *tokens), Path("runs") / run, paths.CACHE)
             while not trainer.finished:
                 if trainer.refresh_due:
                     trainer.refresh()

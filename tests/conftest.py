@@ -176,12 +176,12 @@ def open_trainer(
 
     def open_trainer(run: str = "run", **overrides: Any) -> Any:
         from unidec.data.label_graph import soft_targets
-        from unidec.training.trainer import Trainer
+        from unidec.training.trainer import Trainer, TrainingData
 
         params = tiny_params(**overrides)
         graph = soft_targets(tiny_dataset.relevance[tiny_dataset.rows("train")], 0.1)
         tokens = tiny_tokens.values()
-        return Trainer(params, tiny_dataset, *tokens, tmp_path / run, tmp_path / "cache", label_graph=graph)
+        return Trainer(params, TrainingData(tiny_dataset, *tokens, graph), tmp_path / run, tmp_path / "cache")
 
     return open_trainer
 

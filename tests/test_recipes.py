@@ -9,7 +9,7 @@ import pytest
 
 from unidec.config import load_params, parse_overrides, recipe_names, to_yaml
 from unidec.training import trainer as trainer_module
-from unidec.training.trainer import Trainer
+from unidec.training.trainer import Trainer, TrainingData
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "unidec" / "recipes"
@@ -143,7 +143,7 @@ def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_
     })  # fmt: skip
     graph = golden.label_graph(params, tiny_dataset) if gandalf else None
     trainer = Trainer(
-        params, tiny_dataset, *tiny_tokens.values(), tmp_path / "run", tmp_path / "cache", label_graph=graph
+        params, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
     )
     before = {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
     trainer.refresh()
@@ -177,7 +177,7 @@ def test_the_options_for_the_tail_change_what_a_recipe_learns(
                                                             "optim.warmup_epochs": 0.0} | options)  # fmt: skip
         graph = golden.label_graph(params, tiny_dataset) if params.pool.gandalf else None
         trainer = Trainer(
-            params, tiny_dataset, *tiny_tokens.values(), tmp_path / run, tmp_path / "cache", label_graph=graph
+            params, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / run, tmp_path / "cache"
         )
         trainer.refresh()
         trainer.train_round()
@@ -202,7 +202,7 @@ def test_a_recipe_learns_its_training_queries(name, golden, tiny_dataset, tiny_t
     })  # fmt: skip
     graph = golden.label_graph(params, tiny_dataset) if params.pool.gandalf else None
     trainer = Trainer(
-        params, tiny_dataset, *tiny_tokens.values(), tmp_path / "run", tmp_path / "cache", label_graph=graph
+        params, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
     )
     rows = tiny_dataset.rows("train")
     relevance = tiny_dataset.relevance.toarray()[rows] > 0

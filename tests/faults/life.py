@@ -38,9 +38,8 @@ def live(job: dict[str, Any]) -> None:
     run_dir = Path(job["run"])
     # whoever edits the code while the tests run does not want to hear of it here
     accept = ["code"]
-    trainer = module.Trainer(
-        params, dataset, *tokens, run_dir, Path(job["cache"]), label_graph=graph, accept=accept
-    )  # fmt: skip
+    data = module.TrainingData(dataset, *tokens, graph)
+    trainer = module.Trainer(params, data, run_dir, Path(job["cache"]), accept=accept)
     say("at", trainer.step)
     while True:
         validate(trainer, run_dir / "rounds.jsonl")

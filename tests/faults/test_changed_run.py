@@ -12,7 +12,7 @@ import torch
 from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ConfigError
-from unidec.training.trainer import Trainer
+from unidec.training.trainer import Trainer, TrainingData
 
 
 @pytest.fixture
@@ -28,7 +28,11 @@ def opener(
         params = tiny_params(**overrides)
         # code may be edited while the tests run; that it counts is tested below
         return Trainer(
-            params, dataset, *tokens.values(), tmp_path / "run", tmp_path / "cache", accept=("code", *accept)
+            params,
+            TrainingData(dataset, *tokens.values()),
+            tmp_path / "run",
+            tmp_path / "cache",
+            accept=("code", *accept),
         )
 
     trainer = opener()
@@ -98,7 +102,12 @@ def test_the_code(opener: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("unidec.training.identity.code_sha256", lambda: "f" * 64)
     trainer = opener()  # accepted there
     with pytest.raises(ConfigError, match="other code") as caught:
-        Trainer(trainer.params, trainer.dataset, *trainer.tokens.values(), tmp_path / "run", tmp_path / "cache")
+        Trainer(
+            trainer.params,
+            TrainingData(trainer.dataset, *trainer.tokens.values()),
+            tmp_path / "run",
+            tmp_path / "cache",
+        )
     assert "code: " in str(caught.value) and "ffffffffffff... now" in str(caught.value)
 
 

@@ -22,7 +22,7 @@ from unidec.errors import DataError
 from unidec.evaluation.metrics import evaluate
 from unidec.model.search import exact_search
 from unidec.training import trainer as trainer_module
-from unidec.training.trainer import Trainer
+from unidec.training.trainer import Trainer, TrainingData
 
 Train = Callable[..., tuple[Trainer, list[dict[str, Any]]]]
 
@@ -42,7 +42,7 @@ def train(
             tokens.append(TokenCache.open(build_token_cache(dataset.text_batches(name), tiny_bert, 16, out, size)))
         params = tiny_params(**({"optim.epochs": 2, "pool.refresh": 1} | overrides))
         while True:
-            trainer = Trainer(params, dataset, tokens[0], tokens[1], tmp_path / "run", tmp_path / "cache")
+            trainer = Trainer(params, TrainingData(dataset, tokens[0], tokens[1]), tmp_path / "run", tmp_path / "cache")
             if trainer.finished:
                 break
             trainer.refresh()

@@ -65,14 +65,14 @@ def test_sizes_and_a_smaller_setting(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_real_one(tiny_dataset: Any, tiny_tokens: Any, tiny_params: Callable[..., Any], tmp_path: Path) -> None:
     """What this process may take is limited to what it holds after the first steps."""
-    from unidec.training.trainer import Trainer
+    from unidec.training.trainer import Trainer, TrainingData
 
     params = tiny_params(**{
         "device": "cuda", "encoder.kind": "transformer", "encoder.trainable_layers": -1, "run.checkpoint_steps": 2,
     })  # fmt: skip
 
     def open_run() -> Trainer:
-        return Trainer(params, tiny_dataset, *tiny_tokens.values(), tmp_path / "run", tmp_path / "cache")
+        return Trainer(params, TrainingData(tiny_dataset, *tiny_tokens.values()), tmp_path / "run", tmp_path / "cache")
 
     trainer = open_run()
     trainer.refresh()

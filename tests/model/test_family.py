@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from unidec.config import recipe_names
-from unidec.training.trainer import Trainer
+from unidec.training.trainer import Trainer, TrainingData
 
 TAU, DEXML_TAU = 1 / 18, 0.05
 
@@ -171,7 +171,7 @@ class Case:
         params = golden.small(recipe, transformer, folder, **{"model.dropout": 0.0})
         graph = golden.label_graph(params, dataset) if params.pool.gandalf else None
         torch.manual_seed(int(rng.integers(2**31)))
-        trainer = Trainer(params, dataset, *tokens.values(), folder / "run", folder / "cache", label_graph=graph)
+        trainer = Trainer(params, TrainingData(dataset, *tokens.values(), graph), folder / "run", folder / "cache")
         model = self.model = trainer.model.train()
         self.trainer, self.params = trainer, params
         for table in model.tables().values():

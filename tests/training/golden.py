@@ -29,7 +29,7 @@ from unidec.data.label_graph import soft_targets
 from unidec.data.raw import RawData
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.training import trainer as trainer_module
-from unidec.training.trainer import Trainer
+from unidec.training.trainer import Trainer, TrainingData
 
 FOLDER = Path(__file__).with_name("golden")
 KEPT = ("loss", "loss_de", "loss_clf", "grad_norm", "pool_size", "positives_per_query")
@@ -72,7 +72,7 @@ def first_steps(recipe: str, raw: RawData, transformer: Path, folder: Path) -> l
         while True:
             # opened again for each round, as the stages do
             trainer = Trainer(
-                params, dataset, tokens[0], tokens[1], folder / "run", folder / "cache", label_graph=graph
+                params, TrainingData(dataset, tokens[0], tokens[1], graph), folder / "run", folder / "cache"
             )
             if trainer.finished:
                 break

@@ -128,8 +128,8 @@ def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) ->
     """Clusters and hard negatives of the arrays in a folder."""
     import scipy.sparse as sp
 
+    from unidec.training import mining
     from unidec.training.clustering import balanced_clusters
-    from unidec.training.mining import mine_hard_negatives
 
     found: dict[str, Any] = {}
     data = np.load(folder / "vectors.npz")
@@ -147,9 +147,8 @@ def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) ->
         for block in (512, 16):
             labels = part_of(ranks, data[name])
             points = np.round(data["points"] * 4) if name == "tied" else data["points"]
-            mined = mine_hard_negatives(
-                points, data["rows"], labels, positive, filtered, 6, shape[0], block=block, ranks=ranks
-            )
+            mining.BLOCK = block
+            mined = mining.mine_hard_negatives(points, data["rows"], labels, positive, filtered, 6, ranks=ranks)
             found[f"{name} {block}"] = mined.shortlist
             found[f"{name} {block} report"] = np.array([v for k, v in mined.report.items() if k != "seconds"])
     return found
@@ -175,7 +174,7 @@ def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[s
         params = tiny_params(folder / "bert", **overrides)
         graph = load_label_graph(folder / "graph") if params.pool.gandalf else None
         trainer = module.Trainer(
-            params, dataset, *tokens, run_dir, folder / f"cache-{ranks.world}", label_graph=graph, ranks=ranks
+            params, module.TrainingData(dataset, *tokens, graph), run_dir, folder / f"cache-{ranks.world}", ranks=ranks
         )
         found[f"{case}: begins at"] = trainer.step
         ended = cut_off_at(trainer, until)

@@ -275,7 +275,9 @@ def test_the_peak_of_training_steps(name, data, live, tiny_params, tiny_distilbe
     if overrides.pop("distilbert", False):
         overrides["encoder.name"] = str(tiny_distilbert)
     params, (dataset, tokens) = tiny_params(**overrides), data
-    trainer = trainer_module.Trainer(params, dataset, *tokens, tmp_path / "run", tmp_path / "cache")
+    trainer = trainer_module.Trainer(
+        params, trainer_module.TrainingData(dataset, *tokens), tmp_path / "run", tmp_path / "cache"
+    )
     trainer.refresh()
     trainer.made = trainer_module.Refresh.load(trainer._refresh_folder(0), 0)
     trainer.model.train()

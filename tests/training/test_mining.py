@@ -9,6 +9,7 @@ import scipy.sparse as sp
 
 from unidec.errors import ConfigError, DataError
 from unidec.model import search
+from unidec.training import mining
 from unidec.training.mining import mine_hard_negatives
 
 
@@ -39,7 +40,6 @@ class World:
             sp.csr_matrix(self.positive.astype(np.float32)),
             sp.csr_matrix(self.filtered),
             num_negatives,
-            30,
             **options,
         )
 
@@ -50,9 +50,10 @@ class World:
 
 @pytest.mark.parametrize("block", [1, 5, 512])
 @pytest.mark.parametrize("num_negatives", [1, 4, 20, 33])
-def test_equals_a_loop(num_negatives, block, rng):
+def test_equals_a_loop(num_negatives, block, rng, monkeypatch):
+    monkeypatch.setattr(mining, "BLOCK", block)
     world = World(rng)
-    shortlist, report = world.mine(num_negatives, block=block)
+    shortlist, report = world.mine(num_negatives)
     assert shortlist.dtype == np.int32 and shortlist.shape == (30, num_negatives)
     expected = np.full((30, num_negatives), -1)
     scores, short = [], 0
@@ -96,12 +97,13 @@ def test_report_of_the_positives_ranks(rng):
     assert report["positive_first"] == pytest.approx(np.mean(np.array(ranks) == 1))
 
 
-def test_a_positive_beyond_the_candidates_counts_as_the_next_place():
+def test_a_positive_beyond_the_candidates_counts_as_the_next_place(monkeypatch):
+    monkeypatch.setattr(mining, "BLOCK", 1)
     label = np.array([[4.0], [3.0], [2.0], [1.0]], np.float32)
     relevance = sp.csr_matrix(np.array([[0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=np.float32))
     filter_pairs = sp.csr_matrix(np.array([[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], dtype=bool))
     query = np.ones((3, 1), np.float32)
-    shortlist, report = mine_hard_negatives(query, np.arange(3), label, relevance, filter_pairs, 1, 3, block=1)
+    shortlist, report = mine_hard_negatives(query, np.arange(3), label, relevance, filter_pairs, 1)
     assert shortlist.tolist() == [[1], [1], [0]]
     # Row 0 sees labels 0 (filtered), 1 and 2: its positive counts as third. Row 2 has none to rank.
     assert (report["positive_rank"], report["positive_first"], report["positive_found"]) == (2.0, 0.5, 0.5)

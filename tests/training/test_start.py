@@ -14,7 +14,7 @@ from unidec.data.storage import write_folder
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.training.start import document_frequency
-from unidec.training.trainer import Trainer
+from unidec.training.trainer import Trainer, TrainingData
 
 
 def train(trainer):
@@ -213,7 +213,7 @@ def test_gandalf_trains_on_any_graph_and_on_a_share_of_the_labels(
     train_rows = tiny_dataset.rows("train")
     graph = soft_targets(tiny_dataset.relevance[train_rows], **params.label_graph.model_dump())
     trainer = Trainer(
-        params, tiny_dataset, *tiny_tokens.values(), tmp_path / "run", tmp_path / "cache", label_graph=graph
+        params, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
     )
     chosen = np.flatnonzero(np.diff(graph.indptr))
     assert len(chosen) == tiny_dataset.num_labels // 2

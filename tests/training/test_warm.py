@@ -21,7 +21,7 @@ from unidec.model.encoder import TextEncoder
 from unidec.model.row_table import Placement
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.training import warm
-from unidec.training.trainer import Trainer
+from unidec.training.trainer import Trainer, TrainingData
 from unidec.training.warm import take_rows
 from unidec.training.warm_start import Start, warm_params
 
@@ -246,7 +246,7 @@ def go_on(open_trainer, new_data, tiny_params, tmp_path):
     def go_on(run, start, **overrides):
         dataset, tokens = new_data
         params = warm_params(tiny_params(**{"warm.epochs": 2, "warm.keep": 1.0, "pool.refresh": 1} | overrides))
-        return Trainer(params, dataset, *tokens, tmp_path / run, tmp_path / "cache", start=start)
+        return Trainer(params, TrainingData(dataset, *tokens), tmp_path / run, tmp_path / "cache", start=start)
 
     go_on.started = started
     return go_on

@@ -36,7 +36,7 @@ from unidec.training.checkpoint import newest_state, random_state, restore_rando
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import fit
 from unidec.training.identity import identity_sha256
-from unidec.training.trainer import Trainer
+from unidec.training.trainer import Trainer, TrainingData
 
 REFRESH, HISTORY, ROUNDS = "refresh.json", "history.jsonl", "rounds.jsonl"
 _AGAIN = "run the same command again to resume from the last checkpoint"
@@ -49,18 +49,13 @@ def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = 
     Where `launch` started this process, the one that called it did.
     """
     verify = ranks.is_first_here and LAUNCHER not in os.environ
-    return Trainer(
-        params,
+    data = TrainingData(
         paths.open_dataset(verify),
         paths.open_tokens("queries", verify),
         paths.open_tokens("labels", verify),
-        Path(run_dir),
-        paths.CACHE,
-        label_graph=paths.open_label_graph(params, verify),
-        accept=accept,
-        ranks=ranks,
-        start=open_start(),
+        paths.open_label_graph(params, verify),
     )
+    return Trainer(params, data, Path(run_dir), paths.CACHE, accept=accept, ranks=ranks, start=open_start())
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from unidec.model.search import query_block, score_tiles
 from unidec.progress import Progress, progress
 from unidec.training.distributed import ALONE, Ranks
 
+BLOCK = 512  # queries compared with all labels at a time
+
 
 class Shortlist(NamedTuple):
     """Mined labels by data set row, best first, int32 [rows of the data set, H], -1 where there is none; and a report.
@@ -47,8 +49,6 @@ def mine_hard_negatives(
     relevance: sp.csr_matrix,
     filter_pairs: sp.csr_matrix,
     num_negatives: int,
-    num_total_rows: int,
-    block: int = 512,
     device: str | torch.device | None = None,
     ranks: Ranks = ALONE,
 ) -> Shortlist:
@@ -63,8 +63,6 @@ def mine_hard_negatives(
         relevance: csr [data set rows, L].
         filter_pairs: csr [data set rows, L].
         num_negatives: H, places of a shortlist.
-        num_total_rows: rows of the data set.
-        block: queries at a time.
         device: of the exact search; None: where the vectors are.
         ranks: processes that share the work; each has all queries, and gets the whole shortlist.
 
@@ -78,12 +76,12 @@ def mine_hard_negatives(
     begin_time = time.perf_counter()
     query_rows_N = np.asarray(query_rows_N, dtype=np.int64)
     first, last = ranks.part(relevance.shape[1])
-    _check(query_ND, query_rows_N, label_LD, last - first, relevance, filter_pairs, num_negatives, num_total_rows)
-    shortlist = np.full((num_total_rows, num_negatives), -1, dtype=np.int32)
+    _check(query_ND, query_rows_N, label_LD, last - first, relevance, filter_pairs, num_negatives)
+    shortlist = np.full((relevance.shape[0], num_negatives), -1, dtype=np.int32)
     totals, mined = _Totals(), [np.empty(0, dtype=np.int64)]
     width_N = np.diff(relevance.indptr)[query_rows_N] + np.diff(filter_pairs.indptr)[query_rows_N] + num_negatives
     # the same blocks on every rank: those of the largest part
-    block = query_block(max(ranks.sizes(relevance.shape[1])), block)
+    block = query_block(max(ranks.sizes(relevance.shape[1])), BLOCK)
     found = _merged(_exact_blocks(query_ND, label_LD, width_N, block, device), width_N, first, ranks)
     bar: Progress[int] = progress(total=len(query_rows_N), desc="mine hard negatives", unit="query")
     with bar:
@@ -157,20 +155,18 @@ def _check(
     relevance: sp.csr_matrix,
     filter_pairs: sp.csr_matrix,
     num_negatives: int,
-    num_total_rows: int,
 ) -> None:
     if num_negatives < 1:
         raise ConfigError("mining needs at least one negative", where="pool.eta", got=num_negatives, expected=">= 1")
     if label_LD.shape[0] != num_own_labels:
         raise DataError("relevance and the vectors differ in size", got=label_LD.shape, expected=num_own_labels)
-    shape = (num_total_rows, relevance.shape[1])
-    for name, matrix in (("relevance", relevance), ("filter pairs", filter_pairs)):
-        if matrix.shape != shape:
-            raise DataError(f"{name} and the vectors differ in size", got=matrix.shape, expected=shape)
+    if filter_pairs.shape != relevance.shape:
+        raise DataError("relevance and filter pairs differ in size", got=filter_pairs.shape, expected=relevance.shape)
     if len(query_rows_N) != query_ND.shape[0]:
         raise DataError("query rows and query vectors differ in number", got=len(query_rows_N), expected=len(query_ND))
-    if len(query_rows_N) and not (query_rows_N.min() >= 0 and query_rows_N.max() < num_total_rows):
-        raise DataError("a query row is outside the data set", got=int(query_rows_N.max()), expected=num_total_rows - 1)
+    if len(query_rows_N) and not (query_rows_N.min() >= 0 and query_rows_N.max() < relevance.shape[0]):
+        expected = f"0 to {relevance.shape[0] - 1}"
+        raise DataError("a query row is outside the data set", got=int(query_rows_N.max()), expected=expected)
 
 
 def _exact_blocks(

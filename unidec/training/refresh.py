@@ -172,7 +172,7 @@ def make_refresh(
         report["encode_labels_seconds"] = time.perf_counter() - begin
         mined = mine_hard_negatives(
             clusters.query_ND, rows, label_LD, sampler.relevance, sampler.filter_pairs,
-            params.pool.eta * params.pool.refresh, sampler.num_queries, device=device, ranks=ranks,
+            params.pool.eta * params.pool.refresh, device=device, ranks=ranks,
         )  # fmt: skip
         negatives = mined.shortlist
         report |= {f"mine_{key}": value for key, value in mined.report.items()}

@@ -90,7 +90,7 @@ class _Runner:
 
     def step_seconds(self, part: int, steps: int) -> float:
         """Of one step at a part of the batch's size."""
-        from unidec.training.trainer import Trainer
+        from unidec.training.trainer import Trainer, TrainingData
 
         queries, labels = max(1, self.batch.queries // part), max(1, self.batch.labels // part)
         pool = self.params.pool
@@ -117,9 +117,8 @@ class _Runner:
             self.folder / f"data-{part}", queries * steps, num_labels, self.sizes, params, self.shape
         )
         with _quiet(), _zero_caches():
-            trainer = Trainer(
-                params, dataset, tokens[0], tokens[1], self.folder / f"run-{part}", self.folder / "cache"
-            )  # fmt: skip
+            data = TrainingData(dataset, tokens[0], tokens[1])
+            trainer = Trainer(params, data, self.folder / f"run-{part}", self.folder / "cache")
             vars(trainer)["save"] = lambda: None  # a step is timed, not a disk
             _round_seconds(trainer)  # the first steps allocate
             return _round_seconds(trainer) / steps

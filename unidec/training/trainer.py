@@ -13,6 +13,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,16 +52,30 @@ from unidec.training.warm_start import Start
 LOG_EVERY = 10  # steps between two lines of history; each step waits for the device once, for its check of finiteness
 
 
+@dataclass(frozen=True)
+class TrainingData:
+    """What a training reads.
+
+    Attributes:
+        dataset: queries, labels and relevance.
+        query_tokens, label_tokens: token caches in the data set's order.
+        label_graph: csr [L, L], soft targets of Gandalf; only needed with `pool.gandalf`.
+    """
+
+    dataset: XMCDataset
+    query_tokens: TokenCache
+    label_tokens: TokenCache
+    label_graph: sp.csr_matrix | None = None
+
+
 class Trainer:
     """One training run in one folder; open it again and it goes on from its newest checkpoint, also inside a round.
 
     Args:
         params: all parameters.
-        dataset: queries, labels and relevance.
-        query_tokens, label_tokens: token caches in the data set's order.
+        data: what is trained on.
         run_dir: the run's folder.
         cache_dir: where a frozen transformer's outputs are kept between runs.
-        label_graph: csr [L, L], soft targets of Gandalf; only needed with `pool.gandalf`.
         accept: keys of the run's identity (`unidec.training.identity`) that may differ from the checkpoint's.
         ranks: the processes that train together.
         start: the model that training goes on from, in place of a new one.
@@ -78,19 +93,17 @@ class Trainer:
     def __init__(
         self,
         params: Params,
-        dataset: XMCDataset,
-        query_tokens: TokenCache,
-        label_tokens: TokenCache,
+        data: TrainingData,
         run_dir: Path,
         cache_dir: Path,
         *,
-        label_graph: sp.csr_matrix | None = None,
         accept: Collection[str] = (),
         ranks: Ranks = ALONE,
         start: Start | None = None,
     ):
+        dataset, label_graph = data.dataset, data.label_graph
         self.params, self.dataset, self.run_dir, self.ranks, self.start = params, dataset, run_dir, ranks, start
-        self.tokens = {"queries": query_tokens, "labels": label_tokens}
+        self.tokens = {"queries": data.query_tokens, "labels": data.label_tokens}
         self.device = choose_device(params.device)
         self.amp = autocast_type(params.optim.precision, self.device)
         torch.manual_seed(params.seed)
@@ -99,7 +112,7 @@ class Trainer:
         scratch = run_dir / "table" / f"rank-{ranks.rank}"
         place = Placement(params.run.table_place, scratch, begin, end - begin, self.device)
         self.model = UniDEC.create(
-            params.encoder, params.model, dataset.num_labels, folder, query_tokens.vocab_size, params.model_dump(),
+            params.encoder, params.model, dataset.num_labels, folder, data.query_tokens.vocab_size, params.model_dump(),
             placement=place,
         ).to(self.device)  # fmt: skip
         self.model.encoder.recompute = params.run.recompute
