@@ -22,7 +22,7 @@ def tiny(helper):
 
 
 def slow_scores(parts: dict, weight: float, normalize: bool, head: str, de_D: np.ndarray, clf_D: np.ndarray):
-    """The score of every label for one query, by the words of docs/bundle.md: label by label."""
+    """The score of every label for one query, by the words of docs/bundles.md: label by label."""
     scores = []
     for row in range(12):
         de = 0.0 if parts["de_LD"] is None else float(de_D @ parts["de_LD"][row])
