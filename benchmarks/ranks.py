@@ -90,7 +90,7 @@ def one_rank(system: str, steps: int, folder: Path) -> dict[str, Any]:
 
 
 def predicted(ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """Bytes that the first rank receives a step, by the formula of docs/distributed.md."""
+    """Bytes that the first rank receives a step, by the formula of results/ranks.md."""
     world, first = len(ranks), ranks[0]
     share, steps = (world - 1) / world, len(first["sizes"])
     total = dict.fromkeys(("embeddings", "gradients", "rows"), 0.0)

@@ -48,7 +48,7 @@ def predict(
         k: labels for each query.
         column: of the queries, if not `query` or `text`.
         shards: how many; default: one for each 65,536 queries.
-        runner: processes, threads, dask, ray, dask://host:port or ray://host:port; see docs/shards.md.
+        runner: processes, threads, dask, ray, dask://host:port or ray://host:port; see docs/scale.md.
         device: "cpu", "cuda" or "auto": where workers run the model.
         runtime: "torch", "auto", "onnx" or "onnx-int8": what encodes the queries.
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "  python -m flows.predict --input q.csv.gz --output p.parquet -k 10 --shards 64 --runner processes:8\n"
         "  python -m flows.predict --input q.parquet --output p.parquet --bundle models:/unidec@champion "
         "--runner dask://scheduler:8786\n"
-        "stopped or killed, the same command resumes with the missing shards; see docs/shards.md\n",
+        "stopped or killed, the same command resumes with the missing shards; see docs/scale.md\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--input", required=True, metavar="FILE", help=".csv, .tsv, .jsonl (also .gz) or .parquet")

@@ -205,8 +205,8 @@ def test_groups_of_labels_that_the_test_does_not_have_are_left_out():
 
 
 def test_the_program_in_the_documentation_runs(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    page = (Path(__file__).parents[2] / "docs" / "reports.md").read_text(encoding="utf-8")
+    (program,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "write_comparison" in block]
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60)
     assert "45.10" in (tmp_path / "comparison.html").read_text(encoding="utf-8")
 

@@ -252,7 +252,7 @@ def test_bytes_of_a_row_are_those_of_the_tensors(rng):
             assert bytes_per_row(name, kind, WIDTH) == measured
 
 
-# -- lazy rows: what docs/tables.md says -------------------------------------------------------------------------------
+# -- lazy rows: what benchmarks/results/classifier-rows.md says --------------------------------------------------------
 
 
 @pytest.mark.parametrize("gap", [7, 1000])

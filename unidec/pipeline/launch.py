@@ -146,7 +146,7 @@ def _check_devices(params: Params) -> None:
             raise ConfigError(
                 "more devices than this machine has", where="run.devices", got=params.run.devices,
                 expected=f"at most {torch.cuda.device_count()}",
-                fix="fewer, or torchrun on several machines: docs/distributed.md",
+                fix="fewer, or torchrun on several machines: docs/scale.md",
             )  # fmt: skip
 
 

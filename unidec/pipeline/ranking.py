@@ -33,7 +33,7 @@ CLF_WEIGHTS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
 QUERIES_AT_ONCE = 4096  # a multiple of faiss's own blocks; the votes of a query take some kilobytes
 KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)
 NeighboursBy = Literal["model", "words"]
-VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "square"}  # measured: docs/third-score.md
+VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "square"}  # measured: benchmarks/results/votes.md
 TUNED_ON = "nDCG@5"
 MAX_TURNS = 3  # of tuning one weight after the other: the second changes little
 

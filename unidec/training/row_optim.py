@@ -4,8 +4,8 @@ Legend: R rows of a table, U rows used in a step, D width.
 
 Rows that a step does not use are not touched: their moments do not decay and no weight decay reaches them, and a row
 that returns after k steps continues with the state it had (`torch.optim.SparseAdam` does the same). That costs U x D
-instead of R x D a step in time and traffic, which is what lets a table outgrow the batch. `docs/tables.md` says what
-it means for training.
+instead of R x D a step in time and traffic, which is what lets a table outgrow the batch. What it means for training:
+benchmarks/results/classifier-rows.md.
 
 Each computes in float32. A table in bfloat16 is written with stochastic rounding: to nearest, an update smaller than
 half a unit of bfloat16's 8 bits would be lost each time; rounded up with the right probability it counts on average.
