@@ -115,7 +115,7 @@ def test_from_a_clean_clone_to_a_served_champion(tmp_path: Path) -> None:
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
-    assert run(f"{UNIDEC}doctor").startswith("healthy")
+    assert run(f"{UNIDEC}runs doctor").startswith("healthy")
 
 
 def use_this_environment(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""A real Prefect server and worker on this machine, started by the commands of docs/operations.md, for tests.
+"""A real Prefect server and worker on this machine, started by the commands of docs/retraining.md, for tests.
 
 Every process that is started here, and every one that these start, is gone when the block ends.
 """

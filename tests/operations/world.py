@@ -62,7 +62,7 @@ class World:
     # -- states of the world --------------------------------------------------------------------------------------
 
     def up(self) -> Self:
-        """Server, deployments and a worker, as docs/operations.md starts them; what is there already stays."""
+        """Server, deployments and a worker, as docs/retraining.md starts them; what is there already stays."""
         if self.server.server is None:
             begun = (self.server.home / "server.log").exists()
             self.server.start()

@@ -16,7 +16,7 @@ Head = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--output", metavar="FOLDER", help="a new folder, or that of an earlier export")]
 export_app = typer.Typer(
-    help="Write a bundle's parts for other programs: label vectors, the query encoder (docs/exports.md).",
+    help="Write a bundle's parts for other programs: label vectors, the query encoder (docs/bundles.md).",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

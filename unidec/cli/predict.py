@@ -19,7 +19,7 @@ Runtime = Annotated[
     Literal["torch", "auto", "onnx", "onnx-int8"] | None,
     typer.Option(
         "--runtime",
-        help="what encodes the texts; auto: the fastest that keeps quality (docs/query-path.md). Default: torch for "
+        help="what encodes the texts; auto: the fastest that keeps quality (docs/serving.md). Default: torch for "
         "--input, onnx for texts on the command line (torch where onnxruntime cannot run the model)",
     ),
 ]

@@ -448,7 +448,7 @@ def estimated_rows(
     with h the mean length of the trained rows, 1 at most. Nearest is the largest inner product of dual-encoder vectors;
     without a dual encoder, the largest classifier score of the text. The text alone finds new labels well but pushes
     others out: it has not learnt which queries to stay away from, the neighbours' rows have. The last term only where
-    scores are cosines, which ignore a row's length. docs/label-refresh.md has the measurements.
+    scores are cosines, which ignore a row's length. Measurements: benchmarks/results/label-changes.md.
 
     Args:
         vectors: a bundle's arrays: "clf" [K, D], "de" [K, D] and "bias" [K] where it has them; may be memory maps.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Runtime = Literal["auto", "torch", "onnx", "onnx-int8"]
 AUTO: Runtime = "onnx-int8"
-CHUNK_TEXTS = 8  # texts that go through a transformer together: measured, docs/query-path.md
+CHUNK_TEXTS = 8  # texts that go through a transformer together: measured: benchmarks/results/query-path.md
 Floats = npt.NDArray[np.float32]
 Part = Callable[[Tokens], Floats]
 log = logging.getLogger(__name__)
