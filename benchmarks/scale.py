@@ -288,7 +288,7 @@ def measure_gpu(options: argparse.Namespace) -> None:
     if not options.dry and not torch.cuda.is_available():
         raise SystemExit(
             "no CUDA device here, so there is nothing to measure; `gpu --dry` runs the same code small on the CPU, "
-            "results/scale.md has the arithmetic"
+            "benchmarks/results/scale.md has the arithmetic"
         )
     name = "scale_gpu_dry.json" if options.dry else "scale_gpu.json"
     results = Results(options.output / name, options.again)
