@@ -16,7 +16,7 @@ from unidec.data.dataset import XMCDataset
 from unidec.errors import DataError
 
 
-class UniDECClassifier(BaseEstimator):  # type: ignore[misc]
+class UniDECClassifier(BaseEstimator):
     """Multi-label classification of texts into labels that have texts.
 
     Args:
@@ -90,7 +90,7 @@ class UniDECClassifier(BaseEstimator):  # type: ignore[misc]
         dataset = XMCDataset.open(self.model_.folder.parents[1] / "data" / "dataset", verify=False)
         held_out = dataset.rows("validation")
         rows = held_out if len(held_out) else np.arange(len(texts))
-        scores = self.decision_function([texts[row] for row in rows]).tocoo()
+        scores = self.decision_function([texts[row] for row in rows.tolist()]).tocoo()
         relevant = np.asarray(truth[rows].astype(bool)[scores.row, scores.col]).ravel()
         self._scale, self._shift = 1.0, 0.0
         if relevant.any() and not relevant.all():

@@ -186,7 +186,8 @@ def drift(
         DataError, ArtifactError: something that is neither, or that cannot be read.
     """
     reference = _first_side(params, first)
-    old, labels = reference.figures, ({}, {})
+    old = reference.figures
+    labels: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     facts: dict[str, Any] = {"earlier": str(first), "later": str(second), "earlier data": _brief(old)}
     if (Path(second) / MANIFEST).is_file():
         new = reference.profile(XMCDataset.open(second))

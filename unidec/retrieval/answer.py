@@ -177,8 +177,9 @@ class Answerer:
         votes_BA = np.zeros_like(heads_BA) if votes_BL is None else votes_BL[:, rows_A].toarray()
         query_P, label_P = np.repeat(np.arange(len(asked)), len(rows_A)), np.tile(rows_A, len(asked))
         kept_P = ~np.isin(query_P * bundle.num_labels + label_P, excluded)
-        parts = (part[kept_P] for part in (query_P, label_P, heads_BA.ravel(), votes_BA.ravel()))
-        found = Candidates(*parts, len(asked)).top(0.0 if info.knn is None else info.knn.weight, k)
+        heads_P, votes_P = heads_BA.ravel()[kept_P], votes_BA.ravel()[kept_P]
+        candidates = Candidates(query_P[kept_P], label_P[kept_P], heads_P, votes_P, len(asked))
+        found = candidates.top(0.0 if info.knn is None else info.knn.weight, k)
         return found if votes_BL is not None else replace(found, votes=None)
 
     def _rows(self, uids: Sequence[str]) -> tuple[list[int], int]:

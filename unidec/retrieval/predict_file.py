@@ -245,7 +245,7 @@ def _merge_vectors(work: Work, shards: Sequence[Path], target: Path) -> None:
             with open(out.path / name, "wb") as file:
                 np.lib.format.write_array_header_1_0(file, header)
                 for array in arrays:
-                    file.write(memoryview(array).cast("B"))
+                    array.tofile(file)
 
 
 def _opened_bundle(settings: Mapping[str, Any]) -> Bundle:

@@ -77,7 +77,7 @@ class Metrics:
 
     def watch(self, current: Callable[[], Iterable[Any]]) -> None:
         """Add metric families that are read when a scraper asks."""
-        self.registry.register(_Live(current))  # type: ignore[arg-type]
+        self.registry.register(_Live(current))
 
     def page(self) -> bytes:
         """The text that Prometheus reads."""
