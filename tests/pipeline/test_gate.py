@@ -49,7 +49,7 @@ def played(monkeypatch):
     times = dict.fromkeys(("load_seconds", "load_cpu_seconds", "p50_ms"), 1.0)
     times |= {"p95_ms": 2.0, "p95_cpu_ms": 2.0, "peak_megabytes": 100.0}
 
-    def probe(path, texts, k, timeout):
+    def probe(path, texts, k, timeout, **_options):
         bundle = Bundle.load(path)
         size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file()) / 1e6
         mine = {name: v.get(bundle.sha256, 2.0) if isinstance(v, dict) else v for name, v in times.items()}
@@ -298,10 +298,10 @@ def test_a_clock_that_was_disturbed_once_is_asked_again(world, played, monkeypat
     version = world.version(world.bundle("same", labels=[*range(60), 70]))
     probe, calls = servable.probe_bundle, []
 
-    def disturbed(path, *args):
+    def disturbed(path, *args, **options):
         calls.append(path)
         played["p95_cpu_ms"] = {world.tags(version)["bundle.sha256"]: 50.0 if len(calls) < 3 else 2.0}
-        return probe(path, *args)
+        return probe(path, *args, **options)
 
     monkeypatch.setattr(servable, "probe_bundle", disturbed)
     result = pipeline.gate(world.params())

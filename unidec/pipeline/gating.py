@@ -225,7 +225,7 @@ def _judged(
     except ArtifactError as error:
         return [*checks, Check("loads", False, None, None, str(error).replace("\n", " "))], {}
     texts = probe_texts(dataset, bundle, rules.probes)
-    found, probes = servability(path, champion_path, bundle, texts, rules)
+    found, probes = servability(path, champion_path, texts, rules)
     about: dict[str, Any] = {"probes": {who: probe.figures() for who, probe in probes.items()}}
     checks += found
     if not probes or champion_path is None:

@@ -1,4 +1,4 @@
-"""Can a bundle be served? Checks on what a fresh process says of it, beside what it says of the champion."""
+"""Can a bundle be served? It is asked in a fresh process, by the runtime that serves; so is the champion."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from unidec.evaluation.challenge import Check
 from unidec.pipeline.champion_evaluation import own_texts
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.probe import Probe, answers, num_different, probe_bundle
+from unidec.retrieval.query_encoder import Runtime, open_encoder
 from unidec.sections import Gate
 
 PROBE_K = 10
+RUNTIME: Runtime = "auto"  # as `unidec serve` encodes queries
 _SPLITS: tuple[Split, ...] = ("test", "validation", "train")
 _AGAIN = 3  # times both are measured, in turn, while a time speaks against the challenger
 _PATIENCE = 600.0  # seconds until a fresh process counts as hung
@@ -29,24 +31,27 @@ def probe_texts(dataset: XMCDataset, bundle: Bundle, num: int) -> list[str]:
 
 
 def servability(
-    challenger: Path, champion: Path | None, bundle: Bundle, texts: Sequence[str], rules: Gate
+    challenger: Path, champion: Path | None, texts: Sequence[str], rules: Gate
 ) -> tuple[list[Check], dict[str, Probe]]:
-    """The checks, and what the fresh processes said of "challenger" and "champion" (who is missing did not answer).
+    """The checks, and what fresh processes report of "challenger" and "champion", where they answered.
 
     Args:
         challenger, champion: folders of the bundles; None: there is no champion yet.
-        bundle: the challenger, loaded in this process.
         texts: probe queries.
     """
     timeout = max(_PATIENCE, 2 * rules.max_load_seconds) + len(texts)
+
+    def probed(folder: Path) -> Probe:
+        return probe_bundle(folder, texts, PROBE_K, timeout, runtime=RUNTIME, threads=1)
+
     probes: dict[str, Probe] = {}
     try:
-        probes["challenger"] = probe_bundle(challenger, texts, PROBE_K, timeout)
+        probes["challenger"] = probed(challenger)
     except ArtifactError as error:
         return [Check("loads", False, None, None, str(error).replace("\n", " "))], {}
     if champion is not None:
         try:
-            probes["champion"] = probe_bundle(champion, texts, PROBE_K, timeout)
+            probes["champion"] = probed(champion)
         except ArtifactError:
             champion = None  # it cannot be served either: nothing to be slower or larger than
     checks = figures(probes["challenger"], probes.get("champion"), rules)
@@ -56,14 +61,15 @@ def servability(
             break
         with contextlib.suppress(ArtifactError):  # it answered before
             for name, before in probes.items():
-                probes[name] = _faster(before, probe_bundle(Path(str(folders[name])), texts, PROBE_K, timeout))
+                probes[name] = _faster(before, probed(Path(str(folders[name]))))
         checks = figures(probes["challenger"], probes.get("champion"), rules)
-    probe = probes["challenger"]
-    different = num_different(probe, *answers(bundle, texts, PROBE_K))
+    probe, here = probes["challenger"], Bundle.load(challenger, lazy=True)
+    here.encoder = open_encoder(here, RUNTIME, 1)
+    different = num_different(probe, *answers(here, texts, PROBE_K))
     words = f"{len(texts) - different} of {len(texts)} probe queries get the same answer there as here"
     return [
         Check("loads", True, None, None, "a fresh process loads it, every hash agrees"),
-        Check("answers", different == 0 and probe.sha256 == bundle.sha256, float(different), 0.0, words),
+        Check("answers", different == 0 and probe.sha256 == here.sha256, float(different), 0.0, words),
         *checks,
     ], probes
 
