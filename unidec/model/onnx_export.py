@@ -8,7 +8,6 @@ Legend: B texts, T tokens of the longest text, D width of the transformer, I inp
 from __future__ import annotations
 
 import logging
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -84,14 +84,11 @@ def write_graphs(model: UniDEC, folder: Path, texts: Sequence[str]) -> list[str]
         if size > MAX_BYTES:
             raise ValueError(f"{size} bytes of weights, one file holds {MAX_BYTES}")
         module = TransformerGraph(model.encoder).eval()
-        inputs = _inputs(model, texts)
-        export_graph(module, folder / GRAPH, ["vectors"])
-        _check(module, folder / GRAPH, model)
+        inputs, expected = _inputs(model, texts), _vectors(module, model)
         _smooth(module, inputs)
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            smooth = Path(temporary) / GRAPH
-            export_graph(module, smooth, ["vectors"])
-            _quantise(smooth, folder / INT8_GRAPH, inputs)
+        export_graph(module, folder / GRAPH, ["vectors"])
+        _check(folder / GRAPH, model, expected)
+        _quantise(folder / GRAPH, folder / INT8_GRAPH, inputs)
     except (ImportError, RuntimeError, ValueError, TypeError, LookupError) as error:
         for name in (GRAPH, INT8_GRAPH):
             (folder / name).unlink(missing_ok=True)
@@ -108,23 +105,30 @@ def _inputs(model: UniDEC, texts: Sequence[str]) -> list[Inputs]:
     return [{"input_ids": ids, "attention_mask": mask.astype(np.int64)} for ids, mask in batches]
 
 
-def _check(module: TransformerGraph, path: Path, model: UniDEC) -> None:
-    """The graph computes what the module does, also for other shapes than it was traced with.
+def _odd_shapes(model: UniDEC) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Ids and mask of shapes that the graph was not traced with: the longest text, one token, something between."""
+    lengths_B = np.array([model.max_length, 1, max(1, model.max_length // 2)])
+    mask_BT = (np.arange(model.max_length) < lengths_B[:, None]).astype(np.int64)
+    num_tokens = TransformerGraph(model.encoder).transformer.config.vocab_size
+    some_BT = np.arange(mask_BT.size).reshape(mask_BT.shape) % num_tokens
+    return np.where(mask_BT, some_BT, 0), mask_BT
+
+
+def _vectors(module: TransformerGraph, model: UniDEC) -> npt.NDArray[np.float32]:
+    with torch.no_grad():
+        return module(*map(torch.from_numpy, _odd_shapes(model))).numpy()
+
+
+def _check(path: Path, model: UniDEC, expected: npt.NDArray[np.float32]) -> None:
+    """The graph computes what the model does.
 
     Raises:
         ValueError: it does not.
     """
     import onnxruntime  # type: ignore[import-untyped]
 
-    lengths_B = np.array([model.max_length, 1, max(1, model.max_length // 2)])
-    mask_BT = (np.arange(model.max_length) < lengths_B[:, None]).astype(np.int64)
-    num_tokens = module.transformer.config.vocab_size
-    some_BT = np.arange(mask_BT.size).reshape(mask_BT.shape) % num_tokens
-    ids_BT = np.where(mask_BT, some_BT, 0)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    (got,) = session.run(None, {"input_ids": ids_BT, "attention_mask": mask_BT})
-    with torch.no_grad():
-        expected = module(torch.from_numpy(ids_BT), torch.from_numpy(mask_BT)).numpy()
+    (got,) = session.run(None, dict(zip(("input_ids", "attention_mask"), _odd_shapes(model), strict=True)))
     if not np.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
         raise ValueError(f"the exported graph differs from the model by {np.abs(got - expected).max():.2g}")
 
