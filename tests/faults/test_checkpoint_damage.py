@@ -76,7 +76,9 @@ def test_all_are_checked_before_one_is_opened(memory_folder: Path, opened: list[
 def test_a_sealed_file_that_is_no_tensors_is_refused_too(memory_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest fits, the contents do not: as of somebody who made it up."""
     save(memory_folder, 10)
-    header = tensor_file._header({"x": torch.zeros(4)}, {"ranges": "{}"})
+    whole = memory_folder / "whole.safetensors"
+    tensor_file.write_tensors(whole, {"x": torch.zeros(4)}, {"ranges": "{}"})
+    header = whole.read_bytes()[:-16]  # without the four values
     for content in (b"\x80\x04pickle", b"\xff" * 64, header, header + b"\0" * 3, header + b"\0" * 99):
         with monkeypatch.context() as patch:
             patch.setattr(

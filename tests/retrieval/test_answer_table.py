@@ -56,16 +56,17 @@ def test_a_row_for_each_label_of_each_query(rng, tmp_path, monkeypatch, told) ->
 def test_it_is_the_bundles_own_table(rng, tmp_path) -> None:
     write_tiny_bundle(tmp_path / "b", rng, vote="softmax")
     frame = pd.DataFrame({"text": TEXTS})
-    got, expected = TableAnswerer.open(tmp_path / "b").predict(frame), Bundle.load(tmp_path / "b").predict_frame(frame)
+    answers = TableAnswerer.open(tmp_path / "b", "torch")
+    got, expected = answers.predict(frame), Bundle.load(tmp_path / "b").predict_frame(frame)
     columns = ["query", "rank", "label", "title"]
     assert got[columns].values.tolist() == expected[columns].values.tolist() and len(got) == 25
     np.testing.assert_allclose(got["score"], expected["score"], rtol=1e-5)
-    assert len(TableAnswerer.open(tmp_path / "b").predict(frame, allow=[], k=12)) == 5 * len(UIDS)  # empty: all
+    assert len(answers.predict(frame, allow=[], k=12)) == 5 * len(UIDS)  # empty: all
 
 
 def test_no_queries_and_what_is_no_query(rng, tmp_path) -> None:
     write_tiny_bundle(tmp_path / "b", rng)
-    answers = TableAnswerer.open(tmp_path / "b")
+    answers = TableAnswerer.open(tmp_path / "b", "torch")
     empty = answers.predict(pd.DataFrame({"query": []}))
     assert len(empty) == 0 and empty["rank"].dtype == np.int64
     with pytest.raises(DataError, match="query 1"):

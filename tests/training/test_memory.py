@@ -602,7 +602,7 @@ from unidec.training.memory.machine import host_peak
 from unidec.training.memory.estimate import estimate
 from unidec.training.memory.sizes import EncoderShape, Sizes
 from unidec.training.step_timing import _data
-from unidec.training.trainer import Trainer
+from unidec.training.trainer import Trainer, TrainingData
 
 root, bert = Path(sys.argv[1]), sys.argv[2]
 params = Params.model_validate({
@@ -614,7 +614,7 @@ shape, sizes = EncoderShape.of(bert), Sizes.given(80_000, 1_000, 8, vocab_size=5
 dataset, tokens = _data(root, 1_000, 80_000, sizes, params, shape)
 sizes = Sizes.of(dataset, *tokens)
 base = process_bytes()
-trainer = Trainer(params, dataset, *tokens, root / "run", root / "cache")
+trainer = Trainer(params, TrainingData(dataset, *tokens), root / "run", root / "cache")
 trainer.refresh()
 trainer.train_round()
 plan = estimate(params, sizes, shape, cuda=False, half=False, process=base)

@@ -130,5 +130,6 @@ def _track(params: Params, dataset: XMCDataset, result: dict[str, Any]) -> None:
         "start": f"version {start.version} of {start.model}" if start.warm else "from nothing",
     }  # fmt: skip
     tracker.set_tags({"mlflow.note.content": description(result, facts)})
-    tracker.log_files([paths.REPORT, paths.METRICS, paths.PLOTS])
+    tracker.log_files([paths.REPORT, paths.METRICS])
+    tracker.log_files([paths.PLOTS], "plots")
     tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results and Data Docs
