@@ -18,7 +18,7 @@ from unidec.tracking.store import project_folder
 _CHECKOUT = Path(__file__).resolve().parents[1]  # of an installed package: no project
 _FOLDER = _CHECKOUT if (_CHECKOUT / "prefect.toml").is_file() and project_folder() == Path() else project_folder()
 
-# the same as prefect.toml says, for runs that start in another folder
+# the same as in prefect.toml, for runs that start in another folder
 _DEFAULTS = {
     "PREFECT_HOME": str(_FOLDER.resolve() / ".prefect"),
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

@@ -131,8 +131,9 @@ def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[st
         try:
             for step in todo:
                 environment = shared | {RUN_TAGS: json.dumps(tags | {"mlflow.runName": step.name})}
-                told = {"name": step.name, "step": step, "children": children, "environment": environment}
-                futures[step.name] = pool.submit(make, told, wait_for=[futures[n] for n in step.needs if n in futures])
+                inputs = {"name": step.name, "step": step, "children": children, "environment": environment}
+                before = [futures[name] for name in step.needs if name in futures]
+                futures[step.name] = pool.submit(make, inputs, wait_for=before)
             for _ in as_completed(list(futures.values())):
                 bar.update(1)
         except BaseException:
@@ -157,11 +158,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", help="of the workspace, instead of runs/compare/<name>")
     parser.add_argument("--accept", choices=["code"], help="results by other versions of the code are taken as done")
     parser.add_argument("--metrics", metavar="FILE", help="write the figures of the last run asked for as JSON")
-    told = parser.parse_args(arguments)
-    overrides = parse_overrides(told.set) or None
+    options = parser.parse_args(arguments)
+    overrides = parse_overrides(options.set) or None
 
     return lifecycle.on_command_line(
-        lambda: compare(told.file, told.only, overrides, told.jobs, told.folder, bool(told.accept), told.metrics),
+        lambda: compare(
+            options.file, options.only, overrides, options.jobs, options.folder, bool(options.accept), options.metrics
+        ),
         STOPPED,
         lambda done: f"report: {done['report']}",
     )

@@ -17,7 +17,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     Args:
         params: all parameters.
         version: of the registered model.
-        promote: None: as `retrain.promote` says.
+        promote: None: `retrain.promote` decides.
         always: False: what was judged against the present champion before is not judged again.
 
     Returns:
@@ -67,7 +67,7 @@ def _refused(params: Params, version: Any, verdict: dict[str, Any], words: str, 
 
 
 def share(params: Params, version: Any, done: dict[str, Any]) -> dict[str, Any]:
-    """`dvc push`, and the commit in git, as section `retrain` asks; what fails is said, and stops nothing."""
+    """`dvc push`, and the commit in git, as section `retrain` asks; a failure is logged, and stops nothing."""
     shared: dict[str, Any] = {}
     verdict = "champion" if "promoted" in done else "refused" if "refused" in done else "registered"
     extra = [str(source.dvc_file(params.source))] if params.source.kind == "dvc" else []

@@ -133,7 +133,7 @@ def on_command_line(
 ) -> int:
     """Run a flow as a program does: errors in one line, an exit code, Ctrl-C and SIGTERM leave cleanly.
 
-    A run that the gate leaves without a champion ends with exit code 6 and a last line that says how to change it.
+    A run that the gate leaves without a champion ends with exit code 6; its last line has the command to run.
 
     Args:
         run: calls the flow.

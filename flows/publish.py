@@ -24,7 +24,7 @@ _SECONDS = 60  # for a git command
 
 
 class GitRefusal(UnidecError):
-    """Git is in a state in which nothing can be committed safely; or it said no."""
+    """Git is in a state in which nothing can be committed safely; or git refused."""
 
 
 # -- git --------------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
     Author and committer are git's own settings. Where nothing changed there is no commit.
 
     Args:
-        params: section `retrain` says how.
+        params: section `retrain` is used.
         version: of the registered model.
         verdict: in words, for the message.
         extra: further files, such as the .dvc file of the source.

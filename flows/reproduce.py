@@ -54,7 +54,7 @@ def reproduce(stages: Sequence[str], say: Callable[[str], None] = print) -> None
     """`dvc repro <stages>`; the error of a stage that fails is raised here.
 
     Raises:
-        UnidecError: of the kind that the stage's exit code stands for, with the stage's message.
+        UnidecError: of the kind that the stage's exit code means, with the stage's message.
         CommandError: DVC itself failed.
     """
     check_repository()
@@ -113,7 +113,7 @@ def push(secrets: Mapping[str, str] | None = None, say: Callable[[str], None] | 
 
     Args:
         secrets: environment variables for DVC's process alone.
-        say: is told each line.
+        say: receives each line.
 
     Raises:
         CommandError: DVC failed.
@@ -152,8 +152,8 @@ def run(
 
     Args:
         words: the command and its arguments.
-        say: is told each line.
-        environment: secrets of that process alone: their values are crossed out of what it says.
+        say: receives each line.
+        environment: secrets of that process alone: their values are masked in its output.
     """
     # our flow run's own identity is not the child's
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT__")}

@@ -1,7 +1,7 @@
 """Where new raw data comes from: a folder or tables (stage `fetch`), or what DVC imports or pulls.
 
 Secrets are Prefect blocks named in `source.secrets`; their values reach DVC's processes as environment variables and
-nothing else: they are no parameters, and `reproduce.run` crosses them out of what DVC says.
+nothing else: they are no parameters, and `reproduce.run` masks them in the output of DVC.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ def secret_values(names: Mapping[str, str]) -> dict[str, str]:
 def _error(target: Path, output: str, code: int) -> Exception:
     """What DVC's failure means: data that is not there names its path; anything else may pass."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    said = " ".join(lines[-12:])[-2000:]
+    output = " ".join(lines[-12:])[-2000:]
     lost = ("does not exist", "missing", "not found", "No such file", "failed to pull", "Unable to find", "corrupted")
-    if any(word in said for word in lost):
+    if any(word in output for word in lost):
         return DataError(
-            "DVC cannot bring this data", where=str(target), got=said,
+            "DVC cannot bring this data", where=str(target), got=output,
             fix="dvc push it from where it is whole, or mend the remote (dvc remote list); nothing was trained",
         )  # fmt: skip
-    return reproduce.CommandError(f"dvc ended with {code} for {target}: {said}")
+    return reproduce.CommandError(f"dvc ended with {code} for {target}: {output}")
 
 
 def _described(target: Path) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _files(path: Path, md5: str) -> Iterator[tuple[Path, str]]:
 
 
 def _forget(file: Path, md5: str) -> None:
-    """Removes a damaged copy here and in DVC's cache, so that the next run fetches it anew."""
+    """Removes a damaged copy here and in DVC's cache, so that the next run fetches it again."""
     file.unlink(missing_ok=True)
     cached = _cache() / md5[:2] / md5[2:]
     if cached.is_file() and _md5(cached) != md5:

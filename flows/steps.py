@@ -41,7 +41,7 @@ _again: dict[str, Any] = _once | {
 
 @task(name="fetch", task_run_name="fetch", **_again)
 def fetch(params: Params) -> dict[str, Any]:
-    """The newest raw data, from where section `source` says."""
+    """The newest raw data, from where section `source` names."""
     return source.fetch(params, log.info)
 
 

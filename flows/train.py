@@ -61,8 +61,8 @@ class Wishes:
 
     Attributes:
         force: train although nothing changed.
-        start: of training; None: as `retrain.start` says.
-        promote: what passes the gate; None: as `retrain.promote` says.
+        start: of training; None: `retrain.start` decides.
+        promote: what passes the gate; None: `retrain.promote` decides.
     """
 
     force: bool = False
@@ -92,8 +92,8 @@ def train(
     Args:
         force: train although nothing changed.
         start: warm: from the champion; cold: from nothing; auto: from the champion, from nothing every so often and
-            where it does not fit. Empty: as `retrain.start` in the parameters says.
-        promote: whether a challenger that passes the gate becomes champion. Empty: as `retrain.promote` says.
+            where it does not fit. Empty: `retrain.start` decides.
+        promote: whether a challenger that passes the gate becomes champion. Empty: `retrain.promote` decides.
         overrides: {"optim.epochs": 3}: a trial with other parameters, in a folder of its own; DVC is left alone,
             nothing is registered or promoted.
         steps: all, or some of them: no call of DVC, no gate.
@@ -262,7 +262,7 @@ def _own_folder(params: Params) -> Iterator[Params]:
     data = params.data.model_copy(update={"path": str(Path(params.data.path).resolve())})
     folder = Path("runs") / "own" / fingerprint(params)[:12]
     folder.mkdir(parents=True, exist_ok=True)
-    lifecycle.say(f"not params.yaml as it stands: outputs go to {folder}, DVC is left alone")
+    lifecycle.say(f"other parameters than params.yaml: outputs go to {folder}, DVC is left alone")
     before = os.environ.get("MLFLOW_TRACKING_URI")
     os.environ["MLFLOW_TRACKING_URI"] = tracking_uri(".")
     try:
@@ -299,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--force", action="store_true", help="train although nothing changed")
     parser.add_argument("--start", choices=get_args(Start), help="from the champion or from nothing: retrain.start")
     parser.add_argument("--register", action="store_true", help="register a trial's bundle (--set, --params), too")
-    parser.add_argument("--no-promote", action="store_true", help="the champion stays, whatever the gate says")
+    parser.add_argument("--no-promote", action="store_true", help="keep the champion, whatever the gate decides")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, not a summary")
     options = parser.parse_args(arguments)
 

@@ -222,7 +222,7 @@ def test_a_warm_training_from_choice_to_bundle(work):
     begun = pipeline.start_run(params)
     assert (begun.epochs, begun.num_rounds, begun.a_round) == (1, 1, 2) and read_start().version == "1"
     assert "starts from unidec version 1" in begun.lines[0]
-    assert "39 labels go on, 1 are new, 1 are gone" in begun.lines[0]
+    assert "39 labels are kept, 1 are new, 1 are gone" in begun.lines[0]
     done, said = training.train(params), []
     assert done["epoch"] == 1
     assert training.train(params, say=said.append)["epoch"] == 1 and "is trained" in said[1], "the same run"

@@ -65,18 +65,16 @@ def train(
     ] = None,
     params: ParamsFile = DEFAULT_PARAMS,
     assignments: Assignments = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with RUN, or the newest unfinished run")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="resume RUN, or the newest unfinished run")] = False,
     accept: Annotated[
         list[str] | None,
-        typer.Option("--accept", metavar="KEY", help="go on although this differs from how the run began; repeatable"),
+        typer.Option("--accept", metavar="KEY", help="resume although this differs from how the run began; repeatable"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train, in this process and without Prefect; stopped or killed, the same command goes on from its checkpoint."""
+    """Train in this process, without Prefect; re-run the command to resume a training that was stopped or killed."""
     if run is not None and not resume:
-        raise ConfigError(
-            "a run to go on with needs --resume", where="unidec train", fix=f"unidec train --resume {run}"
-        )
+        raise ConfigError("a run to resume needs --resume", where="unidec train", fix=f"unidec train --resume {run}")
     loaded = load(params, assignments)
     from unidec import pipeline
 

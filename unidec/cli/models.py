@@ -31,7 +31,7 @@ models_app = group("List, compare, promote and trace registered models.")
 
 @models_app.command("list", epilog="Examples: unidec models list  |  unidec models list --json")
 def list_models(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
-    """List the registered versions: aliases, metrics, data, code, what the gate said, age."""
+    """List the registered versions: aliases, metrics, data, code, result of the gate, age."""
     loaded = load(params, assignments)
     from unidec.tracking.model_table import list_versions, rows_of
 
@@ -64,8 +64,8 @@ def gate(
             ["check", "", "why"],
             [[r["check"], "pass" if r["passed"] else "FAIL", r["words"]] for r in result["reasons"]],
         )
-        said = "passed" if result["passed"] else "refused"
-        print(f"version {result['challenger']} {against}: {said}; page: {result['page']}")
+        outcome = "passed" if result["passed"] else "refused"
+        print(f"version {result['challenger']} {against}: {outcome}; page: {result['page']}")
     sys.exit(0 if result["passed"] else Refused.exit_code)
 
 
@@ -77,9 +77,9 @@ def promote(
     params: ParamsFile = DEFAULT_PARAMS,
     assignments: Assignments = None,
     allow_dirty: Annotated[
-        bool, typer.Option("--allow-dirty", help="also what was made with uncommitted changes; a tag says so")
+        bool, typer.Option("--allow-dirty", help="also a version made with uncommitted changes; recorded in a tag")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="whatever the gate said; a tag says so")] = False,
+    force: Annotated[bool, typer.Option("--force", help="whatever the gate decided; recorded in a tag")] = False,
     reason: Reason = "",
     as_json: AsJson = False,
 ) -> None:

@@ -68,8 +68,8 @@ class Step:
 
     def failure(self) -> str:
         """What its last attempt ended with; "" where it ended well or was never made."""
-        told = None if (self.folder / self.makes).is_file() else read_json(self.folder / FAILURE)
-        return "" if told is None else str(told["what"])
+        failure = None if (self.folder / self.makes).is_file() else read_json(self.folder / FAILURE)
+        return "" if failure is None else str(failure["what"])
 
 
 @dataclass(frozen=True)

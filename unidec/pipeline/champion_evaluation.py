@@ -57,7 +57,7 @@ def contestant(bundle: Bundle, dataset: XMCDataset) -> Contestant:
         if labels.shape == (len(rows), K):
             return Contestant(labels, unknown, removed)
     except ArtifactError:
-        pass  # not there, or damaged: made anew
+        pass  # not there, or damaged: computed again
     labels = _ranked(bundle, dataset, rows, row_of_B, removed)
     buffer = io.BytesIO()
     np.save(buffer, labels, allow_pickle=False)

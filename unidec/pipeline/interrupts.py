@@ -31,7 +31,7 @@ def signals_raise(again: str, farewell: str = "") -> Iterator[None]:
 
     Args:
         again: what running the same command again does, for the message.
-        farewell: said when a second signal leaves at once; "": nothing.
+        farewell: printed when a second signal leaves at once; "": nothing.
 
     Raises:
         Stopped: the signal came.

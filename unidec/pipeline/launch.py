@@ -34,7 +34,7 @@ from unidec.progress import silence
 from unidec.training.distributed import Ranks
 from unidec.training.stop import stop_signals
 
-TOLD_S = 10.0  # from a rank's error to SIGKILL for ranks that do not notice: they hang
+HANGS_S = 10.0  # from a rank's error to SIGKILL for ranks that do not notice: they hang
 POLL_S = 0.2
 
 Job = dict[str, Any]
@@ -166,16 +166,16 @@ def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
 
 
 def _wait(process: subprocess.Popen[bytes], stop: Any, folder: Path | None) -> int | None:
-    """The exit code; None: it goes on, and was asked to stop.
+    """The exit code; None: it still runs, and was asked to stop.
 
     Args:
-        folder: where ranks tell of errors; the others end soon after, or are taken to hang. None: torchrun sees to it.
+        folder: where ranks report errors; the others end soon after, or are taken to hang. None: torchrun sees to it.
     """
     while not stop.asked:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(POLL_S)
-        told = [file.stat().st_mtime for file in folder.glob("error-*.json")] if folder is not None else []
-        if told and time.time() - min(told) > TOLD_S:
+        errors_at = [file.stat().st_mtime for file in folder.glob("error-*.json")] if folder is not None else []
+        if errors_at and time.time() - min(errors_at) > HANGS_S:
             return 1
     return None
 
@@ -201,9 +201,9 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _result(folder: Path, code: int) -> dict[str, Any]:
-    """What the first rank wrote; or the error of the rank that has one to tell."""
-    told = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("error-*.json"))]
-    for error in sorted(told, key=lambda error: error["lost"]):
+    """What the first rank wrote; or the error of the rank that reported one."""
+    reported = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("error-*.json"))]
+    for error in sorted(reported, key=lambda error: error["lost"]):
         if not error["lost"]:
             raise error_from(error)
     result = folder / "result.json"
@@ -212,7 +212,7 @@ def _result(folder: Path, code: int) -> dict[str, Any]:
     how = f"torchrun ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} of torchrun"
     raise TrainingError(
         "a process of the training died", where="torchrun", got=how,
-        fix="torchrun says above which, and by what; start again: the run goes on from its last checkpoint, with any "
+        fix="torchrun names it above; start again: the run resumes from its last checkpoint, with any "
         "run.devices",
     )  # fmt: skip
 
@@ -223,9 +223,9 @@ def as_json(error: UnidecError, lost: bool) -> dict[str, Any]:
     return {"class": known, "message": str(error), "exit_code": error.exit_code, "lost": lost}
 
 
-def error_from(told: dict[str, Any]) -> UnidecError:
-    """The error that `as_json` told of, with its words."""
-    kind = getattr(errors, told["class"])
+def error_from(reported: dict[str, Any]) -> UnidecError:
+    """The error of `as_json`, with its message."""
+    kind = getattr(errors, reported["class"])
     error: UnidecError = kind.__new__(kind)
-    error.args, error.exit_code = (told["message"],), told["exit_code"]
+    error.args, error.exit_code = (reported["message"],), reported["exit_code"]
     return error

@@ -101,6 +101,6 @@ def run_identity(params: Params) -> dict[str, str]:
 def run_folder(params: Params) -> Path:
     """The folder of that training.
 
-    What only says where it runs or is shown (`device`, `run`, `tracking`, `index`) leaves the name as it is.
+    What only decides where it runs or is shown (`device`, `run`, `tracking`, `index`) leaves the name as it is.
     """
     return RUNS / identity.identity_sha256(run_identity(params))[:16]

@@ -45,7 +45,7 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> di
     tags = _code_tags(params, info.params if refreshed is None else None) | provenance.run_tags()
     if refreshed is None and path.resolve() != paths.BUNDLE.resolve():
         raise ConfigError(
-            "nothing here says how this bundle was trained", where=str(path),
+            "no record of how this bundle was trained", where=str(path),
             expected="outputs/bundle, or a folder of `unidec labels refresh` or `unidec labels`",
             fix="register it in the project that made it",
         )  # fmt: skip
@@ -71,7 +71,7 @@ def _code_tags(params: Params, made_with: dict[str, Any] | None) -> dict[str, st
 
 
 def _trained(params: Params) -> tuple[Tracker, dict[str, Any], dict[str, str]]:
-    """The run that trained outputs/bundle, what the card says of it, and tags of what it was made of."""
+    """The run that trained outputs/bundle, its card, and tags of what it was made of."""
     run = read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
     tracker = Tracker.resume(paths.RUNS / run)
     metrics = json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
@@ -87,12 +87,12 @@ def parent_version(params: Params, sha256: str, where: str) -> str:
     """The version that a bundle with other labels comes from, by its hash.
 
     Raises:
-        ConfigError: it is not registered: nobody could say where the model came from.
+        ConfigError: it is not registered: the origin of the model would be unknown.
     """
     version = find_version(open_client(tracking_uri()), params.tracking.model_name, sha256)
     if version is None:
         raise ConfigError(
-            "the bundle whose labels were changed is not registered: nobody could say where its model came from",
+            "the bundle whose labels were changed is not registered: the origin of its model would be unknown",
             where=where, got=f"no version with the hash {sha256[:12]}",
             expected=f"a version of {params.tracking.model_name}",
             fix="register that bundle first, or change the labels of models:/NAME@ALIAS",

@@ -30,11 +30,11 @@ _MOST_KEYS = 4  # that a reason names
 
 @replaces_inputs()
 def choose_start(params: Params, kind: Kind | None = None) -> dict[str, Any]:
-    """Choose what the next training starts from, and write it to data/start.json if that says something else.
+    """Choose what the next training starts from, and write it to data/start.json if that differs.
 
     Args:
         params: as params.yaml has them.
-        kind: "auto": from the champion where that is sensible, else from nothing; None: as `retrain.start` says.
+        kind: "auto": from the champion where that is sensible, else from nothing; None: `retrain.start` decides.
 
     Returns:
         {"kind", "reason", "changed"}, and for a warm start {"model", "version", "bundle_sha256", "generation"};
@@ -131,10 +131,10 @@ def _uids(bundle: Path) -> pa.Array:
 
 
 def start_lines(start: Start | None) -> list[str]:
-    """What people are told of a warm start."""
+    """Lines for people on a warm start."""
     if start is None:
         return []
     note, labels = read_start(), start.compared(paths.open_dataset().labels["uid"])
     who = f"{note.model} version {note.version} (bundle {note.bundle_sha256[:12]})"
-    counted = f"{labels['kept']:,} labels go on, {labels['new']:,} are new, {labels['removed']:,} are gone"
+    counted = f"{labels['kept']:,} labels are kept, {labels['new']:,} are new, {labels['removed']:,} are gone"
     return [f"starts from {who}, warm starts in a row: {note.generation}; {counted}"]

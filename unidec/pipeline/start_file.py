@@ -17,7 +17,7 @@ START = Path("data/start.json")
 
 
 class StartFile(BaseModel):
-    """What data/start.json says.
+    """The content of data/start.json.
 
     Attributes:
         kind: from nothing, or from a registered model.
@@ -69,7 +69,7 @@ def read_start() -> StartFile:
 
 
 def write_start(start: StartFile) -> bool:
-    """Write data/start.json, unless it says this already; whether it was written. The same start has the same bytes."""
+    """Write data/start.json, unless it has this content; returns whether it was written. Equal starts, equal bytes."""
     if START.is_file():
         try:
             if read_start() == start:

@@ -353,7 +353,7 @@ def _record_round(params: Params, run_dir: Path, trainer: Trainer, report: dict[
     validation_seconds = time.perf_counter() - begin
     before = [line for line in read_json_lines(run_dir / ROUNDS) if line["epoch"] < trainer.epoch]
     last = before[-1] if before else {}
-    # a line of an older version says neither
+    # a line of an older version has neither
     steps = trainer.step - int(last.get("step", trainer.step - report.get("steps", 0)) if last else 0)
     before_it = last.get("trained_seconds", trainer.seconds) if last else 0.0
     seconds = max(report.get("train_seconds", 0.0), trainer.seconds - before_it)
@@ -374,7 +374,7 @@ def _round_begin(epoch: int, a_round: int) -> int:
     return (epoch - 1) // a_round * a_round
 
 
-# -- what is said ----------------------------------------------------------------------------------------------------
+# -- MLflow run and messages ------------------------------------------------------------------------------------------
 
 
 def _open_tracking(params: Params, run_dir: Path, state: dict[str, Any], lines: list[str]) -> Tracker:

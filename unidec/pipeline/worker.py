@@ -25,7 +25,7 @@ TELL_S = 3.0  # how long a rank whose peer is gone waits for the peer's own word
 def main(folder: Path) -> int:
     """Run the job on this rank; returns the exit code.
 
-    An error with a fix is told and ends in 0, so that torchrun does not try it again; the launcher raises it. Whatever
+    An error with a fix is reported and ends in 0, so that torchrun does not retry it; the launcher raises it. Whatever
     else ends a rank (a signal, a lost peer, a bug) has another code.
     """
     watch(os.getppid())

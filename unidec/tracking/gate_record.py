@@ -23,7 +23,7 @@ def record(
 ) -> None:
     """Writes the verdict to the version, and to the run that it belongs to where that is still there.
 
-    The tag `gate.passed` is written last: one that is there says that all others are.
+    The tag `gate.passed` is written last: where it is set, all others are.
     """
     from mlflow.exceptions import MlflowException
 

@@ -1,4 +1,4 @@
-"""The versions of a registered model as a table: what each is, what it was made of, what the gate said."""
+"""The versions of a registered model as a table: what each is, what it was made of, the result of its gate."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def dvc_hash(path: str, root: Path | str = ".") -> str | None:
 def artifact_tags(raw: str, root: Path | str = ".", only: Iterable[str] = ARTIFACTS) -> dict[str, str]:
     """The hash by which DVC finds each artifact again: {"dvc.data/dataset": "0a1b...dir", ...}; {} without a lock file.
 
-    A tag never says more than is so: an artifact that lies here with another hash than dvc.lock has for it is left out
+    An artifact that is here with another hash than dvc.lock has for it is left out
     and named in "dvc.differs". Raw data is taken at the lock file's word, which goes with that for data/dataset.
 
     Args:

@@ -27,8 +27,8 @@ class _Calls:
         """
         from unidec.retrieval.answer_table import TableAnswerer
 
-        told = context.model_config or {}
-        runtime, threads = told.get("runtime", "auto"), int(told.get("threads", 0))
+        options = context.model_config or {}
+        runtime, threads = options.get("runtime", "auto"), int(options.get("threads", 0))
         self._answers = TableAnswerer.open(context.artifacts["bundle"], runtime, threads)
 
     # without type hints, and inherited below: MLflow would make a schema of them, beside the signature it is given
@@ -40,13 +40,13 @@ class _Calls:
         """
         from unidec.errors import ConfigError, DataError
 
-        told = {name: value for name, value in (params or {}).items() if value is not None}
-        told |= {name: [str(uid) for uid in told[name]] for name in ("allow", "deny") if name in told}
+        options = {name: value for name, value in (params or {}).items() if value is not None}
+        options |= {name: [str(uid) for uid in options[name]] for name in ("allow", "deny") if name in options}
         try:
-            told["k"] = k = int(told.get("k", 5))
+            options["k"] = k = int(options.get("k", 5))
             if not 1 <= k <= MAX_K:
                 raise ConfigError("k is out of range", where="params.k", got=k, expected=f"1 to {MAX_K}")
-            return self._answers.predict(model_input, **told)
+            return self._answers.predict(model_input, **options)
         except (ConfigError, DataError) as error:
             raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from error
 

@@ -144,7 +144,7 @@ def listens(uri: str, seconds: float = 1.0) -> bool:
     """Whether anything takes connections where the store is: a look that costs about a millisecond.
 
     MLflow itself needs seconds to say no: it asks a server again and again, a database ten times. True where a look
-    says nothing: a file, or a server behind a proxy.
+    is no evidence: a file, or a server behind a proxy.
     """
     address = urlsplit(uri)
     usual = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}.get(address.scheme.partition("+")[0])
