@@ -37,6 +37,8 @@ PARAMS: dict[str, Any] = {
         "propensity_a": 0.55,
         "propensity_b": 1.5,
     },
+    "raw": {},
+    "validation": {},
     "tokens": {"max_length": 16},
     "label_graph": {},
     "encoder": {"kind": "bag", "dropout": 0.0, "bag_dropout": 0.1},
@@ -154,8 +156,9 @@ class Project:
         return MlflowClient(uri, uri)
 
     def aliases(self) -> dict[str, str]:
-        """alias -> version."""
-        found = self.registry().get_registered_model("unidec").aliases
+        """alias -> version; {} before the first version."""
+        models = self.registry().search_registered_models("name = 'unidec'")
+        found = models[0].aliases if models else {}
         return {alias: str(version) for alias, version in found.items()}
 
     def version(self, number: str) -> Any:
