@@ -164,7 +164,7 @@ def gate(params: Params, version: str) -> dict[str, Any]:
 @task(name="promote", task_run_name="promote version {version}", **_again)
 def promote(params: Params, version: str) -> dict[str, Any]:
     """The version becomes `champion`, the champion `previous`."""
-    return pipeline.promote(params, version, allow_dirty=params.gate.allow_dirty, reason="retraining")
+    return pipeline.promote(params, version, reason="retraining")
 
 
 @task(name="push", task_run_name="dvc push", **_again)

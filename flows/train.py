@@ -240,7 +240,8 @@ def _fit(run: Run) -> dict[str, Any]:
 
     def phase(name: str, number: int, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         report = steps.run_phase(name, number, run.num_rounds, work)
-        artifacts.show_progress(bar, run.epoch, run.epochs)
+        if name == "validate":  # the round's last phase
+            artifacts.show_progress(bar, run.epoch, run.epochs)
         return report
 
     fit(run, phase)

@@ -150,7 +150,7 @@ def test_uv_starts_it_where_there_is_one(script, folder, monkeypatch):
 
 
 def test_without_uv_an_environment_is_made_once(script, folder, monkeypatch):
-    """A stand-in for Python that notes what it is asked for."""
+    """A stand-in for Python that records its calls."""
     stand_in = folder / "python"
     stand_in.write_text(
         f"#!{sys.executable}\nimport pathlib, shutil, sys\n"

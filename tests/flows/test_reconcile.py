@@ -87,7 +87,7 @@ def test_lines_that_no_worker_reads_end_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program = (
         "import sys, time; {}\n"
-        "while sys.stdin.readline():\n"  # told when nobody reads any more
+        "while sys.stdin.readline():\n"  # notices when its reader is gone
         "    print('1 of 3 batches', flush=True); print('2', file=sys.stderr, flush=True)\n"
         "    open('heard', 'w').close()"
     )
@@ -96,7 +96,7 @@ def test_lines_that_no_worker_reads_end_nothing(tmp_path, monkeypatch):
 
 
 def speak(program: str) -> bool:
-    """Whether a program goes on though its words are not read."""
+    """Whether a program keeps running when its output is not read."""
     Path("heard").unlink(missing_ok=True)
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
@@ -131,7 +131,7 @@ def deployed(client):
         run = client.create_flow_run_from_deployment(
             deployment, parameters=parameters, state=Scheduled(scheduled_time=due)
         )
-        if by_schedule:  # only the server's scheduler says so of itself
+        if by_schedule:  # only the server's scheduler marks its runs so
             mark_scheduled(run.id)
         return client.read_flow_run(run.id)
 

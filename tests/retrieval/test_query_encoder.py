@@ -96,7 +96,7 @@ def test_eight_bits(bundled):
     assert fast.name == "onnx-int8"
     whole, expected = fast.encode(TEXTS), ModelEncoder(model, None).encode(TEXTS)
     assert (whole.de_BD * expected.de_BD).sum(axis=1).min() > 0.995
-    for row, text in enumerate(TEXTS):  # and what else is asked changes nothing
+    for row, text in enumerate(TEXTS):  # and the other requests change nothing
         _close(fast.encode([text]), whole.take(np.array([row])))
     assert np.abs(whole.de_BD - expected.de_BD).max() > 1e-6  # it is 8 bits
 

@@ -85,13 +85,9 @@ def promote(
 ) -> None:
     """Make a version that passed the gate the champion, and the champion the previous one."""
     loaded = load(params, assignments)
-    from unidec.tracking.promotion import CHALLENGER
-    from unidec.tracking.promotion import promote as promote_version
+    from unidec import pipeline
 
-    result = promote_version(
-        loaded.tracking.model_name, version or CHALLENGER, allow_dirty=allow_dirty or loaded.gate.allow_dirty,
-        force=force, reason=reason,
-    )  # fmt: skip
+    result = pipeline.promote(loaded, version, allow_dirty=allow_dirty, force=force, reason=reason)
     show("promote", result, as_json)
 
 
@@ -104,9 +100,9 @@ def rollback(
 ) -> None:
     """Swap champion and previous; the version that is left is refused until somebody forces it."""
     loaded = load(params, assignments)
-    from unidec.tracking.promotion import rollback as roll_back
+    from unidec import pipeline
 
-    show("rollback", roll_back(loaded.tracking.model_name, reason=reason), as_json)
+    show("rollback", pipeline.rollback(loaded, reason=reason), as_json)
 
 
 @models_app.command(

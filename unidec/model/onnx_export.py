@@ -84,10 +84,12 @@ def write_graphs(model: UniDEC, folder: Path, texts: Sequence[str]) -> list[str]
         if size > MAX_BYTES:
             raise ValueError(f"{size} bytes of weights, one file holds {MAX_BYTES}")
         module = TransformerGraph(model.encoder).eval()
-        inputs, expected = _inputs(model, texts), _vectors(module, model)
+        inputs, odd = _inputs(model, texts), _odd_shapes(model.max_length, module.transformer.config.vocab_size)
+        with torch.no_grad():
+            expected = module(*map(torch.from_numpy, odd.values())).numpy()
         _smooth(module, inputs)
         export_graph(module, folder / GRAPH, ["vectors"])
-        _check(folder / GRAPH, model, expected)
+        _check(folder / GRAPH, odd, expected)
         _quantise(folder / GRAPH, folder / INT8_GRAPH, inputs)
     except (ImportError, RuntimeError, ValueError, TypeError, LookupError) as error:
         for name in (GRAPH, INT8_GRAPH):
@@ -105,21 +107,15 @@ def _inputs(model: UniDEC, texts: Sequence[str]) -> list[Inputs]:
     return [{"input_ids": ids, "attention_mask": mask.astype(np.int64)} for ids, mask in batches]
 
 
-def _odd_shapes(model: UniDEC) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Ids and mask of shapes that the graph was not traced with: the longest text, one token, something between."""
-    lengths_B = np.array([model.max_length, 1, max(1, model.max_length // 2)])
-    mask_BT = (np.arange(model.max_length) < lengths_B[:, None]).astype(np.int64)
-    num_tokens = TransformerGraph(model.encoder).transformer.config.vocab_size
+def _odd_shapes(max_length: int, num_tokens: int) -> Inputs:
+    """Texts of shapes that the graph was not traced with: the longest, one of one token, one of half the length."""
+    lengths_B = np.array([max_length, 1, max(1, max_length // 2)])
+    mask_BT = (np.arange(max_length) < lengths_B[:, None]).astype(np.int64)
     some_BT = np.arange(mask_BT.size).reshape(mask_BT.shape) % num_tokens
-    return np.where(mask_BT, some_BT, 0), mask_BT
+    return {"input_ids": np.where(mask_BT, some_BT, 0), "attention_mask": mask_BT}
 
 
-def _vectors(module: TransformerGraph, model: UniDEC) -> npt.NDArray[np.float32]:
-    with torch.no_grad():
-        return module(*map(torch.from_numpy, _odd_shapes(model))).numpy()
-
-
-def _check(path: Path, model: UniDEC, expected: npt.NDArray[np.float32]) -> None:
+def _check(path: Path, inputs: Inputs, expected: npt.NDArray[np.float32]) -> None:
     """The graph computes what the model does.
 
     Raises:
@@ -128,7 +124,7 @@ def _check(path: Path, model: UniDEC, expected: npt.NDArray[np.float32]) -> None
     import onnxruntime  # type: ignore[import-untyped]
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    (got,) = session.run(None, dict(zip(("input_ids", "attention_mask"), _odd_shapes(model), strict=True)))
+    (got,) = session.run(None, inputs)
     if not np.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
         raise ValueError(f"the exported graph differs from the model by {np.abs(got - expected).max():.2g}")
 

@@ -10,10 +10,9 @@ from unidec.data.dataset import Split, XMCDataset
 from unidec.errors import ArtifactError
 from unidec.evaluation.challenge import Check
 from unidec.pipeline.champion_evaluation import own_texts
-from unidec.retrieval.answer import Answerer, Request
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.probe import Probe, num_different, probe_bundle
-from unidec.retrieval.query_encoder import Runtime, open_encoder
+from unidec.retrieval.probe import Probe, answers, num_different, probe_bundle
+from unidec.retrieval.query_encoder import Runtime
 from unidec.sections import Gate
 
 PROBE_K = 10
@@ -65,9 +64,7 @@ def servability(
                 probes[name] = _faster(before, probed(Path(str(folders[name]))))
         checks = figures(probes["challenger"], probes.get("champion"), rules)
     probe, here = probes["challenger"], Bundle.load(challenger, lazy=True)
-    answerer = Answerer(here, open_encoder(here, RUNTIME, 1))
-    found = [answerer.answer([Request(text, k=PROBE_K)])[0] for text in texts]  # one at a time, as there
-    different = num_different(probe, [one.labels for one in found], [one.scores for one in found])
+    different = num_different(probe, *answers(here, texts, PROBE_K, RUNTIME, 1))
     words = f"{len(texts) - different} of {len(texts)} probe queries get the same answer there as here"
     return [
         Check("loads", True, None, None, "a fresh process loads it, every hash agrees"),

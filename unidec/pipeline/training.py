@@ -110,6 +110,8 @@ class Run:
 
     def mine(self) -> dict[str, Any]:
         """Mine hard negatives for the coming round; where that is done, its report is read from the run's folder."""
+        if self.launcher is not None:  # `cluster` made the whole refresh
+            return _refresh_report(self.folder, self.epoch - self.epoch % self.a_round)
         return self._work("refresh")
 
     def train_round(self) -> dict[str, Any]:

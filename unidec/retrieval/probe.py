@@ -30,6 +30,7 @@ from unidec.errors import ArtifactError
 
 if TYPE_CHECKING:
     from unidec.retrieval.bundle import Bundle, Prediction
+    from unidec.retrieval.query_encoder import Runtime
 
 WARM_UP = 8  # queries answered before the clock counts
 TURNS = 2  # of all queries; each one's better time counts: what else runs on the machine only adds
@@ -134,9 +135,11 @@ def known_texts(bundle: Bundle) -> list[str]:
     return [title for title in titles if title.strip()] + list(_ODD_TEXTS)
 
 
-def answers(bundle: Bundle, texts: Sequence[str], k: int) -> tuple[list[list[str]], list[list[float]]]:
-    """uids and scores of each text's answer, one text at a time, as a server is asked."""
-    found = [bundle.predict([text], k=k)[0] for text in texts]
+def answers(
+    bundle: Bundle, texts: Sequence[str], k: int, runtime: Runtime | None = None, threads: int = 0
+) -> tuple[list[list[str]], list[list[float]]]:
+    """uids and scores of each text's answer, one text at a time, by the code that answers in the fresh process."""
+    found = list(map(_answer_of(bundle, k, runtime, threads), texts))
     return [list(one.labels) for one in found], [list(one.scores) for one in found]
 
 
@@ -186,7 +189,7 @@ def _probe(job: dict[str, Any]) -> Probe:
     folder = Path(job["bundle"])
     bundle = Bundle.load(folder, lazy=bool(job.get("runtime")))
     texts = job["texts"] if job["texts"] is not None else known_texts(bundle)
-    answer = _answer_of(bundle, job)
+    answer = _answer_of(bundle, job["k"], job.get("runtime"), job.get("threads", 0))
     answer(texts[0])
     load_seconds, load_cpu_seconds = time.time() - job["began"], time.process_time()
     for text in texts[:WARM_UP]:
@@ -205,8 +208,7 @@ def _probe(job: dict[str, Any]) -> Probe:
     )  # fmt: skip
 
 
-def _answer_of(bundle: Bundle, job: dict[str, Any]) -> Callable[[str], Prediction]:
-    k, runtime, threads = job["k"], job.get("runtime"), job.get("threads", 0)
+def _answer_of(bundle: Bundle, k: int, runtime: Runtime | None, threads: int) -> Callable[[str], Prediction]:
     if not runtime:
         return lambda text: bundle.predict([text], k=k)[0]
     from unidec.retrieval.answer import Answerer, Request
