@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from unidec.data.storage import write_folder
 from unidec.errors import ArtifactError
@@ -43,16 +41,6 @@ def test_a_file_of_before_unit_vectors_were_written(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config).ljust(len(text)))  # sizes are checked
     own = UniDEC.load(folder, verify=False)
     assert ModelConfig.read(folder).unit_vectors == own.encoder.unit_vectors
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_read_as_float32(folder: Path, dtype: torch.dtype) -> None:
-    weights = load_file(folder / "model.safetensors")
-    name = "head_de.0.weight"
-    save_file(weights | {name: weights[name].to(dtype)}, folder / "model.safetensors")
-    read = read_arrays(folder)
-    assert read[name].dtype == np.float32
-    np.testing.assert_array_equal(read[name], weights[name].to(dtype).float())
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from unidec.model.losses import (
     supcon,
     symmetric_loss,
 )
+from unidec.model.pairs import Pairs
 from unidec.model.reductions import REDUCTIONS
 from unidec.model.soft_topk import soft_topk
 from unidec.sections import Loss
@@ -61,7 +62,7 @@ class Case:
         self.ignored_row, self.ignored_col = map(torch.from_numpy, np.nonzero(self.ignored))
 
     def pairs(self):
-        return self.row, self.col, self.weight_P, self.ignored_row, self.ignored_col
+        return Pairs(self.row, self.col, self.weight_P, self.ignored_row, self.ignored_col)
 
     def targets(self, rng, soft=False, extra=0, importance_L=None):
         sampled = torch.from_numpy(rng.random(len(self.row)) < 0.6)
@@ -175,7 +176,7 @@ def value_and_gradient(function, logit):
 
 def assert_equals_loop(name, options, case, tolerance=1e-9):
     def fast(x):
-        return LOSSES[name](x, *case.pairs(), **options)
+        return LOSSES[name](x, case.pairs(), **options)
 
     def slow(x):
         return loop_loss(name, options, x, case.positive, case.ignored, case.weight)
@@ -201,12 +202,12 @@ def test_degenerate_cases_equal_a_double_loop(variant, degenerate, rng):
     if degenerate == "row weight zero":
         case.weight[1], case.weight_P[case.row == 1] = 0, 0
     if name == "softtopk" and degenerate == "huge logits":  # t is free between far entries, in the loops too
-        value, gradient = value_and_gradient(lambda x: LOSSES[name](x, *case.pairs(), **options), case.logit)
+        value, gradient = value_and_gradient(lambda x: LOSSES[name](x, case.pairs(), **options), case.logit)
         assert 0 <= value < 1e5 and torch.isfinite(gradient).all()
         return
     if name == "triplet" and degenerate in ("duplicated logits", "huge logits"):
         # A hinge between equal scores has no unique gradient when it is the hardest of several: values only.
-        value = LOSSES[name](case.logit, *case.pairs(), **options)
+        value = LOSSES[name](case.logit, case.pairs(), **options)
         torch.testing.assert_close(
             value, loop_loss(name, options, case.logit, case.positive, case.ignored, case.weight)
         )
@@ -219,7 +220,7 @@ def test_gradcheck(variant, rng):
     name, options = VARIANTS[variant]
     case = random_case(rng, scale=2.0)
     assert torch.autograd.gradcheck(
-        lambda x: LOSSES[name](x, *case.pairs(), **options), (case.logit.clone().requires_grad_(),)
+        lambda x: LOSSES[name](x, case.pairs(), **options), (case.logit.clone().requires_grad_(),)
     )
 
 
@@ -229,7 +230,7 @@ def test_nothing_to_learn_from_is_exactly_zero_with_a_graph(variant):
     none = torch.empty(0, dtype=torch.int64)
     for shape in ((3, 4), (3, 0), (0, 4)):
         logit = torch.randn(shape, requires_grad=True)
-        loss = LOSSES[name](logit, none, none, torch.empty(0), none, none, **options)
+        loss = LOSSES[name](logit, Pairs(none, none, torch.empty(0), none, none), **options)
         assert loss.item() == 0 and loss.requires_grad
         loss.backward()
         assert logit.grad is not None and (logit.grad == 0).all()
@@ -240,28 +241,28 @@ def test_all_positive_pool_costs_nothing_under_decoupled_softmax():
     none = torch.empty(0, dtype=torch.int64)
     for scale in (1.0, 1e4):
         logit = (torch.randn(3, 5) * scale).requires_grad_()
-        loss = decoupled_softmax(logit, row, col, torch.ones(15), none, none)
+        loss = decoupled_softmax(logit, Pairs(row, col, torch.ones(15), none, none))
         loss.backward()
         assert loss.item() == 0 and (logit.grad == 0).all()
 
 
 def test_hand_computed_values():
     logit = torch.tensor([[2.0, 1.0, 0.0]])
-    row, col, weight = torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([0.5, 0.5])
     none = torch.empty(0, dtype=torch.int64)
+    pairs = Pairs(torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([0.5, 0.5]), none, none)
     e = np.exp
     decoupled = (np.log((e(2) + 1) / e(2)) + np.log((e(1) + 1) / e(1))) / 2
-    assert decoupled_softmax(logit, row, col, weight, none, none).item() == pytest.approx(decoupled, rel=1e-6)
+    assert decoupled_softmax(logit, pairs).item() == pytest.approx(decoupled, rel=1e-6)
     coupled = np.log(e(2) + e(1) + 1) - 1.5
-    assert supcon(logit, row, col, weight, none, none).item() == pytest.approx(coupled, rel=1e-6)
-    assert triplet(logit, row, col, weight, none, none, margin=1.5).item() == pytest.approx(0.25, rel=1e-6)
+    assert supcon(logit, pairs).item() == pytest.approx(coupled, rel=1e-6)
+    assert triplet(logit, pairs, margin=1.5).item() == pytest.approx(0.25, rel=1e-6)
     binary = np.log(1 + e(-2)) + np.log(1 + e(-1)) + np.log(2)
-    ones = torch.ones(2)
-    assert bce(logit, row, col, ones, none, none).item() == pytest.approx(binary, rel=1e-6)
-    assert bce(logit, row, col, ones, none, none, normalise="entries").item() == pytest.approx(binary / 3, rel=1e-6)
+    ones = pairs._replace(weight_P=torch.ones(2))
+    assert bce(logit, ones).item() == pytest.approx(binary, rel=1e-6)
+    assert bce(logit, ones, normalise="entries").item() == pytest.approx(binary / 3, rel=1e-6)
     # The last label as a filter pair: no negative is left.
-    ignored = torch.tensor([0]), torch.tensor([2])
-    assert decoupled_softmax(logit, row, col, weight, *ignored).item() == 0
+    ignoring = pairs._replace(row_F=torch.tensor([0]), col_F=torch.tensor([2]))
+    assert decoupled_softmax(logit, ignoring).item() == 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -270,9 +271,9 @@ def test_ignored_pairs_get_no_gradient_and_change_nothing(variant, rng):
     case = random_case(rng)
     assert case.ignored.any()
     mask = torch.from_numpy(case.ignored)
-    value, gradient = value_and_gradient(lambda x: LOSSES[name](x, *case.pairs(), **options), case.logit)
+    value, gradient = value_and_gradient(lambda x: LOSSES[name](x, case.pairs(), **options), case.logit)
     moved, _ = value_and_gradient(
-        lambda x: LOSSES[name](x, *case.pairs(), **options), case.logit.masked_fill(mask, 50.0)
+        lambda x: LOSSES[name](x, case.pairs(), **options), case.logit.masked_fill(mask, 50.0)
     )
     assert (gradient[mask] == 0).all()
     torch.testing.assert_close(moved, value)
@@ -284,10 +285,8 @@ def test_lower_precision_is_computed_in_float32(variant, dtype, rng):
     name, options = VARIANTS[variant]
     case = random_case(rng, 8, 40)
     logit = case.logit.to(dtype)  # the same numbers for both
-    value, gradient = value_and_gradient(lambda x: LOSSES[name](x, *case.pairs(), **options), logit)
-    expected, expected_gradient = value_and_gradient(
-        lambda x: LOSSES[name](x, *case.pairs(), **options), logit.double()
-    )
+    value, gradient = value_and_gradient(lambda x: LOSSES[name](x, case.pairs(), **options), logit)
+    expected, expected_gradient = value_and_gradient(lambda x: LOSSES[name](x, case.pairs(), **options), logit.double())
     assert value.dtype == torch.float32 and gradient.dtype == dtype
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
     loose = 2e-6 if dtype == torch.float32 else 1e-2
@@ -439,9 +438,9 @@ def test_triplet_in_several_blocks(rng, monkeypatch):
     from unidec.model import hinge
 
     case = random_case(rng)
-    whole = value_and_gradient(lambda x: triplet(x, *case.pairs()), case.logit)
+    whole = value_and_gradient(lambda x: triplet(x, case.pairs()), case.logit)
     monkeypatch.setattr(hinge._TripletAll, "BLOCK", 23)  # two pairs a block
-    blocks = value_and_gradient(lambda x: triplet(x, *case.pairs()), case.logit)
+    blocks = value_and_gradient(lambda x: triplet(x, case.pairs()), case.logit)
     torch.testing.assert_close(blocks, whole)
 
 
@@ -449,7 +448,7 @@ def test_a_logit_that_is_not_finite_shows_in_the_loss(rng):
     case = random_case(rng)
     case.logit[case.row[0], case.col[0]] = float("nan")
     for name in LOSSES:
-        assert not torch.isfinite(LOSSES[name](case.logit, *case.pairs()))
+        assert not torch.isfinite(LOSSES[name](case.logit, case.pairs()))
 
 
 def test_unknown_names_are_refused(rng):
@@ -460,15 +459,15 @@ def test_unknown_names_are_refused(rng):
     with pytest.raises(ConfigError, match="mean"):
         symmetric_loss("ds", case.logit, targets, reduction="mean", forward=0.5)
     with pytest.raises(ConfigError, match="semi"):
-        triplet(case.logit, *case.pairs(), negatives="semi")
+        triplet(case.logit, case.pairs(), negatives="semi")
     with pytest.raises(ConfigError, match="labels"):
-        bce(case.logit, *case.pairs(), normalise="labels")
+        bce(case.logit, case.pairs(), normalise="labels")
     with pytest.raises(ConfigError, match="labels"):
-        squared_hinge(case.logit, *case.pairs(), normalise="labels")
+        squared_hinge(case.logit, case.pairs(), normalise="labels")
     with pytest.raises(ConfigError, match="label to query"):
         symmetric_loss("softtopk", case.logit, targets, reduction="psl", forward=0.5)
     with pytest.raises(ConfigError, match="topk"):
-        soft_topk(case.logit, *case.pairs(), topk=0)
+        soft_topk(case.logit, case.pairs(), topk=0)
     with pytest.raises(TypeError, match="margin"):
         symmetric_loss("ds", case.logit, targets, reduction="psl", forward=0.5, margin=0.3)
 

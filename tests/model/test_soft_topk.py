@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from unidec.model import soft_topk as module
-from unidec.model.pairs import MASKED
+from unidec.model.pairs import MASKED, Pairs
 from unidec.model.soft_topk import soft_topk, thresholds
 
 NONE = torch.empty(0, dtype=torch.int64)
@@ -98,7 +98,7 @@ def test_gradient_equals_differences_of_the_bisected_loss(k, rng):
     positive[:, 0] = True
     logit = torch.from_numpy(x).requires_grad_()
     row, col = torch.from_numpy(positive).nonzero(as_tuple=True)
-    loss = soft_topk(logit, row, col, torch.ones(len(row)), NONE, NONE, topk=k)
+    loss = soft_topk(logit, Pairs(row, col, torch.ones(len(row)), NONE, NONE), topk=k)
     loss.backward()
     assert loss.item() == pytest.approx(slow_loss(x, positive, k), rel=1e-9)
     step = 1e-5
@@ -115,7 +115,7 @@ def test_a_positive_among_the_first_k_costs_little_whatever_their_order():
     one = torch.ones(1)
 
     def loss(col, k):
-        return soft_topk(logit, torch.tensor([0]), torch.tensor([col]), one, NONE, NONE, topk=k).item()
+        return soft_topk(logit, Pairs(torch.tensor([0]), torch.tensor([col]), one, NONE, NONE), topk=k).item()
 
     assert max(loss(col, 3) for col in range(3)) < 0.01
     assert loss(3, 3) > 5
@@ -126,8 +126,8 @@ def test_shifting_a_row_changes_nothing(rng):
     """t takes up a constant: gradients of a row sum to 0."""
     logit = torch.from_numpy(rng.normal(size=(4, 30)) * 4).requires_grad_()
     row, col = torch.arange(4), torch.from_numpy(rng.integers(0, 30, 4))
-    loss = soft_topk(logit, row, col, torch.ones(4), NONE, NONE)
-    moved = soft_topk(logit + torch.arange(4.0).double().unsqueeze(1), row, col, torch.ones(4), NONE, NONE)
+    pairs = Pairs(row, col, torch.ones(4), NONE, NONE)
+    loss, moved = soft_topk(logit, pairs), soft_topk(logit + torch.arange(4.0).double().unsqueeze(1), pairs)
     torch.testing.assert_close(loss, moved)
     loss.backward()
     torch.testing.assert_close(logit.grad.sum(1), torch.zeros(4).double(), rtol=0, atol=1e-12)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from unidec.errors import ArtifactError
@@ -76,7 +75,7 @@ class ModelConfig:
 
 
 def read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
-    """The weights of the bag, the residual network and the heads by name; 16 bits become float32.
+    """The weights of the bag, the residual network and the heads by name, float32.
 
     Raises:
         ArtifactError: missing or damaged.
@@ -86,10 +85,9 @@ def read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
     try:
         with safe_open(str(folder / WEIGHTS), framework="numpy") as file:
             names = [name for name in file.keys() if not name.startswith(_TRANSFORMER) and name not in CLASSIFIER]  # noqa: SIM118
-            arrays = {name: file.get_tensor(name) for name in names}
+            return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise misfit(folder, error) from error
-    return {name: a.astype(np.float32) if a.dtype.itemsize == 2 else a for name, a in arrays.items()}
 
 
 def misfit(folder: Path, error: Exception) -> ArtifactError:

@@ -156,10 +156,7 @@ def full_bce(
     Raises:
         ConfigError: another value of `normalise`.
     """
-    target_P = targets.relevance_P
-    if target_P is None:
-        target_P = torch.ones(len(targets.row_P), device=query_BD.device)
-    target_P = target_P.to(query_BD.dtype).clamp(0, 1)
+    target_P = targets.target_P.to(query_BD.dtype).clamp(0, 1)
     shape = (len(query_BD), len(row_LD))
     active_B, count = entry_count(target_P, targets.row_P, shape, targets.ignored_row_F, normalise)
     total: Tensor = _FullBCE.apply(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unidec.errors import ConfigError
-from unidec.model.pairs import MASKED, computable, entry_count, mask_, masked_pairs, mean_over_rows
+from unidec.model.pairs import Pairs, entry_count, loss_dtype, mask_, mean_over_rows
 
 
 class _TripletAll(torch.autograd.Function):
@@ -25,19 +25,11 @@ class _TripletAll(torch.autograd.Function):
     BLOCK = 1 << 22  # entries of the largest temporary, 16 MB of float32
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logit_BS: Tensor,
-        row_P: Tensor,
-        col_P: Tensor,
-        weight_P: Tensor,
-        row_M: Tensor,
-        col_M: Tensor,
-        margin: float,
-    ) -> Tensor:
-        x_BS = computable(logit_BS)
+    def forward(ctx: Any, logit_BS: Tensor, pairs: Pairs, margin: float) -> Tensor:
+        row_P, col_P, weight_P, *_ = pairs
+        x_BS = logit_BS.to(loss_dtype(logit_BS))
         s_P = x_BS[row_P, col_P]
-        x_BS = mask_(x_BS.clone(), row_M, col_M)
+        x_BS = mask_(x_BS.clone(), *pairs.masked("ds"))
         grad_BS = torch.zeros_like(x_BS)
         grad_P = torch.zeros_like(s_P)
         loss = s_P.new_zeros(())
@@ -58,20 +50,10 @@ class _TripletAll(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (grad_BS,) = ctx.saved_tensors
-        return (grad_BS * grad).to(ctx.dtype), None, None, None, None, None, None
+        return (grad_BS * grad).to(ctx.dtype), None, None
 
 
-def triplet(
-    logit_BS: Tensor,
-    row_P: Tensor,
-    col_P: Tensor,
-    weight_P: Tensor,
-    ignored_row_F: Tensor,
-    ignored_col_F: Tensor,
-    *,
-    margin: float = 0.3,
-    negatives: str = "all",
-) -> Tensor:
+def triplet(logit_BS: Tensor, pairs: Pairs, *, margin: float = 0.3, negatives: str = "all") -> Tensor:
     """Triplet with margin: `[s_in - s_ip + gamma]_+`, n among the pool labels that are neither positive nor ignored
     for i.
 
@@ -85,20 +67,18 @@ def triplet(
     Raises:
         ConfigError: another value of `negatives`.
     """
-    row_M, col_M = masked_pairs("ds", row_P, col_P, ignored_row_F, ignored_col_F)
-    weight_P = weight_P.to(torch.float64 if logit_BS.dtype == torch.float64 else torch.float32)
+    row_P, weight_P = pairs.row_P, pairs.weight_P.to(loss_dtype(logit_BS))
     if negatives == "all":
-        total = _TripletAll.apply(logit_BS, row_P, col_P, weight_P, row_M, col_M, margin)
+        total = _TripletAll.apply(logit_BS, pairs._replace(weight_P=weight_P), margin)
         total_B = weight_P.new_zeros(logit_BS.shape[0]).index_add_(0, row_P, weight_P)
         return total / (total_B > 0).sum().clamp_min(1)
     if negatives != "hardest":
         raise ConfigError("unknown choice of negatives", where="triplet", got=negatives, expected="all, hardest")
-    x_BS = computable(logit_BS)
+    x_BS = logit_BS.to(loss_dtype(logit_BS))
     if x_BS.shape[1] == 0:
         return x_BS.sum()
-    masked_BS = x_BS.index_put((row_M, col_M), torch.full((), MASKED, dtype=x_BS.dtype, device=x_BS.device))
-    hardest_B = masked_BS.max(dim=1).values
-    return mean_over_rows(F.relu(hardest_B[row_P] - x_BS[row_P, col_P] + margin), weight_P, row_P, x_BS.shape[0])
+    hardest_B = mask_(x_BS.clone(), *pairs.masked("ds")).max(dim=1).values
+    return mean_over_rows(F.relu(hardest_B[row_P] - x_BS[row_P, pairs.col_P] + margin), weight_P, row_P, x_BS.shape[0])
 
 
 class _SquaredHinge(torch.autograd.Function):
@@ -107,19 +87,9 @@ class _SquaredHinge(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logit_BS: Tensor,
-        row_P: Tensor,
-        col_P: Tensor,
-        target_P: Tensor,
-        up_P: Tensor,
-        row_M: Tensor,
-        col_M: Tensor,
-        active_B: Tensor,
-        margin: float,
-    ) -> Tensor:
-        x_BS = mask_(logit_BS.to(target_P.dtype, copy=True), row_M, col_M)
+    def forward(ctx: Any, logit_BS: Tensor, pairs: Pairs, up_P: Tensor, active_B: Tensor, margin: float) -> Tensor:
+        row_P, col_P, target_P, *ignored = pairs
+        x_BS = mask_(logit_BS.to(target_P.dtype, copy=True), *ignored)
         x_P = x_BS[row_P, col_P]
         above_P, below_P = (x_P + margin).clamp_min_(0), (margin - x_P).clamp_min_(0)
         over_BS = x_BS.add_(margin).clamp_min_(0)  # the mask's share is exactly 0
@@ -134,20 +104,11 @@ class _SquaredHinge(torch.autograd.Function):
         over_BS, row_P, col_P, pull_P, active_B = ctx.saved_tensors
         grad_BS = over_BS * (2 * active_B * grad).unsqueeze(1)
         grad_BS.index_put_((row_P, col_P), -2 * pull_P * grad, accumulate=True)
-        return grad_BS.to(ctx.dtype), *(None,) * 8
+        return grad_BS.to(ctx.dtype), *(None,) * 4
 
 
 def squared_hinge(
-    logit_BS: Tensor,
-    row_P: Tensor,
-    col_P: Tensor,
-    weight_P: Tensor,
-    ignored_row_F: Tensor,
-    ignored_col_F: Tensor,
-    *,
-    margin: float = 1.0,
-    normalise: str = "rows",
-    importance_P: Tensor | None = None,
+    logit_BS: Tensor, pairs: Pairs, *, margin: float = 1.0, normalise: str = "rows", importance_P: Tensor | None = None
 ) -> Tensor:
     """Squared hinge one-vs-all: `sum_l [margin - y_il s_il]_+^2`, y = 1 for positives, -1 for the other pool labels.
 
@@ -164,8 +125,7 @@ def squared_hinge(
     Raises:
         ConfigError: another value of `normalise`.
     """
-    target_P = weight_P.to(torch.float64 if logit_BS.dtype == torch.float64 else torch.float32).clamp(0, 1)
-    up_P = torch.ones_like(target_P) if importance_P is None else importance_P.to(target_P.dtype)
-    active_B, count = entry_count(target_P, row_P, logit_BS.shape, ignored_row_F, normalise)
-    total = _SquaredHinge.apply(logit_BS, row_P, col_P, target_P, up_P, ignored_row_F, ignored_col_F, active_B, margin)
-    return total / count
+    pairs = pairs._replace(weight_P=pairs.weight_P.to(loss_dtype(logit_BS)).clamp(0, 1))
+    up_P = torch.ones_like(pairs.weight_P) if importance_P is None else importance_P.to(pairs.weight_P.dtype)
+    active_B, count = entry_count(pairs.weight_P, pairs.row_P, logit_BS.shape, pairs.row_F, normalise)
+    return _SquaredHinge.apply(logit_BS, pairs, up_P, active_B, margin) / count

@@ -8,11 +8,7 @@ masked pairs.
 
 Common contract of the functions in `LOSSES`:
 - `logit_BS`: float [B, S], similarity / temperature; half precision is computed in float32.
-- `row_P`, `col_P`: int64 [P], positions of all true positives in the pool, each pair once, any order.
-- `weight_P`: float [P], the reduction's weight of each (`unidec.model.reductions`); for `bce` and `hinge` the target
-  itself.
-- `ignored_row_F`, `ignored_col_F`: int64 [F], pairs that are neither positive nor negative; they leave every
-  denominator.
+- `pairs`: `unidec.model.pairs.Pairs`.
 - result: 0-d float32 (float64 for float64 logits), `sum_P weight * loss / number of rows with positive total weight`.
   With no such row it is exactly 0, with a graph and finite gradients. Rows without weight drop out of the loss (and,
   as rows, out of the count).
@@ -36,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from unidec.errors import ConfigError
 from unidec.model.hinge import squared_hinge, triplet
-from unidec.model.pairs import MASKED, entry_count, mask_, masked_pairs, mean_over_rows
+from unidec.model.pairs import MASKED, Pairs, entry_count, loss_dtype, mask_, mean_over_rows
 from unidec.model.reductions import target_weights
 from unidec.model.soft_topk import soft_topk
 from unidec.sections import Loss
@@ -59,7 +55,7 @@ class _PoolTerms(torch.autograd.Function):
         rows: bool,
         columns: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = torch.float64 if logit_BS.dtype == torch.float64 else torch.float32
+        dtype = loss_dtype(logit_BS)
         s_P = logit_BS[row_P, col_P].to(dtype)
         x_BS = mask_(logit_BS.to(dtype, copy=True), row_M, col_M)
         sums: list[Tensor | None] = [None, None]
@@ -102,23 +98,13 @@ def _pair_loss(kind: str, s_P: Tensor, lse_P: Tensor) -> Tensor:
     return -F.logsigmoid(s_P - lse_P) if kind == "ds" else lse_P - s_P
 
 
-def _softmax_loss(
-    kind: str,
-    logit_BS: Tensor,
-    row_P: Tensor,
-    col_P: Tensor,
-    weight_P: Tensor,
-    ignored_row_F: Tensor,
-    ignored_col_F: Tensor,
-) -> Tensor:
-    row_M, col_M = masked_pairs(kind, row_P, col_P, ignored_row_F, ignored_col_F)
-    s_P, lse_B, _ = _PoolTerms.apply(logit_BS, row_P, col_P, row_M, col_M, True, False)
-    return mean_over_rows(_pair_loss(kind, s_P, lse_B[row_P]), weight_P, row_P, logit_BS.shape[0])
+def _softmax_loss(kind: str, logit_BS: Tensor, pairs: Pairs) -> Tensor:
+    s_P, lse_B, _ = _PoolTerms.apply(logit_BS, pairs.row_P, pairs.col_P, *pairs.masked(kind), True, False)
+    loss_P = _pair_loss(kind, s_P, lse_B[pairs.row_P])
+    return mean_over_rows(loss_P, pairs.weight_P, pairs.row_P, logit_BS.shape[0])
 
 
-def decoupled_softmax(
-    logit_BS: Tensor, row_P: Tensor, col_P: Tensor, weight_P: Tensor, ignored_row_F: Tensor, ignored_col_F: Tensor
-) -> Tensor:
+def decoupled_softmax(logit_BS: Tensor, pairs: Pairs) -> Tensor:
     """Decoupled softmax: `-log( exp(s_ip) / sum_{l in L_B minus the other positives of i} exp(s_il) )`.
 
     Source: UniDEC v2, L_DecoupledSoftmax (section 2.4.2); DEXML, equation of the decoupled softmax. A row whose whole
@@ -127,20 +113,18 @@ def decoupled_softmax(
     Example:
         >>> one = torch.tensor([0])
         >>> none = torch.empty(0, dtype=torch.int64)
-        >>> decoupled_softmax(torch.zeros(1, 2), one, one, torch.ones(1), none, none)  # log 2
+        >>> decoupled_softmax(torch.zeros(1, 2), Pairs(one, one, torch.ones(1), none, none))  # log 2
         tensor(0.6931)
     """
-    return _softmax_loss("ds", logit_BS, row_P, col_P, weight_P, ignored_row_F, ignored_col_F)
+    return _softmax_loss("ds", logit_BS, pairs)
 
 
-def supcon(
-    logit_BS: Tensor, row_P: Tensor, col_P: Tensor, weight_P: Tensor, ignored_row_F: Tensor, ignored_col_F: Tensor
-) -> Tensor:
+def supcon(logit_BS: Tensor, pairs: Pairs) -> Tensor:
     """SupCon: `-log( exp(s_ip) / sum_{l in L_B} exp(s_il) )`; other positives stay in the denominator.
 
     Source: UniDEC v1, L_{D,q2l}; v2, L_SupCon. With the reduction "pol" it is InfoNCE (DPR, ANCE).
     """
-    return _softmax_loss("supcon", logit_BS, row_P, col_P, weight_P, ignored_row_F, ignored_col_F)
+    return _softmax_loss("supcon", logit_BS, pairs)
 
 
 class _BinaryRows(torch.autograd.Function):
@@ -149,20 +133,10 @@ class _BinaryRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logit_BS: Tensor,
-        row_P: Tensor,
-        col_P: Tensor,
-        target_P: Tensor,
-        row_M: Tensor,
-        col_M: Tensor,
-        active_B: Tensor,
-        extra_P: Tensor | None,
-    ) -> Tensor:
-        x_BS = mask_(
-            logit_BS.to(target_P.dtype, copy=True), row_M, col_M
-        )  # softplus and sigmoid of the mask are exactly 0
+    def forward(ctx: Any, logit_BS: Tensor, pairs: Pairs, active_B: Tensor, extra_P: Tensor | None) -> Tensor:
+        row_P, col_P, target_P, *ignored = pairs
+        # softplus and sigmoid of the mask are exactly 0
+        x_BS = mask_(logit_BS.to(target_P.dtype, copy=True), *ignored)
         x_P = x_BS[row_P, col_P]
         positive = (target_P * x_P).sum()
         if extra_P is not None:
@@ -178,22 +152,12 @@ class _BinaryRows(torch.autograd.Function):
         grad_BS = torch.sigmoid(x_BS).mul_((active_B * grad).unsqueeze(1))
         pull_P = target_P if extra_P is None else target_P + extra_P * torch.sigmoid(-x_BS[row_P, col_P])
         grad_BS.index_put_((row_P, col_P), -pull_P * grad, accumulate=True)
-        return grad_BS.to(ctx.dtype), *(None,) * 7
+        return grad_BS.to(ctx.dtype), None, None, None
 
 
-def bce(
-    logit_BS: Tensor,
-    row_P: Tensor,
-    col_P: Tensor,
-    weight_P: Tensor,
-    ignored_row_F: Tensor,
-    ignored_col_F: Tensor,
-    *,
-    normalise: str = "rows",
-    importance_P: Tensor | None = None,
-) -> Tensor:
-    """OvA binary cross entropy on each (query, pool label) entry; `weight_P` are the targets in [0, 1] (clipped), 0
-    elsewhere.
+def bce(logit_BS: Tensor, pairs: Pairs, *, normalise: str = "rows", importance_P: Tensor | None = None) -> Tensor:
+    """OvA binary cross entropy on each (query, pool label) entry; `pairs.weight_P` are the targets in [0, 1]
+    (clipped), 0 elsewhere.
 
     Source: UniDEC v1, L_OvA, a sum over labels; Renee; as the classifier's auxiliary loss: UniDEC v2, section 2.4.2.
     No reduction applies. A query without a positive target in the pool drops out, as it does from the other losses.
@@ -209,11 +173,10 @@ def bce(
     Raises:
         ConfigError: another value of `normalise`.
     """
-    target_P = weight_P.to(torch.float64 if logit_BS.dtype == torch.float64 else torch.float32).clamp(0, 1)
-    active_B, count = entry_count(target_P, row_P, logit_BS.shape, ignored_row_F, normalise)
-    extra_P = None if importance_P is None else (importance_P.to(target_P.dtype) - 1) * target_P
-    total = _BinaryRows.apply(logit_BS, row_P, col_P, target_P, ignored_row_F, ignored_col_F, active_B, extra_P)
-    return total / count
+    pairs = pairs._replace(weight_P=pairs.weight_P.to(loss_dtype(logit_BS)).clamp(0, 1))
+    active_B, count = entry_count(pairs.weight_P, pairs.row_P, logit_BS.shape, pairs.row_F, normalise)
+    extra_P = None if importance_P is None else (importance_P.to(pairs.weight_P.dtype) - 1) * pairs.weight_P
+    return _BinaryRows.apply(logit_BS, pairs, active_B, extra_P) / count
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -274,22 +237,25 @@ class PoolTargets:
             soft: keep the stored relevances as soft targets; else every positive counts 1.
             importance_L: float [L], inverse propensities of all labels, for propensity-weighted losses.
         """
+        importance_P = None
+        if importance_L is not None:
+            importance_P = importance_L[batch.pool_S[batch.positive_col_P]].astype(np.float32)
+        arrays = (
+            batch.positive_row_P, batch.positive_col_P, batch.sampled_P, batch.relevance_P if soft else None,
+            batch.num_positives_B, batch.ignored_row_F, batch.ignored_col_F, importance_P,
+        )  # fmt: skip
+        return cls(*(None if a is None else torch.from_numpy(a).to(device, non_blocking=True) for a in arrays))
 
-        def on_device(array: Any) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
+    @property
+    def target_P(self) -> Tensor:  # noqa: N802
+        """The soft targets, or 1 each."""
+        if self.relevance_P is not None:
+            return self.relevance_P
+        return torch.ones(self.row_P.shape[0], device=self.row_P.device)
 
-        return cls(
-            row_P=on_device(batch.positive_row_P),
-            col_P=on_device(batch.positive_col_P),
-            sampled_P=on_device(batch.sampled_P),
-            relevance_P=on_device(batch.relevance_P) if soft else None,
-            num_positives_B=on_device(batch.num_positives_B),
-            ignored_row_F=on_device(batch.ignored_row_F),
-            ignored_col_F=on_device(batch.ignored_col_F),
-            importance_P=None
-            if importance_L is None
-            else on_device(importance_L[batch.pool_S[batch.positive_col_P]].astype(np.float32)),
-        )
+    def pairs(self, weight_P: Tensor) -> Pairs:
+        """With some weight each."""
+        return Pairs(self.row_P, self.col_P, weight_P, self.ignored_row_F, self.ignored_col_F)
 
 
 def _important(weight_P: Tensor, importance_P: Tensor) -> Tensor:
@@ -298,31 +264,20 @@ def _important(weight_P: Tensor, importance_P: Tensor) -> Tensor:
     return product_P * (weight_P.sum() / product_P.sum().clamp_min(torch.finfo(product_P.dtype).tiny))
 
 
-def _directions(
-    t: PoolTargets, shape: tuple[int, int], reduction: str, forward: float, generator: torch.Generator | None
-) -> list[tuple[float, Tensor, Tensor]]:
-    """(weight of the direction, row of each pair, weight of each pair), for the directions that count."""
-    each_P = t.relevance_P if t.relevance_P is not None else torch.ones(t.col_P.shape[0], device=t.col_P.device)
-    in_batch_S = each_P.new_zeros(shape[1]).index_add_(0, t.col_P, each_P)
-    parts = []
-    for share, index_P, num_rows, num_positives in (
-        (forward, t.row_P, shape[0], t.num_positives_B),
-        (1 - forward, t.col_P, shape[1], in_batch_S),
-    ):
-        if share > 0:
-            weight_P = target_weights(
-                reduction,
-                row_P=index_P,
-                sampled_P=t.sampled_P,
-                relevance_P=t.relevance_P,
-                num_rows=num_rows,
-                num_positives_B=num_positives,
-                generator=generator,
-            )
-            if t.importance_P is not None and index_P is t.row_P:
-                weight_P = _important(weight_P, t.importance_P)
-            parts.append((share, index_P, weight_P))
-    return parts
+def _weights(
+    targets: PoolTargets, shape: torch.Size, reduction: str, generator: torch.Generator | None, *, forward: bool
+) -> Tensor:
+    """The reduction's weight of each pair in one direction, float [P]."""
+    t = targets
+    row_P, num_rows, num_positives = t.row_P, shape[0], t.num_positives_B
+    if not forward:
+        row_P, num_rows = t.col_P, shape[1]
+        num_positives = t.target_P.new_zeros(num_rows).index_add_(0, row_P, t.target_P)
+    weight_P = target_weights(
+        reduction, row_P=row_P, sampled_P=t.sampled_P, relevance_P=t.relevance_P, num_rows=num_rows,
+        num_positives_B=num_positives, generator=generator,
+    )  # fmt: skip
+    return weight_P if t.importance_P is None or not forward else _important(weight_P, t.importance_P)
 
 
 def symmetric_loss(
@@ -364,34 +319,33 @@ def symmetric_loss(
     """
     if kind not in LOSSES:
         raise ConfigError("unknown loss", where="loss", got=kind, expected=", ".join(LOSSES))
-    num_queries, num_labels = logit_BS.shape
-    t = targets
     if kind in ENTRYWISE:
-        target_P = t.relevance_P if t.relevance_P is not None else torch.ones(t.row_P.shape[0], device=t.row_P.device)
-        options["importance_P"] = t.importance_P
-        return LOSSES[kind](logit_BS, t.row_P, t.col_P, target_P, t.ignored_row_F, t.ignored_col_F, **options)
+        return LOSSES[kind](logit_BS, targets.pairs(targets.target_P), importance_P=targets.importance_P, **options)
     if kind == "softtopk" and forward < 1:
         raise ConfigError(
             "soft top-k counts the labels of a query: there is no label to query", where="loss", got=forward, expected=1
         )
-
-    parts = _directions(t, (num_queries, num_labels), reduction, forward, generator)
+    parts = []  # (share of the loss, query -> label, pairs of the logits or of their transpose)
+    for share, is_forward in ((forward, True), (1 - forward, False)):
+        if share > 0:
+            pairs = targets.pairs(_weights(targets, logit_BS.shape, reduction, generator, forward=is_forward))
+            parts.append((share, is_forward, pairs if is_forward else pairs.t()))
     if LOSSES[kind] in (decoupled_softmax, supcon):
         if options:
             raise TypeError(f"the loss {kind} has no option {', '.join(options)}")
         softmax = "ds" if kind == "ds" else "supcon"
-        row_M, col_M = masked_pairs(softmax, t.row_P, t.col_P, t.ignored_row_F, t.ignored_col_F)
-        s_P, lse_B, lse_S = _PoolTerms.apply(logit_BS, t.row_P, t.col_P, row_M, col_M, forward > 0, forward < 1)
+        every = targets.pairs(targets.target_P)
+        s_P, lse_B, lse_S = _PoolTerms.apply(
+            logit_BS, every.row_P, every.col_P, *every.masked(softmax), forward > 0, forward < 1
+        )
         losses = []
-        for share, index_P, weight_P in parts:
-            lse, num_rows = (lse_B, num_queries) if index_P is t.row_P else (lse_S, num_labels)
-            losses.append(share * mean_over_rows(_pair_loss(softmax, s_P, lse[index_P]), weight_P, index_P, num_rows))
-        return sum(losses[1:], losses[0])
-    losses = []
-    for share, index_P, weight_P in parts:
-        if index_P is t.row_P:
-            one = LOSSES[kind](logit_BS, t.row_P, t.col_P, weight_P, t.ignored_row_F, t.ignored_col_F, **options)
-        else:
-            one = LOSSES[kind](logit_BS.t(), t.col_P, t.row_P, weight_P, t.ignored_col_F, t.ignored_row_F, **options)
-        losses.append(share * one)
+        for share, is_forward, pairs in parts:
+            lse = lse_B if is_forward else lse_S
+            loss_P = _pair_loss(softmax, s_P, lse[pairs.row_P])
+            losses.append(share * mean_over_rows(loss_P, pairs.weight_P, pairs.row_P, len(lse)))
+    else:
+        losses = [
+            share * LOSSES[kind](logit_BS if is_forward else logit_BS.t(), pairs, **options)
+            for share, is_forward, pairs in parts
+        ]
     return sum(losses[1:], losses[0])

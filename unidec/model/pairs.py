@@ -1,9 +1,11 @@
-"""What the losses on pool logits share: the mask, the mean over rows, the number format.
+"""What the losses on pool logits share: their pairs, the mask, the mean over rows, the number format.
 
 Legend: B rows, S columns, P positive pairs in the pool, F ignored pairs (filter pairs), M masked pairs.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +18,36 @@ from unidec.errors import ConfigError
 MASKED = -1e30
 
 
-def computable(logit_BS: Tensor) -> Tensor:
-    return logit_BS if logit_BS.dtype == torch.float64 else logit_BS.float()
+class Pairs(NamedTuple):
+    """The pairs of a pool's logits [B, S] that are not plain negatives.
+
+    Attributes:
+        row_P, col_P: int64 [P], positions of all true positives in the pool, each pair once, any order.
+        weight_P: float [P], the reduction's weight of each (`unidec.model.reductions`); for `bce` and `hinge` the
+            target itself, in [0, 1].
+        row_F, col_F: int64 [F], pairs that are neither positive nor negative; they leave every denominator.
+    """
+
+    row_P: Tensor
+    col_P: Tensor
+    weight_P: Tensor
+    row_F: Tensor
+    col_F: Tensor
+
+    def t(self) -> Pairs:
+        """Of the transposed logits."""
+        return Pairs(self.col_P, self.row_P, self.weight_P, self.col_F, self.row_F)
+
+    def masked(self, kind: str) -> tuple[Tensor, Tensor]:
+        """Pairs outside the denominators: SupCon keeps the positives in, decoupled softmax ("ds") has none there."""
+        if kind != "ds":
+            return self.row_F, self.col_F
+        return torch.cat([self.row_P, self.row_F]), torch.cat([self.col_P, self.col_F])
+
+
+def loss_dtype(logit_BS: Tensor) -> torch.dtype:
+    """float64 for float64 logits, else float32."""
+    return torch.float64 if logit_BS.dtype == torch.float64 else torch.float32
 
 
 def mask_(x_BS: Tensor, row_M: Tensor, col_M: Tensor) -> Tensor:
@@ -30,15 +60,6 @@ def mean_over_rows(loss_P: Tensor, weight_P: Tensor, row_P: Tensor, num_rows: in
     weight_P = weight_P.to(loss_P.dtype)
     total_B = weight_P.new_zeros(num_rows).index_add_(0, row_P, weight_P)
     return (weight_P * loss_P).sum() / (total_B > 0).sum().clamp_min(1)
-
-
-def masked_pairs(
-    kind: str, row_P: Tensor, col_P: Tensor, ignored_row_F: Tensor, ignored_col_F: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Pairs outside the denominators. SupCon keeps the positives in; decoupled softmax takes all of them out."""
-    if kind == "ds":
-        return torch.cat([row_P, ignored_row_F]), torch.cat([col_P, ignored_col_F])
-    return ignored_row_F, ignored_col_F
 
 
 def entry_count(

@@ -12,6 +12,7 @@ Everything here runs without waiting for the device: no `.item()`, no boolean in
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,84 +20,61 @@ from torch import Tensor
 from unidec.errors import ConfigError
 
 
-def _row_sum(value_P: Tensor, row_P: Tensor, num_rows: int) -> Tensor:
-    return value_P.new_zeros(num_rows).index_add_(0, row_P, value_P)
+@dataclass(frozen=True)
+class PairFacts:
+    """What a reduction may read: the arguments of `target_weights`."""
+
+    row_P: Tensor
+    sampled_P: Tensor
+    relevance_P: Tensor
+    num_rows: int
+    num_positives_B: Tensor
+    generator: torch.Generator | None
 
 
-def psl(
-    row_P: Tensor,
-    sampled_P: Tensor,
-    relevance_P: Tensor,
-    num_rows: int,
-    num_positives_B: Tensor,
-    generator: torch.Generator | None,
-) -> Tensor:
+def psl(pairs: PairFacts) -> Tensor:
     """Pick some labels: 1 / |P_i^B| each, P_i^B = all true positives of the row in the pool (UniDEC v2, L_PSL).
 
     Soft targets: relevance divided by the row's sum of relevances in the pool.
     """
-    total_B = _row_sum(relevance_P, row_P, num_rows)
+    total_B = pairs.relevance_P.new_zeros(pairs.num_rows).index_add_(0, pairs.row_P, pairs.relevance_P)
     # A row's total is 0 only where all its relevances are; its weights are then 0, not 0 / 0.
-    return relevance_P / total_B.clamp_min(torch.finfo(total_B.dtype).tiny)[row_P]
+    return pairs.relevance_P / total_B.clamp_min(torch.finfo(total_B.dtype).tiny)[pairs.row_P]
 
 
-def psl_sum(
-    row_P: Tensor,
-    sampled_P: Tensor,
-    relevance_P: Tensor,
-    num_rows: int,
-    num_positives_B: Tensor,
-    generator: torch.Generator | None,
-) -> Tensor:
+def psl_sum(pairs: PairFacts) -> Tensor:
     """PSL without the 1 / |P_i^B| factor: each positive counts in full ("-PAL" rows of the UniDEC v1 ablation)."""
-    return relevance_P
+    return pairs.relevance_P
 
 
-def pal_n(
-    row_P: Tensor,
-    sampled_P: Tensor,
-    relevance_P: Tensor,
-    num_rows: int,
-    num_positives_B: Tensor,
-    generator: torch.Generator | None,
-) -> Tensor:
+def pal_n(pairs: PairFacts) -> Tensor:
     """Pick all labels, normalised: 1 / |P_i| each, positives outside the pool counted (UniDEC v1, L_PAL-N).
 
     Exact only when the pool holds every label. Soft targets: give the row's sum of relevances as `num_positives_B`.
     """
-    return relevance_P / num_positives_B.to(relevance_P.dtype).clamp_min(torch.finfo(relevance_P.dtype).tiny)[row_P]
+    relevance_P = pairs.relevance_P
+    total_B = pairs.num_positives_B.to(relevance_P.dtype).clamp_min(torch.finfo(relevance_P.dtype).tiny)
+    return relevance_P / total_B[pairs.row_P]
 
 
-def pol(
-    row_P: Tensor,
-    sampled_P: Tensor,
-    relevance_P: Tensor,
-    num_rows: int,
-    num_positives_B: Tensor,
-    generator: torch.Generator | None,
-) -> Tensor:
+def pol(pairs: PairFacts) -> Tensor:
     """Pick one label: one sampled positive of each row has weight 1, all else 0 (DPR, NGAME, DEXML).
 
     Without a generator it is the row's first sampled pair. Pairs come ordered by label, so with beta > 1 that favours
     low label ids: sample one positive (beta = 1) or give a generator, which picks uniformly among the sampled ones.
     """
-    num_pairs = row_P.shape[0]
+    row_P, num_pairs, generator = pairs.row_P, pairs.row_P.shape[0], pairs.generator
     if generator is None:
         rank_P = torch.arange(num_pairs, device=row_P.device)
     else:
         rank_P = torch.randperm(num_pairs, generator=generator, device=generator.device).to(row_P.device)
-    rank_P = torch.where(sampled_P, rank_P, num_pairs)
-    first_B = torch.full((num_rows,), num_pairs, dtype=rank_P.dtype, device=row_P.device)
+    rank_P = torch.where(pairs.sampled_P, rank_P, num_pairs)
+    first_B = torch.full((pairs.num_rows,), num_pairs, dtype=rank_P.dtype, device=row_P.device)
     first_B = first_B.scatter_reduce(0, row_P, rank_P, reduce="amin")
-    return ((rank_P == first_B[row_P]) & sampled_P).to(relevance_P.dtype)
+    return ((rank_P == first_B[row_P]) & pairs.sampled_P).to(pairs.relevance_P.dtype)
 
 
-REDUCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, int, Tensor, torch.Generator | None], Tensor]] = {
-    "psl": psl,
-    "psl-sum": psl_sum,
-    "pal-n": pal_n,
-    "pol": pol,
-}
+REDUCTIONS: dict[str, Callable[[PairFacts], Tensor]] = {"psl": psl, "psl-sum": psl_sum, "pal-n": pal_n, "pol": pol}
 
 
 def target_weights(
@@ -132,4 +110,4 @@ def target_weights(
         relevance_P = torch.ones(row_P.shape[0], device=row_P.device)
     elif not relevance_P.is_floating_point():
         relevance_P = relevance_P.float()
-    return REDUCTIONS[kind](row_P, sampled_P, relevance_P, num_rows, num_positives_B, generator)
+    return REDUCTIONS[kind](PairFacts(row_P, sampled_P, relevance_P, num_rows, num_positives_B, generator))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unidec.errors import ConfigError
-from unidec.model.pairs import MASKED, mask_, mean_over_rows
+from unidec.model.pairs import MASKED, Pairs, loss_dtype, mask_, mean_over_rows
 
 # Newton's steps at most; a processor's host sees when all rows have converged (3 to 5), a GPU's would have to wait
 STEPS = 12
@@ -74,12 +74,11 @@ class _SoftTopK(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logit_BS: Tensor, row_P: Tensor, col_P: Tensor, row_F: Tensor, col_F: Tensor, k: int
-    ) -> tuple[Tensor, Tensor]:
-        dtype = torch.float64 if logit_BS.dtype == torch.float64 else torch.float32
+    def forward(ctx: Any, logit_BS: Tensor, pairs: Pairs, k: int) -> tuple[Tensor, Tensor]:
+        row_P, col_P, _, *ignored = pairs
+        dtype = loss_dtype(logit_BS)
         s_P = logit_BS[row_P, col_P].to(dtype)
-        x_BS = mask_(logit_BS.to(dtype, copy=True), row_F, col_F)
+        x_BS = mask_(logit_BS.to(dtype, copy=True), *ignored)
         t_B = thresholds(x_BS, k)
         ctx.save_for_backward(x_BS, t_B, row_P, col_P)
         ctx.dtype = logit_BS.dtype
@@ -94,19 +93,10 @@ class _SoftTopK(torch.autograd.Function):
         total_B1 = v_BS.sum(1, keepdim=True).clamp_min(torch.finfo(v_BS.dtype).tiny)
         grad_BS = v_BS.mul_(-grad_t_B.unsqueeze(1) / total_B1)
         grad_BS.index_put_((row_P, col_P), grad_s_P, accumulate=True)
-        return grad_BS.to(ctx.dtype), None, None, None, None, None
+        return grad_BS.to(ctx.dtype), None, None
 
 
-def soft_topk(
-    logit_BS: Tensor,
-    row_P: Tensor,
-    col_P: Tensor,
-    weight_P: Tensor,
-    ignored_row_F: Tensor,
-    ignored_col_F: Tensor,
-    *,
-    topk: int = 5,
-) -> Tensor:
+def soft_topk(logit_BS: Tensor, pairs: Pairs, *, topk: int = 5) -> Tensor:
     """Soft top-k: `-log sigmoid(s_ip + t_i)`, t_i such that `sum_{l in L_B} sigmoid(s_il + t_i) = k`.
 
     A positive costs nothing once it is among the k labels that the row lets through, however they are ordered. Other
@@ -124,5 +114,6 @@ def soft_topk(
     """
     if topk < 1:
         raise ConfigError("soft top-k lets at least one label through", where="loss.topk", got=topk, expected=">= 1")
-    s_P, t_B = _SoftTopK.apply(logit_BS, row_P, col_P, ignored_row_F, ignored_col_F, topk)
-    return mean_over_rows(-F.logsigmoid(s_P + t_B[row_P]), weight_P, row_P, logit_BS.shape[0])
+    s_P, t_B = _SoftTopK.apply(logit_BS, pairs, topk)
+    loss_P = -F.logsigmoid(s_P + t_B[pairs.row_P])
+    return mean_over_rows(loss_P, pairs.weight_P, pairs.row_P, logit_BS.shape[0])
