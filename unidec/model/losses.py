@@ -237,14 +237,18 @@ class PoolTargets:
             soft: keep the stored relevances as soft targets; else every positive counts 1.
             importance_L: float [L], inverse propensities of all labels, for propensity-weighted losses.
         """
+
+        def on_device(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
         importance_P = None
         if importance_L is not None:
-            importance_P = importance_L[batch.pool_S[batch.positive_col_P]].astype(np.float32)
-        arrays = (
-            batch.positive_row_P, batch.positive_col_P, batch.sampled_P, batch.relevance_P if soft else None,
-            batch.num_positives_B, batch.ignored_row_F, batch.ignored_col_F, importance_P,
+            importance_P = on_device(importance_L[batch.pool_S[batch.positive_col_P]].astype(np.float32))
+        return cls(
+            on_device(batch.positive_row_P), on_device(batch.positive_col_P), on_device(batch.sampled_P),
+            on_device(batch.relevance_P) if soft else None, on_device(batch.num_positives_B),
+            on_device(batch.ignored_row_F), on_device(batch.ignored_col_F), importance_P,
         )  # fmt: skip
-        return cls(*(None if a is None else torch.from_numpy(a).to(device, non_blocking=True) for a in arrays))
 
     @property
     def target_P(self) -> Tensor:  # noqa: N802
