@@ -6,7 +6,7 @@ import torch
 
 from unidec.errors import ArtifactError
 from unidec.model.encoder import InputBuilder, TextEncoder, load_transformer
-from unidec.model.frozen import cached_inputs, cached_outputs, frozen_sha256
+from unidec.model.frozen import FrozenCaches, cached_inputs, frozen_sha256
 from unidec.sections import Encoder
 
 CPU = torch.device("cpu")
@@ -21,9 +21,8 @@ def make_encoder(folder, trainable_layers):
     return TextEncoder(Encoder(kind="transformer", trainable_layers=trainable_layers), load_transformer(folder), 0, 32)
 
 
-def cached(encoder, tokens, folder, what, **changes):
-    given = {"weights_sha256": "abc", "device": CPU, "amp": None} | changes
-    return cached_outputs(encoder.transformer, tokens=tokens, folder=folder, what=what, **given)
+def cached(encoder, tokens, folder, what, amp=None):
+    return FrozenCaches(folder, CPU, amp).states(encoder.transformer, tokens, what)
 
 
 @pytest.mark.parametrize(("what", "trainable"), [("vectors", 0), ("hidden", 1), ("hidden", 2)])
@@ -55,7 +54,9 @@ def test_whatever_decides_the_values_decides_the_name(tiny_bert, tiny_tokens, tm
     cls = make_encoder(tiny_bert, 0).eval()
     cls.transformer.pooling = "cls"
     cached(make_encoder(tiny_bert, 0).eval(), labels, tmp_path, "vectors")
-    cached(make_encoder(tiny_bert, 0).eval(), labels, tmp_path, "vectors", weights_sha256="other")
+    other = make_encoder(tiny_bert, 0).eval()
+    next(other.transformer.parameters()).data += 1
+    cached(other, labels, tmp_path, "vectors")
     cached(make_encoder(tiny_bert, 0).eval(), labels, tmp_path, "vectors", amp=torch.bfloat16)
     cached(make_encoder(tiny_bert, 0).eval(), tiny_tokens["queries"], tmp_path, "vectors")
     cached(cls, labels, tmp_path, "vectors")
@@ -78,7 +79,7 @@ def test_a_damaged_cache_is_refused(tiny_bert, tiny_tokens, tmp_path):
 
 def test_nothing_is_left_of_an_encoding_that_failed(tiny_bert, tiny_tokens, tmp_path, monkeypatch):
     encoder = make_encoder(tiny_bert, 0).eval()
-    monkeypatch.setattr("unidec.model.frozen._fill", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(encoder.transformer, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         cached(encoder, tiny_tokens["labels"], tmp_path, "vectors")
     assert list(tmp_path.iterdir()) == []

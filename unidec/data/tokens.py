@@ -63,6 +63,13 @@ class Tokens:
         rows_B = np.asarray(rows, dtype=np.int64)
         return self.offsets[rows_B + 1] - self.offsets[rows_B]
 
+    def places(self, rows: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+        """Places in `ids` of the tokens of some texts, int64 [F]."""
+        rows_B = np.asarray(rows, dtype=np.int64)
+        length_B = self.lengths(rows_B)
+        shift_B = self.offsets[rows_B] - (np.cumsum(length_B) - length_B)
+        return np.arange(length_B.sum()) + np.repeat(shift_B, length_B)
+
     def ragged(self, rows: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Flat ids int64 [F] and offsets int64 [B + 1] of some texts, as `torch.nn.EmbeddingBag` takes them.
 
@@ -73,9 +80,7 @@ class Tokens:
             raise IndexError(f"rows from {rows_B.min()} to {rows_B.max()} of {self.num_texts} texts")
         offsets = np.zeros(len(rows_B) + 1, dtype=np.int64)
         np.cumsum(self.lengths(rows_B), out=offsets[1:])
-        shift_B = self.offsets[rows_B] - offsets[:-1]
-        place_F = np.arange(offsets[-1]) + np.repeat(shift_B, np.diff(offsets))
-        return self.ids[place_F].astype(np.int64), offsets
+        return self.ids[self.places(rows_B)].astype(np.int64), offsets
 
     def batch(self, rows: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Ids int64 [B, T], padded on the right to the longest text, and the mask bool [B, T] of real tokens."""

@@ -400,11 +400,8 @@ class InputBuilder:
 
 def _padded_states(hidden: np.ndarray, tokens: Tokens, rows: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
     """Cached hidden states of some texts, float32 [B, T, D], zeros in the padding."""
-    start_B, length_B = tokens.offsets[rows], tokens.lengths(rows)
-    shift_B = start_B - (np.cumsum(length_B) - length_B)
-    place_F = np.arange(length_B.sum()) + np.repeat(shift_B, length_B)
     states_BTD = np.zeros((*mask_BT.shape, hidden.shape[1]), dtype=np.float32)
-    states_BTD[mask_BT] = hidden[place_F]
+    states_BTD[mask_BT] = hidden[tokens.places(rows)]
     return states_BTD
 
 

@@ -14,21 +14,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
 from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
-from unidec.data.tokens import TokenCache, Tokens, length_chunks
+from unidec.data.tokens import TokenCache, length_chunks
 from unidec.errors import ArtifactError
 from unidec.model.encoder import InputBuilder, TextEncoder, TransformerEncoder
 from unidec.model.weights import output_settings
 from unidec.progress import progress
 
 KIND, VERSION = "encoder-cache", 2
+What = Literal["vectors", "hidden", "outputs"]
 TEXTS_AT_ONCE = 16384  # sorted by length within such a slice: memory stays bounded for any N
 
 
@@ -75,21 +77,17 @@ def cached_inputs(
     Args:
         together: processes that all call this, and share the work.
     """
-    vectors: dict[str, np.ndarray] = {}
-    hidden: dict[str, np.ndarray] = {}
+    caches, transformer = FrozenCaches(folder, device, amp, together or _Alone()), encoder.transformer
     if encoder.frozen:
-        weights = frozen_sha256(encoder)
-        outputs = {
-            name: frozen_outputs(encoder, weights, name, cache, folder, device, amp, together)
-            for name, cache in tokens.items()
-        }
+        outputs = {name: caches.outputs(encoder, name, cache) for name, cache in tokens.items()}
         return InputBuilder(encoder, device, frozen_outputs=outputs)
-    if encoder.transformer is not None and (encoder.takes_vectors or encoder.transformer.partly_frozen):
-        weights = frozen_sha256(encoder.transformer)
-        what, target = ("vectors", vectors) if encoder.takes_vectors else ("hidden", hidden)
-        for name, cache in tokens.items():
-            target[name] = cached_outputs(encoder.transformer, weights, cache, folder, what, device, amp, together)
-    return InputBuilder(encoder, device, vectors, hidden)
+    if transformer is not None and encoder.takes_vectors:
+        vectors = {name: caches.states(transformer, cache, "vectors") for name, cache in tokens.items()}
+        return InputBuilder(encoder, device, vectors)
+    if transformer is not None and transformer.partly_frozen:
+        hidden = {name: caches.states(transformer, cache, "hidden") for name, cache in tokens.items()}
+        return InputBuilder(encoder, device, frozen_hidden=hidden)
+    return InputBuilder(encoder, device)
 
 
 def frozen_sha256(encoder: TransformerEncoder | TextEncoder) -> str:
@@ -103,185 +101,133 @@ def frozen_sha256(encoder: TransformerEncoder | TextEncoder) -> str:
     return digest.hexdigest()
 
 
-def cached_outputs(
-    encoder: TransformerEncoder,
-    weights_sha256: str,
-    tokens: TokenCache,
-    folder: Path,
-    what: str,
-    device: torch.device,
-    amp: torch.dtype | None,
-    together: Together | None = None,
-) -> np.ndarray:
-    """Frozen outputs for all texts of a token cache, memory-mapped; computed at the first call.
+@dataclass(frozen=True)
+class FrozenCaches:
+    """Outputs of what is frozen for all texts of a token cache, computed at the first call: float16, read-only,
+    memory-mapped.
 
-    Args:
-        encoder: the transformer; its parameters decide the values.
-        weights_sha256: of what is frozen (`frozen_sha256`): names the cache.
-        tokens: N texts.
+    Attributes:
         folder: where caches are kept, one folder each.
-        what: "vectors" [N, D] or "hidden" [F, D].
-        device: where to compute.
-        amp: autocast to this type, or None.
-        together: processes that all call this, and share the work.
-
-    Returns:
-        float16, read-only.
+        device: where to compute. amp: autocast to this type, or None.
+        together: processes that all make the same calls, and share the work.
     """
-    facts = {
-        "weights": weights_sha256, "tokens": read_manifest(tokens.path, "tokens", 1, verify=False)["files"],
-        "pooling": encoder.pooling, "frozen_layers": encoder.num_frozen_layers, "what": what, "amp": str(amp),
-    }  # fmt: skip
-    num_rows = tokens.num_texts if what == "vectors" else int(tokens.offsets[-1])
 
-    def fill(values: np.ndarray | None, together: Together) -> None:
-        if values is not None:
-            _fill(values, encoder.to(device).eval(), tokens, what, device, amp, together)
+    folder: Path
+    device: torch.device
+    amp: torch.dtype | None
+    together: Together = field(default_factory=_Alone)
+    _hashes: dict[int, str] = field(default_factory=dict)  # of encoders' weights, by id
 
-    return _kept(folder, what, facts, (num_rows, encoder.width), fill, together or _Alone())
+    def states(self, encoder: TransformerEncoder, tokens: TokenCache, what: What) -> np.ndarray:
+        """A transformer's "vectors" [N, D], or "hidden" states [F, D] below the layers that train."""
+        facts = {"pooling": encoder.pooling, "frozen_layers": encoder.num_frozen_layers, "what": what}
+        num_rows = tokens.num_texts if what == "vectors" else int(tokens.offsets[-1])
 
-
-def frozen_outputs(
-    encoder: TextEncoder,
-    weights_sha256: str,
-    name: str,
-    tokens: TokenCache,
-    folder: Path,
-    device: torch.device,
-    amp: torch.dtype | None,
-    together: Together | None = None,
-) -> np.ndarray:
-    """Outputs of a frozen encoder for all texts of a token cache, memory-mapped; computed at the first call.
-
-    Where its transformer is computed for it, that is kept too: it is the same beside other bags of tokens.
-
-    Args:
-        encoder: frozen, on the device; its parameters decide the values.
-        weights_sha256: of what is frozen (`frozen_sha256`): names the cache.
-        name: of the texts' source.
-        tokens: N texts.
-        folder: where caches are kept, one folder each.
-        device: where to compute.
-        amp: autocast to this type, or None.
-        together: processes that all call this, and share the work.
-
-    Returns:
-        float16 [N, W], read-only.
-    """
-    facts = {
-        "weights": weights_sha256, "tokens": read_manifest(tokens.path, "tokens", 1, verify=False)["files"],
-        "settings": output_settings(encoder.settings), "unit": encoder.unit_vectors, "what": "outputs",
-        "amp": str(amp),
-    }  # fmt: skip
-
-    def fill(values: np.ndarray | None, together: Together) -> None:
-        vectors = {}
-        transformer = encoder.transformer
-        if transformer is not None:
-            weights = frozen_sha256(transformer)
-            vectors[name] = cached_outputs(transformer, weights, tokens, folder, "vectors", device, amp, together)
-        if values is not None:
-            _fill_outputs(values, InputBuilder(encoder, device, vectors), name, tokens, amp, together)
-
-    return _kept(folder, "outputs", facts, (tokens.num_texts, encoder.width), fill, together or _Alone())
-
-
-def _kept(
-    folder: Path,
-    what: str,
-    facts: dict[str, Any],
-    shape: tuple[int, int],
-    fill: Callable[[np.ndarray | None, Together], None],
-    together: Together,
-) -> np.ndarray:
-    """The cache that is named by some facts, float16, read-only; filled by all processes where it is not there yet.
-
-    Those that are not on the first one's machine are given no file to fill.
-    """
-    key = hashlib.sha256(json.dumps(facts | {"version": VERSION}, sort_keys=True).encode()).hexdigest()
-    path = folder / f"{what}-{key[:16]}"
-    meta = {"key": key, "num_rows": shape[0], "width": shape[1]}
-    is_first = together.rank == 0
-
-    def fill_file(file: str) -> None:
-        local = together.rank < together.local_world
-        values = np.load(file, mmap_mode="r+", allow_pickle=False) if local else None
-        fill(values, together)
-        if values is not None:
-            values.flush()
-        together.barrier()
-
-    if not together.share(path.is_dir() if is_first else None):
-        if is_first:
-            with write_folder(path, KIND, VERSION, meta) as out:
-                file = str(out.path / "values.npy")
-                np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=shape).flush()
-                fill_file(together.share(file))
-        else:
-            fill_file(together.share())
-        together.barrier()
-    with verify_once(path, verify=is_first) as needed:
-        found = read_manifest(path, KIND, VERSION, verify=needed)["meta"]
-    values = load_array(path / "values.npy", np.float16, ndim=2)
-    if found != meta or values.shape != shape:
-        raise ArtifactError(
-            "outputs of another encoder or of other texts", where=str(path), got=f"{found}, {values.shape}",
-            expected=f"{meta}, {shape}", fix="delete the folder: it will be computed again",
-        )  # fmt: skip
-    return values
-
-
-def _fill_outputs(
-    values: np.ndarray,
-    build: InputBuilder,
-    name: str,
-    tokens: TokenCache,
-    amp: torch.dtype | None,
-    together: Together,
-) -> None:
-    encoder, device = build.encoder, build.device
-    with progress(total=tokens.num_texts, desc="encode once (outputs)", unit="text") as bar:
-        for number, start in enumerate(range(0, tokens.num_texts, TEXTS_AT_ONCE)):
-            rows = np.arange(start, min(start + TEXTS_AT_ONCE, tokens.num_texts))
-            bar.update(len(rows))
-            if number % together.local_world != together.rank:
-                continue
-            texts = build.texts([(name, tokens, rows)])
-            with torch.autocast(device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
-                values[rows] = encoder.frozen_output(texts).float().cpu().numpy()
-
-
-@torch.no_grad()
-def _fill(
-    values: np.ndarray,
-    encoder: TransformerEncoder,
-    tokens: Tokens,
-    what: str,
-    device: torch.device,
-    amp: torch.dtype | None,
-    together: Together,
-) -> None:
-    number = 0
-    with progress(total=tokens.num_texts, desc=f"encode once ({what})", unit="text") as bar:
-        for start in range(0, tokens.num_texts, TEXTS_AT_ONCE):
-            slice_rows = np.arange(start, min(start + TEXTS_AT_ONCE, tokens.num_texts))
-            for places in length_chunks(tokens.lengths(slice_rows)):
-                rows = slice_rows[places]
-                bar.update(len(rows))
-                number += 1
-                if number % together.local_world != together.rank:  # another's; the same chunks for any number of us
-                    continue
+        def fill(values: np.ndarray) -> None:
+            encoder.to(self.device).eval()
+            for rows in self._own_share(_chunks(tokens), tokens.num_texts, what):
                 ids_BT, mask_BT = tokens.batch(rows)
-                ids, mask = torch.from_numpy(ids_BT).to(device), torch.from_numpy(mask_BT).to(device)
-                with torch.autocast(device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
+                ids, mask = torch.from_numpy(ids_BT).to(self.device), torch.from_numpy(mask_BT).to(self.device)
+                with self._autocast():
                     output = encoder(ids, mask) if what == "vectors" else encoder.lower(ids, mask)
                 if what == "vectors":
                     values[rows] = output.float().cpu().numpy()
                 else:
-                    _scatter(values, tokens, rows, output.float().cpu().numpy()[mask_BT])
+                    values[tokens.places(rows)] = output.float().cpu().numpy()[mask_BT]
+
+        return self._kept(what, facts, encoder, tokens, (num_rows, encoder.width), fill)
+
+    def outputs(self, encoder: TextEncoder, name: str, tokens: TokenCache) -> np.ndarray:
+        """Outputs [N, W] of an encoder that is frozen as a whole, and on the device.
+
+        Its transformer's vectors are kept too: they are the same beside other bags of tokens.
+
+        Args:
+            name: of the texts' source.
+        """
+        facts = {"settings": output_settings(encoder.settings), "unit": encoder.unit_vectors, "what": "outputs"}
+        num_texts = tokens.num_texts
+        vectors: dict[str, np.ndarray] = {}
+
+        def prepare() -> None:
+            if encoder.transformer is not None:
+                vectors[name] = self.states(encoder.transformer, tokens, "vectors")
+
+        def fill(values: np.ndarray) -> None:
+            build = InputBuilder(encoder, self.device, vectors)
+            slices = (np.arange(i, min(i + TEXTS_AT_ONCE, num_texts)) for i in range(0, num_texts, TEXTS_AT_ONCE))
+            for rows in self._own_share(slices, num_texts, "outputs"):
+                texts = build.texts([(name, tokens, rows)])
+                with self._autocast():
+                    values[rows] = encoder.frozen_output(texts).float().cpu().numpy()
+
+        return self._kept("outputs", facts, encoder, tokens, (num_texts, encoder.width), fill, prepare)
+
+    def _own_share(self, chunks: Iterable[np.ndarray], num_texts: int, what: What) -> Iterator[np.ndarray]:
+        """This process's chunks of rows; the chunks are the same for any number of processes."""
+        with progress(total=num_texts, desc=f"encode once ({what})", unit="text") as bar:
+            for number, rows in enumerate(chunks):
+                bar.update(len(rows))
+                if number % self.together.local_world == self.together.rank:
+                    yield rows
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None)
+
+    def _kept(
+        self,
+        what: What,
+        facts: dict[str, Any],
+        encoder: TransformerEncoder | TextEncoder,
+        tokens: TokenCache,
+        shape: tuple[int, int],
+        fill: Callable[[np.ndarray], None],
+        prepare: Callable[[], None] = lambda: None,
+    ) -> np.ndarray:
+        """The cache that is named by some facts, by the weights and by the tokens.
+
+        Where it is not there yet, all processes prepare, and those on the first one's machine fill it.
+        """
+        manifest = read_manifest(tokens.path, "tokens", 1, verify=False)
+        if id(encoder) not in self._hashes:
+            self._hashes[id(encoder)] = frozen_sha256(encoder)
+        facts |= {"weights": self._hashes[id(encoder)], "tokens": manifest["files"], "amp": str(self.amp)}
+        key = hashlib.sha256(json.dumps(facts | {"version": VERSION}, sort_keys=True).encode()).hexdigest()
+        path = self.folder / f"{what}-{key[:16]}"
+        meta = {"key": key, "num_rows": shape[0], "width": shape[1]}
+        is_first = self.together.rank == 0
+
+        def fill_file(file: str) -> None:
+            prepare()
+            if self.together.rank < self.together.local_world:
+                values = np.load(file, mmap_mode="r+", allow_pickle=False)
+                with torch.no_grad():
+                    fill(values)
+                values.flush()
+            self.together.barrier()
+
+        if not self.together.share(path.is_dir() if is_first else None):
+            if is_first:
+                with write_folder(path, KIND, VERSION, meta) as out:
+                    file = str(out.path / "values.npy")
+                    np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=shape).flush()
+                    fill_file(self.together.share(file))
+            else:
+                fill_file(self.together.share())
+            self.together.barrier()
+        with verify_once(path, verify=is_first) as needed:
+            found = read_manifest(path, KIND, VERSION, verify=needed)["meta"]
+        values = load_array(path / "values.npy", np.float16, ndim=2)
+        if found != meta or values.shape != shape:
+            raise ArtifactError(
+                "outputs of another encoder or of other texts", where=str(path), got=f"{found}, {values.shape}",
+                expected=f"{meta}, {shape}", fix="delete the folder: it will be computed again",
+            )  # fmt: skip
+        return values
 
 
-def _scatter(values: np.ndarray, tokens: Tokens, rows: np.ndarray, state_FD: np.ndarray) -> None:
-    length_B = tokens.lengths(rows)
-    shift_B = tokens.offsets[rows] - (np.cumsum(length_B) - length_B)
-    values[np.arange(length_B.sum()) + np.repeat(shift_B, length_B)] = state_FD
+def _chunks(tokens: TokenCache) -> Iterator[np.ndarray]:
+    """Rows of texts of similar length."""
+    for start in range(0, tokens.num_texts, TEXTS_AT_ONCE):
+        rows = np.arange(start, min(start + TEXTS_AT_ONCE, tokens.num_texts))
+        yield from (rows[places] for places in length_chunks(tokens.lengths(rows)))

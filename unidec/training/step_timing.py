@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import scipy.sparse as sp
@@ -195,12 +196,8 @@ def _data(folder: Path, num_queries: int, num_labels: int, sizes: Sizes, params:
 @contextlib.contextmanager
 def _zero_caches() -> Iterator[None]:
     """Caches of frozen outputs stay zeros: a step takes as long, and nobody waits for them to be filled."""
-    fill = frozen._fill
-    frozen._fill = lambda *_: None
-    try:
+    with mock.patch.object(frozen.FrozenCaches, "_own_share", return_value=()):
         yield
-    finally:
-        frozen._fill = fill
 
 
 @contextlib.contextmanager
