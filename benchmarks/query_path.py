@@ -115,7 +115,7 @@ def quality(
     for runtime, answerer in answerers.items():
         rows, scores = exact(bundle, texts, answerer)
         first = (rows, scores) if first is None else first
-        found = per_query(remove_filtered(rows, scores, filters, 100)[0], truth)
+        found = per_query(remove_filtered(rows, filters, 100), truth)
         out[runtime] = {name: round(float(found[name].mean()), 2) for name in found} | {
             "same first label": round(float((rows[:, 0] == first[0][:, 0]).mean()), 4),
             "largest difference of ten scores": float(np.abs(scores[:, :10] - first[1][:, :10]).max()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 GROUPS = ("tail", "torso", "head")
@@ -35,9 +34,9 @@ def parse(name: str) -> MetricName:
     return MetricName(group, kind, int(k or 0))
 
 
-def metric_names(ks: Sequence[int] = DEFAULT_KS, propensity_ks: Sequence[int] = DEFAULT_PROPENSITY_KS) -> list[str]:
+def metric_names() -> list[str]:
     """Every metric of `unidec.evaluation.metrics.evaluate`, whole and by group."""
-    own = [f"{kind}@{k}" for kind in ("P", "nDCG", "R", "coverage") for k in ks]
-    own += [f"{kind}@{k}" for kind in ("PSP", "PSnDCG") for k in propensity_ks]
+    own = [f"{kind}@{k}" for kind in ("P", "nDCG", "R", "coverage") for k in DEFAULT_KS]
+    own += [f"{kind}@{k}" for kind in ("PSP", "PSnDCG") for k in DEFAULT_PROPENSITY_KS]
     own += ["MRR"]
     return own + [f"{group}/{name}" for group in GROUPS for name in own]

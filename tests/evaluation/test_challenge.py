@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
-from unidec.errors import DataError
-from unidec.evaluation.challenge import challenge, mapped
-from unidec.evaluation.metrics import evaluate
-from unidec.evaluation.significance import QueryScores, paired_differences, query_scores
+from unidec.evaluation.challenge import challenge
+from unidec.evaluation.metrics import by_query, evaluate
+from unidec.evaluation.significance import paired_differences
 from unidec.metric_names import metric_names
 from unidec.sections import Gate
 
@@ -42,45 +41,23 @@ def test_every_metric_by_query_adds_up_to_the_evaluators(seed: int, empty: str) 
     for name in metric_names():
         if "coverage" in name:
             with pytest.raises(ValueError, match="all queries together"):
-                query_scores(predicted, truth, weight, [name], group)
+                by_query(predicted, truth, [name], weight, group)
         else:
-            scores = query_scores(predicted, truth, weight, [name], group)
-            assert scores.value(name) == pytest.approx(figures[name], abs=1e-9), name
-
-
-def test_labels_are_mapped_by_uid_a_removed_one_leaves_the_answer() -> None:
-    row_of = np.array([2, -1, 0, 5])
-    rows = np.array([[1, 0, 3, -1], [2, 1, -1, -1], [1, -1, -1, -1]])
-    assert mapped(rows, row_of, 3).tolist() == [[2, 5, -1], [0, -1, -1], [-1, -1, -1]]
-    assert mapped(rows, row_of, 1).tolist() == [[2], [0], [-1]]
-    assert mapped(rows, row_of, 6).shape == (3, 6)
-    assert mapped(np.zeros((2, 0), dtype=int), row_of, 2).tolist() == [[-1, -1]] * 2
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        known = int(rng.integers(1, 9))
-        row_of = np.where(rng.random(known) < 0.4, -1, rng.permutation(known))
-        rows = np.stack([rng.permutation(known) for _ in range(5)])
-        slow = [[row_of[r] for r in row if row_of[r] >= 0] for row in rows]
-        slow = [(row + [-1] * 4)[:4] for row in slow]
-        assert mapped(rows, row_of, 4).tolist() == slow
+            above_N, below_N = by_query(predicted, truth, [name], weight, group)[name]
+            value = 100 * above_N.sum() / below_N.sum() if below_N.sum() else 0
+            assert value == pytest.approx(figures[name], abs=1e-9), name
 
 
 @pytest.mark.parametrize("metric", ["nDCG@5", "PSP@3", "tail/R@10"])
 def test_the_bootstrap_beside_a_slow_one_with_the_same_draws(metric: str) -> None:
     first, truth, weight, group, rng = random_case(1, num_queries=7)
     second = np.stack([rng.permutation(30)[:12] for _ in range(7)])
-    scores = [query_scores(rows, truth, weight, [metric], group) for rows in (first, second)]
+    scores = [by_query(rows, truth, [metric], weight, group) for rows in (first, second)]
     fast = paired_differences(*scores, metric, num_samples=50, seed=4)
     drawn = np.random.default_rng([4, 0]).integers(7, size=(50, 7))
     for r, rows in enumerate(drawn):
         values = [evaluate(part[rows], truth[rows], weight, group)[metric] for part in (first, second)]
         assert fast[r] == pytest.approx(values[0] - values[1], abs=1e-9)
-
-
-def test_scores_of_other_queries_cannot_be_paired() -> None:
-    one, other = (QueryScores(("P@1",), np.ones((1, n)), np.ones((1, n))) for n in (3, 4))
-    with pytest.raises(DataError, match="cannot be paired"):
-        paired_differences(one, other, "P@1")
 
 
 def world(num_queries: int = 400, num_labels: int = 60):
@@ -170,9 +147,3 @@ def test_coverage_can_decide_without_a_bootstrap() -> None:
         ranking(np.arange(400) % 2 == 0), ranking(np.zeros(400, bool)), truth, weight, group, Gate(**rules)
     )
     assert "coverage@5" not in found.intervals and found.confidence is None and checks(found)["coverage@5"]
-
-
-def test_no_queries_is_an_error() -> None:
-    nothing = np.zeros((0, 3), dtype=int)
-    with pytest.raises(DataError):
-        challenge(nothing, nothing, csr_matrix((0, 5)), np.ones(5), np.zeros(5, dtype=int), Gate(**RULES))

@@ -26,7 +26,7 @@ BINS = [{"bin": b, "labels": 10 * b, "train_pairs": 50, "most": 9 - b, "least": 
 GRID = [{"beta": b, "eta": e, "pool_size": 100.0 * (b + e), "positives": 2.0 * b} for e in (0, 1) for b in (1, 2)]
 STUDY = {"batches": 3, "queries": 100.0, "beta": 2, "eta": 1, "size": 900, "share": 71.5,
          "histogram": [0, 5, 15] + [0] * 30, "grid": GRID}  # fmt: skip
-BETTER = Comparison("model", "mix", "tail/R@10", 30.0, 20.0, 10.0, 4.25, 15.75, 0.0001, 0.0004, 99, 1, 1)
+BETTER = Comparison("model", "mix", "tail/R@10", 30.0, 20.0, 10.0, 4.25, 15.75, 0.0001, 0.0004, 99)
 HISTORY = [{"step": s, "loss": 5 / s, "loss_de": 3 / s, "lr_heads": 1e-4, "grad_norm": 1.0, "pool_size": 3000,
             "positives_per_query": 3.5, "texts_per_s": 900} for s in range(1, 900)]  # fmt: skip
 ROUNDS = [{"round": r, "epoch": 5 * r, "seconds": 60.0, "refresh_seconds": 9.0, "cluster_seconds": 2.0,

@@ -9,14 +9,10 @@ import pytest
 from scipy.sparse import csr_matrix
 
 from unidec.errors import DataError
-from unidec.evaluation.metrics import evaluate
-from unidec.evaluation.significance import (
-    QueryScores,
-    best_systems,
-    compare_systems,
-    holm,
-    query_scores,
-)
+from unidec.evaluation.metrics import by_query, evaluate
+from unidec.evaluation.significance import best_systems, compare_systems, holm
+
+METRICS = ("P@1", "P@5", "nDCG@5", "R@10", "R@100", "PSP@5", "PSnDCG@5", "MRR")
 
 
 def random_predictions(seed, num_queries, num_labels, width):
@@ -27,8 +23,17 @@ def random_predictions(seed, num_queries, num_labels, width):
 
 def scores(above, below=None):
     """One metric, "m"."""
-    above = np.asarray(above, dtype=float)[None]
-    return QueryScores(("m",), above, np.ones_like(above) if below is None else np.asarray(below, dtype=float)[None])
+    above = np.asarray(above, dtype=float)
+    return {"m": (above, np.ones_like(above) if below is None else np.asarray(below, dtype=float))}
+
+
+def value(parts, name="m"):
+    above, below = parts[name]
+    return 100 * above.sum() / below.sum() if below.sum() else 0.0
+
+
+def compare(runs, against, **options):
+    return compare_systems(runs, against, ["m"], **options)
 
 
 @pytest.mark.parametrize(
@@ -40,29 +45,21 @@ def test_values_by_query_make_the_evaluators_figures(num_queries, num_labels, wi
     truth = csr_matrix(rng.random((num_queries, num_labels)) < density)
     weight_L, group_L = rng.random(num_labels) * 5 + 1, rng.integers(0, 3, num_labels)
     predicted = random_predictions(1, num_queries, num_labels, width)
-    got = query_scores(predicted, truth, weight_L)
+    got = by_query(predicted, truth, METRICS, weight_L)
     overall = evaluate(predicted, truth, weight_L, group_L)
-    assert {"P@1", "PSP@5", "PSnDCG@5", "MRR", "R@100"} < set(got.names)
-    for name in got.names:
-        assert got.value(name) == pytest.approx(overall[name], abs=1e-9), name
-
-
-def test_selection():
-    got = query_scores(random_predictions(3, 6, 9, 4), csr_matrix(np.eye(6, 9, dtype=bool)), np.ones(9))
-    part = got.select(["PSP@3", "P@1"])
-    assert part.value("P@1") == got.value("P@1") and part.num_queries == 6
-    with pytest.raises(DataError, match="no such metric"):
-        got.value("P@2")
+    for name in METRICS:
+        assert value(got, name) == pytest.approx(overall[name], abs=1e-9), name
 
 
 def slow_bootstrap(a_runs, b_runs, num_samples, seed):
     """Differences by loops over resamples and queries, with the draws of the library's generator."""
-    num_queries = a_runs[0].num_queries
+    num_queries = len(a_runs[0]["m"][0])
     drawn = np.random.default_rng([seed, 0]).integers(num_queries, size=(num_samples, num_queries))
 
     def metric(run, queries):
-        below = sum(run.below_MN[0, i] for i in queries)
-        return 100 * sum(run.above_MN[0, i] for i in queries) / below if below else 0.0
+        above_N, below_N = run["m"]
+        below = sum(below_N[i] for i in queries)
+        return 100 * sum(above_N[i] for i in queries) / below if below else 0.0
 
     return np.array([
         np.mean([metric(run, queries) for run in a_runs]) - np.mean([metric(run, queries) for run in b_runs])
@@ -76,11 +73,11 @@ def test_bootstrap_equals_a_slow_loop_for_means_and_ratios(ratio):
     below = rng.integers(0, 4, 25).astype(float) if ratio else np.ones(25)
     a = [scores(rng.random(25) * below, below) for _ in range(2)]
     b = [scores(rng.random(25) * below * 0.9, below) for _ in range(3)]
-    (got,) = compare_systems({"a": a, "b": b}, "b", num_samples=200, seed=7)
+    (got,) = compare({"a": a, "b": b}, "b", num_samples=200, seed=7)
     want = slow_bootstrap(a, b, 200, 7)
     assert (got.low, got.high) == pytest.approx(tuple(np.percentile(want, [2.5, 97.5])))
-    assert got.difference == pytest.approx(np.mean([r.value("m") for r in a]) - np.mean([r.value("m") for r in b]))
-    assert (got.num_seeds, got.against_seeds, got.num_queries) == (2, 3, 25)
+    assert got.difference == pytest.approx(np.mean([value(r) for r in a]) - np.mean([value(r) for r in b]))
+    assert got.num_queries == 25
 
 
 @pytest.mark.parametrize("ratio", [False, True])
@@ -95,7 +92,7 @@ def test_randomisation_comes_near_the_exact_test(ratio):
         first, second = np.where(swap, b, a), np.where(swap, a, b)
         extreme += abs(100 * first.sum() / below.sum() - 100 * second.sum() / below.sum()) >= abs(seen) - 1e-9
     exact = extreme / 2**12
-    (got,) = compare_systems({"a": [scores(a, below)], "b": [scores(b, below)]}, "b", num_samples=20_000)
+    (got,) = compare({"a": [scores(a, below)], "b": [scores(b, below)]}, "b", num_samples=20_000)
     assert 0.005 < exact < 0.5, "the case must say something"
     assert got.p_value == pytest.approx(exact, abs=4 * np.sqrt(exact / 20_000) + 1e-4)
 
@@ -106,21 +103,21 @@ def test_alike_systems_seem_different_as_often_as_the_level_says():
     for seed in range(200):
         hits = rng.random((2, 60)) < rng.random(60)  # both as good on a query, queries of all difficulties
         runs = {"a": [scores(hits[0])], "b": [scores(hits[1])]}
-        (got,) = compare_systems(runs, "b", num_samples=400, seed=seed)
+        (got,) = compare(runs, "b", num_samples=400, seed=seed)
         found += got.p_value < 0.05
     assert 2 <= found <= 20, found
 
 
 def test_the_same_system_differs_from_itself_in_nothing():
     run = scores([1, 0, 1, 1])
-    (got,) = compare_systems({"a": [run], "b": [run]}, "b", num_samples=100)
+    (got,) = compare({"a": [run], "b": [run]}, "b", num_samples=100)
     assert (got.difference, got.low, got.high, got.p_value, got.p_adjusted) == (0, 0, 0, 1, 1)
     assert not got.better and not got.worse
 
 
 def test_nothing_relevant_is_no_difference():
     run, other = scores([0, 0], [0, 0]), scores([0, 0], [0, 0])
-    (got,) = compare_systems({"a": [run], "b": [other]}, "b", num_samples=50)
+    (got,) = compare({"a": [run], "b": [other]}, "b", num_samples=50)
     assert (got.value, got.difference, got.p_value) == (0, 0, 1)
 
 
@@ -128,7 +125,7 @@ def test_a_clear_difference_is_found_on_both_sides():
     rng = np.random.default_rng(1)
     base = rng.random(300)
     runs = {"low": [scores(base * 0.5)], "base": [scores(base)], "high": [scores(base + 0.3)]}
-    low, high = compare_systems(runs, "base", num_samples=2000)
+    low, high = compare(runs, "base", num_samples=2000)
     assert low.worse and not low.better and low.high < 0
     assert high.better and high.low > 25 and high.system == "high" and high.against == "base"
 
@@ -137,8 +134,8 @@ def test_further_seeds_of_the_same_result_prove_nothing_more():
     """Results stacked as if the seeds were queries of their own would make p smaller; here it stays as it is."""
     rng = np.random.default_rng(8)
     a, b = scores(rng.random(40) + 0.08), scores(rng.random(40))
-    (once,) = compare_systems({"a": [a], "b": [b]}, "b", num_samples=1000)
-    (many,) = compare_systems({"a": [a] * 5, "b": [b] * 5}, "b", num_samples=1000)
+    (once,) = compare({"a": [a], "b": [b]}, "b", num_samples=1000)
+    (many,) = compare({"a": [a] * 5, "b": [b] * 5}, "b", num_samples=1000)
     assert many.p_value == pytest.approx(once.p_value, abs=1e-12)
     assert (many.low, many.high) == pytest.approx((once.low, once.high))
 
@@ -155,16 +152,13 @@ def test_holm_equals_a_slow_reference_and_a_worked_example():
         np.testing.assert_allclose(holm(p), want)
     np.testing.assert_allclose(holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
     assert holm([]).shape == (0,)
-    for wrong in ([1.5], [np.nan], [-0.1], [[0.5]]):
-        with pytest.raises(DataError):
-            holm(wrong)
 
 
 def test_a_family_is_corrected_and_gets_the_samples_that_it_needs():
     rng = np.random.default_rng(5)
     base = rng.random(50)
     runs = {"base": [scores(base)]} | {f"s{i}": [scores(base + 0.2 + 0.01 * rng.random(50))] for i in range(12)}
-    found = compare_systems(runs, "base")
+    found = compare(runs, "base")
     np.testing.assert_allclose([c.p_adjusted for c in found], holm([c.p_value for c in found]))
     assert all(c.better for c in found), "the smallest p-value, corrected by 12, still counts"
 
@@ -177,9 +171,8 @@ def test_best_of_some_systems_by_metric_and_as_opponents():
     far[:, 5] = np.arange(8)  # right, but at place 6
     none = np.full((8, 1), 19)
     runs = {
-        "exact": [query_scores(right, truth, weight)],
-        "far": [query_scores(far, truth, weight)],
-        "none": [query_scores(none, truth, weight)],
+        name: [by_query(labels, truth, METRICS, weight)]
+        for name, labels in (("exact", right), ("far", far), ("none", none))
     }
     best = best_systems(runs, ["far", "none"], ["P@1", "R@10"])
     assert best == {"P@1": "far", "R@10": "far"}, "the first of equals at P@1"
@@ -192,10 +185,10 @@ def test_best_of_some_systems_by_metric_and_as_opponents():
 def test_the_same_call_gives_the_same_result_and_a_block_changes_nothing(monkeypatch):
     rng = np.random.default_rng(6)
     runs = {name: [scores(rng.random(30))] for name in "abc"}
-    first = compare_systems(runs, "a", num_samples=300)
-    assert compare_systems(runs, "a", num_samples=300) == first
+    first = compare(runs, "a", num_samples=300)
+    assert compare(runs, "a", num_samples=300) == first
     monkeypatch.setattr("unidec.evaluation.significance._BLOCK", 30 * 7)
-    for one, other in zip(first, compare_systems(runs, "a", num_samples=300), strict=True):
+    for one, other in zip(first, compare(runs, "a", num_samples=300), strict=True):
         assert (one.p_value, one.low, one.high) == pytest.approx((other.p_value, other.low, other.high))
 
 
@@ -203,25 +196,13 @@ def test_what_cannot_be_paired_is_refused():
     run, short, other_truth = scores([1, 0, 1]), scores([1, 0]), scores([1, 0, 1], [1, 2, 1])
     for runs in ({"a": [run], "b": [short]}, {"a": [run], "b": [other_truth]}, {"a": [run, short], "b": [run]}):
         with pytest.raises(DataError, match="cannot be paired"):
-            compare_systems(runs, "b")
+            compare(runs, "b")
     with pytest.raises(DataError, match="without a run"):
-        compare_systems({"a": [run], "b": []}, "a")
+        compare({"a": [run], "b": []}, "a")
     with pytest.raises(DataError, match="no such system"):
-        compare_systems({"a": [run]}, "b")
+        compare({"a": [run]}, "b")
     with pytest.raises(DataError, match="no such system"):
-        compare_systems({"a": [run]}, {})
+        compare({"a": [run]}, {})
     with pytest.raises(DataError, match="no such metric"):
         compare_systems({"a": [run], "b": [run]}, "b", ["P@1"])
-    with pytest.raises(DataError, match="no such systems"):
-        best_systems({"a": [run]}, ["b"])
-    assert compare_systems({"a": [run]}, "a") == []
-
-
-@pytest.mark.parametrize(
-    ("above", "below"), [(np.ones((1, 2)), np.ones((1, 3))), (np.ones((2, 2)), np.ones((2, 2))),
-                         (np.full((1, 2), np.nan), np.ones((1, 2))), (np.ones((1, 2)), -np.ones((1, 2))),
-                         (np.ones((1, 0)), np.ones((1, 0)))],
-)  # fmt: skip
-def test_scores_that_do_not_fit_together_are_refused(above, below):
-    with pytest.raises(DataError):
-        QueryScores(("m",), above, below)
+    assert compare({"a": [run]}, "a") == []

@@ -11,7 +11,7 @@ from scipy.sparse import csr_matrix
 from unidec.config import Params
 from unidec.data.propensity import Propensity
 from unidec.evaluation.metrics import per_query
-from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Blend, Ranking, pair_keys, tuned_blend
+from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Blend, Ranking, tuned_blend
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.scoring_space import unit_rows
 
@@ -151,9 +151,3 @@ def test_votes_that_know_nothing_get_little_weight_and_none_where_there_is_nothi
     empty, neighbours = random_ranking(3, num=0)
     assert isinstance(tuned_blend(empty, params, neighbours), Blend)
     assert tuned_blend(empty, params, neighbours).knn_weight == 0
-
-
-def test_keys_of_pairs() -> None:
-    pairs = csr_matrix(([True, False, True], ([0, 2, 2], [3, 1, 0])), shape=(3, 4))
-    assert pair_keys(pairs).tolist() == [3, 8, 9]
-    assert pair_keys(csr_matrix((0, 4))).tolist() == []

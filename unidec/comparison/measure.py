@@ -70,10 +70,10 @@ def of_peer(params: Params, name: str, outcome: PeerOutcome) -> dict[str, Any]:
     dataset, propensity = paths.open_dataset(), paths.open_propensity()
     figures: dict[str, dict[str, float]] = {}
     bins: list[dict[str, float]] = []
-    for split, (found, scores) in outcome.predictions.items():
+    for split, (found, _) in outcome.predictions.items():
         rows = dataset.rows(split)
         filters = dataset.filter_pairs[rows]
-        labels, _ = remove_filtered(found, scores, filters, K)
+        labels = remove_filtered(found, filters, K)
         truth = filtered_truth(dataset.relevance[rows], filters)
         figures[split] = evaluate(labels, truth, propensity.inverse_L, propensity.group_L)
         if split == "test":

@@ -30,8 +30,8 @@ from unidec.evaluation.comparison_input import (
     Task,
     summary,
 )
-from unidec.evaluation.metrics import filtered_truth
-from unidec.evaluation.significance import QueryScores, best_systems, compare_systems, query_scores
+from unidec.evaluation.metrics import QueryParts, by_query, filtered_truth
+from unidec.evaluation.significance import best_systems, compare_systems
 from unidec.progress import progress
 
 REPORT, SUMMARY = "report.html", "summary.json"
@@ -235,11 +235,11 @@ def _what(job: Job) -> str:
     return f"recipe {job.params.recipe}{after}" + (f" with {settings}" if settings else "")
 
 
-def _scores(workspace: Workspace, entries: Sequence[Found]) -> dict[str, list[QueryScores]]:
+def _scores(workspace: Workspace, entries: Sequence[Found]) -> dict[str, list[QueryParts]]:
     """Scores of each query under each system of one data set, a list over seeds."""
     folder = workspace.data_folder(entries[0].job) if entries else Path()
     measured = [entry for entry in entries if (entry.step.folder / PREDICTIONS).is_file()]
-    scores: dict[str, list[QueryScores]] = {}
+    scores: dict[str, list[QueryParts]] = {}
     if measured and (folder / "dataset").is_dir():
         dataset = XMCDataset.open(folder / "dataset")
         rows = dataset.rows("test")
@@ -247,7 +247,7 @@ def _scores(workspace: Workspace, entries: Sequence[Found]) -> dict[str, list[Qu
         inverse_L = load_propensity(folder / "propensity").inverse_L
         for entry in measured:
             labels = load_array(entry.step.folder / PREDICTIONS, np.int32, ndim=2)
-            scores.setdefault(entry.job.cell, []).append(query_scores(labels, truth, inverse_L))
+            scores.setdefault(entry.job.cell, []).append(by_query(labels, truth, TESTED, inverse_L))
     return scores
 
 
@@ -256,7 +256,7 @@ def _is_peer(entries: Iterable[Found], cell: str) -> bool:
 
 
 def _tested(
-    data: str, scores: Mapping[str, Sequence[QueryScores]], against: str | Mapping[str, str]
+    data: str, scores: Mapping[str, Sequence[QueryParts]], against: str | Mapping[str, str]
 ) -> list[Contrast]:  # fmt: skip
     return [
         Contrast(data, one.system, one.against, one.metric, one.difference, one.low, one.high, one.p_adjusted)

@@ -21,13 +21,13 @@ from scipy.sparse import csr_matrix
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.profile import hashes_of
 from unidec.errors import DataError
-from unidec.evaluation.metrics import GROUPS, evaluate, filtered_truth, remove_filtered
-from unidec.evaluation.significance import Comparison, best_systems, compare_systems, holm, query_scores
+from unidec.evaluation.metrics import GROUPS, by_query, evaluate, filtered_truth, remove_filtered
+from unidec.evaluation.significance import Comparison, best_systems, compare_systems, holm
 from unidec.evaluation.tfidf import TfidfRanker, fit_words
-from unidec.metric_names import BASELINES
+from unidec.metric_names import BASELINES, parse
 
 COMPARED = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
-OF_GROUP = "R@10"  # what is compared within a frequency group of the labels
+OF_GROUPS = tuple(f"{group}/R@10" for group in GROUPS)
 MODEL = "model"
 K = 100
 MAX_TRAIN = 100_000
@@ -60,26 +60,31 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
         text: which texts are compared. inverse_L, group_L: inverse propensity and frequency group of each label.
     """
     train, test = dataset.rows("train"), dataset.rows("test")
-    if not len(train) or not len(test):
-        return Baselines({}, {}, np.zeros(0, dtype=np.int64), "No TF-IDF baselines: a split without queries.")
     rows = _sample(train, MAX_TRAIN)
     affordable = max(MIN_TEST, MAX_SCORES // max(len(rows) + dataset.num_labels, 1))
     places = _sample(np.arange(len(test)), min(MAX_TEST, affordable))
-    filters = dataset.filter_pairs[test[places]]
-    width = min(K + int(np.diff(filters.indptr).max(initial=0)), dataset.num_labels)
     try:
+        if not len(train) or not len(test):
+            raise DataError("a split without queries")
         vectorizer, train_MF = fit_words(dataset.query_texts(rows, text), str(dataset.path))
     except DataError as error:
         return Baselines({}, {}, places, f"No TF-IDF baselines: {error.what}.")
+    filters = dataset.filter_pairs[test[places]]
+    width = min(K + int(np.diff(filters.indptr).max(initial=0)), dataset.num_labels)
     label_LF = vectorizer.transform(itertools.chain.from_iterable(dataset.text_batches("labels", text)))
     relevance_ML = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows]).astype(np.float32)
     ranker = TfidfRanker(csr_matrix(train_MF.T), relevance_ML, csr_matrix(label_LF.T))
     queries_nF = vectorizer.transform(dataset.query_texts(test[places], text))
     ranked = ranker.rank(queries_nF, list(BASELINES), width, "TF-IDF baselines")
     truth = filtered_truth(dataset.relevance[test[places]], filters)
-    labels = {name: remove_filtered(*ranked[name], filters, K)[0] for name in BASELINES}
+    labels = {name: remove_filtered(ranked[name][0], filters, K) for name in BASELINES}
     metrics = {name: evaluate(found, truth, inverse_L, group_L) for name, found in labels.items()}
-    return Baselines(labels, metrics, places, _about(len(rows), len(train), len(places), len(test)))
+    about = f"TF-IDF baselines: made from {len(rows):,} queries of the train split"
+    if len(rows) < len(train):
+        about = about.replace("from", "from a sample of") + f" (of {len(train):,}, which makes them weaker)"
+    if len(places) < len(test):
+        about += f", measured on a sample of {len(places):,} test queries (of {len(test):,})"
+    return Baselines(labels, metrics, places, f"{about}.")
 
 
 def compare_with_baselines(
@@ -92,41 +97,40 @@ def compare_with_baselines(
         truth: CSR [N, L] after filters. inverse_L, group_L: as `measure_baselines`.
 
     Returns:
-        One comparison for each of `COMPARED`, then `<group>/R@10` of each group with test queries; none by R@k where
-        the data set has no more than k labels, which a model that ranks them all finds.
+        One comparison for each of `COMPARED`, then of `OF_GROUPS` for groups with test queries; none by R@k where the
+        data set has no more than k labels, which a model that ranks them all finds.
     """
     if not baselines.labels:
         return []
+    names = [name for name in (*COMPARED, *OF_GROUPS) if not _is_trivial(name, truth.shape[1])]
     rankings = {MODEL: model_NK[baselines.places], **baselines.labels}
     truth = csr_matrix(truth[baselines.places])
-    telling = [name for name in (*COMPARED, OF_GROUP) if not _is_trivial(name, truth.shape[1])]
-    found = _against_best(rankings, truth, inverse_L, [name for name in telling if name != OF_GROUP])
-    for number, group in enumerate(GROUPS if OF_GROUP in telling else ()):
-        part = csr_matrix(truth, copy=True)
-        part.data = np.where(np.asarray(group_L)[part.indices] == number, part.data, 0)
-        part.eliminate_zeros()
-        rows = np.flatnonzero(np.diff(part.indptr))
-        if len(rows):
-            own = {system: labels[rows] for system, labels in rankings.items()}
-            compared = _against_best(own, csr_matrix(part[rows]), inverse_L, [OF_GROUP])
-            found += [dataclasses.replace(one, metric=f"{group}/{one.metric}") for one in compared]
-    corrected = holm([one.p_value for one in found])
-    return [dataclasses.replace(one, p_adjusted=float(p)) for one, p in zip(found, corrected, strict=True)]
+    runs = {system: [by_query(labels, truth, names, inverse_L, group_L)] for system, labels in rankings.items()}
+    names = [name for name in names if runs[MODEL][0][name][1].any()]
+    best = best_systems(runs, list(baselines.labels), names)
+    found = [one for one in compare_systems(runs, best, names, num_samples=NUM_SAMPLES) if one.system == MODEL]
+    corrected = holm([one.p_value for one in found]).tolist()  # over these alone, not also over the other baseline's
+    return [dataclasses.replace(one, p_adjusted=p) for one, p in zip(found, corrected, strict=True)]
 
 
 def verdict(compared: Sequence[Comparison]) -> str:
     """What the model gains over the baselines, where it loses, and how sure that is: one sentence, "" for nothing."""
     if not compared:
         return ""
-    better = ", ".join(_words(one) for one in compared if one.better)
-    worse = ", ".join(_words(one) for one in compared if one.worse)
-    unsure = ", ".join(_words(one) for one in compared if not one.better and not one.worse)
-    parts = [f"gains {better or 'nothing significant'}", f"loses {worse or 'nothing significant'}"]
-    parts += [f"no significant difference: {unsure}"] if unsure else []
-    num_queries = max(one.num_queries for one in compared)
+
+    def listed(some: Sequence[Comparison]) -> str:
+        names = [parse(one.metric) for one in some]
+        groups = [f" of {name.group} labels" if name.group else "" for name in names]
+        return ", ".join(f"{name.kind}@{name.k}{of} {one.difference:+.1f}"
+                         for one, name, of in zip(some, names, groups, strict=True))  # fmt: skip
+
+    unsure = listed([one for one in compared if not one.better and not one.worse])
     return (
-        f"Against the better TF-IDF baseline of each metric, on {num_queries:,} test queries, the model "
-        f"{'; '.join(parts)} (percentage points; significant: p < 0.05 in a paired test with Holm's correction)."
+        f"Against the better TF-IDF baseline of each metric, on {compared[0].num_queries:,} test queries, the model "
+        f"gains {listed([one for one in compared if one.better]) or 'nothing significant'}; "
+        f"loses {listed([one for one in compared if one.worse]) or 'nothing significant'}"
+        f"{f'; no significant difference: {unsure}' if unsure else ''} "
+        "(percentage points; significant: p < 0.05 in a paired test with Holm's correction)."
     )
 
 
@@ -166,8 +170,8 @@ def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text, coun
 
 def _is_trivial(metric: str, num_labels: int) -> bool:
     """Whether all labels together reach 100: recall and coverage at no fewer places than there are labels."""
-    kind, _, k = metric.partition("@")
-    return kind in ("R", "coverage") and int(k) >= num_labels
+    name = parse(metric)
+    return name.kind in ("R", "coverage") and name.k >= num_labels
 
 
 def _sample(rows: NDArray[np.int64], most: int) -> NDArray[np.int64]:
@@ -175,23 +179,3 @@ def _sample(rows: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     if len(rows) <= most:
         return rows
     return np.sort(np.random.default_rng(0).choice(rows, most, replace=False))
-
-
-def _about(used: int, train: int, ranked: int, test: int) -> str:
-    about = f"TF-IDF baselines: made from {'' if used == train else 'a sample of '}{used:,} queries of the train split"
-    about += "" if used == train else f" (of {train:,}, which makes them weaker)"
-    return about + (f", measured on a sample of {ranked:,} test queries (of {test:,})." if ranked < test else ".")
-
-
-def _against_best(
-    rankings: Mapping[str, NDArray[np.integer]], truth: csr_matrix, inverse_L: Any, metrics: Sequence[str]
-) -> list[Comparison]:
-    runs = {system: [query_scores(labels, truth, inverse_L)] for system, labels in rankings.items()}
-    best = best_systems(runs, [system for system in runs if system != MODEL], metrics)
-    compared = compare_systems(runs, best, metrics, num_samples=NUM_SAMPLES)
-    return [one for one in compared if one.system == MODEL]
-
-
-def _words(one: Comparison) -> str:
-    group, _, metric = one.metric.rpartition("/")
-    return f"{metric} of {group} labels {one.difference:+.1f}" if group else f"{metric} {one.difference:+.1f}"

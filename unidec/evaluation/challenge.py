@@ -1,22 +1,18 @@
 """Is a challenger better than the champion on the same queries? Both rankings against one truth, check by check.
 
-Shape legend: N queries, K predicted labels, L labels of the data set, B labels of a bundle.
-
-The two bundles may know other labels than the data set: predictions are mapped by uid first (`mapped`). A label that a
-bundle does not know counts as missed, one that the data set no longer has is removed from its answer.
+Shape legend: N queries, K predicted labels, L labels of the data set.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
-from unidec.evaluation.metrics import evaluate
-from unidec.evaluation.significance import paired_differences, query_scores
+from unidec.evaluation.metrics import by_query, evaluate
+from unidec.evaluation.significance import paired_differences
 from unidec.metric_names import parse
 from unidec.sections import Gate
 
@@ -25,21 +21,13 @@ _TIE = 1e-9  # percentage points: sums in another order
 
 @dataclass(frozen=True)
 class Check:
-    """One requirement on a challenger.
-
-    Attributes:
-        check: its name. passed: whether it is met. got, limit: figures, None where there are none. words: in words.
-    """
+    """One requirement on a challenger: its name, whether it is met, figures (None: there are none), and a sentence."""
 
     check: str
     passed: bool
     got: float | str | None
     limit: float | str | None
     words: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -67,31 +55,8 @@ class Challenge:
     checks: list[Check]
 
 
-def mapped(rows_NK: Any, row_of_B: NDArray[np.int64], k: int) -> NDArray[np.int64]:
-    """Predictions in a bundle's label rows -> rows of the data set, int64 [N, k].
-
-    Labels that the data set no longer has are removed and those behind move up; padded with -1.
-
-    Args:
-        rows_NK: int [N, K], best first, -1 = none.
-        row_of_B: int64 [B]: the data set's row of each label of the bundle, -1 for one that it no longer has.
-    """
-    rows_NK = np.asarray(rows_NK)
-    if not len(row_of_B) or not rows_NK.size:
-        return np.full((len(rows_NK), k), -1, dtype=np.int64)
-    label_NK = np.where(rows_NK >= 0, row_of_B[np.maximum(rows_NK, 0)], -1)
-    order = np.argsort(label_NK < 0, axis=1, kind="stable")[:, :k]
-    found = np.take_along_axis(label_NK, order, axis=1).astype(np.int64)
-    return np.pad(found, ((0, 0), (0, k - found.shape[1])), constant_values=-1)
-
-
 def challenge(
-    challenger_NK: Any,
-    champion_NK: Any,
-    relevance: csr_matrix,
-    inverse_propensity_L: Any,
-    group_L: Any,
-    rules: Gate,
+    challenger_NK: Any, champion_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any, group_L: Any, rules: Gate
 ) -> Challenge:
     """Both rankings by every metric; whether the challenger may replace the champion.
 
@@ -102,38 +67,33 @@ def challenge(
             bootstrap's resamples (0: any); which metrics are guarded, and what they may lose.
 
     Raises:
-        DataError: shapes that do not fit, no queries.
+        DataError: shapes that do not fit.
     """
-    rankings, metric = (challenger_NK, champion_NK), rules.metric
+    metric, rankings = rules.metric, (challenger_NK, champion_NK)
     new, old = (evaluate(rows, relevance, inverse_propensity_L, group_L) for rows in rankings)
-    share, better, worse = None, 0, 0
+    paired = [name for name in dict.fromkeys([metric, *rules.guarded]) if parse(name).kind != "coverage"]
+    mine, its = (by_query(rows, relevance, paired, inverse_propensity_L, group_L) for rows in rankings)
+    differences = {name: paired_differences(mine, its, name) for name in paired}
     intervals: dict[str, tuple[float, float]] = {}
-    for name in dict.fromkeys([metric, *rules.guarded]):
-        if parse(name).kind == "coverage":
-            continue
-        mine, its = (query_scores(rows, relevance, inverse_propensity_L, [name], group_L) for rows in rankings)
-        differences_R = paired_differences(mine, its, name)
-        low, high = np.percentile(differences_R, [2.5, 97.5]).tolist()
+    for name, found_R in differences.items():
+        low, high = np.percentile(found_R, [2.5, 97.5]).tolist()
         intervals[name] = (low, high)
-        if name == metric:
-            gap_N = mine.above_MN[0] - its.above_MN[0]
-            better, worse = int((gap_N > 1e-12).sum()), int((gap_N < -1e-12).sum())
-            share = float((differences_R >= rules.margin - _TIE).mean())
-    num_queries = int(new["num_queries"])
     checks = [_check(metric, new, old, rules.margin, f"at least {rules.margin:+.2f} required")]
-    if rules.confidence > 0 and share is not None:
+    share, better, worse = None, 0, 0
+    if metric in paired:
+        gap_N = mine[metric][0] - its[metric][0]
+        better, worse = int((gap_N > 1e-12).sum()), int((gap_N < -1e-12).sum())
+        share = float((differences[metric] >= rules.margin - _TIE).mean())
+    if share is not None and rules.confidence > 0:
         low, high = intervals[metric]
         words = (
-            f"in {share:.1%} of the resamples of {num_queries:,} queries the challenger is {_ahead(rules.margin)}, "
-            f"{rules.confidence:.0%} required; 95 % interval: {low:+.2f} to {high:+.2f} points"
+            f"in {share:.1%} of the resamples of {new['num_queries']:,.0f} queries the challenger is "
+            f"{_ahead(rules.margin)}, {rules.confidence:.0%} required; 95 % interval: {low:+.2f} to {high:+.2f} points"
         )
         checks.append(Check("confidence", share >= rules.confidence, share, rules.confidence, words))
-    checks += [
-        _check(name, new, old, -rules.tolerance, f"it may lose {rules.tolerance:.2f}")
-        for name in rules.guarded
-        if name != metric
-    ]
-    difference = new[metric] - old[metric]
+    guarded, rule = [name for name in rules.guarded if name != metric], f"it may lose {rules.tolerance:.2f}"
+    checks += [_check(name, new, old, -rules.tolerance, rule) for name in guarded]
+    difference, num_queries = new[metric] - old[metric], int(new["num_queries"])
     return Challenge(new, old, metric, difference, share, intervals, num_queries, better, worse, checks)
 
 

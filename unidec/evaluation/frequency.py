@@ -1,4 +1,4 @@
-"""Metrics by label frequency: labels in bins of equal volume, and what each bin adds to P@k, PSP@k and coverage@k.
+"""Metrics by label frequency: labels in bins of equal volume, and what each bin adds to P@5, PSP@5 and coverage@5.
 
 Legend: N queries, K places, L labels, E relevant pairs.
 """
@@ -13,9 +13,11 @@ from scipy.sparse import csr_matrix
 from unidec.errors import DataError
 from unidec.evaluation.metrics import Ranked, percent
 
+K = 5
+
 
 def frequency_bins(
-    predicted_NK: Any, truth: csr_matrix, count_L: Any, inverse_propensity_L: Any, num_bins: int = 5, k: int = 5
+    predicted_NK: Any, truth: csr_matrix, count_L: Any, inverse_propensity_L: Any, num_bins: int = 5
 ) -> list[dict[str, float]]:
     """What labels of each frequency add to the metrics (the quantile analysis of Gandalf; thesis, figure 1.3).
 
@@ -29,40 +31,36 @@ def frequency_bins(
 
     Returns:
         a record a bin, most frequent labels first: "bin" (from 1), "labels", "train_pairs", "most" and "least"
-        (training queries of its labels), "mean_frequency", "test_pairs" (relevant pairs of the truth), "P@k" and
-        "PSP@k" (contributions, percentage points), "recall@k" (percent of its test pairs found) and "coverage@k"
+        (training queries of its labels), "mean_frequency", "test_pairs" (relevant pairs of the truth), "P@5" and
+        "PSP@5" (contributions, percentage points), "recall@5" (percent of its test pairs found) and "coverage@5"
         (percent of its labels with a test pair that are found at least once).
 
     Raises:
-        DataError: shapes that do not fit, or num_bins or k below 1.
+        DataError: shapes that do not fit.
     """
     count_L, weight_L = np.asarray(count_L), np.asarray(inverse_propensity_L, dtype=np.float64)
-    if weight_L.shape != count_L.shape or min(num_bins, k) < 1:
-        raise DataError(
-            "labels and settings of the bins do not fit together",
-            got=f"{len(count_L)} counts, {len(weight_L)} propensities, {num_bins} bins, k {k}",
-            expected="a count and a propensity for each label, at least one bin and k >= 1",
-        )
+    if weight_L.shape != count_L.shape:
+        got = f"{len(count_L)} counts, {len(weight_L)} propensities"
+        raise DataError("counts and propensities do not fit together", got=got, expected="one of each for every label")
     ranked = Ranked(predicted_NK, truth, weight_L, np.zeros(len(count_L), dtype=np.int64))
     bin_L, label_E = volume_bins(count_L, num_bins), ranked.label_E
-    hit_label = ranked.label_NK[:, :k][ranked.hit_NK[:, :k]]  # a label once for each query it is right for
-    places, best_psp = max(len(ranked.label_NK), 1) * k, ranked.scope("").parts("PSP", k)[1].sum()
+    hit_label = ranked.label_NK[:, :K][ranked.hit_NK[:, :K]]  # a label once for each query it is right for
+    places, best_psp = max(len(ranked.label_NK), 1) * K, ranked.scope("").parts("PSP", K)[1].sum()
 
     def per_bin(label: np.ndarray, weight: np.ndarray | None = None) -> np.ndarray:
         return np.bincount(bin_L[label], weights=weight, minlength=num_bins)
 
-    hits, pairs = per_bin(hit_label), per_bin(label_E)
-    psp = per_bin(hit_label, weight_L[hit_label])
+    hits, pairs, psp = per_bin(hit_label), per_bin(label_E), per_bin(hit_label, weight_L[hit_label])
     tested, found = per_bin(np.unique(label_E)), per_bin(np.unique(hit_label))
     records = []
     for b in np.unique(bin_L).tolist():
-        of_bin = count_L[bin_L == b]
+        own = count_L[bin_L == b]
         records.append(
             {
-                "bin": b + 1, "labels": len(of_bin), "train_pairs": int(of_bin.sum()), "most": int(of_bin.max()),
-                "least": int(of_bin.min()), "mean_frequency": float(of_bin.mean()), "test_pairs": int(pairs[b]),
-                f"P@{k}": 100.0 * float(hits[b]) / places, f"PSP@{k}": percent(psp[b], best_psp),
-                f"recall@{k}": percent(hits[b], pairs[b]), f"coverage@{k}": percent(found[b], tested[b]),
+                "bin": b + 1, "labels": len(own), "train_pairs": int(own.sum()), "most": int(own.max()),
+                "least": int(own.min()), "mean_frequency": float(own.mean()), "test_pairs": int(pairs[b]),
+                f"P@{K}": 100.0 * float(hits[b]) / places, f"PSP@{K}": percent(psp[b], best_psp),
+                f"recall@{K}": percent(hits[b], pairs[b]), f"coverage@{K}": percent(found[b], tested[b]),
             }
         )  # fmt: skip
     return records

@@ -11,7 +11,7 @@ in P_i, w_l = inverse propensity, d_j = 1 / log2(j + 1), D(n) = d_1 + ... + d_n:
 - P@k      mean over all queries of sum_{j<=k} y_ij / k
 - R@k      mean of sum_{j<=k} y_ij / |P_i|
 - nDCG@k   mean of sum_{j<=k} d_j y_ij / D(min(k, |P_i|))
-- MRR      mean of 1 / rank of the first relevant label among the first max(ks), 0 where there is none
+- MRR      mean of 1 / rank of the first relevant label among the first 100, 0 where there is none
 - PSP@k    sum_i sum_{j<=k} w y_ij, divided by the largest sum that any prediction could reach (ratio of data-set sums)
 - PSnDCG@k sum_i sum_{j<=k} d_j w y_ij / D(min(k, |P_i|)), divided by the largest value that any prediction could reach
 - coverage@k  share of the labels that are relevant to some query, which are predicted right within k at least once
@@ -39,30 +39,30 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from unidec.errors import DataError
-from unidec.metric_names import DEFAULT_KS, DEFAULT_PROPENSITY_KS, GROUPS, metric_names, parse
+from unidec.metric_names import DEFAULT_KS, GROUPS, metric_names, parse
 
 _NO_RANK = np.iinfo(np.int64).max
 _BLOCK = 8192  # queries a block: bounds the temporaries at some 100 bytes x block x K
-_RECIPROCAL_RANK = 100  # places that MRR looks at
+_RECIPROCAL_RANK = max(DEFAULT_KS)  # places that MRR looks at
 
 Floats = NDArray[np.float64]
+QueryParts = dict[str, tuple[Floats, Floats]]
+"""What each query adds to metrics: {name: (above [N], below [N])}; a metric is 100 * sum(above) / sum(below)."""
 
 
 def _shape(matrix: csr_matrix) -> tuple[int, int]:
     return cast("tuple[int, int]", matrix.shape)  # scipy's annotation says that it may be None
 
 
-def pair_keys(matrix: csr_matrix, positive_only: bool) -> NDArray[np.int64]:
-    """Stored pairs of a CSR matrix as sorted, unique int64 keys `row * L + label`."""
+def pair_keys(matrix: csr_matrix, positive_only: bool = False) -> NDArray[np.int64]:
+    """Stored pairs of a CSR matrix as sorted, unique int64 keys `row * columns + column`."""
     num_rows, num_labels = _shape(matrix)
     row_E = np.repeat(np.arange(num_rows, dtype=np.int64), np.diff(matrix.indptr))
     key_E = row_E * num_labels + matrix.indices
-    if positive_only:
-        key_E = key_E[np.asarray(matrix.data) > 0]
-    return np.unique(key_E)
+    return np.unique(key_E[np.asarray(matrix.data) > 0] if positive_only else key_E)
 
 
-def lookup(label_BK: NDArray[np.int64], key_E: NDArray[np.int64], num_labels: int) -> NDArray[np.bool_]:
+def _lookup(label_BK: NDArray[np.int64], key_E: NDArray[np.int64], num_labels: int) -> NDArray[np.bool_]:
     """True where (row, label) is among the sorted keys; -1 never is."""
     if key_E.size == 0 or label_BK.size == 0:
         return np.zeros(label_BK.shape, dtype=bool)
@@ -71,7 +71,7 @@ def lookup(label_BK: NDArray[np.int64], key_E: NDArray[np.int64], num_labels: in
     return (key_E[place_BK] == wanted_BK) & (label_BK >= 0)
 
 
-def check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> NDArray[np.int64]:
+def _check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> NDArray[np.int64]:
     """Predictions as int64 [B, K], or a DataError that names the first faulty row."""
     label_BK = np.asarray(predicted)
     if label_BK.ndim != 2 or (label_BK.size and label_BK.dtype.kind not in "iu"):
@@ -97,9 +97,7 @@ def check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> NDA
     ):
         if faulty_B.any():
             row = int(np.argmax(faulty_B))
-            raise DataError(
-                what, where=f"predictions row {row}", got=label_BK[row].tolist()[:20], expected=expected
-            )  # fmt: skip
+            raise DataError(what, where=f"predictions row {row}", got=label_BK[row].tolist()[:20], expected=expected)
     return label_BK
 
 
@@ -108,11 +106,11 @@ class Ranked:
 
     def __init__(self, predicted_NK: Any, relevance: csr_matrix, weight_L: Floats, group_L: NDArray[Any]) -> None:
         num_labels = len(weight_L)
-        label_NK = check_predictions(predicted_NK, relevance, num_labels)
+        label_NK = _check_predictions(predicted_NK, relevance, num_labels)
         self.label_NK = label_NK if label_NK.shape[1] else np.full((len(label_NK), 1), -1, dtype=np.int64)
         key_E = pair_keys(relevance, positive_only=True)
         self.row_E, self.label_E = np.divmod(key_E, max(num_labels, 1))
-        self.hit_NK = lookup(self.label_NK, key_E, num_labels)
+        self.hit_NK = _lookup(self.label_NK, key_E, num_labels)
         self.weight_E, self.group_E = weight_L[self.label_E], group_L[self.label_E]
         # what is appended is for label -1
         self.weight_NK = np.where(self.hit_NK, np.append(weight_L, 0.0)[self.label_NK], 0.0)
@@ -124,9 +122,8 @@ class Ranked:
             return _Scope(self.hit_NK, self.weight_NK, self.row_E, self.weight_E, whole=True)
         number = GROUPS.index(group)
         inside_NK, inside_E = self.group_NK == number, self.group_E == number
-        return _Scope(
-            self.hit_NK & inside_NK, self.weight_NK * inside_NK, self.row_E[inside_E], self.weight_E[inside_E], False
-        )  # fmt: skip
+        hit_NK, weight_NK = self.hit_NK & inside_NK, self.weight_NK * inside_NK
+        return _Scope(hit_NK, weight_NK, self.row_E[inside_E], self.weight_E[inside_E], whole=False)
 
 
 class _Scope:
@@ -170,8 +167,8 @@ class _Scope:
 
 def by_query(
     predicted_NK: Any, relevance: csr_matrix, names: Sequence[str], inverse_propensity_L: Any, group_L: Any = None
-) -> dict[str, tuple[Floats, Floats]]:
-    """What each query adds to metrics: {name: (above [N], below [N])}; a metric is 100 * sum(above) / sum(below).
+) -> QueryParts:
+    """What each query adds to metrics.
 
     Args:
         predicted_NK, relevance, and errors: as `evaluate`.
@@ -180,13 +177,13 @@ def by_query(
     """
     weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
     group_L = np.zeros(len(weight_L), dtype=np.int64) if group_L is None else np.asarray(group_L)
-    return _parts(Ranked(predicted_NK, relevance, weight_L, group_L), names, _RECIPROCAL_RANK)
+    return _parts(Ranked(predicted_NK, relevance, weight_L, group_L), names)
 
 
-def _parts(ranked: Ranked, names: Sequence[str], reciprocal_rank: int) -> dict[str, tuple[Floats, Floats]]:
+def _parts(ranked: Ranked, names: Sequence[str]) -> QueryParts:
     parsed = {name: parse(name) for name in names}
     scopes = {group: ranked.scope(group) for group in dict.fromkeys(one.group for one in parsed.values())}
-    return {name: scopes[one.group].parts(one.kind, one.k or reciprocal_rank) for name, one in parsed.items()}
+    return {name: scopes[one.group].parts(one.kind, one.k or _RECIPROCAL_RANK) for name, one in parsed.items()}
 
 
 def percent(part: float, whole: float) -> float:
@@ -195,13 +192,8 @@ def percent(part: float, whole: float) -> float:
 
 
 def evaluate(
-    predicted_NK: Any,
-    relevance: csr_matrix,
-    inverse_propensity_L: Any,
-    group_L: Any,
-    ks: Sequence[int] = DEFAULT_KS,
-    propensity_ks: Sequence[int] = DEFAULT_PROPENSITY_KS,
-) -> dict[str, float]:
+    predicted_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any, group_L: Any
+) -> dict[str, float]:  # fmt: skip
     """All metrics of N queries, counted in blocks: `"P@1"`, ..., `"tail/R@10"`, ... in percent, and numbers of queries.
 
     Args:
@@ -209,25 +201,22 @@ def evaluate(
         relevance: CSR [N, L], the truth after filters, relevant where > 0.
         inverse_propensity_L: float [L], at least 0, finite.
         group_L: int [L], 0 tail, 1 torso, 2 head (`unidec.data.propensity.frequency_group`).
-        ks: cut-offs of P, nDCG, R and coverage; MRR looks at the first max(ks). propensity_ks: of PSP and PSnDCG.
 
     Raises:
-        DataError: shapes that do not fit, a label out of range or predicted twice for one query, faulty settings.
+        DataError: shapes that do not fit, a label out of range or predicted twice for one query, faulty weights.
     """
     weight_L, group_L = _checked_labels(inverse_propensity_L, group_L)
-    if not ks or min((*ks, *propensity_ks)) < 1:
-        raise DataError("cut-offs must be at least 1, and ks not empty", got=f"{tuple(ks)}, {tuple(propensity_ks)}")
     predicted_NK = np.asarray(predicted_NK)
     if len(predicted_NK) != _shape(relevance)[0]:
-        check_predictions(predicted_NK, relevance, len(weight_L))
-    sums = {name: np.zeros(2) for name in metric_names(ks, propensity_ks) if parse(name).kind != "coverage"}
+        _check_predictions(predicted_NK, relevance, len(weight_L))
+    sums = {name: np.zeros(2) for name in metric_names() if parse(name).kind != "coverage"}
     num_queries = dict.fromkeys(GROUPS, 0)
     rank_L = np.full(len(weight_L), _NO_RANK)  # best 0-based rank at which a label was predicted right
     relevant_L = np.zeros(len(weight_L), dtype=bool)
     for start in range(0, len(predicted_NK), _BLOCK):
         some = slice(start, start + _BLOCK)
         ranked = Ranked(predicted_NK[some], relevance[some], weight_L, group_L)
-        for name, (above_B, below_B) in _parts(ranked, list(sums), max(ks)).items():
+        for name, (above_B, below_B) in _parts(ranked, list(sums)).items():
             sums[name] += (above_B.sum(), below_B.sum())
         for number, group in enumerate(GROUPS):
             num_queries[group] += len(np.unique(ranked.row_E[ranked.group_E == number]))
@@ -238,7 +227,7 @@ def evaluate(
     for group, count in {"": len(predicted_NK), **num_queries}.items():
         prefix = f"{group}/" if group else ""
         rank = rank_L[relevant_L & (group_L == GROUPS.index(group) if group else True)]
-        out |= {f"{prefix}coverage@{k}": percent(float((rank < k).sum()), rank.size) for k in ks}
+        out |= {f"{prefix}coverage@{k}": percent(float((rank < k).sum()), rank.size) for k in DEFAULT_KS}
         out[f"{prefix}num_queries"] = float(count)
     return out
 
@@ -246,10 +235,8 @@ def evaluate(
 def _checked_labels(inverse_propensity_L: Any, group_L: Any) -> tuple[Floats, NDArray[Any]]:
     weight_L, group_L = np.asarray(inverse_propensity_L, dtype=np.float64), np.asarray(group_L)
     if weight_L.ndim != 1 or group_L.shape != weight_L.shape:
-        raise DataError(
-            "inverse propensities and groups must be two vectors over the labels",
-            got=f"shapes {weight_L.shape} and {group_L.shape}",
-        )
+        got = f"shapes {weight_L.shape} and {group_L.shape}"
+        raise DataError("inverse propensities and groups must be two vectors over the labels", got=got)
     if not (np.isfinite(weight_L).all() and (weight_L >= 0).all()):
         raise DataError("inverse propensities must be finite and at least 0")
     if not np.isin(group_L, range(len(GROUPS))).all():
@@ -263,38 +250,28 @@ def per_query(predicted_NK: Any, relevance: csr_matrix) -> dict[str, Floats]:
     return {name: 100.0 * above_N for name, (above_N, _) in parts.items()}
 
 
-def remove_filtered(
-    predicted_NK: Any, scores_NK: Any, filter_pairs: csr_matrix, k: int
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Takes filtered pairs (and -1) out of predictions, keeps the order, cuts or pads to k.
+def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> NDArray[np.int64]:
+    """Takes filtered pairs (and -1) out of predictions, keeps the order, cuts or pads to k: int64 [N, k].
 
     Search for k + the most filter pairs of any query, then call this, so that k labels are left.
 
     Args:
-        predicted_NK: int [N, K], label ids, best first; -1 = none. scores_NK: float [N, K].
+        predicted_NK: int [N, K], label ids, best first; -1 = none.
         filter_pairs: CSR [N, L], every stored pair is filtered; rows aligned with the predictions.
-        k: labels a query to return, at least 0.
-
-    Returns:
-        (int64 [N, k] padded with -1, float32 [N, k] padded with -inf).
 
     Raises:
         DataError: shapes that do not fit, a label out of range or predicted twice.
     """
     num_labels = _shape(filter_pairs)[1]
-    label_NK = check_predictions(predicted_NK, filter_pairs, num_labels)
-    scores_NK = np.asarray(scores_NK)
-    if scores_NK.shape != label_NK.shape:
-        raise DataError("scores and predictions differ in shape", got=f"{scores_NK.shape} and {label_NK.shape}")
-    keep_NK = (label_NK >= 0) & ~lookup(label_NK, pair_keys(filter_pairs, positive_only=False), num_labels)
-    place_NK = np.cumsum(keep_NK, axis=1) - 1
-    row, column = np.nonzero(keep_NK & (place_NK < k))
-    place = place_NK[row, column]
-    label_out = np.full((len(label_NK), k), -1, dtype=np.int64)
-    score_out = np.full((len(label_NK), k), -np.inf, dtype=np.float32)
-    label_out[row, place] = label_NK[row, column]
-    score_out[row, place] = scores_NK[row, column]
-    return label_out, score_out
+    label_NK = _check_predictions(predicted_NK, filter_pairs, num_labels)
+    return moved_up(np.where(_lookup(label_NK, pair_keys(filter_pairs), num_labels), -1, label_NK), k)
+
+
+def moved_up(label_NK: NDArray[np.int64], k: int) -> NDArray[np.int64]:
+    """Labels in their order without the -1 between them, cut or padded with -1 to [N, k]."""
+    order = np.argsort(label_NK < 0, axis=1, kind="stable")[:, :k]
+    found = np.take_along_axis(label_NK, order, axis=1)
+    return np.pad(found, ((0, 0), (0, k - found.shape[1])), constant_values=-1)
 
 
 def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matrix:
@@ -308,6 +285,6 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
     """
     if _shape(relevance) != _shape(filter_pairs):
         raise DataError("relevance and filter differ in shape", got=f"{relevance.shape} and {filter_pairs.shape}")
-    key_E = np.setdiff1d(pair_keys(relevance, True), pair_keys(filter_pairs, False), assume_unique=True)
+    key_E = np.setdiff1d(pair_keys(relevance, True), pair_keys(filter_pairs), assume_unique=True)
     row_E, label_E = np.divmod(key_E, max(_shape(relevance)[1], 1))
     return csr_matrix((np.ones(len(key_E), dtype=bool), (row_E, label_E)), shape=_shape(relevance))

@@ -65,18 +65,20 @@ class TfidfRanker:
 
     def rank(self, x_nF: csr_matrix, methods: Sequence[str], width: int, desc: str) -> dict[str, Ranked]:
         """The best labels of each query by each of some `METHODS`: {method: (labels, scores)} as `top_rows` gives."""
-        widest = max(self.train_FM.shape[1], self.label_FL.shape[1], 1)
-        block = max(1, min(BLOCK, BLOCK_SCORES // widest))
+        block = max(1, min(BLOCK, BLOCK_SCORES // max(self.train_FM.shape[1], self.label_FL.shape[1], 1)))
         parts: dict[str, list[Ranked]] = {method: [] for method in methods}
         with progress(total=x_nF.shape[0], desc=desc, unit="query") as bar:
             for start in range(0, x_nF.shape[0], block):
                 x_BF = x_nF[start : start + block]
-                votes = self.votes(x_BF) if {"knn", "mix"} & set(methods) else None
-                match = csr_matrix(x_BF @ self.label_FL) if {"label-match", "mix"} & set(methods) else None
+                scores = {}
+                if {"knn", "mix"} & set(methods):
+                    scores["knn"] = self.votes(x_BF)
+                if {"label-match", "mix"} & set(methods):
+                    scores["label-match"] = csr_matrix(x_BF @ self.label_FL)
+                if "mix" in methods:
+                    scores["mix"] = mixed(scores["knn"], scores["label-match"], self.match_weight)
                 for method in methods:
-                    score = {"knn": votes, "label-match": match}.get(method)
-                    score = mixed(votes, match, self.match_weight) if method == "mix" else score
-                    parts[method].append(top_rows(largest(score, width), width))
+                    parts[method].append(top_rows(largest(scores[method], width), width))
                 bar.update(x_BF.shape[0])
         return {
             method: (np.concatenate([one[0] for one in own]), np.concatenate([one[1] for one in own]))

@@ -17,7 +17,7 @@ import numpy as np
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import load_array, write_bytes_atomic
 from unidec.errors import ArtifactError
-from unidec.evaluation.challenge import mapped
+from unidec.evaluation.metrics import moved_up
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import K
 from unidec.progress import progress
@@ -85,7 +85,8 @@ def _ranked(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray, row_of_B: np.
                 for i in range(start, start + len(some))
             ]
             found = bundle.predict_arrays(some, width, exclude)
-            parts.append(mapped(found.rows, row_of_B, K).astype(np.int32))
+            mapped_NK = np.where(found.rows >= 0, row_of_B[np.maximum(found.rows, 0)], -1)
+            parts.append(moved_up(mapped_NK, K).astype(np.int32))
             bar.update(len(some))
     return np.concatenate(parts)
 

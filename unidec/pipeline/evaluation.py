@@ -15,11 +15,12 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, read_manifest, write_bytes_atomic, write_json
 from unidec.evaluation.baselines import COMPARED, compare_with_baselines, measure_baselines, verdict, warnings
 from unidec.evaluation.frequency import frequency_bins
+from unidec.evaluation.metrics import pair_keys
 from unidec.evaluation.plots import plots_csv
 from unidec.evaluation.report import write_report
 from unidec.model.search import exact_search
 from unidec.pipeline import paths
-from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking, headline, pair_keys
+from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking, headline
 from unidec.pipeline.report import Evaluated, report_input
 from unidec.pipeline.run_tracking import PARTS, description, split_figures
 from unidec.pipeline.start_file import read_start

@@ -80,7 +80,7 @@ def gate(params: Params, version: str | int | None = None) -> dict[str, Any]:
         found, more = _judged(challenger, champion, dataset, rules, params.device)
         checks, verdict = checks + found, verdict | more
     passed = all(check.passed for check in checks)
-    verdict |= {"passed": passed, "reasons": [check.as_dict() for check in checks]}
+    verdict |= {"passed": passed, "reasons": [asdict(check) for check in checks]}
     write_json(GATE_JSON, verdict)
     write_bytes_atomic(GATE_PAGE, render_gate(verdict).encode())
     for check in checks:

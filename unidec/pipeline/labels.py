@@ -21,9 +21,9 @@ from unidec.data.propensity import frequency_group, inverse_propensity, label_co
 from unidec.data.raw import SPLITS
 from unidec.data.tokens import encode_texts
 from unidec.errors import ConfigError
-from unidec.evaluation.metrics import evaluate, filtered_truth
+from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
 from unidec.pipeline import paths
-from unidec.pipeline.ranking import K, headline, pair_keys, training_neighbours
+from unidec.pipeline.ranking import K, headline, training_neighbours
 from unidec.pipeline.registration import parent_version
 from unidec.pipeline.registration import register as register_bundle
 from unidec.retrieval.bundle import Bundle

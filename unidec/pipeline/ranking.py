@@ -17,7 +17,7 @@ from unidec.config import Params
 from unidec.data.dataset import Split, XMCDataset
 from unidec.data.propensity import Propensity
 from unidec.data.tokens import Tokens
-from unidec.evaluation.metrics import evaluate, filtered_truth
+from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
 from unidec.pipeline import paths
 from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, votes_alone
 from unidec.retrieval.scoring_space import Space, pair_scores, query_vectors, space_rows
@@ -164,12 +164,6 @@ class Ranking:
             votes = neighbours.votes(compared[some], num)
             labels[some] = votes_alone(votes, K, pair_keys(self.filter_pairs[some])).rows
         return self.metrics_of(labels)
-
-
-def pair_keys(pairs: sp.csr_matrix) -> np.ndarray:
-    """Keys row * columns + column of a CSR matrix's stored pairs, int64, ascending, each once."""
-    rows = np.repeat(np.arange(pairs.shape[0], dtype=np.int64), np.diff(pairs.indptr))
-    return np.unique(rows * pairs.shape[1] + pairs.indices)
 
 
 def training_neighbours(
