@@ -116,7 +116,7 @@ def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[st
     """
     todo = [step for step in steps if not step.is_done(accept_code)]
     needed = {need for step in todo for need in step.needs}
-    todo = [step for step in todo if step.job is not None or step.name in needed]
+    todo = [step for step in todo if step.spec["kind"] != "data" or step.name in needed]
     outcomes = {step.name: Outcome(step.name, "done") for step in steps}
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     shared = {

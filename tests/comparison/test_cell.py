@@ -115,7 +115,7 @@ def test_figures_are_those_of_the_predictions(project: SimpleNamespace, name: st
     """P@1 and R@10 counted one query after the other, on the predictions that are kept."""
     made = result(project, name)
     labels = np.load(cell_folder(project, name) / "labels.npy")
-    dataset = XMCDataset.open(project.workspace.data_folder(project.steps[f"d/{name}/0"].job) / "dataset")
+    dataset = XMCDataset.open(cell_folder(project, name) / "data" / "dataset")
     rows = dataset.rows("test")
     truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows]).toarray()
     filtered = dataset.filter_pairs[rows].toarray() > 0

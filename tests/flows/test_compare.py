@@ -46,8 +46,7 @@ if what == "wait":
 if what == "slow":
     time.sleep(0.5)
 if spec["kind"] == "data":
-    (folder / "data/propensity").mkdir(parents=True)
-    (folder / "data/propensity/manifest.json").write_text("{}")
+    (folder / "result.json").write_text(json.dumps({"code": spec["code"]}))
 else:
     if spec["keep"]:
         (folder / "outputs/model").mkdir(parents=True, exist_ok=True)
@@ -96,7 +95,7 @@ class Stage:
 
     def result(self, name: str) -> dict[str, object]:
         workspace = self.workspace()
-        return workspace.step(workspace.comparison.by_key()[name]).result() or {}
+        return workspace.step(workspace.comparison.job(name)).result() or {}
 
     def log(self, word: str = "") -> list[str]:
         """The lines of the stand-ins since the last call; those with this word."""
@@ -131,7 +130,7 @@ def test_every_cell_runs_once_in_order_and_again_only_what_is_missing(
     assert {state for state, _ in stage.run().values()} == {"done"} and stage.log() == []
     # a result that is gone is made again, and nothing else
     workspace = stage.workspace()
-    (workspace.step(workspace.comparison.by_key()["d/third/0"]).folder / "result.json").unlink()
+    (workspace.step(workspace.comparison.job("d/third/0")).folder / "result.json").unlink()
     # other inputs: the cell and what starts from it
     text = FILE.replace("{recipe: ngame}", "{recipe: ngame, set: {pool.beta: 2}}")
     stage.run(text=text)
@@ -141,7 +140,7 @@ def test_every_cell_runs_once_in_order_and_again_only_what_is_missing(
     stage.run()  # back to the first inputs: their results are still there
     assert stage.log() == []
     # a model that others need and that is gone
-    (workspace.step(workspace.comparison.by_key()["d/first/0"]).folder / "outputs/model/manifest.json").unlink()
+    (workspace.step(workspace.comparison.job("d/first/0")).folder / "outputs/model/manifest.json").unlink()
     stage.run("second")
     assert stage.log("begin") == ["begin d/first/0"]
 
@@ -162,11 +161,11 @@ def test_a_failure_stops_only_what_needs_it(stage: Stage) -> None:
     assert "SIGKILL (not enough memory?)" in outcomes["d/third/0"][1]
     assert "and the last line" in outcomes["d/third/0"][1]
     workspace = stage.workspace()
-    assert "SIGKILL" in workspace.step(workspace.comparison.by_key()["d/third/0"]).failure()
+    assert "SIGKILL" in workspace.step(workspace.comparison.job("d/third/0")).failure()
     # the next attempt does what is missing, and no more; what cannot be started is a failure too
     stage.log()
     stage.tell()
-    folder = workspace.step(workspace.comparison.by_key()["d/second/0"]).folder
+    folder = workspace.step(workspace.comparison.job("d/second/0")).folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.write_text("no folder")
     assert stage.run()["d/second/0"][0] == "failed"

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unidec.comparison.peers.environments import last_lines
-from unidec.comparison.workspace import FAILURE, LOG, MODEL, RESULT, SPEC, Step, read_json
+from unidec.comparison.peers.running import last_lines
+from unidec.comparison.workspace import FAILURE, LOG, MODEL, RESULT, SPEC, Step
 from unidec.config import Params
 from unidec.data.storage import MANIFEST, write_json
 from unidec.errors import Stopped, TrainingError, UnidecError
@@ -54,7 +54,7 @@ class Children:
         self.running.add(process)
         code = process.wait()
         self.running.discard(process)
-        if code == 0 and (step.folder / step.makes).is_file():
+        if code == 0 and step.result() is not None:
             return
         reason = step.failure()
         if not reason:
@@ -89,10 +89,11 @@ def main(folder: str) -> int:
     os.chdir(folder)
     if PARENT in os.environ:
         watch(int(os.environ[PARENT]))
-    spec = json.loads(Path(SPEC).read_text(encoding="utf-8"))
+    step = Step("", Path(), json.loads(Path(SPEC).read_text(encoding="utf-8")))
     try:
         with FileLock(".lock"):  # another comparison may be at work on the same cell
-            _make(spec)
+            if not step.is_done(step.spec["accept_code"]):
+                _make(step)
     except Stopped as stopped:
         print(stopped, file=sys.stderr, flush=True)
         return stopped.exit_code
@@ -103,23 +104,29 @@ def main(folder: str) -> int:
     return 0
 
 
-def _make(spec: dict[str, Any]) -> None:
+def _make(step: Step) -> None:
+    """Data set, model or peer of a step, and its result; then what only an unfinished run needs is deleted."""
     Path(FAILURE).unlink(missing_ok=True)
-    result = read_json(Path(RESULT))
-    if result is not None:
-        kept = not spec["keep"] or (Path(MODEL) / MANIFEST).is_file()
-        if kept and (spec["accept_code"] or result["code"] == spec["code"]):
-            return
+    if step.result() is not None:  # by other code
         for path in Path.cwd().iterdir():
             if path.name not in (SPEC, LOG, ".lock"):
                 _remove(path)
+    spec, begin = step.spec, time.time()
     _link(spec["links"])
-    params, begin = Params.model_validate(spec["params"]), time.time()
+    params = Params.model_validate(spec["params"])
     if spec["kind"] == "data":
         _prepare_data(params, spec["train"], spec["test"])
-    else:
-        made = _peer(spec, params) if spec["kind"] == "peer" else _recipe(spec, params)
-        _finish(spec, made, begin)
+        write_json(RESULT, {"name": spec["name"], "code": spec["code"]})
+        return
+    result = _peer(spec["peer"], params) if spec["kind"] == "peer" else _recipe(spec, params)
+    # an attempt that was cut off before left the seconds of its training only
+    recorded = sum(line["seconds"] + line.get("refresh", {}).get("refresh_seconds", 0) for line in result["curve"])
+    result["costs"]["total_seconds"] = max(time.time() - begin, recorded)
+    result["costs"]["cpu_seconds"] = time.process_time()  # what it took of a machine that others work on too
+    write_json(RESULT, {"name": spec["name"], "kind": spec["kind"], "code": spec["code"], **result})
+    unneeded = [] if spec["keep"] else [Path(MODEL), Path("outputs/bundle")]
+    for path in [*Path("runs").glob("*/checkpoints"), *Path("runs").glob("*/refresh"), *unneeded]:
+        _remove(path)
 
 
 def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
@@ -140,7 +147,7 @@ def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
     pipeline.propensity(params)
 
 
-def _recipe(spec: dict[str, Any], params: Params) -> dict[str, Any]:
+def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     """Train (or take another cell's model), index, evaluate, measure."""
     from unidec import pipeline
     from unidec.comparison import measure
@@ -161,35 +168,20 @@ def _recipe(spec: dict[str, Any], params: Params) -> dict[str, Any]:
     return measure.of_recipe(params, costs, run_dir)
 
 
-def _peer(spec: dict[str, Any], params: Params) -> dict[str, Any]:
+def _peer(name: str, params: Params) -> dict[str, Any]:
     from unidec.comparison import measure
     from unidec.comparison.peers import PEERS
     from unidec.comparison.peers.running import Settings, run_peer
     from unidec.model.sources import resolve_encoder
     from unidec.pipeline import paths
 
-    script = PEERS[spec["peer"]].script
     settings = Settings(
         params.tokens.text, params.tokens.max_length,
-        str(resolve_encoder(params.encoder.name)) if script == "sentence.py" else "", params.encoder.pooling,
-        params.optim.epochs, params.pool.batch_size, int(os.environ.get("OMP_NUM_THREADS", "1")), params.seed,
+        str(resolve_encoder(params.encoder.name)) if PEERS[name].script == "sentence.py" else "",
+        params.encoder.pooling, params.optim.epochs, params.pool.batch_size,
+        int(os.environ.get("OMP_NUM_THREADS", "1")), params.seed,
     )  # fmt: skip
-    outcome = run_peer(spec["peer"], paths.open_dataset(), settings, Path(spec["environments"]))
-    return measure.of_peer(params, spec["peer"], outcome)
-
-
-def _finish(spec: dict[str, Any], result: dict[str, Any], begin: float) -> None:
-    """Write the result, then delete what only an unfinished run needs."""
-    # an attempt that was cut off before left the seconds of its training only
-    recorded = sum(line["seconds"] + line.get("refresh", {}).get("refresh_seconds", 0) for line in result["curve"])
-    result["costs"]["total_seconds"] = max(time.time() - begin, recorded)
-    result["costs"]["cpu_seconds"] = time.process_time()  # what it took of a machine that others work on too
-    write_json(RESULT, {"name": spec["name"], "kind": spec["kind"], "code": spec["code"], **result})
-    for folder in [*Path("runs").glob("*/checkpoints"), *Path("runs").glob("*/refresh")]:
-        shutil.rmtree(folder, ignore_errors=True)
-    if not spec["keep"]:
-        for name in (MODEL, "outputs/bundle"):
-            _remove(Path(name))
+    return measure.of_peer(params, name, run_peer(name, paths.open_dataset(), settings))
 
 
 def _remove(path: Path) -> None:
@@ -199,19 +191,15 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _link(links: dict[str, str]) -> None:
+def _link(links: Mapping[str, str]) -> None:
     """Relative links to what is shared: a moved workspace still works."""
     for name, target in links.items():
         place = Path(name)
         place.parent.mkdir(parents=True, exist_ok=True)
         if name == "data/cache":
             Path(target).mkdir(parents=True, exist_ok=True)
-        wanted = os.path.join(*[".."] * len(place.parent.parts), target)
-        if place.is_symlink() and os.readlink(place) == wanted:
-            continue
-        if place.is_symlink() or place.exists():
-            _remove(place)
-        place.symlink_to(wanted)
+        _remove(place)
+        place.symlink_to(os.path.join(*[".."] * len(place.parent.parts), target))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Legend: n test queries, K labels a query.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import time
@@ -41,11 +42,15 @@ def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> 
     from unidec.tracking.run import Tracker
 
     metrics = json.loads(paths.METRICS.read_text(encoding="utf-8"))
-    table = pq.read_table(paths.PREDICTIONS, columns=["labels"])
-    np.save(PREDICTIONS, padded(table["labels"].to_pylist()), allow_pickle=False)
+    lists = pq.read_table(paths.PREDICTIONS, columns=["labels"])["labels"].to_pylist()
+    labels = np.full((len(lists), K), -1, dtype=np.int32)  # [n, K], -1 behind the last
+    for row, found in enumerate(lists):
+        labels[row, : min(len(found), K)] = found[:K]
+    np.save(PREDICTIONS, labels, allow_pickle=False)
     records = paths.MODEL if run_dir is None else run_dir
     curve, history = (read_json_lines(records / f"{name}.jsonl") for name in ("rounds", "history"))
     bundle = Bundle.load(paths.BUNDLE, verify=False)
+    step = max(1, math.ceil(len(history) / _HISTORY_LINES))
     costs = costs | _search_times(bundle, params) | _sizes(bundle, paths.BUNDLE)
     if run_dir is not None:
         costs["train_seconds"] = float(sum(line["train_seconds"] for line in curve))
@@ -56,7 +61,7 @@ def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> 
     return {
         "metrics": metrics["test"], "validation": metrics.get("validation", {}), "parts": parts,
         "bins": metrics.get("frequency_bins", []), "costs": costs, "curve": curve if run_dir is not None else [],
-        "history": thinned(history), "params": flatten(params), "dataset": _card(params), "lineage": _lineage(),
+        "history": history[::step], "params": flatten(params), "dataset": _card(params), "lineage": _lineage(),
         "mlflow_run": tracker.run_id if tracker is not None else None,
     }  # fmt: skip
 
@@ -89,21 +94,6 @@ def of_peer(params: Params, name: str, outcome: PeerOutcome) -> dict[str, Any]:
         "costs": costs, "curve": [], "history": [], "dataset": _card(params), "lineage": lineage,
     }  # fmt: skip
     return result | {"mlflow_run": _tracked(params, name, result)}
-
-
-def padded(lists: list[list[int]]) -> np.ndarray:
-    """Lists of label rows as int32 [n, K], -1 behind the last."""
-    found = np.full((len(lists), K), -1, dtype=np.int32)
-    for row, labels in enumerate(lists):
-        found[row, : min(len(labels), K)] = labels[:K]
-    return found
-
-
-def thinned(lines: list[dict[str, Any]], most: int = _HISTORY_LINES) -> list[dict[str, Any]]:
-    """At most so many lines, evenly, the first and the last among them."""
-    if len(lines) <= most:
-        return lines
-    return [lines[round(place)] for place in np.linspace(0, len(lines) - 1, most)]
 
 
 def _lineage() -> dict[str, str]:

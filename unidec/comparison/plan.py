@@ -70,9 +70,9 @@ class Comparison:
     jobs: tuple[Job, ...]
     common: Mapping[str, Any]
 
-    def by_key(self) -> dict[str, Job]:
-        """The jobs by their keys."""
-        return {job.key: job for job in self.jobs}
+    def job(self, key: str) -> Job:
+        """A job by its key."""
+        return next(job for job in self.jobs if job.key == key)
 
 
 def slug(name: str) -> str:
@@ -107,8 +107,7 @@ def select(comparison: Comparison, only: Sequence[str]) -> list[Job]:
     Raises:
         ConfigError: a pattern that names nothing.
     """
-    by_key = comparison.by_key()
-    chosen = set() if only else set(by_key)
+    chosen = set() if only else {job.key for job in comparison.jobs}
     for pattern in only:
         found = [job for job in comparison.jobs if _matches(job, pattern)]
         if not found:
@@ -117,11 +116,10 @@ def select(comparison: Comparison, only: Sequence[str]) -> list[Job]:
                 "no such cell", where="--only", got=pattern, expected="a cell, data/cell or data/cell/seed",
                 fix=f"nearest: {near}" if near else "unidec compare FILE --list shows them",
             )  # fmt: skip
-        for job in found:
-            step: Job | None = job
-            while step is not None:
-                chosen.add(step.key)
-                step = by_key.get(step.needs or "")
+        chosen |= {job.key for job in found}
+    for job in reversed(comparison.jobs):  # those that others need stand before them
+        if job.key in chosen and job.needs is not None:
+            chosen.add(job.needs)
     return [job for job in comparison.jobs if job.key in chosen]
 
 
@@ -150,10 +148,6 @@ class _System:
     def needs(self) -> str | None:
         return self.model_of or self.after
 
-    @property
-    def is_unseeded(self) -> bool:
-        return self.kind == "peer" and not PEERS[self.peer].script
-
 
 class _Planner:
     """Collects jobs and problems."""
@@ -167,14 +161,16 @@ class _Planner:
         self._check_file()
         for name, cell in self.file.cells.items():
             self._check_cell(name, cell)
-        systems = {name: found for name in self.file.cells if (found := self._system(name)) is not None}
+        systems = self._systems()
+        needs = {name: [one.needs] if one.needs else [] for name, one in systems.items()}
+        order = [name for name in graphlib.TopologicalSorter(needs).static_order() if name in systems]
         jobs = [
             job
-            for number, seed in enumerate(self.file.seeds)
+            for seed in self.file.seeds
             for data, entry in self.file.data.items()
-            for cell in self._in_order(systems)
-            if not (number and systems[cell].is_unseeded)
-            and (job := self._job(data, entry, cell, systems[cell], seed)) is not None
+            for cell in order
+            if seed == self.file.seeds[0] or systems[cell].kind != "peer" or PEERS[systems[cell].peer].script
+            if (job := self._job(data, entry, cell, systems[cell], seed)) is not None
         ]
         for text, cells in self.wrong_params.items():
             more = f" and {len(cells) - 4} more" if len(cells) > 4 else ""
@@ -186,9 +182,9 @@ class _Planner:
     def _add(self, key: str, what: str, got: Any, expected: str | None = None, near: str | None = None) -> None:
         self.problems.append(problem(key, what, short(got), expected, self.origin, near))
 
-    def _check_name(self, key: str, what: str, name: str, known: Iterable[str]) -> None:
+    def _check_name(self, key: str, what: str, name: str | None, known: Iterable[str]) -> None:
         names = list(known)
-        if name not in names:
+        if name is not None and name not in names:
             self._add(key, f"no such {what}", name, one_of(names), nearest(name, names))
 
     def _check_file(self) -> None:
@@ -209,113 +205,98 @@ class _Planner:
                     expected = "path, text and max_length beside `set`"
                     self._add(f"data.{name}.set.{key}", "cannot be set here", entry.set, expected)
         for title, group in self.file.groups.items():
-            self._check_name(f"groups.{title}.base", "cell", group.base, self.file.cells)
-            for cell in group.cells:
-                self._check_name(f"groups.{title}.cells", "cell", cell, self.file.cells)
+            for place, cells in (("base", [group.base]), ("cells", group.cells)):
+                for cell in cells:
+                    self._check_name(f"groups.{title}.{place}", "cell", cell, self.file.cells)
 
     def _check_cell(self, name: str, cell: CellEntry) -> None:
         where = f"cells.{name}"
         given = [source for source in SOURCES if getattr(cell, source) is not None]
         if len(given) != 1:
             self._add(where, "must be one thing", ", ".join(given) or "none", f"exactly one of {', '.join(SOURCES)}")
-        if cell.recipe is not None:
-            self._check_name(f"{where}.recipe", "recipe", cell.recipe, recipe_names())
-        if cell.peer is not None:
-            self._check_name(f"{where}.peer", "peer", cell.peer, PEERS)
-            if cell.set or cell.after:
-                self._add(where, "a peer has no parameters of ours", cell.set or cell.after, "nothing beside `peer`")
+        self._check_name(f"{where}.recipe", "recipe", cell.recipe, recipe_names())
+        self._check_name(f"{where}.peer", "peer", cell.peer, PEERS)
         for place in ("like", "model_of", "after"):
-            other = getattr(cell, place)
-            if other is not None:
-                self._check_name(f"{where}.{place}", "cell", other, self.file.cells)
+            self._check_name(f"{where}.{place}", "cell", getattr(cell, place), self.file.cells)
+        if cell.peer is not None and (cell.set or cell.after):
+            self._add(where, "a peer has no parameters of ours", cell.set or cell.after, "nothing beside `peer`")
         for key in flat(cell.set):
-            section = key.partition(".")[0]
+            section, place = key.partition(".")[0], f"{where}.set.{key}"
             if section in ALIKE:
-                self._add(
-                    f"{where}.set.{key}", "is the same for all cells", cell.set, "data and texts are set in `data`"
-                )
+                self._add(place, "is the same for all cells", cell.set, "data and texts are set in `data`")
             elif cell.model_of is not None and section != "index":
-                self._add(
-                    f"{where}.set.{key}", "would need another training", cell.set, "keys of index, or like: instead"
-                )
+                self._add(place, "would need another training", cell.set, "keys of index, or like: instead")
 
     # -- systems ------------------------------------------------------------------------------------------------------
 
-    def _system(self, name: str, asking: tuple[str, ...] = ()) -> _System | None:
-        """A cell over the one that it is like, or whose model it serves; None where that is not possible."""
-        cell = self.file.cells.get(name)
-        if name in asking:
-            circle = (*asking[asking.index(name) :], name)
-            self._add(f"cells.{min(circle)}", "goes in a circle", " -> ".join(circle))
-        if cell is None or name in asking:
-            return None
-        section = f"cells.{name}.set"
-        settings = flat(cell.set)
-        origin = {key: self._origin(section, key) for key in settings}
-        other = cell.like or cell.model_of
-        if other is None:
-            if cell.peer is not None:
-                return _System("peer", peer=cell.peer) if cell.peer in PEERS else None
-            if cell.recipe not in recipe_names():
-                return None
-            return _System("recipe", cell.recipe or "", after=cell.after, settings=settings, origin=origin)
-        below = self._system(other, (*asking, name))
-        if below is None:
-            return None
-        if cell.model_of is not None and below.kind != "recipe":
-            self._add(f"cells.{name}.model_of", "has no model of its own", cell.model_of, "a trained cell")
+    def _systems(self) -> dict[str, _System]:
+        """Each cell over the one that it is like, or whose model it serves, in the file's order."""
+        cells = self.file.cells
+        named = {
+            name: {other for other in (cell.like, cell.model_of, cell.after) if other in cells}
+            for name, cell in cells.items()
+        }
+        try:
+            order = list(graphlib.TopologicalSorter(named).static_order())
+        except graphlib.CycleError as error:
+            circle = error.args[1]
+            self._add(f"cells.{circle[0]}", "goes in a circle", " -> ".join(circle))
+            return {}
+        systems: dict[str, _System] = {}
+        for name in order:
+            if (system := self._system(name, cells[name], systems)) is not None:
+                systems[name] = system
+        return {name: systems[name] for name in cells if name in systems}
+
+    def _system(self, name: str, cell: CellEntry, others: Mapping[str, _System]) -> _System | None:
+        for place in ("model_of", "after"):
+            other = others.get(getattr(cell, place) or "")
+            if other is not None and other.kind != "recipe":
+                self._add(f"cells.{name}.{place}", "has no model of its own", getattr(cell, place), "a trained cell")
+        below: _System | None = None
+        if cell.like is not None or cell.model_of is not None:
+            below = others.get(cell.like or cell.model_of or "")
+        elif cell.peer in PEERS:
+            below = _System("peer", peer=cell.peer)
+        elif cell.recipe in recipe_names():
+            below = _System("recipe", cell.recipe)
+        if below is None or below.kind == "peer":
+            return below
+        settings, section = flat(cell.set), f"cells.{name}.set"
         return replace(
             below,
             kind="model_of" if cell.model_of is not None else below.kind,
             model_of=cell.model_of or below.model_of,
             after=cell.after or below.after,
             settings={**below.settings, **settings},
-            origin={**below.origin, **origin},
+            origin={**below.origin, **self._origins(section, settings)},
         )
 
-    def _origin(self, section: str, key: str) -> str:
-        place = self.origin.get(f"{section}.{key}", self.origin.get(section, ""))
-        return f"{place}, {section}" if place else section
-
-    def _in_order(self, systems: Mapping[str, _System]) -> list[str]:
-        """Cells behind those that they need, else as in the file."""
-        needs = {name: [one.needs] if one.needs else [] for name, one in systems.items()}
-        for name, one in systems.items():
-            if one.after is not None and one.after in systems and systems[one.after].kind != "recipe":
-                self._add(f"cells.{name}.after", "has no model of its own", one.after, "a trained cell")
-        try:
-            return [name for name in graphlib.TopologicalSorter(needs).static_order() if name in systems]
-        except graphlib.CycleError as error:
-            circle = error.args[1]
-            self._add(f"cells.{circle[0]}", "needs itself", " -> ".join(circle))
-            return []
+    def _origins(self, section: str, keys: Iterable[str]) -> dict[str, str]:
+        """Where each key of a section was given: "line 3, common"."""
+        places = {key: self.origin.get(f"{section}.{key}", self.origin.get(section, "")) for key in keys}
+        return {key: f"{place}, {section}" if place else section for key, place in places.items()}
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
     def _job(self, data: str, entry: DataEntry, cell: str, system: _System, seed: int) -> Job | None:
-        settings = {} if system.kind == "peer" else dict(system.settings)
+        """The job with its parameters; None where these are wrong."""
+        settings = dict(system.settings)
         if system.kind == "recipe" and system.after is not None:
             settings["encoder.start"] = START
-        params = self._params(data, entry, cell, system, settings | {"seed": seed})
-        if params is None:
-            return None
-        needs = f"{data}/{system.needs}/{seed}" if system.needs is not None else None
-        return Job(data, cell, seed, system.kind, params, entry, settings, needs, system.peer)
-
-    def _params(
-        self, data: str, entry: DataEntry, cell: str, system: _System, settings: dict[str, Any]
-    ) -> Params | None:
-        origin = {key: self._origin("common", key) for key in flat(self.file.common)}
-        origin |= {key: self._origin(f"data.{data}.set", key) for key in flat(entry.set)}
+        common, of_data = flat(self.file.common), flat(entry.set)
+        origin = self._origins("common", common) | self._origins(f"data.{data}.set", of_data)
         origin |= dict(system.origin) | dict.fromkeys(self.overrides, "--set")
-        values = flat(self.file.common) | flat(entry.set) | settings | self.overrides
+        values = common | of_data | settings | {"seed": seed} | self.overrides
         values |= {"data.path": entry.path, "tokens.text": entry.text, "tokens.max_length": entry.max_length}
         values |= {"tracking.experiment": EXPERIMENT} | ({"recipe": system.recipe} if system.recipe else {})
         try:
-            return build_params(nested(values), origin, f"cells.{cell}")
+            params = build_params(nested(values), origin, f"cells.{cell}")
         except ParamsError as error:
             for text in error.problems:
                 cells = self.wrong_params.setdefault(text, [])
                 if cell not in cells:
                     cells.append(cell)
-        return None
+            return None
+        needs = f"{data}/{system.needs}/{seed}" if system.needs is not None else None
+        return Job(data, cell, seed, system.kind, params, entry, settings, needs, system.peer)

@@ -5,6 +5,7 @@ Legend: n test queries, K labels a query.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -45,11 +46,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Found:
-    """A job and what there is of it.
-
-    Attributes:
-        step: of the job. result: its result.json; None where there is none for these inputs.
-    """
+    """A job, its step, and its result.json; None where there is none for these inputs."""
 
     job: Job
     step: Step
@@ -82,24 +79,23 @@ def table(workspace: Workspace) -> list[list[str]]:
     """The results so far, for a terminal: column heads, then a row for each cell, mean ± spread over seeds."""
     rows = [["data", "cell", "seeds", *TABLE, "train s", "MB"]]
     for cell in page_input(workspace, gather(workspace)).cells:
-        if not cell.runs:
-            continue
-        figures = [_plus_minus(cell.values(name), 1) for name in TABLE]
-        seconds = _plus_minus([run.costs.get("train_seconds", float("nan")) for run in cell.runs], 0)
-        memory = _plus_minus([run.costs.get("peak_memory_bytes", float("nan")) / 1e6 for run in cell.runs], 0)
-        rows.append([cell.task, cell.name, str(len(cell.runs)), *figures, seconds, memory])
+        if cell.runs:
+            figures = [_plus_minus(cell.values(name), 1) for name in TABLE]
+            seconds, memory = (
+                [run.costs.get(name, math.nan) for run in cell.runs] for name in ("train_seconds", "peak_memory_bytes")
+            )
+            costs = [_plus_minus(seconds, 0), _plus_minus([size / 1e6 for size in memory], 0)]
+            rows.append([cell.task, cell.name, str(len(cell.runs)), *figures, *costs])
     return rows
 
 
 def write_metrics(path: Path, step: Step) -> None:
     """The figures of one run, small enough for git; DVC takes no `@` in a name."""
     result = step.result() or {}
-    names = {name: name.replace("@", "_at_") for name in ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@100")}
-    figures = {key: round(result["metrics"][name], 3) for name, key in names.items()}
+    figures = {name.replace("@", "_at_"): round(result["metrics"][name], 3) for name in TESTED}
+    seconds = round(result["costs"].get("train_seconds", 0.0), 1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(
-        path, {"run": step.name, **figures, "train_seconds": round(result["costs"].get("train_seconds", 0.0), 1)}
-    )
+    write_json(path, {"run": step.name, **figures, "train_seconds": seconds})
 
 
 def gather(workspace: Workspace) -> list[Found]:
@@ -113,13 +109,13 @@ def page_input(workspace: Workspace, found: Sequence[Found], contrasts: Sequence
     comparison, file = workspace.comparison, workspace.comparison.file
     results = [entry.result for entry in found if entry.result is not None]
     old = sum(entry.result is not None and entry.result["code"] != entry.step.spec["code"] for entry in found)
-    notes = [f"{old} of {len(results)} results were made by another version of the code."] if old else []
+    cards = {entry.job.data: entry.result["dataset"] for entry in reversed(found) if entry.result is not None}
     return ComparisonInput(
         title=file.title or f"Comparison {file.name}",
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         about=file.about,
-        notes=notes,
-        tasks=[Task(name, entry.about, _card(name, found)) for name, entry in file.data.items()],
+        notes=[f"{old} of {len(results)} results were made by another version of the code."] if old else [],
+        tasks=[Task(name, entry.about, cards.get(name, {})) for name, entry in file.data.items()],
         cells=_cells(comparison, found),
         contrasts=contrasts,
         contrast_note=NOTE if contrasts else "",
@@ -133,18 +129,24 @@ def page_input(workspace: Workspace, found: Sequence[Found], contrasts: Sequence
 def contrasts(workspace: Workspace, found: Sequence[Found]) -> list[Contrast]:
     """Every system against the best peer of each metric, and the cells of each group against its base."""
     done: list[Contrast] = []
-    file = workspace.comparison.file
-    names = list(file.data)
-    for data in progress(names, desc="tests", unit="data set"):
+
+    def test(data: str, scores: Mapping[str, Sequence[QueryParts]], against: str | Mapping[str, str]) -> None:
+        for one in compare_systems(scores, against, TESTED):
+            interval = one.difference, one.low, one.high
+            done.append(Contrast(data, one.system, one.against, one.metric, *interval, one.p_adjusted))
+
+    for data in progress(list(workspace.comparison.file.data), desc="tests", unit="data set"):
         entries = [entry for entry in found if entry.job.data == data and entry.result is not None]
         scores = _scores(workspace, entries)
-        rivals = [name for name in scores if _is_peer(entries, name)]
+        rivals = list(
+            dict.fromkeys(one.job.cell for one in entries if one.job.kind == "peer" and one.job.cell in scores)
+        )
         if rivals and len(scores) > 1:
-            done += _tested(data, scores, best_systems(scores, rivals, TESTED))
-        for group in file.groups.values():
+            test(data, scores, best_systems(scores, rivals, TESTED))
+        for group in workspace.comparison.file.groups.values():
             members = {name: scores[name] for name in (group.base, *group.cells) if name in scores}
             if group.base in members and len(members) > 1:
-                done += _tested(data, members, group.base)
+                test(data, members, group.base)
     return done
 
 
@@ -169,44 +171,37 @@ def _write_summary(path: Path, page: ComparisonInput) -> None:
 
 def _cells(comparison: Comparison, found: Sequence[Found]) -> list[Cell]:
     cells = []
-    before = {one.job.key: one for one in found}
+    by_key = {one.job.key: one for one in found}
     for data in comparison.file.data:
         for name, entry in comparison.file.cells.items():
             mine = [one for one in found if one.job.data == data and one.job.cell == name]
             if not mine:
                 continue
-            job = mine[0].job
-            about, settings = entry.about, dict(job.settings)
-            if job.kind == "peer":
-                about = about or PEERS[job.peer].about
-            settings.pop("encoder.start", None)
+            job, runs = mine[0].job, [_run(one, by_key) for one in mine if one.result is not None]
+            settings = {key: value for key, value in job.settings.items() if key != "encoder.start"}
             if job.needs is not None:
                 settings["model of" if job.kind == "model_of" else "after"] = job.needs.split("/")[1]
-            runs = [_run(one, before) for one in mine if one.result is not None]
-            kind = "peer" if job.kind == "peer" else "recipe"
-            recipe = "" if job.kind == "peer" else job.params.recipe or ""
-            cells.append(Cell(data, name, kind, about, recipe, settings, runs))  # type: ignore[arg-type]
+            if job.kind == "peer":
+                cells.append(Cell(data, name, "peer", entry.about or PEERS[job.peer].about, "", settings, runs))
+            else:
+                cells.append(Cell(data, name, "recipe", entry.about, job.params.recipe or "", settings, runs))
     return cells
 
 
-def _run(entry: Found, before: Mapping[str, Found]) -> Run:
+def _run(entry: Found, others: Mapping[str, Found]) -> Run:
     """One seed; the seconds of the trainings that it builds on are counted with its own."""
     result = entry.result
     assert result is not None
     costs, curve = dict(result["costs"]), [dict(line) for line in result["curve"]]
-    needed = before.get(entry.job.needs or "")
+    needed = others.get(entry.job.needs or "")
     if needed is not None and needed.result is not None:
-        earlier = _run(needed, before).costs
+        earlier = _run(needed, others).costs
         for name in ("train_seconds", "refresh_seconds", "total_seconds"):
             costs[name] = costs.get(name, 0.0) + earlier.get(name, 0.0)
         if curve:
             curve[0]["train_seconds"] += earlier.get("train_seconds", 0.0) + earlier.get("refresh_seconds", 0.0)
     same = {name: result[name] for name in ("metrics", "validation", "parts", "history", "bins")}
     return Run(entry.job.seed, costs=costs, curve=curve, **same)
-
-
-def _card(data: str, found: Iterable[Found]) -> Mapping[str, Any]:
-    return next((one.result["dataset"] for one in found if one.job.data == data and one.result is not None), {})
 
 
 def _lineage(comparison: Comparison, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -219,8 +214,7 @@ def _lineage(comparison: Comparison, results: Sequence[Mapping[str, Any]]) -> di
 
 
 def _failure(entry: Found) -> Failure:
-    job, reason = entry.job, entry.step.failure()
-    log = entry.step.folder / LOG
+    job, reason, log = entry.job, entry.step.failure(), entry.step.folder / LOG
     place = Path(*log.parts[-5:]).as_posix() if log.is_file() else ""
     return Failure(job.data, job.cell, job.seed, "failed" if reason else "not run", reason, place)
 
@@ -237,7 +231,7 @@ def _what(job: Job) -> str:
 
 def _scores(workspace: Workspace, entries: Sequence[Found]) -> dict[str, list[QueryParts]]:
     """Scores of each query under each system of one data set, a list over seeds."""
-    folder = workspace.data_folder(entries[0].job) if entries else Path()
+    folder = workspace.data_step(entries[0].job).folder / "data" if entries else Path()
     measured = [entry for entry in entries if (entry.step.folder / PREDICTIONS).is_file()]
     scores: dict[str, list[QueryParts]] = {}
     if measured and (folder / "dataset").is_dir():
@@ -249,19 +243,6 @@ def _scores(workspace: Workspace, entries: Sequence[Found]) -> dict[str, list[Qu
             labels = load_array(entry.step.folder / PREDICTIONS, np.int32, ndim=2)
             scores.setdefault(entry.job.cell, []).append(by_query(labels, truth, TESTED, inverse_L))
     return scores
-
-
-def _is_peer(entries: Iterable[Found], cell: str) -> bool:
-    return any(entry.job.kind == "peer" for entry in entries if entry.job.cell == cell)
-
-
-def _tested(
-    data: str, scores: Mapping[str, Sequence[QueryParts]], against: str | Mapping[str, str]
-) -> list[Contrast]:  # fmt: skip
-    return [
-        Contrast(data, one.system, one.against, one.metric, one.difference, one.low, one.high, one.p_adjusted)
-        for one in compare_systems(scores, against, TESTED)
-    ]
 
 
 def _figures(values: Sequence[float]) -> dict[str, float | int | None]:

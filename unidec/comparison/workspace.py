@@ -39,24 +39,20 @@ _DECIDE_NOTHING = ("run", "tracking", "device", "data", "recipe")  # the data se
 
 @dataclass(frozen=True)
 class Step:
-    """Something that a child process makes in a folder of its own.
+    """Something that a child process makes in a folder of its own; result.json comes last.
 
     Attributes:
         name: "data/cell/seed", or the data set's. folder: its working folder. spec: cell.json, all that the child is
-            given. needs: names of the steps before it. makes: the file that is written last. job: None for data.
+            given. needs: names of the steps before it.
     """
 
     name: str
     folder: Path
     spec: Mapping[str, Any]
     needs: tuple[str, ...] = ()
-    makes: str = RESULT
-    job: Job | None = None
 
     def is_done(self, accept_code: bool = False) -> bool:
         """Whether its result is there, made by this code (or by any), with the model where others need it."""
-        if self.job is None:
-            return (self.folder / self.makes).is_file()
         result = self.result()
         if result is None or not (accept_code or result["code"] == self.spec["code"]):
             return False
@@ -64,11 +60,11 @@ class Step:
 
     def result(self) -> dict[str, Any] | None:
         """result.json, None where there is none."""
-        return read_json(self.folder / RESULT)
+        return _read_json(self.folder / RESULT)
 
     def failure(self) -> str:
         """What its last attempt ended with; "" where it ended well or was never made."""
-        failure = None if (self.folder / self.makes).is_file() else read_json(self.folder / FAILURE)
+        failure = None if (self.folder / RESULT).is_file() else _read_json(self.folder / FAILURE)
         return "" if failure is None else str(failure["what"])
 
 
@@ -88,63 +84,55 @@ class Workspace:
         """The steps of some of the jobs, each data set before the first job that uses it."""
         found: dict[str, Step] = {}
         for job in jobs:
-            data = self._data_step(job)
+            data = self.data_step(job)
             found.setdefault(data.name, data)
             found[job.key] = self.step(job, accept_code)
         return list(found.values())
 
     def step(self, job: Job, accept_code: bool = False) -> Step:
         """The step of one job."""
-        folder, data = self.folder(job), self._data_step(job)
+        folder, data = self.folder(job), self.data_step(job)
         links = {f"data/{name}": data.folder / "data" / name for name in ("dataset", "tokens", "propensity")}
         links["data/cache"] = self.root / "shared" / "cache"
-        keep = job.kind == "recipe" and any(other.needs == job.key for other in self.comparison.jobs)
         if job.needs is not None:
-            links[MODEL if job.kind == "model_of" else START] = self.folder(self._job(job.needs)) / MODEL
-        code = code_sha256(PEER_CODE if job.kind == "peer" else TRAINING)
+            links[MODEL if job.kind == "model_of" else START] = self.folder(self.comparison.job(job.needs)) / MODEL
         spec = {
-            "kind": job.kind, "name": job.key, "params": placed(job.params), "code": code, "keep": keep,
-            "accept_code": accept_code, "links": {name: os.path.relpath(to, folder) for name, to in links.items()},
-            "peer": job.peer, "environments": str((ROOT / "environments").absolute()),
+            "kind": job.kind, "name": job.key, "params": _placed(job.params), "peer": job.peer,
+            "code": code_sha256(PEER_CODE if job.kind == "peer" else TRAINING), "accept_code": accept_code,
+            "keep": job.kind == "recipe" and any(other.needs == job.key for other in self.comparison.jobs),
+            "links": {name: os.path.relpath(to, folder) for name, to in links.items()},
         }  # fmt: skip
-        needs = (data.name, *([job.needs] if job.needs is not None else []))
-        return Step(job.key, folder, spec, needs, RESULT, job)
+        return Step(job.key, folder, spec, (data.name, *([job.needs] if job.needs is not None else [])))
 
-    def data_folder(self, job: Job) -> Path:
-        """The data set, token cache and propensities of a job."""
-        return self._data_step(job).folder / "data"
+    def data_step(self, job: Job) -> Step:
+        """The step that makes data set, token cache and propensities of a job, in the folder `data`."""
+        key = _data_key(job)
+        spec = {
+            "kind": "data", "name": f"data {job.data}", "params": _placed(job.params), "train": job.entry.train,
+            "test": job.entry.test, "code": code_sha256(READERS), "accept_code": False, "keep": False, "links": {},
+        }  # fmt: skip
+        return Step(f"data {job.data} ({key[:8]})", self.root / "shared" / f"data-{key[:16]}", spec)
 
     def folder(self, job: Job) -> Path:
         """The working folder of a job."""
         return self.root / "cells" / slug(job.data) / slug(job.cell) / f"{job.seed}-{self._key(job)[:8]}"
 
-    def _job(self, key: str) -> Job:
-        return self.comparison.by_key()[key]
-
-    def _data_step(self, job: Job) -> Step:
-        key = _data_key(job)
-        spec = {"kind": "data", "name": f"data {job.data}", "params": placed(job.params), "train": job.entry.train,
-                "test": job.entry.test, "links": {}}  # fmt: skip
-        folder = self.root / "shared" / f"data-{key[:16]}"
-        return Step(f"data {job.data} ({key[:8]})", folder, spec, (), f"data/propensity/{MANIFEST}")
-
     def _key(self, job: Job) -> str:
         """sha256 (hex) of a job's inputs: parameters, data, and the inputs of the job that it needs."""
         values: dict[str, Any]
         if job.kind == "peer":
-            wanted = ("seed", "encoder", "optim.epochs", "pool.batch_size")
-            values = _leaves(job.params, wanted) | {"peer": job.peer}
+            values = _leaves(job.params, ("seed", "encoder", "optim.epochs", "pool.batch_size")) | {"peer": job.peer}
         else:
             values = {key: value for key, value in leaves(job.params) if key.partition(".")[0] not in _DECIDE_NOTHING}
             if not job.params.pool.gandalf:
                 values = {key: value for key, value in values.items() if not key.startswith("label_graph.")}
         values |= {"kind": job.kind, "data": _data_key(job)}
         if job.needs is not None:
-            values["needs"] = self._key(self._job(job.needs))
+            values["needs"] = self._key(self.comparison.job(job.needs))
         return _digest(values)
 
 
-def placed(params: Params) -> dict[str, Any]:
+def _placed(params: Params) -> dict[str, Any]:
     """The parameters for a process that works in another folder: local folders by their whole paths."""
     values = params.model_dump(mode="json")
     for section, key in (("encoder", "name"), ("data", "path")):
@@ -153,7 +141,7 @@ def placed(params: Params) -> dict[str, Any]:
     return values
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object, None where there is none that can be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -168,10 +156,9 @@ raw_sha256 = cache(folder_sha256)  # read once a process
 @cache
 def code_sha256(patterns: tuple[str, ...]) -> str:
     """Hash of modules of unidec, as they are on disk when first asked for."""
-    root = PACKAGE
     digest = hashlib.sha256()
-    for file in sorted(file for pattern in patterns for file in root.glob(pattern)):
-        digest.update(file.relative_to(root).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
+    for file in sorted(file for pattern in patterns for file in PACKAGE.glob(pattern)):
+        digest.update(file.relative_to(PACKAGE).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 

@@ -1,7 +1,7 @@
 """Systems from outside, run on the same data and measured by the same code: what our recipes are compared with.
 
 TF-IDF rankers run in this process; every other peer is a script beside this file. A script imports nothing of unidec
-and names its packages in its head (PEP 723, `# /// script`); `environments` finds or makes what it needs.
+and names its packages in its head (PEP 723), by which `uv run` finds them.
 """
 
 from __future__ import annotations

@@ -6,26 +6,33 @@ Shape legend: n queries of a split that is predicted, L labels, F words, K label
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
+from packaging.requirements import Requirement
 
 from unidec.comparison.peers import PEERS
-from unidec.comparison.peers.environments import run_script, start_command
 from unidec.data.dataset import Split, Text, XMCDataset
 from unidec.data.storage import write_json
-from unidec.errors import DataError, TrainingError
+from unidec.errors import ArtifactError, DataError, TrainingError
 from unidec.evaluation.tfidf import TfidfRanker, fit_words, top_rows
 
 K = 100  # labels that are left after filters
 TASK, OUT, LOG = Path("peer-task"), Path("peer-output"), Path("peer.log")
+_HEAD = re.compile(r"(?m)^# /// script$\s(?P<text>(^#(| .*)$\s)+)^# ///$")  # as PEP 723 gives it
 
 Predictions = dict[Split, tuple[NDArray[np.int64], NDArray[np.float32]]]
 
@@ -64,20 +71,20 @@ class PeerOutcome:
     version: str
 
 
-def run_peer(name: str, dataset: XMCDataset, settings: Settings, environments: Path) -> PeerOutcome:
+def run_peer(name: str, dataset: XMCDataset, settings: Settings) -> PeerOutcome:
     """Train one peer on the train split and predict the others, in the working folder.
 
     A script is started with TASK OUT SETTINGS: the folder that `write_task` wrote, a folder for `<split>.npz` (CSR of
     scores, a row for each query) and facts.json, and a JSON object. Its output goes to `peer.log`.
 
     Raises:
-        DataError: an empty split. ArtifactError: no environment. TrainingError: the script fails.
+        DataError: an empty split. ArtifactError: its packages cannot be had. TrainingError: the script fails.
     """
     start = time.perf_counter()
     splits, width = write_task(dataset, settings.text, TASK)
     feature_seconds = time.perf_counter() - start  # the features are part of training
     if PEERS[name].script:
-        predictions, facts = _scripted(name, settings, splits, width, environments)
+        predictions, facts = _scripted(name, settings, splits, width)
     else:
         predictions, facts = _tfidf(name, splits, width)
     shutil.rmtree(TASK)
@@ -139,15 +146,12 @@ def _tfidf(name: str, splits: list[Split], width: int) -> tuple[Predictions, dic
     return found, facts
 
 
-def _scripted(
-    name: str, settings: Settings, splits: list[Split], width: int, environments: Path
-) -> tuple[Predictions, dict[str, Any]]:
+def _scripted(name: str, settings: Settings, splits: list[Split], width: int) -> tuple[Predictions, dict[str, Any]]:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
-    LOG.unlink(missing_ok=True)
     given = {**asdict(settings), "peer": name, "width": width, "splits": splits}
-    command = start_command(Path(__file__).parent / PEERS[name].script, environments, LOG)
-    run_script([*command, str(TASK.absolute()), str(OUT.absolute()), json.dumps(given)], LOG, settings.threads)
+    command = start_command(Path(__file__).parent / PEERS[name].script)
+    run_script([*command, str(TASK.absolute()), str(OUT.absolute()), json.dumps(given)], settings.threads)
     try:
         facts = json.loads((OUT / "facts.json").read_text(encoding="utf-8"))
         found = {split: top_rows(sp.csr_matrix(sp.load_npz(OUT / f"{split}.npz")), width) for split in splits}
@@ -155,3 +159,51 @@ def _scripted(
         raise TrainingError(f"{name} left no predictions", where=str(LOG.absolute()), got=str(error)[:200]) from error
     shutil.rmtree(OUT)
     return found, facts
+
+
+def requirements(script: Path) -> list[Requirement]:
+    """The packages that the head of a script names (PEP 723)."""
+    found = _HEAD.search(script.read_text(encoding="utf-8"))
+    head = tomllib.loads(re.sub(r"(?m)^# ?", "", found["text"])) if found else {}
+    return [Requirement(package) for package in head.get("dependencies", [])]
+
+
+def start_command(script: Path) -> list[str]:
+    """How to start a script: by this interpreter where it has all packages, else by `uv run`.
+
+    Raises:
+        ArtifactError: packages are missing, and there is no uv.
+    """
+    try:
+        wanted = requirements(script)
+        if all(one.specifier.contains(metadata.version(one.name), prereleases=True) for one in wanted):
+            return [sys.executable, str(script)]
+    except metadata.PackageNotFoundError:
+        pass
+    uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if uv is None:
+        raise ArtifactError(
+            f"{script.name} needs packages of its own", expected=", ".join(map(str, wanted)),
+            fix="pip install uv, which installs them for this script alone; or leave this peer out",
+        )  # fmt: skip
+    return [uv, "run", "--no-progress", "--script", str(script)]
+
+
+def run_script(command: Sequence[str], threads: int) -> None:
+    """Run a peer's script in this process's group: whoever ends the group ends it too.
+
+    Raises:
+        TrainingError: it fails; with the end of its log.
+    """
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    kept |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    with open(LOG, "wb") as log:
+        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=kept, check=False).returncode
+    if code:
+        raise TrainingError("the peer's script failed", where=str(LOG), got=f"exit code {code}: {last_lines(LOG)}")
+
+
+def last_lines(log: Path) -> str:
+    """The end of a log, in one line."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    return " | ".join(line.strip() for line in lines[-8:] if line.strip())[-800:]

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset  # type: ignore[import-not-found,unused-ignore]
+from datasets import Dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from scipy.sparse import csr_matrix, load_npz, save_npz
 from sentence_transformers import (
     SentenceTransformer,
