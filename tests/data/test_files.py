@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from unidec.data import bounded
+from unidec.data import table_file
 from unidec.data.formats import read_raw
 from unidec.data.formats.files import Source
 from unidec.data.formats.pairs import read_sparse_text
@@ -34,39 +34,33 @@ def slow_texts(content: bytes) -> list[str]:
     lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     if not lines[-1]:
         lines.pop()
-    texts = []
-    for line in lines:
-        try:
-            texts.append(line.removesuffix(b"\r").decode())
-        except UnicodeDecodeError:
-            texts.append("")
-    return texts
+    return [line.removesuffix(b"\r").decode("utf-8", "replace") for line in lines]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16, 1 << 23])
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_texts_and_blocks_equal_the_whole_file(tmp_path, monkeypatch, content, size, suffix):
-    monkeypatch.setattr(bounded, "BYTES_AT_ONCE", size)
+    monkeypatch.setattr(table_file, "BLOCK_BYTES", size)
     path = tmp_path / f"Y.txt{suffix}"
     path.write_bytes(gzip.compress(content) if suffix else content)
     source = Source(tmp_path)
     expected = slow_texts(content)
     assert source.texts(path).to_pylist() == expected
     bad = [number for number, line in enumerate(content.split(b"\n"), 1) if b"\xff" in line]
-    found = source.problems.samples.get("text that is not UTF-8", [])
+    found = source.samples.get("text that is not UTF-8", [])
     assert [int(sample.split(":")[1].split()[0]) for sample in found] == bad
     lines = 1
-    for number, block in source.blocks(path):
+    for number, texts in source.line_blocks(path):
         assert number == lines
-        lines += block.count(b"\n") + 1
+        lines += len(texts)
     assert lines - 1 == len(expected)
 
 
 def sparse(tmp_path, content: bytes, num_queries: int, num_labels: int):
     (tmp_path / "trn_X_Y.txt").write_bytes(content)
     source = Source(tmp_path)
-    return source, read_sparse_text(source, tmp_path / "trn_X_Y.txt", num_queries, num_labels)
+    return source, read_sparse_text(source, tmp_path / "trn_X_Y.txt", (num_queries, num_labels))
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 64, 1 << 23])
@@ -75,10 +69,10 @@ def test_sparse_text_in_blocks(tmp_path, monkeypatch, size, end):
     rng = np.random.default_rng(2)
     rows = [sorted(rng.choice(50, rng.integers(0, 6), replace=False).tolist()) for _ in range(30)] + [[7]]
     body = b"\n".join(b" ".join(b"%d:%.2f" % (label, label / 7 + 0.5) for label in row) for row in rows)
-    monkeypatch.setattr(bounded, "BYTES_AT_ONCE", size)
+    monkeypatch.setattr(table_file, "BLOCK_BYTES", size)
     source, pairs = sparse(tmp_path, b"31 50\n" + body + end, 31, 50)
-    query_P, label_P, value_P, lines = pairs.query_P, pairs.label_P, pairs.value_P, pairs.lines
-    assert not source.problems.count
+    query_P, label_P, value_P, lines = pairs.query_P, pairs.label_P, pairs.value_P, pairs.at[1]
+    assert not source.count
     assert list(zip(query_P, label_P, strict=True)) == [(q, label) for q, row in enumerate(rows) for label in row]
     np.testing.assert_allclose(value_P, label_P / 7 + 0.5, atol=0.006)
     assert lines(np.arange(len(query_P))).tolist() == (query_P + 2).tolist()
@@ -87,9 +81,9 @@ def test_sparse_text_in_blocks(tmp_path, monkeypatch, size, end):
 
 @pytest.mark.parametrize("size", [1, 5, 1 << 23])
 def test_faults_of_sparse_text_name_their_line_in_any_block(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(bounded, "BYTES_AT_ONCE", size)
+    monkeypatch.setattr(table_file, "BLOCK_BYTES", size)
     source, pairs = sparse(tmp_path, b"4 9\n1:1\n\n2:1 nonsense 3:1\n12345678901:1\n", 4, 9)
-    assert source.problems.samples["not `label:relevance`"][0].startswith("trn_X_Y.txt:4")
+    assert source.samples["not `label:relevance`"][0].startswith("trn_X_Y.txt:4")
     assert list(zip(pairs.query_P, pairs.label_P, strict=True)) == [(0, 1), (2, 2), (2, 3), (3, 12345678901)]
 
 
@@ -100,14 +94,14 @@ def test_faults_of_sparse_text_name_their_line_in_any_block(tmp_path, monkeypatc
      (b"2 9\n1:1\n", "1 rows"), (b"2 9\n1:1\n\n\n", "3 rows"), (b"2 9", "0 rows")],
 )  # fmt: skip
 def test_row_counts_of_sparse_text(tmp_path, monkeypatch, size, content, match):
-    monkeypatch.setattr(bounded, "BYTES_AT_ONCE", size)
+    monkeypatch.setattr(table_file, "BLOCK_BYTES", size)
     with pytest.raises(DataError, match=match):
         sparse(tmp_path, content, 2, 9)
 
 
 def test_reading_takes_memory_for_texts_and_pairs_but_not_for_the_files(tmp_path, monkeypatch):
     """Python's part of the memory (Arrow's own is not traced): no list of all texts, no whole file, no uid a row."""
-    monkeypatch.setattr(bounded, "BYTES_AT_ONCE", 1 << 16)
+    monkeypatch.setattr(table_file, "BLOCK_BYTES", 1 << 16)
     rows = 40_000
     text = ("some words of a text " * 3).strip()
     for name in ("Y.txt", "trn_X.txt", "tst_X.txt"):

@@ -182,6 +182,8 @@ def save(arrays: dict[str, np.ndarray], path: Path) -> None:
         ({"data": lambda a: np.where(np.arange(a.size) == 0, -1, a)}, "not a positive number: 1"),
         ({"data": np.array([{}], dtype=object)}, "not a sparse matrix"),
         ({"indptr": lambda a: a[::-1].copy()}, "row pointers"),
+        ({"indptr": lambda a: np.where(np.arange(a.size) == 1, a[-1], a)}, "row pointers"),
+        ({"data": lambda a: a.astype(complex)}, "not a sparse matrix"),
         ({"indptr": lambda a: np.zeros(5, dtype=np.int64)}, "not a sparse matrix"),
         ({"format": np.array(b"dia")}, "not a sparse matrix"),
     ],

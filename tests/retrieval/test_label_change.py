@@ -154,7 +154,7 @@ def test_uids_alone_and_other_names(tmp_path: Path) -> None:
         ("a.jsonl", b'{"uid": "x"', r"a\.jsonl:1: not a JSON object"),
         ("a.jsonl", b'{"uid": "x", "text": 3}\n[1]\n', ":2: not a JSON object"),
         ("a.jsonl", b'{"uid": true, "text": "t"}\n', ":1: no uid"),
-        ("a.jsonl", b'{"uid": "x", "text": "\\ud800"}\n', "not valid Unicode"),
+        ("a.jsonl", b'{"uid": "x", "text": "\\ud800"}\n', r":1: text that is not UTF-8"),
     ],
 )  # fmt: skip
 def test_files_that_are_none(name: str, data: bytes | None, words: str, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""Tables in files, .csv, .tsv and .jsonl (each also with .gz) and .parquet: one reader a kind, bounded, by Arrow.
+"""Tables in files, .csv, .tsv, .jsonl (each also .gz) and .parquet: one reader a kind, some megabytes at a time.
 
-What is wrong with a row goes to a `Report`, which notes it or raises. Arrow does not name the line of a row: a second,
-slow pass finds it, and only if something is wrong.
+What is wrong with a row goes to a `Report`, which notes it or raises.
 """
 
 from __future__ import annotations
@@ -9,23 +8,23 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv as pv
 
-from unidec.data.bounded import DEFAULT_BOUNDS, check_unpacked, open_bounded, read_blocks, read_lines, row_too_long
+from unidec.data.bounded import DEFAULT_BOUNDS, check_unpacked, read_lines, row_too_long
 from unidec.errors import DataError
 from unidec.sections import RawBounds
 
+T = TypeVar("T")
 Report = Callable[[str, int, object], None]
 """Takes what is wrong, the line (1-based), and what was found."""
 
 NOT_UTF8 = "text that is not UTF-8"
+BLOCK_BYTES = 1 << 20  # of lines that are held as Python objects
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _BUFFER = 1 << 20  # bytes of each column of a Parquet file read at once; without it a row group's whole column is
 
@@ -54,18 +53,6 @@ def decode(line: bytes, number: int, report: Report) -> str:
         return line.decode("utf-8", "replace")
 
 
-def to_strings(values: Sequence[str], lines: Sequence[int], report: Report) -> pa.Array:
-    """Texts as large_string; one with a lone surrogate (\\ud800 in JSON) is reported and becomes empty."""
-    try:
-        return pa.array(values, pa.large_string())
-    except UnicodeEncodeError:
-        good = [not any(0xD800 <= ord(letter) < 0xE000 for letter in value) for value in values]
-    for number, fine in zip(lines, good, strict=True):
-        if not fine:
-            report(NOT_UTF8, number, "a lone surrogate")
-    return pa.array([value if fine else "" for value, fine in zip(values, good, strict=True)], pa.large_string())
-
-
 def to_numbers(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
     """Strings to float64; NaN where one is not a number."""
     try:
@@ -81,6 +68,22 @@ def _number(text: str | None) -> float:
         return float("nan")
 
 
+def in_blocks(rows: Iterable[tuple[int, int, T]]) -> Iterator[tuple[list[int], list[T]]]:
+    """Rows given as (line, bytes, value), some at a time: their lines, and their values."""
+    lines: list[int] = []
+    values: list[T] = []
+    total = 0
+    for line, size, value in rows:
+        lines.append(line)
+        values.append(value)
+        total += size + 1
+        if total > BLOCK_BYTES:
+            yield lines, values
+            lines, values, total = [], [], 0
+    if lines:
+        yield lines, values
+
+
 class CsvFile:
     """A table with a header, separated by commas, or by tabs where the name ends with .tsv.
 
@@ -94,78 +97,51 @@ class CsvFile:
     def __init__(self, path: Path, bounds: RawBounds = DEFAULT_BOUNDS, report: Report | None = None) -> None:
         self.path, self.bounds, self.report = path, bounds, report or refuse(path)
         self.delimiter = "\t" if ending(path) == ".tsv" else ","
-        self._collects = report is not None
-        self.names = next((cells for _, cells in self.rows()), [])
+        self.names = next((cells for _, _, cells in self._rows()), [])
         if not self.names:
             raise DataError("an empty file", where=str(path), expected="a header and rows")
 
-    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """These columns as large_string, some rows at a time.
+    def batches(self, columns: Sequence[str]) -> Iterator[tuple[list[int], pa.RecordBatch]]:
+        """Some rows at a time: the line on which each starts, and these columns as large_string; errors: `rows`."""
+        places = [self.names.index(name) for name in columns]
+        for lines, rows in in_blocks(self._body()):
+            arrays = [pa.array([cells[place] for cells in rows], pa.large_string()) for place in places]
+            yield lines, pa.RecordBatch.from_arrays(arrays, list(columns))
 
-        Raises:
-            DataError: a quote that is never closed, a row that is too long, or as `open_bounded`. Rows of another
-                width go to the report, and are left out if it does not raise.
-        """
-        ragged, last = False, ""
+    def rows(self) -> Iterator[tuple[int, list[str]]]:
+        """Line on which each row starts (1-based) and its cells; the header and blank lines are left out.
 
-        def invalid_row(_row: Any) -> str:
-            nonlocal ragged
-            ragged = True
-            return "skip" if self._collects else "error"
-
-        try:
-            with open_bounded(self.path, self.bounds) as file:
-                for batch in pv.open_csv(
-                    pa.PythonFile(file, mode="r"),
-                    # a row that does not fit into a block is an error
-                    read_options=pv.ReadOptions(block_size=self.bounds.max_row_bytes, use_threads=False),
-                    parse_options=pv.ParseOptions(
-                        delimiter=self.delimiter, newlines_in_values=True, invalid_row_handler=invalid_row
-                    ),
-                    convert_options=pv.ConvertOptions(
-                        include_columns=list(columns),
-                        column_types=dict.fromkeys(columns, pa.large_string()),
-                        strings_can_be_null=False,
-                        quoted_strings_can_be_null=False,
-                    ),
-                ):
-                    if batch.num_rows:
-                        last = "".join(column[-1].as_py() for column in batch.columns)
-                    yield batch
-                # Arrow takes the rest of the file for the text of an open quote
-                suspicious = ragged or file.quotes % 2 or "\n" in last
-        except pa.ArrowInvalid as error:
-            self._find_faults()
-            if not self._collects:
-                raise DataError("a table that cannot be read", where=str(self.path), got=str(error)[:300]) from error
-            suspicious = False
-        if suspicious:
-            self._find_faults()
-
-    def _find_faults(self) -> None:
-        for line, cells in self.rows():
-            if len(cells) != len(self.names):
-                self.report(f"not {len(self.names)} columns", line, f"{len(cells)}: {cells[0][:40]!r}")
-
-    def rows(self, report: Report | None = None) -> Iterator[tuple[int, list[str]]]:
-        """Line on which each row starts (1-based) and its cells, header included, blank lines left out; slowly.
+        Rows of another width than the header go to the report, and are left out if it does not raise.
 
         Raises:
             DataError: a bare carriage return, a row that is longer than it may be, or a quote that is never closed.
         """
-        bounds, start, number, size, ended = self.bounds, 1, 0, 0, False
-        report = report or self.report
+        return ((line, cells) for line, _, cells in self._body())
+
+    def _body(self) -> Iterator[tuple[int, int, list[str]]]:
+        rows = self._rows()
+        next(rows, None)
+        for row in rows:
+            line, _, cells = row
+            if len(cells) == len(self.names):
+                yield row
+            else:
+                self.report(f"not {len(self.names)} columns", line, f"{len(cells)}: {cells[0][:40]!r}")
+
+    def _rows(self) -> Iterator[tuple[int, int, list[str]]]:
+        """First line, bytes and cells of each row, the header included."""
+        start, number, size, ended = 1, 0, 0, False
 
         def lines() -> Iterator[str]:
             nonlocal number, size, ended
-            for number, line in read_lines(self.path, bounds):
+            for number, line in read_lines(self.path, self.bounds):
                 size += len(line)
-                if size > bounds.max_row_bytes:
-                    raise row_too_long(self.path, start, bounds, " (is there a quote that is never closed?)")
-                yield decode(line, number, report) + "\n"
+                if size > self.bounds.max_row_bytes:
+                    raise row_too_long(self.path, start, self.bounds, " (is there a quote that is never closed?)")
+                yield decode(line, number, self.report) + "\n"
             ended = True
 
-        csv.field_size_limit(max(csv.field_size_limit(), bounds.max_row_bytes))
+        csv.field_size_limit(max(csv.field_size_limit(), self.bounds.max_row_bytes))
         try:
             for cells in csv.reader(lines(), delimiter=self.delimiter):
                 if ended:  # the reader asked for a line after the last one
@@ -174,18 +150,13 @@ class CsvFile:
                         fix='close it, and write a quote within quoted text twice ("")',
                     )  # fmt: skip
                 if cells:
-                    yield start, cells
+                    yield start, size, cells
                 start, size = number + 1, 0
         except csv.Error as error:
             raise DataError(
                 "a bare carriage return (CR) outside of quotes", where=f"{self.path}:{number}", got=str(error)[:200],
                 fix="save the file with line ends LF or CRLF",
             ) from error  # fmt: skip
-
-    def lines(self, rows: np.ndarray) -> np.ndarray:
-        """Line on which each of these rows (0-based, as `batches` gives them) starts; takes a second pass."""
-        starts = (line for line, cells in self.rows(lambda *_: None) if len(cells) == len(self.names))
-        return np.asarray(list(islice(starts, int(np.max(rows)) + 2)))[np.asarray(rows) + 1]
 
     def delimiter_hint(self, wanted: Sequence[str]) -> str | None:
         """The fix, where the header has the wanted columns with another delimiter."""
@@ -201,18 +172,11 @@ def json_blocks(
 ) -> Iterator[tuple[list[int], list[dict[str, Any]]]]:
     """Line numbers (1-based) and objects of a JSON lines file, some megabytes at a time; blank lines are left out.
 
-    A line that is no object is reported; where the report does not raise, its object is empty.
+    A line that is no object in valid Unicode is reported; where the report does not raise, its object is empty.
     """
     report = report or refuse(path)
-    for first, block in read_blocks(path, bounds):
-        lines = [(number, line) for number, line in enumerate(block.split(b"\n"), first) if line.strip()]
-        try:  # all in one call, ten times as fast as one by one
-            items = json.loads("[" + b",".join([line for _, line in lines]).decode() + "]")
-        except (ValueError, RecursionError):
-            items = []
-        if len(items) != len(lines) or not set(map(type, items)) <= {dict}:
-            items = [_json_object(line, number, report) for number, line in lines]
-        yield [number for number, _ in lines], items
+    lines = ((number, line) for number, line in read_lines(path, bounds) if line.strip())
+    return in_blocks((number, len(line), _json_object(line, number, report)) for number, line in lines)
 
 
 def _json_object(line: bytes, number: int, report: Report) -> dict[str, Any]:
@@ -221,10 +185,36 @@ def _json_object(line: bytes, number: int, report: Report) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         report("not a JSON object", number, error)
         return {}
-    if isinstance(item, dict):
-        return item
-    report("not a JSON object", number, type(item).__name__)
-    return {}
+    if not isinstance(item, dict):
+        report("not a JSON object", number, type(item).__name__)
+        return {}
+    try:
+        if rb"\u" in line:
+            json.dumps(item, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        report(NOT_UTF8, number, "a lone surrogate")
+        return {}
+    return item
+
+
+def json_texts(
+    items: Sequence[dict[str, Any]], lines: Sequence[int], name: str, report: Report,
+    kinds: tuple[type, ...] = (str,), needed: bool = False,
+) -> pa.Array:  # fmt: skip
+    """One field of JSON objects as large_string, empty where there is none.
+
+    What is of another kind, or not there although it is needed, is reported and becomes empty.
+    """
+    texts = []
+    for item, line in zip(items, lines, strict=True):
+        value = item.get(name)
+        if value is not None and type(value) not in kinds:
+            report(f"{name} is not a text", line, type(value).__name__)
+            value = None
+        elif value is None and needed and item:  # an empty one was reported as no object
+            report(f"no {name}", line, str(item)[:80])
+        texts.append("" if value is None else str(value))
+    return pa.array(texts, pa.large_string())
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +281,7 @@ def _numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield from enumerate(row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
     else:
         file = CsvFile(path)
-        for number, cells in islice(file.rows(), 1, None):
+        for number, cells in file.rows():
             yield number, dict(zip(file.names, cells, strict=False))
 
 

@@ -120,7 +120,7 @@ def _read_csv(path: Path, column: str | None) -> Texts:
         fix = next(filter(None, hints), error.fix)
         raise DataError(error.what, where=error.where, got=error.got, expected=error.expected, fix=fix) from error
     row = 0
-    for batch in file.batches([name]):
+    for _, batch in file.batches([name]):
         for start in range(0, batch.num_rows, CHUNK_ROWS):
             part = batch.column(0).slice(start, CHUNK_ROWS)
             yield _as_texts(part, row, path, name)

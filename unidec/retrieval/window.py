@@ -63,4 +63,4 @@ def _label_values(path: Path, column: str) -> list[Any] | None:
     table = CsvFile(path)
     if column not in table.names:
         return None
-    return [value for batch in table.batches([column]) for value in batch.column(0).to_pylist()]
+    return [value for _, batch in table.batches([column]) for value in batch.column(0).to_pylist()]

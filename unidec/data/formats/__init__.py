@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +103,7 @@ def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple
     source = Source(root, bounds)
     raw: RawData = LAYOUTS[layout].read(source)
     _check(source, raw)
-    source.problems.stop()
+    source.stop()
     return source, replace(raw, format=layout)
 
 
@@ -146,27 +145,20 @@ def _detect(root: Path) -> str:
 
 def _check(source: Source, raw: RawData) -> None:
     """What every layout must give: labels, training queries, texts within bounds, no uid on both sides of a split."""
+    limit = source.bounds.max_text_chars
     places = [
         (raw.labels, source.labels_at),
-        *((table, source.queries_at[split]) for split, table in raw.queries.items()),
+        *((raw.queries[split], source.queries_at[split]) for split in raw.queries),
     ]
-    limit = source.bounds.max_text_chars
-    for (table, (file, lines)), column in itertools.product(places, ("title", "content")):
+    for (table, at), column in itertools.product(places, ("title", "content")):
         lengths = pc.utf8_length(table[column]).to_numpy()
         kind = f"text of more than raw.max_text_chars = {limit:,} characters"
-        too_long = np.flatnonzero(lengths > limit)
-        source.problems.add_rows(kind, file, too_long, lines, partial(_shown, f"{column}: {{}}", lengths))
+        source.note_rows(kind, at, np.flatnonzero(lengths > limit), f"{column}: {{}}", lengths)
     if not raw.num_labels:
-        source.problems.add("no labels at all", "labels", 0)
+        source.note("no labels at all", "labels", 0)
     if not raw.queries["train"].num_rows:
-        source.problems.add("no training queries at all", "train", 0)
+        source.note("no training queries at all", "train", 0)
     for (earlier, before), (split, table) in itertools.combinations(raw.queries.items(), 2):
-        uids = table["uid"]
-        both = np.flatnonzero(pc.is_in(uids, value_set=before["uid"].combine_chunks()).to_numpy())
-        file, lines = source.queries_at[split]
+        both = np.flatnonzero(pc.is_in(table["uid"], value_set=before["uid"].combine_chunks()).to_numpy())
         kind = f"query of another split again in {split} (leak)"
-        source.problems.add_rows(kind, file, both, lines, partial(_shown, f"uid {{}} is in {earlier}", uids))
-
-
-def _shown(words: str, values: np.ndarray | pa.ChunkedArray, row: int) -> str:
-    return words.format(values[row])
+        source.note_rows(kind, source.queries_at[split], both, f"uid {{}} is in {earlier}", table["uid"])

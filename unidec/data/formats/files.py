@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from unidec.data.bounded import DEFAULT_BOUNDS, read_blocks
-from unidec.data.table_file import Report, decode
+from unidec.data.bounded import DEFAULT_BOUNDS, read_lines
+from unidec.data.table_file import Report, decode, in_blocks
 from unidec.errors import DataError
 from unidec.sections import RawBounds
 
@@ -24,35 +25,40 @@ def next_line(rows: np.ndarray) -> np.ndarray:
     return np.asarray(rows) + 1
 
 
-def lines_of_some(lines: Lines, rows: np.ndarray) -> Lines:
-    """`Lines` of a table that holds these rows of another."""
-    return lambda some: lines(rows[some])
+class Source:
+    """A folder of raw files, the faults found in it, the files read and where texts came from.
 
+    Attributes:
+        count, samples: of each kind of fault how many there are, and the first few as `file:line`.
+        read: files that were read, by their path within the folder.
+        queries_at: by split, the file of its queries and the line of each row in it.
+        labels_at: the same of the labels.
+    """
 
-class Problems:
-    """Kinds of fault, each with a count and samples as `file:line`; `stop` raises one DataError for all."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.count: dict[str, int] = {}
+    def __init__(self, root: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> None:
+        self.root, self.bounds = root, bounds
+        self.count: Counter[str] = Counter()
         self.samples: dict[str, list[str]] = {}
+        self.read: dict[str, Path] = {}
+        self.queries_at: dict[str, tuple[str, Lines]] = {}
+        self.labels_at: tuple[str, Lines] = ("", next_line)
 
-    def add(self, kind: str, file: str, line: int, detail: object = "") -> None:
+    def note(self, kind: str, file: str, line: int, detail: object = "") -> None:
         """One fault."""
-        self.count[kind] = self.count.get(kind, 0) + 1
+        self.count[kind] += 1
         samples = self.samples.setdefault(kind, [])
         if len(samples) < MAX_SAMPLES:
             text = str(detail)[:120]
             samples.append(f"{file}:{line}" + (f" ({text})" if text else ""))
 
-    def add_rows(self, kind: str, file: str, rows: np.ndarray, lines: Lines, details: Callable[[int], object]) -> None:
-        """Faults at many rows; only the first few are looked at one by one."""
-        if not len(rows):
-            return
+    def note_rows(self, kind: str, at: tuple[str, Lines], rows: np.ndarray, detail: str, *columns: Any) -> None:
+        """Faults at many rows of a file; `detail` is a format for the columns' values at a row."""
+        file, lines = at
         first = rows[:MAX_SAMPLES]
-        for row, line in zip(first.tolist(), lines(first).tolist(), strict=True):
-            self.add(kind, file, line, details(row))
-        self.count[kind] += len(rows) - len(first)
+        for row, line in zip(first.tolist(), lines(first).tolist() if len(first) else (), strict=True):
+            self.note(kind, file, line, detail.format(*(column[row] for column in columns)))
+        if len(rows) > MAX_SAMPLES:
+            self.count[kind] += len(rows) - MAX_SAMPLES
 
     def stop(self) -> None:
         """Raise a DataError for what was found, if anything: every kind with its count, and at most 20 samples."""
@@ -70,22 +76,6 @@ class Problems:
             got="\n    ".join(report),
             fix="correct or remove these lines; nothing was written",
         )
-
-
-class Source:
-    """A folder of raw files, the faults found in it, the files read and where texts came from.
-
-    Attributes:
-        queries_at: by split, the file of its queries and the line of each row in it.
-        labels_at: the same of the labels.
-    """
-
-    def __init__(self, root: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> None:
-        self.root, self.bounds = root, bounds
-        self.problems = Problems(root)
-        self.read: dict[str, Path] = {}
-        self.queries_at: dict[str, tuple[str, Lines]] = {}
-        self.labels_at: tuple[str, Lines] = ("", next_line)
 
     def find(self, *names: str) -> Path | None:
         """The first of the names that exists, as it is or with .gz."""
@@ -109,35 +99,16 @@ class Source:
     def report(self, path: Path) -> Report:
         """Notes what is wrong in a file."""
         name = self.name(path)
-        return lambda what, line, got: self.problems.add(what, name, line, got)
-
-    def blocks(self, path: Path) -> Iterator[tuple[int, bytes]]:
-        """Whole lines, some megabytes at a time: see `read_blocks`."""
-        self.name(path)
-        return read_blocks(path, self.bounds)
+        return lambda what, line, got: self.note(what, name, line, got)
 
     def line_blocks(self, path: Path) -> Iterator[tuple[int, pa.Array]]:
-        """The number of the first line, and a UTF-8 text a line (large_string), some megabytes at a time.
-
-        A line that is not UTF-8 is noted as a fault and becomes an empty text.
-        """
+        """The number of the first line, and a text a line (large_string), some megabytes at a time."""
         report = self.report(path)
-        for number, block in self.blocks(path):
-            try:
-                texts = pc.split_pattern(pa.array([block], pa.large_binary()).cast(pa.large_string()), "\n").flatten()
-            except pa.ArrowInvalid:
-                lines = enumerate(block.split(b"\n"), number)
-                texts = pa.array([_text(line, row, report) for row, line in lines], pa.large_string())
-            yield number, pc.replace_substring_regex(texts, "\r$", "") if b"\r" in block else texts
+        lines = read_lines(path, self.bounds)
+        rows = ((number, len(line), decode(line, number, report).removesuffix("\r")) for number, line in lines)
+        for numbers, texts in in_blocks(rows):
+            yield numbers[0], pa.array(texts, pa.large_string())
 
     def texts(self, path: Path) -> pa.ChunkedArray:
-        """A text a line; see `line_blocks`."""
+        """A text a line."""
         return pa.chunked_array([texts for _, texts in self.line_blocks(path)], pa.large_string())
-
-
-def _text(line: bytes, number: int, report: Report) -> str:
-    try:
-        return line.decode()
-    except UnicodeDecodeError:
-        decode(line, number, report)
-        return ""

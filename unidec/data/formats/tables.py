@@ -6,8 +6,10 @@ split]; filters (optional): query_id, label_id. A split is train, validation or 
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv as pv
 import pyarrow.parquet as pq
 from scipy.sparse import csr_matrix
 
-from unidec.data.formats.files import Lines, Source, lines_of_some, next_line
-from unidec.data.formats.pairs import Pairs, pairs_of_uids
+from unidec.data.formats.files import Lines, Source, next_line
+from unidec.data.formats.pairs import Pairs, rows_of
 from unidec.data.raw import SPLITS, RawData, text_table
-from unidec.data.table_file import CsvFile, ending, json_blocks, open_parquet, to_numbers, to_strings
+from unidec.data.table_file import CsvFile, ending, json_blocks, json_texts, open_parquet, to_numbers
 from unidec.errors import DataError
 
 EXPECTED = "queries, labels and pairs, each .csv, .tsv, .parquet or .jsonl"
@@ -38,55 +39,64 @@ _SPLIT_NAMES = {split: split for split in SPLITS} | {
 
 @dataclass(frozen=True)
 class Table:
-    """One file: its name, its columns as strings ("" for a missing value), and the line of each row."""
+    """One file: its name and the line of each row, and its columns as strings ("" for a missing value)."""
 
-    name: str
+    at: tuple[str, Lines]
     columns: dict[str, pa.ChunkedArray]
-    lines: Lines
     num_rows: int
 
-    def pairs(self, source: Source, queries: pa.Table, labels: pa.Table, filters: bool = False) -> Pairs:
-        """Its rows as pairs of the first two columns; the relevance is in the column of that name, else 1."""
+    def pairs(self, source: Source, queries: pa.Table, labels: pa.Table, are_filters: bool = False) -> Pairs:
+        """Its rows as pairs of the first two columns, uids of query and label; unknown ones are noted.
+
+        The relevance is in the column of that name (or score), else 1.
+        """
         query, label, *rest = self.columns
         value = next((name for name in rest if name in ("relevance", "score")), None)
         value_P = np.ones(self.num_rows) if value is None else to_numbers(self.columns[value])
-        uids = (self.columns[query], self.columns[label])
-        return pairs_of_uids(uids, value_P, (queries, labels), self.lines, self.name, source.problems, filters)
+        rows = []
+        for what, column, table in (("query", query, queries), ("label", label, labels)):
+            rows.append(rows_of(self.columns[column], table["uid"]))
+            unknown = np.flatnonzero(rows[-1] < 0)
+            source.note_rows(f"pair with an unknown {what}", self.at, unknown, "uid {}", self.columns[column])
+        return Pairs(source, self.at, rows[0], rows[1], value_P, by_uid=True, are_filters=are_filters)
 
     def texts(self, source: Source, what: str) -> pa.Table:
         """uid, title, content; uids checked."""
-        check_uids(source, self.columns["id"], self.name, self.lines, what)
+        check_uids(source, self.columns["id"], self.at, what)
         return text_table(self.columns["id"], self.columns["text"], self.columns.get("content"))
 
 
 def fits(source: Source) -> bool:
     """Whether the folder has files of this layout."""
-    return all(_find(source, stem) for stem in ("queries", "labels", "pairs"))
+    return all(source.find(*_names(stem)) for stem in ("queries", "labels", "pairs"))
+
+
+def _names(stem: str) -> list[str]:
+    return [f"{stem}.{kind}" for kind in KINDS]
 
 
 def read(source: Source) -> RawData:
-    """Read the layout; faults are noted in `source.problems`."""
-    labels = read_table(source, _need(source, "labels"), ("id", "text"), ("content",))
-    queries = read_table(source, _need(source, "queries"), ("id", "text"), ("content", "split"))
-    pairs = read_table(source, _need(source, "pairs"), ("query_id", "label_id"), ("relevance", "split"))
-    source.problems.stop()  # ids cannot be looked up in tables with faults
+    """Read the layout; faults are noted in the source."""
+    labels = read_table(source, source.need(*_names("labels")), ("id", "text"), ("content",))
+    queries = read_table(source, source.need(*_names("queries")), ("id", "text"), ("content", "split"))
+    pairs = read_table(source, source.need(*_names("pairs")), ("query_id", "label_id"), ("relevance", "split"))
+    source.stop()  # ids cannot be looked up in tables with faults
     label_texts, query_texts = labels.texts(source, "label"), queries.texts(source, "query")
     found = pairs.pairs(source, query_texts, label_texts)
     split_N = _splits(queries, pairs, found.query_P, source)
     rows_by_split = {split: np.flatnonzero(split_N == split) for split in SPLITS}
     rows_by_split = {split: rows for split, rows in rows_by_split.items() if rows.size or split == "train"}
+    file, lines = queries.at
     for split, rows in rows_by_split.items():
-        source.queries_at[split] = (queries.name, lines_of_some(queries.lines, rows))
-    source.labels_at = (labels.name, labels.lines)
-    shape = (query_texts.num_rows, label_texts.num_rows)
+        source.queries_at[split] = (file, lines(rows).__getitem__)
+    source.labels_at = labels.at
+    filters = source.find(*_names("filters"))
     return RawData(
         source.root.name,
         {split: query_texts.take(rows) for split, rows in rows_by_split.items()},
         label_texts,
-        found.by_split(rows_by_split, shape),
-        read_filters(
-            source, _find(source, "filters"), ("query_id", "label_id"), (query_texts, label_texts), rows_by_split
-        ),
+        found.by_split(rows_by_split, (query_texts.num_rows, label_texts.num_rows)),
+        read_filters(source, filters, ("query_id", "label_id"), (query_texts, label_texts), rows_by_split),
     )
 
 
@@ -113,34 +123,50 @@ def read_table(source: Source, path: Path, needed: Sequence[str], optional: Sequ
 
     Raises:
         DataError: a needed column is missing, one is given twice, or a file that cannot be read. What is wrong with
-            single rows is noted in `source.problems`.
+            single rows is noted in the source.
     """
-    name, wanted = source.name(path), (*needed, *optional)
-    if ending(path) == ".jsonl":
-        table, lines = _read_json(source, path, needed, wanted)
-    elif ending(path) == ".parquet":
+    name, report, wanted = source.name(path), source.report(path), (*needed, *optional)
+    lines: list[np.ndarray] = [np.zeros(0, np.int64)]
+    tables: list[pa.Table] = []
+    present = set(needed)
+    if ending(path) == ".parquet":
         with open_parquet(path, source.bounds) as file:
             known = _known(path, file.schema_arrow.names, needed, wanted)
-            table, lines = file.read(columns=list(known)).rename_columns(known), next_line
-            table.validate(full=True)  # also checks UTF-8
+            tables.append(file.read(columns=list(known)).rename_columns(known))
+            tables[0].validate(full=True)  # also checks UTF-8
+        present.update(known.values())
+    elif ending(path) == ".jsonl":
+        for numbers, items in json_blocks(path, source.bounds, report):
+            for item in items:
+                if "title" in item:
+                    item.setdefault("text", item["title"])
+                present |= item.keys()
+            kinds = (str, int, float)
+            columns = [json_texts(items, numbers, one, report, kinds, one in needed) for one in wanted]
+            lines.append(np.asarray(numbers))
+            tables.append(pa.table(columns, wanted))
     else:
-        file = CsvFile(path, source.bounds, source.report(path))
-        known = _known(path, file.names, needed, wanted, file.delimiter_hint(needed))
-        schema = pa.schema([(column, pa.large_string()) for column in known])
-        table, lines = pa.Table.from_batches(file.batches(list(known)), schema).rename_columns(known), file.lines
-    columns = {name: _strings(table[name]) for name in wanted if name in table.column_names}
-    return Table(name, columns, lines, table.num_rows)
+        csv_file = CsvFile(path, source.bounds, report)
+        known = _known(path, csv_file.names, needed, wanted, csv_file.delimiter_hint(needed))
+        for numbers, batch in csv_file.batches(list(known)):
+            lines.append(np.asarray(numbers))
+            tables.append(pa.table(batch.columns, list(known.values())))
+        present.update(known.values())
+    kept = [column for column in wanted if column in present]
+    table = pa.concat_tables(tables) if tables else pa.table({one: pa.array([], pa.large_string()) for one in kept})
+    at = next_line if ending(path) == ".parquet" else np.concatenate(lines).__getitem__
+    columns_by_name = {one: pc.fill_null(pc.cast(table[one], pa.large_string()), "") for one in kept}
+    return Table((name, at), columns_by_name, table.num_rows)
 
 
-def check_uids(source: Source, uids: pa.Array | pa.ChunkedArray, file: str, lines: Lines, what: str) -> None:
+def check_uids(source: Source, uids: pa.Array | pa.ChunkedArray, at: tuple[str, Lines], what: str) -> None:
     """Note every repeated uid and every empty one."""
     if pc.count_distinct(uids).as_py() == len(uids) and not pc.any(pc.equal(uids, "")).as_py():
         return
     rows = np.arange(len(uids))
     first = pa.table({"uid": uids, "row": rows}).group_by("uid").aggregate([("row", "min")])["row_min"].to_numpy()
     empty = pc.equal(uids, "").to_numpy(zero_copy_only=False)
-    again = np.flatnonzero(empty | ~np.isin(rows, first))
-    source.problems.add_rows(f"{what} uid empty or given twice", file, again, lines, lambda row: uids[row].as_py())
+    source.note_rows(f"{what} uid empty or given twice", at, np.flatnonzero(empty | ~np.isin(rows, first)), "{}", uids)
 
 
 def read_filters(
@@ -151,7 +177,7 @@ def read_filters(
     shape = (tables[0].num_rows, tables[1].num_rows)
     if path is None:
         return {split: csr_matrix((rows.size, shape[1]), dtype=bool) for split, rows in rows_by_split.items()}
-    return read_table(source, path, names).pairs(source, *tables, filters=True).by_split(rows_by_split, shape)
+    return read_table(source, path, names).pairs(source, *tables, are_filters=True).by_split(rows_by_split, shape)
 
 
 def pair_table(matrix: csr_matrix, uids: tuple[pa.ChunkedArray, pa.ChunkedArray], names: Sequence[str]) -> pa.Table:
@@ -162,22 +188,24 @@ def pair_table(matrix: csr_matrix, uids: tuple[pa.ChunkedArray, pa.ChunkedArray]
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """Write a table in the format of the file's name."""
+    """Write a table in the format of the file's name; csv and tsv are quoted only where it is needed."""
     if path.suffix == ".parquet":
         pq.write_table(table, path)
     elif path.suffix == ".jsonl":
-        path.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist()).encode())
+        write_objects(path, table.to_pylist())
     else:
-        options = pv.WriteOptions(delimiter="\t" if path.suffix == ".tsv" else ",", quoting_style="needed")
-        pv.write_csv(table, path, options)
+        rows = zip(*(pc.cast(column, pa.large_string()).to_pylist() for column in table.columns), strict=True)
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",", lineterminator="\n")
+            writer.writerows([table.column_names, *rows])
 
 
-def _find(source: Source, stem: str) -> Path | None:
-    return source.find(*(f"{stem}.{kind}" for kind in KINDS))
-
-
-def _need(source: Source, stem: str) -> Path:
-    return source.need(*(f"{stem}.{kind}" for kind in KINDS))
+def write_objects(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
+    """An object a line; .gz by the name, with no time in it: the same bytes for the same objects."""
+    with open(path, "wb") as plain:
+        packed = gzip.GzipFile(filename="", fileobj=plain, mode="wb", mtime=0) if path.suffix == ".gz" else None
+        with packed or plain as file:
+            file.writelines(json.dumps(item, ensure_ascii=False).encode() + b"\n" for item in items)
 
 
 def _known(
@@ -198,37 +226,6 @@ def _known(
     return {name: our for name, our in zip(names, ours, strict=True) if our in wanted}
 
 
-def _read_json(source: Source, path: Path, needed: Sequence[str], wanted: Sequence[str]) -> tuple[pa.Table, Lines]:
-    """The columns that are wanted, and the line of each row; rows without a needed one are noted and left out."""
-    report = source.report(path)
-    chunks: dict[str, list[pa.Array]] = {name: [] for name in wanted}
-    numbers: list[int] = []
-    present: set[str] = set(needed)
-    for lines, items in json_blocks(path, source.bounds, report):
-        kept = []
-        for line, item in zip(lines, items, strict=True):
-            if "title" in item and "text" not in item:
-                item["text"] = item["title"]
-            absent = [name for name in needed if not isinstance(item.get(name), str | int | float)]
-            if not absent:
-                kept.append((line, item))
-            elif item:  # an empty one was noted as no object
-                report(f"no {' and '.join(absent)}", line, str(item)[:80])
-        numbers += [line for line, _ in kept]
-        present.update(*(item for _, item in kept))
-        for name, arrays in chunks.items():
-            values = [item.get(name) for _, item in kept]
-            texts = ["" if value is None else value if isinstance(value, str) else str(value) for value in values]
-            arrays.append(to_strings(texts, numbers[len(numbers) - len(texts) :], report))
-    kept_columns = {name: pa.chunked_array(chunks[name], pa.large_string()) for name in wanted if name in present}
-    line_N = np.asarray(numbers, dtype=np.int64)
-    return pa.table(kept_columns), lambda rows: line_N[rows]
-
-
-def _strings(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    return pc.fill_null(pc.cast(column, pa.large_string()), "")
-
-
 def _splits(queries: Table, pairs: Table, query_P: np.ndarray, source: Source) -> np.ndarray:
     """Split of each query (object [N]): its own column, else its pairs' column, else train."""
     if "split" in queries.columns:
@@ -239,8 +236,8 @@ def _splits(queries: Table, pairs: Table, query_P: np.ndarray, source: Source) -
         known = query_P >= 0
         split_N[query_P[known]] = split_P[known]
         differ = np.flatnonzero(known & (split_N[np.maximum(query_P, 0)] != split_P))
-        kind, uids = "query with pairs in two splits (leak)", pairs.columns["query_id"]
-        source.problems.add_rows(kind, pairs.name, differ, pairs.lines, lambda p: f"query {uids[p]}")
+        kind = "query with pairs in two splits (leak)"
+        source.note_rows(kind, pairs.at, differ, "query {}", pairs.columns["query_id"])
     return split_N
 
 
@@ -249,17 +246,6 @@ def _split_names(table: Table, source: Source) -> np.ndarray:
     names = np.full(column.size, "", dtype=object)
     for given, split in _SPLIT_NAMES.items():
         names[column == given] = split
-    kind = "split that is not train, validation or test"
-    source.problems.add_rows(kind, table.name, np.flatnonzero(names == ""), table.lines, lambda r: repr(column[r]))
+    unknown = np.flatnonzero(names == "")
+    source.note_rows("split that is not train, validation or test", table.at, unknown, "{!r}", column)
     return names
-
-
-def texts_of(values: list[Any], lines: list[int], what: str, report: Any) -> pa.Array:
-    """Values of a JSON field as texts: none is empty, another type is reported."""
-    texts = [value or "" for value in values]
-    if not set(map(type, texts)) <= {str}:
-        for line, value in zip(lines, texts, strict=True):
-            if not isinstance(value, str):
-                report(f"{what} is not a text", line, type(value).__name__)
-        texts = [value if isinstance(value, str) else "" for value in texts]
-    return to_strings(texts, lines, report)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -15,9 +13,9 @@ from scipy.sparse import csr_matrix
 
 from unidec.data.formats.files import Lines, Source
 from unidec.data.formats.pairs import Pairs, read_filter_text
-from unidec.data.formats.tables import check_uids, texts_of
+from unidec.data.formats.tables import check_uids, write_objects
 from unidec.data.raw import TEXT_SCHEMA, RawData
-from unidec.data.table_file import Report, json_blocks, to_strings
+from unidec.data.table_file import json_blocks, json_texts
 
 CHUNK = 16_384
 FILTERS = {
@@ -62,60 +60,41 @@ def _read_objects(source: Source, path: Path, what: str, offset: int) -> tuple[p
     line_blocks, count_blocks = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     label_blocks, value_blocks = [np.zeros(0, np.int64)], [np.zeros(0)]
     for lines, items in json_blocks(path, source.bounds, report):
-        uids = [str(item.get("uid", row)) for row, item in enumerate(items, offset)]
-        texts = [texts_of([item.get(name) for item in items], lines, name, report) for name in ("title", "content")]
-        chunks.append(pa.table([to_strings(uids, lines, report), *texts], TEXT_SCHEMA))
-        line_blocks.append(np.asarray(lines, dtype=np.int64))
-        if what == "query":
-            ind, rel = _targets(items, lines, report)
-            count_blocks.append(np.fromiter(map(len, ind), np.int64, len(ind)))
-            label_blocks.append(np.fromiter(chain.from_iterable(ind), np.int64))
-            value_blocks.append(np.fromiter(chain.from_iterable(rel), np.float64))
+        uids = pa.array([str(item.get("uid", row)) for row, item in enumerate(items, offset)], pa.large_string())
+        texts = [json_texts(items, lines, name, report) for name in ("title", "content")]
+        chunks.append(pa.table([uids, *texts], TEXT_SCHEMA))
+        line_blocks.append(np.asarray(lines))
+        ind, rel = [], []
+        for item, line in zip(items, lines, strict=True) if what == "query" else ():
+            fault, labels, values = _targets(item)
+            if fault:
+                report(fault, line, "")
+            ind.append(labels)
+            rel.append(values)
+        count_blocks.append(np.fromiter(map(len, ind), np.int64, len(ind)))
+        label_blocks.append(np.fromiter(chain.from_iterable(ind), np.int64))
+        value_blocks.append(np.fromiter(chain.from_iterable(rel), np.float64))
         offset += len(items)
-    name, table = source.name(path), pa.concat_tables(chunks) if chunks else TEXT_SCHEMA.empty_table()
-    line_N = np.concatenate(line_blocks)
-    check_uids(source, table["uid"], name, lambda rows: line_N[rows], what)
-    counts = np.concatenate(count_blocks)
+    line_N, counts = np.concatenate(line_blocks), np.concatenate(count_blocks)
+    table, at = pa.concat_tables([TEXT_SCHEMA.empty_table(), *chunks]), (source.name(path), line_N.__getitem__)
+    check_uids(source, table["uid"], at, what)
     query_P = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     label_P, value_P = np.concatenate(label_blocks), np.concatenate(value_blocks)
-    pairs = Pairs(query_P, label_P, value_P, lambda p: line_N[query_P[p]], name, source.problems)
-    return table, (name, lambda rows: line_N[rows]), pairs
+    return table, at, Pairs(source, (at[0], lambda p: line_N[query_P[p]]), query_P, label_P, value_P)
 
 
-def _targets(items: list[dict[str, Any]], lines: list[int], report: Report) -> tuple[list[Any], list[Any]]:
-    """target_ind and target_rel of each item; those with a fault are reported and become empty."""
-    ind: list[Any] = [item.get("target_ind") for item in items]
-    ones = ([1.0] * len(own) if isinstance(own, list) else [] for own in ind)
-    given = (item.get("target_rel") for item in items)
-    rel: list[Any] = [one if own is None else own for own, one in zip(given, ones, strict=True)]
-    if set(map(type, ind + rel)) <= {list} and list(map(len, ind)) == list(map(len, rel)):
-        labels, values = list(chain.from_iterable(ind)), chain.from_iterable(rel)
-        numbers = set(map(type, labels)) <= {int} and set(map(type, values)) <= {int, float}
-        if numbers and all(map(_is_small, (max(labels, default=0), min(labels, default=0), *_whole(rel)))):
-            return ind, rel
-    for row, (item, line) in enumerate(zip(items, lines, strict=True)):
-        fault = _fault(item, ind[row], rel[row])
-        if fault:
-            report(fault, line, "")
-        if fault or not item:  # an empty item was reported before
-            ind[row], rel[row] = [], []
-    return ind, rel
-
-
-def _whole(rows: list[list[Any]]) -> Iterator[int]:
-    return (number for number in chain.from_iterable(rows) if type(number) is int)
-
-
-def _fault(item: dict[str, Any], ind: Any, rel: Any) -> str:
-    if not item:
-        return ""
-    if "target_ind" not in item:
-        return "no target_ind (use [] for a query without labels)"
+def _targets(item: dict[str, Any]) -> tuple[str, list[int], list[float]]:
+    """What is wrong with an object ("": nothing), its target_ind, and its target_rel, 1 where it has none."""
+    ind, rel = item.get("target_ind"), item.get("target_rel")
     if not isinstance(ind, list) or not all(map(_is_small, ind)):
-        return "target_ind is not a list of whole numbers"
+        missing, kind = "no target_ind (use [] for a query without labels)", "target_ind is not a list of whole numbers"
+        return (missing if "target_ind" not in item else kind) if item else "", [], []
+    rel = [1.0] * len(ind) if rel is None else rel
     if not isinstance(rel, list) or not all(type(number) is float or _is_small(number) for number in rel):
-        return "target_rel is not a list of numbers"
-    return "" if len(ind) == len(rel) else "target_ind and target_rel of different lengths"
+        return "target_rel is not a list of numbers", [], []
+    if len(ind) != len(rel):
+        return "target_ind and target_rel of different lengths", [], []
+    return "", ind, rel
 
 
 def _is_small(value: Any) -> bool:
@@ -124,11 +103,21 @@ def _is_small(value: Any) -> bool:
 
 def write(raw: RawData, out: Path) -> None:
     """Write the layout, byte-identically for the same data."""
-    _write_lines(out / "lbl.json.gz", raw.labels, None)
+    write_objects(out / "lbl.json.gz", _objects(raw.labels, None))
     for split, file in FILES.items():
         if split in raw.queries:
-            _write_lines(out / f"{file}.gz", raw.queries[split], raw.relevance[split])
+            write_objects(out / f"{file}.gz", _objects(raw.queries[split], raw.relevance[split]))
     write_filters(raw, out)
+
+
+def _objects(table: pa.Table, relevance: Any) -> Iterator[dict[str, Any]]:
+    for start in range(0, table.num_rows, CHUNK):
+        for row, item in enumerate(table.slice(start, CHUNK).to_pylist(), start):
+            if relevance is not None:
+                own = slice(relevance.indptr[row], relevance.indptr[row + 1])
+                item["target_ind"] = relevance.indices[own].tolist()
+                item["target_rel"] = relevance.data[own].tolist()
+            yield item
 
 
 def write_filters(raw: RawData, out: Path) -> None:
@@ -137,16 +126,3 @@ def write_filters(raw: RawData, out: Path) -> None:
         if split in raw.filter_pairs:
             pairs = raw.filter_pairs[split].tocoo()
             np.savetxt(out / names[0], np.column_stack((pairs.row, pairs.col)), fmt="%d")
-
-
-def _write_lines(path: Path, table: pa.Table, relevance: Any) -> None:
-    with open(path, "wb") as packed, gzip.GzipFile(filename="", fileobj=packed, mode="wb", mtime=0) as file:
-        for start in range(0, table.num_rows, CHUNK):
-            lines = []
-            for row, item in enumerate(table.slice(start, CHUNK).to_pylist(), start):
-                if relevance is not None:
-                    own = slice(relevance.indptr[row], relevance.indptr[row + 1])
-                    item["target_ind"] = relevance.indices[own].tolist()
-                    item["target_rel"] = relevance.data[own].tolist()
-                lines.append(json.dumps(item, ensure_ascii=False) + "\n")
-            file.write("".join(lines).encode())

@@ -36,7 +36,7 @@ class TextLayout:
         return bool(source.find(*self.labels) and source.find(*_named(self.queries + self.pairs, "trn")))
 
     def read(self, source: Source) -> RawData:
-        """Read the layout; faults of single lines are noted in `source.problems`."""
+        """Read the layout; faults of single lines are noted in the source."""
         if source.find("X.trn.npz") and not source.find(*_named(self.queries, "trn")):
             raise DataError(
                 "features without texts: a text encoder cannot be trained on X.trn.npz",
@@ -57,7 +57,7 @@ class TextLayout:
             queries[split] = _table(source, found, offset)
             shape = (queries[split].num_rows, labels.num_rows)
             path = source.need(*_named(self.pairs, short))
-            pairs = read_npz(source, path, shape) if path.suffix == ".npz" else read_sparse_text(source, path, *shape)
+            pairs = read_npz(source, path, shape) if path.suffix == ".npz" else read_sparse_text(source, path, shape)
             relevance[split] = pairs.matrix(shape)
             filters[split] = read_filters(source, split, shape)
             offset += shape[0]
