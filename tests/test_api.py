@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
+import functools
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +151,20 @@ def test_the_estimator(data, tmp_path):
     assert (np.argsort(scores[0].data) == np.argsort(likely[0].data)).all()  # calibration keeps the order
     chosen = estimator.predict(data.queries)
     assert set(np.unique(chosen.data)) <= {1} and (likely.toarray()[chosen.nonzero()] >= 0.5).all()
+
+
+def test_each_documented_name_has_an_example_that_runs(model, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model.save("outputs/bundle")
+    shutil.copytree(model.folder.parents[1] / "data" / "dataset", "data/dataset")
+    small = {
+        "fit": functools.partial(unidec.fit, params=data.params, folder="fit"),
+        "UniDECClassifier": functools.partial(unidec.UniDECClassifier, params=data.params, folder="estimator"),
+    }
+    names = {name: getattr(unidec, name) for name in unidec.__all__ if name != "__version__"}
+    given = {"unidec": SimpleNamespace(**(names | small)), "model": model, "queries": data.queries,
+             "labels": data.labels, "pairs": data.pairs, "Y": data.relevance}  # fmt: skip
+    for name, documented in names.items():
+        found = doctest.DocTestParser().get_doctest(documented.__doc__, dict(given), name, None, None)
+        assert found.examples, name
+        assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found).failed == 0

@@ -37,6 +37,9 @@ class Label(NamedTuple):
         uid: its name in the data.
         text: its text.
         score: what labels are ranked by; comparable within one query only.
+
+    Example:
+        >>> uid, text, score = model.predict(["brushes for painting"], k=1)[0][0]
     """
 
     uid: str
@@ -55,9 +58,9 @@ class Model:
         ArtifactError: the bundle is missing or damaged.
 
     Example:
-        >>> model = unidec.load("outputs/bundle")  # doctest: +SKIP
-        >>> model.predict(["brushes for painting"], k=1)  # doctest: +SKIP
-        [[Label(uid='gimp', text='gimp: image editor', score=1.93)]]
+        >>> model = unidec.load("outputs/bundle")
+        >>> model.predict(["brushes for painting"], k=1)
+        [[Label(uid=..., text=..., score=...)]]
     """
 
     def __init__(self, folder: str | Path, runtime: Runtime = "auto") -> None:
@@ -172,6 +175,7 @@ class Model:
         target = Path(folder)
         if target.exists():
             raise ConfigError("exists already", where=str(target), fix="remove it, or name another folder")
+        target.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}-") as scratch:
             shutil.copytree(self.folder, Path(scratch) / "bundle").rename(target)
         return target
@@ -189,7 +193,7 @@ def load(source: str | Path, runtime: Runtime = "auto") -> Model:
         ConfigError: the registry has no such model.
 
     Example:
-        >>> model = unidec.load("models:/unidec@champion")  # doctest: +SKIP
+        >>> model = unidec.load("outputs/bundle")
     """
     if not str(source).startswith("models:"):
         return Model(source, runtime)
@@ -225,7 +229,9 @@ def fit(
         DataError: data that cannot be trained on. ConfigError: an unknown parameter, or too little memory.
 
     Example:
-        >>> model = unidec.fit(["paint", "edit tables"], ["gimp", "calc"], [(0, 0), (1, 1)])  # doctest: +SKIP
+        >>> model = unidec.fit(queries, labels, pairs)
+        >>> model.num_labels == len(labels)
+        True
     """
     from unidec.config import load_params
 

@@ -30,8 +30,9 @@ class UniDECClassifier(BaseEstimator):
         classes_: int64 [L], the columns of Y.
 
     Example:
-        >>> classifier = unidec.UniDECClassifier().fit(texts, Y, label_texts=names)  # doctest: +SKIP
-        >>> classifier.predict_proba(["brushes for painting"])  # doctest: +SKIP
+        >>> classifier = unidec.UniDECClassifier().fit(queries, Y, label_texts=labels)
+        >>> classifier.predict_proba(["brushes for painting"]).shape == (1, len(labels))
+        True
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """Losses against double loops over (query, positive) in float64, values and gradients, and their degenerate cases."""
 
+import doctest
 import os
 import random
 
@@ -526,3 +527,9 @@ def test_rare_labels_weigh_as_their_inverse_propensity(rng):
             lambda x, k=kind, o=options: symmetric_loss(k, x, targets, reduction="psl", forward=1.0, **o), logit
         )
         assert gradient[0, 0] == pytest.approx(9 * gradient[1, 1].item()) and gradient[1, 1] < 0
+
+
+def test_examples_in_docstrings():
+    from unidec.model import losses
+
+    assert doctest.testmod(losses) == (0, 3)

@@ -39,6 +39,11 @@ class XMCDataset:
         relevance: float32 CSR [N, L], positive, sorted indices; the arrays are memory-mapped and read-only.
         filter_pairs: bool CSR [N, L]: pairs that are neither positives nor negatives.
         sha256: of the contents (over the manifest's file hashes).
+
+    Example:
+        >>> dataset = unidec.XMCDataset.open("data/dataset")
+        >>> dataset.relevance.shape == (dataset.num_queries, dataset.num_labels)
+        True
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any], check: bool) -> None:
