@@ -120,6 +120,18 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
     return overrides
 
 
+def with_settings(params: Params, settings: Mapping[str, Any]) -> Params | None:
+    """The parameters with other values by key path; None if they are in conflict."""
+    values = params.model_dump()
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        (values[section] if section else values)[name] = value
+    try:
+        return Params.model_validate(values)
+    except ValidationError:
+        return None
+
+
 def flatten(params: Params) -> dict[str, str | int | float]:
     """Every parameter by its key path, as a tracking server takes it: true/false in words, none as an empty word."""
     words = {True: "true", False: "false", None: ""}

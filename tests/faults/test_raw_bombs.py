@@ -23,7 +23,7 @@ CHILD = """
 import json, sys
 from unidec.data.formats import read_raw
 from unidec.errors import DataError
-from unidec.training.memory.machine import host_peak  # not getrusage: that starts at the peak of the parent
+from unidec.machine import host_peak  # not getrusage: that starts at the peak of the parent
 
 before, errors = host_peak(), []
 for folder in sys.argv[1:]:

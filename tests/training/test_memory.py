@@ -11,37 +11,25 @@ import numpy as np
 import pytest
 import torch
 
-from unidec.config import Params
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model import full_bce, hinge
-from unidec.model.encoder import InputBuilder, length_chunks
+from unidec.model.encoder import InputBuilder, TransformerEncoder, length_chunks
+from unidec.training import memory
 from unidec.training import trainer as trainer_module
-from unidec.training.memory import estimate as estimate_module
-from unidec.training.memory import machine as machine_module
-from unidec.training.memory.advice import MARGIN, advise, ladder, shortages, with_settings
-from unidec.training.memory.estimate import (
-    GIB,
-    PLACES,
+from unidec.training.memory import (
+    MARGIN,
     STATE,
     Amount,
     Estimate,
     Setting,
-    classifier_state,
+    empty_encoder,
     estimate,
     gib,
-)
-from unidec.training.memory.machine import Machine, available_host, host_peak, parse_bytes, resident
-from unidec.training.memory.sizes import (
-    NAMED,
-    EncoderShape,
-    Sizes,
-    Texts,
-    batch_sizes,
-    padded_texts,
-    training_rows,
-    typical_lengths,
+    state_amounts,
+    step_amounts,
 )
 from unidec.training.row_optim import bytes_per_row
+from unidec.training.step_sizes import Sizes, Texts, batch_sizes, training_rows, typical_lengths
 
 ALL, ONE, FROZEN = ({"encoder.kind": "transformer", "encoder.trainable_layers": layers} for layers in (-1, 1, 0))
 
@@ -55,16 +43,14 @@ def data(plan_data):
 def setting(params, dataset, tokens):
     sizes = Sizes.of(dataset, *tokens)
     half = params.optim.precision == "bf16"
-    return Setting(params, sizes, EncoderShape.of(params.encoder.name), batch_sizes(params, sizes), False, half)
+    return Setting.of(params, sizes, empty_encoder(params.encoder.name), False, half)
 
 
 def amounts(s):
     """Bytes by name: of the state, and of what a step allocates."""
     totals = {}
-    for part in (estimate_module._encoder_state, estimate_module._head_state, classifier_state,
-                 estimate_module.step_amounts):  # fmt: skip
-        for amount in part(s):
-            totals[amount.name] = totals.get(amount.name, 0) + amount.num_bytes
+    for amount in (*state_amounts(s), *step_amounts(s)):
+        totals[amount.name] = totals.get(amount.name, 0) + amount.num_bytes
     return totals
 
 
@@ -129,7 +115,7 @@ def test_weights_and_state_are_exact(overrides, open_trainer, tiny_distilbert):
     assert {name: planned.get(name, 0) for name in STATE} == real
     assert planned.get("encoder gradients", 0) == sum(p.nbytes for p in transformer if p.requires_grad)
     assert planned["head gradients"] == sum(p.nbytes for p in heads if p.requires_grad)
-    assert encoder.width == s.width
+    assert encoder.width == s.model.encoder.width
     # a checkpoint holds these tensors, AdamW's step counts and torch's random state
     trainer.writer.wait()
     newest = max((trainer.run_dir / "checkpoints").glob("step-*"))
@@ -138,47 +124,38 @@ def test_weights_and_state_are_exact(overrides, open_trainer, tiny_distilbert):
     assert checkpoint < stored < checkpoint + 40_000
 
 
-@pytest.mark.parametrize("name", sorted(NAMED))
-def test_parameters_of_the_named_encoders(name):
-    from transformers import AutoConfig, AutoModel
-
-    from unidec.model.encoder import TransformerEncoder, _options
-
-    values = dict(NAMED[name])
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    with torch.device("meta"):
-        model = AutoModel.from_config(config, **_options(config))
-    shape = EncoderShape.of(name)
-    assert shape.known
-    assert shape.parameters == sum(p.numel() for p in model.parameters())
-    for layers in (-1, 0, 2):
-        trained = sum(p.numel() for p in TransformerEncoder(model, "mean", layers).parameters() if p.requires_grad)
-        assert shape.trained_parameters(layers) == trained
-    assert EncoderShape.of_config(config.to_dict()) == shape
-
-
-def test_other_families_and_bad_configs(tmp_path):
-    from transformers import MPNetConfig, MPNetModel, RobertaConfig, RobertaModel
-
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    for config, make in (
-        (RobertaConfig(vocab_size=50, **small), RobertaModel),
-        (MPNetConfig(vocab_size=50, **small), MPNetModel),
-    ):
-        model = make(config, add_pooling_layer=False)
-        assert EncoderShape.of_config(config.to_dict()).parameters == sum(p.numel() for p in model.parameters())
-    assert not EncoderShape.of_config({**NAMED["bert-base-uncased"], "model_type": "new"}).known
-    with pytest.raises(ConfigError, match="not a transformer"):
-        EncoderShape.of_config({"model_type": "bert"})
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("distilbert-base-uncased", 66.4), ("bert-base-uncased", 108.9), ("someone/all-MiniLM-L6-v2", 22.6)],
+)
+def test_parameters_of_the_known_encoders(name, millions):
+    """As their model cards state them, without the pooling head."""
+    count = sum(p.numel() for p in empty_encoder(name).parameters())
+    assert round(count / 1e6, 1) == millions
     with pytest.raises(ConfigError, match="more layers"):
-        EncoderShape.of("bert-base-uncased").trained_layers(13)
+        TransformerEncoder(empty_encoder(name), "mean", 13)
+
+
+def test_encoders_by_file(tmp_path, tiny_bert):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "distilbert", "dim": 96, "hidden_dim": 100, "n_heads": 2}))
+    found = empty_encoder("anything", file)
+    assert found.config.hidden_size == 96 and all(p.device.type == "meta" for p in found.parameters())
+    assert empty_encoder(str(tiny_bert)).config.num_hidden_layers == 3
+    with pytest.raises(ArtifactError):
+        empty_encoder(str(tmp_path))
+    for number, text in enumerate(("{", "{}", '{"model_type": "no such"}')):
+        broken = tmp_path / f"{number}.json"
+        broken.write_text(text)
+        with pytest.raises(ConfigError, match="not a transformer"):
+            empty_encoder("anything", broken)
 
 
 def test_rows_of_the_classifier_agree_with_the_optimisers(data, tiny_params):
     for dtype, state, dim in itertools.product(("fp32", "bf16"), ("adam", "adagrad", "sgd"), (1, 16)):
         s = setting(tiny_params(**{"model.clf_dtype": dtype, "optim.clf_state": state, "model.dim": dim}), *data)
-        assert (s.row_bytes, s.row_state_bytes) == bytes_per_row(dtype, state, dim)
-        assert sum(amount.num_bytes for amount in classifier_state(s)) == 400 * sum(bytes_per_row(dtype, state, dim))
+        found = state_of(s)
+        assert found["classifier table"] + found["classifier state"] == 400 * sum(bytes_per_row(dtype, state, dim))
 
 
 def test_ranks_share_the_classifier_alone(data, tiny_params):
@@ -220,7 +197,7 @@ def test_activations_are_what_autograd_saves(overrides, precision, data, tiny_pa
     ):
         model.encoder(batch)
     real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    texts = padded_texts([np.sort(tokens[0].lengths(rows))])
+    texts = Texts.of([np.sort(tokens[0].lengths(rows))])
     s = setting(params, dataset, tokens)
     s = dataclasses.replace(s, batch=dataclasses.replace(s.batch, texts=texts, held=texts))
     assert 0.95 * real <= amounts(s)["activations"] + amounts(s).get("bfloat16 weights and gradients", 0) <= 1.5 * real
@@ -304,14 +281,14 @@ def test_the_peak_of_training_steps(name, data, live, tiny_params, tiny_distilbe
 
 
 def test_constants_of_the_code():
-    assert estimate_module._FULL_BCE_CHUNK == full_bce.CHUNK
-    assert estimate_module._TRIPLET_BLOCK == hinge._TripletAll.BLOCK
+    assert memory._FULL_BCE_CHUNK == full_bce.CHUNK
+    assert memory._TRIPLET_BLOCK == hinge._TripletAll.BLOCK
 
 
 def test_logits_of_all_labels_are_not_counted_if_they_are_not_held(tiny_params):
     sizes = Sizes.given(1_000_000, 100_000, 8)
     of_all = {"model.heads": "clf", "pool.clf_labels": "all", "pool.batch_size": 512, "loss.clf_bce": 0.0}
-    shape = EncoderShape.of("distilbert-base-uncased")
+    shape = empty_encoder("distilbert-base-uncased")
 
     def logits(**overrides):
         params = tiny_params(**of_all, **overrides)
@@ -333,9 +310,9 @@ def test_typical_batches_are_as_wide_as_sampled_ones(data):
     for _ in range(40):
         lengths = queries.lengths(rng.choice(len(queries), 600, replace=False))
         drawn.append(sum(len(places) * lengths[places].max() for places in length_chunks(lengths)))
-    padded = padded_texts([typical_lengths(sizes.query_lengths, 600, 16)]).padded
+    padded = Texts.of([typical_lengths(sizes.query_lengths, 600, 16)]).padded
     assert 0.98 * np.mean(drawn) <= padded <= 1.05 * np.max(drawn)
-    assert padded_texts([np.full(600, 7)]) == Texts(600, 4200, 4200, 600 * 49)
+    assert Texts.of([np.full(600, 7)]) == Texts(600, 4200, 4200, 600 * 49)
     assert typical_lengths((0, 0, 5), 3, 1).tolist() == [1, 1, 1]
     assert typical_lengths((), 0, 5).tolist() == [] == typical_lengths((0,), 0, 5).tolist()
 
@@ -371,7 +348,7 @@ def test_with_gandalf_labels_are_training_rows(share, rows, data, tiny_params):
 
 def test_degenerate_sizes(tiny_params):
     params = tiny_params(**{"pool.batch_size": 512})
-    shape = EncoderShape.of(params.encoder.name)
+    shape = empty_encoder(params.encoder.name)
     for labels, queries, tokens in ((1, 1, 1), (1, 5000, 512), (10**9, 1, 32)):
         sizes = Sizes.given(labels, queries, tokens)
         batch = batch_sizes(params, sizes)
@@ -389,7 +366,7 @@ def test_places(tiny_params, data):
 
     def plan(cuda, **overrides):
         params = tiny_params(**overrides)
-        return estimate(params, sizes, EncoderShape.of(params.encoder.name), cuda=cuda, half=False, process=1000)
+        return estimate(params, sizes, empty_encoder(params.encoder.name), cuda=cuda, half=False, process=1000)
 
     here, there = plan(False), plan(True)
     assert here.peak("device")[1] == 0 and there.peak("device")[1] > 0
@@ -402,192 +379,26 @@ def test_places(tiny_params, data):
     assert gandalf.facts["batch_queries"] > here.facts["batch_queries"]
 
 
-# -- advice ------------------------------------------------------------------------------------------------------------
-
-PAPER = Sizes.given(1_300_000, 2_248_619, 32)
-SHAPE = EncoderShape.of("distilbert-base-uncased")
-
-
-def paper_params(**overrides):
-    """LF-AmazonTitles-1.3M as the papers train it."""
-    values = {
-        "encoder": {"name": "distilbert-base-uncased", "kind": "transformer", "trainable_layers": -1},
-        "model": {"dim": 256},
-        "pool": {"batch_size": 1098, "size": 3000},
-    }
-    for key, value in overrides.items():
-        section, name = key.split(".")
-        values.setdefault(section, {})[name] = value
-    return Params.model_validate(values)
-
-
-def plan_of(params, sizes=PAPER, shape=SHAPE, cuda=True):
-    return estimate(params, sizes, shape, cuda=cuda, half=cuda, process=GIB // 2)
-
-
-def fits_in(found, machine):
-    return not shortages(found, machine)
-
-
-def roomy(device_gib, host_gib=10_000, disk_gib=10_000):
-    return Machine(int(device_gib * GIB), int(host_gib * GIB), int(disk_gib * GIB))
-
-
-def test_the_papers_setting():
-    """1,098 queries, 3,000 labels; the state is some 5 GiB, the step fits the 48 GB card of the papers."""
-    plan = plan_of(paper_params())
-    assert (plan.facts["batch_queries"], plan.facts["pool_labels"]) == (1098, 3000)
-    assert 4 * GIB < plan.state_bytes < 6 * GIB
-    assert fits_in(plan, roomy(44.7))
-    assert not fits_in(plan, roomy(24))
-
-
-def test_the_advice_is_the_mildest_that_fits_and_does_fit():
-    params = paper_params()
-    advised = advise(params, roomy(16), plan_of)
-    assert advised is not None and advised.fits
-    assert advised.settings == {"run.recompute": True}
-    assert fits_in(plan_of(with_settings(params, advised.settings)), roomy(16))
-    assert str(advised) == "--set run.recompute=true"
-    assert advise(params, roomy(64), plan_of) is None
-
-
-@pytest.mark.parametrize("device", [2, 3, 4, 5, 6, 8, 10, 12])
-@pytest.mark.parametrize("sizes", [PAPER, Sizes.given(20_000_000, 100_000, 16)], ids=["1.3M", "20M"])
-def test_taking_the_advice_makes_it_fit(device, sizes):
-    machine = roomy(device)
-    params = paper_params(**{"pool.eta": 0, "pool.batches": "random"})
-
-    def of(other):
-        return plan_of(other, sizes)
-
-    advised = advise(params, machine, of)
-    assert advised is not None
-    changed = with_settings(params, advised.settings)
-    assert fits_in(of(changed), machine) == advised.fits
-    assert of(changed) == advised.estimate
-    if advised.fits:
-        assert advise(changed, machine, of) is None
-        if len(advised.settings) > 2:  # several rungs: no single one is enough
-            assert not any(fits_in(of(with_settings(params, rung)), machine) for rung in ladder(params)
-                           if with_settings(params, rung))  # fmt: skip
-
-
-def test_450_million_labels_on_one_card():
-    sizes = Sizes.given(450_000_000, 1_000_000, 12)
-    common = {"model.heads": "clf", "model.dim": 64, "pool.eta": 0, "pool.batches": "random", "index.space": "clf",
-              "pool.batch_size": 2048, "model.clf_init": "normal"}  # fmt: skip
-    card = Machine(int(141e9), None, None)
-    for state, gigabytes in (("adagrad", 59.4), ("sgd", 57.6)):
-        plan = plan_of(paper_params(**common, **{"model.clf_dtype": "bf16", "optim.clf_state": state}), sizes)
-        rows = plan.named("classifier table") + plan.named("classifier state")
-        assert rows == pytest.approx(gigabytes * 1e9, rel=0.001)
-        assert fits_in(plan, card)
-    adam = paper_params(**common)
-    assert not fits_in(plan_of(adam, sizes), card)
-    advised = advise(adam, card, lambda params: plan_of(params, sizes))
-    assert advised.fits and fits_in(plan_of(with_settings(adam, advised.settings), sizes), card)
-
-
-def test_no_settings_fit():
-    params = paper_params()
-    advised = advise(params, roomy(0.1), plan_of)
-    assert advised is not None and not advised.fits
-    assert [shortage.place for shortage in shortages(plan_of(params), roomy(0.1))] == ["device"]
+# -- places and phases -----------------------------------------------------------------------------------------------
 
 
 def test_places_and_phases_of_an_estimate():
     found = Estimate(
-        (Amount("a", "device", 100, "x"), Amount("b", "device", 50, "x", "step"),
-         Amount("c", "device", 70, "x", "refresh"), Amount("d", "disk", 7, "x")), "cuda",
+        (Amount("a", "device", 100), Amount("b", "device", 50, "step"),
+         Amount("c", "device", 70, "refresh"), Amount("d", "disk", 7)), "cuda",
     )  # fmt: skip
     assert found.peak("device") == ("refresh", 170)
     assert found.peak("device", ["step", "always"]) == ("step", 150)
     assert found.peak("host")[1] == 0 and found.peak("disk")[1] == 7
     exact = int(170 / (1 - MARGIN)) + 1
-    assert fits_in(found, Machine(exact, None, 1000)) and not fits_in(found, Machine(exact - 2, None, 1000))
-    assert fits_in(found, Machine(None, None, None))
-
-
-def test_every_rung_is_a_valid_setting_that_shrinks_something():
-    params = paper_params(**{"tokens.max_length": 128, "index.kind": "hnsw", "pool.clf_labels": "all"})
-    before = plan_of(params, Sizes.given(1_300_000, 2_248_619, 128))
-    for rung in ladder(params):
-        changed = with_settings(params, rung)
-        if rung.keys() == {"run.table_place"}:  # all labels train only in a table on the device
-            assert changed is None
-            continue
-        assert changed is not None and changed != params, rung
-        after = plan_of(changed, Sizes.given(1_300_000, 2_248_619, 128))
-        assert any(after.peak(place, [phase])[1] < before.peak(place, [phase])[1] for place in PLACES
-                   for phase in ("step", "index")), rung  # fmt: skip
-    assert with_settings(params, {"pool.size": 3}) is None  # in conflict with the batch
-
-
-def test_cached_gradients_are_advised(tiny_params):
-    sizes, shape = Sizes.given(131_000, 300_000, 32), EncoderShape.of("distilbert-base-uncased")
-    params = tiny_params(**ALL, **{"model.heads": "de", "pool.de_labels": "all", "pool.batch_size": 512})
-    rungs = ladder(params)
-    assert {"optim.encode_chunk": 256} in rungs and {"pool.de_labels": "pool"} in rungs
-
-    def peak(of):
-        return estimate(of, sizes, shape, cuda=True, half=True, process=0).peak("device")[1]
-
-    before = peak(params)
-    assert peak(with_settings(params, {"optim.encode_chunk": 256})) < 0.2 * before
-    assert {"optim.encode_chunk": 256} not in ladder(with_settings(params, {"optim.encode_chunk": 64}))
-    assert {"optim.encode_chunk": 256} not in ladder(with_settings(params, {"run.devices": 2}))
-
-
-# -- the machine -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("16GiB", 16 << 30), ("16G", 16 << 30), ("141GB", 141 * 10**9), ("1.5TB", 15 * 10**11), ("512", 512),
-     ("800 M", 800 << 20), ("1kb", 1000), ("0.5gib", 1 << 29)],
-)  # fmt: skip
-def test_sizes_of_memory(text, size):
-    assert parse_bytes(text, "--device-memory") == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "16XB", "-3G", "16 gigs", "12i"])
-def test_bad_sizes_of_memory(text):
-    with pytest.raises(ConfigError, match="not a size of memory"):
-        parse_bytes(text, "--device-memory")
-
-
-def test_a_container_has_less_than_its_machine(tmp_path, monkeypatch):
-    files = [tmp_path / name for name in ("max", "current", "stat")]
-    for file, text in zip(files, ("1000000", "400000", "anon 5\ninactive_file 100000\n"), strict=True):
-        file.write_text(text)
-    monkeypatch.setattr(machine_module, "_CGROUPS", ((tmp_path / "none",) * 3, tuple(files)))
-    assert available_host() == 700_000
-    files[0].write_text("max\n")
-    assert available_host() > 1_000_000
-
-
-def test_this_machine(tmp_path):
-    here = Machine.here(False, tmp_path / "not" / "there")
-    assert here.device is None and here.host > resident() and here.disk > 0
-    other = Machine.here(True, tmp_path, {"device": 5, "host": 6, "disk": None})
-    assert (other.device, other.host) == (5, 6) and other.disk > 0
-    assert host_peak() >= resident() * 0.5 > 0
+    (short,) = found.shortages({"device": exact - 2, "disk": 1000})
+    assert (short.place, short.phase, short.needed, short.free) == ("device", "refresh", 170, exact - 2)
+    assert not found.shortages({"device": exact, "disk": 1000}) and not found.shortages({"device": None})
+    assert not found.shortages({"device": 160}, ["step"])
 
 
 def test_amounts_in_words():
     assert gib(0) == "0.00 KiB" and gib(1 << 30) == "1.00 GiB" and gib(5 << 20) == "5.00 MiB"
-
-
-def test_encoders_by_file_and_name(tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "distilbert", "dim": 768, "n_layers": 6, "n_heads": 12,
-                                "hidden_dim": 3072, "vocab_size": 30522, "max_position_embeddings": 512}))  # fmt: skip
-    assert EncoderShape.of("anything", file) == SHAPE == EncoderShape.of("someone/distilbert-base-uncased")
-    assert EncoderShape.of(str(tmp_path)) == SHAPE
-    file.write_text("{")
-    with pytest.raises(ArtifactError):
-        EncoderShape.of("anything", file)
 
 
 # -- the host memory of a real process ---------------------------------------------------------------------------------
@@ -595,14 +406,13 @@ def test_encoders_by_file_and_name(tmp_path):
 PROGRAM = """
 import json, sys
 from pathlib import Path
-import numpy as np, scipy.sparse as sp
 from unidec.config import Params
-from unidec.pipeline.plan import process_bytes
-from unidec.training.memory.machine import host_peak
-from unidec.training.memory.estimate import estimate
-from unidec.training.memory.sizes import EncoderShape, Sizes
-from unidec.training.step_timing import _data
-from unidec.training.trainer import Trainer, TrainingData
+from unidec.machine import host_peak
+from unidec.pipeline.plan import TRAINING, process_bytes
+from unidec.training.memory import empty_encoder, estimate
+from unidec.training.step_sizes import Sizes
+from unidec.training.step_timing import random_data
+from unidec.training.trainer import Trainer
 
 root, bert = Path(sys.argv[1]), sys.argv[2]
 params = Params.model_validate({
@@ -610,15 +420,14 @@ params = Params.model_validate({
     "model": {"dim": 256}, "pool": {"batch_size": 512, "size": 2000, "refresh": 1, "eta": 3},
     "optim": {"epochs": 1, "precision": "fp32"}, "tokens": {"max_length": 16},
 })
-shape, sizes = EncoderShape.of(bert), Sizes.given(80_000, 1_000, 8, vocab_size=500)
-dataset, tokens = _data(root, 1_000, 80_000, sizes, params, shape)
-sizes = Sizes.of(dataset, *tokens)
+data = random_data(root, 1_000, 80_000, Sizes.given(80_000, 1_000, 8, vocab_size=500), params)
+sizes = Sizes.of(data.dataset, data.query_tokens, data.label_tokens)
 base = process_bytes()
-trainer = Trainer(params, TrainingData(dataset, *tokens), root / "run", root / "cache")
+trainer = Trainer(params, data, root / "run", root / "cache")
 trainer.refresh()
 trainer.train_round()
-plan = estimate(params, sizes, shape, cuda=False, half=False, process=base)
-print(json.dumps({"base": base, "used": host_peak(), "planned": plan.peak("host", ["always", "step", "refresh"])[1]}))
+plan = estimate(params, sizes, empty_encoder(bert), cuda=False, half=False, process=base)
+print(json.dumps({"base": base, "used": host_peak(), "planned": plan.peak("host", TRAINING)[1]}))
 """
 
 

@@ -167,10 +167,10 @@ def plan(
 ) -> None:
     """Memory and time of a training before it starts, term by term, and what would fit; exit code 1: too large."""
     loaded = load(params, assignments)
-    from unidec.pipeline.plan import plan_command
+    from unidec.pipeline.plan import Place, plan_command
 
     sizes = {"labels": labels, "queries": queries, "tokens": tokens, "pairs": pairs}
-    free = {"device": device_memory, "host": host_memory, "disk": disk}
+    free: dict[Place, str | None] = {"device": device_memory, "host": host_memory, "disk": disk}
     sys.exit(0 if plan_command(loaded, sizes, free, encoder_config, measure, as_json, terms) else 1)
 
 

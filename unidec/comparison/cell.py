@@ -151,9 +151,9 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     """Train (or take another cell's model), index, evaluate, measure."""
     from unidec import pipeline
     from unidec.comparison import measure
+    from unidec.machine import host_peak
     from unidec.pipeline import paths
     from unidec.pipeline.runs import list_runs
-    from unidec.training.memory.machine import host_peak
 
     run_dir, costs = None, {}
     if spec["kind"] == "recipe":

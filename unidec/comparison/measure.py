@@ -18,7 +18,7 @@ import numpy as np
 from unidec.comparison.peers.running import PeerOutcome
 from unidec.config import Params, flatten
 from unidec.data.storage import read_json_lines
-from unidec.training.memory.machine import host_peak
+from unidec.machine import host_peak
 
 K = 100
 TIMED_QUERIES = 512  # queries whose prediction is timed, in batches of 256

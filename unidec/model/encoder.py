@@ -410,7 +410,7 @@ def load_transformer(folder: Path) -> nn.Module:
     head."""
     from transformers import AutoConfig, AutoModel
 
-    options = _options(AutoConfig.from_pretrained(folder))
+    options = transformer_options(AutoConfig.from_pretrained(folder))
     with _quiet():
         # float32 whatever the file holds: half-precision weights would lose most of their updates
         return AutoModel.from_pretrained(folder, use_safetensors=True, **options).float()
@@ -421,7 +421,7 @@ def empty_transformer(config_folder: Path) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(config_folder)
-    return AutoModel.from_config(config, **_options(config)).float()
+    return AutoModel.from_config(config, **transformer_options(config)).float()
 
 
 @contextlib.contextmanager
@@ -439,7 +439,8 @@ def _quiet() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def _options(config: Any) -> dict[str, Any]:
+def transformer_options(config: Any) -> dict[str, Any]:
+    """Options of `AutoModel` for a config: how attention is computed, and no unused pooling head."""
     options: dict[str, Any] = {"attn_implementation": "eager" if not torch.cuda.is_available() else "sdpa"}
     if config.model_type in ("bert", "roberta", "xlm-roberta", "mpnet"):
         options["add_pooling_layer"] = False

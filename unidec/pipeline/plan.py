@@ -3,100 +3,151 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from unidec.config import Params
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from unidec.config import Params, with_settings
 from unidec.errors import ConfigError
+from unidec.machine import available_device, available_disk, available_host, device_peak, host_peak, resident
 from unidec.pipeline import paths
 from unidec.pipeline.start_file import effective
-from unidec.training.memory.advice import MARGIN, Advice, Shortage, advise, shortages
-from unidec.training.memory.estimate import GIB, PHASES, PLACES, Estimate, Phase, Place, estimate, gib
-from unidec.training.memory.machine import Machine, device_peak, host_peak, parse_bytes, resident
-from unidec.training.memory.sizes import EncoderShape, Sizes
-
-if TYPE_CHECKING:
-    from unidec.training.step_timing import Times
+from unidec.training.memory import (
+    GIB,
+    MARGIN,
+    PHASES,
+    PLACES,
+    Estimate,
+    Free,
+    Phase,
+    Place,
+    Shortage,
+    empty_encoder,
+    estimate,
+    gib,
+)
+from unidec.training.step_sizes import Sizes
 
 # what is trained is saved before the index is built, which can be done on another machine
 TRAINING: tuple[Phase, ...] = tuple(phase for phase in PHASES if phase != "index")
 # Memory that the CUDA context, its libraries and cuBLAS's workspaces take. An assumption, used only for a GPU that is
 # given by its size: the free memory that a GPU here reports excludes them.
 CONTEXT_BYTES = 512 << 20
-_at_import = resident()  # the libraries are loaded, no data is
-_process: list[int] = []
+# mildest first: those that change nothing that is learnt, then precision, then data
+REMEDIES: tuple[dict[str, Any], ...] = (
+    {"run.recompute": True}, {"optim.encode_chunk": 256}, {"run.table_place": "host"}, {"run.table_place": "disk"},
+    {"model.clf_dtype": "bf16"}, {"optim.clf_state": "adagrad"}, {"optim.clf_state": "sgd"},
+    {"pool.clf_labels": "pool"}, {"pool.de_labels": "pool"}, {"tokens.max_length": 32},
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Other settings by key path; fits: they are enough, otherwise they need least of all that are known."""
+
+    settings: dict[str, Any]
+    estimate: Estimate
+    fits: bool
+
+    def __str__(self) -> str:
+        return " ".join(f"--set {key}={str(v).lower() if v is True else v}" for key, v in self.settings.items())
+
+
+def advise(params: Params, free: Free, estimate_of: Callable[[Params], Estimate], phases: Collection[Phase]) -> Advice:
+    """The first of `REMEDIES`, or of smaller batches, with which a training fits; else those that help, together.
+
+    Args:
+        params: all parameters, of a training that does not fit.
+        free: bytes that are free.
+        estimate_of: the estimate for other parameters, same sizes.
+        phases: those that have to fit.
+    """
+
+    def missing(found: Estimate) -> float:
+        return sum(shortage.needed / max(shortage.free, 1) for shortage in found.shortages(free, phases))
+
+    pool, remedies = params.pool, list(REMEDIES)
+    size, batch = pool.size or pool.batch_size * (pool.beta + pool.eta), pool.batch_size
+    while batch > 32:  # the pool keeps its size relative to the batch
+        batch, size = batch // 2, max(size // 2, batch // 2)
+        remedies.append({"pool.batch_size": batch, "pool.size": size})
+    for remedy in remedies:
+        changed = with_settings(params, remedy)
+        if changed is not None and not missing(found := estimate_of(changed)):
+            return Advice(remedy, found, True)
+    best = Advice({}, estimate_of(params), False)
+    for remedy in remedies:
+        changed = with_settings(params, best.settings | remedy)
+        if changed is not None and missing(found := estimate_of(changed)) < missing(best.estimate):
+            best = Advice(best.settings | remedy, found, not missing(found))
+            if best.fits:
+                break
+    return best
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The estimate of a training, the machine, and settings that would fit it."""
+    """The estimate of a training, what is free on the machine, and settings that would fit it."""
 
     estimate: Estimate
-    machine: Machine
+    free: Free
     short: list[Shortage]
     advice: Advice | None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; bytes are whole numbers."""
-        found, advice = self.estimate, self.advice
-        peaks = {
-            place: {"phase": found.peak(place)[0], "needed_bytes": found.peak(place)[1],
-                    "free_bytes": self.machine.free(place),
-                    "phases_bytes": {phase: found.peak(place, [phase])[1] for phase in PHASES}}
-            for place in self._places
-        }  # fmt: skip
-        return {
-            "device": found.device, "fits": not self.short, "state_bytes": found.state_bytes, "peaks": peaks,
-            "facts": found.facts, "amounts": [asdict(amount) for amount in found.amounts],
-            "short": [str(shortage) for shortage in self.short],
-            "advice": None if advice is None else {
-                "settings": advice.settings, "fits": advice.fits,
-                "needed_bytes": {place: advice.estimate.peak(place)[1] for place in peaks},
-            },
-        }  # fmt: skip
-
-    def lines(self) -> list[str]:
-        """For people: facts, a table for each place."""
-        facts = ", ".join(f"{key.replace('_', ' ')} {value:,}" if isinstance(value, int) else f"{key} {value}"
-                          for key, value in self.estimate.facts.items())  # fmt: skip
-        lines = [f"device: {self.estimate.device}, {facts}"]
+        peaks = {}
         for place in self._places:
             phase, needed = self.estimate.peak(place)
-            free = self.machine.free(place)
+            phases = {phase: self.estimate.peak(place, [phase])[1] for phase in PHASES}
+            peaks[place] = {"phase": phase, "needed_bytes": needed, "free_bytes": self.free.get(place),
+                            "phases_bytes": phases}  # fmt: skip
+        found = {"device": self.estimate.device, "fits": not self.short, "state_bytes": self.estimate.state_bytes}
+        found |= {"peaks": peaks, "facts": self.estimate.facts, "amounts": [asdict(a) for a in self.estimate.amounts]}
+        found |= {"short": list(map(str, self.short)), "advice": None}
+        if self.advice is not None:
+            needed_bytes = {place: self.advice.estimate.peak(place)[1] for place in peaks}
+            settings = {"settings": self.advice.settings, "fits": self.advice.fits}
+            found["advice"] = settings | {"needed_bytes": needed_bytes}
+        return found
+
+    def lines(self) -> list[str]:
+        """For people: facts, a table for each place, whether it fits, and settings that would."""
+        found = self.estimate
+        facts = (f"{key.replace('_', ' ')} {f'{value:,}' if isinstance(value, int) else value}"
+                 for key, value in found.facts.items())  # fmt: skip
+        lines = [f"device: {found.device}, {', '.join(facts)}"]
+        for place in self._places:
+            phase, needed = found.peak(place)
+            free = self.free.get(place)
             during = "" if place == "disk" else f" during {PHASES[phase]}"
-            lines += [
-                "",
-                f"{PLACES[place]}: {gib(needed)} needed{during}" + ("" if free is None else f", {gib(free)} free"),
-            ]
-            amounts = sorted((a for a in self.estimate.amounts if a.place == place), key=lambda a: -a.num_bytes)
+            of = "" if free is None else f", {gib(free)} free"
+            lines += ["", f"{PLACES[place]}: {gib(needed)} needed{during}{of}"]
+            amounts = sorted((a for a in found.amounts if a.place == place), key=lambda a: -a.num_bytes)
             lines += [f"  {a.name:<32} {gib(a.num_bytes):>12}  {PHASES[a.phase]}: {a.formula}" for a in amounts]
-        return [*lines, "", f"training state (weights, tables, their optimisers): {gib(self.estimate.state_bytes)}"]
+        return [*lines, "", f"training state (weights, tables, their optimisers): {gib(found.state_bytes)}"]
 
     def verdict(self) -> list[str]:
         """Whether it fits, and settings that would."""
-        if not self.short:
+        if self.advice is None:
             return ["fits"]
-        lines = [f"does not fit: {'; '.join(map(str, self.short))}"]
-        if self.advice is not None:
-            needs = ", ".join(f"{PLACES[place]} {gib(self.advice.estimate.peak(place)[1])}" for place in self._places)
-            which = "would fit: " if self.advice.fits else "the smallest known settings do not fit either:"
-            lines.append(f"{which} {self.advice}    ({needs})")
-        return lines
+        needs = ", ".join(f"{PLACES[place]} {gib(self.advice.estimate.peak(place)[1])}" for place in self._places)
+        which = "would fit: " if self.advice.fits else "the smallest known settings do not fit either:"
+        return [f"does not fit: {'; '.join(map(str, self.short))}", f"{which} {self.advice}    ({needs})"]
 
-    @property
-    def is_small(self) -> bool:
-        """Whether it fits and takes at most half of what is free everywhere: one line is enough then."""
-        frees = [(self.machine.free(place), self.estimate.peak(place)[1]) for place in self._places]
-        return not self.short and all(free is None or needed <= free / 2 for free, needed in frees)
-
-    def line(self) -> str:
-        """All of it in one line."""
+    def line(self) -> str | None:
+        """All of it in one line, if it fits and takes at most half of what is free everywhere."""
         parts = []
         for place in self._places:
-            free = self.machine.free(place)
-            parts.append(f"{PLACES[place]} {gib(self.estimate.peak(place)[1])}" + (f" of {gib(free)}" if free else ""))
-        return f"{'does not fit' if self.short else 'fits'}: {', '.join(parts)}"
+            needed, free = self.estimate.peak(place)[1], self.free.get(place)
+            if free is not None and needed > free / 2:
+                return None
+            parts.append(f"{PLACES[place]} {gib(needed)}" + (f" of {gib(free)}" if free else ""))
+        return f"fits: {', '.join(parts)}"
 
     @property
     def _places(self) -> list[Place]:
@@ -115,8 +166,8 @@ def plan_memory(
     sizes: Sizes | None = None,
     *,
     encoder_config: Path | None = None,
-    free: dict[str, int | None] | None = None,
-    phases: tuple[Phase, ...] = tuple(PHASES),
+    free: Free | None = None,
+    phases: Collection[Phase] = tuple(PHASES),
 ) -> Planned:
     """Estimate the memory of a training and compare it with this machine, or with another one.
 
@@ -127,37 +178,30 @@ def plan_memory(
         free: bytes of another machine: "device" (plans for a GPU, whatever is here), "host", "disk".
         phases: those that have to fit.
     """
-    free = free or {}
-    sizes = sizes or stored_sizes(params)
-    shape = EncoderShape.of(params.encoder.name, encoder_config)
-    cuda, half = _device(params, free.get("device") is not None)
-    process, context = process_bytes(), CONTEXT_BYTES if free.get("device") is not None else 0
-    machine = Machine.here(cuda, paths.RUNS, free)
+    given = {place: size for place, size in (free or {}).items() if size is not None}
+    sizes, transformer = sizes or stored_sizes(params), empty_encoder(params.encoder.name, encoder_config)
+    cuda, half = _device(params, "device" in given)
+    process, context = process_bytes(), CONTEXT_BYTES if "device" in given else 0
+    here: dict[Place, int | None] = {"host": available_host() + resident(), "disk": available_disk(paths.RUNS)}
+    if cuda and "device" not in given:
+        here["device"] = available_device()
 
     def estimate_of(other: Params) -> Estimate:
-        return estimate(other, sizes, shape, cuda=cuda, half=half, process=process, context=context)
+        return estimate(other, sizes, transformer, cuda=cuda, half=half, process=process, context=context)
 
-    found = estimate_of(params)
-    short = shortages(found, machine, phases)
-    return Planned(found, machine, short, advise(params, machine, estimate_of, phases) if short else None)
+    found, there = estimate_of(params), here | given
+    short = found.shortages(there, phases)
+    return Planned(found, there, short, advise(params, there, estimate_of, phases) if short else None)
 
 
+@cache
 def process_bytes() -> int:
     """Memory of a process that has loaded the libraries that a training loads, measured at the first call."""
-    if not _process:
-        import torch
-        import transformers
+    import torch
+    import transformers
 
-        _ = transformers.AutoModel, transformers.BertModel, torch.ones(64, 64) @ torch.ones(64, 64)
-        _process.append(resident())
-    return _process[0]
-
-
-def measure_time(params: Params, sizes: Sizes | None = None, encoder_config: Path | None = None) -> Times:
-    """Times of a training on this machine, from a few real steps on random ids."""
-    from unidec.training.step_timing import measure
-
-    return measure(params, sizes or stored_sizes(params), EncoderShape.of(params.encoder.name, encoder_config))
+    _ = transformers.AutoModel, transformers.BertModel, torch.ones(64, 64) @ torch.ones(64, 64)
+    return resident()
 
 
 def _device(params: Params, given: bool) -> tuple[bool, bool]:
@@ -170,14 +214,12 @@ def _device(params: Params, given: bool) -> tuple[bool, bool]:
     return device.type == "cuda", autocast_type(params.optim.precision, device) is not None
 
 
-def check_fits(
-    params: Params, device_memory: int | None = None, host_memory: int | None = None, disk: int | None = None
-) -> Planned | None:
+def check_fits(params: Params, free: Free | None = None) -> Planned | None:
     """Refuse to start a training that does not fit; does nothing if `run.check_memory` is false.
 
     Args:
         params: all parameters.
-        device_memory, host_memory, disk: free bytes, instead of the measured ones.
+        free: bytes by place, instead of the measured ones.
 
     Raises:
         ConfigError: it does not fit; the fix names settings that would, if any are known.
@@ -185,22 +227,19 @@ def check_fits(
     process_bytes()  # before anything is read
     if not params.run.check_memory:
         return None
-    reusable = sum(_folder_bytes(folder) for folder in (paths.CACHE, paths.MODEL, paths.BUNDLE, paths.RUNS))
-    given = {"device": device_memory, "host": host_memory, "disk": disk}
-    if disk is None:
-        given["disk"] = (Machine.here(False, paths.RUNS).disk or 0) + reusable
-    planned = plan_memory(params, free=given, phases=TRAINING)
-    if not planned.short:
-        return planned
+    reused = (paths.CACHE, paths.MODEL, paths.BUNDLE, paths.RUNS)  # a run replaces or reuses their files
+    reusable = sum(file.stat().st_size for folder in reused for file in folder.rglob("*") if file.is_file())
+    disk: Free = {"disk": available_disk(paths.RUNS) + reusable}
+    planned = plan_memory(params, free={**disk, **(free or {})}, phases=TRAINING)
     advice = planned.advice
-    if advice is not None and advice.fits:
-        fix = f"{advice}, or a larger machine"
-    else:
+    if advice is None:
+        return planned
+    fix = f"{advice}, or a larger machine"
+    if not advice.fits:
         fix = f"a larger machine: the smallest known settings ({advice}) do not fit either"
     first = planned.short[0]
     raise ConfigError(
-        "the training does not fit into memory", where="unidec plan",
-        got="; ".join(str(shortage) for shortage in planned.short),
+        "the training does not fit into memory", where="unidec plan", got="; ".join(map(str, planned.short)),
         expected=f"at most {gib(first.free)} of {PLACES[first.place]}, of which {MARGIN:.0%} stays free",
         fix=f"{fix}; `unidec plan` shows every amount, run.check_memory: false skips this check",
     )  # fmt: skip
@@ -211,28 +250,21 @@ def memory_figures(params: Params) -> dict[str, float]:
 
     The used host memory includes pages of memory-mapped files and the copy that a checkpoint is written from.
     """
-    sizes, shape = stored_sizes(params), EncoderShape.of(params.encoder.name)
     cuda, half = _device(params, False)
-    found = estimate(params, sizes, shape, cuda=cuda, half=half, process=_process[0] if _process else _at_import)
-    figures = {
-        "host_planned_gib": found.peak("host", TRAINING)[1] / GIB,
-        "host_used_gib": host_peak() / GIB,
-    }
-    used = device_peak() if cuda else None
-    if used is not None:
-        figures |= {"device_planned_gib": found.peak("device", TRAINING)[1] / GIB, "device_used_gib": used / GIB}
-    return figures
-
-
-def _folder_bytes(folder: Path) -> int:
-    """Bytes of the files below a folder; a run replaces or reuses them."""
-    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) if folder.is_dir() else 0
+    transformer = empty_encoder(params.encoder.name)
+    found = estimate(params, stored_sizes(params), transformer, cuda=cuda, half=half, process=process_bytes())
+    used: dict[Place, int | None] = {"host": host_peak(), "device": device_peak() if cuda else None}
+    return {
+        f"{place}_{what}_gib": size / GIB
+        for place, peak in used.items() if peak is not None
+        for what, size in (("planned", found.peak(place, TRAINING)[1]), ("used", peak))
+    }  # fmt: skip
 
 
 def plan_command(
     params: Params,
     by_hand: dict[str, int | None],
-    free: dict[str, str | None],
+    free: dict[Place, str | None],
     encoder_config: Path | None,
     measured: bool,
     as_json: bool,
@@ -251,27 +283,36 @@ def plan_command(
     Raises:
         ConfigError: some sizes are given but not all, or a size cannot be read.
     """
-    labels, queries, tokens = by_hand["labels"], by_hand["queries"], by_hand["tokens"]
-    sizes: Sizes | None = None
-    if labels is not None and queries is not None and tokens is not None:
-        sizes = Sizes.given(labels, queries, tokens, pairs=by_hand["pairs"])
-    elif any(value is not None for value in by_hand.values()):
+    given = {name: value for name, value in by_hand.items() if value is not None}
+    if given and not given.keys() >= {"labels", "queries", "tokens"}:
         raise ConfigError("sizes of other data require all three", where="unidec plan",
                           expected="--labels, --queries, --tokens")  # fmt: skip
-    if sizes is None:
-        sizes, params = stored_sizes(params), effective(params)
-    there = {place: parse_bytes(text, f"--{place}") if text else None for place, text in free.items()}
+    there = {place: _bytes(text, f"--{place}") for place, text in free.items() if text}
+    if not given:
+        params = effective(params)
+    sizes = Sizes.given(**given) if given else stored_sizes(params)
     planned = plan_memory(params, sizes, encoder_config=encoder_config, free=there)
     result, times = planned.as_dict(), []
-    if measured and there["device"] is None and "host" not in (shortage.place for shortage in planned.short):
-        found = measure_time(params, sizes, encoder_config)
-        times, result["times"] = [f"{name}: {value}" for name, value in found.lines()], asdict(found)
+    if measured and "device" not in there and "host" not in (shortage.place for shortage in planned.short):
+        from unidec.training.step_timing import measure
+
+        found = measure(params, sizes, encoder_config)
+        times, result["times"] = found.lines(), asdict(found)
     elif measured:
-        times = ["time: not measured: " + ("another machine" if there["device"] else "it does not fit here")]
+        times = ["time: not measured: " + ("another machine" if "device" in there else "it does not fit here")]
     if as_json:
         print(json.dumps(result, indent=2))
-    elif planned.is_small and labels is None and not terms:
-        print("; ".join([planned.line(), *times[-1:], "--terms shows every amount"]))
+    elif (line := planned.line()) and not planned.short and not given and not terms:
+        print("; ".join([line, *times[-1:], "--terms shows every amount"]))
     else:
         print("\n".join([*planned.lines(), *times, *planned.verdict()]))
     return not planned.short
+
+
+def _bytes(text: str, where: str) -> int:
+    """ "16GiB", "141GB" -> bytes."""
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as error:
+        expected = "e.g. 16GiB, 141GB, 800MiB"
+        raise ConfigError("not a size of memory", where=where, got=text, expected=expected) from error

@@ -25,7 +25,7 @@ from unidec.pipeline import launch, paths, runs
 from unidec.pipeline.interrupts import signals_raise
 from unidec.pipeline.launch import LAUNCHER, Launcher
 from unidec.pipeline.lock import one_at_a_time
-from unidec.pipeline.plan import check_fits, memory_figures
+from unidec.pipeline.plan import check_fits, memory_figures, process_bytes
 from unidec.pipeline.ranking import Ranking, headline, validation_metrics
 from unidec.pipeline.run_tracking import model_params, refresh_figures, step_figures
 from unidec.pipeline.start import open_start, start_lines
@@ -288,6 +288,7 @@ def train(
 def work_on_rank(ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
     """One phase, on one of several ranks: each opens its trainer at the newest checkpoint; the first one reports."""
     params = Params.model_validate(job["params"])
+    process_bytes()  # before anything is read
     trainer = open_trainer(params, job["run_dir"], tuple(job["accept"]), ranks)
     try:
         report = work(job["name"], trainer)

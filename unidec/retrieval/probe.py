@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from unidec.errors import ArtifactError
+from unidec.machine import host_peak
 
 if TYPE_CHECKING:
     from unidec.retrieval.bundle import Bundle, Prediction
@@ -201,7 +202,7 @@ def _probe(job: dict[str, Any]) -> Probe:
     return Probe(
         sha256=bundle.sha256, load_seconds=load_seconds, load_cpu_seconds=load_cpu_seconds,
         p50_ms=1000 * wall[len(texts) // 2], p95_ms=1000 * wall[p95], p95_cpu_ms=1000 * cpu[p95],
-        peak_megabytes=peak_megabytes(), texts=texts,
+        peak_megabytes=host_peak() / 1e6, texts=texts,
         labels=[list(turns[0][0].labels) for turns in answered],
         scores=[[float(score) for score in turns[0][0].scores] for turns in answered],
         megabytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6,
@@ -261,20 +262,6 @@ def bound_memory(more: int) -> None:
         lines = Path("/proc/self/status").read_text().splitlines()
         now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
         resource.setrlimit(resource.RLIMIT_DATA, (now + more, now + more))
-
-
-def peak_megabytes() -> float:
-    """Most resident memory of this process, in MB."""
-    # not getrusage's where /proc has it: that counts the parent's as well
-    status = Path("/proc/self/status")
-    if status.is_file():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024 / 1e6
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
 if __name__ == "__main__":

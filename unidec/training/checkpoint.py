@@ -39,9 +39,9 @@ from unidec.data.storage import (
 )
 from unidec.data.tensor_file import num_bytes, open_tensors, read_tensors, write_tensors
 from unidec.errors import ArtifactError
+from unidec.machine import available_host
 from unidec.training import refresh
 from unidec.training.distributed import ALONE, Ranks
-from unidec.training.memory.machine import available_host
 
 KIND, VERSION = "checkpoint", 2
 KEPT = 2

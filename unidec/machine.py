@@ -1,0 +1,74 @@
+"""Memory and disk of this machine: what is free, and how much this process has taken."""
+
+from __future__ import annotations
+
+import re
+import resource
+import shutil
+import sys
+from pathlib import Path
+
+# limit, use and statistics of the process's own control group: version 2, then 1
+_CGROUPS = tuple(
+    tuple(Path("/sys/fs/cgroup", name) for name in names.split())
+    for names in (
+        "memory.max memory.current memory.stat",
+        "memory/memory.limit_in_bytes memory/memory.usage_in_bytes memory/memory.stat",
+    )
+)
+
+
+def available_host() -> int:
+    """Bytes of host memory that can still be taken: of the machine, and of the control group (container) it runs in."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    for limit_file, used_file, stat_file in _CGROUPS:
+        try:
+            limit, used = limit_file.read_text().strip(), int(used_file.read_text())
+            cached = re.search(r"^inactive_file (\d+)", stat_file.read_text(), re.MULTILINE)
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            free = min(free, int(limit) - used + (int(cached.group(1)) if cached else 0))
+    return max(free, 0)
+
+
+def available_disk(folder: Path) -> int:
+    """Free bytes where a folder is, or will be."""
+    folder = folder.absolute()
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+
+
+def available_device() -> int | None:
+    """Bytes of the GPU's memory that tensors of this process have or can still take; None without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
+
+
+def resident() -> int:
+    """Bytes of this process in memory now."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def host_peak() -> int:
+    """The most bytes this process has had in memory at once."""
+    # not getrusage's where /proc has it: that counts the parent's as well
+    status = Path("/proc/self/status")
+    found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.is_file() else None
+    if found:
+        return int(found.group(1)) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, kilobytes elsewhere
+
+
+def device_peak() -> int | None:
+    """The most bytes that tensors took on the GPU at once; None without one."""
+    import torch
+
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else None

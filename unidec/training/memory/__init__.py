@@ -1,1 +1,0 @@
-"""Memory that a training needs, and whether a machine has it."""
