@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix
+from scipy.special import rel_entr
 
 from unidec.data.profile import DatasetProfile, spaced
 
 Floats = npt.NDArray[np.floating[Any]]
+Statistic = Callable[[Floats], Floats]  # weights of a pool's queries in each window [R, N] -> a figure of each, [R]
 
 QUANTILE = 0.99
 SIZES = (50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000)  # of windows for which noise is measured
@@ -29,43 +31,29 @@ SCORE_BINS = 20
 _DIGITS = 6  # of what is stored
 
 
-def js_distance(first_B: Any, second_B: Any) -> float:
-    """Jensen-Shannon distance of two histograms (Lin, 1991): root of the divergence in bits, 0 (the same) to 1 (nothing
-    shared). Two empty histograms are the same.
+def js_distance(first_B: Any, second_B: Any) -> Floats:
+    """Jensen-Shannon distance of two histograms (Lin, 1991), or of several to one, [..., B]: root of the divergence in
+    bits, 0 (the same) to 1 (nothing shared). Two empty histograms are the same.
     """
-    return float(_js_distances(np.asarray(first_B, dtype=np.float64)[None], second_B)[0])
+    first, second = np.asarray(first_B, dtype=np.float64), np.asarray(second_B, dtype=np.float64)
+    total, other = first.sum(axis=-1), second.sum(axis=-1)
+    p, q = first / np.maximum(total, 1e-300)[..., None], second / np.maximum(other, 1e-300)[..., None]
+    divergence = (rel_entr(p, (p + q) / 2) + rel_entr(q, (p + q) / 2)).sum(axis=-1) / (2 * np.log(2))
+    empty = (total == 0).astype(float) + (other == 0)
+    return np.where(empty > 0, empty == 1, np.sqrt(np.clip(divergence, 0.0, 1.0)))
 
 
-def _js_distances(some_RB: Any, one_B: Any) -> Floats:
-    """`js_distance` of each row to one histogram, [R]."""
-    some, one = np.asarray(some_RB, dtype=np.float64), np.asarray(one_B, dtype=np.float64)
-    total_R, total = some.sum(axis=1, keepdims=True), one.sum()
-    p, q = some / np.maximum(total_R, 1e-300), np.broadcast_to(one / max(total, 1e-300), some.shape)
-    middle = (p + q) / 2
-
-    def divergence(part: Floats) -> Floats:
-        inside = np.where(part > 0, part / np.where(middle > 0, middle, 1.0), 1.0)
-        return (part * np.log2(inside)).sum(axis=1)
-
-    distance = np.sqrt(np.clip((divergence(p) + divergence(q)) / 2, 0.0, 1.0))
-    empty_R = total_R[:, 0] == 0
-    return np.where(empty_R | (total == 0), np.where(empty_R & (total == 0), 0.0, 1.0), distance)
-
-
-def mean_shift(mean_D: Any, other_D: Any, std_D: Any) -> float:
-    """How far a mean moved: the root mean square over the dimensions of its change in standard deviations.
+def mean_shift(mean_D: Any, other_D: Any, std_D: Any) -> Floats:
+    """How far a mean moved ([..., D]: several): the root mean square over the dimensions of its change in standard
+    deviations.
 
     0.1 is a tenth of the spread of single queries. Dimensions that are constant in the reference count nothing.
     """
-    return float(_mean_shifts(np.asarray(other_D, dtype=np.float64)[None], mean_D, std_D)[0])
-
-
-def _mean_shifts(some_RD: Floats, mean_D: Any, std_D: Any) -> Floats:
-    std = np.asarray(std_D, dtype=np.float64)
+    std, change = np.asarray(std_D, dtype=np.float64), np.asarray(other_D, dtype=np.float64) - np.asarray(mean_D)
     real = std > 1e-6 * std.max(initial=0.0)
-    if not real.any():
-        return np.zeros(len(some_RD))
-    return np.sqrt(np.mean(((some_RD - np.asarray(mean_D)) / np.where(real, std, 1.0))[:, real] ** 2, axis=1))
+    return (
+        np.sqrt(np.mean((change[..., real] / std[real]) ** 2, axis=-1)) if real.any() else np.zeros(change.shape[:-1])
+    )
 
 
 def served_facts(vectors_ND: Floats, scores_N: Floats) -> dict[str, Any] | None:
@@ -103,9 +91,9 @@ def compare_served(reference: Mapping[str, Any], vectors_ND: Floats, scores_N: F
     histogram = _histogram(scores, np.asarray(reference["score_edges"]))
     spread = vectors.var(axis=0).sum() / max(float((std**2).sum()), 1e-300) - 1
     return {
-        "shift": mean_shift(reference["mean"], vectors.mean(axis=0), std),
+        "shift": float(mean_shift(reference["mean"], vectors.mean(axis=0), std)),
         "spread": float(spread),
-        "score": js_distance(histogram, reference["score_histogram"]),
+        "score": float(js_distance(histogram, reference["score_histogram"])),
         "low_score": float((scores < below).mean()),
         "low_score_below": below,
     }
@@ -150,20 +138,18 @@ def text_noise(profile: DatasetProfile, seed: int = 0) -> dict[str, list[float]]
     if not len(rows):
         return {}
     bins = len(profile.figures["queries"]["length"]["histogram"])
-    length = csr_matrix((np.ones(len(rows)), (np.arange(len(rows)), held.length_bins[rows])), shape=(len(rows), bins))
-    lengths_B = np.bincount(reference.length_bins, minlength=bins)
-    tokens_B = np.asarray(reference.bucket_NB.sum(axis=0)).ravel()
-    statistics: dict[str, Callable[[Floats], Floats]] = {
-        "length": lambda w_RN: _js_distances(w_RN @ length, lengths_B),
-        "tokens": lambda w_RN: _js_distances(w_RN @ held.bucket_NB[rows], tokens_B),
+    length, lengths_B = _one_hot(held.length_bins[rows], bins), np.bincount(reference.length_bins, minlength=bins)
+    tokens, tokens_B = held.bucket_NB[rows], np.asarray(reference.bucket_NB.sum(axis=0)).ravel()
+    statistics = {
+        "length": lambda w_RN: js_distance(w_RN @ length, lengths_B),
+        "tokens": lambda w_RN: js_distance(w_RN @ tokens, tokens_B),
     }
-    own = held is reference  # then what is drawn is compared with what it is drawn from
-    found = _resample(statistics, len(rows), len(reference) if own else None, seed)
-    shares = {"unknown_tokens": (held.unknown_N, held.tokens_N), "unseen_words": (held.unseen_N, held.words_N)}
-    return found | _resample(
-        {name: _share_change(part_N[rows], whole_N[rows]) for name, (part_N, whole_N) in shares.items()},
-        len(rows), len(held), seed + 1,
-    )  # fmt: skip
+    own = len(reference) if held is reference else None  # then what is drawn is compared with what it is drawn from
+    shares = {
+        "unknown_tokens": _share_change(held.unknown_N[rows], held.tokens_N[rows]),
+        "unseen_words": _share_change(held.unseen_N[rows], held.words_N[rows]),
+    }
+    return _resample(statistics, len(rows), own, seed) | _resample(shares, len(rows), len(held), seed + 1)
 
 
 def served_noise(vectors_ND: Floats, scores_N: Floats, seed: int = 0) -> dict[str, list[float]]:
@@ -177,30 +163,34 @@ def served_noise(vectors_ND: Floats, scores_N: Floats, seed: int = 0) -> dict[st
     std, squares_N = vectors.std(axis=0), (vectors**2).sum(axis=1)
     edges, total = np.asarray(reference["score_edges"]), max(float((std**2).sum()), 1e-300)
     place = np.searchsorted(edges, np.asarray(scores_N, dtype=np.float64)[rows], side="right")
-    bins = csr_matrix((np.ones(len(rows)), (np.arange(len(rows)), place)), shape=(len(rows), len(edges) + 1))
+    bins = _one_hot(place, len(edges) + 1)
 
     def spread(w_RN: Floats) -> Floats:
         count_R = w_RN.sum(axis=1)
         mean_RD = w_RN @ vectors / count_R[:, None]
         return np.abs((w_RN @ squares_N / count_R - (mean_RD**2).sum(axis=1)) / total - 1)
 
-    statistics: dict[str, Callable[[Floats], Floats]] = {
-        "shift": lambda w_RN: _mean_shifts(w_RN @ vectors / w_RN.sum(axis=1, keepdims=True), 0.0, std),
+    statistics = {
+        "shift": lambda w_RN: mean_shift(0.0, w_RN @ vectors / w_RN.sum(axis=1, keepdims=True), std),
         "spread": spread,
-        "score": lambda w_RN: _js_distances(w_RN @ bins, reference["score_histogram"]),
+        "score": lambda w_RN: js_distance(w_RN @ bins, reference["score_histogram"]),
     }
     return _resample(statistics, len(rows), len(scores_N), seed)
 
 
-def _share_change(part_N: Floats, whole_N: Floats) -> Callable[[Floats], Floats]:
+def _one_hot(place_N: Any, size: int) -> csr_matrix:
+    return csr_matrix((np.ones(len(place_N)), (np.arange(len(place_N)), place_N)), shape=(len(place_N), size))
+
+
+def _share_change(part_N: Any, whole_N: Any) -> Statistic:
     """Change of a share of all words (or tokens) from the pool's own."""
     share = part_N.sum() / max(whole_N.sum(), 1)
     return lambda w_RN: np.abs(w_RN @ part_N / np.maximum(w_RN @ whole_N, 1) - share)
 
 
 def _resample(
-    statistics: Mapping[str, Callable[[Floats], Floats]], pool: int, reference: int | None, seed: int
-) -> dict[str, list[float]]:
+    statistics: Mapping[str, Statistic], pool: int, reference: int | None, seed: int
+) -> dict[str, list[float]]:  # fmt: skip
     """`QUANTILE` of each statistic over `RESAMPLED` windows of each size, drawn from a pool of queries.
 
     Where the pool is a part of the reference (its size is given), a window of n and a reference of N differ as a sample

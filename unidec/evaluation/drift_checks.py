@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from unidec.evaluation.drift import Noise, js_distance, low_score_noise
@@ -20,11 +20,10 @@ State = Literal["ok", "warning", "stop"]
 
 SHARE_FLOOR = 0.1  # a smaller share may grow as much as this one: twice next to nothing is next to nothing
 _Z = 2.58  # of a two-sided interval of 99%
+_FORMATS = {"count": "{:,.0f}", "mean": "{:,.2f}", "metric": "{:,.2f}", "shift": "{:.3f} sd", "distance": "{:.3f}"}
 
 _ROWS = {"train": "training queries", "validation": "validation queries", "test": "test queries", "labels": "labels",
          "pairs": "pairs"}  # fmt: skip
-_MEANS = {"positives": "positives a query", "query_length": "characters a query", "query_tokens": "tokens a query",
-          "label_length": "characters a label"}  # fmt: skip
 _SHARES = {
     "empty_queries": "queries without text",
     "empty_labels": "labels without text",
@@ -36,6 +35,7 @@ _SHARES = {
     "unseen_labels": "labels of held-out queries without training points",
     "unseen_words": "words of held-out queries that no training text has",
 }
+_UNKNOWN = "tokens that the tokenizer does not know"
 
 
 @dataclass(frozen=True)
@@ -63,43 +63,44 @@ class Check:
         return "stop" if _outside(self.new, self.stop) else "warning" if _outside(self.new, self.warn) else "ok"
 
     @property
+    def change(self) -> str:
+        """From the earlier figure to the later; "" where there is no earlier one."""
+        if self.old is None:
+            return ""
+        if self.unit in ("count", "mean") and self.old:
+            return f"{self.new / self.old - 1:+.1%}"
+        return f"{100 * (self.new - self.old):+.2f} pp" if self.unit == "share" else f"{self.new - self.old:+.2f}"
+
+    @property
     def words(self) -> str:
         """One sentence for people."""
-        now = f"{self.name}: {shown(self.new, self.unit)}"
+        now = f"{self.name}: {self.shown(self.new)}"
         if self.old is not None:
-            change = f" ({self.new / self.old - 1:+.1%})" if self.unit in ("count", "mean") and self.old else ""
-            now = f"{self.name}: {shown(self.old, self.unit)} before, {shown(self.new, self.unit)} now{change}"
+            change = f" ({self.change})" if self.unit in ("count", "mean") and self.old else ""
+            now = f"{self.name}: {self.shown(self.old)} before, {self.shown(self.new)} now{change}"
         bounds = self.stop if self.state == "stop" else self.warn
-        return f"{now}; {within(bounds, self.unit)} expected" if self.state != "ok" else now
+        return f"{now}; {self.within(bounds)} expected" if self.state != "ok" else now
+
+    def shown(self, value: float | None) -> str:
+        """A figure of this unit as people read it."""
+        if value is None:
+            return "–"
+        if self.unit == "share":
+            return f"{value:.2%}" if value < 0.1 else f"{value:.1%}"
+        return _FORMATS[self.unit].format(value)
+
+    def within(self, bounds: Bounds) -> str:
+        """Bounds as people read them; "" for no limit."""
+        low, high = bounds
+        if low is None:
+            return "" if high is None else f"at most {self.shown(high)}"
+        return f"at least {self.shown(low)}" if high is None else f"{self.shown(low)} to {self.shown(high)}"
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able; "check" is the key, "value" the new figure, "drifted" whether it warns or stops."""
-        return {
-            "check": self.key, "name": self.name, "unit": self.unit, "old": self.old, "value": self.new,
-            "warn": list(self.warn), "stop": list(self.stop), "noise": self.noise, "state": self.state,
-            "drifted": self.state != "ok", "words": self.words,
-        }  # fmt: skip
-
-
-def shown(value: float | None, unit: Unit) -> str:
-    """A figure as people read it."""
-    if value is None:
-        return "–"
-    if unit == "share":
-        return f"{value:.2%}" if value < 0.1 else f"{value:.1%}"
-    if unit == "count":
-        return f"{value:,.0f}"
-    if unit in ("mean", "metric"):
-        return f"{value:,.2f}"
-    return f"{value:.3f} sd" if unit == "shift" else f"{value:.3f}"
-
-
-def within(bounds: Bounds, unit: Unit) -> str:
-    """Bounds as people read them."""
-    low, high = bounds
-    if low is None:
-        return f"at most {shown(high, unit)}"
-    return f"at least {shown(low, unit)}" if high is None else f"{shown(low, unit)} to {shown(high, unit)}"
+        fields = asdict(self) | {"warn": list(self.warn), "stop": list(self.stop)}
+        named = {"check": fields.pop("key"), "value": fields.pop("new")}
+        return {**named, **fields, "state": self.state, "drifted": self.state != "ok", "words": self.words}
 
 
 def compare_datasets(
@@ -113,43 +114,27 @@ def compare_datasets(
         labels: {"left", "new"}: share of the earlier labels that are gone, of the later ones that are new, if known.
     """
     levels = (limits.warn_change, limits.stop_change)
-    before, now = _means(old), _means(new)
     checks = [_relative(k, name, "count", old["rows"][k], new["rows"][k], levels) for k, name in _ROWS.items()]
-    checks += [_relative(key, name, "mean", before[key], now[key], levels) for key, name in _MEANS.items()]
+    for (key, name, before), (_, _, now) in zip(_means(old), _means(new), strict=True):
+        checks.append(_relative(key, name, "mean", before, now, levels))
     for which, name in {"left": "labels that are gone", "new": "labels that are new"}.items() if labels else ():
-        warn, stop = ((None, _above(level)) for level in levels)
+        warn, stop = ((None, _below_one(level)) for level in levels)
         checks.append(Check(f"labels_{which}", name, "share", None, (labels or {})[which], warn, stop))
     checks += [_share(key, name, old["shares"][key], new["shares"][key], levels) for key, name in _SHARES.items()]
-    for key, name in (("unknown_tokens", "tokens that the tokenizer does not know"), ("cut", "texts that are cut")):
+    for key, name in (("unknown_tokens", _UNKNOWN), ("cut", "texts that are cut")):
         checks.append(_share(key, name, old["queries"][key], new["queries"][key], levels))
-    counts = {"queries": new["queries"]["count"], "labels": new["labels"]["count"]}
     distances = (limits.warn_distance, limits.stop_distance)
-    return checks + [
-        _distance(f"{which}_{what}_distance", f"{what} of {which}", old[which], new[which], what, distances, chance)
-        for which, size in counts.items()
-        for what in ("length", "tokens")
-        for chance in [noise.at(what, size)]
-    ]
-
-
-def _means(figures: Mapping[str, Any]) -> dict[str, float]:
-    queries, labels = figures["queries"], figures["labels"]
-    found = (figures["positives"], queries["length"]["mean"], queries["tokens"]["mean"], labels["length"]["mean"])
-    return dict(zip(_MEANS, found, strict=True))
+    for which in ("queries", "labels"):
+        checks += _distances(f"{which}_", which, old[which], new[which], noise, distances)
+    return checks
 
 
 def compare_texts(reference: Mapping[str, Any], window: Mapping[str, Any], noise: Noise, limits: Drift) -> list[Check]:
     """The texts of a window of queries (`Measured.summary`) beside those that a model was trained on (its profile)."""
-    size = window["count"]
-    limit = (limits.warn_distance, None)
-    checks = [
-        _distance(f"{what}_distance", f"{what} of queries", reference["queries"], window, what, limit,
-                  noise.at(what, size))
-        for what in ("length", "tokens")
-    ]  # fmt: skip
-    names = {"unknown_tokens": "tokens that the tokenizer does not know", "unseen_words": "words that training lacked"}
+    checks = _distances("", "queries", reference["queries"], window, noise, (limits.warn_distance, None))
+    names = {"unknown_tokens": _UNKNOWN, "unseen_words": "words that training lacked"}
     for key, name in names.items() if reference["held_out"] else ():
-        before, chance = reference["held_out"][key]["share"], noise.at(key, size)
+        before, chance = reference["held_out"][key]["share"], noise.at(key, window["count"])
         high = before + max(limits.warn_change * max(before, SHARE_FLOOR), chance)
         checks.append(Check(key, name, "share", before, window[key]["share"], (None, high), noise=chance))
     return checks
@@ -160,8 +145,8 @@ def compare_answers(
 ) -> list[Check]:
     """What a bundle answers a window of `size` queries (`compare_served`) beside what it answered the reference's."""
     spread_noise, shift_noise, score_noise = (noise.at(name, size) for name in ("spread", "shift", "score"))
-    spread = max(limits.warn_change, spread_noise)
-    low_noise = low_score_noise(limits.low_score_quantile, reference["count"], size)
+    spread, low = max(limits.warn_change, spread_noise), limits.low_score_quantile
+    low_noise = low_score_noise(low, reference["count"], size)
     return [
         Check("shift", "shift of the mean embedding", "shift", None, window["shift"],
               (None, max(limits.warn_shift, shift_noise)), noise=shift_noise),
@@ -169,9 +154,8 @@ def compare_answers(
               (1 - spread, 1 + spread), noise=spread_noise),
         Check("score_distance", "distribution of the top score", "distance", None, window["score"],
               (None, max(limits.warn_distance, score_noise)), noise=score_noise),
-        Check("low_score", f"queries with a top score below {window['low_score_below']:.3f}", "share",
-              limits.low_score_quantile, window["low_score"], (None, max(limits.warn_low_score, low_noise)),
-              noise=low_noise),
+        Check("low_score", f"queries with a top score below {window['low_score_below']:.3f}", "share", low,
+              window["low_score"], (None, max(limits.warn_low_score, low_noise)), noise=low_noise),
     ]  # fmt: skip
 
 
@@ -197,6 +181,17 @@ def order(checks: Sequence[Check]) -> list[Check]:
     return sorted(checks, key=lambda check: ("stop", "warning", "ok").index(check.state))
 
 
+def _means(figures: Mapping[str, Any]) -> list[tuple[str, str, float]]:
+    """(key, name, mean) each."""
+    queries, labels = figures["queries"], figures["labels"]
+    return [
+        ("positives", "positives a query", figures["positives"]),
+        ("query_length", "characters a query", queries["length"]["mean"]),
+        ("query_tokens", "tokens a query", queries["tokens"]["mean"]),
+        ("label_length", "characters a label", labels["length"]["mean"]),
+    ]
+
+
 def _relative(key: str, name: str, unit: Unit, old: float, new: float, levels: tuple[float, float]) -> Check:
     """A count or a mean may change by a share of itself; where there was nothing there is nothing to compare with."""
     warn, stop = ((old * max(0.0, 1 - level), old * (1 + level)) if old else (None, None) for level in levels)
@@ -210,22 +205,28 @@ def _share(
     before = old["share"]
     likely = (before * old["of"] + 1) / (old["of"] + 2)
     chance = _Z * math.sqrt(likely * (1 - likely) * (1 / max(old["of"], 1) + 1 / max(new["of"], 1)))
-    warn, stop = (min(1.0, before + max(level * max(before, SHARE_FLOOR), chance)) for level in levels)
-    return Check(key, name, "share", before, new["share"], (None, _above(warn)), (None, _above(stop)), chance)
+    warn, stop = (_below_one(before + max(level * max(before, SHARE_FLOOR), chance)) for level in levels)
+    return Check(key, name, "share", before, new["share"], (None, warn), (None, stop), chance)
 
 
-def _distance(
-    key: str, name: str, old: Mapping[str, Any], new: Mapping[str, Any], what: str,
-    limits: tuple[float, float | None], noise: float,
-) -> Check:  # fmt: skip
-    part = {"length": "histogram", "tokens": "buckets"}[what]
-    distance = js_distance(old[what][part], new[what][part])
-    warn, stop = (None if limit is None else max(limit, noise) for limit in limits)
-    return Check(key, f"distribution of the {name}", "distance", None, distance, (None, warn), (None, stop), noise)
+def _distances(
+    prefix: str, which: str, old: Mapping[str, Any], new: Mapping[str, Any], noise: Noise,
+    limits: tuple[float, float | None],
+) -> list[Check]:  # fmt: skip
+    """Of lengths and of tokens, between two summaries of texts."""
+    checks = []
+    for what, part in (("length", "histogram"), ("tokens", "buckets")):
+        chance, distance = noise.at(what, new["count"]), float(js_distance(old[what][part], new[what][part]))
+        warn, stop = (None if limit is None else max(limit, chance) for limit in limits)
+        name = f"distribution of the {what} of {which}"
+        checks.append(
+            Check(f"{prefix}{what}_distance", name, "distance", None, distance, (None, warn), (None, stop), chance)
+        )
+    return checks
 
 
-def _above(limit: float) -> float | None:
-    """No limit where nothing can be above it."""
+def _below_one(limit: float) -> float | None:
+    """No limit where no share can be above it."""
     return None if limit >= 1 else limit
 
 

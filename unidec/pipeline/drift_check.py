@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from unidec.evaluation.drift_checks import (
     order,
 )
 from unidec.evaluation.drift_page import DriftReport, render
-from unidec.evaluation.metrics import evaluate, per_query
+from unidec.evaluation.metrics import by_query
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
 from unidec.pipeline.profile import read_profile
@@ -45,14 +45,14 @@ MAX_QUERIES = 20_000  # of a window; of a larger one this many evenly spaced one
 BATCH = 1024
 K = 100
 _METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "R@10", "R@100", "MRR")
+_PAGE = "index.html"
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """The earlier side of a comparison: figures of its data, what chance explains, and its tokenizer's folder."""
+    """The earlier side of a comparison: figures of its data, with what chance explains, and its tokenizer's folder."""
 
     figures: Mapping[str, Any]
-    noise: Noise
     tokenizer: Path
 
     @classmethod
@@ -61,7 +61,11 @@ class _Reference:
         if profile is None:
             fix = "unidec index build writes one"
             raise ArtifactError("a bundle without a profile of its data", where=source, fix=fix)
-        return cls(profile, Noise(profile["noise"]), bundle / "model" / "tokenizer")
+        return cls(profile, bundle / "model" / "tokenizer")
+
+    @property
+    def noise(self) -> Noise:
+        return Noise(self.figures["noise"])
 
     def profile(self, dataset: XMCDataset) -> Mapping[str, Any]:
         """Figures of a later data set."""
@@ -89,7 +93,10 @@ def data_change(params: Params) -> dict[str, Any]:
     """
     model, dataset = params.tracking.model_name, paths.open_dataset()
     version = find_alias(model, "champion")
-    accepted, reference, reason = None, None, f"{model} has no champion yet: nothing to compare with"
+    accepted, reason = None, f"{model} has no champion yet: nothing to compare with"
+    checks: list[Check] = []
+    old: Mapping[str, Any] = {}
+    new: Mapping[str, Any] = {}
     if version is not None:
         bundle = fetch_bundle(f"models:/{model}/{version.version}", paths.BUNDLES)
         trained_on = str(read_info(bundle).dataset.get("sha256"))
@@ -101,19 +108,20 @@ def data_change(params: Params) -> dict[str, Any]:
             reason = "the data is the very data that the champion was trained on"
         else:
             reference = _Reference.of_bundle(bundle, str(bundle))
-    checks: list[Check] = []
-    old: Mapping[str, Any] = {}
-    new: Mapping[str, Any] = {}
-    if reference is not None:
-        old, new = reference.figures, reference.profile(dataset)
-        checks = compare_datasets(old, new, reference.noise, params.drift, _label_changes(bundle, dataset))
-    result = _write_change(accepted, reason, checks, (old, new), dataset)
+            old, new = reference.figures, reference.profile(dataset)
+            checks = compare_datasets(old, new, reference.noise, params.drift, _label_changes(bundle, dataset))
+    report = DriftReport(
+        title=f"Change of {dataset.name}", verdict=reason, judged=bool(checks), names=("accepted", "now"),
+        checks=checks, old=old.get("queries", {}), new=new.get("queries", {}),
+        labels=(old.get("labels", {}), new.get("labels", {})),
+        facts={"accepted": accepted or "none", "now": {"dataset_sha256": dataset.sha256}},
+        links=[("docs/index.html", "Data Docs of Great Expectations")] if checks else [],
+    )  # fmt: skip
+    result = _write_change(report, {"accepted": accepted, "reason": reason}, dataset.sha256)
     if result["stops"]:
-        raise DataError(
-            "the data changed more than it may", where=result["page"], got="; ".join(result["stops"]),
-            fix="correct the source; or, if this is what the data is now, raise drift.stop_change or "
-            "drift.stop_distance",
-        )  # fmt: skip
+        fix = "correct the source; or, if this is what the data is now, raise drift.stop_change or drift.stop_distance"
+        got = "; ".join(result["stops"])
+        raise DataError("the data changed more than it may", where=result["page"], got=got, fix=fix)
     return result
 
 
@@ -125,44 +133,26 @@ def _label_changes(bundle: Path, dataset: XMCDataset) -> dict[str, float]:
     return {"left": 1 - kept / max(len(before), 1), "new": 1 - kept / max(len(now), 1)}
 
 
-def _write_change(
-    accepted: dict[str, str] | None, reason: str, checks: list[Check],
-    figures: tuple[Mapping[str, Any], Mapping[str, Any]], dataset: XMCDataset,
-) -> dict[str, Any]:  # fmt: skip
-    """data/change: the verdict of Great Expectations on the checks, as result.json, page and Data Docs."""
+def _write_change(report: DriftReport, result: dict[str, Any], dataset_sha256: str) -> dict[str, Any]:
+    """data/change: the verdict of Great Expectations on the report's checks, as result.json, page and Data Docs."""
     from unidec.validation.change_suite import run_change_suite
 
-    words = {check.key: check.words for check in checks}
+    checks = report.checks
     with swap_folder(paths.CHANGE) as folder:
-        results = run_change_suite(checks, folder / "docs") if checks else []
-        critical, warned = (
-            [r["key"] for r in results if not r["success"] and r["severity"] == level]
-            for level in ("critical", "warning")
-        )
-        stops, warnings = [words[key] for key in critical], [words[key] for key in warned if key not in critical]
-        verdict = reason or "nothing changed more than it may"
+        expectations = run_change_suite(checks, folder / "docs") if checks else []
+        failed = {(r["severity"], r["key"]) for r in expectations if not r["success"]}
+        stops = [check.words for check in checks if ("critical", check.key) in failed]
+        warned = [check for check in checks if ("warning", check.key) in failed]
+        warnings = [check.words for check in warned if ("critical", check.key) not in failed]
+        verdict = report.verdict or "nothing changed more than it may"
         if stops or warnings:
-            found, does = (stops, "stop a retraining") if stops else (warnings, "warn")
-            verdict = f"{len(found)} of {len(checks)} figures {does}"
-        write_json(
-            folder / "result.json",
-            {"accepted": accepted, "reason": reason, "dataset_sha256": dataset.sha256, "stops": stops,
-             "warnings": warnings, "checks": [check.to_json() for check in checks], "expectations": results},
-        )  # fmt: skip
-        old, new = figures
-        report = DriftReport(
-            title=f"Change of {dataset.name}", verdict=verdict, judged=bool(checks), names=("accepted", "now"),
-            checks=checks, old=old.get("queries", {}), new=new.get("queries", {}),
-            labels=(old.get("labels", {}), new.get("labels", {})),
-            facts={"accepted": accepted or "none", "now": {"dataset_sha256": dataset.sha256}},
-            links=[("docs/index.html", "Data Docs of Great Expectations")] if checks else [],
-        )  # fmt: skip
-        (folder / "index.html").write_text(render(report), encoding="utf-8")
-    return {
-        "accepted": accepted, "reason": reason, "stops": stops, "warnings": warnings,
-        "page": str(paths.CHANGE / "index.html"),
-        "docs": str(paths.CHANGE / "docs" / "index.html") if checks else "",
-    }  # fmt: skip
+            verdict = f"{len(stops or warnings)} of {len(checks)} figures {'stop a retraining' if stops else 'warn'}"
+        result |= {"stops": stops, "warnings": warnings}
+        stored = {"checks": [check.to_json() for check in checks], "expectations": expectations}
+        write_json(folder / "result.json", result | {"dataset_sha256": dataset_sha256} | stored)
+        (folder / _PAGE).write_text(render(replace(report, verdict=verdict)), encoding="utf-8")
+    docs = str(paths.CHANGE / "docs" / _PAGE) if checks else ""
+    return result | {"page": str(paths.CHANGE / _PAGE), "docs": docs}
 
 
 # -- drift ------------------------------------------------------------------------------------------------------------
@@ -196,15 +186,13 @@ def drift(
     else:
         later = reference.summary(read_window(Path(second), column).texts)
         checks, facts["later queries"] = compare_texts(old, later, reference.noise, params.drift), later["count"]
-    findings = order(checks)
-    drifted = sum(check.state != "ok" for check in findings)
-    verdict = f"{drifted} of {len(findings)} figures changed" if drifted else "nothing changed"
+    drifted = sum(check.state != "ok" for check in checks)
+    verdict = f"{drifted} of {len(checks)} figures changed" if drifted else "nothing changed"
     report = DriftReport(
-        title=f"Drift from {old['name']}", judged=True, names=("earlier", "later"), checks=findings, old=old["queries"],
+        title=f"Drift from {old['name']}", judged=True, names=("earlier", "later"), checks=checks, old=old["queries"],
         new=later, labels=labels, facts=facts, verdict=f"{verdict} more than it may",
     )  # fmt: skip
-    result = {"drifted": bool(drifted), "findings": [check.to_json() for check in findings]}
-    return _write_report(out or paths.DRIFT / _hash(f"{first}\n{second}")[:12], report, result)
+    return _write_report(out or paths.DRIFT / _hash(f"{first}\n{second}")[:12], report, {})
 
 
 def _first_side(params: Params, source: str | os.PathLike[str]) -> _Reference:
@@ -213,19 +201,23 @@ def _first_side(params: Params, source: str | os.PathLike[str]) -> _Reference:
         return _Reference.of_bundle(fetch_bundle(text, paths.BUNDLES), text)
     tokenizer = resolve_encoder(params.encoder.name)
     profile = profile_dataset(XMCDataset.open(text), tokenizer, params.tokens.max_length, params.tokens.text)
-    return _Reference(profile.figures, Noise(text_noise(profile)), tokenizer)
+    return _Reference(profile.figures | {"noise": text_noise(profile)}, tokenizer)
 
 
 def _brief(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": figures["name"], "sha256": figures["sha256"], **figures["rows"]}
 
 
-def _write_report(target: Path, report: DriftReport, result: dict[str, Any]) -> dict[str, Any]:
-    """drift.json and index.html; the result with their paths."""
+def _write_report(target: Path, report: DriftReport, more: dict[str, Any]) -> dict[str, Any]:
+    """drift.json and index.html; the result: whether something drifted, the findings, `more`, and the files' paths."""
+    findings = [check.to_json() for check in order(report.checks)]
+    for finding in findings:
+        finding["drifted"] &= report.judged
+    result = {"drifted": any(finding["drifted"] for finding in findings), "findings": findings, **more}
     with swap_folder(target) as folder:
         write_json(folder / "drift.json", result)
-        (folder / "index.html").write_text(render(report), encoding="utf-8")
-    return result | {"page": str(target / "index.html"), "result": str(target / "drift.json")}
+        (folder / _PAGE).write_text(render(report), encoding="utf-8")
+    return result | {"page": str(target / _PAGE), "result": str(target / "drift.json")}
 
 
 def _hash(text: str) -> str:
@@ -236,14 +228,9 @@ def _hash(text: str) -> str:
 
 
 def monitor(
-    params: Params,
-    queries_path: str,
-    *,
-    column: str | None = None,
-    labels_column: str | None = None,
-    bundle: str | None = None,
-    out: Path | None = None,
-) -> dict[str, Any]:
+    params: Params, queries_path: str, *, column: str | None = None, labels_column: str | None = None,
+    bundle: str | None = None, out: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Compare a file of queries with the training profile in a bundle, and measure it where it has labels.
 
     Args:
@@ -259,7 +246,7 @@ def monitor(
     Raises:
         ConfigError: no such model. DataError: a file that cannot be read. ArtifactError: a bundle without a profile.
     """
-    source = bundle or f"models:/{params.tracking.model_name}@champion"
+    limits, source = params.drift, bundle or f"models:/{params.tracking.model_name}@champion"
     folder = fetch_bundle(source, paths.BUNDLES)
     reference = _Reference.of_bundle(folder, source)
     profile = reference.figures
@@ -270,36 +257,32 @@ def monitor(
     window = window.sample(spaced(np.arange(total), MAX_QUERIES))
     loaded = Bundle.load(folder)
     summary = reference.summary(window.texts)
-    checks = compare_texts(profile, summary, reference.noise, params.drift)
+    checks = compare_texts(profile, summary, reference.noise, limits)
     curves: tuple[Sequence[float], Sequence[float]] = ((), ())
     if profile["served"] is not None:
         vectors, scores = _answers(loaded, window.texts)
-        answers = compare_served(profile["served"], vectors, scores, params.drift.low_score_quantile)
-        checks += compare_answers(profile["served"], answers, len(scores), reference.noise, params.drift)
+        answers = compare_served(profile["served"], vectors, scores, limits.low_score_quantile)
+        checks += compare_answers(profile["served"], answers, len(scores), reference.noise, limits)
         quantiles = np.quantile(scores, np.linspace(0, 1, SCORE_QUANTILES))
         curves = (profile["served"]["score_quantiles"], quantiles.tolist())
     metrics = None
     if window.labels is not None:
-        metrics, quality = _quality(loaded, window, params)
-        checks += quality
-    judged, findings = total >= params.drift.min_window, order(checks)
-    drifted = [check for check in findings if check.state != "ok"] if judged else []
-    verdict = "drifted: " + "; ".join(check.name for check in drifted) if drifted else "no drift"
-    if not judged:
-        verdict = f"not judged: fewer queries than drift.min_window ({params.drift.min_window})"
-    result: dict[str, Any] = {
-        "drifted": bool(drifted), "judged": judged,
-        "findings": [check.to_json() | {"drifted": check in drifted} for check in findings],
-        "queries": total, "model": {"source": source, "bundle_sha256": loaded.sha256}, "metrics": metrics,
-    }  # fmt: skip
+        metrics, errors, unknown = _quality(loaded, window)
+        if metrics:
+            checks += compare_quality(loaded.info.metrics.get("validation", {}), metrics, errors, unknown, limits)
+    drifted, judged = [check.name for check in order(checks) if check.state != "ok"], total >= limits.min_window
+    verdict = f"drifted: {'; '.join(drifted)}" if drifted else "no drift"
     report = DriftReport(
-        title=f"Window of {total:,} queries", verdict=verdict, judged=judged, names=("trained on", "window"),
-        checks=findings, old=profile["queries"], new=summary, scores=curves,
+        title=f"Window of {total:,} queries", judged=judged, names=("trained on", "window"), checks=checks,
+        verdict=verdict if judged else f"not judged: fewer queries than drift.min_window ({limits.min_window})",
+        old=profile["queries"], new=summary, scores=curves,
         facts={"queries": total, "looked at": len(window.texts), "bundle": loaded.sha256, "data set": profile["name"],
                "data set sha256": profile["sha256"], "metrics": metrics or {}},
     )  # fmt: skip
+    model = {"source": source, "bundle_sha256": loaded.sha256}
     name = f"{Path(queries_path).name.partition('.')[0]}-{_hash(file_sha256(queries_path) + loaded.sha256)[:8]}"
-    result = _write_report(out or paths.MONITOR / name, report, result)
+    more = {"judged": judged, "queries": total, "model": model, "metrics": metrics}
+    result = _write_report(out or paths.MONITOR / name, report, more)
     return result | {"run_url": _track(params, result, name)}
 
 
@@ -313,27 +296,24 @@ def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarr
     return np.concatenate(vectors), np.concatenate(scores)
 
 
-def _quality(bundle: Bundle, window: Window, params: Params) -> tuple[dict[str, float], list[Check]]:
-    """Metrics of the queries that have labels, in percent, and their checks; a label that the bundle does not know is
-    missed."""
+def _quality(bundle: Bundle, window: Window) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Metrics of the queries that have labels in percent ({}: none has), their standard errors, and the share of labels
+    that the bundle does not know; such a label is missed."""
     asked = [(text, list(dict.fromkeys(uids))) for text, uids in zip(window.texts, window.labels or [], strict=True)]
-    texts, right = [text for text, uids in asked if uids], [uids for _, uids in asked if uids]
-    if not texts:
-        return {}, []
+    asked = [(text, uids) for text, uids in asked if uids]
+    if not asked:
+        return {}, {}, {}
     row_of = dict(bundle.row_of)
-    place, columns = [], []
-    for row, uids in enumerate(right):
-        place += [row] * len(uids)
-        columns += [row_of.setdefault(uid, len(row_of)) for uid in uids]
-    truth = sp.csr_matrix((np.ones(len(place), np.float32), (place, columns)), shape=(len(texts), len(row_of)))
+    place = [row for row, (_, uids) in enumerate(asked) for _ in uids]
+    columns = [row_of.setdefault(uid, len(row_of)) for _, uids in asked for uid in uids]
+    truth = sp.csr_matrix((np.ones(len(place), np.float32), (place, columns)), shape=(len(asked), len(row_of)))
     truth.sort_indices()
     missing = share(sum(column >= bundle.num_labels for column in columns), len(columns))
-    found = bundle.predict_arrays(texts, min(K, bundle.num_labels)).rows
-    errors = {name: float(of.std() / np.sqrt(len(of))) for name, of in per_query(found, truth).items()}
-    measured = evaluate(found, truth, np.ones(len(row_of)), np.zeros(len(row_of), dtype=np.int64))
-    metrics = {name: measured[name] for name in _METRICS if name in measured}
-    reference = bundle.info.metrics.get("validation", {})
-    return metrics, compare_quality(reference, metrics, errors, missing, params.drift)
+    found = bundle.predict_arrays([text for text, _ in asked], min(K, bundle.num_labels)).rows
+    parts = by_query(found, truth, _METRICS, np.ones(len(row_of)))
+    percent = {name: 100.0 * above_N / below_N.mean() for name, (above_N, below_N) in parts.items()}
+    errors = {name: float(of.std() / np.sqrt(len(of))) for name, of in percent.items()}
+    return {name: float(of.mean()) for name, of in percent.items()}, errors, missing
 
 
 def _track(params: Params, result: dict[str, Any], name: str) -> str | None:

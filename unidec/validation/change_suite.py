@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from unidec.evaluation.drift_checks import Check, within
+from unidec.evaluation.drift_checks import Check
 from unidec.validation.checkpoint import raised, run_checkpoint
 
 TABLE = "data_change"
@@ -50,7 +50,7 @@ def _suite(checks: Sequence[Check]) -> list[Any]:
     return numbers + [
         gxe.ExpectColumnValuesToBeBetween(
             column=check.key, min_value=bounds[0], max_value=bounds[1], severity=severity,
-            description=f"{check.name}: {within(bounds, check.unit)}",
+            description=f"{check.name}: {check.within(bounds)}",
         )
         for check in checks
         for bounds, severity in ((check.stop, "critical"), (check.warn, "warning"))
