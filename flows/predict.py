@@ -17,7 +17,7 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 from prefect import flow
 
 from flows import lifecycle
-from flows.shards import SYNTAX, VARIABLE, Runner, run
+from flows.shards import SYNTAX, VARIABLE, Runner, merge, write_shards
 from unidec.data.shards import alone, shards_folder
 from unidec.pipeline.paths import BUNDLES
 from unidec.retrieval.predict_file import FileRequest, begin_predictions
@@ -62,12 +62,9 @@ def predict(
     with lifecycle.at_work(), alone(shards_folder(output)):
         folder = str(fetch_bundle(bundle, BUNDLES))
         request = FileRequest(folder, input, output, k, column, device=device, runtime=runtime)
-        return run(begin_predictions(request, shards), runner)
-
-
-def in_words(done: dict[str, Any]) -> str:
-    """What was written, in one line."""
-    return f"{done['rows']:,} rows in {done['shards']:,} shards -> {done['output']}"
+        work = begin_predictions(request, shards)
+        write_shards(work, runner)
+        return {"rows": work.num_rows, "shards": work.num_shards, "output": merge(str(work.folder))}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,6 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runner", metavar="WHERE", help=f"{SYNTAX} (default: ${VARIABLE}, else processes)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     given = vars(parser.parse_args(arguments))
+
+    def in_words(done: dict[str, Any]) -> str:
+        return f"{done['rows']:,} rows in {done['shards']:,} shards -> {done['output']}"
+
     show = lifecycle.as_json if given.pop("json") else in_words
     return lifecycle.on_command_line(lambda: predict(**given), _STOPPED, show)
 

@@ -7,9 +7,8 @@
     dask://host:8786    a Dask cluster that is there
     ray, ray://host:10001   the same with Ray
 
-Given as a parameter, or in the environment as UNIDEC_RUNNER. Workers receive a folder and a number: they need this
-package, and must see the same folders. Each shard is written as a whole, so that after any failure the same command
-resumes with the missing ones.
+Given as a parameter, or in the environment as UNIDEC_RUNNER. Workers receive a folder and a number; they import this
+module by its name, and must see the same folders.
 """
 
 from __future__ import annotations
@@ -50,9 +49,6 @@ _EXTRAS = {"dask": ("prefect_dask", "DaskTaskRunner"), "ray": ("prefect_ray", "R
 log = logging.getLogger("unidec.flows")
 
 
-# -- where ------------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Runner:
     """The setting, parsed.
@@ -69,11 +65,7 @@ class Runner:
 
     @classmethod
     def parse(cls, text: str | None) -> Runner:
-        """`text`, else the environment's UNIDEC_RUNNER, else processes.
-
-        Raises:
-            ConfigError: none of the forms above.
-        """
+        """`text`, else the environment's UNIDEC_RUNNER, else processes; a ConfigError for none of the forms above."""
         text = text or os.environ.get(VARIABLE) or "processes"
         if found := re.fullmatch(r"(dask|ray)://(\S+:\d+)", text):
             return cls(found[1], ("tcp://" if found[1] == "dask" else "ray://") + found[2])
@@ -122,9 +114,6 @@ def _begin_worker() -> None:
         watch(parent.pid)
 
 
-# -- the map ----------------------------------------------------------------------------------------------------------
-
-
 @task(
     name="shard",
     task_run_name="shard {number}",
@@ -145,12 +134,6 @@ def merge(folder: str) -> str:
     return str(predict_file.merge(Work.open(folder)))
 
 
-def run(work: Work, runner: str | None = None) -> dict[str, Any]:
-    """Writes the shards that are missing, and merges all: {"rows", "shards", "output"}."""
-    write_shards(work, runner)
-    return {"rows": work.num_rows, "shards": work.num_shards, "output": merge(str(work.folder))}
-
-
 def write_shards(work: Work, runner: str | None = None) -> None:
     """Writes all shards that are missing.
 
@@ -166,16 +149,15 @@ def write_shards(work: Work, runner: str | None = None) -> None:
         errors = _round(work, missing, where) if missing else {}
         if not (missing := work.missing()):
             return
-        number = min(errors, default=missing[0])
         if not errors:
             raise ArtifactError(
-                "workers wrote shards that are not in this folder", where=str(work.folder), got=work.name(number),
+                "workers wrote shards that are not in this folder", where=str(work.folder), got=work.name(missing[0]),
                 fix="input, output and bundle must be in a folder that all machines share under the same path",
             )  # fmt: skip
-        for failed, error in errors.items():
+        for number, error in errors.items():
             if isinstance(error, UnidecError):
-                raise type(error)(f"{work.name(failed)} failed\n{error}") from error
-        first = errors[number]
+                raise type(error)(f"{work.name(number)} failed\n{error}") from error
+        number, first = min(errors.items())
         words = f"{len(errors)} of {work.num_shards} shards failed, first {work.name(number)}: {first or repr(first)}"
         if attempt == ROUNDS:
             fix = "run the same command again: it resumes with the missing shards"
@@ -186,14 +168,14 @@ def write_shards(work: Work, runner: str | None = None) -> None:
 def _round(work: Work, missing: list[int], where: Runner) -> dict[int, Exception]:
     """Every missing shard once, retries included; the errors of those that failed."""
     folder, errors = str(work.folder), {}
-    bar: Progress[None] = progress(total=sum(map(work.size, missing)), desc=work.kind, unit="row")
+    bar: Progress[None] = progress(total=sum(map(work.size, missing)), desc="predict", unit="query")
     if len(missing) == 1 and where.address is None:  # a pool would take longer to start
         with bar:
             shard(folder, missing[0])
             bar.update(work.size(missing[0]))
         return {}
     where = where if where.address else dataclasses.replace(where, workers=min(where.workers, len(missing)))
-    with bar, _one_server(), _threads(where.threads), where.task_runner() as pool, _no_orphans(where):
+    with bar, _environment(where.threads), where.task_runner() as pool, _no_orphans(where):
         given = {"folder": unmapped(folder), "number": missing, "threads": unmapped(where.threads)}
         futures = pool.map(shard, given)
         number_of = {future.task_run_id: number for future, number in zip(futures, missing, strict=True)}
@@ -209,24 +191,18 @@ def _round(work: Work, missing: list[int], where: Runner) -> dict[int, Exception
 
 
 @contextlib.contextmanager
-def _one_server() -> Iterator[None]:
-    """Workers report to this run's server, also when it is Prefect's temporary one: else each would start its own."""
-    context = FlowRunContext.get()
-    if context is None or PREFECT_API_URL.value():
-        yield
-        return
-    with temporary_settings({PREFECT_API_URL: str(context.client.api_url).rstrip("/")}):
-        yield
-
-
-@contextlib.contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """Processes that start inside inherit this many threads: OpenMP reads it once, when it is loaded."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    if number:
-        os.environ["OMP_NUM_THREADS"] = str(number)
+def _environment(threads: int) -> Iterator[None]:
+    """Processes that start inside use so many threads (OpenMP reads it once, when it is loaded), and report to this
+    run's server, also when it is Prefect's temporary one: else each would start its own."""
+    context, before = FlowRunContext.get(), os.environ.get("OMP_NUM_THREADS")
+    settings = {}
+    if context is not None and not PREFECT_API_URL.value():
+        settings = {PREFECT_API_URL: str(context.client.api_url).rstrip("/")}
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
-        yield
+        with temporary_settings(settings):
+            yield
     finally:
         os.environ.pop("OMP_NUM_THREADS", None)
         if before is not None:

@@ -26,8 +26,8 @@ def test_cuts_hold_every_row_once_and_begin_at_batches(num_rows, shards, multipl
     assert len(sizes) == max(1, min(shards, -(-num_rows // multiple)))
 
 
-def begin(folder: Path, facts: dict | None = None, **options) -> Work:
-    return Work.begin(folder, "numbers", facts or {"input": "a"}, {"path": "/x"}, 10, **options)
+def begin(folder: Path, facts: dict | None = None, shards: int = 4) -> Work:
+    return Work.begin(folder, facts or {"input": "a"}, {"path": "/x"}, cuts(10, shards, 1))
 
 
 def fill(work: Work, number: int) -> None:
@@ -36,43 +36,38 @@ def fill(work: Work, number: int) -> None:
 
 
 def test_a_shard_counts_only_when_it_is_whole_and_of_this_work(tmp_path):
-    work = begin(tmp_path / "w", shards=4)
-    assert work.missing() == [0, 1, 2, 3]
+    work = begin(tmp_path / "w")
+    assert work.missing() == [0, 1, 2, 3] and work.name(1) == "shard 2 of 4 (rows 2 to 4)"
     for number in range(4):
         fill(work, number)
-    assert work.missing() == [] and begin(tmp_path / "w").missing() == []  # the count that was begun is kept
+    assert work.missing() == [] and begin(tmp_path / "w").missing() == []
     (work.path(1) / "rows.npy").write_bytes(b"damaged")
     shutil.rmtree(work.path(2))
     shutil.rmtree(work.path(3))
     shutil.copytree(work.path(0), work.path(3))  # another shard under this name
     assert begin(tmp_path / "w").missing() == [1, 2, 3]
-    with pytest.raises(ArtifactError, match=r"3 of 4 shards.*\n.*shard 2 of 4 \(rows 2 to 4\)"):
-        work.whole_shards()
-    assert begin(tmp_path / "w", {"input": "b"}, shards=4).missing() == [0, 1, 2, 3]
-    assert not list((tmp_path / "w").glob("*-of-*"))
-
-
-def test_another_count_begins_again_and_foreign_folders_are_left_alone(tmp_path):
-    fill(begin(tmp_path / "w", shards=4), 0)
+    assert begin(tmp_path / "w", {"input": "b"}).missing() == [0, 1, 2, 3]
     assert begin(tmp_path / "w", shards=2).missing() == [0, 1]
+
+
+def test_foreign_folders_are_left_alone_and_counts_have_bounds(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(ArtifactError, match="something else"):
-        begin(tmp_path / "mine")
+    with pytest.raises(ArtifactError, match="something else"), alone(tmp_path / "mine"):
+        pass
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
     for wrong in (0, -1, 10**6):
         with pytest.raises(ConfigError):
-            begin(tmp_path / "w", shards=wrong)
+            cuts(10, wrong, 1)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1", '{"kind": "x", "version": 1, "key": "k", "bounds": [3, 1], '
-                                  '"settings": {}}', '{"version": 2}'])  # fmt: skip
+@pytest.mark.parametrize("text", ["", "{}", "[1", '{"key": "k", "bounds": 3, "settings": {}}'])
 def test_a_damaged_plan_is_refused_and_replaced(tmp_path, text):
-    work = begin(tmp_path / "w", shards=2)
+    work = begin(tmp_path / "w")
     (tmp_path / "w" / "plan.json").write_text(text)
     with pytest.raises(ArtifactError):
         Work.open(tmp_path / "w")
-    assert begin(tmp_path / "w", shards=2) == work == Work.open(tmp_path / "w")
+    assert begin(tmp_path / "w") == work == Work.open(tmp_path / "w")
 
 
 def test_only_one_process_is_at_a_work(tmp_path):

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError
-from unidec.retrieval.predict_file import FileRequest, begin_predictions, predict_file
+from unidec.retrieval.predict_file import FileRequest, begin_predictions, predict_file, run_shard
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROWS, SHARDS = 6000, 6
@@ -159,15 +159,16 @@ def test_what_the_flow_starts_itself(ask, runner):
     assert multiprocessing.active_children() == []
 
 
-def begin(place: Path, output: Path, shards: int):
+def begin(place: Path, output: Path, shards: int, done=()):
     request = FileRequest(str(place / "bundle"), str(place / "in.parquet"), str(output), 3)
-    return begin_predictions(request, shards)
+    work = begin_predictions(request, shards)
+    for number in done:
+        run_shard(work.folder, number)
+    return work
 
 
 def test_only_what_is_missing_is_written(place, tmp_path, module, prefect_server):
-    plan = begin(place, tmp_path / "out.parquet", SHARDS)
-    for number in (0, 1, 2, 4, 5):
-        module.predict_file.run_shard(plan.folder, number)
+    plan = begin(place, tmp_path / "out.parquet", SHARDS, done=(0, 1, 2, 4, 5))
     before = {path.name: path.stat().st_mtime_ns for path in plan.folder.glob("0*")}
     module.write_shards(plan, "processes:2")  # one alone is written here, without a pool
     assert plan.missing() == []
@@ -175,14 +176,13 @@ def test_only_what_is_missing_is_written(place, tmp_path, module, prefect_server
     assert before.items() < {path.name: path.stat().st_mtime_ns for path in plan.folder.glob("0*")}.items()
 
 
-def test_a_shard_that_cannot_be_written_is_named(place, tmp_path, predict, prefect_server):
-    texts = pq.read_table(place / "in.parquet")["query"].to_pylist()
-    texts[5000] = None
-    pq.write_table(pa.table({"query": texts}), tmp_path / "in.parquet")
-    with pytest.raises(DataError, match=r"shard 5 of 6 \(rows 4,096 to 5,119\) failed\n.*row 5000") as caught:
-        predict(str(tmp_path / "in.parquet"), str(tmp_path / "out.parquet"), str(place / "bundle"), 3,
-                shards=6, runner="threads:1")  # fmt: skip
-    assert "null" in str(caught.value) and not (tmp_path / "out.parquet").exists()
+def test_a_shard_that_cannot_be_written_is_named(place, tmp_path, module, monkeypatch, prefect_server):
+    def fail(folder, number, threads):
+        raise DataError("no text", where="row 5000")
+
+    monkeypatch.setattr(module.predict_file, "run_shard", fail)
+    with pytest.raises(DataError, match=r"shard 5 of 6 \(rows 4,096 to 5,119\) failed\n.*row 5000"):
+        module.write_shards(begin(place, tmp_path / "out.parquet", SHARDS, done=(0, 1, 2, 3)), "threads:2")
 
 
 def test_workers_that_see_other_folders_are_found_out(place, tmp_path, module, monkeypatch, prefect_server):
@@ -199,6 +199,7 @@ def test_a_shard_that_keeps_failing_is_named(place, tmp_path, module, monkeypatc
         raise RuntimeError("no luck")
 
     monkeypatch.setattr(module.predict_file, "run_shard", fail)
+    monkeypatch.setattr(module, "shard", module.shard.with_options(retries=0))
     with pytest.raises(TrainingError, match=r"2 of 2 shards failed, first shard 1 of 2 .*no luck"):
         module.write_shards(plan, "threads:2")
 

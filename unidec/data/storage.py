@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -220,19 +220,35 @@ def _json(obj: Any) -> bytes:
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], data: bytes, mode: int = 0o666) -> None:
-    """Write a file in one piece: beside, flushed, renamed. It is created with `mode`, less the process's umask."""
+    """Write a file in one piece; see `write_file`."""
+    with write_file(path, mode, len(data)) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def write_file(path: str | os.PathLike[str], mode: int = 0o666, num_bytes: int = 0) -> Iterator[IO[bytes]]:
+    """Write a file beside, flushed and renamed at the end; after an error it is as before.
+
+    Args:
+        mode: it is created with, less the process's umask.
+        num_bytes: its size, if known, for the message where it does not fit.
+
+    Raises:
+        ArtifactError: it cannot be written.
+    """
     final = Path(os.path.abspath(path))
     temporary = temporary_beside(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            yield file
+            if not file.closed:  # Arrow's writers may close it
+                file.flush()
+        _fsync(temporary)
         os.replace(temporary, final)
         _fsync(final.parent)
     except OSError as error:
-        raise _storage_error(final, error, len(data)) from error
+        raise _storage_error(final, error, num_bytes) from error
     finally:
         temporary.unlink(missing_ok=True)
 

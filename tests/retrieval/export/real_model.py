@@ -14,7 +14,7 @@ from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.scoring_space import label_vectors
+from unidec.retrieval.scoring_space import label_vectors, query_vectors
 from unidec.sections import Encoder, Model
 
 LABELS = ["river engine", "music window", "garden", "planet bread letter", "river river w1", "music w17 label"]
@@ -60,3 +60,8 @@ def one_by_one(bundle: Bundle, texts: list[str]) -> tuple[np.ndarray | None, np.
         rows.append(bundle.model.encode_queries(tokens, np.arange(1)))
     de, clf = zip(*rows, strict=True)
     return tuple(None if part[0] is None else np.concatenate(part) for part in (de, clf))
+
+
+def queries(score: Any, de_BD: np.ndarray | None, clf_BD: np.ndarray | None) -> np.ndarray:
+    """The query side of an exported score."""
+    return query_vectors(de_BD, clf_BD, score.head, score.clf_weight, score.clf_normalize, score.has_bias)

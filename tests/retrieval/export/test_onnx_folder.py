@@ -10,6 +10,7 @@ import pytest
 from unidec.errors import ConfigError, DataError
 from unidec.retrieval.export.heads import Scored
 from unidec.retrieval.export.onnx_folder import export_onnx
+from unidec.retrieval.scoring_space import space_rows
 
 onnxruntime = pytest.importorskip("onnxruntime")
 KINDS = {
@@ -45,13 +46,13 @@ def test_every_encoder_in_onnxruntime(world, tmp_path, name, normalize, bias) ->
     de, clf = world.real.one_by_one(bundle, texts)
     together, alone = run(tmp_path / "out", texts), run(tmp_path / "out", [texts[1]])
     assert list(together) == told["outputs"] == ["de", "clf", "vector"]
-    expected = {"de": de, "clf": clf, "vector": Scored.of(bundle.info).queries(de, clf)}
+    expected = {"de": de, "clf": clf, "vector": world.real.queries(Scored.of(bundle.info), de, clf)}
     for output, vectors in expected.items():
         assert together[output].dtype == np.float32 and together[output].shape == vectors.shape
         np.testing.assert_allclose(together[output], vectors, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(alone[output], vectors[[1]], rtol=1e-4, atol=1e-4)
     assert np.abs(clf[0] - clf[1]).max() > 0.01
-    sides = Scored.of(bundle.info).labels(bundle.vectors, 0, bundle.num_labels)
+    sides = space_rows(bundle.vectors, slice(None), bundle.info.space, bundle.info.clf_normalize)
     best = (together["vector"] @ sides.T).argmax(axis=1)
     assert [bundle.uids[int(row)].as_py() for row in best] == [p.labels[0] for p in bundle.predict(texts, k=1)]
 

@@ -35,7 +35,7 @@ def test_stock_modules_give_the_models_vectors(world, tmp_path, name, head) -> N
     assert not list((tmp_path / "out").rglob("*.py"))
     model = SentenceTransformer(str(tmp_path / "out"), device="cpu", local_files_only=True)
     got = model.encode(world.real.TEXTS)
-    expected = Scored.of(bundle.info, head).queries(*world.real.one_by_one(bundle, world.real.TEXTS))
+    expected = world.real.queries(Scored.of(bundle.info, head), *world.real.one_by_one(bundle, world.real.TEXTS))
     assert got.dtype == np.float32 and got.shape == expected.shape == (7, told["width"])
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     assert np.abs(expected[0] - expected[1]).max() > 0.01  # texts differ: the comparison says something

@@ -21,6 +21,11 @@ def tiny(helper):
     return helper("retrieval/tiny_bundle")
 
 
+@pytest.fixture
+def real(helper):
+    return helper("retrieval/export/real_model")
+
+
 def slow_scores(parts: dict, weight: float, normalize: bool, head: str, de_D: np.ndarray, clf_D: np.ndarray):
     """The score of every label for one query, by the words of docs/bundles.md: label by label."""
     scores = []
@@ -41,7 +46,9 @@ def slow_scores(parts: dict, weight: float, normalize: bool, head: str, de_D: np
 @pytest.mark.parametrize("ending", [".parquet", ".npy"])
 @pytest.mark.parametrize("head", ["both", "de", "clf"])
 @pytest.mark.parametrize(("normalize", "bias"), [(True, False), (False, True), (False, False)])
-def test_inner_products_are_the_heads_scores(tmp_path, rng, tiny, monkeypatch, ending, head, normalize, bias) -> None:
+def test_inner_products_are_the_heads_scores(
+    tmp_path, rng, tiny, real, monkeypatch, ending, head, normalize, bias
+) -> None:
     monkeypatch.setattr(vectors, "BLOCK_BYTES", 5 * 4 * 13)  # several blocks, the last one smaller
     options = {"clf_normalize": normalize, "bias": bias, "clf_weight": 0.7}
     parts = tiny.write_tiny_bundle(tmp_path / "bundle", rng, **options)
@@ -65,13 +72,13 @@ def test_inner_products_are_the_heads_scores(tmp_path, rng, tiny, monkeypatch, e
     de_BD = rng.normal(size=(3, tiny.DIM)).astype(np.float32)
     de_BD /= np.linalg.norm(de_BD, axis=1, keepdims=True)
     clf_BD = rng.normal(size=(3, tiny.DIM)).astype(np.float32)
-    query = Scored.of(read_info(tmp_path / "bundle"), head).queries(de_BD, clf_BD)
+    query = real.queries(Scored.of(read_info(tmp_path / "bundle"), head), de_BD, clf_BD)
     for b in range(3):
         want = slow_scores(parts, 0.7, normalize, head, de_BD[b], clf_BD[b])
         np.testing.assert_allclose(got @ query[b], want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng, tiny, stub_model) -> None:
+def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng, tiny, real, stub_model) -> None:
     tiny.write_tiny_bundle(tmp_path / "bundle", rng, clf_weight=0.9)
     bundle = Bundle.load(tmp_path / "bundle")
     export_vectors(tmp_path / "bundle", tmp_path / "labels.parquet")
@@ -85,7 +92,7 @@ def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng, tiny, st
 
     texts = ["red car", "old blue boat"]
     heads = bundle.model.encode_queries(encode_texts(texts, bundle.model.tokenizer_folder, 8), np.arange(2))
-    query_BW = Scored.of(bundle.info).queries(*heads)
+    query_BW = real.queries(Scored.of(bundle.info), *heads)
     scores = query_BW @ np.stack(table["vector"].to_numpy()).T
     for row, prediction in enumerate(bundle.predict(texts, k=4)):
         best = np.argsort(-scores[row], kind="stable")[:4]
@@ -108,7 +115,7 @@ def test_float16_and_the_same_bytes_twice(tmp_path, rng, tiny) -> None:
 
 def test_a_value_beyond_float16_is_refused_and_nothing_is_left(tmp_path, rng, tiny, monkeypatch) -> None:
     tiny.write_tiny_bundle(tmp_path / "bundle", rng, heads="clf", space="clf", clf_normalize=False)
-    monkeypatch.setattr("unidec.retrieval.export.heads.label_vectors", lambda *a: np.full((12, 6), 7e4, np.float32))
+    monkeypatch.setattr("unidec.retrieval.export.vectors.space_rows", lambda *a: np.full((12, 6), 7e4, np.float32))
     with pytest.raises(DataError, match="float16"):
         export_vectors(tmp_path / "bundle", tmp_path / "out" / "labels.npy", dtype="float16")
     assert list((tmp_path / "out").iterdir()) == []

@@ -1,28 +1,22 @@
-"""Which score an export is about, and its two sides.
+"""Which score an export is about, and what every exported folder has.
 
 Every export of vectors has a head: "de", "clf", or "both" as the bundle ranks. What is exported of queries and of
-labels with the same head has that score as its inner product (`scoring_space.py`), without the
-votes of training queries.
-
-Legend: B queries, L labels, n some labels, D' width of the space.
+labels with the same head has that score as its inner product (`scoring_space.py`), without the votes of training
+queries.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from unidec.errors import ConfigError, DataError
+from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleInfo
-from unidec.retrieval.scoring_space import SPACES, Space, label_vectors, query_vectors, width
-
-Floats = npt.NDArray[np.float32]
+from unidec.retrieval.scoring_space import Space, width
 
 
 @dataclass(frozen=True)
@@ -34,7 +28,7 @@ class Scored:
         clf_weight: of the classifier's part; 1 where it is alone.
         clf_normalize: the classifier's score is a cosine.
         has_bias: labels have a bias, for which queries have one more dimension.
-        dim: D, width of a head. width: D'.
+        dim: width of a head. width: of the vectors.
     """
 
     head: Space
@@ -51,41 +45,31 @@ class Scored:
         Raises:
             DataError: an unknown head, or one that the bundle does not have.
         """
-        chosen = info.space if head is None else head
-        there: list[str] = [name for name in ("de", "clf") if name in info.vectors]
+        there: dict[str, Space] = {name: name for name in ("de", "clf") if name in info.vectors}
         if info.space == "both":
-            there.append("both")
-        if chosen not in SPACES or chosen not in there:
-            raise DataError(
-                "the bundle has no such head", where="--head", got=chosen, expected=" or ".join(sorted(there))
-            )
+            there["both"] = "both"
+        chosen = there.get(head or info.space)
+        if chosen is None:
+            expected = " or ".join(sorted(there))
+            raise DataError("the bundle has no such head", where="--head", got=head, expected=expected)
         has_bias = "bias" in info.vectors and chosen != "de" and not info.clf_normalize
         weight = info.clf_weight if chosen == "both" else 1.0
         wide = width(info.dim, chosen, info.clf_normalize, has_bias)
         return cls(chosen, weight, info.clf_normalize, has_bias, info.dim, wide)
 
-    def labels(self, vectors: Mapping[str, Floats], begin: int, end: int) -> Floats:
-        """Label side of some rows, float32 [n, D'].
-
-        Args:
-            vectors: the bundle's arrays: de, clf [L, D], bias [L].
-        """
-        de, clf, bias = (None if (a := vectors.get(name)) is None else a[begin:end] for name in ("de", "clf", "bias"))
-        return label_vectors(de, clf, bias, self.head, self.clf_normalize)
-
-    def queries(self, de_BD: Floats | None, clf_BD: Floats | None) -> Floats:
-        """Query side, float32 [B, D'], of what the model's heads give."""
-        return query_vectors(de_BD, clf_BD, self.head, self.clf_weight, self.clf_normalize, self.has_bias)
-
     def facts(self) -> dict[str, Any]:
-        """For a file's metadata or a README."""
-        return {
-            "head": self.head,
-            "clf_weight": self.clf_weight,
-            "clf_normalize": self.clf_normalize,
-            "width": self.width,
-            "similarity": "inner product",
-        }
+        """For a file's metadata."""
+        facts: dict[str, Any] = {"head": self.head, "clf_weight": self.clf_weight, "clf_normalize": self.clf_normalize}
+        return facts | {"width": self.width, "similarity": "inner product"}
+
+
+def write_readme(folder: Path, bundle: Bundle, score: Scored, outputs: Sequence[str] = (), opset: int = 0) -> None:
+    """What an exported folder is and how it is loaded; `outputs`: of its ONNX graph, if it has one."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    pages = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined)
+    text = pages.get_template("readme.md.jinja").render(bundle=bundle, score=score, outputs=outputs, opset=opset)
+    (folder / "README.md").write_text(text + "\n", encoding="utf-8")
 
 
 def refuse_foreign(folder: Path) -> None:

@@ -5,13 +5,14 @@ Legend: B texts, T tokens of the longest, D width of a head, D' width of what is
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from unidec.data.storage import write_folder, write_json
@@ -21,8 +22,7 @@ from unidec.model.encoder import BagEncoder
 from unidec.model.onnx_export import MAX_BYTES, OPSET, TransformerGraph, export_graph
 from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.export import readme
-from unidec.retrieval.export.heads import Scored, refuse_foreign
+from unidec.retrieval.export.heads import Scored, refuse_foreign, write_readme
 
 KIND = "onnx-export"
 VERSION = 1
@@ -47,11 +47,9 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
         DataError: no such head.
         ConfigError: onnx is missing, an encoder that a graph cannot express, a folder that is something else.
     """
-    try:
-        importlib.import_module("onnx")
-    except ImportError as error:
+    if importlib.util.find_spec("onnx") is None:
         fix = "pip install 'unidec-xmc[serve]'"
-        raise ConfigError("onnx is not installed", where="unidec export onnx", fix=fix) from error
+        raise ConfigError("onnx is not installed", where="unidec export onnx", fix=fix)
     score, model = Scored.of(bundle.info, head), bundle.model
     refuse_foreign(Path(folder))
     bag = model.encoder.bag
@@ -72,12 +70,18 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
         file = out.path / "model.onnx"
         export_graph(graph, file, graph.outputs)
         size = file.stat().st_size
-        _write_tokenizer(out.path / "tokenizer.json", model)
+        # with our truncation and padding in it, so that `encode_batch` gives what the model takes
+        ours = load_tokenizer(model.tokenizer_folder, model.max_length)
+        tokenizer = Tokenizer.from_file(str(ours.file))
+        tokenizer.enable_truncation(model.max_length, stride=0, strategy="longest_first", direction="right")
+        tokenizer.enable_padding(direction="right", pad_id=ours.pad_id, pad_token=tokenizer.id_to_token(ours.pad_id))
+        tokenizer.save(str(out.path / "tokenizer.json"))
         write_json(out.path / "config.json", meta | {"max_length": model.max_length, "opset": OPSET})
-        text = readme.onnx(bundle, score, graph.outputs, OPSET)
-        (out.path / "README.md").write_text(text, encoding="utf-8")
-    facts = {"head": score.head, "width": score.width, "outputs": graph.outputs, "opset": OPSET, "bytes": size}
-    return facts | {"output": str(folder)}
+        write_readme(out.path, bundle, score, graph.outputs, OPSET)
+    return {
+        "head": score.head, "width": score.width, "outputs": graph.outputs, "opset": OPSET, "bytes": size,
+        "output": str(folder),
+    }  # fmt: skip
 
 
 class QueryGraph(nn.Module):
@@ -122,15 +126,3 @@ def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor
     if bag.head:  # padding has no weight whatever its place
         weights.append(weights[0] * (mask_BT.cumsum(1) <= bag.head))
     return [F.normalize((weight_BT[:, None] @ rows_BTD)[:, 0], dim=-1) for weight_BT in weights]
-
-
-def _write_tokenizer(path: Path, model: Any) -> None:
-    """tokenizer.json with our truncation and padding in it, so that `encode_batch` gives what the model takes."""
-    from tokenizers import Tokenizer
-
-    ours = load_tokenizer(model.tokenizer_folder, model.max_length)
-    tokenizer = Tokenizer.from_file(str(ours.file))
-    tokenizer.enable_truncation(model.max_length, stride=0, strategy="longest_first", direction="right")
-    token = tokenizer.id_to_token(ours.pad_id)
-    tokenizer.enable_padding(direction="right", pad_id=ours.pad_id, pad_token=token, length=None)
-    tokenizer.save(str(path))

@@ -9,6 +9,7 @@ Legend: V tokens, W width of the encoder, D width of a head, D' width of what co
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import tempfile
@@ -25,8 +26,7 @@ from unidec.errors import ConfigError
 from unidec.model.encoder import BagEncoder
 from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.export import readme
-from unidec.retrieval.export.heads import Scored, refuse_foreign
+from unidec.retrieval.export.heads import Scored, refuse_foreign, write_readme
 
 KIND = "sentence-transformers"
 VERSION = 1
@@ -66,18 +66,16 @@ def export_sentence_transformers(
             fix=f"--head {' or '.join(alone)} exports one head" if alone else "unidec export onnx",
         )  # fmt: skip
     refuse_foreign(Path(folder))
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError as error:
-        fix = "pip install 'unidec-xmc[bench]'"
-        raise ConfigError(
-            "sentence-transformers is not installed", where="unidec export sentence-transformers", fix=fix
-        ) from error
+    if importlib.util.find_spec("sentence_transformers") is None:
+        where, fix = "unidec export sentence-transformers", "pip install 'unidec-xmc[bench]'"
+        raise ConfigError("sentence-transformers is not installed", where=where, fix=fix)
+    from sentence_transformers import SentenceTransformer
+
     modules = _modules(model, score)
     with write_folder(folder, KIND, VERSION, {"bundle_sha256": bundle.sha256, **score.facts()}) as out:
         whole = SentenceTransformer(modules=modules, device="cpu", similarity_fn_name="dot")
         whole.save(str(out.path), create_model_card=False)
-        (out.path / "README.md").write_text(readme.sentence_transformers(bundle, score), encoding="utf-8")
+        write_readme(out.path, bundle, score)
     names = [type(module).__name__ for module in modules]
     return {"head": score.head, "width": score.width, "modules": names, "output": str(folder)}
 
