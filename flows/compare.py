@@ -12,9 +12,8 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from flows import server
 
@@ -39,15 +38,6 @@ from unidec.tracking.run import RUN_TAGS
 from unidec.tracking.store import tracking_uri
 
 STOPPED = "stopped: run the same command again, it resumes from here"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a step ended: "not run" where something that it needs failed; the reason is "" where it is done."""
-
-    name: str
-    state: Literal["done", "failed", "not run"]
-    reason: str = ""
 
 
 class CellsFailed(UnidecError):
@@ -97,19 +87,22 @@ def compare(
         outcomes = run_steps(steps, jobs, accept_code, {"comparison": comparison.file.name})
         page = results.write_report(workspace)
         print("\n".join("\t".join(row) for row in results.table(workspace)), flush=True)
-        if metrics is not None and outcomes[steps[-1].name].state == "done":
+        if metrics is not None and not outcomes[steps[-1].name]:
             results.write_metrics(Path(metrics), steps[-1])
-        lost = [f"{one.name}: {one.state}: {one.reason}" for one in outcomes.values() if one.state != "done"]
+        lost = [f"{name}: {reason}" for name, reason in outcomes.items() if reason]
         if lost:
             raise CellsFailed("\n".join([f"{len(lost)} of {len(outcomes)} have no result", *lost, f"report: {page}"]))
         return {"report": str(page), "runs": [job.key for job in chosen]}
 
 
-def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[str, str]) -> dict[str, Outcome]:
+def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[str, str]) -> dict[str, str]:
     """Runs the steps that are not done, `jobs` at a time, and waits for all of them.
 
     Args:
         steps: those that others need stand before them. tags: of the MLflow runs.
+
+    Returns:
+        for each step "", or why it has no result: "failed: ...", "not run: ...".
 
     Raises:
         KeyboardInterrupt, TerminationSignal: after the children have ended, with their checkpoints written.
@@ -117,7 +110,7 @@ def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[st
     todo = [step for step in steps if not step.is_done(accept_code)]
     needed = {need for step in todo for need in step.needs}
     todo = [step for step in todo if step.spec["kind"] != "data" or step.name in needed]
-    outcomes = {step.name: Outcome(step.name, "done") for step in steps}
+    outcomes = {step.name: "" for step in steps}
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     shared = {
         "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "MLFLOW_TRACKING_URI": tracking_uri("."),
@@ -140,11 +133,10 @@ def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[st
             children.stop()
             raise
     for step in todo:
-        failed = next((need for need in step.needs if outcomes[need].state != "done"), None)
-        if failed is not None:
-            outcomes[step.name] = Outcome(step.name, "not run", f"needs {failed}, which has no result")
+        if failed := [need for need in step.needs if outcomes[need]]:
+            outcomes[step.name] = f"not run: needs {failed[0]}, which has no result"
         elif isinstance(error := futures[step.name].result(raise_on_failure=False), BaseException):
-            outcomes[step.name] = Outcome(step.name, "failed", str(error))
+            outcomes[step.name] = f"failed: {error}"
     return outcomes
 
 
@@ -158,16 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", help="of the workspace, instead of runs/compare/<name>")
     parser.add_argument("--accept", choices=["code"], help="results by other versions of the code are taken as done")
     parser.add_argument("--metrics", metavar="FILE", help="write the figures of the last run asked for as JSON")
-    options = parser.parse_args(arguments)
-    overrides = parse_overrides(options.set) or None
-
-    return lifecycle.on_command_line(
-        lambda: compare(
-            options.file, options.only, overrides, options.jobs, options.folder, bool(options.accept), options.metrics
-        ),
-        STOPPED,
-        lambda done: f"report: {done['report']}",
-    )
+    options = vars(parser.parse_args(arguments))
+    options["overrides"] = parse_overrides(options.pop("set")) or None
+    options["accept_code"] = options.pop("accept") is not None
+    return lifecycle.on_command_line(lambda: compare(**options), STOPPED, lambda done: f"report: {done['report']}")
 
 
 if __name__ == "__main__":

@@ -20,14 +20,10 @@ from prefect.states import Cancelled, Completed
 
 from flows import reconcile, server
 from unidec import interrupt
-from unidec.errors import Refused, UnidecError, without_credentials
+from unidec.errors import Refused, TrainingError, UnidecError, without_credentials
+from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.parent_watch import watch
 from unidec.tracking.run import RUN_TAGS
-
-FAREWELL: dict[type[BaseException], tuple[int, str]] = {
-    KeyboardInterrupt: (130, "interrupted: run again to resume from the last checkpoint"),
-    TerminationSignal: (143, "terminated: run again to resume from the last checkpoint"),
-}
 
 
 def say(line: str) -> None:
@@ -57,7 +53,7 @@ def at_work() -> Iterator[None]:
         if "PREFECT__FLOW_RUN_ID" in os.environ:
             sys.stdout, sys.stderr = _WorkerStream(sys.stdout), _WorkerStream(sys.stderr)
             watch(os.getppid())
-    with _tagged():
+    with environment(RUN_TAGS, json.dumps(_tags())):
         yield
 
 
@@ -81,43 +77,54 @@ class _WorkerStream:
 
 
 @contextlib.contextmanager
-def _tagged() -> Iterator[None]:
-    """MLflow's runs and versions that are made meanwhile name the flow run."""
-    before = os.environ.get(RUN_TAGS)
-    tags = {"prefect.flow_run_id": str(current_flow_run.id), "prefect.flow_run_name": current_flow_run.name}
+def environment(name: str, value: str) -> Iterator[None]:
+    """Inside, an environment variable has this value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def _tags() -> dict[str, str]:
+    """Tags for MLflow's runs and versions that are made meanwhile: they name the flow run."""
+    tags = json.loads(os.environ.get(RUN_TAGS, "{}"))
+    tags |= {"prefect.flow_run_id": str(current_flow_run.id), "prefect.flow_run_name": current_flow_run.name}
     url = without_credentials(str(current_flow_run.ui_url or ""))
     if url.startswith("http"):  # a temporary server has no page
         tags["prefect.flow_run_url"] = url
     if deployment.name:
         tags["prefect.deployment"] = f"{current_flow_run.flow_name}/{deployment.name}"
-    os.environ[RUN_TAGS] = json.dumps({**json.loads(before or "{}"), **tags})
-    try:
-        yield
-    finally:
-        del os.environ[RUN_TAGS]
-        if before is not None:
-            os.environ[RUN_TAGS] = before
+    return tags
 
 
-def named(done: dict[str, Any]) -> Any:
-    """What a flow returns: where `done` has "skipped" or "refused" (why), that is the name of its state."""
-    name = next((name for name in ("skipped", "refused") if name in done), None)
-    if name is None or FlowRunContext.get() is None:
-        return done
-    return Completed(name=name.capitalize(), message=str(done[name])[:2000], data=done)
+def alone(work: Callable[[], dict[str, Any]]) -> Any:
+    """What a flow returns that does its work while no other run of this project does.
 
-
-def turned_away(error: UnidecError) -> Any:
-    """The end of a run that has no turn, because another is at work: Cancelled, with the reason.
+    Where the result has "skipped" or "refused" (why), that is the name of the run's state. A deployment's run that has
+    no turn ends as Cancelled.
 
     Raises:
-        UnidecError: the reason, where no deployment started the run: its caller wants to know.
+        TrainingError: another is at work, and no deployment started this run: its caller wants to know.
     """
     context = FlowRunContext.get()
-    if context is None or context.flow_run is None or context.flow_run.deployment_id is None:
-        raise error
-    say(f"nothing is done: {error}")
-    return Cancelled(message=str(error))
+    run = context and context.flow_run
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(one_at_a_time())
+        except TrainingError as error:
+            if run is None or run.deployment_id is None:
+                raise
+            say(f"nothing is done: {error}")
+            return Cancelled(message=str(error))
+        done = work()
+    name = next((name for name in ("skipped", "refused") if name in done), None)
+    if name is None or run is None:
+        return done
+    return Completed(name=name.capitalize(), message=str(done[name])[:2000], data=done)
 
 
 def as_json(done: Any) -> str:
@@ -152,9 +159,10 @@ def on_command_line(
         print(error, file=sys.stderr)
         return error.exit_code
     except (KeyboardInterrupt, TerminationSignal) as error:
-        code, usual = FAREWELL[type(error)]
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        usual = f"{'interrupted' if is_interrupt else 'terminated'}: run again to resume from the last checkpoint"
         print(words or usual, file=sys.stderr)
-        return code
+        return 130 if is_interrupt else 143
     finally:
         signal.signal(signal.SIGTERM, before)
     print(show(done), flush=True)

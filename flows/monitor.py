@@ -19,6 +19,7 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 from prefect import flow
 
 from flows import artifacts, lifecycle, publish, steps
+from unidec import pipeline
 from unidec.config import load_params
 from unidec.errors import DataError
 
@@ -53,8 +54,11 @@ def monitor(
     with lifecycle.at_work():
         params = load_params("params.yaml")
         options = {"column": column, "labels_column": labels_column, "bundle": bundle}
-        result = steps.monitor(params, newest(queries), **options)
-        artifacts.show_findings(result)
+        result = steps.run("monitor", pipeline.monitor, params, newest(queries), **options)
+        rows = [
+            {"drifted": "YES" if found["drifted"] else "no", "in words": found["words"]} for found in result["findings"]
+        ]
+        artifacts.show_table("drift", rows, f"{result['queries']} queries; page: {Path(result['page']).resolve()}")
         lifecycle.say(in_words(result))
         if result["drifted"]:
             found = [str(finding["words"]) for finding in result["findings"] if finding["drifted"]]

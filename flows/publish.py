@@ -1,25 +1,25 @@
-"""What a retraining tells the world: DVC's remote, git, Prefect's events, people. None of it fails a run."""
+"""What a retraining announces: a commit in git, Prefect's events, notifications. None of it fails a run."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prefect.events import emit_event
 from prefect.runtime import flow_run as current_flow_run
 
+from flows.artifacts import harmless
 from unidec.config import Params, load_params
 from unidec.errors import UnidecError, without_credentials
+from unidec.tracking.lineage import LOCK_COMMIT_TAG
 from unidec.tracking.promotion import tag_version
 
 log = logging.getLogger("unidec.flows")
 
 RECORDED = ("dvc.lock", "data/start.json", "outputs/metrics.json", "outputs/plots")
-LOCK_COMMIT = "git.lock_commit"  # tag of a version: the commit whose dvc.lock made it
 _SECONDS = 60  # for a git command
 
 
@@ -47,8 +47,8 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
     Raises:
         GitRefusal: other changes are staged, a merge is under way, no branch is checked out; or git failed.
     """
-    name = params.tracking.model_name
-    _refuse_unsafe(tag=params.retrain.commit == "tag")
+    name, wants_tag = params.tracking.model_name, params.retrain.commit == "tag"
+    _refuse_unsafe(wants_tag)
     paths = [path for path in (*RECORDED, *extra) if Path(path).exists()]
     others = _git("diff", "--cached", "--name-only", "--", ":/", *(f":(exclude){path}" for path in paths)).splitlines()
     if others:
@@ -58,8 +58,9 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
         message = f"Retrain: version {version} of {name}, {verdict}"
         _git("commit", "--quiet", "--no-verify", "--message", message, "--", *paths)  # hooks are for code
     done = {"commit": _git("rev-parse", "HEAD")}
-    _tag_version(name, version, done["commit"])
-    if params.retrain.commit == "tag":
+    with harmless("the version could not be given its commit"):
+        tag_version(name, str(version), {LOCK_COMMIT_TAG: done["commit"]})
+    if wants_tag:
         done["tag"] = f"{name}-v{version}"
         if not _git("tag", "--list", done["tag"]):
             _git("tag", "--annotate", done["tag"], "--message", f"version {version} of {name}: {verdict}")
@@ -74,12 +75,12 @@ def is_uncommitted(params: Params) -> bool:
         return False
 
 
-def _refuse_unsafe(tag: bool) -> None:
+def _refuse_unsafe(wants_tag: bool) -> None:
     folder = Path(_git("rev-parse", "--absolute-git-dir"))
     for name in ("MERGE_HEAD", "rebase-merge", "rebase-apply", "CHERRY_PICK_HEAD", "REVERT_HEAD"):
         if (folder / name).exists():
             raise GitRefusal("a merge or rebase is under way", where=str(folder / name), fix="finish it")
-    if not tag and not _git("branch", "--show-current"):
+    if not wants_tag and not _git("branch", "--show-current"):
         raise GitRefusal("no branch is checked out: the commit would be lost", where="git", fix="git switch <branch>")
 
 
@@ -95,27 +96,6 @@ def _git(*words: str) -> str:
 
 
 # -- events and people ------------------------------------------------------------------------------------------------
-
-
-def harmless(what: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A failure of this is a warning."""
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **options: Any) -> None:
-            try:
-                function(*args, **options)
-            except Exception as error:
-                log.warning("%s: %s", what, error)
-
-        return wrapper
-
-    return decorate
-
-
-@harmless("the version could not be given its commit")
-def _tag_version(name: str, version: Any, commit: str) -> None:
-    tag_version(name, str(version), {LOCK_COMMIT: commit})
 
 
 @harmless("an event could not be sent to Prefect")
@@ -134,29 +114,18 @@ def emit(model_name: str, event: str, payload: Mapping[str, Any]) -> None:
     emit_event(event=f"unidec.{event}", resource=about, related=related, payload=dict(payload))
 
 
-def notify(blocks: Sequence[str], subject: str, body: str) -> None:
-    """Tells each of the notification blocks, e.g. "slack-webhook/team"."""
-    for block in blocks:
-        _notify_one(block, subject, body)
-
-
-@harmless("a notification could not be sent")
-def _notify_one(name: str, subject: str, body: str) -> None:
+def tell(params: Params, event: str, subject: str, payload: Mapping[str, Any], lines: Sequence[str] = ()) -> None:
+    """The event, and for people its words with a link to the run, to each block of `retrain.notify`."""
     from prefect.blocks.core import Block
 
-    block: Any = Block.load(name)
-    with block.raise_on_failure():
-        block.notify(body, subject)
-
-
-def tell(params: Params, event: str, subject: str, payload: Mapping[str, Any], lines: Sequence[str] = ()) -> None:
-    """The event, and for people its words with a link to the run."""
     emit(params.tracking.model_name, event, payload)
-    if params.retrain.notify:
-        where = current_flow_run.ui_url
-        link = [without_credentials(str(where))] if str(where).startswith("http") else []
-        body = "\n".join([*lines, *link])
-        notify(params.retrain.notify, f"{params.tracking.model_name}: {subject}", body)
+    for name in params.retrain.notify:
+        with harmless("a notification could not be sent"):
+            where = without_credentials(str(current_flow_run.ui_url))
+            body = "\n".join([*lines, *([where] if where.startswith("http") else [])])
+            block: Any = Block.load(name)
+            with block.raise_on_failure():
+                block.notify(body, f"{params.tracking.model_name}: {subject}")
 
 
 def failed(_flow: Any, flow_run: Any, state: Any) -> None:

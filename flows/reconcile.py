@@ -16,27 +16,25 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 
 # isort: split
 import psutil
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import Cancelled, Crashed
 
+from flows.artifacts import harmless
 from unidec.pipeline import runs
 
 log = logging.getLogger("unidec.flows")
 
 _SECONDS_APART = 5.0  # clocks of processes and of the server may differ a little
-_AT_WORK = [StateType.RUNNING, StateType.CANCELLING]
 _WORDS = "its process is gone (killed, or the machine stopped); the next run resumes from the last checkpoint"
 
 
+@harmless("the flow run does not name its process")
 def note_process(run: FlowRun) -> None:
     """Write into the flow run which process works on it, as Prefect's own worker does: "host:process id"."""
-    try:
-        with get_client(sync_client=True) as client:
-            client.update_flow_run(run.id, infrastructure_pid=f"{socket.gethostname()}:{os.getpid()}")
-    except Exception as error:  # Prefect's client has no common error
-        log.warning("the flow run does not name its process: %s", error)
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(run.id, infrastructure_pid=f"{socket.gethostname()}:{os.getpid()}")
 
 
 def reconcile_crashed_runs() -> list[str]:
@@ -46,20 +44,19 @@ def reconcile_crashed_runs() -> list[str]:
     warning.
     """
     crashed = []
-    try:
-        with get_client(sync_client=True) as client:
-            for run in _found(client, filters.FlowRunFilter(state=_in(_AT_WORK))):
-                if _process_is_gone(run):
-                    client.set_flow_run_state(run.id, Crashed(message=_WORDS), force=True)
-                    crashed.append(run.name)
-                    log.warning("flow run %s is Crashed: %s", run.name, _WORDS)
-    except Exception as error:
-        log.warning("crashed flow runs could not be looked for: %s", error)
+    with harmless("crashed flow runs could not be looked for"), get_client(sync_client=True) as client:
+        at_work = filters.FlowRunFilter(state=_in(StateType.RUNNING, StateType.CANCELLING))
+        for run in client.read_flow_runs(flow_run_filter=at_work):
+            if _process_is_gone(run):
+                client.set_flow_run_state(run.id, Crashed(message=_WORDS), force=True)
+                crashed.append(run.name)
+                log.warning("flow run %s is Crashed: %s", run.name, _WORDS)
     if crashed:
         runs.reconcile_crashed_runs()
     return crashed
 
 
+@harmless("late runs could not be looked for")  # runs that wait are no reason not to work
 def cancel_late_runs(run: FlowRun) -> None:
     """Cancel the scheduled runs that are due and wait, for `run` does their work: after an outage there may be many.
 
@@ -67,26 +64,19 @@ def cancel_late_runs(run: FlowRun) -> None:
     """
     alike = filters.FlowRunFilter(
         deployment_id=filters.FlowRunFilterDeploymentId(any_=[run.deployment_id]),
-        state=_in([StateType.SCHEDULED]),
+        state=_in(StateType.SCHEDULED),
         next_scheduled_start_time=filters.FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC)),
     )
-    try:
-        with get_client(sync_client=True) as client:
-            for other in _found(client, alike):
-                if other.auto_scheduled and other.id != run.id and other.parameters == run.parameters:
-                    words = f"run {run.name} does its work too: several were due at once"
-                    client.set_flow_run_state(other.id, Cancelled(message=words))
-                    log.info("late run %s is cancelled: %s", other.name, words)
-    except Exception as error:  # runs that wait are no reason not to work
-        log.warning("late runs could not be looked for: %s", error)
+    words = f"run {run.name} does its work too: several were due at once"
+    with get_client(sync_client=True) as client:
+        for other in client.read_flow_runs(flow_run_filter=alike):
+            if other.auto_scheduled and other.id != run.id and other.parameters == run.parameters:
+                client.set_flow_run_state(other.id, Cancelled(message=words))
+                log.info("late run %s is cancelled: %s", other.name, words)
 
 
-def _in(states: list[StateType]) -> filters.FlowRunFilterState:
-    return filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=states))
-
-
-def _found(client: SyncPrefectClient, wanted: filters.FlowRunFilter) -> list[FlowRun]:
-    return client.read_flow_runs(flow_run_filter=wanted, limit=200)  # Prefect's limit for one answer
+def _in(*states: StateType) -> filters.FlowRunFilterState:
+    return filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=list(states)))
 
 
 def _process_is_gone(run: FlowRun) -> bool:

@@ -7,7 +7,6 @@ Minutes instead of hours, between two retrainings: `python -m flows.refresh`, or
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +16,9 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 # isort: split
 from prefect import flow
 
-from flows import artifacts, decide, lifecycle, publish, reproduce, steps
+from flows import artifacts, decide, lifecycle, publish, source, steps
+from unidec import pipeline
 from unidec.config import Params, load_params
-from unidec.errors import TrainingError
 
 DATA_STEPS = ("ingest", "validate", "propensity")  # what a refresh reads, and the gate
 
@@ -43,29 +42,23 @@ def refresh(promote: bool | None = None) -> Any:
     Raises:
         UnidecError: there is no champion, or the data is not fit.
     """
-    with lifecycle.at_work(), contextlib.ExitStack() as stack:
+    with lifecycle.at_work():
         params = load_params("params.yaml")
-        try:
-            stack.enter_context(reproduce.one_at_a_time())
-        except TrainingError as error:
-            return lifecycle.turned_away(error)
-        return lifecycle.named(_refresh(params, promote))
+        return lifecycle.alone(lambda: _refresh(params, promote))
 
 
 def _refresh(params: Params, promote: bool | None) -> dict[str, Any]:
-    if params.source.kind != "none":
-        lifecycle.say(f"fetch: {steps.fetch(params)['reason']}")
-    steps.prepare_data(DATA_STEPS)
-    done = steps.refresh_labels(params)
+    source.prepare_data(params, DATA_STEPS)
+    done = steps.run("refresh labels", pipeline.refresh_labels, params)
     if not done["changed"]:
-        artifacts.show_skip(done["reason"])
+        artifacts.show_text("skipped", [f"Nothing was changed: {done['reason']}."], "why nothing was changed")
         publish.emit(params.tracking.model_name, "skipped", {"reason": done["reason"]})
         return {**done, "skipped": done["reason"]}
     lifecycle.say(done["reason"])
-    registered = steps.register(params, done["bundle"])
+    registered = steps.run("register", pipeline.register, params, done["bundle"], retry=True)
     done |= {"version": registered["version"], "run_url": registered.get("run")}
     done |= decide.decide(params, done["version"], promote)
-    artifacts.show_links(done["run_url"], done["version"], params.tracking.model_name)
+    artifacts.show_result(done["run_url"], done["version"], params.tracking.model_name)
     return done | decide.share(params, done["version"], done)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import operator
 import os
 import re
 import signal
@@ -16,21 +17,14 @@ from typing import Any
 
 import yaml
 
-from unidec.errors import (
-    ArtifactError,
-    ConfigError,
-    DataError,
-    TrainingError,
-    UnidecError,
-    without_credentials,
-)
-from unidec.pipeline.lock import one_at_a_time
-
-__all__ = ["CommandError", "check_repository", "commit", "inputs_state", "one_at_a_time", "reproduce", "run", "stale"]
+from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError, without_credentials
 
 MODEL_STAGES = ("train", "index", "evaluate")
 _BY_EXIT_CODE = {error.exit_code: error for error in (ConfigError, DataError, ArtifactError, TrainingError)}
 _KILL_AFTER = 10.0  # seconds between SIGTERM and SIGKILL for a command that is cancelled
+_NOISE = re.compile(  # DVC's own lines around those of a stage
+    r"Running stage|> |ERROR: failed to reproduce|Stage '|Updating lock|To track|Use `dvc|\s*git add|\s*dvc config"
+)
 
 
 class CommandError(RuntimeError):
@@ -50,7 +44,7 @@ def check_repository() -> None:
         )  # fmt: skip
 
 
-def reproduce(stages: Sequence[str], say: Callable[[str], None] = print) -> None:
+def reproduce(stages: Sequence[str], say: Callable[[str], None]) -> None:
     """`dvc repro <stages>`; the error of a stage that fails is raised here.
 
     Raises:
@@ -61,13 +55,11 @@ def reproduce(stages: Sequence[str], say: Callable[[str], None] = print) -> None
     code, output = run(["repro", *stages], say)
     if code == 0:
         return
-    found = re.search(r"exited with (\d+)", output)
-    kind = _BY_EXIT_CODE.get(int(found.group(1))) if found else None
-    words = _stage_words(output)
-    if kind is not None:
-        raise kind(words)
-    if found:
-        raise UnidecError(f"a stage failed\n{words}")
+    lines = [line.rstrip() for line in output.splitlines() if line.strip()]
+    spoken = "\n".join(line for line in lines if not _NOISE.match(line))
+    words = (spoken or " ".join(line for line in lines if line.startswith("ERROR")))[-4000:]
+    if found := re.search(r"exited with (\d+)", output):
+        raise _BY_EXIT_CODE.get(int(found[1]), UnidecError)(words)
     if "are missing from 'params.yaml'" in output:
         raise ConfigError(words, where="params.yaml", fix="add them: DVC requires each key that dvc.yaml names")
     raise CommandError(f"dvc repro {' '.join(stages)} ended with {code}: {words}")
@@ -97,111 +89,11 @@ def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
     return False, list(MODEL_STAGES[first:])
 
 
-def commit(stages: list[str]) -> None:
-    """Records what the stages' outputs are now in dvc.lock and the cache, so that `dvc status` agrees.
-
-    Raises:
-        CommandError: DVC failed.
-    """
-    code, output = run(["commit", "--force", *stages])
-    if code:
-        raise CommandError(f"dvc commit ended with {code}: {output[-2000:]}")
-
-
-def push(secrets: Mapping[str, str] | None = None, say: Callable[[str], None] | None = None) -> str:
-    """`dvc push`: what was made goes to the remote. Returns DVC's last words.
-
-    Args:
-        secrets: environment variables for DVC's process alone.
-        say: receives each line.
-
-    Raises:
-        CommandError: DVC failed.
-    """
-    code, output = run(["push"], say, secrets)
-    if code:
-        raise CommandError(f"dvc push ended with {code}: {output[-2000:]}")
-    return (output.strip().splitlines() or ["done"])[-1]
-
-
-def inputs_state(stages: tuple[str, ...] = MODEL_STAGES) -> dict[str, tuple[int, ...]]:
-    """Size, time of change and inode of each file that these stages read, by path; not of what they write.
-
-    Taken before and after a training: where it differs, somebody edited the inputs meanwhile, and a lock file written
-    now would record inputs that did not make the model. DVC hashes them only afterwards.
-    """
-    params = yaml.safe_load(Path("params.yaml").read_text(encoding="utf-8")) or {}
-    described = yaml.safe_load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"]
-    paths, written = {"params.yaml", "dvc.yaml"}, set()
-    for stage in stages:
-        paths |= {_path_of(entry, params) for entry in described[stage].get("deps", [])}
-        outputs = (described[stage].get(kind, []) for kind in ("outs", "metrics", "plots"))
-        written |= {_path_of(entry, params) for kind in outputs for entry in kind}
-    found = {}
-    for path in paths - written:
-        for file in _files(Path(path)):
-            facts = file.stat()
-            found[str(file)] = (facts.st_size, facts.st_mtime_ns, facts.st_ino)
-    return found
-
-
-def run(
-    words: list[str], say: Callable[[str], None] | None = None, environment: Mapping[str, str] | None = None
-) -> tuple[int, str]:
-    """`dvc <words>` in a process group of its own, which ends with us. Returns exit code and output.
-
-    Args:
-        words: the command and its arguments.
-        say: receives each line.
-        environment: secrets of that process alone: their values are masked in its output.
-    """
-    # our flow run's own identity is not the child's
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT__")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dvc", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={**inherited, **(environment or {})},
-        start_new_session=True,
-    )
-    lines = []
-    try:
-        assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
-                line = _crossed_out(line, environment or {})
-                lines.append(line)
-                if say and line.strip():
-                    say(line.rstrip())
-        return process.wait(), "".join(lines)
-    except BaseException:  # cancelled: no child may outlive us
-        _end(process)
-        raise
-
-
-def _crossed_out(line: str, secrets: Mapping[str, str]) -> str:
-    for value in sorted(filter(None, secrets.values()), key=len, reverse=True):
-        line = line.replace(value, "********")
-    return without_credentials(line)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_KILL_AFTER)
-            return
-
-
 def _status(stages: tuple[str, ...]) -> dict[str, Any]:
     check_repository()
-    code, output = run(["status", "--json", *stages])
-    lines = [line for line in output.splitlines() if line.startswith("{")]
-    if code or not lines:
-        raise CommandError(f"dvc status ended with {code}: {output[-2000:]}")
+    lines = [line for line in dvc(["status", "--json", *stages]).splitlines() if line.startswith("{")]
+    if not lines:
+        raise CommandError("dvc status reported nothing")
     return json.loads(lines[-1])
 
 
@@ -213,26 +105,91 @@ def _only_missing(changes: list[Any]) -> bool:
     return bool(kinds) and all(kind == "deleted" for kind in kinds)  # a parameter's kind is a dictionary
 
 
-def _stage_words(output: str) -> str:
-    """The last lines of a stage, without DVC's own around them; where no stage spoke, DVC's reason."""
-    noise = ("Running stage", "> ", "ERROR: failed to reproduce", "Stage '", "Updating lock", "To track", "Use `dvc")
-    lines = [line.rstrip() for line in output.splitlines() if line.strip() and not line.startswith(noise)]
-    words = "\n".join(line for line in lines if not line.lstrip().startswith(("git add", "dvc config")))
-    return words[-4000:] or " ".join(line for line in output.splitlines() if line.startswith("ERROR"))[-4000:]
+def commit(stages: Sequence[str]) -> None:
+    """Records what the stages' outputs are now in dvc.lock and the cache, so that `dvc status` agrees.
+
+    Raises:
+        CommandError: DVC failed.
+    """
+    dvc(["commit", "--force", *stages])
 
 
-def _path_of(entry: Any, params: dict[str, Any]) -> str:
-    """A dependency's or output's path, with `${section.key}` replaced as DVC does it."""
-    path = next(iter(entry)) if isinstance(entry, dict) else str(entry)
+def inputs_state() -> dict[str, tuple[int, ...]]:
+    """Size, time of change and inode of each file that the model's stages read, by path; not of what they write.
+
+    Taken before and after a training: where it differs, somebody edited the inputs meanwhile, and a lock file written
+    now would record inputs that did not make the model. DVC hashes them only afterwards.
+    """
+    params = yaml.safe_load(Path("params.yaml").read_text(encoding="utf-8")) or {}
+    described = yaml.safe_load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"]
+
+    def paths(kind: str) -> set[str]:
+        entries = [entry for stage in MODEL_STAGES for entry in described[stage].get(kind, [])]
+        names = [next(iter(entry)) if isinstance(entry, dict) else entry for entry in entries]
+        return {re.sub(r"\$\{([^}]+)\}", value, name).rstrip("/") for name in names}
 
     def value(found: re.Match[str]) -> str:
-        return str(functools.reduce(lambda section, key: section[key], found.group(1).strip().split("."), params))
+        return str(functools.reduce(operator.getitem, found[1].strip().split("."), params))
 
-    return re.sub(r"\$\{([^}]+)\}", value, path).rstrip("/")
+    read = {"params.yaml", "dvc.yaml"} | paths("deps") - paths("outs")
+    roots = [Path(path) for path in read]
+    files = [file for root in roots for file in (root.rglob("*") if root.is_dir() else [root])]
+    facts = {str(file): file.stat() for file in files if file.is_file() and "__pycache__" not in file.parts}
+    return {name: (fact.st_size, fact.st_mtime_ns, fact.st_ino) for name, fact in facts.items()}
 
 
-def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        found = (file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
-        return sorted(found)
-    return [path] if path.is_file() else []
+def dvc(
+    words: Sequence[str], say: Callable[[str], None] | None = None, secrets: Mapping[str, str] | None = None
+) -> str:
+    """The output of `dvc <words>`; arguments as for `run`.
+
+    Raises:
+        CommandError: it failed.
+    """
+    code, output = run(words, say, secrets)
+    if code:
+        raise CommandError(f"dvc {words[0]} ended with {code}: {output[-2000:]}")
+    return output
+
+
+def run(
+    words: Sequence[str], say: Callable[[str], None] | None = None, secrets: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """`dvc <words>` in a process group of its own, which ends with us. Returns exit code and output.
+
+    Args:
+        words: the command and its arguments.
+        say: receives each line.
+        secrets: environment variables of that process alone: their values are masked in its output.
+    """
+    # our flow run's own identity is not the child's
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT__")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dvc", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**inherited, **(secrets or {})},
+        start_new_session=True,
+    )
+    hidden = sorted(filter(None, (secrets or {}).values()), key=len, reverse=True)
+    lines = []
+    try:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                for value in hidden:
+                    line = line.replace(value, "********")
+                lines.append(without_credentials(line))
+                if say and line.strip():
+                    say(lines[-1].rstrip())
+        return process.wait(), "".join(lines)
+    except BaseException:  # cancelled: no child may outlive us
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, how)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_AFTER)
+                break
+        raise

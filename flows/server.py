@@ -46,7 +46,7 @@ def start() -> None:
 
 def stop() -> None:
     """Stops the server, if one was started; at exit at the latest."""
-    global _process, _address
+    global _process
     if _process is None:
         return
     _process.terminate()
@@ -54,14 +54,7 @@ def stop() -> None:
         _process.wait(5)
     except subprocess.TimeoutExpired:
         _process.kill()
-        _process.wait()
-    _process, _address = None, ""
-    atexit.unregister(stop)
-
-
-def is_temporary(url: str) -> bool:
-    """Whether this is the address of the temporary server."""
-    return bool(_address) and url == _address
+    _process = None
 
 
 @contextlib.contextmanager
@@ -78,24 +71,18 @@ def running(meanwhile: Callable[[], object] = lambda: None) -> Iterator[None]:
     else:
         start()
     meanwhile()
-    if not _healthy():  # Prefect starts its own and reports why that fails
-        stop()
-        yield
-        return
-    with temporary_settings({PREFECT_API_URL: _address, PREFECT_UI_URL: ""}):  # it has no pages
-        yield
-
-
-def _healthy() -> bool:
-    """Waits until the server answers; False: there is none, or it ended."""
     end = time.monotonic() + TIMEOUT_S
     while _process is not None and _process.poll() is None and time.monotonic() < end:
         try:
             urllib.request.urlopen(f"{_address}/health", timeout=5).close()
-            return True
         except OSError:
             time.sleep(0.05)
-    return False
+            continue
+        with temporary_settings({PREFECT_API_URL: _address, PREFECT_UI_URL: ""}):  # it has no pages
+            yield
+        return
+    stop()  # Prefect starts its own and reports why that fails
+    yield
 
 
 def main() -> None:

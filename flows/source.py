@@ -7,7 +7,10 @@ nothing else: they are no parameters, and `reproduce.run` masks them in the outp
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +18,37 @@ from typing import Any
 import yaml
 from prefect.blocks.system import Secret
 
-from flows import reproduce
+from flows import lifecycle, reproduce, steps
 from unidec import pipeline
 from unidec.config import Params
 from unidec.errors import ConfigError, DataError
 from unidec.sections import Source
+from unidec.tracking.provenance import md5_of
+
+log = logging.getLogger("unidec.flows")
+
+_LOST = ("does not exist", "missing", "not found", "No such file", "failed to pull", "Unable to find", "corrupted")
 
 
-def fetch(params: Params, say: Callable[[str], None] = print) -> dict[str, Any]:
+def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
+    """Fetches the newest raw data and brings the data stages up to date.
+
+    Returns:
+        the model's stages that are out of date then.
+    """
+    if params.source.kind != "none":
+        lifecycle.say(f"fetch: {steps.run('fetch', fetch, params, log.info, retry=True)['reason']}")
+    changed, work = reproduce.stale(stages)
+    if not changed:
+        lifecycle.say("the data is up to date")
+        return work
+    # what follows imports torch, which takes seconds, as DVC's processes do
+    threading.Thread(target=importlib.import_module, args=("unidec.pipeline.training",), daemon=True).start()
+    steps.run("prepare data", reproduce.reproduce, stages, log.info, retry=True)
+    return reproduce.stale()[1]
+
+
+def fetch(params: Params, say: Callable[[str], None]) -> dict[str, Any]:
     """The newest raw data into `data.path`.
 
     Returns:
@@ -35,20 +61,27 @@ def fetch(params: Params, say: Callable[[str], None] = print) -> dict[str, Any]:
     if params.source.kind != "dvc":
         return pipeline.fetch(params)
     target = dvc_file(params.source)
-    before = _described(target)
+    before = yaml.safe_load(target.read_text(encoding="utf-8"))
     imported = any("repo" in dep or "path" in dep for dep in before.get("deps", []))
     words = ["update", str(target)] if imported else ["pull", "--force", str(target)]
     if imported and params.source.revision:
         words += ["--rev", params.source.revision]
-    secrets = secret_values(params.source.secrets)
-    code, output = reproduce.run(words, say, secrets)
+    code, output = reproduce.run(words, say, secret_values(params.source.secrets))
     if code:
-        raise _error(target, output, code)
-    after = _described(target)
-    check(target, after)
+        output = " ".join(line.strip() for line in output.splitlines()[-12:])[-2000:]
+        if not any(word in output for word in _LOST):
+            raise reproduce.CommandError(f"dvc ended with {code} for {target}: {output}")
+        raise DataError(
+            "DVC cannot bring this data", where=str(target), got=output,
+            fix="dvc push it from where it is whole, or mend the remote (dvc remote list); nothing was trained",
+        )  # fmt: skip
+    after = yaml.safe_load(target.read_text(encoding="utf-8"))
+    for out in after["outs"]:
+        if out.get("hash") == "md5" and "md5" in out:  # others are a store's own hashes: DVC's checks have to do
+            _check(target.parent / out["path"], out["md5"])
     hashes = [[out.get(kind) for kind in ("md5", "etag", "checksum")] for out in after["outs"]]
     sha256 = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
-    changed = after.get("outs") != before.get("outs")
+    changed = after["outs"] != before.get("outs")
     reason = f"{target} {'is new' if changed else 'is as it was'}: dvc {words[0]}"
     return {"changed": changed, "source": str(target), "sha256": sha256, "reason": reason}
 
@@ -67,27 +100,6 @@ def dvc_file(source: Source) -> Path:
             fix="dvc import (from a repository), dvc import-url, or dvc add, and commit the .dvc file",
         )  # fmt: skip
     return path
-
-
-def check(target: Path, described: Mapping[str, Any]) -> None:
-    """Reads what DVC brought and compares it with the hashes in its .dvc file: DVC trusts its remote, we do not.
-
-    Raises:
-        DataError: a file is missing, or another than the one that was pushed; it is named.
-    """
-    for out in described.get("outs", []):
-        if out.get("hash") != "md5" or "md5" not in out:
-            continue  # DVC 2's hash, which ignores line ends, or a store's own: DVC's checks have to do
-        path = target.parent / out["path"]
-        for file, md5 in _files(path, out["md5"]):
-            got = _md5(file) if file.is_file() else "no such file"
-            if got != md5:
-                _forget(file, md5)
-                raise DataError(
-                    "not the data that DVC recorded: its remote is damaged", where=str(file), got=got,
-                    expected=f"md5 {md5}",
-                    fix="dvc push it again from where it is whole, and run again; nothing was trained",
-                )  # fmt: skip
 
 
 def secret_values(names: Mapping[str, str]) -> dict[str, str]:
@@ -110,56 +122,34 @@ def secret_values(names: Mapping[str, str]) -> dict[str, str]:
     return values
 
 
-def _error(target: Path, output: str, code: int) -> Exception:
-    """What DVC's failure means: data that is not there names its path; anything else may pass."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    output = " ".join(lines[-12:])[-2000:]
-    lost = ("does not exist", "missing", "not found", "No such file", "failed to pull", "Unable to find", "corrupted")
-    if any(word in output for word in lost):
-        return DataError(
-            "DVC cannot bring this data", where=str(target), got=output,
-            fix="dvc push it from where it is whole, or mend the remote (dvc remote list); nothing was trained",
+def _check(path: Path, md5: str) -> None:
+    """Compares what DVC brought with the hashes that it recorded: DVC trusts its remote, we do not.
+
+    A damaged copy is removed here and in DVC's cache, so that the next run fetches it again.
+
+    Raises:
+        DataError: a file is missing, or another than the one that was pushed; it is named.
+    """
+    cache = Path(reproduce.dvc(["cache", "dir"]).strip().splitlines()[-1]) / "files" / "md5"
+    for file, expected in _files(path, md5, cache):
+        if (got := md5_of(file)) == expected:
+            continue
+        for copy in (file, cache / expected[:2] / expected[2:]):
+            if copy.is_file() and md5_of(copy) != expected:
+                copy.unlink()
+        raise DataError(
+            "not the data that DVC recorded: its remote is damaged", where=str(file), got=got or "no such file",
+            expected=f"md5 {expected}",
+            fix="dvc push it again from where it is whole, and run again; nothing was trained",
         )  # fmt: skip
-    return reproduce.CommandError(f"dvc ended with {code} for {target}: {output}")
 
 
-def _described(target: Path) -> dict[str, Any]:
-    found = yaml.safe_load(target.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
-
-
-def _files(path: Path, md5: str) -> Iterator[tuple[Path, str]]:
+def _files(path: Path, md5: str, cache: Path) -> Iterator[tuple[Path, str]]:
     """Each file that DVC recorded, with its hash; of a folder, from its listing in DVC's cache."""
     if not md5.endswith(".dir"):
         yield path, md5
         return
-    listing = _cache() / md5[:2] / md5[2:]
-    if not listing.is_file() or _md5(listing) != md5.removesuffix(".dir"):
-        listing.unlink(missing_ok=True)
-        raise DataError(
-            "DVC's listing of this folder is missing or damaged", where=str(path), got=str(listing),
-            expected=f"md5 {md5}", fix="dvc push it again from where it is whole; nothing was trained",
-        )  # fmt: skip
+    listing = cache / md5[:2] / md5[2:]
+    yield listing, md5.removesuffix(".dir")
     for entry in json.loads(listing.read_text(encoding="utf-8")):
         yield path / entry["relpath"], entry["md5"]
-
-
-def _forget(file: Path, md5: str) -> None:
-    """Removes a damaged copy here and in DVC's cache, so that the next run fetches it again."""
-    file.unlink(missing_ok=True)
-    cached = _cache() / md5[:2] / md5[2:]
-    if cached.is_file() and _md5(cached) != md5:
-        cached.unlink()
-
-
-def _cache() -> Path:
-    """DVC's cache of objects by md5."""
-    code, output = reproduce.run(["cache", "dir"])
-    if code:
-        raise reproduce.CommandError(f"dvc cache dir ended with {code}: {output[-500:]}")
-    return Path(output.strip().splitlines()[-1]) / "files" / "md5"
-
-
-def _md5(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -1,4 +1,4 @@
-"""The last lines of a training on a terminal: figures beside the champion and the baselines, and what to do next."""
+"""What came of a training: one line for the log; on a terminal figures beside the champion's and baselines', too."""
 
 from __future__ import annotations
 
@@ -20,19 +20,14 @@ def summary(done: Mapping[str, Any]) -> str:
     """About ten lines of what the flow `unidec` returns."""
     if "metrics" not in done and "version" not in done:
         return f"done: {', '.join(done['steps'])}"
-    measured = done if "metrics" in done else _stored()
+    measured = done
+    if "metrics" not in done and _STORED.is_file():  # a run that trains nothing: what the last evaluation wrote
+        stored = json.loads(_STORED.read_text(encoding="utf-8"))
+        measured = stored | {"metrics": stored["test"]}
     lines = [*_table(done, measured), *(f"warning: {words}" for words in measured.get("warnings", ()))]
-    lines += [_outcome(done), f"report: {_shown(measured.get('report', _REPORT))}"]
+    lines += [outcome(done), f"report: {_shown(measured.get('report', _REPORT))}"]
     lines += [f"MLflow run: {done['run_url']}"] if done.get("run_url") else []
     return "\n".join([*lines, *_next(done)])
-
-
-def _stored() -> dict[str, Any]:
-    """What the last evaluation wrote, for a run that trains nothing."""
-    if not _STORED.is_file():
-        return {}
-    stored = json.loads(_STORED.read_text(encoding="utf-8"))
-    return {"metrics": stored["test"], **{key: stored[key] for key in ("baselines", "warnings") if key in stored}}
 
 
 def _table(done: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:
@@ -49,37 +44,33 @@ def _table(done: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:
     return [f"{name:<{_WIDTH}}" + "".join(f"{cell:>8}" for cell in row) for name, row in (head | cells).items()]
 
 
-def _outcome(done: Mapping[str, Any]) -> str:
-    """What became of the model."""
+def outcome(done: Mapping[str, Any]) -> str:
+    """What became of the model, in one line."""
     if done.get("version") is None:
         return "not registered: a trial, or some of the steps alone"
-    version, model = done["version"], done["model"]
-    gate = done.get("gate", {})
+    version, gate = f"version {done['version']} of {done['model']}", done.get("gate", {})
     if "promoted" in done:
         previous = done["promoted"].get("previous")
         before = f"; `unidec models rollback` returns to version {previous}" if previous else ""
-        return f"version {version} of {model} is the champion{before}"
+        return f"{version} is the champion{before}"
     if "refused" in done:
-        why = " ".join(done["refused"].split())
-        return f"version {version} of {model} is not promoted, see outputs/gate.html: {why}"
+        return f"{version} is not promoted, see outputs/gate.html: {' '.join(done['refused'].split())}"
     if gate.get("passed") and not gate.get("already"):
-        return f"version {version} of {model} passed the gate and is not promoted: `unidec models promote` promotes it"
+        return f"{version} passed the gate and is not promoted: `unidec models promote` promotes it"
     if "skipped" in done:
-        return f"nothing to train: {done['skipped']}; it is version {version} of {model}"
-    if gate.get("already"):
-        return f"version {version} of {model} is the champion already"
-    return f"version {version} of {model} is registered"
+        return f"nothing to train: {done['skipped']}; it is {version}"
+    return f"{version} is {'the champion already' if gate.get('already') else 'registered'}"
 
 
 def _next(done: Mapping[str, Any]) -> list[str]:
     """Commands to try, as they are typed in this folder."""
-    bundle = Path(str(done.get("report", _REPORT))).with_name("bundle")
+    bundle = _shown(Path(str(done.get("report", _REPORT))).with_name("bundle"))
     trial = done.get("version") is None
-    source = f" --bundle {_shown(bundle)}" if trial else ""
-    served = _shown(bundle) if trial or "no_champion" in done else f"models:/{done['model']}@champion"
+    served = bundle if trial or "no_champion" in done else f"models:/{done['model']}@champion"
     # `make ui` serves the pages of runs: where a server shows this run already, the line above links to it
     third = "make ui" if Path("Makefile").is_file() and not done.get("run_url") else f"{program()} models list"
-    return ["next:", f'  {program()} predict "some text" -k 5{source}', f"  {program()} serve {served}", f"  {third}"]
+    predict = f'{program()} predict "some text" -k 5{f" --bundle {bundle}" if trial else ""}'
+    return ["next:", f"  {predict}", f"  {program()} serve {served}", f"  {third}"]
 
 
 def program() -> str:

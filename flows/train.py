@@ -15,13 +15,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import importlib
-import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -33,10 +28,14 @@ if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
 # isort: split
 from prefect import flow
 
-from flows import artifacts, decide, lifecycle, publish, reproduce, steps
+from flows import artifacts, lifecycle, publish, reproduce, source
+from flows.decide import decide, share
+from flows.steps import run
 from flows.summary import summary
+from unidec import pipeline
 from unidec.config import Params, fingerprint, load_params, parse_overrides
-from unidec.errors import ConfigError, DataError, TrainingError
+from unidec.errors import ConfigError, DataError
+from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.runs import tracked
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import import_mlflow, prepare_store, tracking_uri
@@ -51,23 +50,6 @@ Step = Literal[
 ]  # fmt: skip
 STEPS: tuple[str, ...] = get_args(Step)
 DATA_STEPS = STEPS[: STEPS.index("train")]
-
-log = logging.getLogger("unidec.flows")
-
-
-@dataclasses.dataclass(frozen=True)
-class Wishes:
-    """What a run is asked beside its parameters.
-
-    Attributes:
-        force: train although nothing changed.
-        start: of training; None: `retrain.start` decides.
-        promote: what passes the gate; None: `retrain.promote` decides.
-    """
-
-    force: bool = False
-    start: Start | None = None
-    promote: bool | None = None
 
 
 @flow(
@@ -111,14 +93,19 @@ def train(
     with lifecycle.at_work():
         wanted = parse_steps(steps)
         params = load_params(params_file, overrides)
-        own = bool(overrides) or Path(params_file).resolve() != Path("params.yaml").resolve()
-        with _own_folder(params) if own else contextlib.nullcontext(params) as params:
-            if use_dvc and not own and wanted == list(STEPS):
-                return _retrain(params, Wishes(force, start, promote))
-            if own and not register_trial and "register" in wanted:
+        if overrides or Path(params_file).resolve() != Path("params.yaml").resolve():
+            if not register_trial and "register" in wanted:
                 wanted.remove("register")
                 lifecycle.say("a trial: its bundle is not registered (--register does)")
+            with _own_folder(params) as params:
+                return _in_process(params, wanted)
+        if not use_dvc or wanted != list(STEPS):
             return _in_process(params, wanted)
+        try:
+            return lifecycle.alone(lambda: _through_dvc(params, force, start, promote))
+        except DataError:
+            artifacts.show_links({}, artifacts.DATA_PAGES)
+            raise
 
 
 def parse_steps(steps: str | Sequence[str]) -> list[str]:
@@ -136,117 +123,97 @@ def parse_steps(steps: str | Sequence[str]) -> list[str]:
     return [step for step in STEPS if step in named]
 
 
-def _retrain(params: Params, wishes: Wishes) -> Any:
-    """Everything, one run at a time."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(reproduce.one_at_a_time())
-        except TrainingError as error:
-            return lifecycle.turned_away(error)
-        try:
-            return lifecycle.named(_through_dvc(params, wishes))
-        except DataError:
-            artifacts.show_data_pages()
-            raise
-
-
-def _through_dvc(params: Params, wishes: Wishes) -> dict[str, Any]:
-    if params.source.kind != "none":
-        lifecycle.say(f"fetch: {steps.fetch(params)['reason']}")
-    data_changed, work = reproduce.stale(DATA_STEPS)
-    if data_changed:
-        with ThreadPoolExecutor(1) as imports:  # what training imports takes seconds, as DVC's processes do
-            imports.submit(importlib.import_module, "unidec.pipeline.training")
-            steps.prepare_data(DATA_STEPS)
-        _, work = reproduce.stale()
-    else:
-        lifecycle.say("the data is up to date")
-    if wishes.force:
+def _through_dvc(params: Params, force: bool, start: Start | None, promote: bool | None) -> dict[str, Any]:
+    """Everything that is out of date."""
+    work = source.prepare_data(params, DATA_STEPS)
+    if force:
         work = list(reproduce.MODEL_STAGES)
     if not work:
-        return _skip(params, wishes)
+        return _skip(params, promote)
     lifecycle.say(f"will re-run: {', '.join(work)}")
     done: dict[str, Any] = {}
     if "train" in work:
-        artifacts.show_change(steps.data_change(params))
-        done["start"] = steps.choose_start(params, wishes.start)
+        artifacts.show_change(run("data change", pipeline.data_change, params, retry=True))
+        done["start"] = run("choose start", pipeline.choose_start, params, start, retry=True)
         lifecycle.say(f"start: {done['start']['kind']}, {done['start']['reason']}")
     before = reproduce.inputs_state()
-    done |= _in_process(params, [*work, "register"], lambda: _record(work, before))
-    done |= decide.decide(params, done["version"], wishes.promote)
-    artifacts.show_links(done["run_url"], done["version"], params.tracking.model_name)  # now with the gate's page
-    return done | decide.share(params, done["version"], done)
+
+    def record() -> None:
+        if reproduce.inputs_state() != before:
+            raise ConfigError(
+                "parameters, code or data were edited while the model was trained",
+                where="dvc.lock",
+                got="a lock file that does not describe the outputs, which are kept",
+                fix="run it again: what the edit concerns is then rebuilt",
+            )
+        run("record", reproduce.commit, work, retry=True)
+
+    done |= _in_process(params, [*work, "register"], record)
+    done |= decide(params, done["version"], promote)
+    artifacts.show_result(done["run_url"], done["version"], done["model"])  # now with the gate's page
+    return done | share(params, done["version"], done)
 
 
-def _skip(params: Params, wishes: Wishes) -> dict[str, Any]:
+def _skip(params: Params, promote: bool | None) -> dict[str, Any]:
     """Nothing to train; what an earlier run was killed before is made up for: registration, the gate, the commit."""
     reason = "nothing that the model depends on changed since dvc.lock was written"
     lifecycle.say(f"training is skipped: {reason} (force trains anyway)")
     done = _in_process(params, ["register"])
-    judged = decide.decide(params, done["version"], wishes.promote, always=False)
+    judged = decide(params, done["version"], promote, always=False)
     if judged or publish.is_uncommitted(params):
-        judged |= decide.share(params, done["version"], judged)
-    artifacts.show_skip(reason)
+        judged |= share(params, done["version"], judged)
+    artifacts.show_text("skipped", [f"Training was skipped: {reason}."], "why nothing was trained")
     publish.emit(params.tracking.model_name, "skipped", {"reason": reason, "version": str(done["version"])})
     return {**done, **judged, "skipped": reason}
 
 
-def _record(made: list[str], before: dict[str, Any]) -> None:
-    if reproduce.inputs_state() != before:
-        raise ConfigError(
-            "parameters, code or data were edited while the model was trained: its outputs are kept, dvc.lock is not",
-            where="dvc.lock",
-            fix="run it again: what the edit concerns is then rebuilt",
-        )
-    steps.record(made)
-
-
 def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] | None = None) -> dict[str, Any]:
     """The steps, in order; `recorded` is called once all outputs are written and before anything is registered."""
-    done: dict[str, Any] = {"steps": wanted}
+    done: dict[str, Any] = {"steps": wanted, "run_url": None}
     for stage in (step for step in wanted if step in DATA_STEPS):
-        steps.data_step(stage, params)
+        run(stage, getattr(pipeline, stage), params)
     with contextlib.ExitStack() as stack:
-        if "train" in wanted and recorded is None:  # else it is held already
-            stack.enter_context(reproduce.one_at_a_time())
-        run_dir = None
         if "train" in wanted:
-            run = steps.start_run(params)
-            run_dir = str(run.folder)
-            stack.enter_context(tracked(run_dir))
-            done |= _fit(run)
+            if recorded is None:  # else it is held already
+                stack.enter_context(one_at_a_time())
+            training = run("start run", pipeline.start_run, params, retry=True)
+            stack.enter_context(tracked(training.folder))
+            _fit(training)
+            done["epoch"] = training.epoch
         if "index" in wanted:
-            steps.index(params)
+            run("index", pipeline.index, params)
         if "evaluate" in wanted:
-            done |= steps.evaluate(params)
+            done |= run("evaluate", pipeline.evaluate, params)
             done["report"] = str(Path(done["report"]).resolve())
-            artifacts.show_metrics(done["metrics"])
+            artifacts.show_table("metrics", artifacts.rows_of(done["metrics"]), "held-out queries, percent")
         if recorded is not None:
             recorded()
-        done["run_url"] = Tracker.resume(run_dir).url if run_dir else None
+        if "train" in wanted:
+            done["run_url"] = Tracker.resume(training.folder).url
         if "register" in wanted:
-            registered = steps.register(params)
+            registered = run("register", pipeline.register, params, retry=True)
             done |= {key: registered.get(key) for key in ("model", "version")}
             done["run_url"] = done["run_url"] or registered.get("run")
-        artifacts.show_links(done["run_url"], done.get("version"), params.tracking.model_name)
+        artifacts.show_result(done["run_url"], done.get("version"), params.tracking.model_name)
     return done
 
 
-def _fit(run: Run) -> dict[str, Any]:
-    """Trains the run's rounds, each phase a task, and exports the model."""
-    for line in run.lines:
+def _fit(training: Run) -> None:
+    """Trains the rounds, each phase a task, and exports the model."""
+    for line in training.lines:
         lifecycle.say(line)
-    bar = artifacts.begin_progress(run.epoch, run.epochs)
 
     def phase(name: str, number: int, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        report = steps.run_phase(name, number, run.num_rounds, work)
-        if name == "validate":  # the round's last phase
-            artifacts.show_progress(bar, run.epoch, run.epochs)
-        return report
+        def shown() -> dict[str, Any]:
+            report = work()
+            artifacts.show_phase(name, number, report)
+            return report
 
-    fit(run, phase)
-    steps.export(run)
-    return {"epoch": run.epoch}
+        # not retried: what ended it would end it again, and the next run resumes from its checkpoint
+        return run(f"{name} {number} of {training.num_rounds}", shown)
+
+    fit(training, phase)
+    run("export", training.export)
 
 
 @contextlib.contextmanager
@@ -264,16 +231,8 @@ def _own_folder(params: Params) -> Iterator[Params]:
     folder = Path("runs") / "own" / fingerprint(params)[:12]
     folder.mkdir(parents=True, exist_ok=True)
     lifecycle.say(f"other parameters than params.yaml: outputs go to {folder}, DVC is left alone")
-    before = os.environ.get("MLFLOW_TRACKING_URI")
-    os.environ["MLFLOW_TRACKING_URI"] = tracking_uri(".")
-    try:
-        with contextlib.chdir(folder):
-            yield params.model_copy(update={"data": data, "encoder": encoder})
-    finally:
-        if before is None:
-            os.environ.pop("MLFLOW_TRACKING_URI", None)
-        else:
-            os.environ["MLFLOW_TRACKING_URI"] = before
+    with lifecycle.environment("MLFLOW_TRACKING_URI", tracking_uri(".")), contextlib.chdir(folder):
+        yield params.model_copy(update={"data": data, "encoder": encoder})
 
 
 # -- command line -----------------------------------------------------------------------------------------------------
@@ -304,28 +263,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the result as JSON, not a summary")
     options = parser.parse_args(arguments)
 
+    wishes: dict[str, Any] = {"force": options.force, "start": options.start, "use_dvc": not options.no_dvc}
+    wishes |= {"promote": False if options.no_promote else None, "register_trial": options.register}
+
     def check() -> None:
-        parse_steps(options.steps)
-        load_params(options.params, parse_overrides(options.set) or None)
+        wishes["overrides"] = parse_overrides(options.set) or None
+        wishes["steps"] = "all" if options.steps == "all" else parse_steps(options.steps)
+        load_params(options.params, wishes["overrides"])
         if options.steps == "all" and not (options.set or options.no_dvc or options.params != "params.yaml"):
             reproduce.check_repository()
         import_mlflow()  # each run requires it, and the database, which takes seconds to create
         prepare_store()
 
-    def run() -> dict[str, Any]:
-        wanted = parse_steps(options.steps)
-        return train(
-            force=options.force,
-            start=options.start,
-            promote=False if options.no_promote else None,
-            overrides=parse_overrides(options.set) or None,
-            steps="all" if wanted == list(STEPS) else wanted,
-            params_file=options.params,
-            use_dvc=not options.no_dvc,
-            register_trial=options.register,
-        )
-
-    return lifecycle.on_command_line(run, show=lifecycle.as_json if options.json else summary, meanwhile=check)
+    show = lifecycle.as_json if options.json else summary
+    return lifecycle.on_command_line(lambda: train(params_file=options.params, **wishes), show=show, meanwhile=check)
 
 
 if __name__ == "__main__":

@@ -24,3 +24,15 @@ def no_temporary_server(monkeypatch: pytest.MonkeyPatch) -> None:
     from flows import server
 
     monkeypatch.setattr(server, "start", lambda: None)
+
+
+@pytest.fixture
+def without_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks are plain calls."""
+    from flows import steps, train
+
+    def run(_name, work, *arguments, retry=False, **named):
+        return work(*arguments, **named)
+
+    for module in (steps, train):
+        monkeypatch.setattr(module, "run", run)

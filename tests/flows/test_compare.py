@@ -91,7 +91,8 @@ class Stage:
         workspace = self.workspace(text)
         steps = workspace.steps(select(workspace.comparison, only))
         outcomes = flow(run_steps, name="test", validate_parameters=False)(steps, jobs, False, {"comparison": "t"})
-        return {name.partition(" (")[0]: (one.state, one.reason) for name, one in outcomes.items()}
+        parts = {name.partition(" (")[0]: (reason or "done").partition(": ") for name, reason in outcomes.items()}
+        return {name: (state, reason) for name, (state, _, reason) in parts.items()}
 
     def result(self, name: str) -> dict[str, object]:
         workspace = self.workspace()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -62,14 +63,19 @@ def test_what_mlflow_gets_to_know(lifecycle, deploy, monkeypatch):
     assert deploy(body).state.is_completed() and RUN_TAGS not in os.environ
 
 
-def test_a_deployment_that_has_no_turn_is_cancelled_and_a_caller_is_told(lifecycle, deploy):
+def test_a_deployment_that_has_no_turn_is_cancelled_and_a_caller_is_told(lifecycle, deploy, monkeypatch):
     from prefect import flow
 
-    busy = TrainingError("another training is under way in this folder", where="runs")
+    @contextlib.contextmanager
+    def busy():
+        raise TrainingError("another training is under way in this folder", where="runs")
+        yield
+
+    monkeypatch.setattr(lifecycle, "one_at_a_time", busy)
 
     @flow(name="unidec-busy")
     def body() -> object:
-        return lifecycle.turned_away(busy)
+        return lifecycle.alone(dict)
 
     state = deploy(body).state
     assert state.is_cancelled() and "another training is under way" in state.message
@@ -79,10 +85,11 @@ def test_a_deployment_that_has_no_turn_is_cancelled_and_a_caller_is_told(lifecyc
         body.fn()
 
 
-def test_a_run_without_prefect_is_left_alone(lifecycle):
+def test_a_run_without_prefect_is_left_alone(lifecycle, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with lifecycle.at_work():
         assert RUN_TAGS not in os.environ
-    assert lifecycle.named({"skipped": "nothing new"}) == {"skipped": "nothing new"}
+    assert lifecycle.alone(lambda: {"skipped": "nothing new"}) == {"skipped": "nothing new"}
 
 
 def test_a_run_that_was_turned_away_is_one_line_in_the_workers_log(lifecycle):

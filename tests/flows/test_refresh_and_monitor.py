@@ -20,9 +20,9 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def world(place, monkeypatch):
+def world(place, without_prefect, monkeypatch):
     """`calls`: what the stages were asked; `stages`: they, to be changed; `events`."""
-    from flows import decide, monitor, publish, refresh, reproduce, steps
+    from flows import decide, monitor, publish, refresh, reproduce
 
     calls: list[str] = []
 
@@ -49,11 +49,9 @@ def world(place, monkeypatch):
         promote=stage("promote", {"version": "8", "previous": "7"}),
         monitor=stage("monitor", window),
     )
-    for module in (steps, decide):
+    for module in (decide, monitor, refresh):
         monkeypatch.setattr(module, "pipeline", stages)
-    for name, task in vars(steps).items():
-        if hasattr(task, "fn"):
-            monkeypatch.setattr(steps, name, task.fn)
+    monkeypatch.setattr(reproduce, "stale", lambda *stages: (bool(stages), []))
     monkeypatch.setattr(reproduce, "reproduce", lambda names, _say: calls.append("dvc " + " ".join(names)))
     events: list[tuple] = []
     monkeypatch.setattr(publish, "emit", lambda _name, event, given: events.append((event, given)))

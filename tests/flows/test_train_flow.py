@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from unidec.config import Params, load_params
-from unidec.errors import ConfigError, DataError, TrainingError
+from unidec.errors import ConfigError, DataError, Refused, TrainingError
 from unidec.pipeline import runs
 
 EPOCHS, A_ROUND = 5, 2
@@ -62,8 +62,8 @@ class Stages(types.SimpleNamespace):
         self._call("evaluate")
         return {"metrics": {"P@1": 45.0}, "report": "outputs/report.html"}
 
-    def register(self, _params: Params, bundle: str | None = None) -> dict:
-        self._call("register" if bundle is None else f"register {bundle}")
+    def register(self, _params: Params) -> dict:
+        self._call("register")
         return {"model": "unidec", "version": 3}
 
     def fetch(self, _params: Params) -> dict:
@@ -143,20 +143,19 @@ class FakeRun:
 @pytest.fixture
 def stages(place, flow_module, monkeypatch) -> Stages:
     stand_in = Stages()
-    for module in (flow_module.steps, flow_module.decide, flow_module.decide.source):
+    from flows import decide, source
+
+    for module in (flow_module, decide, source):
         monkeypatch.setattr(module, "pipeline", stand_in)
     return stand_in
 
 
 @pytest.fixture
-def run(flow_module, stages, monkeypatch):
+def run(flow_module, stages, without_prefect, monkeypatch):
     """The flow's body without Prefect; DVC's calls are noted among the stages', `run.stale` is what DVC reports.
 
     `run.events` are the events that would go to Prefect.
     """
-    for name, task in vars(flow_module.steps).items():
-        if hasattr(task, "fn"):
-            monkeypatch.setattr(flow_module.steps, name, task.fn)
 
     def start(**arguments):
         return flow_module.train.fn(**arguments)
@@ -195,7 +194,7 @@ def test_a_worse_challenger_is_refused(run, stages):
 
 
 def test_the_registry_may_refuse_what_the_gate_passed(run, stages, flow_module):
-    stages.fail["promote 3"] = flow_module.decide.Refused("the champion is another one meanwhile")
+    stages.fail["promote 3"] = Refused("the champion is another one meanwhile")
     assert "another one meanwhile" in run()["refused"]
     assert [event for event, _ in run.events] == ["refused"]
     stages.fail["promote 3"] = ConnectionError("the registry is away")
@@ -359,7 +358,7 @@ def test_inputs_edited_meanwhile_are_not_recorded(run, stages, place):
 
 
 def test_two_at_once(run, flow_module, place):
-    with flow_module.reproduce.one_at_a_time(), pytest.raises(TrainingError, match="another training is under way"):
+    with flow_module.one_at_a_time(), pytest.raises(TrainingError, match="another training is under way"):
         run()
     run()  # free again
 
@@ -450,10 +449,10 @@ def test_dvc_says_what_is_stale_and_records_what_was_made(dvc_project, place):
 def test_one_call_of_dvc_reports_data_and_model(dvc_project, place, monkeypatch):
     assert dvc_project.stale(("validate",)) == (True, [])
     calls = []
-    monkeypatch.setattr(dvc_project, "run", lambda words: (calls.append(words), (0, "{}"))[1])
+    monkeypatch.setattr(dvc_project, "run", lambda words, *_: (calls.append(words), (0, "{}"))[1])
     assert dvc_project.stale(("validate",)) == (False, [])
     assert calls == [["status", "--json", "validate", "train", "index", "evaluate"]]
-    monkeypatch.setattr(dvc_project, "run", lambda words: (255, "ERROR: no such stage"))
+    monkeypatch.setattr(dvc_project, "run", lambda words, *_: (255, "ERROR: no such stage"))
     assert dvc_project.stale(("validate",)) == (True, [])  # `dvc repro` reports the error
 
 
@@ -484,13 +483,11 @@ def test_a_run_shows_tasks_and_results(prefect_server, stages, flow_module, plac
         artifacts = {artifact.key: artifact for artifact in client.read_artifacts()}
         tasks = {run.id: run.name for run in client.read_task_runs()}
     assert wanted <= names
-    assert {"epochs", "validation", "metrics", "links"} <= set(artifacts)
+    assert {"validation", "metrics", "links"} <= set(artifacts)
     clusters, mined = artifacts["clusters"], artifacts["hard-negatives"]
     assert tasks[clusters.task_run_id].startswith("cluster ") and tasks[mined.task_run_id].startswith("mine ")
-    shown = {row["figure"]: row["value"] for row in json.loads(clusters.data)}
-    assert shown == {"seconds to cluster them": 0.5, "clusters": 8, "cosine within clusters": 0.71}
-    shown = {row["figure"]: row["value"] for row in json.loads(mined.data)}
-    assert list(shown.values()) == [0.2, 0.9, 0.31]
+    shown = {row["metric"]: row["value"] for row in json.loads(clusters.data)}
+    assert shown == {"cluster_seconds": 0.5, "clusters": 8, "cluster_cosine": 0.71}
 
 
 def test_states_say_what_came_of_a_run(prefect_server, stages, flow_module, place, monkeypatch):
@@ -515,8 +512,7 @@ def test_states_say_what_came_of_a_run(prefect_server, stages, flow_module, plac
 
 def test_what_is_retried(prefect_server, stages, flow_module, place, monkeypatch, caplog):
     params = load_params("params.yaml")
-    steps = flow_module.steps
-    monkeypatch.setattr(steps, "register", steps.register.with_options(retry_delay_seconds=0))
+    monkeypatch.setattr("flows.steps.RETRY_SECONDS", [0, 0, 0])
     attempts = []
 
     def register(_params):

@@ -142,11 +142,13 @@ def test_commands_print_none(server: Any, tmp_path: Path) -> None:
     assert "s3cr" not in everything_below(tmp_path) and len(server.seen) >= 2
 
 
-def test_prefect_and_dvc() -> None:
+def test_prefect_and_dvc(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import flows, os; print(os.environ['PREFECT_API_URL'], os.environ['PREFECT_API_AUTH_STRING'])"
     environment = os.environ | {"PREFECT_API_URL": f"https://user:{SECRET}@host/api"}
     environment.pop("PREFECT_API_AUTH_STRING", None)
     done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, check=True)
     assert done.stdout.split() == ["https://host/api", "user:s3cr@et"]
     said = f"ERROR: failed to push to https://user:{SECRET}@host/x: key"
-    assert reproduce._crossed_out(said, {"KEY": "key"}) == "ERROR: failed to push to https://host/x: ********"
+    done = subprocess.Popen([sys.executable, "-c", f"print({said!r})"], stdout=subprocess.PIPE, text=True)
+    monkeypatch.setattr(reproduce.subprocess, "Popen", lambda *_words, **_options: done)
+    assert reproduce.run([], None, {"KEY": "key"})[1] == "ERROR: failed to push to https://host/x: ********\n"
