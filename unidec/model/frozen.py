@@ -1,4 +1,4 @@
-"""What a frozen transformer, or a frozen encoder, says about each text, computed once and kept on disk.
+"""Outputs of a frozen transformer, or of a frozen encoder, for each text: computed once and kept on disk.
 
 Legend: N texts, F tokens in all, D width of the transformer, W of the encoder.
 

@@ -83,7 +83,7 @@ def triplet(logit_BS: Tensor, pairs: Pairs, *, margin: float = 0.3, negatives: s
 
 class _SquaredHinge(torch.autograd.Function):
     """sum over rows of `active_B * sum over unmasked entries of [margin + x]_+^2`, where over the positive pairs
-    `target * up * [margin - x]_+^2 + (1 - target) * [margin + x]_+^2` stands instead.
+    `target * up * [margin - x]_+^2 + (1 - target) * [margin + x]_+^2` replaces it.
     """
 
     @staticmethod
@@ -113,8 +113,8 @@ def squared_hinge(
     """Squared hinge one-vs-all: `sum_l [margin - y_il s_il]_+^2`, y = 1 for positives, -1 for the other pool labels.
 
     Source: one-vs-all linear classifiers (DiSMEC, Parabel); SiameseXML's alternative to the logistic loss. No reduction
-    applies. A soft target weighs the two sides, as in `unidec.model.losses.bce`, which also says what the arguments
-    are. A query without a positive target in the pool drops out.
+    applies. A soft target weighs the two sides, as in `unidec.model.losses.bce`, which also explains the
+    arguments. A query without a positive target in the pool drops out.
 
     Args:
         logit_BS: the scores themselves, not divided by a temperature, so that `margin` is in their units.

@@ -193,7 +193,7 @@ UNSCALED = frozenset({"triplet", "hinge"})  # a margin in units of the similarit
 
 
 def loss_options(kind: str, settings: Loss) -> dict[str, Any]:
-    """What section `loss` says of a loss's own options."""
+    """A loss's own options, from section `loss`."""
     of = settings
     every: dict[str, dict[str, Any]] = {
         "triplet": {"margin": of.margin, "negatives": of.triplet_negatives},

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COPY_BLOCK = 1 << 17  # rows copied at once
-# of a transformer's config.json: says by whom it was written, not what it computes
+# keys of a transformer's config.json that do not change what it computes
 _NOTES = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
 
 # of section `encoder`: where the weights come from and how they train, not what they compute
