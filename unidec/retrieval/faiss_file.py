@@ -1,257 +1,164 @@
-"""A check of faiss index files before faiss reads them.
+"""Read index files that may be damaged, or made to do harm.
 
-faiss trusts the numbers inside a file: a crafted one can make it allocate without limit or follow neighbour ids that
-point outside memory. Every kind of index written here has a simple layout (little endian, read off faiss 1.13 to
-1.15), so it is walked first: every count against the bytes that are there, every id of a graph or a list against the
-number of vectors, every number that is computed with for being finite.
-
-    header   4 bytes name, int32 d, int64 ntotal, 2 x int64 (not used), bool trained, int32 metric
-    vector   uint64 count, count items
-    SQ       int32 type (0: 8 bits), int32, float32 (how ranges are found), uint64 d, uint64 code size, vector of
-             float32: the least of each dimension, then the spans
-    PQ       uint64 d, uint64 codes, uint64 bits, vector of float32: 2^bits centroids for each code
-    lists    "ilar", uint64 lists, uint64 code size, "full" and a vector of uint64 sizes, or "sprs" and a vector of
-             (list, size); then for each list that holds any: codes, int64 ids
-
-    IxFI     flat: header, vector of float32
-    IxSQ     sq8: header, SQ, vector of codes
-    IxPq     pq: header, PQ, vector of codes, int32, bool, int32 (other ways to search)
-    IHNf     hnsw: header, six vectors: float64 level probabilities, int32 links up to each level, int32 levels of each
-             node, uint64 offsets of each node's links, int32 links; 5 x int32; then an IxFI
-    IHNs     hnsw-sq8: the same with an IxSQ
-    IwSq     ivf-sq8: IVF, SQ, uint64 code size, bool by residual, lists
-    IwPQ     ivf-pq: IVF, bool by residual, uint64 code size, PQ, lists
-    IVF      header, uint64 lists, uint64 probes, an IxFI of centroids, int8 and vector of int64 (a map: none); ntotal
-             is twice the number of labels where each is in two lists, as in older bundles
+faiss trusts little of a file (from 1.15 on): it checks lengths, levels and links against each other, and allocates no
+more than it is allowed to. What it leaves out is checked here once the file is read: that the index is of the kind and
+size that is expected, that upper links of a graph stay on their level, that each label is in one list (in older files:
+in two), and that the numbers that are computed with are finite.
 """
 
 from __future__ import annotations
 
-import struct
+import contextlib
+import mmap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from unidec.errors import ArtifactError
-from unidec.retrieval.index_kinds import COMPRESSED, GRAPHS, LISTS, PACKED, IndexOptions, Kind
+from unidec.retrieval.index_kinds import IndexOptions, Kind, faiss_module
 
-INNER_PRODUCT = 0
-_HEADER = struct.Struct("<4siqqq?i")
-_SCALAR = struct.Struct("<iifQQ")
-_PRODUCT = struct.Struct("<QQQ")
-_LISTS = struct.Struct("<4sQQ4s")
-_EIGHT_BITS = 0
-_NAMES: dict[Kind, bytes] = {
+_MAGIC: dict[Kind, bytes] = {
     "flat": b"IxFI", "sq8": b"IxSQ", "pq": b"IxPq", "hnsw": b"IHNf", "hnsw-sq8": b"IHNs", "ivf-sq8": b"IwSq",
     "ivf-pq": b"IwPQ",
 }  # fmt: skip
-_MOST_LISTS = 1 << 20
-_FIX = "build the index again: unidec index build"
+_LEAST_LIST_BYTES = 48  # that a list needs in memory; in a sound file it needs more
+_CHECKED_AT_ONCE = 1 << 22
+_limits = threading.Lock()
 
 
-class _Walk:
-    """Reads forward through the bytes of a file and never beyond them."""
-
-    def __init__(self, data: np.ndarray, where: str) -> None:
-        self.data, self.where, self.at = data, where, 0
-
-    def refuse(self, what: str, got: object = None, expected: object = None) -> ArtifactError:
-        return ArtifactError(f"a damaged index: {what}", where=self.where, got=got, expected=expected, fix=_FIX)
-
-    def unpack(self, layout: struct.Struct) -> tuple:
-        end = self.at + layout.size
-        if end > self.data.size:
-            raise self.refuse("cut short", f"{self.data.size} bytes", f"at least {end}")
-        values = layout.unpack(self.data[self.at : end].tobytes())
-        self.at = end
-        return values
-
-    def items(self, name: str, dtype: str, count: int) -> np.ndarray:
-        size = count * np.dtype(dtype).itemsize
-        if size > self.data.size - self.at:
-            raise self.refuse(
-                f"{name} longer than the file", f"{count} items", f"{self.data.size - self.at} bytes left"
-            )
-        array = self.data[self.at : self.at + size].view(dtype)
-        self.at += size
-        return array
-
-    def vector(self, name: str, dtype: str, count: int | None = None) -> np.ndarray:
-        (found,) = self.unpack(struct.Struct("<Q"))
-        if count is not None and found != count:
-            raise self.refuse(f"length of {name}", found, count)
-        return self.items(name, dtype, found)
-
-    def finite(self, name: str, count: int) -> np.ndarray:
-        array = self.vector(name, "<f4", count)
-        step = 1 << 22
-        if not all(np.isfinite(array[start : start + step]).all() for start in range(0, array.size, step)):
-            raise self.refuse(f"{name} are not finite")
-        return array
-
-
-def max_file_size(num_vectors: int, dim: int, kind: Kind, options: IndexOptions | None = None) -> int:
-    """No sound index file of this size is larger (bytes): codes, and for a graph at most 1,024 links a label on
-    average, for lists an id a label and the centroids of as many lists as there may be.
+def read_index_file(where: Path, kind: Kind, num_vectors: int, width: int, options: IndexOptions) -> tuple[Any, Any]:
+    """A faiss index, and the bytes that it has views into; a file that takes its place later does not show.
 
     Args:
-        dim: width as faiss has it (`IndexOptions.width`).
-    """
-    options = options or IndexOptions()
-    code = dim if kind in COMPRESSED else 4 * dim
-    size = num_vectors * (2 if kind in LISTS else 1) * code + 4096 + 256 * dim
-    if kind in GRAPHS:
-        size += num_vectors * (16 + 4 * 1024)
-    if kind in LISTS:
-        size += 16 * num_vectors + max(options.lists, num_vectors) * (4 * dim + 16)
-    return size
-
-
-def check_index_file(
-    data: np.ndarray, kind: Kind, num_vectors: int, dim: int, where: str, options: IndexOptions | None = None
-) -> None:
-    """Refuse a file (`data`, uint8, may be memory-mapped) that is not a sound index of this kind and size.
-
-    Args:
-        num_vectors, dim: what it must hold; dim as faiss has it (`IndexOptions.width`).
-        where: the file's name, for errors.
+        num_vectors, width: what it must hold, the width as faiss has it (`IndexOptions.width`).
         options: as it was built: dimensions that share a code of 4 bits.
 
     Raises:
-        ArtifactError: another kind, other dimensions or metric, lengths that do not fit, a graph or list that points
-            outside, numbers that are not finite, or bytes left over.
+        ArtifactError: missing, damaged, or another kind or size of index.
     """
-    walk, options = _Walk(data, where), options or IndexOptions()
-    if kind in LISTS:
-        _inverted(walk, kind, num_vectors, dim, options)
+    faiss = faiss_module()
+    try:
+        with where.open("rb") as file:
+            data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+        if bytes(data[:4]) != _MAGIC[kind]:
+            raise RuntimeError(f"not an index of kind {kind}")
+        reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(data), data.size)
+        with _bounded(data.size):
+            index = faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE | faiss.IO_FLAG_READ_ONLY)
+        if reader.rp_ != data.size:
+            raise RuntimeError(f"{data.size - reader.rp_} bytes behind its end")
+        like = faiss.index_factory(width, options.factory(kind, width, num_vectors), faiss.METRIC_INNER_PRODUCT)
+        _check(index, like, num_vectors)
+    except (OSError, ValueError, RuntimeError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or str(error)[-200:]
+        raise ArtifactError(
+            "a damaged index", where=str(where), got=reason, expected=f"{num_vectors} vectors of width {width}",
+            fix="build the index again: unidec index build",
+        ) from error  # fmt: skip
+    return index, data
+
+
+@contextlib.contextmanager
+def _bounded(num_bytes: int) -> Iterator[None]:
+    """faiss allocates no vector larger than the file, and no more lists than could be in it."""
+    faiss = faiss_module()
+    with _limits:  # they are the process's
+        before = faiss.get_deserialization_vector_byte_limit(), faiss.get_deserialization_loop_limit()
+        faiss.set_deserialization_vector_byte_limit(num_bytes)
+        faiss.set_deserialization_loop_limit(max(64, num_bytes // _LEAST_LIST_BYTES))
+        try:
+            yield
+        finally:
+            faiss.set_deserialization_vector_byte_limit(before[0])
+            faiss.set_deserialization_loop_limit(before[1])
+
+
+def _check(index: Any, like: Any, num_vectors: int) -> None:
+    """RuntimeError: not an index such as `like`, an empty one of the same kind, with so many vectors."""
+    faiss = faiss_module()
+    got, wanted = _layout(index), _layout(like)
+    if got != wanted or not index.is_trained:
+        raise RuntimeError(f"layout {got} instead of {wanted}")
+    inner = faiss.downcast_index(index.storage) if hasattr(index, "hnsw") else index
+    if hasattr(index, "invlists"):
+        _check_lists(index, num_vectors)
+    elif (index.ntotal, inner.ntotal, inner.codes.size()) != (num_vectors, num_vectors, num_vectors * inner.code_size):
+        raise RuntimeError(f"{index.ntotal} vectors")
+    if hasattr(index, "hnsw"):
+        _check_links(index.hnsw)
+    for numbers in _floats(inner):
+        starts = range(0, numbers.size, _CHECKED_AT_ONCE)
+        if not all(np.isfinite(numbers[start : start + _CHECKED_AT_ONCE]).all() for start in starts):
+            raise RuntimeError("numbers that are not finite")
+
+
+def _layout(index: Any) -> list[Any]:
+    """What is the same in all indexes of one kind, width and code."""
+    faiss = faiss_module()
+    found: list[Any] = [
+        type(index).__name__.removesuffix("IP"),
+        index.d,
+        index.metric_type,
+        getattr(index, "code_size", 0),
+    ]
+    if hasattr(index, "hnsw"):
+        found.append(_layout(faiss.downcast_index(index.storage)))
+    if hasattr(index, "invlists"):
+        lists = faiss.downcast_InvertedLists(index.invlists)
+        found += [type(lists).__name__, lists.code_size, index.by_residual, index.direct_map.type]
+        found.append(_layout(faiss.downcast_index(index.quantizer)))
+    for name in ("sq", "pq"):
+        if (own := getattr(index, name, None)) is not None:
+            found += [own.d, own.code_size, own.qtype if name == "sq" else (own.M, own.nbits)]
+    return found
+
+
+def _floats(index: Any) -> Iterator[np.ndarray]:
+    faiss = faiss_module()
+    if hasattr(index, "invlists"):
+        yield from _floats(faiss.downcast_index(index.quantizer))
+    if hasattr(index, "sq"):
+        ranges = faiss.vector_to_array(index.sq.trained)
+        if ranges.size != 2 * index.d:
+            raise RuntimeError(f"ranges of {ranges.size // 2} dimensions")
+        yield ranges
+    elif hasattr(index, "pq"):
+        yield faiss.vector_to_array(index.pq.centroids)
     else:
-        _header(walk, _NAMES[kind], num_vectors, dim)
-    if kind in GRAPHS:
-        _graph(walk, num_vectors)
-        _header(walk, _NAMES["flat" if kind == "hnsw" else "sq8"], num_vectors, dim)
-    if kind in ("flat", "hnsw"):
-        walk.finite("vectors", num_vectors * dim)
-    elif kind in ("sq8", "hnsw-sq8"):
-        _scalar(walk, dim)
-        walk.vector("codes", "u1", num_vectors * dim)
-    elif kind == "pq":
-        size = _product(walk, dim, options.code_dims)
-        walk.vector("codes", "u1", num_vectors * size)
-        walk.unpack(struct.Struct("<i?i"))
-    if walk.at != walk.data.size:
-        raise walk.refuse("bytes behind its end", f"{walk.data.size - walk.at} bytes")
+        yield faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d)
 
 
-def _header(walk: _Walk, name: bytes, num_vectors: int, dim: int, most_copies: int = 1) -> int:
-    """Times that each vector is in the index."""
-    found, d, total, _, _, trained, metric = walk.unpack(_HEADER)
-    if found != name:
-        raise walk.refuse("another kind of file", found, name)
-    copies = total // num_vectors
-    if (d, total) != (dim, copies * num_vectors) or not 1 <= copies <= most_copies:
-        raise walk.refuse("another size", f"{total} vectors of width {d}", f"{num_vectors} vectors of width {dim}")
-    if not trained or metric != INNER_PRODUCT:
-        raise walk.refuse("another metric", f"metric {metric}", f"metric {INNER_PRODUCT} (inner product)")
-    return copies
-
-
-def _scalar(walk: _Walk, dim: int) -> None:
-    bits, _, _, d, code_size = walk.unpack(_SCALAR)
-    if (bits, d, code_size) != (_EIGHT_BITS, dim, dim):
-        raise walk.refuse("another quantiser", (bits, d, code_size), (_EIGHT_BITS, dim, dim))
-    walk.finite("ranges", 2 * dim)
-
-
-def _product(walk: _Walk, dim: int, code_dims: int) -> int:
-    """Bytes of a code."""
-    found, codes = walk.unpack(_PRODUCT), dim // code_dims
-    if found != (dim, codes, 4) or codes * code_dims != dim:
-        raise walk.refuse("another quantiser", found, (dim, codes, 4))
-    walk.finite("centroids", 16 * dim)
-    return (4 * codes + 7) // 8
-
-
-def _inverted(walk: _Walk, kind: Kind, num_vectors: int, dim: int, options: IndexOptions) -> None:
-    copies = _header(walk, _NAMES[kind], num_vectors, dim, most_copies=2)
-    lists, probes = walk.unpack(struct.Struct("<QQ"))
-    if not (0 < lists <= _MOST_LISTS and 0 < probes <= _MOST_LISTS):
-        raise walk.refuse("number of lists", (lists, probes), f"1 to {_MOST_LISTS}")
-    _header(walk, _NAMES["flat"], lists, dim)
-    walk.finite("centroids", lists * dim)
-    (mapped,) = walk.unpack(struct.Struct("<b"))
-    if mapped or walk.vector("map", "<i8").size:
-        raise walk.refuse("a map of its entries", mapped, "none")
-    if kind in PACKED:
-        residual, code_size = walk.unpack(struct.Struct("<?Q"))
-        expected = _product(walk, dim, options.code_dims)
-    else:
-        _scalar(walk, dim)
-        code_size, residual = walk.unpack(struct.Struct("<Q?"))
-        expected = dim
-    if code_size != expected or not residual:
-        raise walk.refuse("size of a code", code_size, expected)
-    _lists(walk, lists, code_size, num_vectors, copies)
-
-
-def _lists(walk: _Walk, num_lists: int, code_size: int, num_vectors: int, copies: int) -> None:
-    """Each vector must be in `copies` lists."""
-    layout = walk.unpack(_LISTS)
-    name, found, size, form = layout
-    if (name, found, size) != (b"ilar", num_lists, code_size) or form not in (b"full", b"sprs"):
-        raise walk.refuse("lists", layout, (b"ilar", num_lists, code_size, b"full"))
-    sizes = np.zeros(num_lists, dtype=np.uint64)
-    if form == b"full":
-        sizes[:] = walk.vector("sizes of lists", "<u8", num_lists)
-    else:
-        pairs = walk.vector("sizes of lists", "<u8")
-        if pairs.size % 2 or (np.diff(pairs[::2].astype(np.int64)) <= 0).any() or (pairs[::2] >= num_lists).any():
-            raise walk.refuse("sizes of lists")
-        sizes[pairs[::2].astype(np.int64)] = pairs[1::2]
-    if (sizes > num_vectors).any() or int(sizes.sum()) != copies * num_vectors:
-        raise walk.refuse("entries of lists", int(sizes.max(initial=0)), f"{copies * num_vectors} in all")
-    seen = np.zeros(num_vectors, dtype=np.uint8)
-    for number in np.flatnonzero(sizes):
-        count = int(sizes[number])
-        walk.items("codes", "u1", count * code_size)
-        ids = walk.items("ids", "<i8", count)
-        if ids.min() < 0 or ids.max() >= num_vectors:
-            raise walk.refuse("an id outside the labels", f"{ids.min()} to {ids.max()}", f"0 to {num_vectors - 1}")
-        once = np.unique(ids)
-        if len(once) != count or (seen[once] == copies).any():
-            raise walk.refuse("a label in too many lists, or twice in one", int(number), f"{copies} lists")
-        seen[once] += 1
-
-
-def _graph(walk: _Walk, num_nodes: int) -> None:
-    walk.vector("level probabilities", "<f8")
-    upto = walk.vector("links a level", "<i4").astype(np.int64)
-    levels = walk.vector("levels", "<i4", num_nodes)
-    offsets = walk.vector("link offsets", "<u8", num_nodes + 1)
-    links = walk.vector("links", "<i4")
-    entry, max_level, _, _, _ = walk.unpack(struct.Struct("<5i"))
-    if upto.size < 2 or upto[0] != 0 or (np.diff(upto) < 0).any():
-        raise walk.refuse("links a level are not increasing")
-    if levels.size and (levels.min() < 1 or levels.max() >= upto.size):
-        raise walk.refuse("a level outside the graph", f"{levels.min()} to {levels.max()}", f"1 to {upto.size - 1}")
-    expected = np.concatenate([[0], np.cumsum(upto[levels], dtype=np.int64)]).astype(np.uint64)
-    if not np.array_equal(offsets, expected) or links.size != int(expected[-1]):
-        raise walk.refuse("link offsets do not fit the levels")
-    if links.size and (links.min() < -1 or links.max() >= num_nodes):
-        raise walk.refuse("a link outside the graph", f"{links.min()} to {links.max()}", f"-1 to {num_nodes - 1}")
-    _links_within_levels(walk, upto, levels, offsets, links)
-    top = int(levels.max()) - 1 if levels.size else -1
-    if max_level != top or not (0 <= entry < num_nodes and levels[entry] - 1 == top):
-        raise walk.refuse("entry point", f"node {entry} at level {max_level}", f"a node of level {top}")
-
-
-def _links_within_levels(
-    walk: _Walk, upto: np.ndarray, levels: np.ndarray, offsets: np.ndarray, links: np.ndarray
-) -> None:
+def _check_links(graph: Any) -> None:
     """A link at some level must lead to a node that exists at that level, or the search reads past its links."""
-    starts = offsets[:-1].astype(np.int64)
-    for level in range(1, int(levels.max(initial=1))):  # level 0 holds every node
+    faiss = faiss_module()
+    levels, upto, links, starts = (
+        faiss.vector_to_array(array)
+        for array in (graph.levels, graph.cum_nneighbor_per_level, graph.neighbors, graph.offsets)
+    )
+    starts = starts.astype(np.int64)
+    if graph.entry_point < 0 or graph.max_level != levels[graph.entry_point] - 1 or levels.max() - 1 != graph.max_level:
+        raise RuntimeError(f"entry point {graph.entry_point} at level {graph.max_level}")
+    if levels.min() < 1 or (starts[1:] - starts[:-1] != upto[levels]).any():
+        raise RuntimeError("links that do not fit the levels")
+    for level in range(1, int(levels.max())):  # level 0 holds every node
         nodes = np.flatnonzero(levels > level)
-        places = starts[nodes, None] + np.arange(upto[level], upto[level + 1])
-        targets = links[places].ravel()
-        targets = targets[targets >= 0]
-        if (levels[targets] <= level).any():
-            raise walk.refuse(f"a link at level {level} to a node that is not there")
+        targets = links[starts[nodes, None] + np.arange(upto[level], upto[level + 1])]
+        if (levels[targets[targets >= 0]] <= level).any():
+            raise RuntimeError(f"a link at level {level} to a node that is not there")
+
+
+def _check_lists(index: Any, num_vectors: int) -> None:
+    faiss, lists = faiss_module(), index.invlists
+    centroids = faiss.downcast_index(index.quantizer)
+    if not lists.nlist == index.nlist == centroids.ntotal == centroids.codes.size() // centroids.code_size:
+        raise RuntimeError(f"{lists.nlist} lists of {centroids.ntotal} centroids")
+    sizes = [lists.list_size(number) for number in range(lists.nlist)]
+    ids = [faiss.rev_swig_ptr(lists.get_ids(number), size) for number, size in enumerate(sizes) if size]
+    copies = index.ntotal // num_vectors
+    if copies not in (1, 2) or not sum(sizes) == index.ntotal == copies * num_vectors:
+        raise RuntimeError(f"{sum(sizes)} entries of {index.ntotal} vectors")
+    if not np.array_equal(np.sort(np.concatenate(ids)), np.repeat(np.arange(num_vectors), copies)):
+        raise RuntimeError("lists that do not hold each label once")

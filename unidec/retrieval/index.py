@@ -7,18 +7,18 @@ whose vectors are new; nodes: vectors in a graph, those of labels that left amon
 from __future__ import annotations
 
 import copy
-import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from unidec.errors import ArtifactError
-from unidec.retrieval.faiss_file import check_index_file, max_file_size
+from unidec.errors import ArtifactError, UnidecError
+from unidec.retrieval.faiss_file import read_index_file
 from unidec.retrieval.index_kinds import (
     COMPRESSED,
     GRAPHS,
@@ -26,12 +26,13 @@ from unidec.retrieval.index_kinds import (
     LISTS,
     IndexOptions,
     Kind,
+    blocks,
     build_index,
     changed_codes,
+    check_finite,
     checked_rows,
     faiss_module,
     faiss_threads,
-    gpu_scan,
     owned_copy,
     padded,
     searcher,
@@ -47,7 +48,6 @@ MAX_DEAD = 0.3
 """Share of a graph's nodes that may be labels that left: a search has to walk past them."""
 MAX_FRESH = 0.5
 """Share of the labels that may be new before the index, and what it learnt of their vectors, is rebuilt."""
-_SCORED_AT_ONCE = 1 << 16
 _FLOATS_A_THREAD = 1 << 20  # a flat scan of fewer is not worth another thread
 _GPU_CANDIDATES = 2048  # what faiss's GPU indexes return at most
 
@@ -88,13 +88,11 @@ class LabelIndex:
         self.kind: Kind = kind
         self.options, self.nodes, self.threads = options, nodes, 0
         self.vectors = vectors if kind in COMPRESSED else None
-        self._gpu: Any = None
         self.stored, self._data, self._rows = index, data, vectors
+        self._gpu: Any = None
         self._index = searcher(index, kind)
         self.dim = int(index.d) if vectors is None else vectors.shape[1]
-        # older bundles have labels in two lists each
-        self._copies = int(index.ntotal // vectors.shape[0]) if kind in LISTS and vectors is not None else 1
-        self.num_labels = int(index.ntotal // self._copies if nodes is None else (nodes >= 0).sum())
+        self.num_labels = int(index.ntotal if nodes is None else (nodes >= 0).sum())
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._alive = None
@@ -150,24 +148,28 @@ class LabelIndex:
         """
         queries = np.asarray(queries_BD)
         _check_matrix(queries, self.dim, "queries_BD")
-        if not np.isfinite(queries).all():
-            row = int(np.flatnonzero(~np.isfinite(queries).all(axis=1))[0])
-            raise ValueError(f"queries_BD must be finite, row {row} is not")
+        check_finite(queries, "queries_BD")
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
         scores = np.full((len(queries), k), -np.inf, dtype=np.float32)
         labels = np.full((len(queries), k), -1, dtype=np.int64)
-        found = min(k, self.num_labels)
+        num = found = min(k, self.num_labels)
+        if self.vectors is not None:
+            num = min(max(LEAST_CANDIDATES, self.options.rescore * found), self.num_labels)
         if not len(queries):
             return scores, labels
-        if self.vectors is not None:
-            self._two_stages(queries, found, scores, labels)
-            return scores, labels
-        scores[:, :found], labels[:, :found] = self._nearest(queries, found)
-        missing = labels < 0
-        scores[missing] = -np.inf
-        order = np.lexsort((np.where(missing, np.iinfo(np.int64).max, labels), -scores), axis=1)
-        return np.take_along_axis(scores, order, axis=1), np.take_along_axis(labels, order, axis=1)
+        rough_BC, rows_BC = np.empty(0, np.float32), np.broadcast_to(np.arange(num), (len(queries), num))
+        if self.vectors is None or num < self.num_labels:
+            rough_BC, rows_BC = self._nearest(queries, num)
+        for query, rows_C in enumerate(rows_BC):
+            rows = rows_C[rows_C >= 0]
+            if self.vectors is None:
+                score_C = rough_BC[query, rows_C >= 0]
+            else:
+                score_C = np.concatenate([self.vectors.scores(queries[query], some) for some in blocks(rows)])
+            best = np.lexsort((rows, -score_C))[:found]
+            scores[query, : len(best)], labels[query, : len(best)] = score_C[best], rows[best]
+        return scores, labels
 
     def changed(self, source_L: Labels, vectors: Floats | Vectors, fresh_S: Labels, threads: int = 1) -> LabelIndex:
         """The index of another label set. This one is not touched, and may be searched meanwhile.
@@ -191,7 +193,7 @@ class LabelIndex:
         source_L, fresh_S = (np.asarray(array, dtype=np.int64) for array in (source_L, fresh_S))
         _check_change(source_L, fresh_S, rows.shape, (self.num_labels, self.dim))
         nodes = self._nodes_after(source_L, fresh_S) if self.kind in GRAPHS else source_L
-        rebuild = self.kind == "flat" or self._copies > 1 or len(fresh_S) > MAX_FRESH * len(source_L)
+        rebuild = self.kind == "flat" or len(fresh_S) > MAX_FRESH * len(source_L)
         if rebuild or len(nodes) - len(source_L) > MAX_DEAD * len(nodes):
             return LabelIndex.build(rows, self.kind, threads, **self.options.model_dump())
         with faiss_threads(threads):
@@ -211,16 +213,26 @@ class LabelIndex:
         return other
 
     def to_gpu(self, device: int = 0) -> LabelIndex:
-        """The same labels, searched by a scan on a GPU (float16) and scored on the float32 vectors here; this index
-        stays as it is.
+        """The same labels, searched by a scan on a GPU (float16, 2 x L x width bytes) and scored on the float32 vectors
+        here; this index stays as it is.
 
         Raises:
             ValueError: an index without vectors. UnidecError: no faiss-gpu, or no GPU.
         """
-        if self._rows is None:
+        faiss, rows = faiss_module(), self._rows
+        if rows is None:
             raise ValueError("an index that was loaded without its vectors cannot go to a GPU")
+        if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() <= device:
+            raise UnidecError(
+                "no search on a GPU: faiss-gpu or the GPU is missing", got=f"GPU {device} asked for",
+                fix="pip install 'unidec-xmc[gpu]' in place of [cpu], or search on the processor",
+            )  # fmt: skip
+        settings = faiss.GpuIndexFlatConfig()
+        settings.useFloat16, settings.device = True, device
         other = copy.copy(self)
-        other._gpu, other.vectors = gpu_scan(self._rows, device), self._rows
+        other.vectors, other._gpu = rows, faiss.GpuIndexFlatIP(faiss.StandardGpuResources(), self.dim, settings)
+        for some in blocks(np.arange(self.num_labels)):
+            other._gpu.add(checked_rows(rows, some, self.dim))
         return other
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -253,24 +265,19 @@ class LabelIndex:
         """Read an index that must hold `num_labels` vectors of width `dim` (for a graph with `nodes`: one a node).
 
         The file is mapped into memory, and processes that load it share its pages (codes of 4 bits are packed into
-        memory of their own). Its size is bounded and its structure is checked before faiss reads it, so that a crafted
-        file can neither fill the memory nor lead the search outside of it.
+        memory of their own). It is checked (`faiss_file.py`), so that a crafted file can neither fill the memory nor
+        lead the search outside of it.
 
         Raises:
             ArtifactError: missing, damaged, or another kind or size of index.
             ValueError: a compressed kind without `vectors`.
             UnidecError: faiss is not installed.
         """
-        where, faiss, options = Path(path), faiss_module(), options or IndexOptions()
-        size, width = num_labels if nodes is None else len(nodes), options.width(kind, dim)
-        data = _mapped(where, max_file_size(size, width, kind, options), f"{size} vectors of width {dim}")
-        check_index_file(data, kind, size, width, str(where), options)
-        try:
-            reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(data), data.size)
-            index = faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE)
-        except (RuntimeError, MemoryError) as error:
-            raise ArtifactError("a damaged index", where=str(where), got=str(error)[-200:]) from error
-        rows = None if vectors is None else as_rows(vectors)
+        options, rows = options or IndexOptions(), None if vectors is None else as_rows(vectors)
+        size = num_labels if nodes is None else len(nodes)
+        index, data = read_index_file(Path(path), kind, size, options.width(kind, dim), options)
+        if rows is not None and index.ntotal > size:  # of an older bundle, with labels in two lists each
+            return cls.build(rows, kind, **options.model_dump())
         return cls(index, kind, options, rows, nodes, data)
 
     def _nearest(self, queries: Floats, num: int) -> tuple[Floats, Labels]:
@@ -281,25 +288,10 @@ class LabelIndex:
             return found
         wide = padded(queries, self._index.d)
         with faiss_threads(self.threads):
-            if self.kind == "flat" and self._slices(len(wide)) > 1:
-                return self._in_slices(wide, num)
+            if (slices := self._slices(len(wide))) > 1:
+                return self._in_slices(wide, num, slices)
             scores, nodes = self._index.search(wide, num, params=self._search_params(num))
-        if self.nodes is not None:
-            nodes = np.where(nodes >= 0, self.nodes[nodes], -1)
-        return scores, nodes
-
-    def _two_stages(self, queries: Floats, found: int, scores: Floats, labels: Labels) -> None:
-        """Candidates by their codes, the best `found` of them by their vectors, into the first columns."""
-        assert self.vectors is not None
-        num = max(LEAST_CANDIDATES, self.options.rescore * found)
-        rows_BC = None if num >= self.num_labels else self._nearest(queries, self._copies * num)[1]
-        for row, query in enumerate(queries):
-            rows_C = np.arange(self.num_labels) if rows_BC is None else rows_BC[row]
-            rows_C = rows_C[rows_C >= 0] if self._copies == 1 else np.unique(rows_C[rows_C >= 0])
-            starts = range(0, max(1, len(rows_C)), _SCORED_AT_ONCE)
-            score_C = np.concatenate([self.vectors.scores(query, rows_C[i : i + _SCORED_AT_ONCE]) for i in starts])
-            best = np.lexsort((rows_C, -score_C))[:found]
-            scores[row, : len(best)], labels[row, : len(best)] = score_C[best], rows_C[best]
+        return scores, nodes if self.nodes is None else np.where(nodes >= 0, self.nodes[nodes], -1)
 
     def _search_params(self, num: int) -> Any:
         """How thorough a search for so many is, as its argument: a setting of the index would be shared by threads."""
@@ -318,24 +310,20 @@ class LabelIndex:
     def _slices(self, num_queries: int) -> int:
         """Threads for a flat scan by few queries; faiss itself gives each query one thread."""
         threads = self.threads or faiss_module().omp_get_max_threads()
-        return 1 if num_queries >= threads else min(threads, self.num_labels * self.dim // _FLOATS_A_THREAD)
+        worth = self.num_labels * self.dim // _FLOATS_A_THREAD
+        return 1 if self.kind != "flat" or num_queries >= threads else min(threads, worth)
 
-    def _in_slices(self, queries: Floats, num: int) -> tuple[Floats, Labels]:
-        """The best of each slice of the labels, each slice in a thread of its own."""
-        faiss, slices = faiss_module(), self._slices(len(queries))
+    def _in_slices(self, queries: Floats, num: int, slices: int) -> tuple[Floats, Labels]:
+        """Candidates of each slice of the labels, each slice searched in a thread of its own."""
+        faiss = faiss_module()
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(slices, thread_name_prefix="index")
         bounds = np.linspace(0, self.num_labels, slices + 1).astype(int).tolist()
-
-        def best(begin: int, end: int) -> tuple[Floats, Labels]:
-            some = faiss.SearchParameters(sel=faiss.IDSelectorRange(begin, end))
-            return self._index.search(queries, min(num, end - begin), params=some)
-
-        parts = list(self._pool.map(best, bounds[:-1], bounds[1:]))
-        scores, rows = (np.concatenate([part[i] for part in parts], axis=1) for i in (0, 1))
-        order = np.lexsort((rows, -scores), axis=1)[:, :num]
-        return np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)
+        some = [faiss.SearchParameters(sel=faiss.IDSelectorRange(*pair)) for pair in pairwise(bounds)]
+        parts = list(self._pool.map(lambda params: self._index.search(queries, num, params=params), some))
+        scores, rows = (np.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+        return scores, rows
 
     def _nodes_after(self, source_L: Labels, fresh_S: Labels) -> Labels:
         """The new row of each node of the graph, and of those that are to be added."""
@@ -357,22 +345,6 @@ def recall(approx_NK: Labels, exact_NK: Labels) -> float:
     rows = np.arange(len(exact_NK), dtype=np.int64)[:, None] * span
     hit_NK = np.isin(approx_NK + rows, (exact_NK + rows)[exact_NK >= 0]) & (approx_NK >= 0)
     return float(hit_NK.sum() / wanted)
-
-
-def _mapped(where: Path, most: int, what: str) -> npt.NDArray[np.uint8]:
-    """The bytes of a file of bounded size, mapped; a file that takes its place later does not show."""
-    try:
-        with where.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if not 0 < size <= most:
-                raise ArtifactError(
-                    "an index file of impossible size", where=str(where), got=f"{size} bytes",
-                    expected=f"1 to {most} for {what}",
-                )  # fmt: skip
-            return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), dtype=np.uint8)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ArtifactError("the index cannot be read", where=str(where), got=reason) from error
 
 
 def _check_change(source_L: Labels, fresh_S: Labels, shape: tuple[int, int], before: tuple[int, int]) -> None:

@@ -83,12 +83,9 @@ def faiss_module() -> Any:
 @contextlib.contextmanager
 def faiss_threads(threads: int) -> Iterator[None]:
     """So many threads for faiss calls of this thread; 0: as many as it would take."""
-    if not threads:
-        yield
-        return
     faiss = faiss_module()
     before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(threads)
+    faiss.omp_set_num_threads(threads or before)
     try:
         yield
     finally:
@@ -145,16 +142,7 @@ class IndexOptions(BaseModel):
 
 
 def build_index(vectors: Vectors, kind: Kind, options: IndexOptions, threads: int = 1, show: bool = False) -> Any:
-    """A faiss index over all rows, in the form that is written to a file.
-
-    Args:
-        vectors: of L labels.
-        threads: of faiss; with more than one a graph differs from build to build. 0: all of faiss's.
-        show: print progress.
-
-    Raises:
-        ValueError: an unknown kind, or a vector that is not finite.
-    """
+    """A faiss index over all rows, in the form that is written to a file; arguments as of `LabelIndex.build`."""
     faiss, (num_labels, dim) = faiss_module(), vectors.shape
     string = options.factory(kind, dim, num_labels)
     index = faiss.index_factory(options.width(kind, dim), string, faiss.METRIC_INNER_PRODUCT)
@@ -164,9 +152,7 @@ def build_index(vectors: Vectors, kind: Kind, options: IndexOptions, threads: in
         if not index.is_trained:
             _train(index, kind, vectors)
         bar = stack.enter_context(progress(total=num_labels, desc=f"index {kind}", unit="label")) if show else None
-        step = _GRAPH_ROWS_AT_ONCE if kind in GRAPHS else ROWS_AT_ONCE
-        for start in range(0, num_labels, step):
-            rows = np.arange(start, min(start + step, num_labels))
+        for rows in blocks(np.arange(num_labels), _GRAPH_ROWS_AT_ONCE if kind in GRAPHS else ROWS_AT_ONCE):
             index.add(checked_rows(vectors, rows, index.d))
             if bar is not None:
                 bar.update(len(rows))
@@ -199,23 +185,25 @@ def changed_codes(index: Any, kind: Kind, source_L: Rows, vectors: Vectors, fres
     Args: as of `LabelIndex.changed`; index: the old one, only read.
     """
     faiss, new = faiss_module(), owned_copy(index)
-    new.reset()
     old_rows = source_L.copy()
     old_rows[fresh_S] = -1
     kept = np.flatnonzero(old_rows >= 0)
     if kind in LISTS:
         row_of_old = np.full(index.ntotal, -1, dtype=np.int64)
         row_of_old[old_rows[kept]] = kept
-        for number in range(index.nlist):
-            _move_list(index, new, number, row_of_old)
-        new.ntotal = len(kept)
-        for some in _blocks(fresh_S):
+        new.remove_ids(np.flatnonzero(row_of_old < 0))
+        for number in range(new.nlist):
+            if size := new.invlists.list_size(number):
+                ids = faiss.rev_swig_ptr(new.invlists.get_ids(number), size)
+                ids[:] = row_of_old[ids]
+        for some in blocks(fresh_S):
             new.add_with_ids(checked_rows(vectors, some, new.d), some)
         return new
+    new.reset()
     old_LX = faiss.rev_swig_ptr(index.codes.data(), index.ntotal * index.code_size).reshape(index.ntotal, -1)
     codes_LX = np.empty((len(source_L), index.code_size), dtype=np.uint8)
     codes_LX[kept] = old_LX[old_rows[kept]]
-    for some in _blocks(fresh_S):
+    for some in blocks(fresh_S):
         codes_LX[some] = index.sa_encode(checked_rows(vectors, some, index.d))
     new.add_sa_codes(codes_LX)
     return new
@@ -227,24 +215,10 @@ def owned_copy(index: Any) -> Any:
     return faiss.deserialize_index(faiss.serialize_index(index))
 
 
-def gpu_scan(vectors: Vectors, device: int) -> Any:
-    """All vectors in float16 on a GPU (2 x L x width bytes), as an index of faiss-gpu.
-
-    Raises:
-        UnidecError: no faiss-gpu, or no GPU.
-    """
-    faiss = faiss_module()
-    if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() <= device:
-        raise UnidecError(
-            "no search on a GPU: faiss-gpu or the GPU is missing", got=f"GPU {device} asked for",
-            fix="pip install 'unidec-xmc[gpu]' in place of [cpu], or search on the processor",
-        )  # fmt: skip
-    settings = faiss.GpuIndexFlatConfig()
-    settings.useFloat16, settings.device = True, device
-    index = faiss.GpuIndexFlatIP(faiss.StandardGpuResources(), vectors.shape[1], settings)
-    for some in _blocks(np.arange(vectors.shape[0])):
-        index.add(checked_rows(vectors, some, vectors.shape[1]))
-    return index
+def blocks(rows: Rows, size: int = ROWS_AT_ONCE) -> Iterator[Rows]:
+    """So many rows at a time; one empty block where there are none."""
+    for start in range(0, max(1, len(rows)), size):
+        yield rows[start : start + size]
 
 
 def checked_rows(vectors: Vectors, rows_P: Rows, width: int) -> Floats:
@@ -254,17 +228,21 @@ def checked_rows(vectors: Vectors, rows_P: Rows, width: int) -> Floats:
         ValueError: a number that is not finite.
     """
     array = vectors.take(rows_P)
-    if not np.isfinite(array).all():
-        row = int(rows_P[np.flatnonzero(~np.isfinite(array).all(axis=1))[0]])
-        raise ValueError(f"vectors_LD must be finite, row {row} is not")
+    check_finite(array, "vectors_LD", rows_P)
     return padded(array, width)
+
+
+def check_finite(array: Floats, name: str, rows: Rows | None = None) -> None:
+    """ValueError: a row is not finite; `rows`: their numbers."""
+    if not (is_finite := np.isfinite(array).all(axis=1)).all():
+        row = int(np.flatnonzero(~is_finite)[0])
+        raise ValueError(f"{name} must be finite, row {row if rows is None else rows[row]} is not")
 
 
 def padded(array_PD: Floats, width: int) -> Floats:
     """float32 [P, width], contiguous: zeros behind the columns that are there."""
-    if array_PD.shape[1] == width:
-        return np.ascontiguousarray(array_PD)
-    return np.pad(array_PD, ((0, 0), (0, width - array_PD.shape[1])))
+    missing = width - array_PD.shape[1]
+    return np.pad(array_PD, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(array_PD)
 
 
 def _train(index: Any, kind: Kind, vectors: Vectors) -> None:
@@ -285,26 +263,6 @@ def _train(index: Any, kind: Kind, vectors: Vectors) -> None:
             from faiss.contrib.clustering import two_level_clustering
 
             tops = round(index.nlist**0.5)
-            index.quantizer.add(
-                two_level_clustering(
-                    sample, tops, index.nlist, clustering_niter=_ROUNDS, spherical=True, min_points_per_centroid=1
-                )[0]
-            )
+            settings = {"clustering_niter": _ROUNDS, "spherical": True, "min_points_per_centroid": 1}
+            index.quantizer.add(two_level_clustering(sample, tops, index.nlist, **settings)[0])
     index.train(sample)
-
-
-def _move_list(index: Any, new: Any, number: int, row_of_old: Rows) -> None:
-    """Entries of one list of the labels that stay, under their new rows."""
-    faiss, source = faiss_module(), index.invlists
-    if not (size := source.list_size(number)):
-        return
-    ids = row_of_old[faiss.rev_swig_ptr(source.get_ids(number), size)]
-    codes = faiss.rev_swig_ptr(source.get_codes(number), size * index.code_size).reshape(size, -1)
-    if (stays := ids >= 0).any():
-        ids, codes = ids[stays], np.ascontiguousarray(codes[stays])
-        new.invlists.add_entries(number, len(ids), faiss.swig_ptr(ids), faiss.swig_ptr(codes))
-
-
-def _blocks(rows: Rows) -> Iterator[Rows]:
-    for start in range(0, len(rows), ROWS_AT_ONCE):
-        yield rows[start : start + ROWS_AT_ONCE]
