@@ -1,36 +1,15 @@
-"""How much memory there is: of the machine, and of a container."""
+"""Memory that the server no longer needs goes back, and its threads share one heap."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
-from unidec.serving.memory import available_bytes, give_back
-
-
-def write(folder: Path, **files: str) -> Path:
-    folder.mkdir()
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
-    return folder
-
-
-def test_a_container_with_a_limit(tmp_path: Path) -> None:
-    facts = {"memory__current": "900\n", "memory__stat": "anon 5\ninactive_file 300\n"}
-    assert available_bytes(write(tmp_path / "small", memory__max="1000\n", **facts)) == 400
-    assert available_bytes(write(tmp_path / "full", memory__max="300\n", **facts)) == 0
-    assert available_bytes(write(tmp_path / "large", memory__max=f"{1 << 60}\n", **facts)) < 1 << 60
-
-
-@pytest.mark.parametrize("limit", ["max\n", "", "lots"])
-def test_a_container_without(tmp_path: Path, limit: str) -> None:
-    folder = write(tmp_path / "v2", memory__max=limit, memory__current="900\n")
-    assert 1 << 20 < available_bytes(folder) <= psutil.virtual_memory().total
+from unidec.serving.memory import give_back
 
 
 def test_freed_memory_goes_back():

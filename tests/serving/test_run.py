@@ -248,8 +248,5 @@ def test_what_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyP
 
 
 def test_no_address_to_listen_at() -> None:
-    with (
-        pytest.raises(ConfigError, match="no address to listen at"),
-        run._listening(Serve(host="no.such.host.invalid")),
-    ):
-        pass
+    with pytest.raises(ConfigError, match="no address to listen at"):
+        run._listen(Serve(host="no.such.host.invalid"))

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
@@ -28,8 +29,6 @@ _STATUSES = {
     408: "the body arrived too slowly", 413: "the body is too large", 415: "the body is not declared as JSON",
     422: "wrong values", 503: "overloaded, not ready, or too late: try again after Retry-After seconds",
 }  # fmt: skip
-_OPERATION = {"/labels/{uid:path}": "label", "/admin/reload": "reload"}
-_TEXT = {"description": "Prometheus' text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
 _POST = (400, 401, 408, 413, 415, 422, 503)
 
 
@@ -47,6 +46,7 @@ def create_app(
     app = FastAPI(
         title="unidec", version=__version__, description=_ABOUT, docs_url=None, redoc_url=None,
         lifespan=routes.lifespan, redirect_slashes=False, telemetry=_NO_TELEMETRY,
+        generate_unique_id_function=lambda route: route.name,
     )  # fmt: skip
     _add_routes(app, routes)
     # the hot path without FastAPI's dependencies (80 of 200 us a request); FastAPI's own route documents it
@@ -65,43 +65,34 @@ def create_app(
 
 
 def _add_routes(app: FastAPI, routes: Routes) -> None:
-    def add(
-        path: str, endpoint: Any, summary: str, model: Any, *errors: int, method: str = "GET", status: int = 200,
-        responses: Any = None, extra: Any = None,
-    ) -> None:  # fmt: skip
-        about: dict[int | str, dict[str, Any]] = {
+    def add(path: str, endpoint: Any, summary: str, model: Any, *errors: int, **options: Any) -> None:
+        responses: dict[int | str, dict[str, Any]] = {
             code: {"model": schemas.ErrorAnswer, "description": _STATUSES[code]} for code in errors
         }
-        response_class = Response if model is None else JsonBytes
-        app.add_api_route(
-            path, endpoint, methods=[method], summary=summary, operation_id=_OPERATION.get(path, path.strip("/")),
-            status_code=status,
-            response_class=response_class, openapi_extra=extra,
-            responses=about | ({} if model is None else {status: {"model": model}}) | (responses or {}),
-        )  # fmt: skip
+        responses |= {options.get("status_code", 200): {"model": model}} | options.pop("responses", {})
+        app.add_api_route(path, endpoint, summary=summary, response_class=JsonBytes, responses=responses, **options)
+
+    def post(model: Any, example: dict[str, Any]) -> dict[str, Any]:
+        return {"methods": ["POST"], "openapi_extra": {"requestBody": schemas.body_schema(model, example)}}
 
     not_ready: Any = {
         503: {"model": schemas.Facts, "description": "no model is loaded yet, or a file of it was edited"}
     }
-
-    def body(model: Any, example: dict[str, Any]) -> dict[str, Any]:
-        return {"requestBody": schemas.body_schema(model, example)}
-
-    predict = body(routes.models.predict, schemas.PREDICT_EXAMPLE)
-    explain = body(routes.models.explain, schemas.EXPLAIN_EXAMPLE)
-    add("/predict", routes.predict, "The best labels of each query", schemas.PredictAnswer, *_POST, method="POST",
-        extra=predict)  # fmt: skip
+    add("/predict", routes.predict, "The best labels of each query", schemas.PredictAnswer, *_POST,
+        **post(routes.models.predict, schemas.PREDICT_EXAMPLE))  # fmt: skip
     add("/explain", routes.explain, "The labels of one query, and where their scores come from", schemas.ExplainAnswer,
-        *_POST, method="POST", extra=explain)  # fmt: skip
-    add("/labels", routes.find_labels, "Labels by prefix", schemas.LabelsAnswer, 401, 422, 503)
+        *_POST, **post(routes.models.explain, schemas.EXPLAIN_EXAMPLE))  # fmt: skip
+    add("/labels", routes.labels, "Labels by prefix", schemas.LabelsAnswer, 401, 422, 503)
     add("/labels/{uid:path}", routes.label, "A label", schemas.LabelAnswer, 401, 404, 503)
-    add("/healthz", routes.alive, "Whether the process answers", schemas.Facts, 503)
-    add("/readyz", routes.ready, "Whether a model answers, and which", schemas.Facts, responses=not_ready)
+    add("/healthz", routes.healthz, "Whether the process answers", schemas.Facts, 503)
+    add("/readyz", routes.readyz, "Whether a model answers, and which", schemas.Facts, responses=not_ready)
     add("/version", routes.version, "What answers: hashes, versions, runtime", schemas.Facts, 401, 503)
     add("/card", routes.card, "The model's card", schemas.Facts, 401, 503)
-    add("/metrics", routes.metrics, "Metrics for Prometheus", None, 401, responses={200: _TEXT})
     add("/admin/reload", routes.reload, "Ask the registry now; only where an API key is set", schemas.Facts,
-        401, 404, method="POST", status=202)  # fmt: skip
+        401, 404, methods=["POST"], status_code=202)  # fmt: skip
+    error: Any = {401: {"model": schemas.ErrorAnswer, "description": _STATUSES[401]}}
+    app.add_api_route("/metrics", routes.metrics, summary="Metrics for Prometheus", response_class=PlainTextResponse,
+                      responses=error)  # fmt: skip
 
 
 def _document_key(app: FastAPI, free: frozenset[str]) -> None:
@@ -138,4 +129,4 @@ async def _not_routed(request: Request, error: Exception) -> Response:
 async def _wrong_parameters(request: Request, error: Exception) -> Response:
     """FastAPI's own: query parameters."""
     assert isinstance(error, RequestValidationError)
-    raise wrong_values(error.errors())  # type: ignore[arg-type]
+    raise wrong_values(error.errors())

@@ -22,7 +22,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from unidec.errors import ArtifactError, DataError
+from unidec.errors import ArtifactError
 from unidec.serving.answers import Answer, answer_of, card, explain_json
 from unidec.serving.metrics import Metrics
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from unidec.retrieval.bundle import Bundle, Prediction
     from unidec.sections import Serve
 
-_WARM_TEXT = "a text to begin with"
 _BLOCK, _BLOCKS = 4096, 16  # bytes of a sample, samples of a file; a file of up to 64 KiB is read whole
 _CHECK_SECONDS = 1.0  # at least between two comparisons of the files
 
@@ -104,7 +103,7 @@ class Engine:
         from unidec.retrieval.answer import Request
 
         for size in (1, batch, 1):
-            self.answer([Request(f"{_WARM_TEXT} {i}") for i in range(size)])
+            self.answer([Request(f"a text to begin with {i}") for i in range(size)])
 
     @functools.cached_property
     def labels(self) -> LabelSearch:
@@ -124,7 +123,7 @@ def explain_query(engine: Engine, query: Request) -> tuple[Answer, bytes]:
 
 
 class Service:
-    """Which engine answers, and the previous one.
+    """Which engine answers, and the previous one; one thread swaps them.
 
     Attributes:
         settings: section `serve`. metrics: the server's counters.
@@ -138,30 +137,15 @@ class Service:
         self.current: Engine | None = None
         self.previous: Engine | None = None
         self.follower: Any = None
-        self._lock = threading.Lock()
 
     def swap(self, engine: Engine) -> None:
-        """New requests are answered by this engine; the one before is kept or freed. From any thread."""
-        with self._lock:
-            if engine is not self.current:
-                self.previous = self.current if self.settings.keep_previous else None
-                self.current = engine
+        """New requests are answered by this engine; the one before is kept or freed."""
+        self.previous = self.current if self.settings.keep_previous else None
+        self.current = engine
 
     def swap_back(self) -> None:
-        """Current and previous change places.
-
-        Raises:
-            DataError: there is no previous one.
-        """
-        with self._lock:
-            if self.previous is None:
-                raise DataError("no previous model is kept", where="serve.keep_previous")
-            self.current, self.previous = self.previous, self.current
-
-    def drop_previous(self) -> None:
-        """Free the memory of the previous one."""
-        with self._lock:
-            self.previous = None
+        """Current and previous change places."""
+        self.current, self.previous = self.previous, self.current
 
 
 class LabelSearch:
@@ -194,10 +178,10 @@ class MappedFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._open = contextlib.ExitStack()
-        weakref.finalize(self, self._open.close)
+        opened = contextlib.ExitStack()
+        weakref.finalize(self, opened.close)
         self._files: dict[str, BinaryIO] = {
-            path.relative_to(folder).as_posix(): self._open.enter_context(path.open("rb", buffering=0))
+            path.relative_to(folder).as_posix(): opened.enter_context(path.open("rb", buffering=0))
             for path in sorted(folder.rglob("*")) if path.is_file()
         }  # fmt: skip
         self._seen = {name: _sample(file) for name, file in self._files.items()}
@@ -205,26 +189,23 @@ class MappedFiles:
 
     def changed(self) -> str:
         """Name of a file that changed since it was loaded, "" where none did; reads at most once a second."""
-        if time.monotonic() - self._checked >= _CHECK_SECONDS and self._lock.acquire(blocking=False):
-            try:
-                self._changed = next((name for name, file in self._files.items() if self._differs(name, file)), "")
+        with self._lock:
+            if time.monotonic() - self._checked >= _CHECK_SECONDS:
+                changed = (name for name, file in self._files.items() if _sample(file) != self._seen[name])
+                self._changed = next(changed, "")
                 self._checked = time.monotonic()
-            finally:
-                self._lock.release()
-        return self._changed
-
-    def _differs(self, name: str, file: BinaryIO) -> bool:
-        try:
-            return _sample(file) != self._seen[name]
-        except OSError:
-            return True
+            return self._changed
 
 
 def _sample(file: BinaryIO) -> tuple[int, bytes]:
-    """Size, and a hash of blocks at equal distances, the first and the last among them."""
-    size, digest = os.fstat(file.fileno()).st_size, hashlib.sha256()
-    last = max(0, size - _BLOCK)
-    for start in sorted({last * i // (_BLOCKS - 1) for i in range(_BLOCKS)}):
-        file.seek(start)
-        digest.update(file.read(_BLOCK))
+    """Size, and a hash of blocks at equal distances, the first and the last among them; -1 where it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        size = os.fstat(file.fileno()).st_size
+        last = max(0, size - _BLOCK)
+        for start in sorted({last * i // (_BLOCKS - 1) for i in range(_BLOCKS)}):
+            file.seek(start)
+            digest.update(file.read(_BLOCK))
+    except OSError:
+        return -1, b""
     return size, digest.digest()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 MAX_SHOWN = 100  # characters of a value: an answer never echoes a large request
 
@@ -63,18 +60,16 @@ def shown(value: object) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}" for c in cut)
 
 
-def wrong_values(errors: list[ErrorDetails]) -> RequestError:
+def wrong_values(errors: Sequence[Any]) -> RequestError:
     """The first of pydantic's errors, and how many more there are."""
     first = errors[0]
-    facts: dict[str, Any] = first.get("ctx", {})
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        what, expected = "an unknown key", "a key of this route"
-    else:
-        what, expected = "a wrong value", first["msg"]
+    is_unknown = first["type"] == "extra_forbidden"
+    got = "nothing" if first["type"] == "missing" else first.get("ctx", {}).get("actual_length", first["input"])
     return RequestError(
-        422, "wrong_value", what + more, where=shown(place.lstrip(".") or "body"),
-        got="nothing" if first["type"] == "missing" else facts.get("actual_length", first["input"]), expected=expected,
+        422, "wrong_value", ("an unknown key" if is_unknown else "a wrong value") + more,
+        where=shown(place.lstrip(".") or "body"), got=got,
+        expected="a key of this route" if is_unknown else first["msg"],
         fix="send what GET /openapi.json shows for this route",
     )  # fmt: skip

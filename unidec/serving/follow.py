@@ -18,16 +18,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from unidec.data.storage import folder_sha256, remove_folder, write_json
 from unidec.errors import ArtifactError, ConfigError, UnidecError, without_credentials
+from unidec.machine import available_host
 from unidec.retrieval.probe import Probe, known_texts, num_different, probe_bundle
 from unidec.sections import Serve
 from unidec.serving.engine import Engine, Identity, Service
-from unidec.serving.memory import available_bytes, give_back
+from unidec.serving.memory import give_back
 from unidec.serving.registry import Registry, RegistryAway
 from unidec.tracking.fetch import COPIES, parse_address
 from unidec.tracking.store import tracking_uri
@@ -48,15 +49,14 @@ def probe_as_served(folder: Path, settings: Serve) -> Probe:
     Raises:
         ArtifactError: it does not load, takes too much memory, crashes or does not answer in time.
     """
-    size = folder_bytes(folder)
+    size = _num_bytes(folder)
     return probe_bundle(
         folder, None, PROBE_K, PROBE_SECONDS + size / PROBE_BYTES_A_SECOND, runtime=settings.runtime,
         threads=settings.threads, max_bytes=PROBE_MEMORY * size + PROBE_SPACE,
     )  # fmt: skip
 
 
-def folder_bytes(folder: Path) -> int:
-    """Size of all files in a folder; links are not followed."""
+def _num_bytes(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
 
 
@@ -68,9 +68,8 @@ def ask(engine: Engine, texts: Sequence[str]) -> tuple[list[list[str]], list[lis
     """
     from unidec.retrieval.answer import Request
 
-    labels, scores = [], []
-    for text in texts:
-        (found,) = engine.answer([Request(text, k=PROBE_K)])
+    answers = [engine.answer([Request(text, k=PROBE_K)])[0] for text in texts]
+    for text, found in zip(texts, answers, strict=True):
         in_order = all(a >= b for a, b in itertools.pairwise(found.scores))
         unique = 0 < len(found.labels) == len(set(found.labels))
         if not (in_order and unique and all(map(math.isfinite, found.scores))):
@@ -79,16 +78,7 @@ def ask(engine: Engine, texts: Sequence[str]) -> tuple[list[list[str]], list[lis
                 got=f"labels {found.labels}, scores {found.scores} for {text[:80]!r}"[:_MAX_REASON],
                 expected="different labels, finite scores that fall",
             )  # fmt: skip
-        labels.append(list(found.labels))
-        scores.append([float(score) for score in found.scores])
-    return labels, scores
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    identity: Identity
-    why: str
-    at: float  # seconds of the monotonic clock
+    return [list(found.labels) for found in answers], [[float(score) for score in found.scores] for found in answers]
 
 
 class Follower:
@@ -125,25 +115,22 @@ class Follower:
         self.address = parse_address(source)
         self.exists: Future[None] = Future()
         self.first: Future[Identity] = Future()
-        self.counts = {"swaps": 0, "swaps_back": 0, "refusals": 0, "looks": 0, "failed_looks": 0}
         self._copies = Path(root) / COPIES
         uri = tracking_uri(root) if self.address else ""
         self._note = self._copies / f".served-{hashlib.sha256(f'{uri} {source}'.encode()).hexdigest()[:12]}.json"
-        self._registry = registry
         if registry is None and self.address is not None:
-            self._registry = Registry(self.address, self._copies, uri)
-        self._probe, self._load = probe, load
+            registry = Registry(self.address, self._copies, uri)
+        self._registry, self._probe, self._load = registry, probe, load
         self._wake, self._ended, self._asked = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, daemon=True, name="unidec-follow")
         self._fetched: set[Path] = set()  # copies that this server made, and removes
         self._clean_at = math.inf
-        self._wanted: Identity | None = None
-        self._refused: _Refusal | None = None
-        self._problem: str | None = None
-        self._away_since: float | None = None
-        self._looked: float | None = None
-        self._busy = ""
-        self._last_swap: float | None = None
+        self._looked = self._refused = -math.inf  # when; seconds of the monotonic clock
+        self._state: dict[str, Any] = {
+            "source": source, "alias": self.address.alias if self.address else None, "registry": "not asked",
+            "wanted": None, "busy": "", "refused": None, "problem": None, "swaps": 0, "swaps_back": 0, "refusals": 0,
+            "last_swap_seconds": None,
+        }  # fmt: skip
 
     def start(self) -> None:
         """Loads the first engine in a thread, which then polls; see `first`."""
@@ -163,42 +150,28 @@ class Follower:
 
     def state(self) -> dict[str, Any]:
         """What is followed, and its state; JSON-able. Times are seconds ago."""
-        now = time.monotonic()
-        refused, looked, wanted = self._refused, self._looked, self._wanted
-        asked = self.address is not None and looked is not None
-        return {
-            "source": self.source,
-            "alias": self.address.alias if self.address else None,
-            "registry": "not asked" if not asked else "up" if self._away_since is None else "away",
-            "looked_seconds_ago": None if looked is None else round(now - looked, 1),
-            "wanted": wanted and {"version": wanted.version, "sha256": wanted.sha256},
-            "busy": self._busy,
-            "refused": refused and {
-                "version": refused.identity.version, "sha256": refused.identity.sha256, "why": refused.why,
-                "seconds_ago": round(now - refused.at, 1),
-            },
-            "problem": self._problem,
-            **self.counts,
-            "last_swap_seconds": self._last_swap,
-        }  # fmt: skip
+        age = time.monotonic() - self._looked
+        return self._state | {"looked_seconds_ago": round(age, 1) if math.isfinite(age) else None}
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._serve(self._first_engine())
+            engine = self._first_engine()
+            self._serve(engine)
         except Exception as error:
             self.first.set_exception(error)
             return
-        self.first.set_result(self.service.current.identity)  # type: ignore[union-attr]
+        self.first.set_result(engine.identity)
+        del engine
         while self._sleep():
             try:
                 self._poll()
             except Exception:  # the thread survives whatever happened; requests are not affected
-                self._problem = "following failed: see the log"
+                self._state["problem"] = "following failed: see the log"
                 log.exception("following %s failed; the current model stays", self.source)
             finally:
-                self._busy = ""
+                self._state["busy"] = ""
 
     def _sleep(self) -> bool:
         """Until the next poll; whether there is one."""
@@ -223,12 +196,8 @@ class Follower:
         try:
             version = self._look()
             self._set_exists()
-            folder = self._fetch(version)
-            probe = None  # the first version ever has nothing to replace
-            if noted is not None and noted.sha256 != version.sha256:
-                self._busy = "checking"
-                probe = self._probe(folder, self.settings)
-            return self._load_engine(version, folder, probe)
+            # the first version ever has nothing to replace
+            return self._new_engine(version, probed=noted is not None and noted.sha256 != version.sha256)
         except UnidecError as error:
             if noted is None or (version is not None and noted.sha256 == version.sha256):
                 raise
@@ -256,28 +225,21 @@ class Follower:
         Raises:
             RegistryAway: no answer. ConfigError: there is none. ArtifactError: a folder that is damaged.
         """
-        if self._registry is None:
-            self._wanted = Identity(folder_sha256(self.source))
-            return self._wanted
-        self.counts["looks"] += 1
         try:
-            self._wanted = self._registry.find()
-        except ConfigError:
-            self._away_since = None
-            raise
+            found = self._registry.find() if self._registry is not None else Identity(folder_sha256(self.source))
         except RegistryAway as error:
-            self.counts["failed_looks"] += 1
-            if self._away_since is None:
-                self._away_since = time.monotonic()
+            if self._state["registry"] != "away":
                 log.warning("%s; the current model stays", _on_a_line(error))
-            self._problem = str(error)[:_MAX_REASON]
+            self._state |= {"registry": "away", "problem": str(error)[:_MAX_REASON]}
             raise
         finally:
             self._looked = time.monotonic()
-        if self._away_since is not None:
-            log.info("the registry answers again after %.0f s", time.monotonic() - self._away_since)
-        self._away_since, self._problem = None, None
-        return self._wanted
+        if self._state["registry"] == "away":
+            log.info("the registry answers again")
+        self._state |= {
+            "registry": "not asked" if self._registry is None else "up", "problem": None, "wanted": _shown(found),
+        }  # fmt: skip
+        return found
 
     def _poll(self) -> None:
         asked, self._asked = self._asked, False
@@ -286,13 +248,15 @@ class Follower:
         except RegistryAway:
             return
         except ConfigError as error:
-            self._problem = f"{_on_a_line(error)}; {self._current()} stays"[:_MAX_REASON]
+            self._state |= {"registry": "up", "problem": f"{_on_a_line(error)}; {self._current()} stays"[:_MAX_REASON]}
             return
         # their hashes only: a reference would keep an engine from being freed
-        hashes = [engine and engine.identity.sha256 for engine in (self.service.current, self.service.previous)]
-        if version.sha256 == hashes[0]:
-            self._refused = None
-        elif version.sha256 == hashes[1]:
+        current, previous = (
+            engine and engine.identity.sha256 for engine in (self.service.current, self.service.previous)
+        )
+        if version.sha256 == current:
+            self._state["refused"] = None
+        elif version.sha256 == previous:
             began = time.monotonic()
             self.service.swap_back()
             self._note_served(version)
@@ -301,21 +265,19 @@ class Follower:
             try:
                 self._replace(version)
             except RegistryAway as error:
-                self._problem = str(error)[:_MAX_REASON]
+                self._state["problem"] = str(error)[:_MAX_REASON]
             except Exception as error:  # whatever a bundle makes a library raise
                 if not self._ended.is_set():
                     self._refuse(version, error)
 
     def _may_try(self, version: Identity) -> bool:
-        refused = self._refused
-        return refused is None or refused.identity != version or time.monotonic() - refused.at > RETRY_SECONDS
+        is_refused = _shown(version).items() <= (self._state["refused"] or {}).items()
+        return not is_refused or time.monotonic() > self._refused + RETRY_SECONDS
 
     def _replace(self, version: Identity) -> None:
         """Fetch, probe, load and swap; every error leaves the current engine as it is."""
         began = time.monotonic()
-        folder = self._fetch(version)
-        self._busy = "checking"
-        engine = self._load_engine(version, folder, self._probe(folder, self.settings))
+        engine = self._new_engine(version, probed=True)
         if self._look() != version or self._ended.is_set():  # the alias moved meanwhile: the next poll handles it
             self._wake.set()
             return
@@ -324,14 +286,14 @@ class Follower:
 
     def _serve(self, engine: Engine) -> None:
         self.service.swap(engine)
-        self._busy = ""
+        self._state["busy"] = ""
         self._clean_at = time.monotonic() + self.settings.timeout_seconds + 1  # then its last request has ended
         self._note_served(engine.identity)
 
     def _swapped(self, kind: str, began: float) -> None:
-        self.counts[kind] += 1
-        self._refused, self._last_swap = None, round(time.monotonic() - began, 3)
-        log.info("%s serves, %.1f s after it was seen", self._current(), self._last_swap)
+        seconds = round(time.monotonic() - began, 3)
+        self._state |= {kind: self._state[kind] + 1, "refused": None, "last_swap_seconds": seconds}
+        log.info("%s serves, %.1f s after it was seen", self._current(), seconds)
 
     def _note_served(self, identity: Identity) -> None:
         if self.address is not None:
@@ -340,19 +302,22 @@ class Follower:
             except (ArtifactError, OSError) as error:  # a read-only folder: a restart then needs the registry
                 log.warning("the served version is not noted for a restart: %s", error)
 
-    def _fetch(self, version: Identity) -> Path:
-        """The bundle's folder, hashes checked."""
-        if self._registry is None:
-            return Path(self.source)
-        self._busy = "fetching"
-        if not version.sha256:
-            fix = "register it with `unidec models register`"
-            raise ArtifactError("a version without its bundle's hash", where=self.source, got=version.version, fix=fix)
-        is_new = not (self._copies / version.sha256[:16]).is_dir()
-        folder = self._registry.fetch(version, available_bytes() - KEEP_FREE)
-        if is_new:
-            self._fetched.add(folder.resolve())
-        return folder
+    def _new_engine(self, version: Identity, probed: bool) -> Engine:
+        """Fetch a version, have a fresh process answer with it where `probed`, and load it."""
+        folder = Path(self.source)
+        if self._registry is not None:
+            self._state["busy"] = "fetching"
+            if not version.sha256:
+                fix = "register it with `unidec models register`"
+                raise ArtifactError(
+                    "a version without its bundle's hash", where=self.source, got=version.version, fix=fix
+                )
+            is_new = not (self._copies / version.sha256[:16]).is_dir()
+            folder = self._registry.fetch(version, available_host() - KEEP_FREE)
+            if is_new:
+                self._fetched.add(folder.resolve())
+        self._state["busy"] = "checking"
+        return self._load_engine(version, folder, self._probe(folder, self.settings) if probed else None)
 
     def _load_engine(self, version: Identity, folder: Path, probe: Probe | None) -> Engine:
         """A warm engine that answers as its probe did.
@@ -360,8 +325,8 @@ class Follower:
         Raises:
             ArtifactError: damaged, another bundle, too little memory, or answers that differ.
         """
-        self._busy = "loading"
-        self._need_memory(folder, folder_bytes(folder) + KEEP_FREE)
+        self._state["busy"] = "loading"
+        self._need_memory(folder)
         engine = self._load(folder, self.settings, None if self.address is None else version)
         wanted = version.sha256 or (probe.sha256 if probe else engine.bundle.sha256)
         if engine.bundle.sha256 != wanted:
@@ -375,17 +340,18 @@ class Follower:
         engine.warm(self.settings.batch_queries)
         return engine
 
-    def _need_memory(self, folder: Path, needed: int) -> None:
+    def _need_memory(self, folder: Path) -> None:
         """Frees the previous engine where there is too little memory.
 
         Raises:
             ArtifactError: that is not enough.
         """
-        if needed > available_bytes() and self.service.previous is not None:
+        needed = _num_bytes(folder) + KEEP_FREE
+        if needed > available_host() and self.service.previous is not None:
             log.warning("little memory: %s is no longer kept", _name(self.service.previous.identity))
-            self.service.drop_previous()
+            self.service.previous = None
             give_back()
-        if needed > (free := available_bytes()):
+        if needed > (free := available_host()):
             raise ArtifactError(
                 "too little memory to load it", where=str(folder), got=f"{free / 1e6:,.0f} MB available",
                 expected=f"{needed / 1e6:,.0f} MB", fix="more memory, or serve.keep_previous: false",
@@ -395,9 +361,8 @@ class Follower:
         text = str(error) if isinstance(error, UnidecError) else f"{type(error).__name__}: {error}"
         why = without_credentials(text)[:_MAX_REASON]
         log.warning("version %s is refused, %s stays: %s", version.version, self._current(), _on_a_line(why))
-        self._refused = _Refusal(version, why, time.monotonic())
-        self.counts["refusals"] += 1
-        self._clean_at = time.monotonic()
+        self._state |= {"refused": _shown(version) | {"why": why}, "refusals": self._state["refusals"] + 1}
+        self._refused = self._clean_at = time.monotonic()
 
     def _clean(self) -> None:
         """Give back freed memory; remove the copies that this server fetched and no longer serves."""
@@ -422,3 +387,7 @@ def _on_a_line(error: object) -> str:
 
 def _name(identity: Identity) -> str:
     return f"version {identity.version}" if identity.version else f"bundle {identity.sha256[:16]}"
+
+
+def _shown(identity: Identity) -> dict[str, str | None]:
+    return {"version": identity.version, "sha256": identity.sha256}

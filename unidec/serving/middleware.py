@@ -147,21 +147,17 @@ class Guard:
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         """The whole body, within bounds of size and time."""
-        declared = headers.get(b"content-length")
-        if declared is not None and int(declared) > self.max_body:
-            raise self._too_large(f"{int(declared)} bytes")
-        body = bytearray()
+        body, more = bytearray(), True
+        self._check_size(int(headers.get(b"content-length", 0)), "{} bytes")
         try:
             async with asyncio.timeout(self.seconds):
-                more = True
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
-                    if len(body) > self.max_body:
-                        raise self._too_large(f"more than {self.max_body} bytes")
+                    self._check_size(len(body), f"more than {self.max_body} bytes")
                     if self.held and self.held + len(body) > BODIES_HELD * self.max_body:
                         fix = "try again after Retry-After seconds, with smaller requests"
                         raise RequestError(
@@ -174,11 +170,13 @@ class Guard:
             ) from None  # fmt: skip
         return bytes(body)
 
-    def _too_large(self, got: str) -> RequestError:
-        return RequestError(
-            413, "too_large", "the body is too large", where="body", got=got, expected=f"at most {self.max_body} bytes",
-            fix="send the queries in several requests (serve.max_body_bytes)", close=True,
-        )  # fmt: skip
+    def _check_size(self, size: int, got: str) -> None:
+        if size > self.max_body:
+            raise RequestError(
+                413, "too_large", "the body is too large", where="body", got=got.format(size), close=True,
+                expected=f"at most {self.max_body} bytes",
+                fix="send the queries in several requests (serve.max_body_bytes)",
+            )  # fmt: skip
 
     def _route(self, path: str) -> str:
         if path in self.routes:

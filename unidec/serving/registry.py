@@ -14,7 +14,6 @@ from unidec.tracking.store import quiet_mlflow
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-_MAX_FILES = 10_000  # of a stored version; the code that MLflow stores with it has some hundred
 _MAX_REASON = 600  # characters
 
 
@@ -85,19 +84,12 @@ class Registry:
 
 
 def stored_bytes(address: str, enough: int) -> int:
-    """Size of all files that the registry lists for a version, or of a part of them that is more than `enough`.
-
-    Raises:
-        ArtifactError: so many files that it is no bundle.
-    """
+    """Size of all files that the registry lists for a version, or of a part of them that is more than `enough`."""
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-    repository, folders, total, files = get_artifact_repository(address), [""], 0, 0
+    repository, folders, total = get_artifact_repository(address), [""], 0
     while folders and total <= enough:
         for entry in repository.list_artifacts(folders.pop() or None):
-            files += 1
-            if files > _MAX_FILES:
-                raise ArtifactError("no bundle: too many files", where=address, expected=f"at most {_MAX_FILES:,}")
             if entry.is_dir:
                 folders.append(entry.path)
             else:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import orjson
 from cachetools import LRUCache
@@ -31,11 +31,9 @@ from unidec.version import __version__
 
 SIDE_REQUESTS = 64  # label searches and explanations that may wait
 MAX_LABELS = 50
-CACHED_FILTERS = 100  # an answer with longer lists of labels is not cached
-CACHED_BYTES = 4096  # of the cache's room for each entry; an answer of five labels takes about 800 bytes
+CACHED_BYTES = 4096  # room for each cached answer; one of five labels takes 800. Longer requests are not cached
 STUCK_SECONDS = 60.0
-
-_OVERHEAD = 400  # bytes of an entry beside text and answer
+_AGAIN = "try again after Retry-After seconds"
 
 _JSON = [(b"content-type", b"application/json"), NO_SNIFFING]
 
@@ -48,11 +46,6 @@ class JsonBytes(Response):
         self.raw_headers = [*_JSON, (b"content-length", b"%d" % len(body)), *headers]
 
 
-class _Cached(NamedTuple):
-    answer: Answer
-    num_bytes: int
-
-
 class Routes:
     """What the routes do."""
 
@@ -60,16 +53,13 @@ class Routes:
         self.service, self.settings, self.has_key = service, settings, api_key is not None
         self.figures = service.metrics
         self.models = schemas.request_models(settings)
-        self.cache: LRUCache[tuple[str, Asked], _Cached] = LRUCache(
-            settings.cache_queries * CACHED_BYTES, lambda cached: cached.num_bytes
+        self.cache: LRUCache[tuple[str, Asked], Answer] = LRUCache(
+            settings.cache_queries * CACHED_BYTES, lambda answer: max(CACHED_BYTES, len(answer.json))
         )
         self.batcher: Batcher | None = None
         self.side_thread = ThreadPoolExecutor(1, "unidec-side")
         self.side_requests = 0
-        self.figures.watch(self._live_metrics)
-
-    def _live_metrics(self) -> Iterable[Any]:
-        return model_metrics(self.service.current, self.batcher.waiting if self.batcher else 0)
+        self.figures.watch(lambda: model_metrics(self.service.current, self.batcher.waiting if self.batcher else 0))
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -90,8 +80,7 @@ class Routes:
     async def predict(self, request: Request) -> Response:
         """Labels for up to `serve.max_queries` texts, best first, answered wholly by the model that is named."""
         engine, asked = self._engine(), _read_request(request, self.models.predict)
-        queries = _queries(asked.queries, asked)
-        _check(engine, queries[0])
+        queries = _queries(engine, asked.queries, asked)
         answers = await self._cached_or_new(engine, queries, request)
         self._count(queries[0], answers)
         return JsonBytes(predict_json(engine.model_json, [answer.json for answer in answers]))
@@ -99,31 +88,27 @@ class Routes:
     async def explain(self, request: Request) -> Response:
         """Each part of each score with its weight, the nearest training queries, and the query's tokens."""
         engine, asked = self._engine(), _read_request(request, self.models.explain)
-        (query,) = _queries([asked.query], asked)
-        _check(engine, query)
+        (query,) = _queries(engine, [asked.query], asked)
         answer, body = await self._aside(lambda: explain_query(engine, query))
         self._count(query, [answer])
         return JsonBytes(body)
 
     async def _cached_or_new(self, engine: Engine, queries: list[Asked], request: Request) -> list[Answer]:
         """From the cache, whose keys hold the bundle's hash; the rest from the model, and into the cache."""
-        first = queries[0]
-        if not self.cache.maxsize or len(first.allow or ()) + len(first.deny) > CACHED_FILTERS:
+        filters = sum(map(len, queries[0].allow or ())) + sum(map(len, queries[0].deny))
+        if not self.cache.maxsize or filters + max(len(query.text) for query in queries) > CACHED_BYTES:
             return await self._answers(engine, queries, request)
         sha256 = engine.identity.sha256
         cached = [self.cache.get((sha256, query)) for query in queries]
-        new = [query for query, entry in zip(queries, cached, strict=True) if entry is None]
+        new = [query for query, answer in zip(queries, cached, strict=True) if answer is None]
         self.figures.cache_hits.inc(len(queries) - len(new))
-        if not new:
-            return [entry.answer for entry in cached if entry is not None]
         self.figures.cache_misses.inc(len(new))
         made = await self._answers(engine, new, request)
         for query, answer in zip(new, made, strict=True):
-            num_bytes = max(CACHED_BYTES, _OVERHEAD + _num_bytes(query) + len(answer.json))
-            if num_bytes <= self.cache.maxsize // 8 or num_bytes == CACHED_BYTES:  # evicts few others
-                self.cache[sha256, query] = _Cached(answer, num_bytes)
+            with contextlib.suppress(ValueError):  # larger than the whole cache
+                self.cache[sha256, query] = answer
         rest = iter(made)
-        return [next(rest) if entry is None else entry.answer for entry in cached]
+        return [next(rest) if answer is None else answer for answer in cached]
 
     async def _answers(self, engine: Engine, queries: Sequence[Asked], request: Request) -> list[Answer]:
         """From the model, in batches with other requests."""
@@ -139,7 +124,7 @@ class Routes:
             raise RequestError(
                 503, "overload", "too many queries wait", got=f"{self.batcher.waiting} queries",
                 expected=f"at most {self.batcher.queue_queries}, none longer than {self.settings.timeout_seconds:g} s",
-                fix="try again after Retry-After seconds", retry_after=error.retry_after,
+                fix=_AGAIN, retry_after=error.retry_after,
             ) from None  # fmt: skip
         except TooLate:
             raise self._timed_out() from None
@@ -150,7 +135,7 @@ class Routes:
         assert self.batcher is not None
         return RequestError(
             503, "timeout", "no answer in time", expected=f"one within {self.settings.timeout_seconds:g} s",
-            fix="try again after Retry-After seconds", retry_after=self.batcher.retry_after(),
+            fix=_AGAIN, retry_after=self.batcher.retry_after(),
         )  # fmt: skip
 
     def _count(self, query: Asked, answers: list[Answer]) -> None:
@@ -166,7 +151,7 @@ class Routes:
 
     # -- labels ----------------------------------------------------------------------------------------------------
 
-    async def find_labels(
+    async def labels(
         self,
         prefix: Annotated[str, Query(max_length=200, description="beginning of uid, title or a word of it")] = "",
         limit: Annotated[int, Query(ge=1, le=MAX_LABELS)] = 20,
@@ -189,8 +174,7 @@ class Routes:
     async def _aside(self, work: Callable[[], Any]) -> Any:
         """Work in a thread of its own, beside the model's."""
         if self.side_requests >= SIDE_REQUESTS:
-            fix = "try again after Retry-After seconds"
-            raise RequestError(503, "overload", "too many requests wait", fix=fix, retry_after=1)
+            raise RequestError(503, "overload", "too many requests wait", fix=_AGAIN, retry_after=1)
         self.side_requests += 1
         try:
             running = asyncio.get_running_loop().run_in_executor(self.side_thread, work)
@@ -202,13 +186,13 @@ class Routes:
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
-    async def alive(self) -> Response:
+    async def healthz(self) -> Response:
         """503 where the model has hung for a minute."""
         if self.batcher is not None and self.batcher.is_stuck(STUCK_SECONDS):
             raise RequestError(503, "internal", "the model does not come back", fix="restart the server")
         return JsonBytes(b'{"status":"alive"}')
 
-    async def ready(self) -> Response:
+    async def readyz(self) -> Response:
         """503 until a model is loaded and warm, and where a file that it maps was edited: sizes and sampled blocks are
         compared, at most once a second. `follow`: the registry's state; an old model is ready."""
         engine, follow = self.service.current, self._follow()
@@ -216,7 +200,13 @@ class Routes:
         changed = "" if engine is None else await asyncio.to_thread(engine.files.changed)
         if engine is not None and not changed:
             return JsonBytes(orjson.dumps({"ready": True, "model": model, "follow": follow}))
-        error = _edited(changed) if changed else _not_ready()
+        error = _not_ready()
+        if changed:
+            error = RequestError(
+                503, "edited_file", "a file of the bundle was edited while it is served", where=changed,
+                expected="the bytes that were loaded", retry_after=60,
+                fix="restore the bundle and restart the server; replace bundles by renaming, never in place",
+            )  # fmt: skip
         self.figures.error(error.kind)
         body = {"error": error.parts, "ready": False, "model": model, "follow": follow}
         return JsonBytes(orjson.dumps(body), error.status, error.headers)
@@ -273,39 +263,24 @@ def _read_request(request: Request, model: Any) -> Any:
     return schemas.parse_request(model, request.scope.pop(BODY))
 
 
-def _queries(texts: Sequence[str], asked: Any) -> list[Asked]:
+def _queries(engine: Engine, texts: Sequence[str], asked: Any) -> list[Asked]:
+    """Each text with the request's settings; an error for what the bundle cannot do, e.g. a head that it lacks."""
     allow, deny = None if asked.allow is None else tuple(asked.allow), tuple(asked.deny)
-    return [Asked(text, asked.k, allow, deny, asked.min_score, asked.head) for text in texts]
-
-
-def _num_bytes(query: Asked) -> int:
-    return 4 * (len(query.text) + sum(map(len, query.allow or ())) + sum(map(len, query.deny)))
-
-
-def _check(engine: Engine, query: Asked) -> None:
+    queries = [Asked(text, asked.k, allow, deny, asked.min_score, asked.head) for text in texts]
     try:
-        engine.check(query)
+        engine.check(queries[0])
     except DataError as error:
         raise _not_answerable(error) from error
+    return queries
 
 
 def _not_answerable(error: DataError) -> RequestError:
-    """What the bundle cannot do, e.g. a head that it does not have."""
     return RequestError(
-        422, "wrong_value", error.what, where=(error.where or "body").removeprefix("request."),
-        got=error.got if error.got is not None else "", expected=error.expected or "",
-        fix=error.fix or "ask for what this model has: GET /card",
+        422, "wrong_value", error.what, where=(error.where or "body").removeprefix("request."), got=error.got or "",
+        expected=error.expected or "", fix=error.fix or "ask for what this model has: GET /card",
     )  # fmt: skip
 
 
 def _not_ready() -> RequestError:
     fix = "try again; GET /readyz shows the progress"
     return RequestError(503, "not_ready", "no model is loaded yet", fix=fix, retry_after=1)
-
-
-def _edited(name: str) -> RequestError:
-    return RequestError(
-        503, "edited_file", "a file of the bundle was edited while it is served", where=name,
-        expected="the bytes that were loaded", retry_after=60,
-        fix="restore the bundle and restart the server; replace bundles by renaming, never in place",
-    )  # fmt: skip

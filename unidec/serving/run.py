@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from importlib import util
 from pathlib import Path
@@ -66,7 +65,7 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
     service.metrics.watch(lambda: follow_metrics(follower.state()))
     api_key = _api_key(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
-    with _listening(settings) as listener:
+    with _listen(settings) as listener:
         follower.start()  # it loads while this thread imports what serves
         try:
             server = _server(service, settings, api_key)
@@ -80,6 +79,8 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
                     server.should_exit = True
 
             follower.first.add_done_callback(loaded)
+            for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn's own; at its end it raises what it got once more
+                signal.signal(number, lambda *_: None)
             server.run(sockets=[listener])
         finally:
             follower.stop()
@@ -102,16 +103,6 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
     from unidec.serving.app import create_app
 
     class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            """As uvicorn's, but the signal is not raised again at the end, so the exit code is 0."""
-            before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-            try:
-                yield
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """uvicorn resets connections that wait to be accepted, and closes idle ones while a request is on its way.
             Here the former are accepted first, and all may send requests for `DRAIN_SECONDS` more: each answer
@@ -130,7 +121,7 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
 
 
 def server_options(settings: Serve) -> dict[str, Any]:
-    """Options of `uvicorn.Config`. h11, unlike httptools, bounds the size of a head that does not end."""
+    """Options of `uvicorn.Config`. h11 bounds the size of a head that does not end."""
     from unidec.serving.middleware import HEAD_BYTES
 
     return {
@@ -162,25 +153,20 @@ async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -
         await loop.connect_accepted_socket(protocol, connection)
 
 
-@contextlib.contextmanager
-def _listening(settings: Serve) -> Iterator[socket.socket]:
+def _listen(settings: Serve) -> socket.socket:
     """The socket, bound before anything is loaded: an address in use shows at once."""
     place = f"{settings.host}:{settings.port}"
     try:
-        family, kind, number, _, address = socket.getaddrinfo(
+        family, *_, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, number)
     except OSError as error:
         raise ConfigError("no address to listen at", where="serve.host", got=f"{place}: {error}") from error
-    with listener:
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError as error:
-            fix = "another --port; --port 0 takes any free one"
-            raise ConfigError("cannot listen there", where="serve.port", got=f"{place}: {error}", fix=fix) from error
-        yield listener
+    try:
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        fix = "another --port; --port 0 takes any free one"
+        raise ConfigError("cannot listen there", where="serve.port", got=f"{place}: {error}", fix=fix) from error
 
 
 def _address(listener: socket.socket) -> str:

@@ -7,8 +7,7 @@ by hand (`answers.py`) and not checked again: their models here are documentatio
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
@@ -33,8 +32,7 @@ class RequestBase(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-@dataclass(frozen=True)
-class RequestModels:
+class RequestModels(NamedTuple):
     """The models of one server; both have k, allow, deny, min_score and head."""
 
     predict: type[RequestBase]
@@ -51,30 +49,24 @@ def request_models(settings: Serve) -> RequestModels:
     queries: Any = Annotated[list[text], Field(min_length=1, max_length=settings.max_queries, fail_fast=True)]
     uids: Any = Annotated[list[Uid], Field(max_length=settings.max_filter_labels, fail_fast=True)]
     k: Any = Annotated[int, Field(ge=1, le=settings.max_k), BeforeValidator(_whole)]
-
-    def about(kind: Any, description: str) -> Any:
-        return Annotated[kind, Field(description=description)]
-
     shared: dict[str, Any] = {
-        "k": (
-            about(k, "labels for each query; fewer where fewer are left"),
-            min(DEFAULT_K, settings.max_k),
-        ),
-        "allow": (
-            about(uids | None, "uids: only these labels may be returned; unknown ones are ignored and counted"),
-            None,
-        ),
-        "deny": (about(uids, "uids: these labels are never returned"), Field(default_factory=list)),
-        "min_score": (about(float | None, "labels that score less are left out"), None),
-        "head": (about(Head, "what scores: both (the bundle's ranking), the dual encoder, or the classifier"), "both"),
-    }
+        "k": (k, Field(min(DEFAULT_K, settings.max_k), description="labels a query; fewer where fewer are left")),
+        "allow": (uids | None, Field(
+            None, description="uids: only these labels may be returned; unknown ones are ignored and counted",
+        )),
+        "deny": (uids, Field(default_factory=list, description="uids: these labels are never returned")),
+        "min_score": (float | None, Field(None, description="labels that score less are left out")),
+        "head": (Head, Field(
+            "both", description="what scores: both (the bundle's ranking), the dual encoder, or the classifier",
+        )),
+    }  # fmt: skip
 
     def model(name: str, **first: Any) -> type[RequestBase]:
         return create_model(name, __base__=RequestBase, **first, **shared)
 
     return RequestModels(
-        model("PredictRequest", queries=(about(queries, "texts to label"), ...)),
-        model("ExplainRequest", query=(about(text, "text to label"), ...)),
+        model("PredictRequest", queries=(queries, Field(description="texts to label"))),
+        model("ExplainRequest", query=(text, Field(description="text to label"))),
     )
 
 

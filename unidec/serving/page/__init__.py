@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable
 from importlib import resources
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.routing import Route
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _FILES = {"/": "index.html"} | {
@@ -34,14 +32,10 @@ _HEADERS = {
 
 def page_routes() -> list[Route]:
     """Routes that serve the page (GET and HEAD), for the application's router; none of them is in its OpenAPI."""
-    from starlette.routing import Route
-
     return [Route(path, _answer(name), methods=["GET"]) for path, name in _FILES.items()]
 
 
 def _answer(name: str) -> Callable[[Request], Awaitable[Response]]:
-    from starlette.responses import Response
-
     body, kind = (resources.files(__name__) / name).read_bytes(), _TYPES[name.rpartition(".")[2]]
     tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
     headers = {**_HEADERS, "ETag": tag}
