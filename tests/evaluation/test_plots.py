@@ -6,32 +6,33 @@ import csv
 
 import pytest
 
-from unidec.evaluation.plots import plots_csv, refresh_parts, validation_records
+from unidec.evaluation.plots import plots_csv, round_parts, validation_records
 
 METRICS = {"P@1": 45.125, "P@5": 21.0, "R@100": 71.0, "tail/R@10": 1.5, "torso/R@10": 2.5, "head/R@10": 3.5}
 HISTORY = [{"step": s, "loss": 5 / s, "lr_heads": 1e-4} for s in range(1, 30)]
-ROUNDS = [{"round": r, "epoch": 5 * r, "seconds": 60.0, "refresh_seconds": 9.0, "cluster_seconds": 2.0,
-           "mine_seconds": 3.0, "train_seconds": 50.0, "validation": {"P@1": 30.0 + r}} for r in (1, 2, 3)]  # fmt: skip
+REFRESH = {"refresh_seconds": 9.0, "cluster_seconds": 2.0, "mine_seconds": 3.0}
+ROUNDS = [{"round": r, "epoch": 5 * r, "seconds": 60.0, "refresh": REFRESH, "train_seconds": 50.0,
+           "validation": {"P@1": 30.0 + r}} for r in (1, 2, 3)]  # fmt: skip
 
 
 def test_parts_of_a_round():
-    assert refresh_parts(ROUNDS) == (["cluster", "mine", "other refresh", "train"], [[2.0, 3.0, 4.0, 50.0]] * 3)
-    assert refresh_parts([{"refresh_seconds": 2.0, "train_seconds": 5.0}]) == (["refresh", "train"], [[2.0, 5.0]])
-    assert refresh_parts([{"refresh": {"mine_seconds": 2.0}}]) == (["mine"], [[2.0]])
+    parts = {"cluster": [2.0] * 3, "mine": [3.0] * 3, "other refresh": [4.0] * 3, "train": [50.0] * 3}
+    assert round_parts(ROUNDS) == parts and list(round_parts(ROUNDS)) == list(parts)
+    assert round_parts([{"refresh": {"refresh_seconds": 2.0}, "train_seconds": 5.0}]) == {
+        "refresh": [2.0],
+        "train": [5.0],
+    }
     # sums over rounds, and what runs beside the training, are no parts of a round; validation is none of its refresh
     whole = {"train_seconds": 5.0, "trained_seconds": 50.0, "checkpoint_seconds": 3.0, "validation_seconds": 1.5,
              "refresh": {"mine_seconds": 2.0, "refresh_seconds": 2.0}}  # fmt: skip
-    assert refresh_parts([whole]) == (["mine", "train", "validation"], [[2.0, 5.0, 1.5]])
-    assert refresh_parts([{"round": 1}]) == ([], [])
+    assert round_parts([whole]) == {"mine": [2.0], "train": [5.0], "validation": [1.5]}
+    assert round_parts([{"round": 1}]) == {}
 
 
 def test_wall_time_is_training_and_refreshes_summed_up():
-    nested = [{"train_seconds": 50.0, "refresh": {"refresh_seconds": 9.0}, "seconds": 99.0}] * 3
-    bare = [{"seconds": 5.0}, {}, {"train_seconds": 1.0}]
-    for rounds, seconds in ((ROUNDS, [59.0, 118.0, 177.0]), (nested, [59.0, 118.0, 177.0]), (bare, [5.0, 5.0, 6.0])):
-        found = validation_records([{**r, "validation": {"P@1": 1.0}} for r in rounds])
-        assert [row["seconds"] for row in found] == seconds
-        assert [row["minutes"] for row in found] == pytest.approx([second / 60 for second in seconds])
+    found = validation_records([*ROUNDS, {"train_seconds": 1.0}, {"validation": {"P@1": 1.0}}])
+    assert [row["seconds"] for row in found] == [59.0, 118.0, 177.0, 178.0]
+    assert [row["minutes"] for row in found] == pytest.approx([row["seconds"] / 60 for row in found])
 
 
 def test_tables_for_dvc_plots(tmp_path):

@@ -29,9 +29,10 @@ STUDY = {"batches": 3, "queries": 100.0, "beta": 2, "eta": 1, "size": 900, "shar
 BETTER = Comparison("model", "mix", "tail/R@10", 30.0, 20.0, 10.0, 4.25, 15.75, 0.0001, 0.0004, 99)
 HISTORY = [{"step": s, "loss": 5 / s, "loss_de": 3 / s, "lr_heads": 1e-4, "grad_norm": 1.0, "pool_size": 3000,
             "positives_per_query": 3.5, "texts_per_s": 900} for s in range(1, 900)]  # fmt: skip
-ROUNDS = [{"round": r, "epoch": 5 * r, "seconds": 60.0, "refresh_seconds": 9.0, "cluster_seconds": 2.0,
-           "mine_seconds": 3.0, "train_seconds": 50.0, "steps_per_s": 2.0, "memory": {"host_used_gib": 1.25},
-           "mine_positive_first": 0.25, "validation": {"P@1": 30.0 + r, "R@100": 60.0}} for r in (1, 2, 3)]  # fmt: skip
+REFRESH = {"refresh_seconds": 9.0, "cluster_seconds": 2.0, "mine_seconds": 3.0, "mine_positive_first": 0.25}
+ROUNDS = [{"round": r, "epoch": 5 * r, "seconds": 60.0, "refresh": REFRESH, "train_seconds": 50.0,
+           "steps_per_s": 2.0, "memory": {"host_used_gib": 1.25}, "validation": {"P@1": 30.0 + r, "R@100": 60.0}}
+          for r in (1, 2, 3)]  # fmt: skip
 
 
 def _example(text: str) -> dict:
@@ -44,7 +45,7 @@ def _full(text: str = "some text") -> ReportInput:
     return ReportInput(
         title=text, date=text, dataset=text, model=text, metrics={"both": METRICS, "de": METRICS, text: METRICS},
         baselines={text: {"P@1": 50.0}}, baseline_note=text, history=[*HISTORY, {"step": 901, f"lr_{text}": 1.0}],
-        rounds=[{**r, f"{text}_seconds": 1.0} for r in ROUNDS], bins=BINS, pools=STUDY,
+        rounds=[{**r, "refresh": {**REFRESH, f"{text}_seconds": 1.0}} for r in ROUNDS], bins=BINS, pools=STUDY,
         index={"recall@10": 99.5, text: text},
         calibration={"score": np.linspace(0, 1, 200).reshape(40, 5), "correct": np.arange(200).reshape(40, 5) > 100},
         right=[_example(text)], wrong=[_example(text)], card={text: {text: text}}, params={text: [text, 1]},
@@ -179,15 +180,14 @@ def test_calibration_against_a_loop():
     pairs = sorted(
         ((s, c) for s, c in zip(score.ravel(), correct.ravel(), strict=True) if np.isfinite(s)), key=lambda p: p[0]
     )
-    assert sum(row["count"] for row in bins) == len(pairs) == 157 and len(bins) == 10
+    counts = [count for _, _, count, _ in bins]
+    assert sum(counts) == len(pairs) == 157 and len(bins) == 10 and max(counts) - min(counts) <= 1
     start = 0
-    for row in bins:
-        part = pairs[start : start + row["count"]]
-        assert (row["low"], row["high"]) == (part[0][0], part[-1][0])
-        assert row["precision"] == pytest.approx(sum(c for _, c in part) / len(part))
-        assert row["mean"] == pytest.approx(sum(s for s, _ in part) / len(part))
-        start += row["count"]
-    assert max(row["count"] for row in bins) - min(row["count"] for row in bins) <= 1
+    for low, high, count, precision in bins:
+        part = pairs[start : start + count]
+        assert (low, high) == (part[0][0], part[-1][0])
+        assert precision == pytest.approx(sum(c for _, c in part) / len(part))
+        start += count
     assert len(calibration_bins([1.0, 2.0], [0, 1])) == 2 and calibration_bins([], []) == []
 
 

@@ -1,4 +1,4 @@
-"""What the report of a run is told: pools drawn again, the data set's card, peers, names of what was measured."""
+"""What the report of a run is told: pools drawn again, the data set's card, names of what was measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.label_graph import soft_targets
 from unidec.data.propensity import build_propensity
-from unidec.evaluation.metrics import GROUPS
+from unidec.metric_names import GROUPS
 from unidec.pipeline import paths
 from unidec.pipeline import report as stage
 
@@ -81,22 +81,6 @@ def test_the_card_against_loops(
     assert [card[f"{group} labels"] for group in GROUPS] == expected
     assert [sum(shown["bars"].values()) for shown in distributions] == [len(counts), len(train)]
     json.dumps(card)
-
-
-def test_peers_come_from_the_stored_results_of_the_same_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    dataset: Any = SimpleNamespace(name="data", sha256="1234")
-    assert stage._peers(dataset, "title") == ({}, "")
-    folder = tmp_path / "benchmarks" / "results"
-    folder.mkdir(parents=True)
-    results = {"kNN": {"metrics": {"P@1": 0.5}}, "XR-Linear": {"metrics": {"P@1": 1.5, "P@77": 3.0}}}
-    stored = {"facts": {"train_on": "train+validation", "dataset_sha256": "1234"}, "results": results}
-    (folder / "baselines-data-title-content.json").write_text(json.dumps(stored))
-    shown, note = stage._peers(dataset, "title+content")
-    assert shown == {"XR-Linear": {"P@1": 1.5}}, "TF-IDF is measured at each evaluation"
-    assert note.startswith("XR-Linear: measured") and note.endswith("trained on train and validation.")
-    dataset.sha256 = "other data under the same name"
-    assert stage._peers(dataset, "title+content") == ({}, "")
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,16 @@ class Table:
     caption: str = ""
     dense: bool = False
 
+    @classmethod
+    def of(
+        cls, head: str, rows: Mapping[str, Mapping[str, Any]], columns: Sequence[str] | Mapping[str, str], **more: Any
+    ) -> Table:
+        """A row for each name, with its values by key, in the columns (keys, or keys and their heads) that have any."""
+        used = [key for key in columns if any(values.get(key) is not None for values in rows.values())]
+        heads = columns if isinstance(columns, Mapping) else dict(zip(used, used, strict=True))
+        shown = [[name, *(values.get(key) for key in used)] for name, values in rows.items()]
+        return cls([head, *(heads[key] for key in used)], shown if used else [], **more)
+
     def __bool__(self) -> bool:
         return bool(self.rows)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unidec.data.storage import write_bytes_atomic
+from unidec.metric_names import DEFAULT_KS, GROUPS
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -18,10 +17,7 @@ TRAINING = (
     "step", "epoch", "seconds", "loss", "loss_de", "loss_clf", "lr_heads", "lr_clf", "lr_encoder", "lr_bag",
     "grad_norm", "pool_size", "positives_per_query", "texts_per_s", "tokens_per_s",
 )  # fmt: skip
-AT_K = (1, 3, 5, 10, 100)
-GROUPS = ("tail", "torso", "head")
 AFTER = ("train", "validation")  # parts of a round that follow its refresh
-_NO_PARTS = ("train_seconds", "validation_seconds", "trained_seconds", "checkpoint_seconds")  # of the refresh
 
 
 def plots_csv(
@@ -44,20 +40,17 @@ def plots_csv(
     measured = sorted({name for row in validation for name in row} - {"epoch", "round", "seconds", "minutes"})
     at_k = [
         {"k": k, "precision": metrics.get(f"P@{k}"), "recall": metrics.get(f"R@{k}"), "ndcg": metrics.get(f"nDCG@{k}")}
-        for k in AT_K
+        for k in DEFAULT_KS
         if f"P@{k}" in metrics
     ]
-    groups = [
-        {"group": g} | {key.split("/", 1)[1]: value for key, value in metrics.items() if key.startswith(f"{g}/")}
-        for g in GROUPS
-    ]
-    groups = [row for row in groups if len(row) > 1]
-    of_group = [name for name in dict.fromkeys(key for row in groups for key in row) if name != "group"]
-    files = {
+    of_group = {g: {key[len(g) + 1 :]: value for key, value in metrics.items() if key.startswith(f"{g}/")}
+                for g in GROUPS}  # fmt: skip
+    groups = [{"group": group} | own for group, own in of_group.items() if own]
+    files: dict[str, tuple[Sequence[str], Records]] = {
         "training.csv": ([name for name in TRAINING if any(name in row for row in history)] or TRAINING[:1], history),
         "validation.csv": (["epoch", "round", "seconds", *(n for n in measured if "/" not in n)], validation),
         "at_k.csv": (["k", "precision", "recall", "ndcg"], at_k),
-        "groups.csv": (["group", *of_group], groups),
+        "groups.csv": (["group", *dict.fromkeys(key for own in of_group.values() for key in own)], groups),
     }
     for name, (columns, rows) in files.items():
         write_bytes_atomic(Path(out_dir) / name, _csv(columns, rows).encode())
@@ -70,39 +63,30 @@ def validation_records(rounds: Records) -> list[dict[str, Any]]:
     """
     seconds, found = 0.0, []
     for r in rounds:
-        known = with_refresh(r)
-        if "train_seconds" in known:
-            seconds += finite(known, "train_seconds") + finite(known, "refresh_seconds")
-        else:
-            seconds += finite(known, "seconds")
-        if isinstance(r.get("validation"), Mapping):
+        seconds += finite(r, "train_seconds") + finite(r.get("refresh") or {}, "refresh_seconds")
+        if r.get("validation"):
             place = {"epoch": r.get("epoch"), "round": r.get("round"), "seconds": seconds, "minutes": seconds / 60}
             found.append(place | r["validation"])
     return found
 
 
-def refresh_parts(rounds: Records) -> tuple[list[str], list[list[float]]]:
-    """Seconds of each part of each round: the parts' names, and a row of values for each round.
+def round_parts(rounds: Records) -> dict[str, list[float]]:
+    """Seconds of each part of each round, by the part's name.
 
     The parts of a refresh are its keys that end in "_seconds"; what they leave of `refresh_seconds` is "other refresh".
-    Then come "train" and "validation". Other seconds of a round are sums over rounds, or run beside the training.
+    Then come "train" and "validation".
     """
-    rounds = [with_refresh(r) for r in rounds]
-    ends = [key for r in rounds for key in r if key.endswith("_seconds")]
-    parts = [key for key in dict.fromkeys(ends) if key not in ("refresh_seconds", *_NO_PARTS)]
-    columns = {part.removesuffix("_seconds").replace("_", " "): [finite(r, part) for r in rounds] for part in parts}
-    rest = [max(0.0, finite(r, "refresh_seconds") - sum(finite(r, p) for p in parts)) for r in rounds]
+    refreshes = [r.get("refresh") or {} for r in rounds]
+    keys = dict.fromkeys(key for refresh in refreshes for key in refresh if key.endswith("_seconds"))
+    keys.pop("refresh_seconds", None)
+    parts = {key.removesuffix("_seconds").replace("_", " "): [finite(r, key) for r in refreshes] for key in keys}
+    rest = [max(0.0, finite(r, "refresh_seconds") - sum(finite(r, key) for key in keys)) for r in refreshes]
     if any(second > 0.05 for second in rest):
-        columns["other refresh" if parts else "refresh"] = rest
+        parts["other refresh" if keys else "refresh"] = rest
     for name in AFTER:
-        if f"{name}_seconds" in ends:
-            columns[name] = [finite(r, f"{name}_seconds") for r in rounds]
-    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
-
-
-def with_refresh(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A round's record with the figures of its refresh beside its own."""
-    return {**record, **record["refresh"]} if isinstance(record.get("refresh"), Mapping) else record
+        if any(f"{name}_seconds" in r for r in rounds):
+            parts[name] = [finite(r, f"{name}_seconds") for r in rounds]
+    return parts
 
 
 def finite(row: Mapping[str, Any], name: str) -> float:
@@ -112,14 +96,8 @@ def finite(row: Mapping[str, Any], name: str) -> float:
 
 
 def _csv(columns: Sequence[str], rows: Records) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([name.replace("@", "_at_") for name in columns])
-    writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
-    return out.getvalue()
+    import pandas as pd
 
-
-def _cell(value: Any) -> Any:
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else value
+    frame = pd.DataFrame(list(rows), columns=list(columns)).replace([math.inf, -math.inf], math.nan)
+    heads = [name.replace("@", "_at_") for name in columns]
+    return str(frame.to_csv(index=False, header=heads, float_format="%.6g", lineterminator="\n"))

@@ -6,7 +6,7 @@ Legend: N queries, n queries of a split, M training queries, L labels, D width o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -84,6 +84,11 @@ class Ranking:
                 parts = zip(("de", "clf", "bias"), (label_de, *model.classifier_table()), strict=True)
                 vectors = {name: array for name, array in parts if array is not None}
         return cls(dataset, rows, query_de, query_clf, vectors)
+
+    def one(self, i: int) -> Ranking:
+        """Its i-th query alone."""
+        de, clf = (None if part is None else part[i : i + 1] for part in (self.query_de, self.query_clf))
+        return replace(self, rows=self.rows[i : i + 1], query_de=de, query_clf=clf)
 
     @cached_property
     def truth(self) -> sp.csr_matrix:

@@ -5,8 +5,6 @@ Legend: n queries of the split, K places.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,11 +19,10 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_manifest
 from unidec.evaluation.baselines import Baselines, verdict
 from unidec.evaluation.frequency import doubling_histogram
-from unidec.evaluation.metrics import GROUPS, per_query
 from unidec.evaluation.pools import pool_study
 from unidec.evaluation.report import ReportInput
 from unidec.evaluation.significance import Comparison
-from unidec.metric_names import BASELINES
+from unidec.metric_names import BASELINES, GROUPS
 from unidec.model.encoder import InputBuilder
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Ranking, headline
@@ -40,9 +37,7 @@ from unidec.version import __version__
 
 EXAMPLES = 6  # queries answered right and as many answered wrong
 SHOWN = 5  # labels shown for each
-PEER_NOTE = "{}: measured earlier on this data with the same metric code, trained on {}."
 WITH_VOTES = {"both": "both heads", "de": "dual encoder", "clf": "classifier"}
-_OF_TFIDF = ("kNN", "label match", "mix")  # names in benchmarks/results
 CALIBRATED = 5  # predictions a query that the calibration plot counts
 
 
@@ -76,7 +71,6 @@ def report_input(
     correct = np.asarray(found.truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()).astype(bool)
     correct &= labels >= 0
     right, wrong = _examples(found, correct)
-    peers, peer_note = _peers(dataset, params.tokens.text)
     card, distributions = _card(params, dataset)
     run_dir = paths.RUNS / read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
     return ReportInput(
@@ -85,8 +79,8 @@ def report_input(
         dataset=f"{dataset.name}, {params.tokens.text}",
         model=f"{params.encoder.kind} encoder ({params.encoder.name})",
         metrics=_metrics(result, bundle.model.heads),
-        baselines={BASELINES[name]: headline(dict(own)) for name, own in found.baselines.metrics.items()} | peers,
-        baseline_note=f"{found.baselines.about} {peer_note}".strip(),
+        baselines={BASELINES[name]: headline(dict(own)) for name, own in found.baselines.metrics.items()},
+        baseline_note=found.baselines.about,
         verdict=verdict(found.compared),
         warnings=found.warnings,
         comparison=found.compared,
@@ -111,22 +105,6 @@ def _metrics(result: dict[str, Any], heads: str) -> dict[str, dict[str, float]]:
     if "heads" in result:
         shown[heads] = result["heads"]
     return shown | {name: result[name] for name in ("de", "clf", "knn") if name in result}
-
-
-def _peers(dataset: XMCDataset, text: str) -> tuple[dict[str, dict[str, float]], str]:
-    """What `unidec.comparison.peers` measured on this very data, if anything, and what it was trained on.
-
-    Without those of TF-IDF: they are measured at each evaluation.
-    """
-    path = Path("benchmarks/results") / f"baselines-{dataset.name}-{text.replace('+', '-')}.json"
-    if not path.is_file():
-        return {}, ""
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    if stored["facts"].get("dataset_sha256") != dataset.sha256:
-        return {}, ""
-    shown = {name: headline(entry["metrics"]) for name, entry in stored["results"].items() if name not in _OF_TFIDF}
-    trained_on = str(stored["facts"].get("train_on", "train")).replace("+", " and ")
-    return shown, PEER_NOTE.format(", ".join(shown), trained_on) if shown else ""
 
 
 def _card(params: Params, dataset: XMCDataset) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -173,52 +151,38 @@ def _pools(params: Params, bundle: Bundle, dataset: XMCDataset, run_dir: Path) -
 
 def _examples(found: Evaluated, correct: np.ndarray) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Seeded draws of queries whose first label is right, and of queries none of whose shown labels is."""
-    has_truth = np.diff(found.truth.indptr) > 0
-    first = per_query(found.labels[:, :1], found.truth)["P@1"] > 0
-    none = ~correct[:, :SHOWN].any(axis=1) & has_truth
+    none = ~correct[:, :SHOWN].any(axis=1) & (np.diff(found.truth.indptr) > 0)
     rng = np.random.default_rng(0)
-    chosen = [rng.permutation(np.flatnonzero(mask))[:EXAMPLES] for mask in (first, none)]
+    chosen = [rng.permutation(np.flatnonzero(mask))[:EXAMPLES] for mask in (correct[:, 0], none)]
     right, wrong = ([_example(found, correct, int(i)) for i in pick] for pick in chosen)
     return right, wrong
 
 
 def _example(found: Evaluated, correct: np.ndarray, i: int) -> dict[str, Any]:
     """Query `i` of the split."""
-    bundle, ranking, truth = found.bundle, found.ranking, found.truth
-    dataset, info = ranking.dataset, bundle.info
-    shown = found.labels[i : i + 1, :SHOWN]
+    ranking, info, vectors = found.ranking, found.bundle.info, found.ranking.vectors
+    one, shown, dataset = ranking.one(i), found.labels[i : i + 1, :SHOWN], ranking.dataset
     parts = {}
-    vectors = ranking.vectors
-    if ranking.query_de is not None and "de" in vectors:
-        parts["de"] = head_scores(ranking.query_de[i : i + 1], vectors["de"], shown)[0]
-    if ranking.query_clf is not None and "clf" in vectors:
-        parts["clf"] = head_scores(
-            ranking.query_clf[i : i + 1],
-            vectors["clf"],
-            shown,
-            bias_L=vectors.get("bias"),
-            normalize=info.clf_normalize,
-        )[0]
-    if bundle.neighbours is not None and info.knn is not None:
-        de, clf = (None if part is None else part[i : i + 1] for part in (ranking.query_de, ranking.query_clf))
-        one = dataclasses.replace(ranking, rows=ranking.rows[i : i + 1], query_de=de, query_clf=clf)
-        votes = one.votes(bundle.neighbours, info.knn.neighbours)
+    if one.query_de is not None and "de" in vectors:
+        parts["de"] = head_scores(one.query_de, vectors["de"], shown)[0]
+    if one.query_clf is not None and "clf" in vectors:
+        bias, normalize = vectors.get("bias"), info.clf_normalize
+        parts["clf"] = head_scores(one.query_clf, vectors["clf"], shown, bias_L=bias, normalize=normalize)[0]
+    if found.bundle.neighbours is not None and info.knn is not None:
+        votes = one.votes(found.bundle.neighbours, info.knn.neighbours)
         parts["knn"] = votes[:, np.maximum(shown[0], 0)].toarray()[0]
-    true_rows = truth.indices[truth.indptr[i] : truth.indptr[i + 1]]
-    answered = [label for label in shown[0] if label >= 0]
-    uids, titles = dataset.label_uids(np.array(answered)), dataset.label_texts(np.array(answered))
+    true_rows, answered = found.truth[i].indices, shown[0][shown[0] >= 0]
+    missed = np.setdiff1d(true_rows, answered)
+    uids, titles = dataset.label_uids(answered), dataset.label_texts(answered)
     predictions = [
         {"label": uids[k], "title": titles[k], "score": float(found.scores[i, k]), "correct": bool(correct[i, k]),
          **{head: float(values[k]) for head, values in parts.items()}}
         for k in range(len(answered))
     ]  # fmt: skip
-    missed = np.setdiff1d(true_rows, answered)
     return {
-        "query": dataset.query_texts(ranking.rows[i : i + 1])[0],
-        "truth": dataset.label_texts(true_rows),
-        "predictions": predictions,
+        "query": dataset.query_texts(one.rows)[0], "truth": dataset.label_texts(true_rows), "predictions": predictions,
         "missed": dataset.label_texts(missed) if len(missed) else [],
-    }
+    }  # fmt: skip
 
 
 def _lineage(bundle: Bundle, dataset_sha256: str, run_dir: Path) -> dict[str, str]:
