@@ -13,7 +13,7 @@ import yaml
 
 import unidec
 from unidec import cli
-from unidec.cli import options, output
+from unidec.cli import commands
 from unidec.config import Params, known_keys, load_params
 from unidec.errors import ArtifactError, ConfigError, DataError, Stopped
 
@@ -196,7 +196,7 @@ def bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     module = types.ModuleType("unidec.retrieval.bundle")
     module.Bundle = FakeBundle  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unidec.retrieval.bundle", module)
-    monkeypatch.setattr("unidec.cli.predict._encoder", lambda _bundle, runtime: runtime)
+    monkeypatch.setattr("unidec.cli.bundles._encoder", lambda _bundle, runtime: runtime)
     (tmp_path / "outputs" / "bundle").mkdir(parents=True)
     return tmp_path / "outputs" / "bundle"
 
@@ -214,7 +214,7 @@ def test_predict_prints_labels_with_scores(run, bundle: Path) -> None:
 def test_predictions_on_a_terminal_are_tables_and_titles_are_no_markup(capsys, monkeypatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
-    output.show_predictions(FakeBundle().predict_frame(pd.DataFrame({"query": ["q [red]"]}), k=2))
+    commands.show_predictions(FakeBundle().predict_frame(pd.DataFrame({"query": ["q [red]"]}), k=2))
     out = capsys.readouterr().out
     assert "q [red]" in out
     assert "title [bold]2" in out
@@ -324,4 +324,4 @@ def test_version(run) -> None:
 
 def test_conflicting_assignments(run) -> None:
     with pytest.raises(ConfigError, match="twice"):
-        options.load(Path("params.yaml"), ["seed=1", "seed=2"])
+        commands.load(Path("params.yaml"), ["seed=1", "seed=2"])

@@ -20,11 +20,19 @@ from typing import Annotated, Any
 
 import typer
 
-from unidec.cli import data, export, index, init, labels, models, predict, runs, serve
-from unidec.cli.options import DEFAULT_PARAMS, AsJson, Assignments, ParamsFile, load
-from unidec.cli.output import show, show_table
-from unidec.cli.stage import add_stage
-from unidec.config import describe, parse_overrides, recipe_names, to_yaml
+from unidec.cli import bundles, data, init, labels, models
+from unidec.cli.commands import (
+    DEFAULT_PARAMS,
+    AsJson,
+    Assignments,
+    ParamsFile,
+    add_stage,
+    command,
+    group,
+    load,
+    show_table,
+)
+from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml
 from unidec.errors import ConfigError, Stopped, UnidecError, without_credentials
 from unidec.version import __version__
 
@@ -38,7 +46,8 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-config_app = typer.Typer(help="Show, check and explain the parameters.", no_args_is_help=True, rich_markup_mode=None)
+config_app = group("Show, check and explain the parameters.")
+runs_app = group("List training runs, and find and repair what a crash left.")
 
 
 @app.callback()
@@ -55,49 +64,40 @@ def _options(
 init.add_to(app)
 
 
-@app.command(
-    epilog="Examples: unidec train --set optim.epochs=3  |  unidec train --resume  |  "
-    "unidec train --resume 3f2a --accept optim.lr_clf --accept code"
-)
+@command(
+    app, "unidec train --set optim.epochs=3", "unidec train --resume",
+    "unidec train --resume 3f2a --accept optim.lr_clf --accept code",
+)  # fmt: skip
 def train(
+    params: Params,
     run: Annotated[
         str | None, typer.Argument(metavar="[RUN]", help="with --resume: a run's name, or its first letters")
     ] = None,
-    params: ParamsFile = DEFAULT_PARAMS,
-    assignments: Assignments = None,
     resume: Annotated[bool, typer.Option("--resume", help="resume RUN, or the newest unfinished run")] = False,
     accept: Annotated[
         list[str] | None,
         typer.Option("--accept", metavar="KEY", help="resume although this differs from how the run began; repeatable"),
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> dict[str, Any]:
     """Train in this process, without Prefect; re-run the command to resume a training that was stopped or killed."""
     if run is not None and not resume:
         raise ConfigError("a run to resume needs --resume", where="unidec train", fix=f"unidec train --resume {run}")
-    loaded = load(params, assignments)
     from unidec import pipeline
 
-    result = pipeline.train(loaded, (run or "") if resume else None, tuple(accept or ()))
-    if result:
-        show("train", result, as_json)
+    return pipeline.train(params, (run or "") if resume else None, tuple(accept or ()))
 
 
 add_stage(
-    app,
-    "evaluate",
-    "evaluate",
-    "Compute every metric on the test split; report and plots in outputs/.",
+    app, "evaluate", "evaluate", "Compute every metric on the test split; report and plots in outputs/.",
     "unidec evaluate --json",
-)
-predict.add_to(app)
-serve.add_to(app)
+)  # fmt: skip
+bundles.add_to(app)
 
 
-@app.command(
-    epilog="Examples: unidec compare comparison/small.yaml  |  unidec compare comparison/small.yaml --list  |  "
-    'unidec compare comparison/full.yaml --only "lf-debian titles/unidec/0" --jobs 2'
-)
+@command(
+    app, "unidec compare comparison/small.yaml", "unidec compare comparison/small.yaml --list",
+    'unidec compare comparison/full.yaml --only "lf-debian titles/unidec/0" --jobs 2',
+)  # fmt: skip
 def compare(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="comparison file (docs/comparing.md)")],
     only: Annotated[
@@ -140,14 +140,13 @@ def compare(
         os.execv(sys.executable, [sys.executable, "-m", "flows.compare", str(file), *given])
 
 
-@app.command(
-    epilog="Examples: unidec plan  |  unidec plan --set run.table_place=host --json  |  unidec plan --set "
-    "recipe=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB --no-measure"
-)
+@command(
+    app, "unidec plan", "unidec plan --set run.table_place=host --json",
+    "unidec plan --set recipe=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB "
+    "--no-measure",
+)  # fmt: skip
 def plan(
-    params: ParamsFile = DEFAULT_PARAMS,
-    assignments: Assignments = None,
-    as_json: AsJson = False,
+    params: Params,
     labels: Annotated[int | None, typer.Option(min=1, help="sizes by hand instead of data/dataset: labels")] = None,
     queries: Annotated[int | None, typer.Option(min=1, help="training queries")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="tokens of each text")] = None,
@@ -164,24 +163,59 @@ def plan(
     disk: Annotated[str | None, typer.Option(metavar="SIZE", help="disk, instead of what is free")] = None,
     measure: Annotated[bool, typer.Option(help="time a few real steps on random ids, on this machine")] = True,
     terms: Annotated[bool, typer.Option("--terms", help="every amount, also of a training that fits easily")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Memory and time of a training before it starts, term by term, and what would fit; exit code 1: too large."""
-    loaded = load(params, assignments)
     from unidec.pipeline.plan import Place, plan_command
 
     sizes = {"labels": labels, "queries": queries, "tokens": tokens, "pairs": pairs}
     free: dict[Place, str | None] = {"device": device_memory, "host": host_memory, "disk": disk}
-    sys.exit(0 if plan_command(loaded, sizes, free, encoder_config, measure, as_json, terms) else 1)
+    sys.exit(0 if plan_command(params, sizes, free, encoder_config, measure, as_json, terms) else 1)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@command(runs_app, "unidec runs list", "unidec runs list --json", name="list")
+def list_runs(as_json: AsJson = False) -> None:
+    """List the training runs of this folder: how far each came, its newest checkpoint, its MLflow run."""
+    from unidec.pipeline.runs import list_runs, rows_of
+
+    found = list_runs()
+    if as_json:
+        print(json.dumps([run.as_dict() for run in found], indent=2))
+    elif not found:
+        print("no runs yet: unidec train begins one")
+    else:
+        show_table(*rows_of(found))
+
+
+@command(runs_app, "unidec runs doctor", "unidec runs doctor --fix", "unidec runs doctor --deep --json")
+def doctor(
+    fix: Annotated[bool, typer.Option("--fix", help="do what cannot lose data, and say what was done")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="also hash models, bundles and checkpoints")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look for what a crash or a full disk leaves behind; exit code 0: nothing wrong, 1: warnings, 4: broken."""
+    from unidec.pipeline.doctor import examine, exit_code, report, rows_of
+
+    findings = examine(deep=deep, fix=fix)
+    if as_json:
+        print(json.dumps(report(findings), indent=2))
+    elif findings:
+        show_table(*rows_of(findings))
+    else:
+        print("healthy")
+    sys.exit(exit_code(findings))
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
 
 
-@config_app.command("show", epilog="Example: unidec config show --set recipe=depsl")
-def config_show(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments = None, as_json: AsJson = False) -> None:
+@command(config_app, "unidec config show --set recipe=depsl", name="show")
+def config_show(params: Params, as_json: AsJson = False) -> None:
     """Print every parameter as it will be used: file over recipe over default."""
-    loaded = load(params, assignments)
-    print(json.dumps(loaded.model_dump(), indent=2) if as_json else to_yaml(loaded), end="\n" if as_json else "")
+    print(json.dumps(params.model_dump(), indent=2) if as_json else to_yaml(params), end="\n" if as_json else "")
 
 
 @config_app.command("check", epilog="Example: unidec config check --params mine.yaml")
@@ -191,7 +225,7 @@ def config_check(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments =
     print(f"{params}: ok")
 
 
-@config_app.command("keys", epilog="Example: unidec config keys | grep pool")
+@command(config_app, "unidec config keys | grep pool", name="keys")
 def config_keys() -> None:
     """Explain every parameter: default, what it takes, what it does."""
     for key, default, takes, about in describe():
@@ -213,11 +247,11 @@ def version() -> None:
             print(f"{name} -")
 
 
-for name, group in (
-    ("data", data.data_app), ("models", models.models_app), ("labels", labels.labels_app), ("index", index.index_app),
-    ("export", export.export_app), ("runs", runs.runs_app), ("config", config_app),
+for _name, _group in (
+    ("data", data.data_app), ("models", models.models_app), ("labels", labels.labels_app),
+    ("index", bundles.index_app), ("export", bundles.export_app), ("runs", runs_app), ("config", config_app),
 ):  # fmt: skip
-    app.add_typer(group, name=name)
+    app.add_typer(_group, name=_name)
 
 
 # -- the program ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,18 +13,26 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode
 
-from unidec.cli.project import write_project
+from unidec.cli.commands import command
 from unidec.config import Params, load_params, recipe_names
 from unidec.errors import ConfigError
+from unidec.version import PACKAGE
 
+_DVC_CONFIG = """[core]
+    remote = local
+    analytics = false
+    check_update = false
+    autostage = false
+['remote "local"']
+    url = ../.dvcstore
+"""
+_FILES = ("dvc.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore", "bin/python", "flows/*.*")
 DEFAULTS = {"recipe": "unidec", "data.path": "data/raw/mine", "data.format": "auto"}
 
 
 def add_to(app: typer.Typer) -> None:
     """The command of this file."""
-    app.command(epilog="Examples: unidec init --data-path data/raw/shop  |  unidec init my-project --format tables")(
-        init
-    )
+    command(app, "unidec init --data-path data/raw/shop", "unidec init my-project --format tables")(init)
 
 
 def init(
@@ -104,4 +114,47 @@ def _changed(text: str, values: dict[str, str], path: Path) -> str:
         places.append((node.start_mark.index, node.end_mark.index, json.dumps(value)))
     for start, end, value in sorted(places, reverse=True):
         text = f"{text[:start]}{value}{text[end:]}"
+    return text
+
+
+# -- a project -----------------------------------------------------------------------------------------------------------
+
+
+def write_project(folder: Path) -> list[str]:
+    """Write what is missing of a project's files; those that exist are left as they are.
+
+    Returns:
+        names of the files that were written.
+    """
+    from unidec.tracking.provenance import git
+
+    packaged = PACKAGE / "project_template"
+    template = packaged if packaged.is_dir() else packaged.parents[1]  # a checkout is a project itself
+    files = {
+        str(file.relative_to(template)): _adapted(file, template)
+        for pattern in _FILES
+        for file in sorted(template.glob(pattern))
+    }
+    files |= {".dvc/config": _DVC_CONFIG, ".dvc/.gitignore": "/config.local\n/tmp\n/cache\n"}
+    files["data/start.json"] = '{"kind": "cold"}\n'
+    if git(folder, "rev-parse", "--git-dir") is None:
+        files[".dvc/config.local"] = "[core]\n    no_scm = true\n"  # DVC looks for git otherwise
+    missing = {name: text for name, text in files.items() if not (folder / name).exists()}
+    for name, text in missing.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "bin" / "python").chmod(0o755)
+    (folder / ".dvcstore").mkdir(exist_ok=True)
+    return sorted(missing)
+
+
+def _adapted(file: Path, template: Path) -> str:
+    """A file's text: dependencies on the code of a checkout are left out, the last resort is the Python of now."""
+    text, name = file.read_text(encoding="utf-8"), str(file.relative_to(template))
+    if name == "bin/python":
+        return text.replace("exec python3 ", f'exec "{sys.executable}" ')
+    if name == "dvc.yaml":
+        text = re.sub(r'^ +- "?unidec/.*\n', "", text, flags=re.MULTILINE)
+        text = re.sub(r', "?unidec/[^,\]]+', "", text)
+        return f"# After an upgrade of unidec-xmc: `dvc repro --force`, its code is no dependency here.\n{text}"
     return text

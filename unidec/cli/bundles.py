@@ -1,0 +1,254 @@
+"""Commands that a bundle is used with: `unidec predict`, `serve`, `index` and `export`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from unidec.cli.commands import (
+    DEFAULT_BUNDLE,
+    DEFAULT_PARAMS,
+    AsJson,
+    Assignments,
+    BundleAddress,
+    ParamsFile,
+    add_stage,
+    bundle_folder,
+    command,
+    group,
+    load_if_there,
+    show,
+    show_predictions,
+    show_table,
+)
+from unidec.errors import ArtifactError, ConfigError, DataError, UnidecError
+
+if TYPE_CHECKING:
+    from unidec.retrieval.bundle import Bundle
+    from unidec.retrieval.query_encoder import QueryEncoder
+
+Runtime = Annotated[
+    Literal["torch", "auto", "onnx", "onnx-int8"] | None,
+    typer.Option(
+        "--runtime",
+        help="what encodes the texts; auto: the fastest that keeps quality (docs/serving.md). Default: torch for "
+        "--input, onnx for texts on the command line (torch where onnxruntime cannot run the model)",
+    ),
+]
+Head = Annotated[
+    Literal["both", "de", "clf"] | None,
+    typer.Option("--head", help="of which score; queries and labels need the same one; default: the bundle's own"),
+]
+Target = Annotated[Path, typer.Option("--output", metavar="FOLDER", help="a new folder, or that of an earlier export")]
+# numpy's products for one query are small: threads of its own would cost more than they bring, and take the cores from
+# the encoder and the search, which have `serve.threads`. Read once, when numpy is imported.
+_QUIET_THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+index_app = group("Build a bundle's search index, and choose its kind by measurement.")
+export_app = group("Write a bundle's parts for other programs: label vectors, the query encoder (docs/bundles.md).")
+
+
+def add_to(app: typer.Typer) -> None:
+    """The commands that belong to no group."""
+    command(
+        app, 'unidec predict "editor for tables" -k 5', "unidec predict --input queries.csv --output predictions.parquet",
+        "unidec predict --input q.parquet --output p.parquet --bundle models:/unidec@champion --runtime auto",
+    )(predict)  # fmt: skip
+    command(
+        app, "unidec serve", "unidec serve models:/unidec@champion --port 9000", "unidec serve --set serve.max_k=20"
+    )(serve)  # fmt: skip
+
+
+def predict(
+    texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="queries")] = None,
+    k: Annotated[int, typer.Option("-k", min=1, help="labels for each query")] = 5,
+    bundle: BundleAddress = str(DEFAULT_BUNDLE),
+    source: Annotated[
+        Path | None, typer.Option("--input", help="queries: .csv, .tsv, .jsonl or .parquet with a column `text`")
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option("--output", help=".parquet, .csv, .tsv or .jsonl; vectors instead: .vectors")
+    ] = None,
+    column: Annotated[str | None, typer.Option("--column", help="column of --input, if not `query` or `text`")] = None,
+    runtime: Runtime = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the best labels for texts, or write those for a file of queries: after a kill, the same command resumes."""
+    if bool(texts) == bool(source) or bool(source) != bool(target):
+        fix = 'unidec predict "text", or unidec predict --input queries.csv --output predictions.parquet'
+        raise ConfigError("either texts, or both --input and --output are needed", where="unidec predict", fix=fix)
+    for number, text in enumerate(texts or [], 1):
+        if not text.strip():  # the server refuses it, too
+            raise DataError(
+                "a text without anything in it", where=f"unidec predict, text {number}", got=repr(text),
+                expected="at least one character that is no space", fix="leave it out",
+            )  # fmt: skip
+    folder = bundle_folder(bundle)
+    from unidec.retrieval.bundle import Bundle
+
+    loaded = Bundle.load(folder, lazy=source is None or runtime not in (None, "torch"))
+    if source is not None and target is not None:
+        from unidec.retrieval.predict_file import predict_file
+
+        count = predict_file(loaded, source, target, k, column=column, runtime=runtime or "torch")
+        show("predict", {"queries": count, "output": str(target)}, as_json)
+        return
+    loaded.encoder = _encoder(loaded, runtime)
+    import pandas as pd
+
+    frame = loaded.predict_frame(pd.DataFrame({"query": texts}), k=k)
+    if as_json:
+        print(frame.to_json(orient="records", lines=True, force_ascii=False), end="")
+    else:
+        show_predictions(frame)
+
+
+def _encoder(bundle: Bundle, runtime: Runtime) -> QueryEncoder:
+    """By default onnxruntime with 32 bits: torch's labels without the seconds that importing torch takes."""
+    from unidec.retrieval.query_encoder import open_encoder
+
+    if runtime is not None:
+        return open_encoder(bundle, runtime)
+    try:
+        return open_encoder(bundle, "onnx")
+    except ArtifactError:
+        raise
+    except UnidecError:  # an architecture that is not known there, or onnxruntime is not installed
+        return open_encoder(bundle, "torch")
+
+
+def serve(
+    source: Annotated[
+        str, typer.Argument(metavar="[BUNDLE]", help="folder, models:/name@alias (followed) or models:/name/version")
+    ] = str(DEFAULT_BUNDLE),
+    host: Annotated[str | None, typer.Option(help="address to listen at; default serve.host, 127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="0: any free one; default serve.port, 8080")] = None,
+    params: ParamsFile = DEFAULT_PARAMS,
+    assignments: Assignments = None,
+) -> None:
+    """Answer queries over HTTP, with a page to try it at /; SIGTERM or Ctrl-C ends it when all is answered.
+
+    When an alias moves, the new version is loaded beside the old and takes over without a failed request
+    (docs/serving.md). The environment variable UNIDEC_API_KEY holds the key that clients must send; without it none is
+    required.
+    """
+    from unidec.serving.memory import share_one_heap
+
+    share_one_heap()  # before anything starts a thread
+    for name, value in _QUIET_THREADS.items():
+        os.environ.setdefault(name, value)
+    given = {"serve.host": host, "serve.port": port}
+    extra = [f"{key}={value}" for key, value in given.items() if value is not None]
+    settings = load_if_there(params, [*(assignments or []), *extra]).serve
+    from unidec.serving.run import serve as run
+
+    run(source, settings)
+
+
+# -- the search index --------------------------------------------------------------------------------------------------
+
+add_stage(
+    index_app, "build", "index", "Encode the labels and build the search index: outputs/bundle.",
+    "unidec index build --set index.kind=pq",
+)  # fmt: skip
+
+
+@command(
+    index_app, "unidec index tune", "unidec index tune --recall 0.99 -k 10",
+    "unidec index tune --kinds pq,ivf-pq --out outputs/bundle-pq",
+)  # fmt: skip
+def tune(
+    recall: Annotated[
+        float, typer.Option("--recall", min=0, max=1, help="share of the exact results that is to be found")
+    ] = 0.98,
+    k: Annotated[int, typer.Option("-k", min=1, help="results of a search")] = 100,
+    bundle: BundleAddress = str(DEFAULT_BUNDLE),
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", help="write the bundle with the chosen index there")
+    ] = None,
+    kinds: Annotated[
+        str, typer.Option("--kinds", metavar="A,B", help="kinds to measure; by default those that suit the labels")
+    ] = "",
+    queries: Annotated[int, typer.Option("--queries", min=1, help="queries that are asked")] = 300,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="threads of builds and searches")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Measure kinds of index on a bundle: recall against exact search, time of one query, memory, time to build; the
+    fastest that finds enough is chosen. Exit code 1: none does."""
+    from unidec.pipeline.index_tune import index_tune
+
+    named = [name.strip() for name in kinds.split(",") if name.strip()]
+    found = index_tune(bundle_folder(bundle), recall, k, queries, named, out, threads)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        _show_tuned(found)
+    if found["chosen"] is None:
+        sys.exit(1)
+
+
+def _show_tuned(found: dict[str, Any]) -> None:
+    columns = ["kind", "settings", f"recall@{found['k']}", "p50 ms", "p99 ms", "MB", "built in s", ""]
+    rows = [
+        [one["kind"], " ".join(f"{name}={value}" for name, value in one["options"].items()), f"{one['recall']:.4f}",
+         f"{one['p50_ms']:.2f}", f"{one['p99_ms']:.2f}", f"{one['index_bytes'] / 1e6:.1f}",
+         f"{one['build_seconds']:.1f}", "chosen" if one == found["chosen"] else ""]
+        for one in found["measured"]
+    ]  # fmt: skip
+    show_table(columns, rows)
+    print(f"asked: {found['queries']}, {found['labels']} labels")
+    if found["chosen"] is None:
+        print(f"nothing that was measured finds {found['wanted']:.2%} of the first {found['k']}: try --kinds flat,sq8")
+        return
+    keys = ", ".join(f"{key.removeprefix('index.')}: {value}" for key, value in found["params"].items())
+    print(f"for params.yaml: index: {{{keys}}}")
+    print(f"written: {found['out']}" if found["out"] else "not written: --out FOLDER writes the bundle with it")
+
+
+# -- exports -----------------------------------------------------------------------------------------------------------
+
+
+@command(
+    export_app, "unidec export vectors --output labels.parquet",
+    "unidec export vectors --output labels.npy --head de --dtype float16 --bundle models:/unidec@champion",
+)  # fmt: skip
+def vectors(
+    target: Annotated[Path, typer.Option("--output", metavar="FILE", help=".parquet or .npy")] = Path("labels.parquet"),
+    head: Head = None,
+    dtype: Annotated[Literal["float32", "float16"], typer.Option("--dtype", help="of the numbers")] = "float32",
+    bundle: BundleAddress = str(DEFAULT_BUNDLE),
+) -> dict[str, Any]:
+    """Write uid, title and vector of every label, for a vector database with inner product."""
+    from unidec.retrieval.export.vectors import export_vectors
+
+    return export_vectors(bundle_folder(bundle), target, head=head, dtype=dtype)
+
+
+@command(export_app, "unidec export onnx --output onnx", "unidec export onnx --head de --bundle models:/unidec/7")
+def onnx(
+    target: Target = Path("onnx"), head: Head = None, bundle: BundleAddress = str(DEFAULT_BUNDLE)
+) -> dict[str, Any]:
+    """Write encoder and heads as an ONNX file, with tokenizer and README beside it."""
+    from unidec.retrieval.bundle import Bundle
+    from unidec.retrieval.export.onnx_folder import export_onnx
+
+    return export_onnx(Bundle.load(bundle_folder(bundle), lazy=True), target, head=head)
+
+
+@command(
+    export_app, "unidec export sentence-transformers --head de",
+    "unidec export sentence-transformers --head clf --output encoder", title="export",
+)  # fmt: skip
+def sentence_transformers(
+    target: Target = Path("sentence-transformers"), head: Head = None, bundle: BundleAddress = str(DEFAULT_BUNDLE)
+) -> dict[str, Any]:
+    """Write the query encoder as a folder that SentenceTransformer(folder) loads."""
+    from unidec.retrieval.bundle import Bundle
+    from unidec.retrieval.export.sentence import export_sentence_transformers
+
+    return export_sentence_transformers(Bundle.load(bundle_folder(bundle)), target, head=head)
