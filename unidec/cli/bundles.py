@@ -56,7 +56,8 @@ export_app = group("Write a bundle's parts for other programs: label vectors, th
 def add_to(app: typer.Typer) -> None:
     """The commands that belong to no group."""
     command(
-        app, 'unidec predict "editor for tables" -k 5', "unidec predict --input queries.csv --output predictions.parquet",
+        app, 'unidec predict "editor for tables" -k 5',
+        "unidec predict --input queries.csv --output predictions.parquet",
         "unidec predict --input q.parquet --output p.parquet --bundle models:/unidec@champion --runtime auto",
     )(predict)  # fmt: skip
     command(
