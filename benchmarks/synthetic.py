@@ -33,7 +33,7 @@ import pyarrow.compute as pc
 
 from unidec.data import dataset as dataset_module
 from unidec.data import tokens as tokens_module
-from unidec.data.array_file import FlatFile
+from unidec.data.array_file import ArrayFile
 from unidec.data.dataset import BATCH_ROWS
 from unidec.data.raw import TEXT_SCHEMA, text_table
 from unidec.data.storage import file_sha256, files_sha256, swap_folder, write_folder
@@ -237,9 +237,9 @@ def write_dataset(data: Synthetic, folder: Path) -> Path:
         _write_table(out.path / "labels.arrow", data, data.label_words, data.num_labels)
         _write_table(out.path / "queries.arrow", data, data.query_words, data.num_queries)
         with (
-            FlatFile(out.path / "relevance_indptr.npy", np.int64) as indptr,
-            FlatFile(out.path / "relevance_indices.npy", np.int32) as indices,
-            FlatFile(out.path / "relevance_data.npy", np.float32) as values,
+            ArrayFile(out.path / "relevance_indptr.npy", np.int64) as indptr,
+            ArrayFile(out.path / "relevance_indices.npy", np.int32) as indices,
+            ArrayFile(out.path / "relevance_data.npy", np.float32) as values,
         ):
             indptr.add(np.zeros(1))
             for rows_B in _blocks("write pairs", 0, data.num_queries):
@@ -302,8 +302,8 @@ def write_tokens(data: Synthetic, folder: Path, which: str, tokenizer_folder: Pa
     }  # fmt: skip
     with (
         write_folder(folder, tokens_module.KIND, tokens_module.VERSION, meta) as out,
-        FlatFile(out.path / "ids.npy", encoder.flat.dtype) as ids,
-        FlatFile(out.path / "offsets.npy", np.int64) as offsets,
+        ArrayFile(out.path / "ids.npy", encoder.flat.dtype) as ids,
+        ArrayFile(out.path / "offsets.npy", np.int64) as offsets,
     ):
         offsets.add(np.zeros(1))
         for rows_B in _blocks(f"write tokens of {which}", 0, num_texts):

@@ -38,7 +38,7 @@ def test_another_type_and_order_of_the_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sizes", [[], [0], [5], [1, 0, 1000, 3]])
 def test_pieces_give_the_bytes_of_the_whole(tmp_path, dtype, sizes):
     pieces = [np.arange(size) + 7 for size in sizes]
-    with array_file.FlatFile(tmp_path / "grown.npy", dtype) as out:
+    with array_file.ArrayFile(tmp_path / "grown.npy", dtype) as out:
         for piece in pieces:
             out.add(piece)
         assert out.size == sum(sizes)
@@ -47,13 +47,13 @@ def test_pieces_give_the_bytes_of_the_whole(tmp_path, dtype, sizes):
 
 
 def test_a_piece_may_have_gaps_in_memory(tmp_path):
-    with array_file.FlatFile(tmp_path / "x.npy", np.int32) as out:
+    with array_file.ArrayFile(tmp_path / "x.npy", np.int32) as out:
         out.add(np.arange(10, dtype=np.int32)[::3])
     assert np.load(tmp_path / "x.npy").tolist() == [0, 3, 6, 9]
 
 
 def test_a_failure_closes_the_file_and_passes_on(tmp_path):
-    with pytest.raises(KeyError), array_file.FlatFile(tmp_path / "x.npy", np.int32) as out:
+    with pytest.raises(KeyError), array_file.ArrayFile(tmp_path / "x.npy", np.int32) as out:
         raise KeyError("stop")
     with pytest.raises(ValueError, match="closed"):
         out.add(np.zeros(1))

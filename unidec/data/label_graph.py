@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.sparse import csr_matrix, vstack
 
-from unidec.data.array_file import FlatFile, load_csr
+from unidec.data.array_file import ArrayFile, load_csr
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_manifest, verify_once, write_folder
 from unidec.errors import DataError
@@ -179,9 +179,9 @@ def build_label_graph(dataset: XMCDataset, settings: LabelGraph, out: str | os.P
     meta = {**chosen, "num_labels": dataset.num_labels, "num_train": len(train_rows)}
     with (
         write_folder(out, KIND, VERSION, meta) as folder,
-        FlatFile(folder.path / "indptr.npy", np.int64) as indptr,
-        FlatFile(folder.path / "indices.npy", np.int32) as indices,
-        FlatFile(folder.path / "data.npy", np.float32) as data,
+        ArrayFile(folder.path / "indptr.npy", np.int64) as indptr,
+        ArrayFile(folder.path / "indices.npy", np.int32) as indices,
+        ArrayFile(folder.path / "data.npy", np.float32) as data,
     ):
         indptr.add(np.zeros(1, np.int64))
         for block_JL in target_blocks(dataset.relevance[train_rows], **chosen):

@@ -84,7 +84,6 @@ def write_folder(
     with swap_folder(path, num_bytes=num_bytes, beside=beside) as temporary:
         out = Folder(temporary, dict(meta or {}))
         yield out
-        _fsync_tree(temporary)
         write_manifest(temporary, kind, version, out.meta, out.hashes)
 
 
@@ -176,18 +175,12 @@ def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, ver
     if not manifest.keys() <= {"kind", "version", "unidec", "meta", "files"}:
         # a seal in its place was checked and taken off
         raise _damaged("a damaged manifest", where, "changed after it was written")
-    if verify:
-        _check_hashes(root, manifest["files"])
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashlib works outside of Python's lock
+        names = manifest["files"] if verify else ()
+        for name, digest in zip(names, pool.map(file_sha256, [root / name for name in names]), strict=True):
+            if digest != manifest["files"][name]["sha256"]:
+                raise _damaged("a file is damaged", root / name, f"sha256 {digest}", manifest["files"][name]["sha256"])
     return manifest
-
-
-def _check_hashes(root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Hash all files, some at a time (hashlib works outside of Python's lock)."""
-    with ThreadPoolExecutor(min(_HASH_THREADS, len(files)) or 1) as pool:
-        for name, digest in zip(files, pool.map(file_sha256, [root / name for name in files]), strict=True):
-            if digest != files[name]["sha256"]:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise _damaged("a file is damaged", root / name, f"sha256 {digest}", files[name]["sha256"])
 
 
 @contextlib.contextmanager
@@ -260,20 +253,15 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ArtifactError: another line is damaged.
     """
-    if not Path(path).is_file():
-        return []
-    lines = Path(path).read_bytes().splitlines()
+    lines = Path(path).read_bytes().splitlines() if Path(path).is_file() else []
     records = []
     for number, line in enumerate(lines, 1):
         try:
             records.append(json.loads(line.decode("utf-8")))
         except ValueError as error:
-            if number == len(lines):
-                break
-            raise ArtifactError(
-                "a damaged line", where=f"{path}:{number}", got=repr(line[:200]), expected="a JSON object in UTF-8",
-                fix="remove this line: it is one record of what happened, and nothing is computed from it",
-            ) from error  # fmt: skip
+            if number < len(lines):
+                where, fix = f"{path}:{number}", "remove this line: it is one record of what happened, no input"
+                raise ArtifactError("a damaged line", where=where, got=repr(line[:200]), fix=fix) from error
     return records
 
 
@@ -323,25 +311,22 @@ def _parse_manifest(root: Path) -> dict[str, Any]:
     if where.stat().st_size > MAX_MANIFEST_BYTES:
         got, most = f"{where.stat().st_size:,} bytes", f"at most {MAX_MANIFEST_BYTES:,} bytes"
         raise _damaged("a manifest of impossible size", where, got, most)
+    data = where.read_bytes()
+    seal = _SEAL.search(data)
     try:
-        data = where.read_bytes()
-        seal = _SEAL.search(data)
         if seal and hashlib.sha256(data[: seal.start()]).hexdigest().encode() != seal[1]:
             raise ValueError("other bytes than were written")
         manifest = json.loads(data)
-        if seal:
-            del manifest["sha256"]
-        well_formed = (
-            isinstance(manifest["kind"], str)
-            and type(manifest["version"]) is int
-            and isinstance(manifest["unidec"], str)
-            and isinstance(manifest["meta"], dict)
-            and all(type(e["size"]) is int and isinstance(e["sha256"], str) for e in manifest["files"].values())
+        kinds = {"kind": str, "version": int, "unidec": str, "meta": dict}
+        well_formed = all(type(manifest[key]) is kind for key, kind in kinds.items()) and all(
+            type(entry["size"]) is int and type(entry["sha256"]) is str for entry in manifest["files"].values()
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged("a damaged manifest", where, repr(error)[:200]) from error
     if not well_formed:
         raise _damaged("a damaged manifest", where, "fields of a wrong type")
+    if seal:
+        del manifest["sha256"]
     return manifest
 
 
@@ -372,16 +357,21 @@ def _replace(temporary: Path, final: Path) -> None:
     """Move `temporary` to `final`; what was there ends up at `temporary` or is removed."""
     if not os.path.lexists(final):
         os.rename(temporary, final)
-    elif not _exchange(temporary, final):
+    elif _exchange(temporary, final):
+        _remove(temporary)
+    else:
         old = temporary_beside(final)
         os.rename(final, old)
         os.rename(temporary, final)
-        if old.is_dir() and not old.is_symlink():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            old.unlink()
-    elif not temporary.is_dir() or temporary.is_symlink():
-        temporary.unlink()
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder as far as it goes, a file or a link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink()
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -399,7 +389,7 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
     final = Path(os.path.abspath(path))
     temporary = temporary_beside(final)
     os.rename(final, temporary)
-    shutil.rmtree(temporary, ignore_errors=True)
+    _remove(temporary)
 
 
 def temporary_beside(final: Path) -> Path:
@@ -420,7 +410,7 @@ def remove_stale(folder: str | os.PathLike[str], name: str = "*", hours: float =
     for left in sorted(Path(folder).glob(f".{name}.*.tmp")):
         with contextlib.suppress(OSError):  # another process may remove it at the same time
             if is_stale(left, hours):
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                _remove(left)
                 removed.append(left.name)
     return removed
 
@@ -432,15 +422,12 @@ def is_stale(left: Path, hours: float = 24) -> bool:
         return False
     if not left.name[: named.start()].endswith(f".{socket.gethostname()}"):
         return time.time() - left.lstat().st_mtime > 3600 * hours
-    pid = int(named[1])
-    if pid == os.getpid():  # in a container the one that was killed often had the number of the one that runs now
+    if int(named[1]) == os.getpid():  # in a container the one killed often had the number of the one that runs now
         return left.name not in _ours
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
+        os.kill(int(named[1]), 0)
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     return False
 
 
@@ -462,11 +449,11 @@ def _storage_error(path: Path, error: OSError, num_bytes: int) -> ArtifactError:
     got = str(error.strerror or error)
     with contextlib.suppress(OSError):
         got += f", {shutil.disk_usage(path.parent if path.parent.is_dir() else '/').free:,} bytes free"
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    fix = "free some space, or choose another folder" if full else "check the folder's permissions"
-    if error.errno == errno.EFBIG:
+    what, fix = "it cannot be written", "check the folder's permissions"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what, fix = "no space left to write it", "free some space, or choose another folder"
+    elif error.errno == errno.EFBIG:
         fix = "raise the limit on the size of a file (ulimit -f), or choose another file system"
-    what = "no space left to write it" if full else "it cannot be written"
     expected = f"at least {num_bytes:,} bytes" if num_bytes else None
     return ArtifactError(what, where=str(path), got=got, expected=expected, fix=fix)
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unidec.data.array_file import FlatFile
+from unidec.data.array_file import ArrayFile
 from unidec.data.storage import REBUILD, file_sha256, load_array, read_manifest, verify_once, write_folder
 from unidec.errors import ArtifactError, DataError
 from unidec.progress import progress
@@ -310,7 +310,7 @@ def build_token_cache(
     lengths: list[NDArray[Any]] = []
     with write_folder(out, KIND, VERSION, meta or {}) as folder:
         with (
-            FlatFile(folder.path / "ids.npy", _id_dtype(tokenizer.vocab_size)) as ids,
+            ArrayFile(folder.path / "ids.npy", _id_dtype(tokenizer.vocab_size)) as ids,
             progress(total=num_texts, desc="tokenise", unit="text") as bar,
         ):
             for batch in texts:
