@@ -24,7 +24,7 @@ from unidec.data.raw import SPLITS
 from unidec.data.storage import swap_folder, write_json
 from unidec.evaluation.page import render
 from unidec.sections import Validation
-from unidec.validation.checkpoint import MAX_SAMPLES, raised, run_checkpoint
+from unidec.validation.checkpoint import raised, run_checkpoint
 
 _SMALL = 1_000_000  # pairs of data that is read again within seconds
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -136,51 +136,40 @@ def _add_places(results: list[dict[str, Any]], find: Find, num_pairs: int) -> No
 def _query_frame(dataset: XMCDataset) -> pd.DataFrame:
     length_N, text_N = _text_facts(dataset.queries)
     split_N = np.asarray(dataset.split_N)
-    test_N = split_N == SPLITS.index("test")
     in_train_N = np.isin(text_N, text_N[split_N == SPLITS.index("train")])
-    return pd.DataFrame(
-        {
-            "row": np.arange(dataset.num_queries),
-            "uid": dataset.queries["uid"].to_pandas(),
-            "split": np.asarray(SPLITS, dtype=object)[np.minimum(split_N, len(SPLITS) - 1)],
-            "text_length": length_N,
-            "num_positives": np.diff(dataset.relevance.indptr),
-            # of test queries only; empty texts are counted by text_length
-            "text_in_train": np.where(test_N & (length_N > 0), in_train_N.astype(np.float64), np.nan),
-        }
-    )
+    tested_N = (split_N == SPLITS.index("test")) & (length_N > 0)  # empty texts are counted by text_length
+    facts = {
+        "uid": dataset.queries["uid"].to_pandas(),
+        "split": np.asarray(SPLITS, dtype=object)[np.minimum(split_N, len(SPLITS) - 1)],
+        "text_length": length_N,
+        "num_positives": np.diff(dataset.relevance.indptr),
+        "text_in_train": np.where(tested_N, in_train_N.astype(np.float64), np.nan),
+    }
+    return pd.DataFrame(facts)
 
 
 def _label_frame(dataset: XMCDataset) -> pd.DataFrame:
     length_L, text_L = _text_facts(dataset.labels)
     _, first_L, count_L = np.unique(text_L, return_inverse=True, return_counts=True)
-    train_N = np.asarray(dataset.split_N) == SPLITS.index("train")
-    in_train_P = np.repeat(train_N, np.diff(dataset.relevance.indptr))
-    points_L = np.bincount(dataset.relevance.indices[in_train_P], minlength=dataset.num_labels)
-    return pd.DataFrame(
-        {
-            "row": np.arange(dataset.num_labels),
-            "uid": dataset.labels["uid"].to_pandas(),
-            "text_length": length_L,
-            "num_train_points": points_L,
-            "labels_with_this_text": np.where(length_L > 0, count_L[first_L], 1),
-        }
-    )
+    facts = {
+        "uid": dataset.labels["uid"].to_pandas(),
+        "text_length": length_L,
+        "num_train_points": np.bincount(dataset.relevance[dataset.rows("train")].indices, minlength=dataset.num_labels),
+        "labels_with_this_text": np.where(length_L > 0, count_L[first_L], 1),
+    }
+    return pd.DataFrame(facts)
 
 
 def _pair_frame(dataset: XMCDataset) -> pd.DataFrame:
-    query_P = np.repeat(np.arange(dataset.num_queries), np.diff(dataset.relevance.indptr))
-    label_P = np.asarray(dataset.relevance.indices, dtype=np.int64)
-    filter_query = np.repeat(np.arange(dataset.num_queries), np.diff(dataset.filter_pairs.indptr))
-    filter_key = filter_query * dataset.num_labels + np.asarray(dataset.filter_pairs.indices, dtype=np.int64)
-    return pd.DataFrame(
-        {
-            "query": query_P,
-            "label": label_P,
-            "relevance": np.asarray(dataset.relevance.data, dtype=np.float64),
-            "filtered": np.isin(query_P * dataset.num_labels + label_P, filter_key).astype(np.int64),
-        }
-    )
+    def places(matrix: Any) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.repeat(np.arange(dataset.num_queries), np.diff(matrix.indptr))
+        return rows, np.asarray(matrix.indices, dtype=np.int64)
+
+    (query_P, label_P), filters = places(dataset.relevance), places(dataset.filter_pairs)
+    filtered_P = np.isin(query_P * dataset.num_labels + label_P, filters[0] * dataset.num_labels + filters[1])
+    relevance_P = np.asarray(dataset.relevance.data, dtype=np.float64)
+    facts = {"query": query_P, "label": label_P, "relevance": relevance_P, "filtered": filtered_P.astype(np.int64)}
+    return pd.DataFrame(facts)
 
 
 def _text_facts(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
@@ -254,6 +243,7 @@ def _at_most(share: float) -> str:
 def _result(table: str, item: Any, dataset: XMCDataset, frame: pd.DataFrame) -> dict[str, Any]:
     config, found = item.expectation_config, item.result
     kwargs = {key: value for key, value in config.kwargs.items() if key not in ("batch_id", "result_format")}
+    rows = found.get("partial_unexpected_index_list") or []
     return {
         "table": table,
         "type": config.type,
@@ -265,40 +255,23 @@ def _result(table: str, item: Any, dataset: XMCDataset, frame: pd.DataFrame) -> 
         "unexpected_count": int(found.get("unexpected_count") or 0),
         "element_count": int(found.get("element_count") or 0) - int(found.get("missing_count") or 0),
         "observed": raised(item) or found.get("observed_value"),
-        "samples": [] if item.success else _samples(table, config.type, kwargs, dataset, frame),
+        "samples": [] if item.success else _samples(table, kwargs.get("column"), rows, dataset, frame),
     }
 
 
 def _samples(
-    table: str, kind: str, kwargs: dict[str, Any], dataset: XMCDataset, frame: pd.DataFrame
+    table: str, column: str | None, rows: list[int], dataset: XMCDataset, frame: pd.DataFrame
 ) -> list[dict[str, Any]]:
-    """The first unexpected rows: Great Expectations names values; rows and uids are what a person needs."""
-    column = kwargs.get("column")
-    if kind == "expect_compound_columns_to_be_unique":
-        unexpected = frame.duplicated(kwargs["column_list"], keep=False)
-    elif column is None or "distinct" in kind:
-        return []
-    elif kind == "expect_column_values_to_be_unique":
-        unexpected = frame[column].duplicated(keep=False)
-    elif kind == "expect_column_values_to_be_in_set":
-        unexpected = ~frame[column].isin(kwargs["value_set"])
-    elif kind == "expect_column_values_to_not_be_null":
-        unexpected = frame[column].isna()
-    else:
-        values = frame[column].str.len() if "lengths" in kind else frame[column]
-        low, high = kwargs.get("min_value"), kwargs.get("max_value")
-        low, high = -np.inf if low is None else low, np.inf if high is None else high
-        unexpected = (values < low) | (values > high) | (kwargs.get("strict_min", False) & (values == low))
-    rows = np.flatnonzero(unexpected.to_numpy())[:MAX_SAMPLES]
+    """Great Expectations names rows; uids are what a person needs."""
     samples = []
-    for record in frame.iloc[rows].to_dict("records"):
+    for row, record in zip(rows, frame.iloc[rows].to_dict("records"), strict=True):
         value = record.get(column) if column else None
         if table == "pairs":
             inside = 0 <= record["query"] < dataset.num_queries
             uid = dataset.query_uids([record["query"]])[0] if inside else None
             samples.append({"query": record["query"], "label": record["label"], "uid": uid, "value": value})
         else:
-            samples.append({"row": record["row"], "uid": record["uid"], "value": value})
+            samples.append({"row": int(row), "uid": record["uid"], "value": value})
     return samples
 
 
