@@ -19,7 +19,7 @@ from unidec.errors import ConfigError, without_credentials
 from unidec.params import Params
 from unidec.problems import ParamsError, nearest, problem, short, valid_values
 from unidec.sections import Section
-from unidec.strict_yaml import KeyPath, parse_scalar, read_yaml
+from unidec.strict_yaml import parse_scalar, read_yaml
 
 OPERATIONS = ("device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking")
 """Sections that do not decide a model: a bundle does not keep them."""
@@ -64,40 +64,31 @@ def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str,
         ConfigError: everything that is wrong, at once, with key path, value, what was expected and the nearest name.
     """
     raw, lines = ({}, {}) if path is None else read_yaml(Path(path))
-    origin = {".".join(key): f"line {line}" for key, line in lines.items()}
-    values = _given(raw)
-    for key, value in (overrides or {}).items():
-        *above, name = key.split(".")
-        section = values
-        for part in above:
-            if not isinstance(section.get(part), dict):
-                section[part] = {}
-            section = section[part]
-        section[name] = value
-        origin[key] = "--set"
-    return build_params(values, origin, "parameters" if path is None else str(path))
+    origin = {".".join(key): f"line {line}" for key, line in lines.items()} | dict.fromkeys(overrides or {}, "--set")
+    return build_params(_given(raw) | dict(overrides or {}), origin, "parameters" if path is None else str(path))
 
 
-def build_params(values: dict[str, Any], origin: dict[str, str], where: str) -> Params:
-    """Nested values over those of their recipe; `origin` is where a key path was given. Errors: `load_params`."""
-    problems = []
+def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) -> Params:
+    """Values by key path over those of their recipe; `origin` is where one was given. Errors: `load_params`."""
+    problems, defaults = [], dict(leaves(Params()))
     recipe, names = values.get("recipe"), recipe_names()
     if recipe in names:
-        values = _merge(_read_recipe(recipe), values)
+        values = _read_recipe(recipe) | values
     elif isinstance(recipe, str):
         expected, near = f"one of {', '.join(names)}", nearest(recipe, names)
         problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
-    for name, section in values.items():
-        for key, value in section.items() if isinstance(section, dict) else [("", section)]:
-            if without_credentials(str(value)) != str(value):
-                what, expected = "a password or token in a parameter", "an address without credentials"
-                fix = "set it in the environment; source.secrets names Prefect secrets for DVC's processes"
-                path = f"{name}.{key}".rstrip(".")
-                problems.append(problem(path, what, short(value), expected, origin, fix=fix))
+    for key, value in values.items():
+        if without_credentials(str(value)) != str(value):
+            what, expected = "a password or token in a parameter", "an address without credentials"
+            fix = "set it in the environment; source.secrets names Prefect secrets for DVC's processes"
+            problems.append(problem(key, what, short(value), expected, origin, fix=fix))
+        if key not in defaults:
+            problems.append(_no_such_key(key, value, origin))
+    right = {key: value for key, value in values.items() if key in defaults}
     try:
-        params = Params.model_validate(values)
+        params = Params.model_validate(nested(right))
     except ValidationError as error:
-        raise ParamsError(problems + _explain(values, error, origin), where) from None
+        problems += _explain(right, error, origin)
     if problems:
         raise ParamsError(problems, where)
     return params
@@ -164,7 +155,7 @@ def fingerprint(params: Params, *sections: str) -> str:
 def _read_recipe(name: str) -> dict[str, Any]:
     with resources.as_file(resources.files("unidec") / "recipes" / f"{name}.yaml") as path:
         values = _given(read_yaml(path)[0])
-    unfit = sorted(_NOT_OF_A_RECIPE & values.keys())
+    unfit = sorted(_NOT_OF_A_RECIPE & {key.partition(".")[0] for key in values})
     if unfit:
         raise ConfigError(f"a recipe cannot set {', '.join(unfit)}", where=f"recipe {name}")
     return values
@@ -176,81 +167,78 @@ def _section(name: str) -> type[Section] | None:
     return type(field.default) if field is not None and isinstance(field.default, Section) else None
 
 
-def _given(raw: dict[str, Any]) -> dict[str, Any]:
-    """Without keys that have no value: params.yaml may list them, `dvc exp run --set-param` finds them by that.
+def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's values by key path, without keys and sections that have none.
 
-    An unknown key stays, to be refused; a section that reads as null (its keys are commented out) is empty.
+    params.yaml lists keys without a value, which `dvc exp run --set-param` finds by that. Unknown ones stay.
     """
-    given = dict(raw)
+    given: dict[str, Any] = {}
     for name, value in raw.items():
         section = _section(name)
-        if section is not None and value is None:
-            given[name] = {}
-        elif section is not None and isinstance(value, dict):
+        if section is None:
+            given[str(name)] = value
+        elif isinstance(value, dict):
             known = section.model_fields
-            given[name] = {key: leaf for key, leaf in value.items() if leaf is not None or key not in known}
+            given |= {f"{name}.{key}": leaf for key, leaf in value.items() if leaf is not None or key not in known}
+        elif value is not None:
+            given[name] = value
     return given
 
 
-def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"pool.beta": 2, "seed": 0}` -> `{"pool": {"beta": 2}, "seed": 0}`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (found.setdefault(section, {}) if section else found)[name] = value
+    return found
 
 
-def _explain(values: dict[str, Any], error: ValidationError, origin: dict[str, str]) -> list[str]:
-    """Every problem as text: the wrong keys, and the conflicts among those that are right."""
-    by_key: dict[KeyPath, list[ErrorDetails]] = {}
+def _explain(values: Mapping[str, Any], error: ValidationError, origin: dict[str, str]) -> list[str]:
+    """Every problem with the values of known keys as text, and the conflicts among those that are right."""
+    wrong: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         if detail["type"] != "conflict":
-            names = tuple(str(part) for part in detail["loc"])  # deeper: what pydantic adds, the member of a union
-            by_key.setdefault(names[: 2 if _section(names[0]) else 1], []).append(detail)
-    problems = [_field_problem(key, group, origin) for key, group in by_key.items()]
+            names = [str(part) for part in detail["loc"]]  # deeper: what pydantic adds, the member of a union
+            wrong.setdefault(".".join(names[: 2 if _section(names[0]) else 1]), []).append(detail)
+    problems = []
+    for key, group in wrong.items():
+        got, expected = group[0]["input"], " or ".join(dict.fromkeys(valid_values(detail) for detail in group))
+        listed = "".join(detail.get("ctx", {}).get("expected", "") for detail in group)
+        near = nearest(got, listed.split("'")[1::2]) if isinstance(got, str) else None
+        problems.append(problem(key, "wrong value", short(got), expected, origin, near))
     # with the wrong keys at their defaults the rest can be checked for conflicts
-    kept: dict[str, Any] = {}
-    for name, value in values.items():
-        section = _section(name)
-        if name in Params.model_fields and (name,) not in by_key:
-            if section is not None:
-                value = section(**{key: leaf for key, leaf in value.items() if (name, key) not in by_key})
-            kept[name] = value
-    rest = Params.model_construct(**kept)
+    right = nested({key: value for key, value in values.items() if key not in wrong})
+    sections: dict[str, Any] = {
+        name: section(**own) if (section := _section(name)) else own for name, own in right.items()
+    }
+    rest = Params.model_construct(**sections)
     found = dict(leaves(rest))
     for conflict in rest.conflicts():
         keys = conflict.keys.split()
-        if not any(bad == tuple(key.split("."))[: len(bad)] for bad in by_key for key in keys):
+        if not wrong.keys() & set(keys):
             got = ", ".join(f"{key} = {found[key]!r}" for key in keys)
             problems.append(problem(keys[0], conflict.what, got, None, origin, fix=conflict.fix))
     return problems
 
 
-def _field_problem(key: KeyPath, group: list[ErrorDetails], origin: dict[str, str]) -> str:
-    """One problem from all that pydantic reports about one key."""
-    name, got = ".".join(key), short(group[0]["input"])
-    kinds = {detail["type"] for detail in group}
-    listed = ", ".join((_section(key[0]) or Params).model_fields)
-    if "extra_forbidden" in kinds:
-        return problem(name, "unknown key", got, f"one of {listed}", origin, _nearest_key(key))
-    if kinds & {"model_type", "model_attributes_type"}:
-        return problem(name, "not a section", got, f"keys under it: {listed}", origin)
-    expected = " or ".join(dict.fromkeys(valid_values(detail) for detail in group))
-    options = [str(option) for detail in group for option in detail.get("ctx", {}).get("expected", "").split("'")[1::2]]
-    near = nearest(group[0]["input"], options) if isinstance(group[0]["input"], str) else None
-    return problem(name, "wrong value", got, expected, origin, near)
+def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
+    """The problem with an unknown key, and the valid one that was probably meant.
 
-
-def _nearest_key(key: KeyPath) -> str | None:
-    """The valid key that was probably meant: of the same name, else like it in the same section, else like it."""
-    by_name = {name.rpartition(".")[2]: name for name in known_keys()}
-    if key[-1] in by_name:
-        return by_name[key[-1]]
-    section = _section(key[0]) if len(key) > 1 else None
-    if section is not None and (near := nearest(key[-1], list(section.model_fields))):
-        return f"{key[0]}.{near}"
-    near = nearest(key[-1], [*Params.model_fields, *by_name])
-    return by_name.get(near, near) if near else None
+    That is one of the same name, else one like it in the same section, else one like it.
+    """
+    first, _, name = key.rpartition(".")
+    section = _section(first or name)
+    listed = ", ".join((section or Params).model_fields)
+    if section is not None and not first:
+        return problem(key, "not a section", short(value), f"keys under it: {listed}", origin)
+    by_name = {known.rpartition(".")[2]: known for known in known_keys()}
+    near = by_name.get(name)
+    if near is None and section is not None and (like := nearest(name, list(section.model_fields))):
+        near = f"{first}.{like}"
+    if near is None and (like := nearest(name, [*Params.model_fields, *by_name])):
+        near = by_name.get(like, like)
+    return problem(key, "unknown key", short(value), f"one of {listed}", origin, near)
 
 
 def to_yaml(params: Params) -> str:

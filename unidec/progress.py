@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any, Generic, TextIO, TypeVar, overload
+from typing import Any, Generic, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -60,26 +60,6 @@ class Progress(tqdm, Generic[T]):
         print(f"{self.desc}: {', '.join(parts)}", file=self.fp, flush=True)
 
 
-@overload
-def progress(
-    iterable: Iterable[T],
-    *,
-    total: int | None = None,
-    desc: str,
-    unit: str = "it",
-    every: float = 10.0,
-    stream: TextIO | None = None,
-) -> Progress[T]: ...
-@overload
-def progress(
-    iterable: None = None,
-    *,
-    total: int | None = None,
-    desc: str,
-    unit: str = "it",
-    every: float = 10.0,
-    stream: TextIO | None = None,
-) -> Progress[Any]: ...
 def progress(
     iterable: Iterable[Any] | None = None, *, total: int | None = None, desc: str, unit: str = "it",
     every: float = 10.0, stream: TextIO | None = None,

@@ -121,12 +121,9 @@ class LabelGraph(Section):
     tail_first: bool = key(False, "with a share below 1: the rarest labels, else a random draw")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """See `Section`."""
         if self.tail_first and self.share == 1:
-            what = "all labels take part: none comes first"
-            yield Conflict(
-                "label_graph.tail_first label_graph.share", what, "label_graph.share below 1, or no tail_first"
-            )
+            what, fix = "all labels take part: none comes first", "label_graph.share below 1, or no tail_first"
+            yield Conflict("label_graph.tail_first label_graph.share", what, fix)
 
 
 class Encoder(Section):
@@ -151,7 +148,6 @@ class Encoder(Section):
         return self.trainable_layers == 0 or self.kind != "transformer"
 
     def conflicts(self) -> Iterator[Conflict]:
-        """See `Section`."""
         if self.kind == "bag" and self.trainable_layers != 0:
             what, fix = "a bag of tokens has no transformer layers to train", "encoder.trainable_layers: 0"
             yield Conflict("encoder.trainable_layers encoder.kind", what, f"{fix}, or encoder.kind: both")
@@ -205,7 +201,6 @@ class Pool(Section):
     refresh: Count = key(5, "T: epochs between two refreshes of clusters and hard negatives")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """See `Section`."""
         if 0 < self.size < self.batch_size:
             what = "the pool is smaller than the batch: queries without a positive in it drop out of the loss"
             fix = "pool.size at least pool.batch_size (the papers: 2 to 5 times), or 0 for no limit"
@@ -214,11 +209,8 @@ class Pool(Section):
             what, fix = "random batches have no clusters that could grow", "pool.batches: clustered"
             yield Conflict("pool.cluster_start pool.batches", what, f"{fix}, or pool.cluster_start: 0")
         if self.cluster_start > self.batch_size:
-            what, fix = (
-                "the first clusters are larger than a batch",
-                "pool.cluster_start well below pool.batch_size, or 0",
-            )
-            yield Conflict("pool.cluster_start pool.batch_size", what, fix)
+            fix = "pool.cluster_start well below pool.batch_size, or 0"
+            yield Conflict("pool.cluster_start pool.batch_size", "the first clusters are larger than a batch", fix)
 
 
 class Loss(Section):
@@ -254,7 +246,6 @@ class Optim(Section):
     precision: Literal["auto", "fp32", "bf16"] = key("auto", "auto: bf16 where it is faster")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """See `Section`."""
         if self.warmup_epochs > self.epochs:
             what, fix = "the warm-up is longer than the training", "optim.warmup_epochs well below optim.epochs"
             yield Conflict("optim.warmup_epochs optim.epochs", what, fix)
@@ -281,12 +272,8 @@ class Index(Section):
     knn_by: Literal["model", "words"] = key("model", "similar by the model's vectors, or by TF-IDF")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """See `Section`."""
         if 0 < self.ivf_lists < self.ivf_probes:
-            what, fix = (
-                "a search cannot look into more lists than there are",
-                "index.ivf_probes at most index.ivf_lists",
-            )
+            what, fix = "a search looks into more lists than there are", "index.ivf_probes at most index.ivf_lists"
             yield Conflict("index.ivf_probes index.ivf_lists", what, fix)
         if self.space != "both" and self.clf_weight != 1.0:
             what = "the classifier's weight counts only where both heads are searched"
@@ -317,7 +304,6 @@ class Source(Section):
     secrets: dict[str, str] = key({}, "environment variable: Prefect secret block")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """See `Section`."""
         if self.kind in ("folder", "dvc") and not self.path:
             fix = "source.path: the folder, or DVC's target; or source.kind: none"
             yield Conflict("source.path source.kind", "there is nowhere to fetch from", fix)
@@ -335,7 +321,6 @@ class Warm(Section):
     keep: Share = key(0.25, "share of a classifier row that is taken over; the rest begins as the label's text")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """See `Section`."""
         if self.warmup_epochs > self.epochs:
             what, fix = "the warm-up is longer than the training", "warm.warmup_epochs well below warm.epochs"
             yield Conflict("warm.warmup_epochs warm.epochs", what, fix)
@@ -372,7 +357,6 @@ class Gate(Section):
     allow_dirty: bool = key(False, "promote also what was made with uncommitted changes")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """See `Section`."""
         if self.confidence > 0 and "coverage@" in self.metric:
             what = "coverage belongs to all queries together: there is no bootstrap over them"
             fix = "gate.confidence: 0, or another gate.metric with coverage among gate.guarded"
@@ -396,7 +380,6 @@ class Drift(Section):
     min_window: Count = key(200, "queries that a window needs to be judged")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """See `Section`."""
         what = "what stops a retraining would never have warned"
         if self.stop_change < self.warn_change:
             yield Conflict("drift.stop_change drift.warn_change", what, "drift.warn_change at most drift.stop_change")

@@ -16,9 +16,9 @@ import yaml
 
 from unidec import pipeline
 from unidec.comparison import cell, results, workspace
-from unidec.comparison.file import nested
 from unidec.comparison.plan import load_comparison
 from unidec.comparison.workspace import Step, Workspace, code_sha256
+from unidec.config import nested
 from unidec.data.dataset import XMCDataset
 from unidec.data.formats import write_raw
 from unidec.data.storage import write_json

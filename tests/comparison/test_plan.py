@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from unidec.comparison.file import flat, nested
+from unidec.comparison.file import flat
 from unidec.comparison.plan import Comparison, Job, load_comparison, select, slug
-from unidec.config import Params, load_params, recipe_names
+from unidec.config import Params, load_params, nested, recipe_names
 from unidec.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

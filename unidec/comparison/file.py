@@ -127,15 +127,6 @@ def flat(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"pool.beta": 2, "seed": 0}` -> `{"pool": {"beta": 2}, "seed": 0}`."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        (found.setdefault(section, {}) if section else found)[name] = value
-    return found
-
-
 def one_of(names: Iterable[str]) -> str:
     """The values that are allowed, in words."""
     listed = list(names)

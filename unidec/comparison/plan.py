@@ -16,7 +16,6 @@ from unidec.comparison.file import (
     ComparisonFile,
     DataEntry,
     flat,
-    nested,
     one_of,
     read_file,
 )
@@ -291,7 +290,7 @@ class _Planner:
         values |= {"data.path": entry.path, "tokens.text": entry.text, "tokens.max_length": entry.max_length}
         values |= {"tracking.experiment": EXPERIMENT} | ({"recipe": system.recipe} if system.recipe else {})
         try:
-            params = build_params(nested(values), origin, f"cells.{cell}")
+            params = build_params(values, origin, f"cells.{cell}")
         except ParamsError as error:
             for text in error.problems:
                 cells = self.wrong_params.setdefault(text, [])
