@@ -73,7 +73,7 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
     problems, defaults = [], dict(leaves(Params()))
     recipe, names = values.get("recipe"), recipe_names()
     if recipe in names:
-        values = _read_recipe(recipe) | values
+        values = _read_recipe(recipe) | dict(values)
     elif isinstance(recipe, str):
         expected, near = f"one of {', '.join(names)}", nearest(recipe, names)
         problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
