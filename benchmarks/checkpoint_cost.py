@@ -54,7 +54,7 @@ def measure_saves(trainer: Trainer, num_saves: int, num_steps: int) -> dict[str,
         trainer.save()
         held.append(time.perf_counter() - begin)
         extra = 0.0
-        while trainer.writer.busy:
+        while trainer.writer._saving is not None and not trainer.writer._saving.done():
             extra += next(steps) - usual
         slowed.append(extra)
         trainer.writer.wait()
@@ -82,7 +82,7 @@ def measure_resume(params: Params, run_dir: Path) -> dict[str, float]:
     """Seconds from opening the data to the end of the first step, in a process that has imported everything."""
     begin = time.perf_counter()
     tokens = (paths.open_tokens("queries"), paths.open_tokens("labels"))
-    trainer = Trainer(params, TrainingData(paths.open_dataset(), *tokens), run_dir, paths.CACHE)
+    trainer = Trainer(params.training, TrainingData(paths.open_dataset(), *tokens), run_dir, paths.CACHE)
     opened = time.perf_counter() - begin
     assert trainer.step > 0
     trainer.made = Refresh.load(run_dir / "refresh" / "epoch-00000", 0)

@@ -59,7 +59,7 @@ def one_rank(system: str, steps: int, folder: Path) -> dict[str, Any]:
     ranks = Ranks.from_environment("cpu")
     tokens = [paths.open_tokens(which) for which in ("queries", "labels")]
     trainer = Trainer(
-        params, TrainingData(paths.open_dataset(), *tokens), folder / "run", folder / "cache", ranks=ranks
+        params.training, TrainingData(paths.open_dataset(), *tokens), folder / "run", folder / "cache", ranks=ranks
     )
     trainer.made = Refresh()
     trainer.model.train()

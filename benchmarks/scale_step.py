@@ -102,7 +102,7 @@ def open_trainer(size: dict[str, Any], folder: Path, run_dir: Path) -> Trainer:
         )
     params = parameters(size, encoder)
     dataset, queries, labels = open_data(size, folder, tokenizer)
-    trainer = Trainer(params, TrainingData(dataset, queries, labels), run_dir, folder / "cache")
+    trainer = Trainer(params.training, TrainingData(dataset, queries, labels), run_dir, folder / "cache")
     rng = np.random.default_rng(0)
     shape = (dataset.num_queries, NEGATIVES)
     trainer.made = Refresh(negatives=rng.integers(0, dataset.num_labels, shape, dtype=np.int32))
@@ -121,7 +121,7 @@ class Steps:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.batches = trainer.made.batches(trainer.rows, trainer.params.pool.batch_size, 0, 0)
+        self.batches = trainer.made.batches(trainer.rows, trainer.settings.pool.batch_size, 0, 0)
         self.done = 0
 
     def run(self, count: int) -> dict[str, Any]:

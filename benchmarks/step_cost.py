@@ -170,7 +170,7 @@ class CutStep:
     def _update(self, step: int, batch: Prepared, losses: dict[str, Tensor]) -> None:
         trainer, watch, optimisers = self.trainer, self.watch, self.trainer.optimisers
         with watch.part("norm and finite check"):
-            norm = optimisers.gradient_norm()
+            norm = torch.nn.utils.get_total_norm(optimisers.gradients())
             assert bool(torch.isfinite(norm))
         rows = {row: name for name, row in optimisers.row.items()}
         stepped = {row: row.step for row in rows}
@@ -208,15 +208,18 @@ def open_trainer(params: Params, run_dir: Path) -> Trainer:
                 "the token caches are of other parameters", where=str(paths.TOKENS), got=made,
                 expected=(params.tokens.text, params.tokens.max_length), fix="unidec data tokens",
             )  # fmt: skip
-    trainer = Trainer(params, TrainingData(paths.open_dataset(), *tokens.values()), run_dir, paths.CACHE)
+    trainer = Trainer(params.training, TrainingData(paths.open_dataset(), *tokens.values()), run_dir, paths.CACHE)
     transformer: Any = load_transformer(resolve_encoder(params.encoder.name))
     embedding_VD = transformer.get_input_embeddings().weight.detach()
 
     clusters = make_clusters(
-        params, trainer.rows, lambda: lexical_vectors(tokens["queries"], trainer.rows, embedding_VD), trainer.device
+        trainer.settings,
+        trainer.rows,
+        lambda: lexical_vectors(tokens["queries"], trainer.rows, embedding_VD),
+        trainer.device,
     )
     trainer.made, _ = make_refresh(
-        params, trainer.rows, trainer.sampler, clusters,
+        trainer.settings, trainer.rows, trainer.sampler, clusters,
         lambda: lexical_vectors(tokens["labels"], np.arange(len(tokens["labels"])), embedding_VD), trainer.device,
     )  # fmt: skip
     trainer.model.train()
@@ -225,7 +228,7 @@ def open_trainer(params: Params, run_dir: Path) -> Trainer:
 
 def measure(trainer: Trainer, num_steps: int, warm_up: int) -> dict[str, Any]:
     """Milliseconds of each part of a step, of the whole step cut and uncut, and the sizes of the batches."""
-    batches = trainer.made.batches(trainer.rows, trainer.params.pool.batch_size, 0, 0)
+    batches = trainer.made.batches(trainer.rows, trainer.settings.pool.batch_size, 0, 0)
     watch = Stopwatch(trainer.device)
     step = CutStep(trainer, watch)
     sizes = []

@@ -29,7 +29,7 @@ from unidec.data.storage import write_json
 from unidec.model.row_table import RowTable
 from unidec.pipeline.ranking import Ranking
 from unidec.pipeline.training import open_trainer
-from unidec.training.row_optim import row_optimiser
+from unidec.training.row_optim import ROW_OPTIMISERS
 
 RATES = {"adam": (1e-3, 3e-3, 1e-2), "adagrad": (1e-2, 3e-2, 1e-1, 3e-1), "sgd": (1.0, 3.0, 10.0, 30.0, 100.0)}
 CHOICES = (("fp32", "adam"), ("fp32", "adagrad"), ("fp32", "sgd"), ("bf16", "adam"), ("bf16", "adagrad"),
@@ -58,7 +58,7 @@ def moved_by_one_use(gap: int, uses: int, steps: int, lazy: bool) -> float:
     weight = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     dense = torch.optim.Adam([weight], lr=1.0)
     table = RowTable(1, 1, torch.float64).train()
-    rows = row_optimiser("adam", table, 1.0)
+    rows = ROW_OPTIMISERS["adam"](table, 1.0)
     # before its first use the row has no moments: only the number of the step counts
     weight.grad = torch.zeros_like(weight)
     dense.step()

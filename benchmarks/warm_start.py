@@ -34,8 +34,9 @@ from unidec.data.storage import write_folder, write_json
 from unidec.model.unidec import KIND, VERSION
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Ranking, headline, tuned_blend
-from unidec.training.trainer import Trainer
-from unidec.training.warm_start import Start, warm_params
+from unidec.pipeline.start_file import warm_params
+from unidec.training.start import Start
+from unidec.training.trainer import Trainer, TrainingData
 
 ROOT = Path(__file__).resolve().parents[1]
 QUERIES, LABELS = 0.1, 0.05  # share of each version that the other does not have
@@ -153,7 +154,10 @@ def train(
             return json.loads(result.read_text(encoding="utf-8"))
         dataset = paths.open_dataset()
         tokens, run = (paths.open_tokens("queries"), paths.open_tokens("labels")), f"{name}-{time.time():.0f}"
-        trainer = Measured(params, dataset, *tokens, Path("runs") / run, paths.CACHE, start=start)
+        trainer = Measured(
+            params.training, TrainingData(dataset, *tokens), Path("runs") / run, paths.CACHE, start=start
+        )  # fmt: skip
+        trainer.params = params
         trainer.begin(np.array([uid in new for uid in dataset.label_uids()]), clf_weight)
         while not trainer.finished:
             if trainer.refresh_due:

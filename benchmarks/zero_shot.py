@@ -92,7 +92,9 @@ def train(folder: Path, version: RawData, params: Params) -> Path:
                 pipeline.tokens(params)
                 pipeline.propensity(params)
             tokens, run = [paths.open_tokens(which) for which in ("queries", "labels")], f"run-{time.time():.0f}"
-            trainer = Trainer(params, TrainingData(paths.open_dataset(), *tokens), Path("runs") / run, paths.CACHE)
+            trainer = Trainer(
+                params.training, TrainingData(paths.open_dataset(), *tokens), Path("runs") / run, paths.CACHE
+            )
             while not trainer.finished:
                 if trainer.refresh_due:
                     trainer.refresh()

@@ -181,7 +181,7 @@ def open_trainer(
         params = tiny_params(**overrides)
         graph = soft_targets(tiny_dataset.relevance[tiny_dataset.rows("train")], 0.1)
         tokens = tiny_tokens.values()
-        return Trainer(params, TrainingData(tiny_dataset, *tokens, graph), tmp_path / run, tmp_path / "cache")
+        return Trainer(params.training, TrainingData(tiny_dataset, *tokens, graph), tmp_path / run, tmp_path / "cache")
 
     return open_trainer
 

@@ -143,7 +143,7 @@ def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_
     })  # fmt: skip
     graph = golden.label_graph(params, tiny_dataset) if gandalf else None
     trainer = Trainer(
-        params, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
+        params.training, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
     )
     before = {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
     trainer.refresh()
@@ -177,7 +177,10 @@ def test_the_options_for_the_tail_change_what_a_recipe_learns(
                                                             "optim.warmup_epochs": 0.0} | options)  # fmt: skip
         graph = golden.label_graph(params, tiny_dataset) if params.pool.gandalf else None
         trainer = Trainer(
-            params, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / run, tmp_path / "cache"
+            params.training,
+            TrainingData(tiny_dataset, *tiny_tokens.values(), graph),
+            tmp_path / run,
+            tmp_path / "cache",
         )
         trainer.refresh()
         trainer.train_round()
@@ -202,7 +205,7 @@ def test_a_recipe_learns_its_training_queries(name, golden, tiny_dataset, tiny_t
     })  # fmt: skip
     graph = golden.label_graph(params, tiny_dataset) if params.pool.gandalf else None
     trainer = Trainer(
-        params, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
+        params.training, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
     )
     rows = tiny_dataset.rows("train")
     relevance = tiny_dataset.relevance.toarray()[rows] > 0

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from unidec import sections
 from unidec.sections import Conflict, Section, key
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """What a training reads of the parameters.
+
+    Attributes:
+        propensity: A and B of inverse propensities; keep: `warm.keep`.
+        everything: all parameters as plain values; the model's file and the run's identity have them.
+    """
+
+    seed: int
+    device: str
+    encoder: sections.Encoder
+    model: sections.Model
+    pool: sections.Pool
+    loss: sections.Loss
+    optim: sections.Optim
+    run: sections.Run
+    propensity: tuple[float, float]
+    keep: float
+    everything: Mapping[str, Any]
 
 
 class Params(Section):
@@ -46,6 +69,15 @@ class Params(Section):
         if found:
             raise PydanticCustomError("conflict", "{text}", {"text": "; ".join(conflict.what for conflict in found)})
         return self
+
+    @property
+    def training(self) -> TrainingSettings:
+        """What a training reads."""
+        names = ("seed", "device", "encoder", "model", "pool", "loss", "optim", "run")
+        return TrainingSettings(
+            **{name: getattr(self, name) for name in names}, keep=self.warm.keep, everything=self.model_dump(),
+            propensity=(self.data.propensity_a, self.data.propensity_b),
+        )  # fmt: skip
 
     def conflicts(self) -> Iterator[Conflict]:
         """Every conflict within a section and between sections."""

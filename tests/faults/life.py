@@ -39,7 +39,7 @@ def live(job: dict[str, Any]) -> None:
     # whoever edits the code while the tests run does not want to hear of it here
     accept = ["code"]
     data = module.TrainingData(dataset, *tokens, graph)
-    trainer = module.Trainer(params, data, run_dir, Path(job["cache"]), accept=accept)
+    trainer = module.Trainer(params.training, data, run_dir, Path(job["cache"]), accept=accept)
     say("at", trainer.step)
     while True:
         validate(trainer, run_dir / "rounds.jsonl")
@@ -53,8 +53,8 @@ def live(job: dict[str, Any]) -> None:
 
 
 def validate(trainer: Any, path: Path) -> None:
-    params = trainer.params
-    at_its_end = trainer.epoch_step == 0 and (trainer.finished or trainer.epoch % params.pool.refresh == 0)
+    settings = trainer.settings
+    at_its_end = trainer.epoch_step == 0 and (trainer.finished or trainer.epoch % settings.pool.refresh == 0)
     before = [line for line in read_json_lines(path) if line["epoch"] <= trainer.epoch]
     if not at_its_end or trainer.epoch == 0 or (before and before[-1]["epoch"] == trainer.epoch):
         return

@@ -28,7 +28,7 @@ def opener(
         params = tiny_params(**overrides)
         # code may be edited while the tests run; that it counts is tested below
         return Trainer(
-            params,
+            params.training,
             TrainingData(dataset, *tokens.values()),
             tmp_path / "run",
             tmp_path / "cache",
@@ -103,7 +103,7 @@ def test_the_code(opener: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatc
     trainer = opener()  # accepted there
     with pytest.raises(ConfigError, match="other code") as caught:
         Trainer(
-            trainer.params,
+            trainer.settings,
             TrainingData(trainer.dataset, *trainer.tokens.values()),
             tmp_path / "run",
             tmp_path / "cache",

@@ -42,7 +42,9 @@ def train(
             tokens.append(TokenCache.open(build_token_cache(dataset.text_batches(name), tiny_bert, 16, out, size)))
         params = tiny_params(**({"optim.epochs": 2, "pool.refresh": 1} | overrides))
         while True:
-            trainer = Trainer(params, TrainingData(dataset, tokens[0], tokens[1]), tmp_path / "run", tmp_path / "cache")
+            trainer = Trainer(
+                params.training, TrainingData(dataset, tokens[0], tokens[1]), tmp_path / "run", tmp_path / "cache"
+            )
             if trainer.finished:
                 break
             trainer.refresh()
@@ -105,9 +107,9 @@ def test_one_label(raw_factory: Callable[..., RawData], train: Train, tmp_path: 
     """L = 1: nothing to tell apart, so a softmax costs nothing; no negative is mined."""
     trainer, lines = train(raw_factory(24, 6, 1, filters=False), **system)
     assert {line["pool_size"] for line in lines} == {1}
-    if trainer.params.loss.de == "ds" and trainer.params.model.heads == "de":
+    if trainer.settings.loss.de == "ds" and trainer.settings.model.heads == "de":
         assert {line["loss_de"] for line in lines} == {0.0}
-    if trainer.params.model.heads != "clf":
+    if trainer.settings.model.heads != "clf":
         metrics = metrics_of(trainer, tmp_path)
         assert metrics["P@1"] == pytest.approx(100 * 5 / 6)  # one test query has no positive
         assert metrics["P@5"] == pytest.approx(metrics["P@1"] / 5)  # places that no label can fill are misses

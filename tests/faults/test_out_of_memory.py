@@ -72,7 +72,9 @@ def test_a_real_one(tiny_dataset: Any, tiny_tokens: Any, tiny_params: Callable[.
     })  # fmt: skip
 
     def open_run() -> Trainer:
-        return Trainer(params, TrainingData(tiny_dataset, *tiny_tokens.values()), tmp_path / "run", tmp_path / "cache")
+        return Trainer(
+            params.training, TrainingData(tiny_dataset, *tiny_tokens.values()), tmp_path / "run", tmp_path / "cache"
+        )
 
     trainer = open_run()
     trainer.refresh()

@@ -171,7 +171,9 @@ class Case:
         params = golden.small(recipe, transformer, folder, **{"model.dropout": 0.0})
         graph = golden.label_graph(params, dataset) if params.pool.gandalf else None
         torch.manual_seed(int(rng.integers(2**31)))
-        trainer = Trainer(params, TrainingData(dataset, *tokens.values(), graph), folder / "run", folder / "cache")
+        trainer = Trainer(
+            params.training, TrainingData(dataset, *tokens.values(), graph), folder / "run", folder / "cache"
+        )
         model = self.model = trainer.model.train()
         self.trainer, self.params = trainer, params
         for table in model.tables().values():

@@ -12,7 +12,7 @@ from unidec.errors import ArtifactError
 from unidec.model import row_store
 from unidec.model.row_store import FetchedRows, zeros_on_disk
 from unidec.model.row_table import Placement, RowTable
-from unidec.training.row_optim import ROW_OPTIMISERS, row_optimiser
+from unidec.training.row_optim import ROW_OPTIMISERS
 
 ROWS, WIDTH = 30, 5
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -88,7 +88,7 @@ def test_a_part_of_the_rows_is_gathered_by_global_ids(rng, train):
 
 def test_a_copy_shares_nothing(table, tmp_path):
     for original in (table, make_table(table.weight, placement=Placement("disk", tmp_path))):
-        row_optimiser("adam", original, 0.1)
+        ROW_OPTIMISERS["adam"](original, 0.1)
         before, copied = original.weight.detach().clone(), copy.deepcopy(original)
         copied.weight.zero_()
         copied.state["first"].fill_(1)
@@ -104,7 +104,7 @@ def test_parts_of_a_step_add_up(rng, kind):
     """Parts that overlap, gathered again and again, against one gather of everything."""
     values = torch.from_numpy(rng.normal(size=(ROWS, WIDTH)).astype(np.float32))
     one, other = make_table(values), make_table(values)
-    optimisers = [row_optimiser(kind, table, 0.1) for table in (one, other)]
+    optimisers = [ROW_OPTIMISERS[kind](table, 0.1) for table in (one, other)]
     rows = np.sort(rng.choice(ROWS, 12, replace=False))
     for step in range(1, 4):
         pieces = [np.sort(rng.choice(rows, size, replace=False)) for size in (5, 1, 12, 7)]
@@ -150,7 +150,7 @@ class Batches:
 
     def train(self, kind, table, ahead=1, give_up=()):
         """Train; as in the trainer, another thread fetches `ahead` batches ahead of the steps (0: none)."""
-        optimiser = row_optimiser(kind, table, 0.05, "seed")
+        optimiser = ROW_OPTIMISERS[kind](table, 0.05, "seed")
         ids = [torch.from_numpy(rows).to(table.device) for rows in self.rows]
         coming = {}
         with ThreadPoolExecutor(1) as thread:
@@ -241,7 +241,7 @@ def test_updates_are_kept_no_longer_than_needed(rng):
 
 def test_a_failed_write_is_raised(rng, monkeypatch):
     table = fetching(make_table(torch.zeros(ROWS, WIDTH)))
-    optimiser = row_optimiser("sgd", table, 0.1)
+    optimiser = ROW_OPTIMISERS["sgd"](table, 0.1)
 
     def fail(*args):
         raise OSError(5, "Input/output error")
@@ -258,7 +258,7 @@ def test_reading_waits_for_what_is_being_written(rng, monkeypatch):
     write = FetchedRows._write
     monkeypatch.setattr(FetchedRows, "_write", lambda *args: (time.sleep(0.05), write(*args)))
     table = fetching(make_table(torch.zeros(ROWS, WIDTH)))
-    optimiser = row_optimiser("sgd", table, 1.0)
+    optimiser = ROW_OPTIMISERS["sgd"](table, 1.0)
     readers = {
         "state_dict": lambda: table.state_dict()["weight"],
         "numpy": lambda: torch.from_numpy(table.numpy()),
@@ -334,7 +334,7 @@ def test_a_file_system_that_cannot_reserve_is_used_all_the_same(tmp_path, monkey
 def test_state_is_where_the_weight_is(tmp_path):
     mapped = (tmp_path / "maps").as_posix()
     table = RowTable(ROWS, WIDTH, placement=Placement("disk", tmp_path / "maps"))
-    state = row_optimiser("adam", table, 0.1).state()
+    state = ROW_OPTIMISERS["adam"](table, 0.1).state()
     with open("/proc/self/maps", encoding="ascii") as maps:
         lines = [line for line in maps if mapped in line]
     assert len(lines) == 1 + len(state)

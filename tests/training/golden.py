@@ -72,7 +72,7 @@ def first_steps(recipe: str, raw: RawData, transformer: Path, folder: Path) -> l
         while True:
             # opened again for each round, as the stages do
             trainer = Trainer(
-                params, TrainingData(dataset, tokens[0], tokens[1], graph), folder / "run", folder / "cache"
+                params.training, TrainingData(dataset, tokens[0], tokens[1], graph), folder / "run", folder / "cache"
             )
             if trainer.finished:
                 break

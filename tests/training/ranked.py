@@ -105,9 +105,9 @@ def collectives(ranks: Any, folder: Path) -> dict[str, Any]:
     ranks.sum_rows([empty, RowTable(3, 1)])
     found["one has no rows"] = (empty.used[0].tolist(), empty.used[1].grad.tolist()) == ([2], [[1.0, 1.0]])
 
-    norm = ranks.norm([torch.full((4,), 2.0)], [torch.full((9,), 1.0)][: ranks.rank])
-    found["norm"] = norm.numpy()
-    found["norm sees a nan"] = bool(torch.isnan(ranks.norm([torch.ones(1)], [torch.tensor([np.nan])][: ranks.rank])))
+    for name, value in (("norm", 1.0), ("norm of a nan", np.nan)):
+        sharded = [torch.full((9,), value)][: ranks.rank]
+        found[name] = ranks.norm([torch.full((4,), 2.0), *sharded], sharded).numpy()
     found["any"] = ranks.any(ranks.rank == 1, False, True)
 
     found["share"] = ranks.share({"name": ["é", 1, None]} if ranks.is_first else "mine") == {"name": ["é", 1, None]}
@@ -120,7 +120,6 @@ def collectives(ranks: Any, folder: Path) -> dict[str, Any]:
     parts = ranks.collect(np.full((2, 2), ranks.rank), 1)
     found["collect"] = parts is None if ranks.rank == 0 else [p.tolist() for p in parts] == [[[0, 0]] * 2, [[1, 1]] * 2]
     ranks.barrier()
-    found["traffic"] = np.array([ranks.traffic[key] for key in ("embeddings", "gradients", "rows", "flags")])
     return found
 
 
@@ -134,10 +133,8 @@ def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) ->
     found: dict[str, Any] = {}
     data = np.load(folder / "vectors.npz")
     for size in (num_points, 100, 7, 1):
-        order, offsets, report = balanced_clusters(data["points"], size, seed=4, ranks=ranks)
-        figures = [report.num_clusters, report.smallest, report.largest, report.objective]
-        found |= {f"order {size}": order, f"offsets {size}": offsets, f"figures {size}": np.array(figures)}
-        found[f"levels {size}"] = np.array([report.objective_by_level, report.iterations_by_level])
+        made = balanced_clusters(data["points"], size, seed=4, ranks=ranks)
+        found |= {f"order {size}": made.order_N, f"offsets {size}": made.offsets, f"figures {size}": made.objective}
     shape = (num_points + 5, num_labels)
     positive, filtered = (
         sp.csr_matrix((np.ones(len(data[name][0]), np.float32), tuple(data[name])), shape)
@@ -148,9 +145,11 @@ def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) ->
             labels = part_of(ranks, data[name])
             points = np.round(data["points"] * 4) if name == "tied" else data["points"]
             mining.BLOCK = block
-            mined = mining.mine_hard_negatives(points, data["rows"], labels, positive, filtered, 6, ranks=ranks)
-            found[f"{name} {block}"] = mined.shortlist
-            found[f"{name} {block} report"] = np.array([v for k, v in mined.report.items() if k != "seconds"])
+            shortlist, report = mining.mine_hard_negatives(
+                points, data["rows"], labels, positive, filtered, 6, ranks=ranks
+            )  # fmt: skip
+            found[f"{name} {block}"] = shortlist
+            found[f"{name} {block} report"] = np.array([v for k, v in report.items() if k != "seconds"])
     return found
 
 
@@ -174,7 +173,11 @@ def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[s
         params = tiny_params(folder / "bert", **overrides)
         graph = load_label_graph(folder / "graph") if params.pool.gandalf else None
         trainer = module.Trainer(
-            params, module.TrainingData(dataset, *tokens, graph), run_dir, folder / f"cache-{ranks.world}", ranks=ranks
+            params.training,
+            module.TrainingData(dataset, *tokens, graph),
+            run_dir,
+            folder / f"cache-{ranks.world}",
+            ranks=ranks,
         )
         found[f"{case}: begins at"] = trainer.step
         ended = cut_off_at(trainer, until)
@@ -211,7 +214,7 @@ def cut_off_at(trainer: Any, step: int) -> bool:
     def train_step(batch: Any) -> Any:
         if trainer.step == step:
             raise CutOff
-        trainer.params.run.__dict__["checkpoint_steps"] = 1 if trainer.step == step - 1 else 0
+        trainer.settings.run.__dict__["checkpoint_steps"] = 1 if trainer.step == step - 1 else 0
         return do(batch)
 
     trainer.train_step = train_step

@@ -31,7 +31,7 @@ class Recorded:
 def make(tiny_dataset, tiny_tokens, tiny_params):
     def make(ranks=None, graph=None, **overrides):
         params = tiny_params(**overrides)
-        return Batches(params, tiny_dataset, tiny_tokens, Recorded(), CPU, ranks or Ranks(), graph)
+        return Batches(params.training, tiny_dataset, tiny_tokens, Recorded(), CPU, ranks or Ranks(), graph)
 
     return make
 
@@ -146,10 +146,10 @@ def test_which_labels_are_encoded_and_which_classified(make, tiny_dataset, tiny_
     batch = batches.prepare(batches.rows[:9], 1, 2, None)
     expected = [tiny_tokens["labels"].ragged([label])[0].tolist() for label in labels[encoded]]
     assert texts(batch, tiny_tokens)[9:] == expected
-    assert encoded_labels(batches.params) == (encoded or "none")
+    assert encoded_labels(batches.settings.model, batches.settings.pool) == (encoded or "none")
     seen = [None if clf is None else labels[clf], None if batch.clf_labels is None else batch.clf_labels.tolist()]
     assert seen[1] == (seen[0] if clf == "pool" else None)
-    if encoded and batches.params.model.heads != "clf":
+    if encoded and batches.settings.model.heads != "clf":
         assert batch.pool.pool_S.tolist() == labels[encoded]
     if overrides.get("model.clf_residual"):
         places = range(len(drawn)) if batch.clf_places is None else batch.clf_places.tolist()
@@ -157,7 +157,7 @@ def test_which_labels_are_encoded_and_which_classified(make, tiny_dataset, tiny_
     # pairs of either head, against a dense matrix
     relevance = tiny_dataset.relevance[batches.rows[:9]].toarray() > 0
     for which, targets in ((encoded, batch.targets), (clf, batch.clf_targets)):
-        if which is not None and not (which == encoded and batches.params.model.heads == "clf"):
+        if which is not None and not (which == encoded and batches.settings.model.heads == "clf"):
             dense = np.zeros((9, len(labels[which])), dtype=bool)
             dense[targets.row_P.numpy(), targets.col_P.numpy()] = True
             assert np.array_equal(dense, relevance[:, labels[which]])

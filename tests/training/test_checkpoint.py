@@ -24,11 +24,10 @@ from unidec.training.checkpoint import (
     checkpoint_folders,
     find_refresh,
     load_checkpoint,
-    random_state,
     read_state,
-    restore_random_state,
 )
 from unidec.training.distributed import Ranks
+from unidec.training.random_streams import random_state, restore_random_state
 from unidec.training.refresh import Refresh
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ def test_alone_everything_is_free():
     parameter.grad = grad
     ALONE.sum_gradients([parameter], complete=[parameter])
     assert parameter.grad is grad
-    assert ALONE.norm([torch.full((4,), 2.0)], [torch.full((9,), 1.0)]) == 5
+    assert ALONE.norm([torch.full((4,), 2.0), torch.full((9,), 1.0)], []) == 5
     assert ALONE.any(True, False) == [True, False]
     array = np.ones(3)
     assert ALONE.gather_array(array) is array and ALONE.share_array(array) is array and ALONE.share("a") == "a"
@@ -46,15 +46,16 @@ def test_collectives(ranked, tmp_path):
     found = ranked.run(2, "collectives", tmp_path)
     for rank, values in enumerate(found):
         facts = {key: value for key, value in values.items() if value.shape == () and value.dtype == bool}
-        assert len(facts) == 24 and all(facts.values()), (rank, [k for k, v in facts.items() if not v])
+        assert len(facts) == 23 and all(facts.values()), (rank, [k for k, v in facts.items() if not v])
         assert values["sums"].tolist() == [3] * 6 + [0, 1, 2, 3] + [5] * 2 + [2] * 3
         for width in (3, 1):
             assert values[f"rows of {width}"].tolist() == [0, 1, 4, 7]
             assert values[f"values of {width}"].tolist() == [[r] * width for r in (0, 1, 4, 7)]
             # rank 0 has 1, 2, 3 for rows 1, 4, 7; rank 1 has 2, 4 for rows 0, 4
             assert values[f"gradients of {width}"].tolist() == [[g] * width for g in (2, 1, 6, 3)]
-        assert values["norm"] == 5 and values["any"].tolist() == [True, False, True]
-        assert (values["traffic"] > 0).all()
+        assert (
+            values["norm"] == 5 and np.isnan(values["norm of a nan"]) and values["any"].tolist() == [True, False, True]
+        )
 
 
 def slow_best(score_BL, width):
@@ -84,7 +85,7 @@ def test_clusters_and_negatives_are_those_of_one_rank(ranked, rng, tmp_path, wor
     alone = ranked.refresh_parts(ALONE, tmp_path, **options)
     for values in ranked.run(world, "refresh_parts", tmp_path, **options):
         for key, expected in alone.items():
-            if key.startswith(("figures", "levels")) or key.endswith("report"):
+            if key.startswith("figures") or key.endswith("report"):
                 assert values[key] == pytest.approx(expected, rel=1e-5), key
             else:
                 assert np.array_equal(values[key], expected), key

@@ -9,7 +9,7 @@ import torch
 from unidec.model.encoder import InputBuilder
 from unidec.model.row_table import RowTable
 from unidec.training import gradient_cache as module
-from unidec.training.gradient_cache import CachedEncoding, ChunkBuilder, TextChunks, encode_texts
+from unidec.training.gradient_cache import TextChunks, cut_texts, encode_texts
 from unidec.training.refresh import Refresh
 
 ENCODERS = {
@@ -51,42 +51,37 @@ def forget(trainer):
     return found
 
 
-class InOneGraph:
+def in_one_graph(encoder, texts, context):
     """The same chunks in the same order, all of their activations held: what gradient caching must equal."""
+    with contextlib.ExitStack() as stack:
+        for table in [m for m in encoder.modules() if isinstance(m, RowTable)]:
+            stack.enter_context(one_leaf(table, texts.unique_U))
+        vectors = []
+        for _, chunk in texts.chunks:
+            with context():
+                vectors.append(encoder(chunk))
+    place_B = torch.cat([places for places, _ in texts.chunks])
+    return torch.cat(vectors)[torch.argsort(place_B)], torch.Tensor.backward
 
-    def __init__(self, encoder, texts, context):
-        self.encoder = encoder
-        with contextlib.ExitStack() as stack:
-            for table in [m for m in encoder.modules() if isinstance(m, RowTable)]:
-                stack.enter_context(self.one_leaf(table, texts.unique_U))
-            vectors = []
-            for _, chunk in texts.chunks:
-                with context():
-                    vectors.append(encoder(chunk))
-        place_B = torch.cat([places for places, _ in texts.chunks])
-        self.x_BW = torch.cat(vectors)[torch.argsort(place_B)]
 
-    @contextlib.contextmanager
-    def one_leaf(self, table, rows_U):
-        leaf = table.gather(rows_U)
-        ids = rows_U.tolist()
-        table.gather = lambda rows_C: leaf[[ids.index(row) for row in rows_C.tolist()]]
-        yield
-        del table.gather
-
-    def backward(self, loss):
-        loss.backward()
+@contextlib.contextmanager
+def one_leaf(table, rows_U):
+    leaf = table.gather(rows_U)
+    ids = rows_U.tolist()
+    table.gather = lambda rows_C: leaf[[ids.index(row) for row in rows_C.tolist()]]
+    yield
+    del table.gather
 
 
 def step(trainer, encode, size, rows, seed=11):
     """Losses, gradients and the random state behind a step that is encoded in one way."""
     batch = trainer.prepare(rows, 0)
     parts = [*trainer.batches.parts(batch.pool.rows_B), ("labels", trainer.tokens["labels"], batch.pool.pool_S)]
-    texts = ChunkBuilder(size, trainer.device)(parts, trainer.batches.build) if size else batch.texts
+    texts = cut_texts(parts, trainer.batches.build, size, trainer.device) if size else batch.texts
     torch.manual_seed(seed)
-    encoding = encode(trainer.model.encoder, texts, trainer._autocast)
-    losses = trainer.objective.losses(encoding.x_BW, batch, 0)
-    encoding.backward(torch.stack(list(losses.values())).sum())
+    x_BW, backward = encode(trainer.model.encoder, texts, trainer._autocast)
+    losses = trainer.objective.losses(x_BW, batch, 0)
+    backward(torch.stack(list(losses.values())).sum())
     return {k: v.detach() for k, v in losses.items()}, forget(trainer), torch.get_rng_state()
 
 
@@ -111,26 +106,26 @@ def assert_same(ours, theirs, tolerance=1e-5):
 def test_a_cached_step_is_the_uncached_one_with_dropout_on(open_trainer, encoder, size):
     trainer = begun(open_trainer(**ENCODERS[encoder], **{"model.dropout": 0.3}))
     rows = trainer.rows[:11]
-    cached = step(trainer, CachedEncoding, size, rows)
-    assert_same(cached, step(trainer, InOneGraph, size, rows))
+    cached = step(trainer, encode_texts, size, rows)
+    assert_same(cached, step(trainer, in_one_graph, size, rows))
     assert any(name.startswith("rows of encoder") for name in cached[1]) == (trainer.model.encoder.bag is not None)
-    other = step(trainer, InOneGraph, size, rows, seed=12)
+    other = step(trainer, in_one_graph, size, rows, seed=12)
     assert (cached[1]["head_de.0.weight"] - other[1]["head_de.0.weight"]).abs().max() > 1e-3, "dropout is on"
 
 
 def test_dropout_that_is_not_replayed_would_be_seen(open_trainer, monkeypatch):
     trainer = begun(open_trainer(**ENCODERS["bag"]))
-    expected = step(trainer, InOneGraph, 5, trainer.rows[:11])
+    expected = step(trainer, in_one_graph, 5, trainer.rows[:11])
     monkeypatch.setattr(module, "restore_random_state", lambda *_: None)
     with pytest.raises(AssertionError, match="rows of encoder"):
-        assert_same(step(trainer, CachedEncoding, 5, trainer.rows[:11]), expected)
+        assert_same(step(trainer, encode_texts, 5, trainer.rows[:11]), expected)
 
 
 def test_in_half_precision_every_weight_gets_its_gradient(open_trainer):
     """Under autocast too; casts of weights made in the pass without a graph must not serve in the other."""
     trainer = begun(open_trainer(**ENCODERS["all layers"], **{"optim.precision": "bf16"}))
     rows = trainer.rows[:11]
-    assert_same(step(trainer, CachedEncoding, 5, rows), step(trainer, InOneGraph, 5, rows), tolerance=0.02)
+    assert_same(step(trainer, encode_texts, 5, rows), step(trainer, in_one_graph, 5, rows), tolerance=0.02)
 
 
 # -- against one pass --------------------------------------------------------------------------------------------------
@@ -183,7 +178,7 @@ def test_chunks_hold_each_text_once(open_trainer, rng):
         queries = rng.choice(trainer.dataset.num_queries, 13, replace=False)
         labels = rng.choice(trainer.dataset.num_labels, 17, replace=False)
         parts = [("queries", trainer.tokens["queries"], queries), ("labels", trainer.tokens["labels"], labels)]
-        texts = ChunkBuilder(size, trainer.device)(parts, trainer.batches.build)
+        texts = cut_texts(parts, trainer.batches.build, size, trainer.device)
         places = torch.cat([places for places, _ in texts.chunks])
         assert sorted(places.tolist()) == list(range(30)) and texts.num_texts == 30
         assert all(given.num_texts == len(some) <= size for some, given in texts.chunks)
@@ -197,35 +192,25 @@ def test_chunks_hold_each_text_once(open_trainer, rng):
 def test_no_texts_at_all(open_trainer):
     trainer = begun(open_trainer())
     none = [("labels", trainer.tokens["labels"], np.empty(0, np.int64))]
-    texts = ChunkBuilder(3, trainer.device)(none, trainer.batches.build)
-    encoding = encode_texts(trainer.model.encoder, texts, trainer._autocast)
-    assert encoding.x_BW.shape == (0, trainer.model.encoder.width)
-    encoding.backward(encoding.x_BW.sum())
+    texts = cut_texts(none, trainer.batches.build, 3, trainer.device)
+    x_BW, backward = encode_texts(trainer.model.encoder, texts, trainer._autocast)
+    assert x_BW.shape == (0, trainer.model.encoder.width)
+    backward(x_BW.sum())
 
 
-def test_chunks_of_all_labels_are_made_once(open_trainer):
-    """And hold the same as those made anew, wherever the labels stand among the texts."""
-    trainer = begun(open_trainer(**{"encoder.kind": "both"}))
-    tokens, every = trainer.tokens, np.arange(trainer.dataset.num_labels)
-    asked = []
-
-    class Build(InputBuilder):
-        def __call__(self, parts):
-            asked.append(parts[0][0])
-            return super().__call__(parts)
-
-    given = trainer.batches.build
-    build = Build(given.encoder, given.device, given.frozen_vectors)
-    keeping, plain = ChunkBuilder(6, trainer.device, every), ChunkBuilder(6, trainer.device)
-    for number, rows in enumerate(([3, 1, 4], [5, 9, 2, 6, 0, 7, 8])):
-        gandalf = every[::-1][:7]  # label texts as queries
-        parts = [("queries", tokens["queries"], np.array(rows)), ("labels", tokens["labels"], gandalf),
-                 ("labels", tokens["labels"], every.copy())]  # fmt: skip
+def test_chunks_of_all_labels_are_made_once(open_trainer, monkeypatch):
+    """And hold the same as those of a batch whose chunks are all cut."""
+    trainer = begun(open_trainer(**{"encoder.kind": "both", "pool.de_labels": "all", "optim.encode_chunk": 6}))
+    batches, asked = trainer.batches, []
+    build = InputBuilder.__call__
+    monkeypatch.setattr(InputBuilder, "__call__", lambda self, parts: asked.append(parts[0][0]) or build(self, parts))
+    for number, rows in enumerate((trainer.rows[:3], trainer.rows[5:12])):
         asked.clear()
-        ours = keeping(parts, build)
-        assert asked.count("labels") == (2 if number else 2 + -(-len(every) // 6))
-        theirs = plain(parts, trainer.batches.build)
-        assert ours.num_texts == theirs.num_texts == len(rows) + 7 + len(every)
+        batch = trainer.prepare(rows, number)
+        assert asked.count("labels") == (0 if number else -(-trainer.dataset.num_labels // 6))
+        parts = [*batches.parts(batch.pool.rows_B), ("labels", trainer.tokens["labels"], batch.pool.pool_S)]
+        ours, theirs = batch.texts, cut_texts(parts, batches.build, 6, trainer.device)
+        assert ours.num_texts == theirs.num_texts == len(rows) + trainer.dataset.num_labels
         assert torch.equal(ours.unique_U, theirs.unique_U)
         for (places, one), (other_places, other) in zip(ours.chunks, theirs.chunks, strict=True):
             assert torch.equal(places, other_places)

@@ -13,7 +13,7 @@ HASH, OTHER = "a" * 64, "b" * 64
 @pytest.fixture
 def identify(tiny_dataset, tiny_tokens, tiny_params):
     def identify(tokens=tiny_tokens, dataset=tiny_dataset, **overrides):
-        return run_identity(tiny_params(**overrides), dataset, tokens["queries"], tokens["labels"])
+        return run_identity(tiny_params(**overrides).model_dump(), dataset, tokens["queries"], tokens["labels"])
 
     return identify
 
@@ -44,7 +44,9 @@ def test_propensities_decide_where_something_is_weighted_by_them(identify, overr
 
 def test_a_start_is_part_of_it_where_there_is_one(tiny_params, tiny_dataset, tiny_tokens):
     def identify(start):
-        return run_identity(tiny_params(), tiny_dataset, tiny_tokens["queries"], tiny_tokens["labels"], start)
+        return run_identity(
+            tiny_params().model_dump(), tiny_dataset, tiny_tokens["queries"], tiny_tokens["labels"], start
+        )
 
     assert differences(identify(HASH), identify(OTHER)) == [
         "start: aaaaaaaaaaaa... when the run began, bbbbbbbbbbbb... now"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from unidec.config import Params
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model import full_bce, hinge
 from unidec.model.encoder import InputBuilder, TransformerEncoder, length_chunks
@@ -28,7 +29,6 @@ from unidec.training.memory import (
     state_amounts,
     step_amounts,
 )
-from unidec.training.row_optim import bytes_per_row
 from unidec.training.step_sizes import Sizes, Texts, batch_sizes, training_rows, typical_lengths
 
 ALL, ONE, FROZEN = ({"encoder.kind": "transformer", "encoder.trainable_layers": layers} for layers in (-1, 1, 0))
@@ -85,7 +85,8 @@ def test_weights_and_state_are_exact(overrides, open_trainer, tiny_distilbert):
     trainer = open_trainer(**overrides, **{"optim.epochs": 1, "pool.refresh": 1})
     trainer.refresh()
     trainer.train_round()
-    s = setting(trainer.params, trainer.dataset, [trainer.tokens["queries"], trainer.tokens["labels"]])
+    params = Params.model_validate(trainer.settings.everything)
+    s = setting(params, trainer.dataset, list(trainer.tokens.values()))
     planned = amounts(s)
 
     model, encoder = trainer.model, trainer.model.encoder
@@ -155,7 +156,8 @@ def test_rows_of_the_classifier_agree_with_the_optimisers(data, tiny_params):
     for dtype, state, dim in itertools.product(("fp32", "bf16"), ("adam", "adagrad", "sgd"), (1, 16)):
         s = setting(tiny_params(**{"model.clf_dtype": dtype, "optim.clf_state": state, "model.dim": dim}), *data)
         found = state_of(s)
-        assert found["classifier table"] + found["classifier state"] == 400 * sum(bytes_per_row(dtype, state, dim))
+        a_row = dim * (2 if dtype == "bf16" else 4) + {"adam": 8 * dim, "adagrad": 4, "sgd": 0}[state]
+        assert found["classifier table"] + found["classifier state"] == 400 * a_row
 
 
 def test_ranks_share_the_classifier_alone(data, tiny_params):
@@ -253,7 +255,7 @@ def test_the_peak_of_training_steps(name, data, live, tiny_params, tiny_distilbe
         overrides["encoder.name"] = str(tiny_distilbert)
     params, (dataset, tokens) = tiny_params(**overrides), data
     trainer = trainer_module.Trainer(
-        params, trainer_module.TrainingData(dataset, *tokens), tmp_path / "run", tmp_path / "cache"
+        params.training, trainer_module.TrainingData(dataset, *tokens), tmp_path / "run", tmp_path / "cache"
     )
     trainer.refresh()
     trainer.made = trainer_module.Refresh.load(trainer._refresh_folder(0), 0)
@@ -423,7 +425,7 @@ params = Params.model_validate({
 data = random_data(root, 1_000, 80_000, Sizes.given(80_000, 1_000, 8, vocab_size=500), params)
 sizes = Sizes.of(data.dataset, data.query_tokens, data.label_tokens)
 base = process_bytes()
-trainer = Trainer(params, data, root / "run", root / "cache")
+trainer = Trainer(params.training, data, root / "run", root / "cache")
 trainer.refresh()
 trainer.train_round()
 plan = estimate(params, sizes, empty_encoder(bert), cuda=False, half=False, process=base)

@@ -28,8 +28,9 @@ def unit_vectors(count, seed=0):
 def refresh(params, epoch, query_vectors=lambda: unit_vectors(len(ROWS)), label_vectors=lambda: unit_vectors(20, 1)):
     relevance = sp.csr_matrix(np.random.default_rng(2).random((143, 20)) < 0.1, dtype=np.float32)
     sampler = PoolSampler(relevance, sp.csr_matrix((143, 20), dtype=bool), beta=1, eta=params.pool.eta, size=0, seed=0)
+    settings = params.training
     return make_refresh(
-        params, ROWS, sampler, make_clusters(params, ROWS, query_vectors, CPU, epoch=epoch), label_vectors, CPU
+        settings, ROWS, sampler, make_clusters(settings, ROWS, query_vectors, CPU, epoch=epoch), label_vectors, CPU
     )
 
 
@@ -62,11 +63,11 @@ def test_batches_of_a_round_hold_every_query_once_whatever_the_size_of_clusters(
 
 def test_similar_queries_share_a_small_cluster_and_clusters_are_mixed_anew_each_epoch(tiny_params):
     """Pairs of equal vectors: clusters of two keep them together, and the pairs meet other pairs in each epoch."""
-    params = tiny_params(**{"pool.cluster_start": 2, "pool.eta": 0, "pool.batch_size": 16})
+    settings = tiny_params(**{"pool.cluster_start": 2, "pool.eta": 0, "pool.batch_size": 16}).training
     rows, vectors = np.arange(64), np.repeat(unit_vectors(32), 2, axis=0)
     relevance = sp.csr_matrix(np.ones((64, 1), dtype=np.float32))
     sampler = PoolSampler(relevance, sp.csr_matrix((64, 1), dtype=bool), beta=1, eta=0, size=0, seed=0)
-    made, _ = make_refresh(params, rows, sampler, make_clusters(params, rows, lambda: vectors, CPU), never, CPU)
+    made, _ = make_refresh(settings, rows, sampler, make_clusters(settings, rows, lambda: vectors, CPU), never, CPU)
     pairs = [set((made.order[a:b] // 2).tolist()) for a, b in zip(made.offsets, made.offsets[1:], strict=False)]
     assert np.mean([len(pair) == 1 for pair in pairs]) > 0.8
     epochs = [{frozenset(b.tolist()) for b in made.batches(rows, 16, seed=0, epoch=e)} for e in range(3)]

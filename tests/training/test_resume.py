@@ -223,7 +223,7 @@ def test_what_is_accepted_must_still_fit(open_trainer, tiny_dataset, tiny_tokens
     params = tiny_params(**{"model.dim": 12})
     with pytest.raises(ArtifactError, match="another model"):
         module.Trainer(
-            params,
+            params.training,
             module.TrainingData(tiny_dataset, *tiny_tokens.values()),
             trainer.run_dir,
             tmp_path / "cache",
@@ -231,7 +231,7 @@ def test_what_is_accepted_must_still_fit(open_trainer, tiny_dataset, tiny_tokens
         )
     params = tiny_params(**{"optim.lr_clf": 0.5})
     again = module.Trainer(
-        params,
+        params.training,
         module.TrainingData(tiny_dataset, *tiny_tokens.values()),
         trainer.run_dir,
         tmp_path / "cache",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from unidec.model.row_table import RowTable
-from unidec.training.row_optim import ROW_OPTIMISERS, round_to_bfloat16, row_noise, row_optimiser
+from unidec.training.row_optim import ROW_OPTIMISERS, round_to_bfloat16, row_noise
 
 ROWS, WIDTH = 30, 5
 
@@ -64,7 +64,7 @@ def test_small_updates_count_on_average(rng):
     """A hundred updates of a fortieth of a unit each: to nearest nothing would ever change."""
     table = RowTable(2000, 3, torch.bfloat16).train()
     table.weight.fill_(1.0)
-    optimiser, update = row_optimiser("sgd", table, 1.0), 2**-7 / 40
+    optimiser, update = ROW_OPTIMISERS["sgd"](table, 1.0), 2**-7 / 40
     for step in range(100):
         leaf = table.gather(None)
         leaf.grad = torch.full_like(leaf, -update)
@@ -99,7 +99,7 @@ def test_rounded_up_or_down_and_no_further(rng, kind):
     fine.weight.copy_(rough.weight)
     gradient = torch.from_numpy(rng.normal(size=(ROWS, WIDTH))).float()
     for table in (rough, fine):
-        optimiser = row_optimiser(kind, table, 1e-3)
+        optimiser = ROW_OPTIMISERS[kind](table, 1e-3)
         table.gather(None).grad = gradient.clone()
         optimiser.step(1, 1.0)
     down, up = neighbours(fine.weight.detach())

@@ -10,7 +10,6 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unidec.errors import ConfigError, DataError
 from unidec.training.sampler import PoolSampler, clustered_batches, num_clusters, random_batches
 
 
@@ -83,12 +82,13 @@ def test_pairs_of_the_pool_equal_set_intersections(rng):
         world.sampler(size=9),
         world.sampler(size=3),
         world.sampler(eta=0),
-        world.sampler(full=True),
     ]
-    for step in range(6):  # one sampler, many batches: its lookup table must come back clean
+    for step in range(6):
         rows = rng.choice(40, size=rng.integers(1, 15), replace=False)
         for sampler in samplers:
-            check_pairs(world, sampler.batch(rows, epoch=0, step=step, shortlist_NH=world.shortlist))
+            for every in (False, True):
+                drawn = sampler.batch(rows, epoch=0, step=step, shortlist_NH=world.shortlist, all_labels=every)
+                check_pairs(world, drawn)
 
 
 def test_without_a_limit_the_pool_is_sampled_positives_and_hard_negatives(rng):
@@ -166,7 +166,7 @@ def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, rng)
 
 def test_full_pool_is_all_labels_and_still_marks_sampled_positives(rng):
     world = World(rng)
-    batch = world.sampler(full=True, beta=1).batch(np.arange(12), epoch=0, step=0, shortlist_NH=world.shortlist)
+    batch = world.sampler(beta=1).batch(np.arange(12), epoch=0, step=0, all_labels=True)
     assert batch.pool_S.tolist() == list(range(30))
     assert np.bincount(batch.positive_row_P, minlength=12).tolist() == batch.num_positives_B.tolist()
     assert all(len(labels) == min(1, n) for labels, n in zip(sampled_labels(batch).values(), batch.num_positives_B))
@@ -243,19 +243,19 @@ def test_a_filtered_pair_is_never_a_negative(data):
         eta=data.draw(st.integers(0, 4)),
         size=data.draw(st.integers(0, 6)),
         seed=data.draw(st.integers(0, 5)),
-        full=data.draw(st.booleans()),
     )
     rows = np.array(data.draw(st.lists(st.integers(0, num_queries - 1), min_size=1, max_size=6)))
-    batch = sampler.batch(rows, epoch=0, step=0, shortlist_NH=shortlist)
+    full = data.draw(st.booleans())
+    batch = sampler.batch(rows, epoch=0, step=0, shortlist_NH=shortlist, all_labels=full)
     negative = np.ones((len(rows), len(batch.pool_S)), dtype=bool)
     negative[batch.positive_row_P, batch.positive_col_P] = False
     negative[batch.ignored_row_F, batch.ignored_col_F] = False
     pool = batch.pool_S
     assert not (negative & filtered[rows][:, pool]).any()
     assert (negative == ~(filtered | positive)[rows][:, pool]).all()
-    if len(rows) == 1 and not sampler.full:  # whatever a lone query brought in is its positive or a true negative
+    if len(rows) == 1 and not full:  # whatever a lone query brought in is its positive or a true negative
         assert not (filtered & ~positive)[rows[0], pool].any()
-    assert sampler.size == 0 or sampler.full or len(pool) <= sampler.size
+    assert sampler.size == 0 or full or len(pool) <= sampler.size
 
 
 def test_memory_maps_unsorted_rows_and_repeated_pairs(tmp_path):
@@ -278,25 +278,7 @@ def test_a_batch_with_nothing_to_learn():
     assert len(batch.pool_S) == 0 and len(batch.positive_row_P) == 0 and batch.num_positives_B.tolist() == [0, 0, 0]
 
 
-def test_bad_arguments_are_refused(rng):
-    world = World(rng)
-    with pytest.raises(DataError, match="shape"):
-        PoolSampler(world.relevance, world.filter_pairs[:, :5], beta=1, eta=0, size=0, seed=0)
-    for options in ({"beta": 0}, {"eta": -1}, {"size": -1}):
-        with pytest.raises(ConfigError, match="out of range"):
-            world.sampler(**options)
-    for bad in (-1.0, np.nan, np.inf, 0.0):
-        broken = world.relevance.copy()
-        broken.data[3] = bad
-        with pytest.raises(DataError, match="positive"):
-            PoolSampler(broken, world.filter_pairs, beta=1, eta=0, size=0, seed=0)
-    with pytest.raises(DataError, match="number of rows"):
-        world.sampler().batch(np.arange(3), epoch=0, step=0, shortlist_NH=world.shortlist[:5])
-    with pytest.raises(ConfigError, match="at least one"):
-        random_batches(np.arange(3), 0, 0, 0)
-
-
-@pytest.mark.parametrize(("n", "size"), [(0, 4), (1, 4), (4, 4), (5, 4), (103, 10), (100, 10), (7, 1), (3, 1000)])
+@pytest.mark.parametrize(("n", "size"), [(1, 4), (4, 4), (5, 4), (103, 10), (100, 10), (7, 1), (3, 1000)])
 def test_random_batches_cover_rows_once_in_even_sizes(n, size):
     rows = np.arange(n) * 3 + 5
     batches = random_batches(rows, size, seed=0, epoch=1)
@@ -319,9 +301,9 @@ def test_clustered_batches_are_the_clusters_in_another_order_each_epoch():
     expected = [[5, 3], [9, 1, 7], [2], [8]]
     orders = set()
     for epoch in range(30):
-        batches = [batch.tolist() for batch in clustered_batches(order, offsets, seed=0, epoch=epoch)]
+        batches = [batch.tolist() for batch in clustered_batches(order, offsets, 0, epoch, 5)]
         assert sorted(batches) == sorted(expected)
-        again = clustered_batches(order, offsets, seed=0, epoch=epoch)
+        again = clustered_batches(order, offsets, 0, epoch, 5)
         assert [batch.tolist() for batch in again] == batches and again[0].dtype == np.int64
         orders.add(str(batches))
     assert len(orders) > 10  # of 24
@@ -357,13 +339,6 @@ def test_small_clusters_are_dealt_whole_to_batches_of_even_size(num_rows, cluste
         together.update(frozenset(h) for h in held)
     if count > 1:
         assert len(together) > count, "each epoch deals anew"
-
-
-def test_as_many_batches_as_clusters_are_the_clusters():
-    order, offsets = np.arange(10), np.array([0, 3, 6, 10])
-    plain = clustered_batches(order, offsets, seed=4, epoch=2)
-    for count in (3, 8):
-        assert [b.tolist() for b in clustered_batches(order, offsets, 4, 2, count)] == [b.tolist() for b in plain]
 
 
 def sequential_chances(weights, beta):
@@ -415,9 +390,3 @@ def test_weights_leave_the_other_draws_as_they_were(rng):
         ]
         check_pairs(world, few[0])
         assert as_bytes(few[0]) == as_bytes(few[1])
-
-
-@pytest.mark.parametrize("bad", [np.ones(4), np.zeros(30), np.full(30, np.nan), -np.ones(30)])
-def test_weights_that_are_none_are_refused(bad, rng):
-    with pytest.raises(DataError, match="weights of labels"):
-        World(rng).sampler(weight_L=bad)

@@ -58,7 +58,7 @@ def test_document_frequencies_count_texts(tiny_tokens):
     for row in rows:
         for token in {*tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]].tolist()}:
             expected[token] += 1
-    assert document_frequency(tokens, rows, 200).tolist() == expected.tolist()
+    assert document_frequency(tokens, rows, 200, lambda flat, lengths: (flat, lengths)).tolist() == expected.tolist()
 
 
 def test_the_bag_keeps_the_weights_of_its_start(two_stages):
@@ -106,7 +106,7 @@ def test_second_stages_learn_and_are_resumed_bit_for_bit(two_stages, open_traine
         assert torch.equal(value, before[name]) != trains, name
     figures = [json.loads(line)["loss"] for line in losses(second)]
     assert figures[-1] < figures[0]
-    start = second.params.encoder.start
+    start = second.settings.encoder.start
     again = open_trainer("again", **SECOND[kind] | {"encoder.start": start})
     again.refresh()
     again.train_round()
@@ -213,7 +213,7 @@ def test_gandalf_trains_on_any_graph_and_on_a_share_of_the_labels(
     train_rows = tiny_dataset.rows("train")
     graph = soft_targets(tiny_dataset.relevance[train_rows], **params.label_graph.model_dump())
     trainer = Trainer(
-        params, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
+        params.training, TrainingData(tiny_dataset, *tiny_tokens.values(), graph), tmp_path / "run", tmp_path / "cache"
     )
     chosen = np.flatnonzero(np.diff(graph.indptr))
     assert len(chosen) == tiny_dataset.num_labels // 2

@@ -168,15 +168,15 @@ def test_a_step_trains_the_pools_rows_and_no_other(open_trainer):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_system_learns(open_trainer, tiny_dataset, system):
     trainer = open_trainer(**SYSTEMS[system])
-    epochs = trainer.params.optim.epochs
+    epochs = trainer.settings.optim.epochs
     reports = train(trainer, epochs // 2)
     assert [report["finished"] for report in reports] == [False] * (epochs // 2 - 1) + [True]
     lines = history(trainer)
-    assert trainer.steps_per_epoch == (8 if trainer.params.pool.gandalf else 4)  # 43 queries, 40 label texts
+    assert trainer.steps_per_epoch == (8 if trainer.settings.pool.gandalf else 4)  # 43 queries, 40 label texts
     assert [line["step"] for line in lines] == list(range(trainer.steps_per_epoch * epochs))
     losses = [line["loss"] for line in lines]
     assert np.mean(losses[-4:]) < 0.97 * np.mean(losses[:4])
-    heads = trainer.params.model.heads
+    heads = trainer.settings.model.heads
     for line in lines:
         parts = [line[key] for key in ("loss_de", "loss_clf") if key in line]
         assert len(parts) == (2 if heads == "both" else 1)

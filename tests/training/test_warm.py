@@ -20,10 +20,10 @@ from unidec.errors import ArtifactError, ConfigError
 from unidec.model.encoder import TextEncoder
 from unidec.model.row_table import Placement
 from unidec.model.unidec import KIND, VERSION, UniDEC
-from unidec.training import warm
+from unidec.pipeline.start_file import warm_params
+from unidec.training import start as warm
+from unidec.training.start import Start, take_rows
 from unidec.training.trainer import Trainer, TrainingData
-from unidec.training.warm import take_rows
-from unidec.training.warm_start import Start, warm_params
 
 WIDTH, DIM = 6, 4
 UIDS = [f"label-{row}" for row in range(9)]
@@ -246,7 +246,7 @@ def go_on(open_trainer, new_data, tiny_params, tmp_path):
     def go_on(run, start, **overrides):
         dataset, tokens = new_data
         params = warm_params(tiny_params(**{"warm.epochs": 2, "warm.keep": 1.0, "pool.refresh": 1} | overrides))
-        return Trainer(params, TrainingData(dataset, *tokens), tmp_path / run, tmp_path / "cache", start=start)
+        return Trainer(params.training, TrainingData(dataset, *tokens), tmp_path / run, tmp_path / "cache", start=start)
 
     go_on.started = started
     return go_on

@@ -93,7 +93,7 @@ def run_identity(params: Params) -> dict[str, str]:
     """What decides the training that these parameters, this data, this code and this start make."""
     start = read_start().bundle_sha256 or None
     return identity.run_identity(
-        effective(params), open_dataset(), open_tokens("queries"), open_tokens("labels"), start,
+        effective(params).model_dump(), open_dataset(), open_tokens("queries"), open_tokens("labels"), start,
         open_label_graph(params),
     )  # fmt: skip
 

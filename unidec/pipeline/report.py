@@ -135,7 +135,7 @@ def _card(params: Params, dataset: XMCDataset) -> tuple[dict[str, Any], list[dic
 def _pools(params: Params, bundle: Bundle, dataset: XMCDataset, run_dir: Path) -> dict[str, Any]:
     """Pools of the last round, drawn again; nothing where no loss runs over a pool or the round's clusters are gone."""
     folders = sorted((run_dir / "refresh").glob("epoch-*"))
-    if not draws_pools(params) or not folders:
+    if not draws_pools(params.model, params.pool) or not folders:
         return {}
     epoch = int(folders[-1].name.removeprefix("epoch-"))
     if not Refresh.is_made(folders[-1], epoch):
@@ -144,7 +144,7 @@ def _pools(params: Params, bundle: Bundle, dataset: XMCDataset, run_dir: Path) -
     graph = paths.open_label_graph(params)
     cpu = torch.device("cpu")
     builder = InputBuilder(bundle.model.encoder, cpu)  # pools are drawn without texts: it is not called
-    batches = Batches(params, dataset, {}, builder, cpu, label_graph=graph)
+    batches = Batches(params.training, dataset, {}, builder, cpu, label_graph=graph)
     of_epoch = refresh.batches(batches.rows, params.pool.batch_size, params.seed, epoch)
     return pool_study(batches.sampler, of_epoch, refresh.negatives, epoch)
 

@@ -18,11 +18,11 @@ from unidec.model.sources import resolve_encoder
 from unidec.model.weights import start_differences
 from unidec.pipeline import paths
 from unidec.pipeline.lock import replaces_inputs
-from unidec.pipeline.start_file import StartFile, read_start, write_start
+from unidec.pipeline.start_file import FIX, StartFile, read_start, write_start
 from unidec.retrieval.bundle_folder import read_info, read_labels
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.training.identity import SECTIONS
-from unidec.training.warm_start import FIX, Start
+from unidec.training.start import Start
 
 Kind = Literal["auto", "warm", "cold"]
 _MOST_KEYS = 4  # that a reason names
@@ -134,7 +134,8 @@ def start_lines(start: Start | None) -> list[str]:
     """Lines for people on a warm start."""
     if start is None:
         return []
-    note, labels = read_start(), start.compared(paths.open_dataset().labels["uid"])
+    note, uids = read_start(), paths.open_dataset().labels["uid"]
+    kept = int((start.rows_of(uids) >= 0).sum())
     who = f"{note.model} version {note.version} (bundle {note.bundle_sha256[:12]})"
-    counted = f"{labels['kept']:,} labels are kept, {labels['new']:,} are new, {labels['removed']:,} are gone"
+    counted = f"{kept:,} labels are kept, {len(uids) - kept:,} are new, {len(start.uids) - kept:,} are gone"
     return [f"starts from {who}, warm starts in a row: {note.generation}; {counted}"]

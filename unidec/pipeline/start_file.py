@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from unidec.config import Params
 from unidec.data.storage import write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError
-from unidec.training.warm_start import FIX, warm_params
 
 START = Path("data/start.json")
+FIX = "retrain.start: cold"
 
 
 class StartFile(BaseModel):
@@ -97,6 +97,15 @@ def effective(params: Params) -> Params:
             expected="one of them", fix=f'{FIX}, or encoder.start: ""',
         )  # fmt: skip
     return warm_params(params)
+
+
+def warm_params(params: Params) -> Params:
+    """What a warm start trains with: section `warm` takes the place of the schedule and scales every learning rate."""
+    warm, optim = params.warm, params.optim
+    rates = {key: value * warm.lr_scale for key, value in optim.model_dump().items() if key.startswith("lr_")}
+    schedule = {"epochs": warm.epochs, "warmup_epochs": warm.warmup_epochs}
+    scaled = {"optim": optim.model_copy(update=schedule | rates), "warm": warm.model_copy(update={"lr_scale": 1.0})}
+    return params.model_copy(update=scaled)
 
 
 def start_tags() -> dict[str, str]:

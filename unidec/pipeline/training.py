@@ -32,10 +32,11 @@ from unidec.pipeline.start import open_start, start_lines
 from unidec.pipeline.start_file import effective, read_start, start_tags
 from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash
 from unidec.tracking.run import Tracker
-from unidec.training.checkpoint import newest_state, random_state, restore_random_state
+from unidec.training.checkpoint import newest_state
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import fit
 from unidec.training.identity import identity_sha256
+from unidec.training.random_streams import random_state, restore_random_state
 from unidec.training.trainer import Trainer, TrainingData
 
 REFRESH, HISTORY, ROUNDS = "refresh.json", "history.jsonl", "rounds.jsonl"
@@ -55,7 +56,7 @@ def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = 
         paths.open_tokens("labels", verify),
         paths.open_label_graph(params, verify),
     )
-    return Trainer(params, data, Path(run_dir), paths.CACHE, accept=accept, ranks=ranks, start=open_start())
+    return Trainer(params.training, data, Path(run_dir), paths.CACHE, accept=accept, ranks=ranks, start=open_start())
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
@@ -307,7 +308,7 @@ def work(name: str, trainer: Trainer) -> dict[str, Any]:
 
 def _refresh(trainer: Trainer) -> dict[str, Any]:
     if not trainer.refresh_due:
-        return _refresh_report(trainer.run_dir, trainer.epoch - trainer.epoch % trainer.params.pool.refresh)
+        return _refresh_report(trainer.run_dir, trainer.epoch - trainer.epoch % trainer.settings.pool.refresh)
     report = {"epoch": trainer.epoch, **trainer.refresh()}
     if trainer.ranks.is_first:
         write_json(trainer.run_dir / REFRESH, report)

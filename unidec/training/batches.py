@@ -11,22 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import inverse_propensity, label_counts
 from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError, DataError
 from unidec.model.encoder import EncoderInput, InputBuilder
 from unidec.model.losses import PoolTargets
+from unidec.params import TrainingSettings
 from unidec.training.distributed import ALONE, Ranks
-from unidec.training.gradient_cache import ChunkBuilder, TextChunks, TextParts
+from unidec.training.gradient_cache import TextChunks, TextParts, cut_texts
 from unidec.training.needs import encoded_labels, head_labels, weighs_by_propensity
 from unidec.training.sampler import PoolBatch, PoolSampler
 
@@ -42,7 +41,7 @@ class Prepared:
         clf_labels: int64 label ids that the classifier sees, those of this rank's rows; None: all of them.
         clf_sizes: how many of them are in each rank's rows.
         clf_places: int64, where they are among the encoded labels, for rows that hold their label's text; None: they
-            are the encoded labels, or nobody asks.
+            are the encoded labels, or rows hold no texts.
         texts: what this rank encodes: its part of the queries, then its part of the labels; in chunks where
             gradients are cached.
         num_own_queries: how many of the texts are queries.
@@ -62,10 +61,10 @@ class Prepared:
 
 
 class Batches:
-    """Makes batches ready, from row numbers.
+    """Prepares batches, from row numbers.
 
     Args:
-        params: all parameters.
+        settings: of the training.
         dataset: queries, labels and relevance.
         tokens: token caches "queries" and "labels".
         build: puts texts on the device.
@@ -78,7 +77,6 @@ class Batches:
         inverse_L: float64 [L], inverse propensities by the training queries alone, where something is weighted by
             them, else None.
         sampler: draws pools.
-        all_labels: the same where a head sees all labels, else None.
         rows_to_device: puts ids of table rows on the device, and may begin to fetch the rows.
 
     Raises:
@@ -88,7 +86,7 @@ class Batches:
 
     def __init__(
         self,
-        params: Params,
+        settings: TrainingSettings,
         dataset: XMCDataset,
         tokens: Mapping[str, TokenCache],
         build: InputBuilder,
@@ -96,42 +94,39 @@ class Batches:
         ranks: Ranks = ALONE,
         label_graph: sp.csr_matrix | None = None,
     ):
-        self.params, self.tokens, self.build, self.device, self.ranks = params, tokens, build, device, ranks
-        self.num_queries, self.soft = dataset.num_queries, params.pool.gandalf
-        (self.de_labels, self.clf_labels), self.encoded = head_labels(params), encoded_labels(params)
-        self.rows = dataset.rows("train")
-        if not np.diff(dataset.relevance.indptr)[self.rows].any():
+        pool = settings.pool
+        self.settings, self.tokens, self.build, self.device, self.ranks = settings, tokens, build, device, ranks
+        self.num_queries, self.rows = dataset.num_queries, dataset.rows("train")
+        self.de_labels, self.clf_labels = head_labels(settings.model, pool)
+        self.encoded = encoded_labels(settings.model, pool)
+        relevance, filter_pairs, self.inverse_L = dataset.relevance, dataset.filter_pairs, None
+        if not np.diff(relevance.indptr)[self.rows].any():
             raise DataError(
                 "nothing to train on: no training query has a positive", where=str(dataset.path),
                 got=f"{len(self.rows)} training queries", fix="look at the raw files' pairs and splits",
             )  # fmt: skip
-        self.inverse_L = _inverse_propensities(params, dataset)
-        relevance, filter_pairs = dataset.relevance, dataset.filter_pairs
-        if params.pool.gandalf:
+        if weighs_by_propensity(settings.loss, pool):
+            self.inverse_L = inverse_propensity(
+                label_counts(relevance, self.rows), len(self.rows), *settings.propensity
+            )
+        if pool.gandalf:
             relevance, filter_pairs, chosen = _with_labels(relevance, filter_pairs, label_graph)
             self.rows = np.concatenate([self.rows, self.num_queries + chosen])
-        pool = params.pool
-        draws: dict[str, Any] = {"beta": pool.beta, "seed": params.seed}
-        if pool.positives == "tail":
-            draws["weight_L"] = self.inverse_L
-        self.sampler = PoolSampler(relevance, filter_pairs, eta=pool.eta, size=pool.size, **draws)
+        self.sampler = PoolSampler(
+            relevance, filter_pairs, beta=pool.beta, eta=pool.eta, size=pool.size, seed=settings.seed,
+            weight_L=self.inverse_L if pool.positives == "tail" else None,
+        )  # fmt: skip
+        self._all_labels: TextChunks | None = None  # their chunks are made once: every step has them
         self.rows_to_device: Callable[[np.ndarray], Tensor] = lambda ids: torch.from_numpy(ids).to(device)
-        self._chunks: ChunkBuilder | None = None
-        if params.optim.encode_chunk:
-            kept = np.arange(relevance.shape[1]) if self.encoded == "all" else None
-            self._chunks = ChunkBuilder(params.optim.encode_chunk, device, kept)
-        self.all_labels: PoolSampler | None = None
-        if "all" in (self.de_labels, self.clf_labels):
-            sampler = self.sampler
-            self.all_labels = PoolSampler(sampler.relevance, sampler.filter_pairs, eta=0, size=0, full=True, **draws)
 
     def parts(self, rows: np.ndarray) -> TextParts:
         """Texts of training rows; rows of labels follow those of queries."""
         of_query = rows[rows < self.num_queries]
         parts: TextParts = [("queries", self.tokens["queries"], of_query)]
-        if len(of_query) < len(rows):
-            parts.append(("labels", self.tokens["labels"], rows[len(of_query) :] - self.num_queries))
-        return parts
+        return parts + self._label_parts(rows[len(of_query) :] - self.num_queries)
+
+    def _label_parts(self, labels: np.ndarray) -> TextParts:
+        return [("labels", self.tokens["labels"], labels)] if len(labels) else []
 
     def prepare(self, rows_B: np.ndarray, epoch: int, step: int, negatives: np.ndarray | None) -> Prepared:
         """Draw the pool of some queries and put it, and the texts to encode, on the device.
@@ -141,85 +136,70 @@ class Batches:
             epoch: from 0; step: unique within it. Both name the batch's random numbers.
             negatives: int32 [rows, H] mined hard negatives by training row, or None.
         """
-        if self.soft:  # queries first, then label texts, as `parts` has them
+        if self.settings.pool.gandalf:  # queries first, then label texts, as `parts` has them
             rows_B = rows_B[np.argsort(rows_B >= self.num_queries, kind="stable")]
-        drawn = full = None
-        if self.de_labels != "all" or self.clf_labels == "pool":
-            drawn = self._draw(self.sampler, rows_B, epoch, step, negatives)
-        if self.all_labels is not None:
-            full = self._draw(self.all_labels, rows_B, epoch, step, None)
-        seen = full if self.de_labels == "all" else drawn
-        assert seen is not None
-        pool, targets = seen
-        clf_pool, clf_targets = (full if self.clf_labels == "all" else drawn) or seen
+        kind = "all" if self.de_labels == "all" else "pool"
+        of_clf = kind if self.clf_labels == "none" else self.clf_labels
+        drawn = {each: self._draw(rows_B, epoch, step, negatives, each) for each in {kind, of_clf}}
+        (pool, targets), (clf_pool, clf_targets) = drawn[kind], drawn[of_clf]
         own_rows = pool.rows_B[slice(*self.ranks.part(len(pool.rows_B)))]
-        encoded = self._encoded(pool, clf_pool)
-        parts = self.parts(own_rows) + self._label_parts(encoded[slice(*self.ranks.part(len(encoded)))])
-        everyones = parts if self.ranks.alone else [*self.parts(pool.rows_B), *self._label_parts(encoded)]
+        encoded = np.empty(0, dtype=np.int64) if self.encoded == "none" else pool.pool_S
+        queries, labels = self.parts(own_rows), self._label_parts(encoded[slice(*self.ranks.part(len(encoded)))])
+        everyones = [*self.parts(pool.rows_B), *self._label_parts(encoded)]
         return Prepared(
-            pool, targets, clf_targets, *self._classified(clf_pool, encoded), self._texts(parts), len(own_rows),
+            pool, targets, clf_targets, *self._classified(clf_pool, encoded),
+            self._texts(queries, labels), len(own_rows),
             num_texts=sum(len(rows) for _, _, rows in everyones),
             num_tokens=sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in everyones),
         )  # fmt: skip
 
     def _draw(
-        self, sampler: PoolSampler, rows_B: np.ndarray, epoch: int, step: int, negatives: np.ndarray | None
+        self, rows_B: np.ndarray, epoch: int, step: int, negatives: np.ndarray | None, kind: str
     ) -> tuple[PoolBatch, PoolTargets]:
-        pool = sampler.batch(rows_B, epoch=epoch, step=step, shortlist_NH=negatives)
-        weighted = {"importance_L": self.inverse_L} if self.params.loss.weights == "propensity" else {}
-        return pool, PoolTargets.from_batch(pool, self.device, soft=self.soft, **weighted)
+        every = kind == "all"
+        pool = self.sampler.batch(rows_B, epoch=epoch, step=step, shortlist_NH=negatives, all_labels=every)
+        weighted = {"importance_L": self.inverse_L} if self.settings.loss.weights == "propensity" else {}
+        return pool, PoolTargets.from_batch(pool, self.device, soft=self.settings.pool.gandalf, **weighted)
 
-    def _encoded(self, pool: PoolBatch, clf_pool: PoolBatch) -> np.ndarray:
-        """Labels whose texts the step encodes, ascending."""
-        if self.encoded == "none":
-            return np.empty(0, dtype=np.int64)
-        return clf_pool.pool_S if self.de_labels == "none" else pool.pool_S
-
-    def _label_parts(self, labels: np.ndarray) -> TextParts:
-        return [("labels", self.tokens["labels"], labels)] if len(labels) else []
-
-    def _texts(self, parts: TextParts) -> EncoderInput | TextChunks:
-        return self.build(parts) if self._chunks is None else self._chunks(parts, self.build)
+    def _texts(self, queries: TextParts, labels: TextParts) -> EncoderInput | TextChunks:
+        size = self.settings.optim.encode_chunk
+        if not size:
+            return self.build(queries + labels)
+        if self.encoded != "all":
+            return cut_texts(queries + labels, self.build, size, self.device)
+        if self._all_labels is None:
+            self._all_labels = cut_texts(labels, self.build, size, self.device)
+        return cut_texts(queries, self.build, size, self.device).followed_by(self._all_labels)
 
     def _classified(self, clf_pool: PoolBatch, encoded: np.ndarray) -> tuple[Tensor | None, list[int], Tensor | None]:
         """Ids of this rank's rows among those that the classifier sees, each rank's number of them, and their places
         among the encoded labels."""
-        num_labels = self.sampler.relevance.shape[1]
+        num_labels = self.sampler.num_labels
         if self.clf_labels != "pool":
             return None, self.ranks.sizes(num_labels), None
         sizes = self.ranks.sizes_among(clf_pool.pool_S, num_labels)
         first = sum(sizes[: self.ranks.rank])
         ids = self.rows_to_device(clf_pool.pool_S[first : first + sizes[self.ranks.rank]])
         places = None
-        if self.params.model.clf_residual and len(encoded) > len(clf_pool.pool_S):
+        if self.settings.model.clf_residual and len(encoded) > len(clf_pool.pool_S):
             places = torch.from_numpy(np.searchsorted(encoded, clf_pool.pool_S)).to(self.device)
         return ids, sizes, places
 
     def ahead(
         self, batches: list[np.ndarray], epoch: int, first: int, negatives: np.ndarray | None
     ) -> Iterator[Prepared]:
-        """An epoch's batches from number `first` on; for a GPU the next is made while it works on this one."""
+        """An epoch's batches from number `first` on; for a GPU the next is prepared while it works on this one."""
         numbers = range(first, len(batches))
         if self.device.type == "cpu":
             yield from (self.prepare(batches[number], epoch, number, negatives) for number in numbers)
             return
         with ThreadPoolExecutor(1) as thread:
-            coming = thread.submit(self.prepare, batches[first], epoch, first, negatives) if numbers else None
+            coming = None
             for number in numbers:
-                assert coming is not None
-                prepared = coming.result()
+                prepared = coming.result() if coming else self.prepare(batches[number], epoch, number, negatives)
                 if number + 1 < len(batches):
                     coming = thread.submit(self.prepare, batches[number + 1], epoch, number + 1, negatives)
                 yield prepared
-
-
-def _inverse_propensities(params: Params, dataset: XMCDataset) -> np.ndarray | None:
-    """Of all labels, float64 [L], from the training queries as they are; None where nothing reads them."""
-    if not weighs_by_propensity(params):
-        return None
-    rows = dataset.rows("train")
-    counts_L = label_counts(dataset.relevance, rows)
-    return inverse_propensity(counts_L, len(rows), params.data.propensity_a, params.data.propensity_b)
 
 
 def _with_labels(

@@ -15,14 +15,15 @@ Versions: 1 (`epoch-00005/`: model, optimisers, state; at the end of a round onl
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from unidec.data.storage import (
     write_bytes_atomic,
     write_folder,
 )
-from unidec.data.tensor_file import num_bytes, open_tensors, read_tensors, write_tensors
+from unidec.data.tensor_file import TensorFile, num_bytes, open_tensors, read_tensors, write_tensors
 from unidec.errors import ArtifactError
 from unidec.machine import available_host
 from unidec.training import refresh
@@ -45,6 +46,8 @@ from unidec.training.distributed import ALONE, Ranks
 
 KIND, VERSION = "checkpoint", 2
 KEPT = 2
+Found = TypeVar("Found")
+RowRanges = Mapping[str, tuple[int, int]]  # of a table: begin, end
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,10 @@ class CheckpointWriter:
         self.root, self.ranks = run_dir / "checkpoints", ranks
         self.run_dir = run_dir
         self.seconds = self.last_seconds = 0.0
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._executor = ThreadPoolExecutor(1)  # a process that ends by an error finishes what it had begun to save
+        self._saving: Future[None] | None = None
         self._last: Path | None = None
         self._begun = 0.0
-        self._whole: set[str] = set()  # names known to be whole: written and read back, or checked, by this process
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Save a checkpoint; when this returns its tensors may change.
@@ -118,14 +120,10 @@ class CheckpointWriter:
         with self._held_up():
             self._join()
             self._begun = time.perf_counter()
-            if self.ranks.world > 1:
-                self._write_together(checkpoint)
-            elif 2 * checkpoint.num_bytes > available_host():
+            if self.ranks.world > 1 or 2 * checkpoint.num_bytes > available_host():
                 self._write(checkpoint)
             else:
-                # not a daemon: a process that ends by an error finishes what it had begun to save
-                self._thread = threading.Thread(target=self._write_later, args=(_snapshot(checkpoint),))
-                self._thread.start()
+                self._saving = self._executor.submit(self._write, _snapshot(checkpoint))
 
     def wait(self) -> Path | None:
         """Wait until the last checkpoint is durable.
@@ -140,11 +138,6 @@ class CheckpointWriter:
             self._join()
         return self._last
 
-    @property
-    def busy(self) -> bool:
-        """A checkpoint is being written."""
-        return self._thread is not None and self._thread.is_alive()
-
     @contextlib.contextmanager
     def _held_up(self) -> Iterator[None]:
         begin = time.perf_counter()
@@ -154,70 +147,14 @@ class CheckpointWriter:
             self.seconds += time.perf_counter() - begin
 
     def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _write_later(self, checkpoint: Checkpoint) -> None:
-        try:
-            self._write(checkpoint)
-        except BaseException as error:  # carried to the thread that trains
-            self._error = error
-
-    # -- one process ---------------------------------------------------------------------------------------------------
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def _write(self, checkpoint: Checkpoint) -> None:
-        path = self.root / _name(checkpoint)
-        remove_stale(self.root)
-        with write_folder(path, KIND, VERSION, num_bytes=checkpoint.num_bytes) as out:
-            out.hashes |= _write_dense(out.path, checkpoint) | _write_rows(out.path, checkpoint, 0)
-        self._read_back(path, hashes=True)
-        self._publish(path)
-
-    def _read_back(self, path: Path, hashes: bool) -> None:
-        """The hashes in the manifest are those of the memory: what the disk gives back must have the same."""
-        try:
-            read_manifest(path, KIND, VERSION, verify=hashes)
-        except ArtifactError:
-            shutil.rmtree(path, ignore_errors=True)
-            raise
-
-    def _publish(self, path: Path) -> None:
-        write_bytes_atomic(self.root / "latest", path.name.encode())
-        self._last = path
-        self.last_seconds = time.perf_counter() - self._begun
-        self._whole.add(path.name)
-        self._purge(path)
-
-    def _purge(self, newest: Path) -> None:
-        """Keep the newest and, of those before it, the first that is whole; later ones belong to a past cut off."""
-        kept = 1
-        for path in checkpoint_folders(self.run_dir):
-            if path == newest:
-                continue
-            if kept < KEPT and path.name < newest.name and self._is_whole(path):
-                kept += 1
-            else:
-                with contextlib.suppress(OSError):
-                    remove_folder(path)
-
-    def _is_whole(self, path: Path) -> bool:
-        if path.name not in self._whole:
-            try:
-                _check(self.run_dir, path)
-            except ArtifactError:
-                return False
-            self._whole.add(path.name)
-        return True
-
-    # -- several ranks, on a file system that all of them see ----------------------------------------------------------
-
-    def _write_together(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint; several ranks do it together, on a file system that all of them see."""
         ranks, path = self.ranks, self.root / _name(checkpoint)
-        beside = f".{path.name}.ranks.tmp"
+        beside = None if ranks.alone else f".{path.name}.ranks.tmp"
         if ranks.is_first:
             remove_stale(self.root)
             for left in self.root.glob(".*.ranks.tmp"):
@@ -226,32 +163,56 @@ class CheckpointWriter:
             size = num_bytes(checkpoint.dense) + sum(rows)
             with write_folder(path, KIND, VERSION, num_bytes=size, beside=beside) as out:
                 ranks.barrier()  # the folder is there
-                written = _write_rows(out.path, checkpoint, 0)
-                out.hashes |= _write_dense(out.path, checkpoint) | written
+                written = _write_rows(out.path, checkpoint, 0) | _write_dense(out.path, checkpoint)
                 ranks.barrier()  # all files are written
+                out.hashes |= written
                 for note in sorted(out.path.glob("*.sha256")):
                     out.hashes[note.stem] = note.read_text(encoding="ascii")
                     note.unlink()
         else:
             ranks.barrier()
-            written = _write_rows(self.root / beside, checkpoint, ranks.rank)
+            written = _write_rows(self.root / str(beside), checkpoint, ranks.rank)
             for name, digest in written.items():
-                (self.root / beside / f"{name}.sha256").write_text(digest, encoding="ascii")
+                (self.root / str(beside) / f"{name}.sha256").write_text(digest, encoding="ascii")
             ranks.barrier()
         ranks.barrier()  # it has its name; each rank reads back what it wrote
-        for name, digest in written.items():
-            if file_sha256(path / name) != digest:
-                raise ArtifactError("the disk gives back other bytes than were written", where=str(path / name))
+        self._read_back(path, written)
         ranks.barrier()
         if ranks.is_first:
-            self._read_back(path, hashes=False)
             self._publish(path)
         self._last = path
+
+    def _read_back(self, path: Path, written: Mapping[str, str]) -> None:
+        """The hashes are those of the memory: what the disk gives back must have the same."""
+        try:
+            for name, digest in written.items():
+                if file_sha256(path / name) != digest:
+                    what = "a damaged file: the disk gives back other bytes than were written"
+                    raise ArtifactError(what, where=str(path / name))
+            if self.ranks.is_first:
+                read_manifest(path, KIND, VERSION, verify=False)
+        except ArtifactError:
+            if self.ranks.is_first:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+
+    def _publish(self, path: Path) -> None:
+        """Move `latest`, and of the checkpoints before keep the first that is whole."""
+        write_bytes_atomic(self.root / "latest", path.name.encode())
+        self.last_seconds = time.perf_counter() - self._begun
+        kept = 1
+        for other in checkpoint_folders(self.run_dir):
+            # later ones belong to a past cut off
+            if kept < KEPT and other.name < path.name and (other == self._last or _is_whole(self.run_dir, other)):
+                kept += 1
+            elif other != path:
+                with contextlib.suppress(OSError):
+                    remove_folder(other)
 
 
 def load_checkpoint(
     run_dir: Path,
-    row_ranges: Mapping[str, tuple[int, int]] | None = None,
+    row_ranges: RowRanges | None = None,
     check: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole, and what was wrong with newer ones; None where there is none at all.
@@ -264,25 +225,14 @@ def load_checkpoint(
     Raises:
         ArtifactError: there are checkpoints, and none is whole, or the newest is of a version not known yet.
     """
-    refused: list[str] = []
-    for path in checkpoint_folders(run_dir):
-        try:
-            version, state = _check(run_dir, path)
-            if check is not None:
-                check(state)
-            return (_load_1(path, state, row_ranges) if version == 1 else _load_2(path, state, row_ranges)), refused
-        except NewerFormatError:
-            raise  # an older one would go on without what was learnt since, and remove it
-        except ArtifactError as error:
-            refused.append(str(error))
-    if refused:
-        raise ArtifactError(
-            "no checkpoint of this run is whole",
-            where=str(run_dir / "checkpoints"),
-            got="; ".join(refused),
-            fix="delete the run's folder to train from the start",
-        )
-    return None, refused
+
+    def load(path: Path) -> Checkpoint:
+        state = read_state(run_dir, path)
+        if check is not None:
+            check(state)
+        return (_load_1 if path.name.startswith("epoch-") else _load_2)(path, state, row_ranges or {})
+
+    return _newest(run_dir, load)
 
 
 def newest_state(run_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]:
@@ -292,17 +242,25 @@ def newest_state(run_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]
     Raises:
         ArtifactError: as `load_checkpoint`.
     """
+    found, refused = _newest(run_dir, lambda path: (path, read_state(run_dir, path)))
+    return (*(found or (None, {})), refused)
+
+
+def _newest(run_dir: Path, read: Callable[[Path], Found]) -> tuple[Found | None, list[str]]:
     refused: list[str] = []
     for path in checkpoint_folders(run_dir):
         try:
-            return path, read_state(run_dir, path), refused
+            return read(path), refused
         except NewerFormatError:
-            raise
+            raise  # an older one would lose what was learnt since, and remove it
         except ArtifactError as error:
             refused.append(str(error))
     if refused:
-        load_checkpoint(run_dir)  # says that none is whole
-    return None, {}, refused
+        raise ArtifactError(
+            "no checkpoint of this run is whole", where=str(run_dir / "checkpoints"), got="; ".join(refused),
+            fix="delete the run's folder to train from the start",
+        )  # fmt: skip
+    return None, refused
 
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:
@@ -322,7 +280,28 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
     Raises:
         ArtifactError: it is not whole; NewerFormatError: its version is not known yet.
     """
-    return _check(run_dir, path, verify)[1]
+    read_manifest(path, KIND, VERSION, verify)
+    try:
+        state = json.loads((path / "state.json").read_bytes())
+        known = {key: int(state[key]) for key in ("epoch", "step")}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArtifactError("not the state of a checkpoint", where=str(path / "state.json"), got=repr(error)) from error
+    # what version 1 does not know
+    state = {"epoch_step": 0, "refresh": None, "identity": {}, "notes": {}} | state
+    if verify and state["refresh"] is not None:
+        try:
+            find_refresh(run_dir, str(state["refresh"]))
+        except ArtifactError as error:
+            raise ArtifactError("the checkpoint lies within a round", where=str(path), got=str(error)) from error
+    return state | known
+
+
+def _is_whole(run_dir: Path, path: Path) -> bool:
+    try:
+        read_state(run_dir, path)
+    except ArtifactError:
+        return False
+    return True
 
 
 def find_refresh(run_dir: Path, sha256: str) -> Path:
@@ -341,21 +320,6 @@ def find_refresh(run_dir: Path, sha256: str) -> Path:
     )
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """States of torch's generators (dropout), as dense tensors of a checkpoint."""
-    states = {"random.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["random.cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def restore_random_state(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Continue the sequences that `random_state` saw."""
-    torch.set_rng_state(tensors["random.cpu"].cpu())
-    if device.type == "cuda" and "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"].cpu(), device)
-
-
 def _name(checkpoint: Checkpoint) -> str:
     return f"step-{checkpoint.state['step']:010d}"
 
@@ -370,10 +334,13 @@ def _snapshot(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
-    """Write dense tensors and state; gives the tensors' file's hash by name."""
-    state = json.dumps(checkpoint.state, sort_keys=True) + "\n"
-    (folder / "state.json").write_text(state, encoding="utf-8")
-    return {"dense.safetensors": write_tensors(folder / "dense.safetensors", checkpoint.dense)}
+    """Write dense tensors and state; gives the files' hashes by name."""
+    state = (json.dumps(checkpoint.state, sort_keys=True) + "\n").encode()
+    (folder / "state.json").write_bytes(state)
+    return {
+        "dense.safetensors": write_tensors(folder / "dense.safetensors", checkpoint.dense),
+        "state.json": hashlib.sha256(state).hexdigest(),
+    }
 
 
 def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, str]:
@@ -386,62 +353,36 @@ def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, st
     return {name: write_tensors(folder / name, tensors, {"ranges": json.dumps(ranges, sort_keys=True)})}
 
 
-def _check(run_dir: Path, path: Path, verify: bool = True) -> tuple[int, dict[str, Any]]:
-    """Version and state of a checkpoint that is whole, with the refresh it needs."""
-    version = read_manifest(path, KIND, VERSION, verify)["version"]
-    try:
-        state = json.loads((path / "state.json").read_bytes())
-        known = {key: int(state[key]) for key in ("epoch", "step")}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArtifactError("not the state of a checkpoint", where=str(path / "state.json"), got=repr(error)) from error
-    # what version 1 does not know
-    state = {"epoch_step": 0, "refresh": None, "identity": {}, "notes": {}} | state
-    if verify and state["refresh"] is not None:
-        try:
-            find_refresh(run_dir, str(state["refresh"]))
-        except ArtifactError as error:
-            raise ArtifactError("the checkpoint lies within a round", where=str(path), got=str(error)) from error
-    return version, state | known
-
-
-def _load_1(path: Path, state: dict[str, Any], row_ranges: Mapping[str, tuple[int, int]] | None) -> Checkpoint:
+def _load_1(path: Path, state: dict[str, Any], row_ranges: RowRanges) -> Checkpoint:
     """Version 1: `model.safetensors`, and `optimisers.safetensors` with `row.<table>.first` and `.second`."""
     model, optimisers = (read_tensors(path / f"{name}.safetensors") for name in ("model", "optimisers"))
-    tables = [name[4:-6] for name in optimisers if name.startswith("row.") and name.endswith(".first")]
     rows = {}
-    try:
-        for table in tables:
-            begin, end = (row_ranges or {}).get(table, (0, None))
-            moments = {key: optimisers.pop(f"row.{table}.{key}") for key in ("first", "second")}
-            whole = {"weight": model.pop(f"{table}.weight"), **moments}
-            rows[table] = RowPart(begin, len(whole["weight"]), {key: x[begin:end] for key, x in whole.items()})
-    except KeyError as error:
-        raise ArtifactError("a tensor is missing", where=str(path), got=str(error)) from error
-    dense = {f"model.{name}": tensor for name, tensor in model.items()} | optimisers
-    return Checkpoint(state, dense, rows)
+    for table in [name[4:-6] for name in optimisers if name.startswith("row.") and name.endswith(".first")]:
+        begin, end = row_ranges.get(table, (0, None))
+        moments = {key: optimisers.pop(f"row.{table}.{key}") for key in ("first", "second")}
+        whole = {"weight": model.pop(f"{table}.weight"), **moments}
+        rows[table] = RowPart(begin, len(whole["weight"]), {key: x[begin:end] for key, x in whole.items()})
+    return Checkpoint(state, {f"model.{name}": tensor for name, tensor in model.items()} | optimisers, rows)
 
 
-def _load_2(path: Path, state: dict[str, Any], row_ranges: Mapping[str, tuple[int, int]] | None) -> Checkpoint:
+def _load_2(path: Path, state: dict[str, Any], row_ranges: RowRanges) -> Checkpoint:
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open_tensors(name)) for name in sorted(path.glob("rows-*.safetensors"))]
-        held: dict[str, list[tuple[int, int, int, Any]]] = {}  # table -> (first row, rows, rows in all, file)
-        for name, file in zip(sorted(path.glob("rows-*.safetensors")), files, strict=True):
-            try:
-                for table, (first, count, total) in json.loads(file.metadata["ranges"]).items():
-                    held.setdefault(table, []).append((int(first), int(count), int(total), file))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ArtifactError("no ranges of rows", where=str(name), got=repr(error)) from error
+        held: dict[str, list[tuple[int, int, int, TensorFile]]] = {}  # table -> (first row, rows, rows in all, file)
+        for name in sorted(path.glob("rows-*.safetensors")):
+            file = stack.enter_context(open_tensors(name))
+            for table, (first, count, total) in json.loads(file.metadata["ranges"]).items():
+                held.setdefault(table, []).append((first, count, total, file))
         rows = {}
         for table, parts in held.items():
             total = parts[0][2]
-            begin, end = (row_ranges or {}).get(table, (0, total))
+            begin, end = row_ranges.get(table, (0, total))
             names = sorted({n.partition("/")[2] for p in parts for n in p[3].names if n.startswith(f"{table}/")})
             tensors = {name: _read_rows(path, f"{table}/{name}", parts, begin, end) for name in names}
             rows[table] = RowPart(begin, total, tensors)
         return Checkpoint(state, read_tensors(path / "dense.safetensors"), rows)
 
 
-def _read_rows(path: Path, name: str, parts: list[tuple[int, int, int, Any]], begin: int, end: int) -> Tensor:
+def _read_rows(path: Path, name: str, parts: list[tuple[int, int, int, TensorFile]], begin: int, end: int) -> Tensor:
     """Rows [begin, end) of one tensor from the files that hold them."""
     pieces, at = [], begin
     for first, count, _, file in sorted(parts, key=lambda part: part[:2]):
@@ -451,11 +392,7 @@ def _read_rows(path: Path, name: str, parts: list[tuple[int, int, int, Any]], be
             pieces.append(file.read(name) if whole else file.read(name, at - first, until - first))
             at = until
     if begin == end:
-        first, _, _, file = parts[0]
-        return file.read(name, 0, 0)
+        return parts[0][3].read(name, 0, 0)
     if at != end:
         raise ArtifactError("rows are missing", where=str(path), got=f"{name} up to row {at}", expected=f"row {end}")
-    if len(pieces) == 1:
-        return pieces[0]
-    rows = torch.empty((end - begin, *pieces[0].shape[1:]), dtype=pieces[0].dtype)
-    return torch.cat(pieces, out=rows)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -6,54 +6,48 @@ split.
 Source: NGAME's batches as UniDEC uses them (spec, detail 7): points are ordered by the difference of their
 similarities to two centres and cut in half, centres follow, until the gain in mean cosine falls under a tolerance.
 
-Several ranks: the first one splits until there is a cluster for each, then every rank goes on with its own clusters.
+Several ranks: the first one splits until there is a cluster for each, then every rank continues with its own clusters.
 Random starts come from the level and the cluster's number, so the clusters are those of one rank.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unidec.errors import ConfigError, DataError
+from unidec.errors import DataError
 from unidec.training.distributed import ALONE, Ranks
+from unidec.training.sampler import num_clusters
 
 POINTS_AT_ONCE = (1 << 16, 1 << 20)  # on a CPU (its cache), on a GPU: bounds the copies of points
+TOLERANCE = 1e-4  # a split stops when an iteration adds less than this to its mean cosine
+MAX_ITERATIONS = 100
 
 
-@dataclass
-class ClusterReport:
-    """What a clustering did: `objective` is the mean cosine of the points to their cluster's centre, level by level."""
+@dataclass(frozen=True)
+class Clusters:
+    """`order_N[offsets[c] : offsets[c + 1]]` are the members of cluster c, as positions in what was clustered.
 
-    num_clusters: int = 1
-    smallest: int = 0
-    largest: int = 0
-    objective: float = 1.0
-    objective_by_level: list[float] = field(default_factory=list)
-    iterations_by_level: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-class Clusters(NamedTuple):
-    """`order_N[offsets[c] : offsets[c + 1]]` are the members of cluster c, as positions in what was clustered."""
+    Attributes:
+        objective: mean cosine of the points to their cluster's centre.
+        seconds: how long it took.
+    """
 
     order_N: np.ndarray
     offsets: np.ndarray
-    report: ClusterReport
+    objective: float
+    seconds: float
 
 
 def balanced_clusters(
-    vectors_ND: np.ndarray | Tensor,
+    vectors_ND: np.ndarray,
     max_size: int,
     seed: int,
-    tolerance: float = 1e-4,
-    max_iterations: int = 100,
     device: str | torch.device | None = None,
     ranks: Ranks = ALONE,
 ) -> Clusters:
@@ -62,42 +56,39 @@ def balanced_clusters(
     depth is the smallest with ceil(N / 2^depth) <= max_size. When max_size is 1 and N no power of two, some are empty.
 
     Args:
-        vectors_ND: float [N, D], finite; brought to unit length where they are not.
+        vectors_ND: float [N, D], finite; scaled to unit length where they are not.
         max_size: largest number of points in a cluster, at least 1.
         seed: seed of the two points each split starts from.
-        tolerance: a split stops when an iteration adds less than this to its mean cosine.
-        max_iterations: bound on the iterations of a split.
-        device: where to compute; None: where the vectors are. It holds the vectors, and up to half of them again.
+        device: where to compute; None: the CPU. It holds the vectors, and up to half of them again.
         ranks: processes that share the work; each has all vectors, and gets all clusters.
 
     Returns:
-        (order_N int64 [N], offsets int64 [C + 1], report).
+        order_N int64 [N] and offsets int64 [C + 1], with what was reached.
 
     Raises:
-        DataError: not a matrix, or values that are not finite.
-        ConfigError: max_size below 1.
+        DataError: values that are not finite.
     """
-    begin = time.perf_counter()
-    if max_size < 1:
-        raise ConfigError("a cluster needs room for a point", where="pool.batch_size", got=max_size, expected=">= 1")
-    splits = _Splits(_unit_vectors(vectors_ND, device), max_size, seed, tolerance, max_iterations)
-    num_points, report = splits.num_points, ClusterReport()
-    slot_CM = torch.arange(num_points, device=splits.device).reshape(1, -1)
-    size_C = torch.tensor([num_points], device=splits.device)
-    if ranks.alone or splits.depth <= _levels(ranks.world):
-        slot_CM, size_C = splits.down(slot_CM, size_C, splits.depth, report)
-    else:
-        slot_CM, size_C = _split_by_ranks(splits, slot_CM, size_C, report, ranks)
+    begin, unit_ND = time.perf_counter(), _unit_vectors(vectors_ND, device)
+    num_points, depth = len(unit_ND), _levels(num_clusters(len(unit_ND), max_size))
+    common = depth if ranks.alone else min(depth, _levels(ranks.world))
+    slot_CM = torch.arange(num_points, device=unit_ND.device).reshape(1, -1)
+    size_C = torch.tensor([num_points], device=unit_ND.device)
+    objective = 1.0
+    if ranks.is_first:  # one rank: should processors round differently, no point is lost or doubled
+        slot_CM, size_C, objective = _split(unit_ND, slot_CM, size_C, seed, range(common))
+    slot_CM, size_C = (
+        torch.from_numpy(ranks.share_array(x.cpu().numpy() if ranks.is_first else None)).to(unit_ND.device)
+        for x in (slot_CM, size_C)
+    )
+    objective = ranks.share(objective)
+    if common < depth:  # each rank splits its own part of the tree
+        first, end = ranks.part(2**common)
+        own = _split(unit_ND, slot_CM[first:end], size_C[first:end], seed, range(common, depth), first)
+        slot_CM, size_C = (torch.from_numpy(ranks.gather_array(x.cpu().numpy())) for x in own[:2])
+        objective = float(ranks.gather_array(np.array([own[2]])).sum())
     filled_CM = torch.arange(slot_CM.shape[1], device=slot_CM.device) < size_C.unsqueeze(1)
-    order_N = slot_CM[filled_CM].cpu().numpy()
-    sizes = size_C.cpu().numpy()
-    report.num_clusters, report.smallest, report.largest = len(sizes), int(sizes.min()), int(sizes.max())
-    if report.objective_by_level:
-        report.objective = report.objective_by_level[-1]
-    elif num_points:
-        report.objective = float(splits.unit_ND.mean(0).norm())
-    report.seconds = time.perf_counter() - begin
-    return Clusters(order_N, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), report)
+    offsets = np.concatenate([[0], np.cumsum(size_C.cpu().numpy())]).astype(np.int64)
+    return Clusters(slot_CM[filled_CM].cpu().numpy(), offsets, objective, time.perf_counter() - begin)
 
 
 def _levels(clusters: int) -> int:
@@ -105,79 +96,38 @@ def _levels(clusters: int) -> int:
     return (clusters - 1).bit_length()
 
 
-class _Splits:
-    """Splits of clusters level by level: any run of neighbouring clusters of a level goes down alone."""
+def _split(
+    unit_ND: Tensor, slot_CM: Tensor, size_C: Tensor, seed: int, levels: range, first: int = 0
+) -> tuple[Tensor, Tensor, float]:
+    """Clusters of the first of the levels, numbered from `first`, down through all of them.
 
-    def __init__(self, unit_ND: Tensor, max_size: int, seed: int, tolerance: float, max_iterations: int):
-        self.unit_ND, self.seed, self.tolerance, self.max_iterations = unit_ND, seed, tolerance, max_iterations
-        self.num_points, self.device = unit_ND.shape[0], unit_ND.device
-        self.depth = 0
-        while -(-self.num_points // 2**self.depth) > max_size:
-            self.depth += 1
-
-    def down(
-        self, slot_CM: Tensor, size_C: Tensor, depth: int, report: ClusterReport, level: int = 0, first: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Clusters of `level`, numbered from `first`, down to those of `depth`.
-
-        The report gets, level by level, the iterations and these clusters' share of the mean cosine.
-        """
-        while level < depth:
-            # of all clusters of the level: whoever splits a cluster, it starts from the same two points
-            draw_C2 = np.random.default_rng([self.seed % 2**63, level]).random((2**level, 2))
-            start_C2 = torch.from_numpy(draw_C2[first : first + len(slot_CM)]).to(self.device)
-            order_CM, objective_C, iterations = self._level(slot_CM, size_C, start_C2)
-            report.iterations_by_level.append(iterations)
-            report.objective_by_level.append(float((objective_C * size_C).sum() / self.num_points))
-            slot_CM, size_C = _halves(slot_CM.gather(1, order_CM), size_C)
-            level, first = level + 1, 2 * first
-        return slot_CM, size_C
-
-    def _level(self, slot_CM: Tensor, size_C: Tensor, start_C2: Tensor) -> tuple[Tensor, Tensor, int]:
-        """`_split_level` of some clusters, as many at once as keeps the copy of their points small."""
-        at_once = max(1, POINTS_AT_ONCE[self.device.type == "cuda"] // max(slot_CM.shape[1], 1))
+    Returns:
+        slots and sizes of their parts, and these clusters' share of the mean cosine that the last level reached.
+    """
+    num_points, device = unit_ND.shape[0], unit_ND.device
+    objective = float(unit_ND.mean(0).norm()) if num_points else 1.0
+    for level in levels:
+        # of all clusters of the level: whoever splits a cluster, it starts from the same two points
+        draw_C2 = np.random.default_rng([seed % 2**63, level]).random((2**level, 2))
+        start_C2 = torch.from_numpy(draw_C2[first : first + len(slot_CM)]).to(device)
         parts = []
+        # as many at once as keeps the copy of their points small
+        at_once = max(1, POINTS_AT_ONCE[device.type == "cuda"] // max(slot_CM.shape[1], 1))
         for begin in range(0, len(slot_CM), at_once):
             some = slice(begin, begin + at_once)
-            whole = slot_CM.shape == (1, self.num_points)  # the first level: no copy
-            point_CMD = self.unit_ND[None] if whole else _members(self.unit_ND, slot_CM[some], size_C[some])
-            parts.append(_split_level(point_CMD, size_C[some], start_C2[some], self.tolerance, self.max_iterations))
-        orders, objectives, iterations = zip(*parts, strict=True)
-        return torch.cat(orders), torch.cat(objectives), max(iterations)
+            whole = slot_CM.shape == (1, num_points)  # the first level: no copy
+            point_CMD = unit_ND[None] if whole else _members(unit_ND, slot_CM[some], size_C[some])
+            parts.append(_split_level(point_CMD, size_C[some], start_C2[some]))
+        order_CM, objective_C = (torch.cat(part) for part in zip(*parts, strict=True))
+        objective = float((objective_C * size_C).sum() / num_points)
+        slot_CM, size_C = _halves(slot_CM.gather(1, order_CM), size_C)
+        first *= 2
+    return slot_CM, size_C, objective
 
 
-def _split_by_ranks(
-    splits: _Splits, slot_CM: Tensor, size_C: Tensor, report: ClusterReport, ranks: Ranks
-) -> tuple[Tensor, Tensor]:
-    """All clusters of the last level, each rank's own part of the tree split by it alone."""
-    common = _levels(ranks.world)
-    if ranks.is_first:  # one rank: should processors round differently, no point is lost or doubled
-        slot_CM, size_C = splits.down(slot_CM, size_C, common, report)
-    report.iterations_by_level = ranks.share(report.iterations_by_level)
-    report.objective_by_level = ranks.share(report.objective_by_level)
-    slot_CM, size_C = (
-        torch.from_numpy(ranks.share_array(x.cpu().numpy() if ranks.is_first else None)).to(splits.device)
-        for x in (slot_CM, size_C)
-    )
-    begin, end = ranks.part(2**common)
-    own = ClusterReport()
-    slot_CM, size_C = splits.down(slot_CM[begin:end], size_C[begin:end], splits.depth, own, common, begin)
-    figures = ranks.gather_array(np.array([[own.iterations_by_level, own.objective_by_level]], dtype=np.float64))
-    report.iterations_by_level += figures[:, 0].max(0).astype(int).tolist()
-    report.objective_by_level += figures[:, 1].sum(0).tolist()
-    slots, sizes = (ranks.gather_array(x.cpu().numpy()) for x in (slot_CM, size_C))
-    return torch.from_numpy(slots).to(splits.device), torch.from_numpy(sizes).to(splits.device)
-
-
-def _unit_vectors(vectors_ND: np.ndarray | Tensor, device: str | torch.device | None) -> Tensor:
-    if isinstance(vectors_ND, np.ndarray):
-        # torch shares memory with writable arrays only; a read-only memory map is copied.
-        tensor = torch.from_numpy(np.require(vectors_ND, requirements=["C", "W"]))
-    else:
-        tensor = vectors_ND
-    if tensor.ndim != 2:
-        raise DataError("vectors to cluster must be a matrix", got=tuple(tensor.shape), expected="[N, D]")
-    tensor = tensor.detach().to(device=device, dtype=torch.float32)
+def _unit_vectors(vectors_ND: np.ndarray, device: str | torch.device | None) -> Tensor:
+    # torch shares memory with writable arrays only; a read-only memory map is copied.
+    tensor = torch.from_numpy(np.require(vectors_ND, requirements=["C", "W"])).to(device=device, dtype=torch.float32)
     norm_N = tensor.norm(dim=1)
     if not bool(torch.isfinite(norm_N).all()):
         bad = torch.nonzero(~torch.isfinite(norm_N)).flatten()[:5].tolist()
@@ -218,15 +168,12 @@ def _start_centres(point_CMD: Tensor, size_C: Tensor, draw_C2: Tensor) -> Tensor
     return point_CMD[cluster_C, first_C] - point_CMD[cluster_C, second_C]
 
 
-def _split_level(
-    point_CMD: Tensor, size_C: Tensor, draw_C2: Tensor, tolerance: float, max_iterations: int
-) -> tuple[Tensor, Tensor, int]:
-    """Balanced 2-means in every cluster at once; a cluster that has converged keeps its split while others go on.
+def _split_level(point_CMD: Tensor, size_C: Tensor, draw_C2: Tensor) -> tuple[Tensor, Tensor]:
+    """Balanced 2-means in every cluster at once; a cluster that has converged keeps its split while others move.
 
     Returns:
         order_CM: int64, slots of each cluster by falling preference for the first centre, empty slots last.
         objective_C: float32, mean cosine to the centre of the own half.
-        iterations: of the cluster that took longest.
     """
     num_clusters, num_slots, _ = point_CMD.shape
     device = point_CMD.device
@@ -236,9 +183,9 @@ def _split_level(
     size_A, point_AMD, total_AD = size_C, point_CMD, point_CMD.sum(1)
     difference_AD = _start_centres(point_CMD, size_C, draw_C2)
     column_M = torch.arange(num_slots, device=device)
-    iterations = 0
-    while len(active_C) and iterations < max_iterations:
-        iterations += 1
+    for _ in range(MAX_ITERATIONS):
+        if not len(active_C):
+            break
         score_AM = torch.bmm(point_AMD, difference_AD.unsqueeze(2)).squeeze(2)
         score_AM = score_AM.masked_fill(column_M >= size_A.unsqueeze(1), -torch.inf)
         best_AM = score_AM.argsort(dim=1, descending=True, stable=True)
@@ -252,10 +199,10 @@ def _split_level(
         better_A = gain_A > 0
         order_CM[active_C[better_A]] = best_AM[better_A]
         objective_C[active_C] = torch.maximum(now_A, objective_C[active_C])
-        moving_A = gain_A >= tolerance
+        moving_A = gain_A >= TOLERANCE
         difference_AD = F.normalize(first_AD, dim=1) - F.normalize(second_AD, dim=1)
         if bool(moving_A.all()):
             continue
         active_C, size_A, total_AD = active_C[moving_A], size_A[moving_A], total_AD[moving_A]
         difference_AD, point_AMD = difference_AD[moving_A], point_AMD[moving_A]
-    return order_CM, objective_C, iterations
+    return order_CM, objective_C

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unidec.errors import ConfigError, TrainingError
@@ -33,7 +32,6 @@ from unidec.training.precision import choose_device
 
 STEP_TIMEOUT = timedelta(seconds=25)  # torchrun takes 30 s more to kill what hangs: 60 s in all (fault 9)
 PATIENCE = timedelta(hours=2)  # a refresh, a checkpoint, the first rank's own work between rounds
-MAX_PADDING = 0.25  # share of a padded gather that may be padding; above, each rank broadcasts what it has
 
 
 class LostRank(TrainingError):
@@ -48,13 +46,11 @@ class Ranks:
         rank: number of this process, from 0.
         world: how many there are.
         local_world: how many of them are on this machine.
-        traffic: bytes that this rank has received, by purpose (payload; all-reduces count as a ring's 2 (w - 1) / w).
     """
 
     rank: int = 0
     world: int = 1
     local_world: int = 1
-    traffic: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
     _steps: Any = field(default=None, compare=False, repr=False)  # group of the tensors of a step, on the device
     _flags: Any = field(default=None, compare=False, repr=False)  # group of the host's flags of a step
     _patient: Any = field(default=None, compare=False, repr=False)  # group of the host's arrays between rounds
@@ -73,8 +69,6 @@ class Ranks:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return ALONE
-        import torch.distributed as dist
-
         backend = "gloo"
         if choose_device(device).type == "cuda":
             local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -94,7 +88,7 @@ class Ranks:
             steps = dist.new_group(backend=backend, timeout=STEP_TIMEOUT)
             flags = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if backend == "nccl" else steps
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-        return cls(dist.get_rank(), world, local_world, Counter(), steps, flags, dist.group.WORLD)
+        return cls(dist.get_rank(), world, local_world, steps, flags, dist.group.WORLD)
 
     @property
     def alone(self) -> bool:
@@ -117,18 +111,16 @@ class Ranks:
         """Begin and end of this rank's contiguous part of `count` things; parts differ by at most one."""
         return count * self.rank // self.world, count * (self.rank + 1) // self.world
 
-    def bounds(self, count: int) -> list[int]:
-        """Where each rank's part of `count` things begins, and the end: [world + 1]."""
-        return [count * rank // self.world for rank in range(self.world + 1)]
-
     def sizes(self, count: int) -> list[int]:
         """How many of `count` things each rank has: [world]."""
-        bounds = self.bounds(count)
-        return [end - begin for begin, end in itertools.pairwise(bounds)]
+        return np.diff(self._bounds(count)).tolist()
 
     def sizes_among(self, sorted_ids: np.ndarray, count: int) -> list[int]:
         """How many of some ascending ids below `count` fall into each rank's part: [world]."""
-        return np.diff(np.searchsorted(sorted_ids, self.bounds(count))).tolist()
+        return np.diff(np.searchsorted(sorted_ids, self._bounds(count))).tolist()
+
+    def _bounds(self, count: int) -> list[int]:
+        return [count * rank // self.world for rank in range(self.world + 1)]
 
     # -- in a step ----------------------------------------------------------------------------------------------------
 
@@ -162,7 +154,7 @@ class Ranks:
         for dtype in dict.fromkeys(p.dtype for p in kept):
             group = [p for p in kept if p.dtype == dtype]
             flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group])
-            self._all_reduce(flat, "gradients")
+            self._all_reduce(flat)
             for parameter, grad in zip(group, flat.split([p.numel() for p in group]), strict=True):
                 parameter.grad = grad.view_as(parameter)
 
@@ -187,15 +179,15 @@ class Ranks:
         rows_U = tables[0].used[0]  # type: ignore[index]
         grad_UD = torch.cat(grads, dim=1)
         if rows_U is None:
-            self._all_reduce(grad_UD, "rows")
+            self._all_reduce(grad_UD)
             all_rows, sum_UD = None, grad_UD
         else:
             counts = torch.zeros(self.world, dtype=torch.int64)
             counts[self.rank] = len(rows_U)
-            self._all_reduce(counts, "rows", self._flags)
+            self._all_reduce(counts, self._flags)
             sizes = counts.tolist()
-            rows_G = self._gather(rows_U.unsqueeze(1), sizes, "rows").squeeze(1)
-            grad_GD = self._gather(grad_UD, sizes, "rows")
+            rows_G = self._gather(rows_U.unsqueeze(1), sizes).squeeze(1)
+            grad_GD = self._gather(grad_UD, sizes)
             all_rows, place_G = torch.unique(rows_G, return_inverse=True)
             sum_UD = grad_GD.new_zeros(len(all_rows), grad_GD.shape[1])
             # rank by rank: a rank names a row once, so nothing is added in an order that can change
@@ -206,21 +198,20 @@ class Ranks:
             with torch.enable_grad():
                 table.gather(all_rows).grad = grad.contiguous()
 
-    def norm(self, replicated: Sequence[Tensor], sharded: Sequence[Tensor]) -> Tensor:
+    def norm(self, gradients: Sequence[Tensor], sharded: Sequence[Tensor]) -> Tensor:
         """2-norm over gradients, 0-d float32, the same bits on every rank.
 
         Args:
-            replicated: gradients that every rank has whole; the first rank's count.
-            sharded: of rows that only this rank has.
+            gradients: all that this rank has, whole.
+            sharded: those of them of rows that only this rank has; of the others the first rank's count.
         """
         if self.alone:
-            return torch.nn.utils.get_total_norm([*replicated, *sharded])
-        mine = [*replicated, *sharded] if self.is_first else list(sharded)
-        device = (replicated or sharded)[0].device
-        square = torch.zeros((), dtype=torch.float64, device=device)
+            return torch.nn.utils.get_total_norm(list(gradients))
+        mine = list(gradients) if self.is_first else list(sharded)
+        square = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
         if mine:
             square = torch.nn.utils.get_total_norm(mine).double().square()
-        self._all_reduce(square, "norm")
+        self._all_reduce(square)
         return square.sqrt().float()
 
     def any(self, *flags: bool) -> list[bool]:
@@ -228,64 +219,41 @@ class Ranks:
         if self.alone:
             return list(flags)
         own = torch.tensor(flags, dtype=torch.int32)
-        self._all_reduce(own, "flags", self._flags)
+        self._all_reduce(own, self._flags)
         return [bool(count) for count in own.tolist()]
 
-    def _all_reduce(self, tensor: Tensor, purpose: str, group: Any = None) -> None:
-        import torch.distributed as dist
-
+    def _all_reduce(self, tensor: Tensor, group: Any = None) -> None:
         with _translated():
             dist.all_reduce(tensor, group=group or self._steps)
-        self.traffic[purpose] += 2 * tensor.numel() * tensor.element_size() * (self.world - 1) // self.world
 
-    def _gather(self, x_RD: Tensor, sizes: list[int], purpose: str) -> Tensor:
-        import torch.distributed as dist
-
-        x_RD, width, total = x_RD.detach().contiguous(), max(sizes), sum(sizes)
-        row_bytes = x_RD.element_size() * x_RD[:1].numel() if len(x_RD) else x_RD.element_size() * x_RD.shape[1]
+    def _gather(self, x_RD: Tensor, sizes: list[int]) -> Tensor:
+        padded = x_RD.new_zeros(max(sizes), x_RD.shape[1])
+        padded[: len(x_RD)] = x_RD.detach()
+        parts = [torch.empty_like(padded) for _ in sizes]
         with _translated():
-            if width * self.world * (1 - MAX_PADDING) <= total:
-                padded = x_RD.new_zeros(width, x_RD.shape[1])
-                padded[: len(x_RD)] = x_RD
-                parts = [torch.empty_like(padded) for _ in sizes]
-                dist.all_gather(parts, padded, group=self._steps)
-                self.traffic[purpose] += (self.world - 1) * width * row_bytes
-                return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-            parts = [x_RD.new_empty(size, x_RD.shape[1]) for size in sizes]
-            parts[self.rank] = x_RD
-            works = [
-                dist.broadcast(part, src=dist.get_global_rank(self._steps, rank), group=self._steps, async_op=True)
-                for rank, part in enumerate(parts)
-                if len(part)
-            ]
-            for work in works:
-                work.wait()
-        self.traffic[purpose] += (total - len(x_RD)) * row_bytes
-        return torch.cat(parts)
+            dist.all_gather(parts, padded, group=self._steps)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     # -- between rounds -----------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         """Wait for all, however long their work between rounds takes."""
         if not self.alone:
-            import torch.distributed as dist
-
             with _translated():
                 dist.barrier(group=self._patient)
 
     def share(self, value: Any = None) -> Any:
-        """The first rank's value (JSON) on every rank."""
+        """The first rank's value on every rank."""
         if self.alone:
             return value
-        data = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8) if self.is_first else np.empty(0, np.uint8)
-        return json.loads(self.share_array(data).tobytes())
+        box = [value]
+        with _translated():
+            dist.broadcast_object_list(box, group=self._patient, group_src=0)
+        return box[0]
 
     def share_array(self, array: np.ndarray | None) -> np.ndarray:
         """The first rank's array on every rank."""
-        if self.alone:
-            assert array is not None
-            return array
-        return self.gather_array(array if self.is_first and array is not None else None)
+        return self.gather_array(array if self.is_first else None)
 
     def gather_array(self, array: np.ndarray | None) -> np.ndarray:
         """Arrays of all ranks, joined along their first axis in the order of ranks; None: this rank has no rows.
@@ -295,58 +263,34 @@ class Ranks:
         if self.alone:
             assert array is not None
             return array
-        heads = self._heads(array)
-        likes = [head for head in heads if head is not None]
-        dtype, tail = np.dtype(likes[0][0]), tuple(likes[0][1][1:])
-        sizes = [0 if head is None else head[1][0] for head in heads]
-        result = np.empty((sum(sizes), *tail), dtype)
-        flat = torch.from_numpy(result.reshape(-1).view(np.uint8))
-        begin, row_bytes = 0, result[:1].nbytes if len(result) else 0
-        import torch.distributed as dist
-
+        heads: list[Any] = [None] * self.world
         with _translated():
-            for rank, size in enumerate(sizes):
-                piece = flat[begin * row_bytes : (begin + size) * row_bytes]
-                if rank == self.rank and size:
-                    assert array is not None
-                    result[begin : begin + size] = array
-                if size and row_bytes:
-                    dist.broadcast(piece, src=dist.get_global_rank(self._patient, rank), group=self._patient)
-                begin += size
-        self.traffic["arrays"] += result.nbytes - sizes[self.rank] * row_bytes
+            dist.all_gather_object(heads, None if array is None else (array.dtype, array.shape), group=self._patient)
+        dtype, (_, *tail) = next(head for head in heads if head is not None)
+        ends = np.cumsum([0 if head is None else head[1][0] for head in heads]).tolist()
+        result = np.empty((ends[-1], *tail), dtype)
+        for rank, (begin, end) in enumerate(itertools.pairwise([0, *ends])):
+            if rank == self.rank and array is not None:
+                result[begin:end] = array
+            piece = torch.from_numpy(result[begin:end].reshape(-1).view(np.uint8))
+            if len(piece):
+                with _translated():
+                    dist.broadcast(piece, group=self._patient, group_src=rank)
         return result
 
     def collect(self, array: np.ndarray, to: int) -> list[np.ndarray] | None:
         """Arrays of all ranks, of the same type and shape, on rank `to`; None on the others."""
         if self.alone:
             return [array]
-        import torch.distributed as dist
-
         own = torch.from_numpy(np.ascontiguousarray(array))
         parts = [torch.empty_like(own) for _ in range(self.world)] if self.rank == to else None
         with _translated():
-            dist.gather(own, parts, dst=dist.get_global_rank(self._patient, to), group=self._patient)
-        if parts is None:
-            return None
-        self.traffic["arrays"] += (self.world - 1) * array.nbytes
-        return [part.numpy() for part in parts]
-
-    def _heads(self, array: np.ndarray | None) -> list[Any]:
-        """[dtype, shape] of each rank's array, or None."""
-        import torch.distributed as dist
-
-        head = json.dumps(None if array is None else [array.dtype.str, array.shape]).encode().ljust(256)
-        own = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        parts = [torch.empty_like(own) for _ in range(self.world)]
-        with _translated():
-            dist.all_gather(parts, own, group=self._patient)
-        return [json.loads(part.numpy().tobytes()) for part in parts]
+            dist.gather(own, parts, group=self._patient, group_dst=to)
+        return None if parts is None else [part.numpy() for part in parts]
 
     def close(self) -> None:
         """Leave the others."""
         if not self.alone:
-            import torch.distributed as dist
-
             dist.destroy_process_group()
 
 
@@ -356,7 +300,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, ranks: Ranks, sizes: list[int]) -> Tensor:
         ctx.begin, ctx.count = sum(sizes[: ranks.rank]), len(x_RD)
-        return ranks._gather(x_RD, sizes, "embeddings")
+        return ranks._gather(x_RD, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad_GD: Tensor) -> tuple[Tensor, None, None]:
@@ -379,7 +323,7 @@ def _translated() -> Iterator[None]:
             "another process of this training has died, or has hung for too long",
             where=f"rank {os.environ.get('RANK', '?')}",
             got=str(error).splitlines()[0][:300],
-            fix="start the training again: it goes on from its last checkpoint, with any number of processes",
+            fix="start the training again: it resumes from its last checkpoint, with any number of processes",
         ) from error
 
 

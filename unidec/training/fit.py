@@ -23,7 +23,6 @@ class Rounds(Protocol):
     def finished(self) -> bool: ...
     @property
     def round_number(self) -> int: ...
-
     def cluster(self) -> Report:
         """Cluster the training queries by the model as it is: the batches of the round. {} where that is done."""
 
@@ -40,15 +39,13 @@ class Rounds(Protocol):
 Phase = Callable[[str, int, Callable[[], Report]], Report]  # name of the phase, number of the round, its work
 
 
-def run_phase(_name: str, _round_number: int, work: Callable[[], Report]) -> Report:
-    """Runs a phase here and now. A flow passes a function that also makes it a task."""
-    return work()
-
-
-def fit(rounds: Rounds, phase: Phase = run_phase) -> None:
+def fit(rounds: Rounds, phase: Phase = lambda _name, _round, work: work()) -> None:
     """Train until the last epoch: refresh (cluster, mine), train a round, validate; repeat.
 
     Killed anywhere and started again, it continues from the newest checkpoint: phases that are done return at once.
+
+    Args:
+        phase: runs each phase; a flow passes one that also makes it a task.
     """
     while not rounds.finished:
         number = rounds.round_number

@@ -14,18 +14,17 @@ needs; the cut is at the encoder's output, the heads and the classifier are comp
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unidec.data.tokens import Tokens, length_chunks
 from unidec.model.encoder import BagEncoder, EncoderInput, InputBuilder, TextEncoder
 from unidec.model.row_table import RowTable
-from unidec.training.checkpoint import random_state, restore_random_state
+from unidec.training.random_streams import random_state, restore_random_state
 
 TextParts = list[tuple[str, Tokens, np.ndarray]]
 Context = Callable[[], contextlib.AbstractContextManager[object]]
@@ -33,7 +32,7 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class TextChunks:
-    """The texts of a step, cut into chunks of similar length.
+    """The texts of a step, cut into chunks of similar length; no chunk mixes queries and labels.
 
     Attributes:
         num_texts: B.
@@ -45,59 +44,33 @@ class TextChunks:
     chunks: tuple[tuple[Tensor, EncoderInput], ...]
     unique_U: Tensor | None = None
 
+    def followed_by(self, other: TextChunks) -> TextChunks:
+        """These texts, then others."""
+        shifted = tuple((places + self.num_texts, given) for places, given in other.chunks)
+        ids = [chunks.unique_U for chunks in (self, other) if chunks.unique_U is not None]
+        return TextChunks(
+            self.num_texts + other.num_texts, self.chunks + shifted, torch.cat(ids).unique() if ids else None
+        )
 
-class ChunkBuilder:
-    """Cuts a step's texts into chunks; no chunk mixes queries and labels.
+
+def cut_texts(parts: TextParts, build: InputBuilder, size: int, device: torch.device) -> TextChunks:
+    """Cut a step's texts into chunks of at most `size`.
 
     Args:
-        size: texts a chunk, at least 1.
+        parts: (name of the source, its tokens, rows int64) each, as `InputBuilder` takes them.
+        build: makes each chunk's input.
+        size: at least 1.
         device: of places and ids.
-        kept: rows of labels whose chunks are made once and kept, since every step has them; None: none are.
     """
-
-    def __init__(self, size: int, device: torch.device, kept: np.ndarray | None = None):
-        self.size, self.device, self.kept = size, device, kept
-        self._kept_part: _Part | None = None
-
-    def __call__(self, parts: TextParts, build: InputBuilder) -> TextChunks:
-        """The chunks of a step's texts.
-
-        Args:
-            parts: (name of the source, its tokens, rows int64) each, as `InputBuilder` takes them.
-            build: makes each chunk's input.
-        """
-        made = [self._part(part, build) for part in parts]
-        chunks: list[tuple[Tensor, EncoderInput]] = []
-        first = 0
-        for part in made:
-            chunks += [(places + first, given) for places, given in part.chunks]
-            first += part.num_texts
+    texts = TextChunks(0, ())
+    for name, tokens, rows in parts:
+        cut = length_chunks(tokens.lengths(rows), size)
+        chunks = [(torch.from_numpy(places).to(device), build([(name, tokens, rows[places])])) for places in cut]
         unique_U = None
         if any(given.unique_U is not None for _, given in chunks):
-            ids_U = functools.reduce(np.union1d, [part.unique_U for part in made])
-            unique_U = torch.from_numpy(ids_U).to(self.device)
-        return TextChunks(first, tuple(chunks), unique_U)
-
-    def _part(self, part: tuple[str, Tokens, np.ndarray], build: InputBuilder) -> _Part:
-        name, tokens, rows = part
-        is_kept = self.kept is not None and name == "labels" and np.array_equal(rows, self.kept)
-        if is_kept and self._kept_part is not None:
-            return self._kept_part
-        cut = length_chunks(tokens.lengths(rows), self.size)
-        chunks = [(torch.from_numpy(places).to(self.device), build([(name, tokens, rows[places])])) for places in cut]
-        made = _Part(len(rows), chunks, _distinct(tokens, rows, build.encoder.bag))
-        if is_kept:
-            self._kept_part = made
-        return made
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Rows of one source: how many, their chunks with places among them, their distinct token ids int64 [U]."""
-
-    num_texts: int
-    chunks: list[tuple[Tensor, EncoderInput]]
-    unique_U: np.ndarray
+            unique_U = torch.from_numpy(_distinct(tokens, rows, build.encoder.bag)).to(device)
+        texts = texts.followed_by(TextChunks(len(rows), tuple(chunks), unique_U))
+    return texts
 
 
 def _distinct(tokens: Tokens, rows: np.ndarray, bag: BagEncoder | None) -> np.ndarray:
@@ -108,22 +81,6 @@ def _distinct(tokens: Tokens, rows: np.ndarray, bag: BagEncoder | None) -> np.nd
     seen_V = np.zeros(1 + int(flat.max(initial=-1)), dtype=bool)  # flags: a tenth of the time of sorting the tokens
     seen_V[flat] = True
     return np.flatnonzero(seen_V)
-
-
-class Encoding:
-    """Vectors of a step's texts in one pass; `backward` is the loss's own.
-
-    Attributes:
-        x_BW: the encoder's outputs, float32, with their graph.
-    """
-
-    def __init__(self, encoder: TextEncoder, texts: EncoderInput, context: Context):
-        with context():
-            self.x_BW: Tensor = encoder(texts)
-
-    def backward(self, loss: Tensor) -> None:
-        """Gradients of everything that trains."""
-        loss.backward()
 
 
 class CachedEncoding:
@@ -143,17 +100,12 @@ class CachedEncoding:
         self.encoder, self.texts, self.context = encoder, texts, context
         self.device = next(encoder.parameters()).device
         self._states = []
-        x_BW: Tensor | None = None
+        self.x_BW = torch.empty(texts.num_texts, encoder.width, device=self.device)
         with torch.no_grad(), context():
             for places, chunk in texts.chunks:
                 self._states.append(random_state(self.device))
-                x_CW = encoder(chunk)
-                if x_BW is None:
-                    x_BW = x_CW.new_empty(texts.num_texts, x_CW.shape[1], dtype=torch.float32)
-                x_BW[places] = x_CW.float()
-        if x_BW is None:
-            x_BW = torch.zeros(0, encoder.width, device=self.device)
-        self.x_BW: Tensor = x_BW.requires_grad_()
+                self.x_BW[places] = encoder(chunk).float()
+        self.x_BW.requires_grad_()
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of everything that trains: behind the vectors from the loss's graph, before them chunk by chunk.
@@ -165,37 +117,26 @@ class CachedEncoding:
         if grad_BW is None:
             return
         after = random_state(self.device)
-        try:
-            with self._tables():
-                self._encode_again(grad_BW)
-        finally:
-            restore_random_state(after, self.device)
-
-    def _encode_again(self, grad_BW: Tensor) -> None:
-        for state, (places, chunk) in zip(self._states, self.texts.chunks, strict=True):
-            restore_random_state(state, self.device)
-            with self.context():
-                x_CW = self.encoder(chunk)
-            if not x_CW.requires_grad:  # nothing of the encoder trains
-                return
-            x_CW.backward(grad_BW[places].to(x_CW.dtype))
-
-    @contextlib.contextmanager
-    def _tables(self) -> Iterator[None]:
-        """Within: chunks gather parts of the rows of all texts from the encoder's tables."""
         with contextlib.ExitStack() as stack:
-            if self.texts.unique_U is not None:
-                for table in _tables_of(self.encoder):
+            stack.callback(restore_random_state, after, self.device)
+            if self.texts.unique_U is not None:  # chunks gather parts of the rows of all texts
+                for table in [module for module in self.encoder.modules() if isinstance(module, RowTable)]:
                     stack.enter_context(table.parts(self.texts.unique_U))
-            yield
+            for state, (places, chunk) in zip(self._states, self.texts.chunks, strict=True):
+                restore_random_state(state, self.device)
+                with self.context():
+                    x_CW = self.encoder(chunk)
+                if not x_CW.requires_grad:  # nothing of the encoder trains
+                    return
+                x_CW.backward(grad_BW[places].to(x_CW.dtype))
 
 
-def _tables_of(encoder: nn.Module) -> list[RowTable]:
-    return [module for module in encoder.modules() if isinstance(module, RowTable)]
-
-
-def encode_texts(encoder: TextEncoder, texts: EncoderInput | TextChunks, context: Context) -> Encoding | CachedEncoding:
-    """Vectors of a step's texts, in one pass or in chunks."""
+def encode_texts(
+    encoder: TextEncoder, texts: EncoderInput | TextChunks, context: Context
+) -> tuple[Tensor, Callable[[Tensor], None]]:
+    """Vectors of a step's texts, in one pass or in chunks, and what computes all gradients of a loss on them."""
     if isinstance(texts, TextChunks):
-        return CachedEncoding(encoder, texts, context)
-    return Encoding(encoder, texts, context)
+        cached = CachedEncoding(encoder, texts, context)
+        return cached.x_BW, cached.backward
+    with context():
+        return encoder(texts), Tensor.backward

@@ -1,6 +1,6 @@
 """What makes a training the one it is: parameters, data, tokenizer and code, as flat texts that can be compared.
 
-A run's folder is named by it, every checkpoint carries it, and a run is gone on with only under the same one.
+A run's folder is named by it, every checkpoint carries it, and a run resumes only under the same one.
 """
 
 from __future__ import annotations
@@ -10,26 +10,29 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from unidec.config import Params, leaves
 from unidec.data import tokens
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import files_sha256, read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
 from unidec.model.weights import start_sha256
-from unidec.training.needs import weighs_by_propensity
 from unidec.version import PACKAGE
 
 # the sections that decide what is learnt; the others say where it runs, how it is shown or served
 SECTIONS = ("seed", "tokens", "encoder", "model", "pool", "loss", "optim")
+_KINDS = {
+    "data": "data", "tokens.queries": "texts' tokens", "tokens.labels": "texts' tokens", "label_graph": "label graph",
+    "tokenizer": "tokenizer", "code": "code", "start": "model to start from",
+}  # fmt: skip
 
 
 def run_identity(
-    params: Params,
+    parameters: Mapping[str, Any],
     dataset: XMCDataset,
     query_tokens: TokenCache,
     label_tokens: TokenCache,
@@ -39,6 +42,7 @@ def run_identity(
     """All that decides what a training becomes.
 
     Args:
+        parameters: all of them, as plain values by section.
         start: hash of the bundle that a warm start continues from.
         label_graph: soft targets, which count where `pool.gandalf` uses them.
 
@@ -49,30 +53,30 @@ def run_identity(
     Raises:
         ArtifactError: there is no model where `encoder.start` says.
     """
-    sections = (*SECTIONS, "label_graph") if params.pool.gandalf else SECTIONS
-    keys = ("data.propensity_a", "data.propensity_b") if weighs_by_propensity(params) else ()
-    identity = {k: json.dumps(v) for k, v in leaves(params) if k.partition(".")[0] in sections or k in keys}
-    if params.encoder.start:  # by content, wherever it lies
-        identity["encoder.start"] = start_sha256(params.encoder.start)
+    pool = parameters["pool"]
+    deciding = {name: parameters[name] for name in (*SECTIONS, *(["label_graph"] if pool["gandalf"] else []))}
+    if parameters["loss"]["weights"] == "propensity" or pool["positives"] == "tail":
+        deciding["data"] = {key: parameters["data"][key] for key in ("propensity_a", "propensity_b")}
+    identity = {"seed": json.dumps(deciding.pop("seed"))}
+    for name, section in deciding.items():
+        identity |= {f"{name}.{key}": json.dumps(value) for key, value in section.items()}
+    if parameters["encoder"]["start"]:  # by content, wherever it lies
+        identity["encoder.start"] = start_sha256(parameters["encoder"]["start"])
     if start is not None:
-        identity |= {"start": start, "warm.keep": json.dumps(params.warm.keep)}
+        identity |= {"start": start, "warm.keep": json.dumps(parameters["warm"]["keep"])}
     identity["data"] = dataset.sha256
     for name, cache in (("queries", query_tokens), ("labels", label_tokens)):
         files = read_manifest(cache.path, tokens.KIND, tokens.VERSION, verify=False)["files"]
         identity[f"tokens.{name}"] = files_sha256({name: entry["sha256"] for name, entry in files.items()})
     identity["tokenizer"] = str(query_tokens.meta.get("tokenizer_sha256"))
     identity["code"] = code_sha256()
-    if params.pool.gandalf and label_graph is not None:
-        identity["label_graph"] = _matrix_sha256(label_graph)
+    if pool["gandalf"] and label_graph is not None:
+        digest = hashlib.sha256()
+        for array in (label_graph.indptr, label_graph.indices, label_graph.data):
+            digest.update(f"{array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        identity["label_graph"] = digest.hexdigest()
     return identity
-
-
-def _matrix_sha256(matrix: csr_matrix) -> str:
-    digest = hashlib.sha256()
-    for array in (matrix.indptr, matrix.indices, matrix.data):
-        digest.update(f"{array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
 
 
 def identity_sha256(identity: Mapping[str, str]) -> str:
@@ -83,23 +87,20 @@ def identity_sha256(identity: Mapping[str, str]) -> str:
 @functools.cache  # what this process runs, also when a file is edited meanwhile
 def code_sha256() -> str:
     """Of the modules that decide what a training becomes."""
-    root = PACKAGE
     digest = hashlib.sha256()
-    for file in sorted([*(root / "model").rglob("*.py"), *(root / "training").rglob("*.py")]):
-        digest.update(file.relative_to(root).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
+    for file in sorted([*(PACKAGE / "model").rglob("*.py"), *(PACKAGE / "training").rglob("*.py")]):
+        digest.update(file.relative_to(PACKAGE).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """One line a key that differs: "optim.lr_clf: 0.003 when the run began, 0.001 now"."""
-    return [
-        f"{key}: {_short(old.get(key))} when the run began, {_short(new.get(key))} now"
-        for key in _differing(old, new)
-    ]  # fmt: skip
+    changed = [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
+    return [f"{key}: {_short(old.get(key))} when the run began, {_short(new.get(key))} now" for key in changed]
 
 
 def check_same(old: Mapping[str, str], new: Mapping[str, str], accepted: Collection[str], where: str) -> None:
-    """Refuse to go on with a run under another identity.
+    """Refuse to resume a run under another identity.
 
     Args:
         old: as the checkpoint has it; empty for one of version 1, which has none (its folder's name says it).
@@ -110,27 +111,15 @@ def check_same(old: Mapping[str, str], new: Mapping[str, str], accepted: Collect
     Raises:
         ConfigError: lists every key that differs.
     """
-    changed = [key for key in _differing(old, new) if key not in accepted] if old else []
-    if not changed:
-        return
-    lines = differences({key: old[key] for key in changed if key in old}, {k: new[k] for k in changed if k in new})
-    accept = " ".join(f"--accept {key}" for key in changed)
-    raise ConfigError(
-        "the run was begun with other " + _kinds(changed), where=where, got="\n       ".join(lines),
-        fix=f"put it back as it was, or go on all the same ({accept}), or train anew in another folder",
-    )  # fmt: skip
-
-
-def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    return [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
-
-
-def _kinds(changed: list[str]) -> str:
-    """What the keys are, in words: "parameters, data"."""
-    words = {"data": "data", "tokens.queries": "texts' tokens", "tokens.labels": "texts' tokens",
-             "label_graph": "label graph", "tokenizer": "tokenizer", "code": "code",
-             "start": "model to start from"}  # fmt: skip
-    return ", ".join(dict.fromkeys(words.get(key, "parameters") for key in changed))
+    lines = {line.partition(":")[0]: line for line in differences(old, new)} if old else {}
+    changed = [key for key in lines if key not in accepted]
+    if changed:
+        kinds = ", ".join(dict.fromkeys(_KINDS.get(key, "parameters") for key in changed))
+        accept = " ".join(f"--accept {key}" for key in changed)
+        raise ConfigError(
+            "the run was begun with other " + kinds, where=where, got="\n       ".join(lines[key] for key in changed),
+            fix=f"put it back as it was, or go on all the same ({accept}), or train anew in another folder",
+        )  # fmt: skip
 
 
 def _short(value: str | None) -> str:

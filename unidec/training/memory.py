@@ -352,8 +352,10 @@ def _logits(s: Setting) -> list[Amount]:
 
 def _host_amounts(s: Setting, process: int) -> list[Amount]:
     """Host memory besides the model's. Memory-mapped files are not counted: the system drops their pages if needed."""
-    sizes, rows = s.sizes, training_rows(s.params, s.sizes)
-    per_label = INT32 + (2 * INT32 + INT64) * ("all" in head_labels(s.params)) + 8 * weighs_by_propensity(s.params)
+    sizes, params, rows = s.sizes, s.params, training_rows(s.params, s.sizes)
+    per_label = INT64 * ("all" in head_labels(params.model, params.pool)) + 8 * weighs_by_propensity(
+        params.loss, params.pool
+    )
     label_texts = 16 * (sizes.num_pairs + sizes.num_graph_pairs + s.listed) * s.params.pool.gandalf
     return [
         Amount("process", "host", process, "always", "measured: Python and its libraries"),

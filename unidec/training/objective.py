@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unidec.config import Params
 from unidec.model.full_bce import full_bce
 from unidec.model.losses import UNSCALED, PoolTargets, loss_options, symmetric_loss
 from unidec.model.unidec import UniDEC
+from unidec.sections import Loss
 from unidec.training.batches import Prepared
 from unidec.training.distributed import Ranks
 
@@ -22,13 +22,14 @@ class Objective:
     """The losses of a model under its parameters.
 
     Args:
-        params: all parameters.
+        settings: section `loss`.
+        seed: of what a loss draws at random.
         model: heads, classifier table and temperatures.
         ranks: the processes that train together; each computes the whole loss.
     """
 
-    def __init__(self, params: Params, model: UniDEC, ranks: Ranks):
-        self.settings, self.seed, self.model, self.ranks = params.loss, params.seed, model, ranks
+    def __init__(self, settings: Loss, seed: int, model: UniDEC, ranks: Ranks):
+        self.settings, self.seed, self.model, self.ranks = settings, seed, model, ranks
 
     def losses(self, x_BW: Tensor, batch: Prepared, step: int) -> dict[str, Tensor]:
         """Weighted losses of the heads: balance * L_D, (1 - balance) * (L_C + clf_bce * BCE).

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from unidec.errors import ArtifactError
-from unidec.model.row_table import RowTable
 from unidec.model.unidec import UniDEC
 from unidec.sections import Optim
-from unidec.training.row_optim import BETA1, BETA2, EPS, row_optimiser
+from unidec.training.row_optim import BETA1, BETA2, EPS, ROW_OPTIMISERS
 
 
 class Optimisers:
@@ -57,12 +56,12 @@ class Optimisers:
             betas=(BETA1, BETA2), eps=EPS, fused=True,
         )  # fmt: skip
         self.device = model.device
-        self.row = {
-            name: row_optimiser("sgd" if model.encoder.frozen else "adam", table, settings.lr_bag)  # sgd keeps nothing
-            if name.startswith("encoder.")
-            else row_optimiser(settings.clf_state, table, settings.lr_clf, f"{seed} {name}")
-            for name, table in model.tables().items()
-        }
+        self.row = {}
+        for name, table in model.tables().items():
+            if name.startswith("encoder."):  # sgd keeps nothing
+                self.row[name] = ROW_OPTIMISERS["sgd" if model.encoder.frozen else "adam"](table, settings.lr_bag)
+            else:
+                self.row[name] = ROW_OPTIMISERS[settings.clf_state](table, settings.lr_clf, f"{seed} {name}")
 
     def factor(self, step: int) -> float:
         """Share of the learning rates at a step (from 0): linear warm-up, then a cosine to 0."""
@@ -75,22 +74,17 @@ class Optimisers:
         leaves = [row.table.used[1] for row in self.row.values() if row.table.used is not None]
         return [t.grad for t in (*self.dense, *leaves) if t.grad is not None]
 
-    def gradient_norm(self) -> Tensor:
-        """2-norm over all gradients, 0-d; infinite or NaN as soon as one entry is."""
-        return torch.nn.utils.get_total_norm(self.gradients())
-
     @torch.no_grad()
     def step(self, step: int, norm: Tensor) -> None:
         """One update of everything.
 
         Args:
             step: from 0.
-            norm: of `gradient_norm`.
+            norm: of all gradients, 0-d.
         """
-        limit = self.settings.clip_norm
         scale: Tensor | float = 1.0
-        if limit > 0:
-            scale = (limit / (norm + 1e-6)).clamp_max(1.0)
+        if self.settings.clip_norm > 0:
+            scale = (self.settings.clip_norm / (norm + 1e-6)).clamp_max(1.0)
             grads = [p.grad for p in self.dense if p.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, scale)
@@ -120,14 +114,10 @@ class Optimisers:
         ids_S = torch.from_numpy(rows_S)
         if self.device.type == "cuda":
             ids_S = ids_S.pin_memory().to(self.device, non_blocking=True)
-        for name, table in self.tables().items():
+        for name, row in self.row.items():
             if not name.startswith("encoder."):
-                table.prefetch(rows_S, ids_S)
+                row.table.prefetch(rows_S, ids_S)
         return ids_S
-
-    def tables(self) -> dict[str, RowTable]:
-        """The tables by name."""
-        return {name: row.table for name, row in self.row.items()}
 
     def dense_state(self) -> dict[str, Tensor]:
         """AdamW's moments and step counts, "adamw.<number of the parameter>.<key>"; empty before the first step."""

@@ -29,14 +29,14 @@ def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
     """The type transformers compute in: bfloat16, or None for float32.
 
     "auto" takes bfloat16 on GPUs and on processors that multiply it in hardware (AVX512-BF16 or AMX). Without that it
-    was measured three times slower than float32. It asks the processor, not a stopwatch: the same machine always
-    decides alike.
+    was measured three times slower than float32. The processor's flags decide, so the same machine always decides
+    alike.
     """
     import torch
 
-    if precision != "auto":
-        return torch.bfloat16 if precision == "bf16" else None
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
-    able = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    able = precision == "bf16"
+    if precision == "auto" and device.type == "cuda":
+        able = torch.cuda.is_bf16_supported()
+    elif precision == "auto":
+        able = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if able else None

@@ -1,8 +1,8 @@
 """Random streams of dropout: one a rank, kept in checkpoints.
 
-All ranks make the same model from the same seed; then each goes on with a stream of its own, or texts of different
+All ranks create the same model from the same seed; then each continues with a stream of its own, or texts of different
 ranks would lose the same entries. So with dropout several ranks train as well as one, but not to the same bits; and a
-run resumed with another number of ranks goes on with streams that begin there.
+run resumed with another number of ranks continues with streams that begin there.
 """
 
 from __future__ import annotations
@@ -13,12 +13,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unidec.training.checkpoint import random_state, restore_random_state
 from unidec.training.distributed import Ranks
 
 
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """States of torch's generators (dropout), as dense tensors of a checkpoint."""
+    states = {"random.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["random.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_state(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Continue the sequences that `random_state` saw."""
+    torch.set_rng_state(tensors["random.cpu"].cpu())
+    if device.type == "cuda" and "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"].cpu(), device)
+
+
 def start_stream(seed: int, step: int, ranks: Ranks) -> None:
-    """The first rank goes on with the stream that made the model, the others begin their own."""
+    """The first rank continues with the stream that created the model, the others begin their own."""
     if not ranks.is_first:
         torch.manual_seed(int(np.random.SeedSequence([seed % 2**63, ranks.rank, step]).generate_state(1, np.uint64)[0]))
 
@@ -39,11 +53,9 @@ def restore_random_states(
     tensors: Mapping[str, Tensor], device: torch.device, seed: int, step: int, ranks: Ranks
 ) -> None:
     """Continue this rank's sequences; a rank that the checkpoint does not know begins its own at this step."""
-    if ranks.is_first:
-        restore_random_state(tensors, device)
-        return
-    own = {name.removesuffix(f".{ranks.rank}"): x for name, x in tensors.items() if name.endswith(f".{ranks.rank}")}
-    if "random.cpu" in own:
+    suffix = "" if ranks.is_first else f".{ranks.rank}"
+    own = {name: tensors[name + suffix] for name in ("random.cpu", "random.cuda") if name + suffix in tensors}
+    if own:
         restore_random_state(own, device)
     else:
         start_stream(seed, step, ranks)

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from unidec.config import Params
 from unidec.data.storage import MANIFEST, file_sha256, load_array, read_manifest, write_folder
 from unidec.errors import ArtifactError, TrainingError
+from unidec.params import TrainingSettings
 from unidec.sections import Pool
 from unidec.training.clustering import balanced_clusters
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.mining import mine_hard_negatives
+from unidec.training.needs import draws_pools
 from unidec.training.sampler import PoolSampler, clustered_batches, num_clusters, random_batches
 
 KIND, VERSION = "refresh", 1
@@ -46,8 +47,7 @@ class Refresh:
     def batches(self, rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
         """Rows of each batch of an epoch."""
         if self.order is not None and self.offsets is not None:
-            count = num_clusters(len(self.order), batch_size)
-            return clustered_batches(self.order, self.offsets, seed, epoch, count)
+            return clustered_batches(self.order, self.offsets, seed, epoch, num_clusters(len(rows), batch_size))
         return random_batches(rows, batch_size, seed, epoch)
 
     def save(self, path: Path, epoch: int) -> None:
@@ -108,13 +108,12 @@ class Clusters:
     report: dict[str, Any]
 
 
-def mines(params: Params) -> bool:
-    """Whether rounds need hard negatives: a classifier that sees all labels needs none."""
-    return params.pool.eta > 0 and not (params.model.heads == "clf" and params.pool.clf_labels == "all")
+def _mines(settings: TrainingSettings) -> bool:
+    return settings.pool.eta > 0 and draws_pools(settings.model, settings.pool)
 
 
 def make_clusters(
-    params: Params,
+    settings: TrainingSettings,
     rows: np.ndarray,
     query_vectors: Callable[[], np.ndarray],
     device: torch.device,
@@ -129,25 +128,25 @@ def make_clusters(
         ranks: processes that all call this, and share the work.
         epoch: finished epochs, which decide the size of the clusters.
     """
-    begin, size, clustered = time.perf_counter(), cluster_size(params.pool, epoch), params.pool.batches == "clustered"
-    order, offsets, query_ND = None, None, None
+    begin, size, order, offsets, query_ND = time.perf_counter(), cluster_size(settings.pool, epoch), None, None, None
     report: dict[str, Any] = {}
-    if clustered and size == 1:  # a query is its own cluster: nothing to compare
-        order, offsets = rows, np.arange(len(rows) + 1)
-    if (clustered and size > 1) or mines(params):
+    clustered = settings.pool.batches == "clustered"
+    if (clustered and size > 1) or _mines(settings):
         query_ND = query_vectors()
         report["encode_queries_seconds"] = time.perf_counter() - begin
-    if clustered and size > 1 and query_ND is not None:
-        clusters = balanced_clusters(query_ND, size, params.seed, device=device, ranks=ranks)
+    if clustered and size == 1:  # a query is its own cluster: nothing to compare
+        order, offsets = rows, np.arange(len(rows) + 1)
+    elif clustered and query_ND is not None:
+        clusters = balanced_clusters(query_ND, size, settings.seed, device, ranks)
         order, offsets = rows[clusters.order_N], clusters.offsets
-        report |= {"cluster_seconds": clusters.report.seconds, "clusters": clusters.report.num_clusters,
-                   "cluster_size": size, "cluster_cosine": clusters.report.objective}  # fmt: skip
+        report |= {"cluster_seconds": clusters.seconds, "clusters": len(offsets) - 1,
+                   "cluster_size": size, "cluster_cosine": clusters.objective}  # fmt: skip
     report["refresh_seconds"] = time.perf_counter() - begin
     return Clusters(order, offsets, query_ND, report)
 
 
 def make_refresh(
-    params: Params,
+    settings: TrainingSettings,
     rows: np.ndarray,
     sampler: PoolSampler,
     clusters: Clusters,
@@ -167,14 +166,13 @@ def make_refresh(
         the refresh, and figures: those of the clusters, and what mining found.
     """
     begin, report, negatives = time.perf_counter(), dict(clusters.report), None
-    if mines(params) and clusters.query_ND is not None:
+    if _mines(settings) and clusters.query_ND is not None:
         label_LD = label_vectors()
         report["encode_labels_seconds"] = time.perf_counter() - begin
-        mined = mine_hard_negatives(
+        negatives, mined = mine_hard_negatives(
             clusters.query_ND, rows, label_LD, sampler.relevance, sampler.filter_pairs,
-            params.pool.eta * params.pool.refresh, device=device, ranks=ranks,
+            settings.pool.eta * settings.pool.refresh, device, ranks,
         )  # fmt: skip
-        negatives = mined.shortlist
-        report |= {f"mine_{key}": value for key, value in mined.report.items()}
+        report |= {f"mine_{key}": value for key, value in mined.items()}
     report["refresh_seconds"] += time.perf_counter() - begin
     return Refresh(clusters.order, clusters.offsets, negatives), report

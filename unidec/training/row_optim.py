@@ -14,7 +14,7 @@ half a unit of bfloat16's 8 bits would be lost each time; rounded up with the ri
 from __future__ import annotations
 
 import hashlib
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from torch.optim.adamw import adamw
 from unidec.model.row_table import RowTable
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
-State = Literal["adam", "adagrad", "sgd"]
 
 
 class RowOptimiser:
@@ -51,13 +50,12 @@ class RowOptimiser:
             factor: the schedule's share of the learning rate.
             scale: multiplies the gradient (clipping).
         """
-        used = self.table.used
-        if used is None or used[1].grad is None:
+        rows_U, leaf = self.table.used or (None, None)
+        if leaf is None or leaf.grad is None:
             self.table.forget()
             return
-        rows_U, leaf = used
         weight, state = leaf.detach(), self.table.used_state()  # the leaf holds the rows' values
-        self.update(weight, used[1].grad, state, step, self.lr * factor, scale)
+        self.update(weight, leaf.grad, state, step, self.lr * factor, scale)
         if self.table.weight.dtype == torch.bfloat16:
             if rows_U is None:
                 first = self.table.first_row
@@ -78,15 +76,6 @@ class RowOptimiser:
         """State of all rows [R, ...] by name: the tensors themselves."""
         self.table.flush()
         return {name: self.table.state[name] for name in self.columns}
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Copy in what `state` gave."""
-        for name, tensor in self.state().items():
-            tensor.copy_(tensors[name])
-
-
-class RowSGD(RowOptimiser):
-    """Gradient descent without state."""
 
 
 class RowAdam(RowOptimiser):
@@ -125,15 +114,11 @@ class RowAdagrad(RowOptimiser):
         weight.addcmul_(grad, rate_U.unsqueeze(1), value=-lr)
 
 
-ROW_OPTIMISERS: dict[str, type[RowOptimiser]] = {"adam": RowAdam, "adagrad": RowAdagrad, "sgd": RowSGD}
+# by what they keep: two values an entry, one a row, nothing
+ROW_OPTIMISERS: dict[str, type[RowOptimiser]] = {"adam": RowAdam, "adagrad": RowAdagrad, "sgd": RowOptimiser}
 
 
-def row_optimiser(kind: State, table: RowTable, lr: float, seed: int | str = 0) -> RowOptimiser:
-    """The optimiser of one table by what it keeps: "adam" two values an entry, "adagrad" one a row, "sgd" nothing."""
-    return ROW_OPTIMISERS[kind](table, lr, seed)
-
-
-def bytes_per_row(dtype: Literal["fp32", "bf16"], state: State, width: int) -> tuple[int, int]:
+def bytes_per_row(dtype: str, state: str, width: int) -> tuple[int, int]:
     """Bytes of a row's weight and of its state, which is float32 always."""
     values = sum(width if wide else 1 for wide in ROW_OPTIMISERS[state].columns.values())
     return width * (2 if dtype == "bf16" else 4), 4 * values

@@ -132,12 +132,13 @@ def batch_sizes(params: Params, sizes: Sizes) -> Batch:
     num_queries = math.ceil(num_train / batches)
     # mean of min(count, beta) <= min(mean count, beta): a batch's queries sample no more positives than this
     positives = min(pool.beta, sizes.num_pairs / sizes.num_queries)
-    mines = pool.eta > 0 and draws_pools(params)
+    mines = pool.eta > 0 and draws_pools(params.model, params.pool)
     sampled = math.ceil(num_queries * (positives + (pool.eta if mines else 0)))
     drawn = max(1, min(sampled, sizes.num_labels, pool.size or sampled))
     count = {"none": 0, "pool": drawn, "all": sizes.num_labels}
-    de_labels, clf_labels = (count[labels] for labels in head_labels(params))
-    counts = ((sizes.query_lengths, num_queries), (sizes.label_lengths, count[encoded_labels(params)]))
+    de_labels, clf_labels = (count[labels] for labels in head_labels(params.model, params.pool))
+    num_encoded = count[encoded_labels(params.model, params.pool)]
+    counts = ((sizes.query_lengths, num_queries), (sizes.label_lengths, num_encoded))
     parts = [typical_lengths(histogram, -(-number // ranks), longest) for histogram, number in counts if number]
     texts = held = Texts.of(parts)
     at_once = min(params.optim.encode_chunk or texts.count, CHUNK_TEXTS if params.run.recompute else texts.count)

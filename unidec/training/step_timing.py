@@ -109,14 +109,14 @@ def _step_seconds(params: Params, sizes: Sizes, batch: Batch, folder: Path, part
         values["encoder.residual"] = False
     small = with_settings(params, values)
     assert small is not None
-    of_de, of_clf = head_labels(small)
+    of_de, of_clf = head_labels(small.model, small.pool)
     num_labels = sizes.num_labels if of_clf == "all" else min(sizes.num_labels, 4 * labels)
     if of_de == "all":  # whose texts take the time: a part of them
         num_labels = max(1, sizes.num_labels // part)
     data = random_data(folder / f"data-{part}", queries * steps, num_labels, sizes, small)
     # caches of frozen outputs stay zeros: a step takes as long, and nobody waits for them to be filled
     with patch.object(frozen.FrozenCaches, "_own_share", return_value=()):
-        trainer = Trainer(small, data, folder / f"run-{part}", folder / "cache")
+        trainer = Trainer(small.training, data, folder / f"run-{part}", folder / "cache")
         with patch.object(trainer, "save", lambda: None):  # a step is timed, not a disk
             _round_seconds(trainer)  # the first steps allocate
             return _round_seconds(trainer) / steps

@@ -22,7 +22,6 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.data.tokens import TokenCache
@@ -32,6 +31,7 @@ from unidec.model.frozen import cached_inputs
 from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
+from unidec.params import TrainingSettings
 from unidec.progress import progress
 from unidec.training.batches import Batches, Prepared
 from unidec.training.checkpoint import Checkpoint, CheckpointWriter, RowPart, load_checkpoint
@@ -43,11 +43,9 @@ from unidec.training.optim import Optimisers
 from unidec.training.precision import autocast_type, choose_device
 from unidec.training.random_streams import random_states, restore_random_states, start_stream
 from unidec.training.refresh import Clusters, Refresh, make_clusters, make_refresh
-from unidec.training.sampler import PoolSampler
-from unidec.training.start import start_bag
+from unidec.training.sampler import PoolSampler, num_clusters
+from unidec.training.start import Start, start_bag, take_model, take_rows
 from unidec.training.stop import stop_signals
-from unidec.training.warm import take_model, take_rows
-from unidec.training.warm_start import Start
 
 LOG_EVERY = 10  # steps between two lines of history; each step waits for the device once, for its check of finiteness
 
@@ -69,21 +67,20 @@ class TrainingData:
 
 
 class Trainer:
-    """One training run in one folder; open it again and it goes on from its newest checkpoint, also inside a round.
+    """One training run in one folder; opened again it resumes from its newest checkpoint, also inside a round.
 
     Args:
-        params: all parameters.
+        settings: what of the parameters a training reads.
         data: what is trained on.
         run_dir: the run's folder.
         cache_dir: where a frozen transformer's outputs are kept between runs.
         accept: keys of the run's identity (`unidec.training.identity`) that may differ from the checkpoint's.
         ranks: the processes that train together.
-        start: the model that training goes on from, in place of a new one.
+        start: the earlier model to start from, in place of a new one.
 
     Attributes:
         epoch: finished epochs; epoch_step: finished steps of the next one; step: finished steps in all.
-        finished: all epochs are done.
-        notes: what a checkpoint keeps for whoever drives the run (JSON: the tracker's run id).
+        notes: what a checkpoint keeps for the caller (JSON: the tracker's run id).
 
     Raises:
         ConfigError: the newest checkpoint is of other data, parameters, tokenizer, code or start, the keys are listed;
@@ -92,7 +89,7 @@ class Trainer:
 
     def __init__(
         self,
-        params: Params,
+        settings: TrainingSettings,
         data: TrainingData,
         run_dir: Path,
         cache_dir: Path,
@@ -101,33 +98,38 @@ class Trainer:
         ranks: Ranks = ALONE,
         start: Start | None = None,
     ):
-        dataset, label_graph = data.dataset, data.label_graph
-        self.params, self.dataset, self.run_dir, self.ranks, self.start = params, dataset, run_dir, ranks, start
+        self.settings, self.data, self.dataset = settings, data, data.dataset
+        self.run_dir, self.ranks, self.start = run_dir, ranks, start
         self.tokens = {"queries": data.query_tokens, "labels": data.label_tokens}
-        self.device = choose_device(params.device)
-        self.amp = autocast_type(params.optim.precision, self.device)
-        torch.manual_seed(params.seed)
-        folder = resolve_encoder(params.encoder.name)
-        begin, end = ranks.part(dataset.num_labels)
+        self.device = choose_device(settings.device)
+        self.amp = autocast_type(settings.optim.precision, self.device)
+        torch.manual_seed(settings.seed)
+        num_labels = self.dataset.num_labels
+        begin, end = ranks.part(num_labels)
         scratch = run_dir / "table" / f"rank-{ranks.rank}"
-        place = Placement(params.run.table_place, scratch, begin, end - begin, self.device)
         self.model = UniDEC.create(
-            params.encoder, params.model, dataset.num_labels, folder, data.query_tokens.vocab_size, params.model_dump(),
-            placement=place,
+            settings.encoder, settings.model, num_labels, resolve_encoder(settings.encoder.name),
+            data.query_tokens.vocab_size, dict(settings.everything),
+            placement=Placement(settings.run.table_place, scratch, begin, end - begin, self.device),
         ).to(self.device)  # fmt: skip
-        self.model.encoder.recompute = params.run.recompute
-        self.objective = Objective(params, self.model, ranks)
+        self.model.encoder.recompute = settings.run.recompute
+        self.objective = Objective(settings.loss, settings.seed, self.model, ranks)
         not_cached = InputBuilder(self.model.encoder, self.device)
-        self.batches = Batches(params, dataset, self.tokens, not_cached, self.device, ranks, label_graph)
+        self.batches = Batches(
+            settings, self.dataset, self.tokens, not_cached, self.device, ranks, data.label_graph
+        )  # fmt: skip
         if start is not None:  # before what is frozen is computed
             take_model(self.model, start)
         else:
             start_bag(self.model, self.batches.parts(self.rows))
         self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp, ranks)
         self.batches.build = self.build
-        self.model.label_input = self._encode_labels if params.model.clf_residual else None
-        self.steps_per_epoch = self._num_batches()
-        self.optimisers = Optimisers(self.model, params.optim, self.steps_per_epoch, seed=params.seed)
+        self.model.label_input = self._encode_labels if settings.model.clf_residual else None
+        batch_size = settings.pool.batch_size
+        self.steps_per_epoch = math.ceil(len(self.rows) / batch_size)
+        if settings.pool.batches == "clustered":
+            self.steps_per_epoch = num_clusters(len(self.rows), batch_size)
+        self.optimisers = Optimisers(self.model, settings.optim, self.steps_per_epoch, seed=settings.seed)
         self.batches.rows_to_device = self.optimisers.prefetch
         self.writer = CheckpointWriter(run_dir, ranks)
         self.epoch = self.epoch_step = self.step = 0
@@ -136,7 +138,7 @@ class Trainer:
         self.seconds = 0.0
         self.notes: dict[str, Any] = {}
         self._saved_step, self._saved_at = 0, time.monotonic()
-        self._restore(accept, label_graph)
+        self._restore(accept)
 
     @property
     def rows(self) -> np.ndarray:
@@ -150,21 +152,16 @@ class Trainer:
 
     # -- start and resume ---------------------------------------------------------------------------------------------
 
-    def _num_batches(self) -> int:
-        """Batches an epoch: clusters are 2^depth, the smallest depth that fits (as `balanced_clusters` cuts)."""
-        batches = math.ceil(len(self.rows) / self.params.pool.batch_size)
-        return 2 ** math.ceil(math.log2(batches)) if self.params.pool.batches == "clustered" else batches
-
     def _encode_labels(self, begin: int, end: int) -> Tensor:
         return self._encode_some_labels(np.arange(begin, end))
 
     def _encode_some_labels(self, rows: np.ndarray) -> Tensor:
         return torch.from_numpy(self._encode("labels", rows, None)).to(self.device)
 
-    def _restore(self, accept: Collection[str], label_graph: sp.csr_matrix | None) -> None:
-        sha256 = self.start.sha256 if self.start is not None else None
+    def _restore(self, accept: Collection[str]) -> None:
+        data, sha256 = self.data, self.start.sha256 if self.start is not None else None
         self.identity = run_identity(
-            self.params, self.dataset, self.tokens["queries"], self.tokens["labels"], sha256, label_graph
+            self.settings.everything, data.dataset, data.query_tokens, data.label_tokens, sha256, data.label_graph
         )
         tables = self.model.tables().items()
         own = {name: (table.first_row, table.first_row + table.own_rows) for name, table in tables}
@@ -177,11 +174,11 @@ class Trainer:
             print(f"checkpoint passed over: {reason}")
         if checkpoint is None:
             if self.start is not None:
-                uids, keep = self.dataset.labels["uid"], self.params.warm.keep
-                take_rows(self.model, self.start, uids, self._encode_some_labels, keep)
+                uids = self.dataset.labels["uid"]
+                take_rows(self.model, self.start, uids, self._encode_some_labels, self.settings.keep)
             else:
                 self.model.start_table(self._encode_labels)
-            start_stream(self.params.seed, 0, self.ranks)
+            start_stream(self.settings.seed, 0, self.ranks)
         else:
             self._take(checkpoint)
         if self.ranks.is_first:
@@ -194,14 +191,13 @@ class Trainer:
         try:
             self.model.load_dense_state(weights)
         except (KeyError, RuntimeError) as error:
-            raise ArtifactError(
-                "the checkpoint is of another model", where=str(self.run_dir), got=str(error)
-            ) from error
+            what = "the checkpoint is of another model"
+            raise ArtifactError(what, where=str(self.run_dir), got=str(error)) from error
         self.optimisers.load_row_states({name: part.tensors for name, part in checkpoint.rows.items()})
         self.optimisers.load_dense_state(checkpoint.dense)
         state = checkpoint.state
         self.epoch, self.epoch_step, self.step = (int(state[key]) for key in ("epoch", "epoch_step", "step"))
-        restore_random_states(checkpoint.dense, self.device, self.params.seed, self.step, self.ranks)
+        restore_random_states(checkpoint.dense, self.device, self.settings.seed, self.step, self.ranks)
         self.seconds, self.notes = float(state["seconds"]), dict(state["notes"])
         self._saved_step = self.step
 
@@ -227,24 +223,24 @@ class Trainer:
         self._saved_step, self._saved_at = self.step, time.monotonic()
 
     def _save_is_due(self) -> bool:
-        run = self.params.run
+        run = self.settings.run
         # a save begins as much earlier as the last one took until it was durable: no more than an interval is ever lost
         seconds = time.monotonic() - self._saved_at + self.writer.last_seconds
         return 0 < run.checkpoint_steps <= self.step - self._saved_step or 0 < 60 * run.checkpoint_minutes <= seconds
 
     @property
     def _inside_round(self) -> bool:
-        return self.epoch_step > 0 or (self.epoch % self.params.pool.refresh > 0 and not self.finished)
+        return self.epoch_step > 0 or (self.epoch % self.settings.pool.refresh > 0 and not self.finished)
 
     @property
     def _round_begin(self) -> int:
         """Finished epochs when the round in progress, or the coming one, began."""
-        return self.epoch - self.epoch % self.params.pool.refresh
+        return self.epoch - self.epoch % self.settings.pool.refresh
 
     @property
     def finished(self) -> bool:
         """All epochs are done."""
-        return self.epoch >= self.params.optim.epochs
+        return self.epoch >= self.settings.optim.epochs
 
     # -- refresh ------------------------------------------------------------------------------------------------------
 
@@ -267,8 +263,8 @@ class Trainer:
             figures: seconds of each part, number and cosine of the clusters.
         """
         self._clusters = make_clusters(
-            self.params, self.rows, self._query_vectors, self.device, self.ranks, epoch=self.epoch
-        )
+            self.settings, self.rows, self._query_vectors, self.device, self.ranks, self.epoch
+        )  # fmt: skip
         return self._clusters.report
 
     def refresh(self) -> dict[str, Any]:
@@ -281,19 +277,16 @@ class Trainer:
             self.cluster()
         assert self._clusters is not None
         made, report = make_refresh(
-            self.params, self.rows, self.sampler, self._clusters, self._label_vectors, self.device, self.ranks
+            self.settings, self.rows, self.sampler, self._clusters, self._label_vectors, self.device, self.ranks
         )
         self._clusters = None
         if self.ranks.is_first:
-            self._keep(made)
+            made.save(self._refresh_folder(self.epoch), self.epoch)
+            needed = {self._refresh_folder(epoch) for epoch in (self.epoch, self.epoch - self.settings.pool.refresh)}
+            for old in set((self.run_dir / "refresh").glob("epoch-*")) - needed:
+                shutil.rmtree(old, ignore_errors=True)  # no checkpoint that is kept lies inside its round
         self.ranks.barrier()  # the others read it
         return report
-
-    def _keep(self, made: Refresh) -> None:
-        made.save(self._refresh_folder(self.epoch), self.epoch)
-        needed = {self._refresh_folder(epoch) for epoch in (self.epoch, self.epoch - self.params.pool.refresh)}
-        for old in set((self.run_dir / "refresh").glob("epoch-*")) - needed:
-            shutil.rmtree(old, ignore_errors=True)  # no checkpoint that is kept lies inside its round
 
     def _encode(self, name: str, rows: np.ndarray | None, desc: str | None) -> np.ndarray:
         with self._autocast():
@@ -335,9 +328,9 @@ class Trainer:
         Returns:
             figures of what was trained here.
         """
-        pool, begin, first_step, first = self.params.pool, time.perf_counter(), self.step, self.ranks.is_first
+        pool, begin, first_step, first = self.settings.pool, time.perf_counter(), self.step, self.ranks.is_first
         self.made = Refresh.load(self._refresh_folder(self._round_begin), self._round_begin)
-        until = min(self.params.optim.epochs, self._round_begin + pool.refresh)
+        until = min(self.settings.optim.epochs, self._round_begin + pool.refresh)
         total = (until - self.epoch) * self.steps_per_epoch - self.epoch_step
         self.model.train()
         self.ranks.barrier()  # steps have a short timeout: all begin together
@@ -359,7 +352,7 @@ class Trainer:
                     if first:
                         os.fsync(history.fileno())  # a resumed run keeps the lines before its checkpoint
                     self.save()
-                    if self.params.run.checkpoint_steps:
+                    if self.settings.run.checkpoint_steps:
                         self.writer.wait()  # counted in steps, an interval leaves no step for a writer beside
                 if stopping:
                     self.writer.wait()
@@ -375,7 +368,7 @@ class Trainer:
         """Steps up to an epoch's end, from wherever the run is; after each the counters, then the figures to log."""
         while self.epoch < until:
             # from the seed and the epoch alone: a resumed run cuts the same batches and leaves out those it has done
-            batches = self.made.batches(self.rows, self.params.pool.batch_size, self.params.seed, self.epoch)
+            batches = self.made.batches(self.rows, self.settings.pool.batch_size, self.settings.seed, self.epoch)
             for prepared in self.batches.ahead(batches, self.epoch, self.epoch_step, self.made.negatives):
                 logs = self.train_step(prepared)
                 self.step += 1
@@ -399,10 +392,10 @@ class Trainer:
         """
         begin = time.perf_counter()
         try:
-            encoding = encode_texts(self.model.encoder, batch.texts, self._autocast)
-            losses = self.objective.losses(encoding.x_BW, batch, self.step)
+            x_BW, backward = encode_texts(self.model.encoder, batch.texts, self._autocast)
+            losses = self.objective.losses(x_BW, batch, self.step)
             loss = torch.stack(list(losses.values())).sum()
-            encoding.backward(loss)
+            backward(loss)
         except torch.OutOfMemoryError as error:
             raise self._no_memory(batch) from error
         norm = self._complete_gradients()
@@ -415,16 +408,11 @@ class Trainer:
     def _complete_gradients(self) -> Tensor:
         """Add what the ranks have of the gradients; their norm, 0-d."""
         optimisers, ranks = self.optimisers, self.ranks
-        if ranks.alone:
-            return optimisers.gradient_norm()
-        tables = optimisers.tables()
-        replicated = [table for name, table in tables.items() if name.startswith("encoder.")]
+        tables = {name: row.table for name, row in optimisers.row.items()}
         ranks.sum_gradients(optimisers.dense, complete=[self.model.log_scale])
-        ranks.sum_rows(replicated)
-        sharded = [table for name, table in tables.items() if not name.startswith("encoder.")]
-        whole, own = ([t.used[1].grad for t in some if t.used is not None] for some in (replicated, sharded))
-        everyones = [*(p.grad for p in optimisers.dense), *whole]
-        return ranks.norm(*([grad for grad in grads if grad is not None] for grads in (everyones, own)))
+        ranks.sum_rows([table for name, table in tables.items() if name.startswith("encoder.")])
+        sharded = [t.used[1].grad for name, t in tables.items() if not name.startswith("encoder.") and t.used]
+        return ranks.norm(optimisers.gradients(), [grad for grad in sharded if grad is not None])
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None)
@@ -432,7 +420,7 @@ class Trainer:
     # -- what is said -------------------------------------------------------------------------------------------------
 
     def _figures(self, batch: Prepared, losses: dict[str, Tensor], norm: Tensor) -> dict[str, float]:
-        optimisers, optim = self.optimisers, self.params.optim
+        optimisers, optim = self.optimisers, self.settings.optim
         factor = optimisers.factor(self.step)
         num_queries, pool_size = len(batch.pool.rows_B), len(batch.pool.pool_S)
         seconds = max(self.seconds, 1e-9) / (self.step + 1)
@@ -462,9 +450,9 @@ class Trainer:
             "the GPU's memory is full",
             where=f"epoch {self.epoch}, step {self.step}",
             got=f"{len(batch.pool.rows_B)} queries, {len(batch.pool.pool_S)} pool labels, "
-            f"up to {self.params.tokens.max_length} tokens",
-            fix=f"pool.batch_size: {max(1, self.params.pool.batch_size // 2)}, a smaller pool.size or max_length, "
-            "run.recompute or optim.encode_chunk; the run goes on from its last checkpoint",
+            f"up to {self.settings.everything['tokens']['max_length']} tokens",
+            fix=f"pool.batch_size: {max(1, self.settings.pool.batch_size // 2)}, a smaller pool.size or max_length, "
+            "run.recompute or optim.encode_chunk; the run resumes from its last checkpoint",
         )
 
 
