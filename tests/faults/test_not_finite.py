@@ -28,13 +28,14 @@ def spoil_loss(trainer: Any, value: float) -> None:
 
 def spoil_gradient(trainer: Any, value: float) -> None:
     """The losses stay finite; one entry of one gradient does not."""
-    norm = trainer.optimisers.gradient_norm
+    gradients = trainer.optimisers.gradients
 
-    def spoilt(*given: Any) -> torch.Tensor:
-        trainer.optimisers.gradients()[0].view(-1)[0] = value
-        return norm(*given)
+    def spoilt() -> list[torch.Tensor]:
+        found = gradients()
+        found[0].view(-1)[0] = value
+        return found
 
-    trainer.optimisers.gradient_norm = spoilt
+    trainer.optimisers.gradients = spoilt
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -22,10 +22,10 @@ def begun(trainer):
 
 
 def losses_of(trainer, batch, backward=False):
-    encoding = encode_texts(trainer.model.encoder, batch.texts, trainer._autocast)
-    losses = trainer.objective.losses(encoding.x_BW, batch, 0)
+    x_BW, run_backward = encode_texts(trainer.model.encoder, batch.texts, trainer._autocast)
+    losses = trainer.objective.losses(x_BW, batch, 0)
     if backward:
-        encoding.backward(torch.stack(list(losses.values())).sum())
+        run_backward(torch.stack(list(losses.values())).sum())
     return {name: float(value.detach()) for name, value in losses.items()}
 
 
