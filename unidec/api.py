@@ -160,8 +160,6 @@ class Model:
         def items(texts: Mapping[str, str] | None) -> list[LabelText]:
             return [LabelText(uid, text) for uid, text in (texts or {}).items()]
 
-        if Path(folder).resolve() == self.folder.resolve():
-            raise ConfigError("a bundle is not changed in place: it may be in use", where="folder", got=str(folder))
         bundle = self._answerer.bundle
         change = LabelChange.edit(bundle, items(add), list(remove), items(update))
         return Model(with_labels(bundle, folder, change), self.runtime)

@@ -17,7 +17,7 @@ from unidec.config import Params, to_yaml
 from unidec.data.storage import folder_sha256
 from unidec.errors import ConfigError, DataError
 from unidec.pipeline import paths
-from unidec.pipeline.labels import LabelEdit, change_labels
+from unidec.pipeline.labels import change_labels
 from unidec.retrieval.answer import Answerer, Request
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.label_change import LabelText
@@ -101,7 +101,7 @@ def test_removed_labels_are_seen_nowhere(params: Params) -> None:
     texts = pipeline.paths.open_dataset().query_texts()[:60]
     answered = [uid for found in before.predict(texts, 3) for uid in found.labels]
     gone = list(dict.fromkeys(answered))[:25]  # what is answered most readily
-    change_labels(params, paths.BUNDLE, LabelEdit(remove=gone), out="without")
+    change_labels(params, paths.BUNDLE, remove=gone, out="without")
     after = Bundle.load("without")
     answerer = Answerer(after, open_encoder(after, "torch"))
     everything = after.num_labels + len(gone)
@@ -118,16 +118,16 @@ def test_removed_labels_are_seen_nowhere(params: Params) -> None:
 
 def test_an_estimated_row_follows_its_text(params: Params) -> None:
     """Added with one text and changed to another is the same as added with the other; a trained row stays."""
-    change_labels(params, paths.BUNDLE, LabelEdit(add=[LabelText("n", "a reader of planets")]), out="one")
-    change_labels(params, "one", LabelEdit(update=[LabelText("n", "sorts bread by age")]), out="two")
-    change_labels(params, paths.BUNDLE, LabelEdit(add=[LabelText("n", "sorts bread by age")]), out="three")
+    change_labels(params, paths.BUNDLE, add=[LabelText("n", "a reader of planets")], out="one")
+    change_labels(params, "one", update=[LabelText("n", "sorts bread by age")], out="two")
+    change_labels(params, paths.BUNDLE, add=[LabelText("n", "sorts bread by age")], out="three")
     one, two, three = (Bundle.load(name) for name in ("one", "two", "three"))
     for name in ("de", "clf"):
         assert two.vectors[name][-1] == pytest.approx(three.vectors[name][-1], abs=1e-5)
         assert abs(two.vectors[name][-1] - one.vectors[name][-1]).max() > 0.01
     assert two.info.estimated == [(one.num_labels - 1, one.num_labels)]
     uid = one.uids[0].as_py()
-    change_labels(params, "one", LabelEdit(update=[LabelText(uid, "sorts bread by age")]), out="four")
+    change_labels(params, "one", update=[LabelText(uid, "sorts bread by age")], out="four")
     four = Bundle.load("four")
     assert (four.vectors["clf"][0] == one.vectors["clf"][0]).all()
     assert abs(four.vectors["de"][0] - one.vectors["de"][0]).max() > 0.01
@@ -136,13 +136,13 @@ def test_an_estimated_row_follows_its_text(params: Params) -> None:
 def test_mistakes_write_nothing(params: Params) -> None:
     uid = Bundle.load(paths.BUNDLE).uids[3].as_py()
     with pytest.raises(DataError, match="did you mean"):
-        change_labels(params, paths.BUNDLE, LabelEdit(remove=[f"{uid}x"]), out="never")
+        change_labels(params, paths.BUNDLE, remove=[f"{uid}x"], out="never")
     with pytest.raises(ConfigError, match="not changed in place"):
-        change_labels(params, paths.BUNDLE, LabelEdit(remove=[uid]), out=paths.BUNDLE)
-    assert not change_labels(params, paths.BUNDLE, LabelEdit(), out="never")["changed"]
-    change_labels(params, paths.BUNDLE, LabelEdit(remove=[uid]), out="mine")
+        change_labels(params, paths.BUNDLE, remove=[uid], out=paths.BUNDLE)
+    assert not change_labels(params, paths.BUNDLE, out="never")["changed"]
+    change_labels(params, paths.BUNDLE, remove=[uid], out="mine")
     with pytest.raises(ConfigError, match="not registered"):
-        change_labels(params, "mine", LabelEdit(add=[LabelText("n", "x")]), out="never", register=True)
+        change_labels(params, "mine", add=[LabelText("n", "x")], out="never", register=True)
     assert not Path("never").exists()
 
 

@@ -26,7 +26,7 @@ def bundle(tmp_path: Path, rng: np.random.Generator, stub_model: None) -> Bundle
 
 
 def labels_of(change: LabelChange) -> dict[str, str]:
-    return dict(zip(change.uids.to_pylist(), change.titles.to_pylist(), strict=True))
+    return dict(zip(change.uids, change.titles, strict=True))
 
 
 @pytest.mark.parametrize("long_texts", [False, True])
@@ -46,10 +46,10 @@ def test_an_edit_is_that_of_a_dictionary(bundle: Bundle, rng: np.random.Generato
         assert labels_of(change) == wanted and list(labels_of(change)) == list(wanted)  # new ones last
         rows = [tiny.UIDS.index(uid) if uid in before else -1 for uid in wanted]
         assert change.source_L.tolist() == rows
-        encoded = {change.uids[row].as_py(): text for row, text in zip(change.encoded_S, change.texts_S, strict=True)}
+        encoded = {change.uids[row]: text for row, text in zip(change.encoded_S, change.texts_S, strict=True)}
         assert encoded == {item.uid: item.text for item in (*update, *add)}
         assert (np.diff(change.encoded_S) > 0).all()
-        assert (change.added, change.removed, set(change.renamed)) == (new, gone, set(changed))
+        assert (change.added, set(change.removed), set(change.renamed)) == (new, set(gone), set(changed))
         assert bool(change) == bool(new or gone or changed)
         kept = len(wanted) - len(new)
         assert change.counts == {"added": len(new), "removed": len(gone), "renamed": len(changed), "kept": kept}
@@ -150,7 +150,7 @@ def test_uids_alone_and_other_names(tmp_path: Path) -> None:
         ("a.csv", b"uid,text\n", "no rows"),
         ("a.csv", b"uid,text\n\xff,y\n", r"a\.csv:2: text that is not UTF-8"),
         ("a.csv.gz", b"uid,text\nx,y\n", "damaged gzip file"),
-        ("a.parquet", b"PAR1", "cannot be read"),
+        ("a.parquet", b"PAR1", "not a readable Parquet file"),
         ("a.jsonl", b'{"uid": "x"', r"a\.jsonl:1: not a JSON object"),
         ("a.jsonl", b'{"uid": "x", "text": 3}\n[1]\n', ":2: not a JSON object"),
         ("a.jsonl", b'{"uid": true, "text": "t"}\n', ":1: no uid"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -60,14 +61,17 @@ def test_one_that_cannot_be_served_says_why(bundle, tmp_path, monkeypatch):
 
 def test_nothing_heavy_is_imported_for_training(bundle):
     """The memory of a probe is that of serving: it must not import what only training or tracking needs."""
-    job = json.dumps({"bundle": str(bundle), "texts": ["red"], "k": 1, "began": time.time()})
+    job = {"bundle": str(bundle), "texts": ["red"], "k": 1, "began": time.time(), "runtime": "torch", "threads": 0}
+    job |= {"max_bytes": 0, "parent": os.getpid()}
     code = (
         "import io, sys; sys.stdin = io.StringIO(sys.argv[1])\n"
         "from unidec.retrieval.probe import main; main()\n"
         "unwanted = {'mlflow', 'great_expectations', 'matplotlib', 'sklearn', 'unidec.training.trainer'}\n"
         "print(sorted(unwanted & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, job], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(job)], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 

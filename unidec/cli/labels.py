@@ -124,9 +124,9 @@ def refresh(
 def _change(
     params: Params, bundle: str, out: Path | None, register: bool, dry_run: bool, **edit: list[Any]
 ) -> dict[str, Any]:
-    from unidec.pipeline.labels import LabelEdit, change_labels
+    from unidec.pipeline.labels import change_labels
 
-    return change_labels(params, bundle, LabelEdit(**edit), out=out, register=register, dry_run=dry_run)
+    return change_labels(params, bundle, out=out, register=register, dry_run=dry_run, **edit)
 
 
 def _read(file: Path | None, texts: bool = True) -> list[LabelText]:

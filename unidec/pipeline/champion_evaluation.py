@@ -58,7 +58,7 @@ def contestant(bundle: Bundle, dataset: XMCDataset) -> Contestant:
             return Contestant(labels, unknown, removed)
     except ArtifactError:
         pass  # not there, or damaged: computed again
-    labels = _ranked(bundle, dataset, rows, row_of_B, removed)
+    labels = ranked(bundle, dataset, rows, row_of_B, removed)
     buffer = io.BytesIO()
     np.save(buffer, labels, allow_pickle=False)
     RANKINGS.mkdir(parents=True, exist_ok=True)
@@ -72,12 +72,13 @@ def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str
     return dataset.query_texts(rows, "title+content" if bundle.info.text == "title+content" else "title")
 
 
-def _ranked(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray, row_of_B: np.ndarray, removed: int) -> np.ndarray:
+def ranked(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray, row_of_B: np.ndarray, removed: int) -> np.ndarray:
+    """The first `K` labels of some queries, int32 [N, K] as in `Contestant`; `row_of_B`: the data set's row of each."""
     texts = own_texts(bundle, dataset, rows)
     filtered, uids = dataset.filter_pairs[rows], dataset.labels["uid"]
     width = K + min(removed, _MOST_REMOVED)
     parts = [np.zeros((0, K), dtype=np.int32)]
-    with progress(total=len(texts), desc=f"test queries by {bundle.sha256[:8]}", unit="query") as bar:
+    with progress(total=len(texts), desc=f"queries by {bundle.sha256[:8]}", unit="query") as bar:
         for start in range(0, len(texts), _AT_ONCE):
             some = texts[start : start + _AT_ONCE]
             exclude = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,14 +19,14 @@ from unidec.data.dataset import Text, XMCDataset
 from unidec.data.propensity import frequency_group, inverse_propensity, label_counts
 from unidec.data.raw import SPLITS
 from unidec.data.tokens import encode_texts
-from unidec.errors import ConfigError
-from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
+from unidec.evaluation.metrics import evaluate, filtered_truth
 from unidec.pipeline import paths
-from unidec.pipeline.ranking import K, headline, training_neighbours
+from unidec.pipeline.champion_evaluation import own_texts, ranked
+from unidec.pipeline.ranking import headline, training_neighbours
 from unidec.pipeline.registration import parent_version
 from unidec.pipeline.registration import register as register_bundle
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import read_info
+from unidec.retrieval.bundle_folder import read_info, write_with_index
 from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
 from unidec.retrieval.neighbours import Neighbours
 from unidec.tracking.fetch import fetch_bundle
@@ -35,23 +34,14 @@ from unidec.tracking.promotion import known_version
 from unidec.tracking.store import open_client, tracking_uri
 from unidec.training.precision import choose_device
 
-_TEXTS_AT_ONCE = 256  # of one search
-
-
-@dataclass(frozen=True)
-class LabelEdit:
-    """What `change_labels` adds, removes and updates; as `LabelChange.edit` takes them."""
-
-    add: Sequence[LabelText] = ()
-    remove: Sequence[str] = ()
-    update: Sequence[LabelText] = ()
-
 
 def change_labels(
     params: Params,
     source: str | os.PathLike[str],
-    edit: LabelEdit,
     *,
+    add: Sequence[LabelText] = (),
+    remove: Sequence[str] = (),
+    update: Sequence[LabelText] = (),
     out: str | os.PathLike[str] | None = None,
     register: bool = False,
     dry_run: bool = False,
@@ -61,7 +51,7 @@ def change_labels(
     Args:
         params: all parameters; used are the device, and where models are registered.
         source: a bundle's folder, models:/name@alias or models:/name/version; it is not touched.
-        edit: the labels to add, remove and update.
+        add, remove, update: as `LabelChange.edit` takes them.
         out: folder of the new bundle; None: outputs/refreshed.
         register: register it as challenger; the bundle that it comes from must be registered.
         dry_run: only report what would change; nothing is written.
@@ -77,17 +67,11 @@ def change_labels(
     """
     begin = time.perf_counter()
     out = paths.REFRESHED if out is None else Path(out)
-    folder = fetch_bundle(source, paths.BUNDLES)
-    if folder.resolve() == out.resolve():
-        raise ConfigError(
-            "a bundle is not changed in place: it may be answering", where="--out", got=str(out),
-            fix=f"name another folder: --out {out}-new",
-        )  # fmt: skip
     # its hashes are checked once, when the new one is written
-    bundle = Bundle.load(folder, verify=dry_run, device=str(choose_device(params.device)))
+    bundle = _open(f"{source}", params, verify=dry_run)
     if register and not dry_run:
         parent_version(params, bundle.sha256, str(bundle.path))  # fails before the work, not after it
-    change = LabelChange.edit(bundle, edit.add, edit.remove, edit.update)
+    change = LabelChange.edit(bundle, add, remove, update)
     result: dict[str, Any] = {"changed": bool(change), "bundle": None, "labels": len(change.uids), **change.counts}
     if change and not dry_run:
         card = bundle.info.card | {"refreshed": {"parent": bundle.sha256, **change.counts}}
@@ -95,6 +79,10 @@ def change_labels(
         result |= {"bundle": str(out), "estimated": sum(end - start for start, end in info.estimated)}
     result["seconds"] = round(time.perf_counter() - begin, 2)
     return result | register_bundle(params, out) if register and result["bundle"] else result
+
+
+def _open(address: str, params: Params, verify: bool = True) -> Bundle:
+    return Bundle.load(fetch_bundle(address, paths.BUNDLES), verify=verify, device=str(choose_device(params.device)))
 
 
 def refresh_labels(params: Params, version: str | int = "champion") -> dict[str, Any]:
@@ -113,8 +101,7 @@ def refresh_labels(params: Params, version: str | int = "champion") -> dict[str,
         ConfigError: no such version. ArtifactError: its bundle is damaged. DataError: no labels.
     """
     parent = known_version(open_client(tracking_uri()), params.tracking.model_name, version)
-    device = str(choose_device(params.device))
-    bundle = Bundle.load(fetch_bundle(f"models:/{parent.name}/{parent.version}", paths.BUNDLES), device=device)
+    bundle = _open(f"models:/{parent.name}/{parent.version}", params)
     dataset = paths.open_dataset()
     texts = dataset.label_texts(text=cast(Text, bundle.info.text))
     change = LabelChange.of(bundle, dataset.label_uids(), texts, dataset.label_texts())
@@ -123,14 +110,15 @@ def refresh_labels(params: Params, version: str | int = "champion") -> dict[str,
     if same_data or not (change or bundle.neighbours is not None):
         return result | {"reason": f"version {parent.version} has {'this data set' if same_data else 'these labels'}"}
     counts = change.counts
-    facts: dict[str, Any] = {
-        "neighbours": _voters(bundle, dataset), "dataset": {"name": dataset.name, "sha256": dataset.sha256},
-        "card": bundle.info.card | {"refreshed": {"parent": bundle.sha256, "version": str(parent.version), **counts}},
-    }  # fmt: skip
-    after = Bundle.load(with_labels(bundle, paths.REFRESHED, change, **facts), verify=False, device=device)
-    metrics = _measured(after, dataset, change, params)
-    if metrics:  # written again, now with its own metrics
-        with_labels(bundle, paths.REFRESHED, change, **facts, metrics=metrics)
+    refreshed = {"parent": bundle.sha256, "version": str(parent.version), **counts}
+    with_labels(
+        bundle, paths.REFRESHED, change, neighbours=_voters(bundle, dataset),
+        dataset={"name": dataset.name, "sha256": dataset.sha256}, card=bundle.info.card | {"refreshed": refreshed},
+    )  # fmt: skip
+    after = _open(str(paths.REFRESHED), params, verify=False)
+    if metrics := _measured(after, dataset, change, params):
+        info = after.info.model_copy(update={"metrics": metrics})
+        write_with_index(paths.REFRESHED, info, paths.REFRESHED, after.index)
     return result | counts | {
         "changed": True, "bundle": str(paths.REFRESHED),
         "reason": f"{counts['added']} labels are new, {counts['removed']} gone, {counts['renamed']} renamed",
@@ -143,8 +131,7 @@ def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
     rows, knn = dataset.rows("train"), bundle.info.knn
     if bundle.neighbours is None or knn is None or not len(rows):
         return None
-    texts = dataset.query_texts(rows, cast(Text, bundle.info.text))
-    tokens = encode_texts(texts, bundle.model.tokenizer_folder, bundle.model.max_length)
+    tokens = encode_texts(own_texts(bundle, dataset, rows), bundle.model.tokenizer_folder, bundle.model.max_length)
     by_words = bundle.words is not None
     return training_neighbours(bundle.model, dataset, "fp32", knn.vote, "words" if by_words else "model", tokens)
 
@@ -155,14 +142,8 @@ def _measured(bundle: Bundle, dataset: XMCDataset, change: LabelChange, params: 
     rows = dataset.rows("validation")
     if not len(rows):
         return {}
-    filters = dataset.filter_pairs[rows]
-    truth = filtered_truth(dataset.relevance[rows], filters)
-    answered = []
-    for begin in range(0, len(rows), _TEXTS_AT_ONCE):
-        some = slice(begin, begin + _TEXTS_AT_ONCE)
-        asked = bundle.encode(dataset.query_texts(rows[some], cast(Text, bundle.info.text)))
-        answered.append(bundle.rank(asked.de_BD, asked.clf_BD, K, pair_keys(filters[some]), asked.words_BF).rows)
-    labels_NK = np.concatenate(answered)
+    truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
+    labels_NK = ranked(bundle, dataset, rows, np.arange(bundle.num_labels), 0)  # its rows are the data set's
     counted = np.flatnonzero(dataset.split_N != SPLITS.index("test"))
     counts_L = label_counts(dataset.relevance, counted)
     inverse_L = inverse_propensity(counts_L, len(counted), params.data.propensity_a, params.data.propensity_b)

@@ -14,28 +14,28 @@ import difflib
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
 from unidec.data.array_file import write_array
 from unidec.data.storage import load_array, read_manifest
-from unidec.data.table_file import CsvFile, ending, json_blocks
 from unidec.data.tokens import encode_texts
-from unidec.errors import DataError
+from unidec.errors import ConfigError, DataError
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION, BundleLabels, Facts, KnnInfo, Ready, Scoring, write_bundle
 from unidec.retrieval.label_rows import LabelRows
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.scoring_space import unit_rows
+from unidec.retrieval.text_file import read_rows
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
@@ -46,8 +46,8 @@ TEXT_SHARE = 0.6
 MEAN_WEIGHT = 3.0  # of the mean row, where scores are cosines
 UID_COLUMNS = ("uid", "id", "label")
 TEXT_COLUMNS = ("text", "title")
+MOST_COMPARED, MOST_OTHER_LENGTH = 50_000, 3  # uids that an unknown one is compared with, and their length
 _ROWS_AT_ONCE = 1 << 15
-_MOST_COMPARED = 50_000  # uids that an unknown one is compared with
 _BATCH = 1024  # texts encoded at once
 
 
@@ -77,14 +77,14 @@ class LabelChange:
     """How a label set differs from a bundle's; false where nothing differs.
 
     Attributes:
-        uids, titles: Arrow strings [L], of the labels in their new order; the title is what is shown.
+        uids, titles: of the L labels in their new order; the title is what is shown.
         source_L: int64 [L], each label's row in the bundle; -1: it is new.
         encoded_S: int64 [S] ascending, rows whose text is encoded; texts_S: these texts.
         added, removed, renamed: uids of new labels, of removed ones, and of those with another text or title.
     """
 
-    uids: pa.Array
-    titles: pa.Array
+    uids: list[str]
+    titles: list[str]
     source_L: Rows
     encoded_S: Rows
     texts_S: list[str]
@@ -107,24 +107,15 @@ class LabelChange:
         if not len(uids) or not len(uids) == len(texts) == len(titles):
             got = f"{len(uids)} uids, {len(texts)} texts, {len(titles)} titles"
             raise DataError("labels need a uid, a text and a title each, and there must be at least one", got=got)
-        own, shown = _strings(uids), _strings(titles)
         ((twice, count),) = Counter(uids).most_common(1)
         if count > 1:
             raise DataError("a label uid is there twice", got=twice, fix="give each label its own uid")
-        source_L = _rows_of(own, bundle.uids)
-        is_new_L = source_L < 0
-        before = bundle.titles.take(pa.array(np.maximum(source_L, 0)))
-        renamed_L = np.asarray(pc.not_equal(before, shown)) & ~is_new_L
-        removed_K = np.ones(bundle.num_labels, dtype=bool)
-        removed_K[source_L[~is_new_L]] = False
+        before, shown = _titles(bundle), dict(zip(uids, titles, strict=True))
+        renamed = {uid for uid, title in shown.items() if before.get(uid, title) != title}
         long_texts = bundle.info.text != "title"
-        encoded_S = np.arange(len(own)) if long_texts else np.flatnonzero(is_new_L | renamed_L)
-        return cls(
-            own, shown, source_L, encoded_S, [texts[row] for row in encoded_S.tolist()],
-            added=own.filter(pa.array(is_new_L)).to_pylist(),
-            removed=bundle.uids.filter(pa.array(removed_K)).to_pylist(),
-            renamed=own.filter(pa.array(renamed_L)).to_pylist(),
-        )  # fmt: skip
+        pairs = zip(uids, texts, strict=True)
+        encoded = {uid: text for uid, text in pairs if long_texts or uid in renamed or uid not in before}
+        return cls._between(bundle, shown, encoded, renamed)
 
     @classmethod
     def edit(
@@ -140,30 +131,31 @@ class LabelChange:
             DataError: all problems at once: a uid that is given twice, is unknown (with the nearest known one) or is
                 there already, an empty text, or no label left.
         """
-        rows = _checked_rows(bundle, add, remove, update)
-        kept_K = np.ones(bundle.num_labels, dtype=bool)
-        kept_K[[rows[uid] for uid in remove]] = False
-        kept = np.flatnonzero(kept_K)
-        if not (len(kept) or add):
+        _check_edit(bundle, add, remove, update)
+        shown, long_texts = _titles(bundle), bundle.info.text != "title"
+        # the title of a model of titles is its text: one that is the same already is no change
+        changed = [one for one in update if long_texts or not one.text == one.shown == shown[one.uid]]
+        shown |= {one.uid: one.shown for one in (*changed, *add)}
+        for uid in remove:
+            del shown[uid]
+        if not shown:
             raise DataError("a bundle needs a label", got="all are removed", fix="keep one, or add one")
-        changed = {}
-        for item in update:
-            before = bundle.titles[rows[item.uid]].as_py()
-            # the title of a model of titles is its text: one that is the same already is no change
-            if bundle.info.text != "title" or (item.text, item.shown) != (before, before):
-                changed[rows[item.uid]] = item
-        at = np.array(sorted(changed), dtype=np.int64)
-        renamed = [changed[row] for row in at.tolist()]
-        mask = np.zeros(bundle.num_labels, dtype=bool)
-        mask[at] = True
-        titles = pc.replace_with_mask(bundle.titles, pa.array(mask), _strings([item.shown for item in renamed]))
+        encoded = {one.uid: one.text for one in (*changed, *add)}
+        return cls._between(bundle, shown, encoded, {one.uid for one in changed})
+
+    @classmethod
+    def _between(
+        cls, bundle: Bundle, shown: Mapping[str, str], encoded: Mapping[str, str], renamed: Collection[str]
+    ) -> LabelChange:
+        row_of = bundle.row_of
+        rows = [row for row, uid in enumerate(shown) if uid in encoded]
+        uids = list(shown)
         return cls(
-            uids=pa.concat_arrays([bundle.uids.filter(pa.array(kept_K)), _strings([item.uid for item in add])]),
-            titles=pa.concat_arrays([titles.filter(pa.array(kept_K)), _strings([item.shown for item in add])]),
-            source_L=np.concatenate([kept, np.full(len(add), -1)]).astype(np.int64),
-            encoded_S=np.concatenate([np.searchsorted(kept, at), len(kept) + np.arange(len(add))]),
-            texts_S=[item.text for item in (*renamed, *add)],
-            added=[item.uid for item in add], removed=list(remove), renamed=[item.uid for item in renamed],
+            uids, list(shown.values()), np.array([row_of.get(uid, -1) for uid in uids], dtype=np.int64),
+            np.array(rows, dtype=np.int64), [encoded[uids[row]] for row in rows],
+            added=[uid for uid in uids if uid not in row_of],
+            removed=[uid for uid in row_of if uid not in shown],
+            renamed=[uid for uid in uids if uid in renamed],
         )  # fmt: skip
 
     def __bool__(self) -> bool:
@@ -177,18 +169,17 @@ class LabelChange:
         return counts | {"kept": len(self.uids) - len(self.added)}
 
 
-def _checked_rows(
-    bundle: Bundle, add: Sequence[LabelText], remove: Sequence[str], update: Sequence[LabelText]
-) -> dict[str, int]:
-    """The bundle's row of each uid (-1: it has none); every problem of an edit in one error."""
-    kinds = ["add"] * len(add) + ["remove"] * len(remove) + ["update"] * len(update)
-    items = [*add, *(LabelText(uid, "") for uid in remove), *update]
-    uids = [item.uid for item in items]
-    rows = dict(zip(uids, _rows_of(_strings(uids), bundle.uids).tolist(), strict=True))
+def _titles(bundle: Bundle) -> dict[str, str]:
+    return dict(zip(bundle.row_of, bundle.titles.to_pylist(), strict=True))
+
+
+def _check_edit(bundle: Bundle, add: Sequence[LabelText], remove: Sequence[str], update: Sequence[LabelText]) -> None:
+    """Every problem of an edit in one error."""
+    items = [("add", one) for one in add] + [("remove", LabelText(uid, "")) for uid in remove]
     problems: list[str] = []
     seen: dict[str, str] = {}
-    for item, kind in zip(items, kinds, strict=True):
-        known = rows[item.uid] >= 0
+    for kind, item in items + [("update", one) for one in update]:
+        known, wrong = item.uid in bundle.row_of, ""
         if item.uid in seen:
             other = f"{seen[item.uid]} and {kind}" if seen[item.uid] != kind else f"{kind} twice"
             wrong = f"{item.uid!r}: {other}; each label once"
@@ -197,11 +188,11 @@ def _checked_rows(
         elif kind == "add" and known:
             wrong = f"{item.uid!r} is in the bundle already: `unidec labels update` changes it"
         elif kind != "add" and not known:
-            wrong = f"no label {item.uid!r}{_nearest_uid(item.uid, bundle.uids)}"
+            near = (uid for uid in bundle.row_of if abs(len(uid) - len(item.uid)) <= MOST_OTHER_LENGTH)
+            found = difflib.get_close_matches(item.uid, islice(near, MOST_COMPARED), n=1)
+            wrong = f"no label {item.uid!r}" + (f"; did you mean {found[0]!r}?" if found else "")
         elif kind != "remove" and not item.text.strip():
             wrong = f"{item.uid!r} has no text to be found by"
-        else:
-            wrong = ""
         seen.setdefault(item.uid, kind)
         if wrong:
             problems.append(f"{item.where}: {wrong}" if item.where else wrong)
@@ -211,31 +202,11 @@ def _checked_rows(
             got=_listed(problems),
             fix="correct them and run it again; `unidec export vectors` writes a table of all uids and titles",
         )  # fmt: skip
-    return rows
-
-
-def _nearest_uid(uid: str, uids: pa.Array) -> str:
-    """In words, the uid with the most similar spelling."""
-    near = np.abs(np.asarray(pc.utf8_length(uids)) - len(uid)) <= max(2, len(uid) // 3)
-    if near.sum() > _MOST_COMPARED:
-        near &= np.asarray(pc.starts_with(uids, uid[:2], ignore_case=True))
-    candidates = uids.filter(pa.array(near)).slice(0, _MOST_COMPARED)
-    found = difflib.get_close_matches(uid, candidates.to_pylist(), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def _listed(problems: Sequence[str]) -> str:
     more = f"\n  and {len(problems) - MOST_SHOWN:,} more" if len(problems) > MOST_SHOWN else ""
     return "\n    ".join(["", *problems[:MOST_SHOWN]]) + more
-
-
-def _strings(values: Sequence[str]) -> pa.Array:
-    return pa.array(values, pa.string())
-
-
-def _rows_of(uids: pa.Array, among: pa.Array) -> Rows:
-    """The row of each uid, int64; -1 where there is none."""
-    return np.asarray(pc.fill_null(pc.index_in(uids, value_set=among), -1), dtype=np.int64)
 
 
 def read_labels(path: Path, texts: bool = True) -> list[LabelText]:
@@ -246,62 +217,27 @@ def read_labels(path: Path, texts: bool = True) -> list[LabelText]:
         texts: False: only uids are read.
 
     Raises:
-        DataError: an unknown ending, an unreadable file, or rows without uid or text: all of them at once, by line.
+        DataError: as `read_rows`, or rows without uid or text: all of them at once, by line.
     """
-    expected = "a header and the columns uid and text, and title where another text is shown"
-    if ending(path) not in (".csv", ".tsv", ".jsonl", ".parquet"):
-        raise DataError("labels of unknown format", where=str(path), expected=".csv .tsv .jsonl .parquet")
-    if not path.is_file():
-        raise DataError("no such file", where=str(path))
     found, problems = [], []
-    try:
-        for number, row in _numbered_rows(path):
-            try:
-                found.append(_label(row, f"{path.name}:{number}", texts))
-            except ValueError as error:
-                problems.append(f"{path}:{number}: {error}")
-    except (OSError, pa.ArrowException) as error:
-        raise DataError("a file that cannot be read", where=str(path), got=str(error)[:200]) from error
+    for line, row in read_rows(path, (*UID_COLUMNS, *TEXT_COLUMNS)):
+        uid = next((row[name] for name in UID_COLUMNS if row.get(name) is not None), None)
+        text = next((row[name] for name in TEXT_COLUMNS if row.get(name) is not None), "") if texts else ""
+        title = (row.get("title") or "") if texts else ""
+        uid = str(uid) if type(uid) is int else uid
+        if not isinstance(uid, str):
+            problems.append(f"{path}:{line}: no uid in {', '.join(map(str, row))[:80] or 'an empty row'}")
+        elif not isinstance(text, str) or not isinstance(title, str):
+            problems.append(f"{path}:{line}: not a text: {(text, title)!r}"[:200])
+        else:
+            found.append(LabelText(uid, text, title, f"{path.name}:{line}"))
     if problems or not found:
-        got = _listed(problems) if problems else "no rows"
-        raise DataError("not a file of labels; nothing was written", where=str(path), got=got, expected=expected)
+        raise DataError(
+            "not a file of labels; nothing was written", where=str(path),
+            got=_listed(problems) if problems else "no rows",
+            expected="a header and the columns uid and text, and title where another text is shown",
+        )  # fmt: skip
     return found
-
-
-def _numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each row with its line; a Parquet file's with its number from 0."""
-    if ending(path) == ".jsonl":
-        for lines, items in json_blocks(path):
-            yield from zip(lines, items, strict=True)
-    elif ending(path) == ".parquet":
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(path) as file:
-            columns = [name for name in file.schema_arrow.names if name in (*UID_COLUMNS, *TEXT_COLUMNS)]
-            yield from enumerate(row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
-    else:
-        file = CsvFile(path)
-        for number, cells in file.rows():
-            yield number, dict(zip(file.names, cells, strict=False))
-
-
-def _label(row: Mapping[str, Any], where: str, texts: bool) -> LabelText:
-    """A row's label; ValueError: what is wrong with it."""
-    uid = next((row[name] for name in UID_COLUMNS if row.get(name) is not None), None)
-    if type(uid) is int:
-        uid = str(uid)
-    if not isinstance(uid, str):
-        raise ValueError(f"no uid in {', '.join(map(str, row))[:80] or 'an empty row'}")
-    text = next((row[name] for name in TEXT_COLUMNS if row.get(name) is not None), "") if texts else ""
-    title = (row.get("title") or "") if texts else ""
-    for value in (uid, text, title):
-        if not isinstance(value, str):
-            raise ValueError(f"not a text: {value!r}"[:120])
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"text that is not valid Unicode: {value!r}"[:120]) from None
-    return LabelText(uid, text, title, where)
 
 
 def with_labels(
@@ -311,23 +247,28 @@ def with_labels(
     *,
     neighbours: Neighbours | None = None,
     dataset: Mapping[str, Any] | None = None,
-    metrics: Mapping[str, Any] | None = None,
     card: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a bundle with another label set: same model, same blend. The same input gives the same bytes.
 
     Args:
         bundle: the bundle that the change was made with; it is not touched, and may answer meanwhile.
-        path: the new bundle's folder, of another name than the old one's.
+        path: the new bundle's folder, another one than the old one's.
         neighbours: training queries that vote, with the labels of the new set; None: those of the bundle, without the
             removed labels and the queries that had no others. A new label gets no votes then.
-        dataset, metrics, card: of bundle.json; None: the data set and card of the old one, and no metrics.
+        dataset, card: of bundle.json; None: those of the old one. Metrics are left out.
 
     Raises:
+        ConfigError: `path` is the bundle itself.
         ValueError: neighbours of other labels, or where none vote in the bundle.
         ArtifactError: the bundle's folder is damaged, or the new one cannot be written.
     """
     path, info = Path(path), bundle.info
+    if path.resolve() == bundle.path.resolve():
+        raise ConfigError(
+            "a bundle is not changed in place: it may be answering", where=str(path),
+            fix=f"name another folder: {path}-new",
+        )  # fmt: skip
     if info.knn is None and neighbours is not None:
         raise ValueError("no training queries vote in this bundle: it has no weight for them")
     files = read_manifest(bundle.path, KIND, VERSION, verify=True)["files"]
@@ -355,7 +296,7 @@ def with_labels(
             BundleLabels(change.uids, change.titles, vectors, _ranges(estimated_L)),
             Scoring(info.space, info.clf_weight, info.clf_normalize, knn),
             Facts(
-                info.text, info.dataset if dataset is None else dataset, metrics or {}, info.params,
+                info.text, info.dataset if dataset is None else dataset, {}, info.params,
                 info.card if card is None else card,
             ),
             voters, ready,

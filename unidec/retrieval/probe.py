@@ -18,18 +18,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unidec import machine
 from unidec.errors import ArtifactError
-from unidec.machine import host_peak
 
 if TYPE_CHECKING:
+    from unidec.retrieval.answer import Answerer
     from unidec.retrieval.bundle import Bundle, Prediction
     from unidec.retrieval.query_encoder import Runtime
 
@@ -74,23 +75,13 @@ class Probe:
         return {name: float(value) for name, value in vars(self).items() if isinstance(value, int | float)}
 
 
-class Answers(Protocol):
-    """uids and scores of each query's answer, best first."""
-
-    @property
-    def labels(self) -> list[list[str]]: ...
-
-    @property
-    def scores(self) -> list[list[float]]: ...
-
-
 def probe_bundle(
     bundle: Path,
     texts: Sequence[str] | None,
     k: int,
     timeout: float,
     *,
-    runtime: str | None = None,
+    runtime: Runtime = "auto",
     threads: int = 0,
     max_bytes: int = 0,
 ) -> Probe:
@@ -98,7 +89,7 @@ def probe_bundle(
 
     Args:
         texts: queries; None: `known_texts`.
-        runtime, threads: of `open_encoder`, as the server sets them; None: torch.
+        runtime, threads: of `open_encoder`, as the server sets them.
         max_bytes: memory that the process may allocate once its libraries are imported (Linux); 0: any.
 
     Raises:
@@ -137,33 +128,30 @@ def known_texts(bundle: Bundle) -> list[str]:
 
 
 def answers(
-    bundle: Bundle, texts: Sequence[str], k: int, runtime: Runtime | None = None, threads: int = 0
+    bundle: Bundle, texts: Sequence[str], k: int, runtime: Runtime = "auto", threads: int = 0
 ) -> tuple[list[list[str]], list[list[float]]]:
     """uids and scores of each text's answer, one text at a time, by the code that answers in the fresh process."""
-    found = list(map(_answer_of(bundle, k, runtime, threads), texts))
-    return [list(one.labels) for one in found], [list(one.scores) for one in found]
+    answerer = _answerer(bundle, runtime, threads)
+    found = [_timed(answerer, text, k)[0] for text in texts]
+    return [one.labels for one in found], [one.scores for one in found]
 
 
-def num_different(probe: Answers, labels: Sequence[Sequence[str]], scores: Sequence[Sequence[float]]) -> int:
+def num_different(probe: Probe, labels: Sequence[Sequence[str]], scores: Sequence[Sequence[float]]) -> int:
     """Queries answered differently here and there: another score, or another label where the scores do not tie."""
+    pairs = zip(labels, scores, probe.labels, probe.scores, strict=True)
+    return sum(not _same(*both) for both in pairs)
 
-    def same(query: int) -> bool:
-        mine, its = (labels[query], scores[query]), (probe.labels[query], probe.scores[query])
-        if len(mine[0]) != len(its[0]):
-            return False
-        close = [abs(a - b) <= CLOSE * max(1.0, abs(a)) for a, b in zip(mine[1], its[1], strict=True)]
-        if not all(close):
-            return False
-        # equal scores may come in any order: at each place the label must be one that has this score there too
-        score_of = dict(zip(its[0], its[1], strict=True))
-        last = mine[1][-1] if mine[1] else 0.0
-        for label, score in zip(*mine, strict=True):
-            there = score_of.get(label, last)  # one that fell out at the end ties with the last
-            if abs(there - score) > CLOSE * max(1.0, abs(score)):
-                return False
-        return True
 
-    return sum(not same(query) for query in range(len(labels)))
+def _same(labels: Sequence[str], scores: Sequence[float], other: Sequence[str], other_scores: Sequence[float]) -> bool:
+    if len(labels) != len(other):
+        return False
+    # equal scores may come in any order: at each place the label must be one that has this score there too
+    score_of = dict(zip(other, other_scores, strict=True))
+    last = scores[-1] if len(scores) else 0.0  # a label that fell out at the end ties with the last
+    return all(
+        max(abs(score - there), abs(score - score_of.get(label, last))) <= CLOSE * max(1.0, abs(score))
+        for label, score, there in zip(labels, scores, other_scores, strict=True)
+    )
 
 
 # -- the fresh process -------------------------------------------------------------------------------------------------
@@ -172,7 +160,7 @@ def num_different(probe: Answers, labels: Sequence[Sequence[str]], scores: Seque
 def main() -> None:
     """Reads a job from standard input and prints the answer; an error is one message and exit code 1."""
     job = json.load(sys.stdin)
-    _end_with(job.get("parent", 0))
+    _end_with(job["parent"])
     try:
         print(json.dumps(asdict(_probe(job))))
     except Exception as error:  # whatever it is, it is a reason not to serve the bundle
@@ -182,49 +170,45 @@ def main() -> None:
 def _probe(job: dict[str, Any]) -> Probe:
     from unidec.retrieval.bundle import Bundle
 
-    if job.get("max_bytes"):
+    if job["max_bytes"]:
         with contextlib.suppress(OSError, AttributeError):
             os.nice(_NICE)
         _import_libraries()
         bound_memory(job["max_bytes"])
-    folder = Path(job["bundle"])
-    bundle = Bundle.load(folder, lazy=bool(job.get("runtime")))
+    folder, k = Path(job["bundle"]), job["k"]
+    bundle = Bundle.load(folder, lazy=True)
     texts = job["texts"] if job["texts"] is not None else known_texts(bundle)
-    answer = _answer_of(bundle, job["k"], job.get("runtime"), job.get("threads", 0))
-    answer(texts[0])
+    answerer = _answerer(bundle, job["runtime"], job["threads"])
+    _timed(answerer, texts[0], k)
     load_seconds, load_cpu_seconds = time.time() - job["began"], time.process_time()
     for text in texts[:WARM_UP]:
-        answer(text)
-    answered = [[_timed(answer, text) for _ in range(TURNS)] for text in texts]
-    wall = sorted(min(seconds for _, seconds, _ in turns) for turns in answered)
-    cpu = sorted(min(seconds for _, _, seconds in turns) for turns in answered)
-    p95 = int(0.95 * (len(texts) - 1))
+        _timed(answerer, text, k)
+    turns = [[_timed(answerer, text, k) for text in texts] for _ in range(TURNS)]
+    # [queries, 2]: each one's better time by the wall clock and of the processor
+    milliseconds = 1000 * np.sort(np.min([[seconds for _, seconds in turn] for turn in turns], axis=0), axis=0)
+    (p50_ms, _), (p95_ms, p95_cpu_ms) = milliseconds[[len(texts) // 2, int(0.95 * (len(texts) - 1))]].tolist()
     return Probe(
-        sha256=bundle.sha256, load_seconds=load_seconds, load_cpu_seconds=load_cpu_seconds,
-        p50_ms=1000 * wall[len(texts) // 2], p95_ms=1000 * wall[p95], p95_cpu_ms=1000 * cpu[p95],
-        peak_megabytes=host_peak() / 1e6, texts=texts,
-        labels=[list(turns[0][0].labels) for turns in answered],
-        scores=[[float(score) for score in turns[0][0].scores] for turns in answered],
-        megabytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6,
+        bundle.sha256, load_seconds, load_cpu_seconds, p50_ms, p95_ms, p95_cpu_ms, machine.host_peak() / 1e6,
+        sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6,
+        [found.labels for found, _ in turns[0]], [found.scores for found, _ in turns[0]], texts,
     )  # fmt: skip
 
 
-def _answer_of(bundle: Bundle, k: int, runtime: Runtime | None, threads: int) -> Callable[[str], Prediction]:
-    if not runtime:
-        return lambda text: bundle.predict([text], k=k)[0]
-    from unidec.retrieval.answer import Answerer, Request
+def _answerer(bundle: Bundle, runtime: Runtime, threads: int) -> Answerer:
+    from unidec.retrieval.answer import Answerer
     from unidec.retrieval.query_encoder import open_encoder
 
     bundle.index.threads = threads
-    answerer = Answerer(bundle, open_encoder(bundle, runtime, threads))
-    return lambda text: answerer.answer([Request(text, k=k)])[0]
+    return Answerer(bundle, open_encoder(bundle, runtime, threads))
 
 
-def _timed(answer: Callable[[str], Prediction], text: str) -> tuple[Prediction, float, float]:
-    """A text's prediction, and the seconds that it took by the wall clock and of the processor."""
+def _timed(answerer: Answerer, text: str, k: int) -> tuple[Prediction, tuple[float, float]]:
+    """A text's answer, and the seconds that it took by the wall clock and of the processor."""
+    from unidec.retrieval.answer import Request
+
     began, used = time.perf_counter(), time.process_time()
-    found = answer(text)
-    return found, time.perf_counter() - began, time.process_time() - used
+    (found,) = answerer.answer([Request(text, k)])
+    return found, (time.perf_counter() - began, time.process_time() - used)
 
 
 def _end_with(parent: int) -> None:
@@ -256,12 +240,13 @@ def _import_libraries() -> None:
 def bound_memory(more: int) -> None:
     """From now on this process may allocate at most `more` bytes beside what it has (Linux); mapped files do not
     count."""
-    with contextlib.suppress(ImportError, OSError, ValueError):
+    with contextlib.suppress(ImportError, OSError, ValueError, AttributeError):
         import resource
 
-        lines = Path("/proc/self/status").read_text().splitlines()
-        now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
-        resource.setrlimit(resource.RLIMIT_DATA, (now + more, now + more))
+        import psutil
+
+        most = psutil.Process().memory_info().data + more
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 if __name__ == "__main__":
