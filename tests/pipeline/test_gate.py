@@ -171,8 +171,8 @@ def test_a_ranking_is_made_once_and_anew_where_the_kept_one_is_damaged(world, mo
     first = contest.contestant(bundle, dataset).labels
     (kept,) = contest.RANKINGS.glob("*.npy")
     made = []
-    ranked = contest._ranked
-    monkeypatch.setattr(contest, "_ranked", lambda *args: made.append(1) or ranked(*args))
+    ranked = contest.ranked
+    monkeypatch.setattr(contest, "ranked", lambda *args: made.append(1) or ranked(*args))
     assert np.array_equal(contest.contestant(bundle, dataset).labels, first) and not made
     kept.write_bytes(kept.read_bytes()[:-100])
     assert np.array_equal(contest.contestant(bundle, dataset).labels, first) and made == [1]
