@@ -34,7 +34,7 @@ from unidec.progress import progress
 from unidec.retrieval.index import IndexOptions, Kind, LabelIndex, recall
 from unidec.retrieval.index_kinds import faiss_threads
 from unidec.retrieval.index_tune import exact_labels
-from unidec.retrieval.label_rows import ArrayRows
+from unidec.retrieval.label_rows import as_rows
 
 RESULT = Path(__file__).resolve().parent / "results" / "index-search.json"
 AT_ONCE = 1 << 16
@@ -44,7 +44,7 @@ Floats = npt.NDArray[np.float32]
 def make_labels(real_RD: Floats, num: int, path: Path, sparse: bool, seed: int = 0) -> None:
     """A memory-mapped float32 [num, D] file of made labels, unit length."""
     rng = np.random.default_rng(seed)
-    near_RK = exact_labels(ArrayRows(real_RD), real_RD, 11)[:, 1:]
+    near_RK = exact_labels(as_rows(real_RD), real_RD, 11)[:, 1:]
     out = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(num, real_RD.shape[1]))
     for start in progress(range(0, num, AT_ONCE), desc="labels", unit="block"):
         count = min(AT_ONCE, num - start)
@@ -93,7 +93,7 @@ def material(
     label_LD = np.load(labels, mmap_mode="r", allow_pickle=False)
     if not asked.exists():
         query_ND = make_queries(label_LD, *real_queries(bundle), num_queries)
-        np.savez(asked, queries=query_ND, exact=exact_labels(ArrayRows(label_LD), query_ND, k))
+        np.savez(asked, queries=query_ND, exact=exact_labels(as_rows(label_LD), query_ND, k))
     with np.load(asked, allow_pickle=False) as stored:
         return label_LD, stored["queries"], stored["exact"]
 
@@ -105,7 +105,7 @@ def built(folder: Path, label_LD: Floats, kind: Kind, options: IndexOptions, nam
     if not path.exists():
         start = time.perf_counter()
         with Memory() as memory:
-            index = LabelIndex.build(ArrayRows(label_LD), kind, threads, True, **options.model_dump())
+            index = LabelIndex.build(as_rows(label_LD), kind, threads, True, **options.model_dump())
             index.save(path)
         write_json(about, {"build_seconds": round(time.perf_counter() - start, 1), "threads": threads,
                            "anonymous_mib": memory.facts()["anonymous_mib"]})  # fmt: skip
@@ -161,7 +161,7 @@ def main() -> None:
         return
     path, before = given.folder / f"{name}.faiss", status()
     start = time.perf_counter()
-    index = LabelIndex.load(path, num, label_LD.shape[1], given.kind, options, ArrayRows(label_LD))
+    index = LabelIndex.load(path, num, label_LD.shape[1], given.kind, options, as_rows(label_LD))
     index.threads = 1
     loaded = {"load_seconds": round(time.perf_counter() - start, 2), "index_mib": round(path.stat().st_size / MIB, 1)}
     rows = [

@@ -12,7 +12,6 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -101,8 +100,7 @@ class Model:
 
         chosen = None if allow is None else tuple(allow)
         requests = [Request(text, k, chosen, tuple(deny), min_score) for text in _list_of_texts(texts)]
-        batches = (requests[start : start + BATCH] for start in range(0, len(requests), BATCH))
-        found = chain.from_iterable(map(self._answerer.answer, batches))
+        found = self._answerer.answer(requests)
         return [[Label(*row) for row in zip(p.labels, p.titles, p.scores, strict=True)] for p in found]
 
     def explain(self, text: str, k: int = 5) -> Explanation:

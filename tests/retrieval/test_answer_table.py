@@ -8,7 +8,7 @@ import pytest
 from tiny_bundle import UIDS, write_tiny_bundle
 
 from unidec.errors import ArtifactError, DataError
-from unidec.retrieval import answer_table
+from unidec.retrieval import answer
 from unidec.retrieval.answer import Request
 from unidec.retrieval.answer_table import TableAnswerer
 from unidec.retrieval.bundle import Bundle
@@ -32,7 +32,7 @@ def _stub(stub_model):
     ],
 )
 def test_a_row_for_each_label_of_each_query(rng, tmp_path, monkeypatch, told) -> None:
-    monkeypatch.setattr(answer_table, "BATCH", 2)
+    monkeypatch.setattr(answer, "BATCH", 2)
     write_tiny_bundle(tmp_path / "b", rng)
     answers = TableAnswerer.open(tmp_path / "b", "torch")
     got = answers.predict(pd.DataFrame({"id": range(5), "query": TEXTS}), **told)
@@ -69,7 +69,7 @@ def test_no_queries_and_what_is_no_query(rng, tmp_path) -> None:
     answers = TableAnswerer.open(tmp_path / "b", "torch")
     empty = answers.predict(pd.DataFrame({"query": []}))
     assert len(empty) == 0 and empty["rank"].dtype == np.int64
-    with pytest.raises(DataError, match="query 1"):
+    with pytest.raises(DataError, match="request 1"):
         answers.predict(pd.DataFrame({"query": ["a", None]}))
     with pytest.raises(DataError, match="column"):
         answers.predict(pd.DataFrame({"question": ["a"]}))

@@ -12,7 +12,7 @@ from tiny_bundle import recall_with_ties
 from unidec.errors import ArtifactError
 from unidec.retrieval.index import KINDS, MAX_DEAD, IndexOptions, LabelIndex, recall
 from unidec.retrieval.index_kinds import COMPRESSED, FLAT_CENTROIDS, GRAPHS, LISTS, faiss_module
-from unidec.retrieval.label_rows import ArrayRows, LabelRows
+from unidec.retrieval.label_rows import LabelRows, as_rows
 from unidec.retrieval.scoring_space import label_vectors, query_vectors, unit_rows
 from unidec.sections import Index
 
@@ -331,7 +331,7 @@ def test_rows_of_a_space(rng, space, normalize, bias):
 
 def test_rows_of_half_precision(rng):
     vectors, queries = _clusters(rng, LABELS), _clusters(rng, 5)
-    index = LabelIndex.build(ArrayRows(vectors.astype(np.float16)), "pq", **THOROUGH)
+    index = LabelIndex.build(as_rows(vectors.astype(np.float16)), "pq", **THOROUGH)
     assert index.search(queries, 5)[0].dtype == np.float32
     assert recall(index.search(queries, 5)[1], _oracle(queries, vectors, 5)[1]) > 0.9
 

@@ -13,7 +13,7 @@ from unidec.retrieval import index_tune
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import KINDS, LabelIndex, recall
 from unidec.retrieval.index_tune import default_kinds, exact_labels, like_queries, search_settings, tune
-from unidec.retrieval.label_rows import ArrayRows
+from unidec.retrieval.label_rows import as_rows
 
 pytest.importorskip("faiss")
 
@@ -22,8 +22,8 @@ def test_exact_labels_in_blocks(rng, monkeypatch):
     monkeypatch.setattr(index_tune, "_ROWS_AT_ONCE", 64)
     vectors, queries = (rng.normal(size=(n, 6)).astype(np.float32) for n in (300, 9))
     wanted = np.argsort(-(queries.astype(np.float64) @ vectors.T.astype(np.float64)), axis=1)[:, :7]
-    assert np.array_equal(exact_labels(ArrayRows(vectors), queries, 7), wanted)
-    assert exact_labels(ArrayRows(vectors[:3]), queries, 7)[:, 3:].max() == -1
+    assert np.array_equal(exact_labels(as_rows(vectors), queries, 7), wanted)
+    assert exact_labels(as_rows(vectors[:3]), queries, 7)[:, 3:].max() == -1
 
 
 def test_the_fastest_that_finds_enough_is_chosen(rng, monkeypatch):
@@ -40,16 +40,16 @@ def test_the_fastest_that_finds_enough_is_chosen(rng, monkeypatch):
     monkeypatch.setattr(LabelIndex, "search", search)
     monkeypatch.setattr(index_tune.time, "perf_counter", lambda: clock[0])
     vectors, queries = (rng.normal(size=(n, 32)).astype(np.float32) for n in (2500, 12))
-    measured, best = tune(ArrayRows(vectors), queries, 100, 0.97, ["flat", "sq8", "pq"])
+    measured, best = tune(as_rows(vectors), queries, 100, 0.97, ["flat", "sq8", "pq"])
     assert best is not None and best.kind == "pq"
     enough = [one for one in measured if one.recall >= 0.97]
     chosen = min(enough, key=lambda one: one.p50_ms)
     assert chosen.options == {"code_dims": best.options.code_dims, "rescore": best.options.rescore}
-    assert recall(real(best, queries, 100)[1], exact_labels(ArrayRows(vectors), queries, 100)) == chosen.recall
+    assert recall(real(best, queries, 100)[1], exact_labels(as_rows(vectors), queries, 100)) == chosen.recall
     assert measured[0].kind == "flat" and measured[0].recall == 1.0 and measured[0].options == {}
     less = [one for one in measured if one.kind == "pq" and one.options["code_dims"] == best.options.code_dims]
     assert [one.recall >= 0.97 for one in less] == [False] * (len(less) - 1) + [True]
-    assert tune(ArrayRows(vectors), queries, 100, 1.0, ["pq"])[1] is None or measured
+    assert tune(as_rows(vectors), queries, 100, 1.0, ["pq"])[1] is None or measured
 
 
 def test_what_suits_the_number_of_labels():
@@ -70,7 +70,7 @@ def test_settings_go_from_quick_to_thorough(rng, kind):
 
 def test_stand_ins_for_queries(rng):
     vectors = rng.normal(size=(50, 8)).astype(np.float32)
-    first, again = (like_queries(ArrayRows(vectors), 20) for _ in range(2))
+    first, again = (like_queries(as_rows(vectors), 20) for _ in range(2))
     assert first.shape == (20, 8) and first.dtype == np.float32 and np.array_equal(first, again)
 
 

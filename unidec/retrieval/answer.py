@@ -22,6 +22,7 @@ from unidec.retrieval.neighbours import VOTES, Candidates, Ranked
 from unidec.retrieval.scoring_space import SPACES, Space, exact_scores
 
 Labels = npt.NDArray[np.int64]
+BATCH = 256  # requests answered at once
 _LEAST_K = 8  # requests of fewer labels are searched together
 
 
@@ -114,9 +115,12 @@ class Answerer:
         """The best labels for each request, best first, ties by the label's row; a DataError names the request."""
         for place, request in enumerate(requests):
             self.check(request, f"request {place}")
-        if not requests:
-            return []
-        return self._answer(requests, self.encoder.encode([request.text for request in requests]))
+        batches = (requests[start : start + BATCH] for start in range(0, len(requests), BATCH))
+        return [
+            found
+            for some in batches
+            for found in self._answer(some, self.encoder.encode([request.text for request in some]))
+        ]
 
     def explain(self, request: Request, neighbours: int = 10) -> Explanation:
         """The answer to a request with what it comes from, at most so many training queries among it."""

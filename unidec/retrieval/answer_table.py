@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from unidec.retrieval.answer import Answerer, Request
@@ -16,15 +15,9 @@ from unidec.retrieval.text_file import text_column
 if TYPE_CHECKING:
     import pandas as pd
 
-BATCH = 256  # queries answered at once
-
 
 class TableAnswerer:
-    """Answers tables of queries. Safe from several threads at once.
-
-    Args:
-        answerer: what answers.
-    """
+    """Answers tables of queries. Safe from several threads at once."""
 
     def __init__(self, answerer: Answerer) -> None:
         self.answerer = answerer
@@ -61,23 +54,18 @@ class TableAnswerer:
             allow: uids of the only labels to choose from; empty: all. deny: uids of labels to leave out.
 
         Raises:
-            DataError: no such column, or a request that cannot be answered; it names the query by its place.
+            DataError: no such column, or a request that cannot be answered; it names the request by its place.
         """
         import pandas as pd
 
         texts = frame[text_column(list(getattr(frame, "columns", [])), None, "the table")].tolist()
-        chosen = tuple(allow) or None
-        requests = [Request(text, k, chosen, tuple(deny), min_score, head) for text in texts]
-        for place, request in enumerate(requests):
-            self.answerer.check(request, f"query {place}")
-        starts = range(0, len(requests), BATCH)
-        found = list(chain.from_iterable(self.answerer.answer(requests[at : at + BATCH]) for at in starts))
-        counts = [len(prediction.labels) for prediction in found]
-        columns = {
-            "query": pd.Series([t for t, count in zip(texts, counts, strict=True) for _ in range(count)], dtype=object),
-            "rank": pd.Series([rank for count in counts for rank in range(1, count + 1)], dtype="int64"),
-            "label": pd.Series([uid for prediction in found for uid in prediction.labels], dtype=object),
-            "title": pd.Series([title for prediction in found for title in prediction.titles], dtype=object),
-            "score": pd.Series([score for prediction in found for score in prediction.scores], dtype="float64"),
-        }
-        return pd.DataFrame(columns)
+        found = self.answerer.answer(
+            [Request(text, k, tuple(allow) or None, tuple(deny), min_score, head) for text in texts]
+        )
+        rows = [
+            (text, rank, *named)
+            for text, one in zip(texts, found, strict=True)
+            for rank, named in enumerate(zip(one.labels, one.titles, one.scores, strict=True), 1)
+        ]
+        table = pd.DataFrame(rows, columns=["query", "rank", "label", "title", "score"])
+        return table.astype({"rank": "int64", "score": "float64"})

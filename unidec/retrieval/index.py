@@ -37,7 +37,7 @@ from unidec.retrieval.index_kinds import (
     padded,
     searcher,
 )
-from unidec.retrieval.label_rows import Vectors, as_rows
+from unidec.retrieval.label_rows import LabelRows, as_rows
 
 __all__ = ["KINDS", "IndexOptions", "Kind", "LabelIndex", "recall"]
 
@@ -75,7 +75,7 @@ class LabelIndex:
         index: Any,
         kind: Kind,
         options: IndexOptions,
-        vectors: Vectors | None = None,
+        vectors: LabelRows | None = None,
         nodes: Labels | None = None,
         data: Any = None,
     ) -> None:
@@ -108,7 +108,7 @@ class LabelIndex:
     @classmethod
     def build(
         cls,
-        vectors_LD: Floats | Vectors,
+        vectors_LD: Floats | LabelRows,
         kind: Kind = "flat",
         threads: int = 1,
         show: bool = False,
@@ -171,7 +171,7 @@ class LabelIndex:
             scores[query, : len(best)], labels[query, : len(best)] = score_C[best], rows[best]
         return scores, labels
 
-    def changed(self, source_L: Labels, vectors: Floats | Vectors, fresh_S: Labels, threads: int = 1) -> LabelIndex:
+    def changed(self, source_L: Labels, vectors: Floats | LabelRows, fresh_S: Labels, threads: int = 1) -> LabelIndex:
         """The index of another label set. This one is not touched, and may be searched meanwhile.
 
         Labels that stay are not indexed again: their codes move to their new rows. In a graph they keep their nodes,
@@ -259,7 +259,7 @@ class LabelIndex:
         dim: int,
         kind: Kind = "flat",
         options: IndexOptions | None = None,
-        vectors: Floats | Vectors | None = None,
+        vectors: Floats | LabelRows | None = None,
         nodes: Labels | None = None,
     ) -> LabelIndex:
         """Read an index that must hold `num_labels` vectors of width `dim` (for a graph with `nodes`: one a node).

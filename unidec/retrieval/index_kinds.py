@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unidec.errors import UnidecError
 from unidec.progress import progress
-from unidec.retrieval.label_rows import Vectors
+from unidec.retrieval.label_rows import LabelRows
 
 Kind = Literal["flat", "sq8", "pq", "hnsw", "hnsw-sq8", "ivf-sq8", "ivf-pq"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -141,7 +141,7 @@ class IndexOptions(BaseModel):
         return strings[kind]
 
 
-def build_index(vectors: Vectors, kind: Kind, options: IndexOptions, threads: int = 1, show: bool = False) -> Any:
+def build_index(vectors: LabelRows, kind: Kind, options: IndexOptions, threads: int = 1, show: bool = False) -> Any:
     """A faiss index over all rows, in the form that is written to a file; arguments as of `LabelIndex.build`."""
     faiss, (num_labels, dim) = faiss_module(), vectors.shape
     string = options.factory(kind, dim, num_labels)
@@ -179,7 +179,7 @@ def searcher(index: Any, kind: Kind) -> Any:
     return packed
 
 
-def changed_codes(index: Any, kind: Kind, source_L: Rows, vectors: Vectors, fresh_S: Rows) -> Any:
+def changed_codes(index: Any, kind: Kind, source_L: Rows, vectors: LabelRows, fresh_S: Rows) -> Any:
     """sq8, pq and ivf: the codes of labels that stay, moved to their new rows, and those of fresh rows.
 
     Args: as of `LabelIndex.changed`; index: the old one, only read.
@@ -221,7 +221,7 @@ def blocks(rows: Rows, size: int = ROWS_AT_ONCE) -> Iterator[Rows]:
         yield rows[start : start + size]
 
 
-def checked_rows(vectors: Vectors, rows_P: Rows, width: int) -> Floats:
+def checked_rows(vectors: LabelRows, rows_P: Rows, width: int) -> Floats:
     """float32 [P, width], contiguous, padded with zeros.
 
     Raises:
@@ -245,7 +245,7 @@ def padded(array_PD: Floats, width: int) -> Floats:
     return np.pad(array_PD, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(array_PD)
 
 
-def _train(index: Any, kind: Kind, vectors: Vectors) -> None:
+def _train(index: Any, kind: Kind, vectors: LabelRows) -> None:
     """Learn centroids and ranges of a sample of the rows (always the same one)."""
     num_labels = vectors.shape[0]
     wanted = max(_TRAINING_ROWS, _ROWS_A_LIST * index.nlist if kind in LISTS else 0)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from unidec.progress import progress
 from unidec.retrieval.index import LabelIndex, recall
 from unidec.retrieval.index_kinds import COMPRESSED, GRAPHS, LISTS, Kind, faiss_module
-from unidec.retrieval.label_rows import Vectors
+from unidec.retrieval.label_rows import LabelRows
 
 GRAPH_LABELS = 200_000
 """With more labels than this graphs are measured only where they are asked for: they take hours to build."""
@@ -62,7 +62,7 @@ def default_kinds(num_labels: int) -> tuple[Kind, ...]:
 
 
 def tune(
-    vectors: Vectors, queries_ND: Floats, k: int, wanted: float, kinds: Iterable[Kind], threads: int = 1
+    vectors: LabelRows, queries_ND: Floats, k: int, wanted: float, kinds: Iterable[Kind], threads: int = 1
 ) -> tuple[list[Measured], LabelIndex | None]:
     """Measure each kind; a line of settings ends at the first that finds enough, or is slower than one that does.
 
@@ -120,7 +120,7 @@ def search_settings(index: LabelIndex, k: int) -> list[list[dict[str, int]]]:
     return [[setting | {"rescore": factor} for setting in line] for factor in factors] or [line]
 
 
-def exact_labels(vectors: Vectors, queries_ND: Floats, k: int) -> Labels:
+def exact_labels(vectors: LabelRows, queries_ND: Floats, k: int) -> Labels:
     """The first k labels of each query, int64 [N, k], by all inner products, a block of labels at a time."""
     faiss = faiss_module()
     from faiss.contrib.exhaustive_search import knn_ground_truth
@@ -132,7 +132,7 @@ def exact_labels(vectors: Vectors, queries_ND: Floats, k: int) -> Labels:
     return found
 
 
-def like_queries(vectors: Vectors, num: int, seed: int = 0) -> Floats:
+def like_queries(vectors: LabelRows, num: int, seed: int = 0) -> Floats:
     """Stand-ins where there are no queries: a label's vector and half of another's, float32 [num, D'].
 
     Real queries are further from their labels: how an index does on these is a hint, no measurement.

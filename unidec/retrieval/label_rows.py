@@ -1,6 +1,6 @@
 """Label vectors of the searched space, read row by row: what a compressed index scores its candidates with.
 
-Legend: L labels, B queries, C candidates of a query, P rows, D' width of the space (`scoring_space.py`).
+Legend: L labels, C candidates of a query, P rows, D' width of the space (`scoring_space.py`).
 
 A compressed index holds a label in a few bytes; the float32 vectors stay under vectors/ of the bundle, memory-mapped,
 and of them only the rows of a query's candidates are read.
@@ -9,58 +9,18 @@ and of them only the rows of a query's candidates are read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from unidec.retrieval.scoring_space import Space, space_rows, width
+from unidec.retrieval.scoring_space import Space, space_rows
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
 
 
-class Vectors(Protocol):
-    """Vectors of a space, some rows at a time."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(L, D')."""
-        ...
-
-    def take(self, rows_P: Rows) -> Floats:
-        """float32 [P, D'] of these rows."""
-        ...
-
-    def scores(self, query_D: Floats, rows_C: Rows) -> Floats:
-        """float32 [C], inner products of one query with these rows."""
-        ...
-
-
-class ArrayRows:
-    """Rows of one array [L, D'], float32 or float16, in memory or memory-mapped."""
-
-    def __init__(self, array_LD: npt.NDArray) -> None:
-        self._array = np.asarray(array_LD)
-        if self._array.ndim != 2:
-            raise ValueError(f"vectors must have two dimensions, got shape {self._array.shape}")
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(L, D')."""
-        return self._array.shape[0], self._array.shape[1]
-
-    def take(self, rows_P: Rows) -> Floats:
-        """float32 [P, D'] of these rows."""
-        return np.take(self._array, rows_P, axis=0).astype(np.float32, copy=False)  # a fifth less than by brackets
-
-    def scores(self, query_D: Floats, rows_C: Rows) -> Floats:
-        """float32 [C], inner products of one query with these rows."""
-        return self.take(rows_C) @ query_D
-
-
 class LabelRows:
-    """Rows of `scoring_space.label_vectors`, made of the heads' own arrays as they are asked for."""
+    """Rows of `scoring_space.label_vectors`, made of the heads' own arrays as they are asked for; `shape`: (L, D')."""
 
     def __init__(self, vectors: Mapping[str, Floats], space: Space, clf_normalize: bool) -> None:
         """
@@ -73,19 +33,12 @@ class LabelRows:
         """
         self._vectors = {name: np.asarray(array) for name, array in vectors.items()}
         self._space, self._normalize = space, clf_normalize
-        some = self.take(np.zeros(0, dtype=np.int64))  # says what is missing
+        some = self.take(np.zeros(0, dtype=np.int64))  # raises for what is missing
         counts = {len(array) for array in self._vectors.values()}
         if len(counts) != 1:
             raise ValueError(f"parts differ in their number of labels: {sorted(counts)}")
-        dim = next(array.shape[1] for array in self._vectors.values() if array.ndim == 2)
-        self._shape = (counts.pop(), width(dim, space, clf_normalize, "bias" in self._vectors))
-        assert some.shape[1] == self._shape[1]
-        self._dim = dim
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(L, D')."""
-        return self._shape
+        self._dim = next(array.shape[1] for array in self._vectors.values() if array.ndim == 2)
+        self.shape = (counts.pop(), some.shape[1])
 
     def take(self, rows_P: Rows) -> Floats:
         """float32 [P, D'], contiguous: `scoring_space.label_vectors(...)[rows_P]`."""
@@ -111,6 +64,6 @@ class LabelRows:
         return out
 
 
-def as_rows(vectors: Vectors | npt.NDArray) -> Vectors:
-    """An array as `Vectors`; what is some already stays as it is."""
-    return ArrayRows(vectors) if isinstance(vectors, np.ndarray) else vectors
+def as_rows(vectors: LabelRows | npt.NDArray) -> LabelRows:
+    """An array [L, D'], float32 or float16, as rows of a space; what is some already stays as it is."""
+    return LabelRows({"de": vectors}, "de", False) if isinstance(vectors, np.ndarray) else vectors
