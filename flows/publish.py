@@ -15,7 +15,7 @@ from flows.artifacts import harmless
 from unidec.config import Params, load_params
 from unidec.errors import UnidecError, without_credentials
 from unidec.tracking.lineage import LOCK_COMMIT_TAG
-from unidec.tracking.promotion import tag_version
+from unidec.tracking.store import open_client, tracking_uri
 
 log = logging.getLogger("unidec.flows")
 
@@ -59,7 +59,8 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
         _git("commit", "--quiet", "--no-verify", "--message", message, "--", *paths)  # hooks are for code
     done = {"commit": _git("rev-parse", "HEAD")}
     with harmless("the version could not be given its commit"):
-        tag_version(name, str(version), {LOCK_COMMIT_TAG: done["commit"]})
+        client = open_client(tracking_uri())
+        client.set_model_version_tag(name, str(version), LOCK_COMMIT_TAG, done["commit"])
     if wants_tag:
         done["tag"] = f"{name}-v{version}"
         if not _git("tag", "--list", done["tag"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import subprocess
+import types
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,8 @@ def repository(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def tagged(publish, monkeypatch) -> list[tuple]:
     tags: list[tuple] = []
-    monkeypatch.setattr(publish, "tag_version", lambda *told: tags.append(told))
+    client = types.SimpleNamespace(set_model_version_tag=lambda *told: tags.append(told))
+    monkeypatch.setattr(publish, "open_client", lambda _uri: client)
     return tags
 
 
@@ -72,7 +74,7 @@ def test_only_what_was_recorded_is_committed(publish, repository, tagged):
     assert git("log", "-1", "--format=%s %an") == "Retrain: version 7 of unidec, champion somebody"
     assert git("rev-list", "-n1", "unidec-v7") == done["commit"]
     assert git("status", "--porcelain").splitlines() == ["M code.py", "?? notes.txt"]
-    assert tagged == [("unidec", "7", {"git.lock_commit": done["commit"]})]
+    assert tagged == [("unidec", "7", "git.lock_commit", done["commit"])]
 
 
 def test_again_changes_nothing(publish, repository, tagged):
@@ -112,7 +114,7 @@ def test_a_registry_that_is_away_costs_a_warning(publish, repository, monkeypatc
     def away(*_told: object) -> None:
         raise ConnectionError("the registry is away")
 
-    monkeypatch.setattr(publish, "tag_version", away)
+    monkeypatch.setattr(publish, "open_client", away)
     retrained()
     with caplog.at_level(logging.WARNING):
         assert publish.commit(params_of(), 7, "champion")["commit"] == git("rev-parse", "HEAD")

@@ -26,7 +26,7 @@ from unidec.pipeline.profile import KEY, read_profile
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import read_info
 from unidec.tracking.registry import register
-from unidec.tracking.store import open_client, prepare_store
+from unidec.tracking.store import open_client, prepare_store, tracking_uri
 
 pytestmark = pytest.mark.timeout(300)
 CHAMPION = "models:/unidec@champion"
@@ -63,7 +63,8 @@ def made(helper: Callable[[str], Any], raw: RawData, tmp_path_factory: pytest.Te
         assert pipeline.data_change(params)["accepted"] is None
         training.train(params)
         pipeline.index(params)
-        register(paths.BUNDLE, None, "unidec", alias="champion")
+        version = register(paths.BUNDLE, None, "unidec")
+        open_client(tracking_uri()).set_registered_model_alias("unidec", "champion", str(version))
         yield folder
 
 

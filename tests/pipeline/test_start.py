@@ -27,7 +27,7 @@ from unidec.retrieval.bundle import Bundle
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.tracking.registry import checked_sha256, register
 from unidec.tracking.run import Tracker
-from unidec.tracking.store import open_client, prepare_store
+from unidec.tracking.store import open_client, prepare_store, tracking_uri
 from unidec.training.fit import fit
 
 pytestmark = pytest.mark.timeout(240)
@@ -56,6 +56,12 @@ def make_data(params: Params) -> None:
         getattr(pipeline, name)(params)
 
 
+def register_champion() -> int:
+    version = register(paths.BUNDLE, None, "unidec")
+    open_client(tracking_uri()).set_registered_model_alias("unidec", "champion", str(version))
+    return version
+
+
 @pytest.fixture(scope="module")
 def made(helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project with two versions of its data and a champion, trained cold on the first."""
@@ -71,7 +77,7 @@ def made(helper: Callable[[str], Any], tiny_raw: RawData, tmp_path_factory: pyte
         make_data(params)
         training.train(params)
         pipeline.index(params)
-        register(paths.BUNDLE, None, "unidec", alias="champion")
+        register_champion()
         make_data(params_of(helper, **{"data.path": "raw2"}))
         yield folder
 
@@ -253,7 +259,7 @@ def test_generations_are_counted_by_the_bundles_themselves(work):
     pipeline.choose_start(params)
     training.train(params)
     pipeline.index(params)
-    version = register(paths.BUNDLE, None, "unidec", alias="champion")
+    version = register_champion()
     found = pipeline.choose_start(params)
     assert (found["version"], found["generation"]) == (str(version), 2)
     every = {"retrain.cold_every": 1}
@@ -310,8 +316,8 @@ def test_a_damaged_copy_is_fetched_again(work):
 def test_found_by_hash_where_the_version_is_another(work):
     sha256 = checked_sha256(work.bundle)
     assert (
-        fetch_by_hash("unidec", sha256, "kept", "7")
-        == fetch_by_hash("unidec", sha256, "kept")
+        fetch_by_hash("unidec", sha256, Path("kept"), "7")
+        == fetch_by_hash("unidec", sha256, Path("kept"))
         == Path("kept") / sha256[:16]
     )
     assert fetch_bundle("models:/unidec@champion", "kept") == Path("kept") / sha256[:16]

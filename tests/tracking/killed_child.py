@@ -47,12 +47,13 @@ def kill_before(writes: int) -> None:
 def live(job: dict[str, Any]) -> None:
     if "writes" in job:
         kill_before(job["writes"])
+    os.environ["MLFLOW_TRACKING_URI"] = job["uri"]
     if job["call"] == "register":
-        registry.register(job["bundle"], None, job["name"], uri=job["uri"])
+        registry.register(job["bundle"], None, job["name"])
     elif job["call"] == "promote":
-        promotion.promote(job["name"], job["version"], uri=job["uri"])
+        promotion.promote(job["name"], job["version"])
     else:
-        promotion.rollback(job["name"], uri=job["uri"])
+        promotion.rollback(job["name"])
 
 
 def main() -> None:

@@ -48,8 +48,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[MlflowClient, str]:
     return client, uri
 
 
+@pytest.fixture(autouse=True)
+def _default_store(store: tuple[MlflowClient, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store[1])
+
+
 def ask(store: tuple[MlflowClient, str], source: Any) -> dict[str, Any]:
-    return lineage(source, model_name="tiny", uri=store[1])
+    return lineage(source, model_name="tiny")
 
 
 def test_back_to_the_model_that_started_from_nothing(store: tuple[MlflowClient, str]) -> None:
@@ -91,20 +96,18 @@ def test_a_parent_that_is_gone_is_said_to_be(store: tuple[MlflowClient, str]) ->
 
 
 def test_versions_that_name_each_other_end(store: tuple[MlflowClient, str]) -> None:
-    client, uri = store
+    client, _ = store
     client.create_registered_model("round")
     for own, other in ((0, 1), (1, 0)):
         tags = {"bundle.sha256": BUNDLES[own], "start.bundle.sha256": BUNDLES[other], "start.version": str(other + 1)}
         client.create_model_version("round", "file:///nowhere", None, tags)
-    found = lineage("models:/round/1", model_name="round", uri=uri)
+    found = lineage("models:/round/1", model_name="round")
     assert found["parent"]["version"] == "2" and found["parent"]["parent"]["missing"]
 
 
 def test_the_models_that_data_went_into(store: tuple[MlflowClient, str]) -> None:
     def ask_data(prefix: str) -> list[tuple[str, list[str], str | None]]:
-        return [
-            (v["version"], v["what"], v["through"]) for v in models_of_data(prefix, model_name="tiny", uri=store[1])
-        ]
+        return [(v["version"], v["what"], v["through"]) for v in models_of_data(prefix, model_name="tiny")]
 
     assert ask_data(RAW[0]) == [("3", [], "2"), ("2", [], "1"), ("1", ["data/raw"], None)]
     # a hash of the lock file is none of data; what a version started from counts too
@@ -117,13 +120,13 @@ def test_the_models_that_data_went_into(store: tuple[MlflowClient, str]) -> None
 
 
 def test_a_hash_that_two_bundles_begin_with(store: tuple[MlflowClient, str]) -> None:
-    client, uri = store
+    client, _ = store
     client.create_registered_model("alike")
     for end in "12":
         client.create_model_version("alike", "file:///nowhere", None, {"bundle.sha256": "a" * 63 + end})
     with pytest.raises(ConfigError, match="several versions"):
-        lineage("bundle:aaaaaa", model_name="alike", uri=uri)
-    assert lineage("bundle:" + "a" * 63 + "2", model_name="alike", uri=uri)["version"] == "2"
+        lineage("bundle:aaaaaa", model_name="alike")
+    assert lineage("bundle:" + "a" * 63 + "2", model_name="alike")["version"] == "2"
 
 
 def test_the_command(store: tuple[MlflowClient, str], monkeypatch: pytest.MonkeyPatch) -> None:

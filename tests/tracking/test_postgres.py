@@ -94,10 +94,11 @@ def mlflow(helper, postgres, tmp_path_factory):
 @pytest.mark.slow
 def test_runs_models_and_aliases_behind_the_server(helper, mlflow, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))  # loading a model puts its copied code in front
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow)
     tracker = tracked(mlflow, tmp_path)
     bundle = helper("tracking/test_registry").real_bundle(tmp_path)
-    version = register(bundle, tracker.run_id, "unidec", uri=mlflow)
-    assert register(bundle, tracker.run_id, "unidec", uri=mlflow) == version  # the same bundle again
+    version = register(bundle, tracker.run_id, "unidec")
+    assert register(bundle, tracker.run_id, "unidec") == version  # the same bundle again
     client = open_client(mlflow)
     run = client.get_run(tracker.run_id)
     assert (
@@ -108,7 +109,7 @@ def test_runs_models_and_aliases_behind_the_server(helper, mlflow, tmp_path, mon
     assert sorted((p.step, p.value) for p in points) == [(s, s / 7) for s in range(1500)]
     assert client.get_registered_model("unidec").aliases == {"challenger": str(version)}
     assert [entry.path for entry in client.list_artifacts(tracker.run_id)] == ["report.html"]
-    fetched = fetch_bundle("models:/unidec@challenger", tmp_path / "bundles", uri=mlflow)
+    fetched = fetch_bundle("models:/unidec@challenger", tmp_path / "bundles")
     assert checked_sha256(fetched) == checked_sha256(bundle)
 
 

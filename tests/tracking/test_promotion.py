@@ -26,6 +26,11 @@ def uri():
         yield prepare_store(f"sqlite:///{folder}/mlflow.db")
 
 
+@pytest.fixture(autouse=True)
+def _default_store(uri, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+
+
 @pytest.fixture(scope="module")
 def client(uri):
     return open_client(uri)
@@ -54,13 +59,13 @@ def three_champions(stored, uri) -> list[str]:
     versions: list[str] = []
     for what in "abc":
         versions.append(stored(what, **stored.passed(versions[-1] if versions else None)))
-        promote(stored.name, versions[-1], uri=uri)
+        promote(stored.name, versions[-1])
     return versions
 
 
 def test_the_first_has_no_previous_and_each_next_one_leaves_it(stored, client, uri):
     a = stored("a", **stored.passed())
-    done = promote(stored.name, a, reason="the first", uri=uri)
+    done = promote(stored.name, a, reason="the first")
     assert done == {
         "model": stored.name,
         "version": a,
@@ -72,9 +77,9 @@ def test_the_first_has_no_previous_and_each_next_one_leaves_it(stored, client, u
     assert aliases(client, stored.name) == {CHAMPION: a}
     b = stored("b", **stored.passed(a))
     client.set_registered_model_alias(stored.name, "challenger", b)
-    assert promote(stored.name, uri=uri)["previous"] == a
+    assert promote(stored.name)["previous"] == a
     assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: a, "challenger": b}
-    again = promote(stored.name, b, uri=uri)
+    again = promote(stored.name, b)
     assert again["previous"] == a and not again["changed"]
     kept = tags_of(client, stored.name, a)
     assert kept["promoted.reason"] == "the first" and kept["promoted.by"]
@@ -85,11 +90,11 @@ def test_the_first_has_no_previous_and_each_next_one_leaves_it(stored, client, u
 
 def test_what_speaks_against_it_is_listed_at_once_and_force_says_so(stored, client, uri):
     a = stored("a", **stored.passed())
-    promote(stored.name, a, uri=uri)
+    promote(stored.name, a)
     bad = {"gate.passed": "false", "gate.failed": "nDCG@5, code", "gate.champion": "99", "git.dirty": "true"}
     b = stored("b", **bad, **{"rolled_back.at": "2026-01-01", "rolled_back.by": "ann", "rolled_back.reason": "slow"})
     with pytest.raises(Refused) as caught:
-        promote(stored.name, b, uri=uri)
+        promote(stored.name, b)
     for words in (
         "nDCG@5, code",
         "compared it with version 99",
@@ -98,7 +103,7 @@ def test_what_speaks_against_it_is_listed_at_once_and_force_says_so(stored, clie
     ):
         assert words in str(caught.value)
     assert aliases(client, stored.name) == {CHAMPION: a}
-    done = promote(stored.name, b, force=True, reason="we need it", uri=uri)
+    done = promote(stored.name, b, force=True, reason="we need it")
     assert done["forced"] and done["dirty"]
     kept = tags_of(client, stored.name, b)
     assert kept["promoted.forced"] == kept["promoted.dirty"] == "true" and kept["promoted.reason"] == "we need it"
@@ -109,7 +114,7 @@ def test_what_speaks_against_it_is_listed_at_once_and_force_says_so(stored, clie
 def test_not_judged_not_passed_or_judged_against_another(stored, client, uri, tags):
     version = stored("a", **tags)
     with pytest.raises(Refused):
-        promote(stored.name, version, uri=uri)
+        promote(stored.name, version)
     assert aliases(client, stored.name) == {}
 
 
@@ -117,23 +122,23 @@ def test_a_dirty_tree_only_when_told(stored, client, uri):
     dirty = {"gate.passed": "false", "gate.failed": "code", "gate.champion": "", "git.dirty": "true"}
     a = stored("a", **dirty)
     with pytest.raises(Refused, match=rf"pass the gate: code\n.*unidec models promote {a} --allow-dirty"):
-        promote(stored.name, a, uri=uri)
-    done = promote(stored.name, a, allow_dirty=True, uri=uri)
+        promote(stored.name, a)
+    done = promote(stored.name, a, allow_dirty=True)
     assert done["dirty"] and not done["forced"]
     assert tags_of(client, stored.name, a)["promoted.dirty"] == "true"
     b = stored("b", **(dirty | {"gate.failed": "code, latency", "gate.champion": a}))
     with pytest.raises(Refused, match="did not pass the gate: latency"):
-        promote(stored.name, b, allow_dirty=True, uri=uri)
+        promote(stored.name, b, allow_dirty=True)
 
 
 def test_a_damaged_bundle_never_becomes_champion(stored, client, uri):
     a, b = (stored(what, **stored.passed()) for what in "ab")
     (stored.folder / "a" / "artifacts" / "bundle" / "labels.json").write_text('["A"]')
     with pytest.raises(ArtifactError, match="damaged"):
-        promote(stored.name, a, force=True, uri=uri)
+        promote(stored.name, a, force=True)
     client.set_model_version_tag(stored.name, b, "bundle.sha256", "0" * 64)
     with pytest.raises(ArtifactError, match="another bundle"):
-        promote(stored.name, b, force=True, uri=uri)
+        promote(stored.name, b, force=True)
     assert aliases(client, stored.name) == {}
 
 
@@ -141,14 +146,14 @@ def test_no_such_version_names_those_there_are(stored, uri):
     stored("a")
     for which in ("7", "challenger", "nonsense"):
         with pytest.raises(ConfigError, match="expected: version 1"):
-            promote(stored.name, which, uri=uri)
+            promote(stored.name, which)
     with pytest.raises(ConfigError, match="unidec models register"):
-        promote("no-such-model", uri=uri)
+        promote("no-such-model")
 
 
 def test_rollback_swaps_and_what_was_left_stays_out(stored, client, uri):
     _, b, c = three_champions(stored, uri)
-    assert rollback(stored.name, reason="answers are odd", uri=uri) == {
+    assert rollback(stored.name, reason="answers are odd") == {
         "model": stored.name, "version": b, "previous": c,
     }  # fmt: skip
     assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: c}
@@ -157,8 +162,8 @@ def test_rollback_swaps_and_what_was_left_stays_out(stored, client, uri):
     assert back["promoted.reason"] == f"rollback from version {c}: answers are odd"
     client.set_model_version_tag(stored.name, c, "gate.champion", b)
     with pytest.raises(Refused, match="rolled back"):
-        promote(stored.name, c, uri=uri)
-    rollback(stored.name, uri=uri)  # and back again
+        promote(stored.name, c)
+    rollback(stored.name)  # and back again
     assert aliases(client, stored.name) == {CHAMPION: c, PREVIOUS: b}
     assert "rolled_back.at" not in tags_of(client, stored.name, c)
     assert "rolled_back.at" in tags_of(client, stored.name, b)
@@ -166,21 +171,21 @@ def test_rollback_swaps_and_what_was_left_stays_out(stored, client, uri):
 
 def test_nothing_to_go_back_to(stored, client, uri):
     with pytest.raises(Refused, match="no earlier champion"):
-        rollback("no-such-model", uri=uri)
+        rollback("no-such-model")
     a = stored("a", **stored.passed())
-    promote(stored.name, a, uri=uri)
+    promote(stored.name, a)
     with pytest.raises(Refused, match="no earlier champion"):
-        rollback(stored.name, uri=uri)
+        rollback(stored.name)
     client.set_registered_model_alias(stored.name, PREVIOUS, a)
     with pytest.raises(Refused, match="no earlier champion"):
-        rollback(stored.name, uri=uri)
+        rollback(stored.name)
 
 
 def test_a_damaged_previous_leaves_the_champion(stored, client, uri):
     a, b = (three_champions(stored, uri))[1:]
     (stored.folder / "b" / "artifacts" / "bundle" / "labels.json").unlink()
     with pytest.raises(ArtifactError):
-        rollback(stored.name, uri=uri)
+        rollback(stored.name)
     assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: a}
 
 
@@ -225,7 +230,7 @@ def test_killed_between_two_writes(cut_short, stored, client, uri, writes):
         assert aliases(client, stored.name) == {CHAMPION: d, PREVIOUS: c}
         assert {"promoted.at", "promoted.forced"} <= tags_of(client, stored.name, d).keys()
     assert recover(client, stored.name) is False
-    assert promote(stored.name, d, uri=uri)["changed"] == (writes < 2)
+    assert promote(stored.name, d)["changed"] == (writes < 2)
     assert aliases(client, stored.name) == {CHAMPION: d, PREVIOUS: c}
     assert PENDING_TAG not in tags_of(client, stored.name, d) and a not in aliases(client, stored.name).values()
 
@@ -236,7 +241,7 @@ def test_a_rollback_killed_half_way_is_undone_or_completed_by_the_next(cut_short
     assert aliases(client, stored.name) == {CHAMPION: c, PREVIOUS: b}  # nothing moved
     cut_short("rollback", 2)
     assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: b}  # half: champion moved, previous not
-    assert rollback(stored.name, uri=uri) == {"model": stored.name, "version": b, "previous": c}
+    assert rollback(stored.name) == {"model": stored.name, "version": b, "previous": c}
     assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: c}
     assert "rolled_back.at" in tags_of(client, stored.name, c)
 
@@ -252,17 +257,14 @@ def test_aliases_that_somebody_moved_by_hand_are_left_alone(cut_short, stored, c
 
 def test_two_at_once_both_finish_one_after_the_other(stored, client, uri):
     a = stored("a", **stored.passed())
-    promote(stored.name, a, uri=uri)
+    promote(stored.name, a)
     rivals = [stored(what, **stored.passed(a)) for what in "bc"]
     found: list[object] = []
 
     def try_it(version: str) -> None:
-        words = (
-            "import sys; from unidec.tracking.promotion import promote; "
-            "promote(sys.argv[1], sys.argv[2], uri=sys.argv[3])"
-        )
+        words = "import sys; from unidec.tracking.promotion import promote; promote(sys.argv[1], sys.argv[2])"
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", words, stored.name, version, uri], capture_output=True, text=True,
+            [sys.executable, "-W", "ignore", "-c", words, stored.name, version], capture_output=True, text=True,
             timeout=120, check=False,
         )  # fmt: skip
         found.append((version, done.returncode, done.stderr))
@@ -281,22 +283,24 @@ def test_two_at_once_both_finish_one_after_the_other(stored, client, uri):
 def test_a_lock_is_left_by_nobody(stored, uri, monkeypatch):
     monkeypatch.setattr(promotion, "LOCK_SECONDS", 0.1)
     a = stored("a", **stored.passed())
-    with promotion._one_at_a_time(stored.name, uri, "."), pytest.raises(Refused, match="under way"):
-        promote(stored.name, a, uri=uri)
-    assert promote(stored.name, a, uri=uri)["changed"]
+    with promotion._one_at_a_time(stored.name), pytest.raises(Refused, match="under way"):
+        promote(stored.name, a)
+    assert promote(stored.name, a)["changed"]
 
 
 @pytest.mark.slow
-def test_all_of_it_over_http(helper, children, tmp_path):
+def test_all_of_it_over_http(helper, children, tmp_path, monkeypatch):
     """A real server: promoted, killed half-way, mended, rolled back; a server that is away is no promotion."""
     versions, name = helper("tracking/stored_versions"), "served"
     with helper("mlflow_server").MlflowServer(tmp_path).running() as server:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+        monkeypatch.chdir(tmp_path)
         client, numbers = open_client(server.uri), []
         for what in "abc":
             tags = versions.passed(numbers[-1] if numbers else None)
             numbers.append(versions.upload_version(client, name, tmp_path / what, what, **tags))
             if what != "c":
-                promote(name, numbers[-1], uri=server.uri, root=tmp_path)
+                promote(name, numbers[-1])
         a, b, c = numbers
         job = {"call": "promote", "version": c, "name": name, "uri": server.uri, "writes": 2}
         children.stdin.write(json.dumps(job) + "\n")
@@ -304,11 +308,11 @@ def test_all_of_it_over_http(helper, children, tmp_path):
         children.stdout.readline()
         assert children.stdout.readline() == f"gone {-signal.SIGKILL}\n"
         assert aliases(client, name) == {CHAMPION: c, PREVIOUS: a}
-        assert promote(name, c, uri=server.uri, root=tmp_path)["previous"] == b
-        assert rollback(name, uri=server.uri, root=tmp_path)["version"] == b
+        assert promote(name, c)["previous"] == b
+        assert rollback(name)["version"] == b
         assert aliases(client, name) == {CHAMPION: b, PREVIOUS: c}
         (stored,) = [f for f in (tmp_path / "artifacts").rglob("labels.json") if f.read_text() == '["c"]']
         stored.write_text('["C"]')
         with pytest.raises(ArtifactError, match="damaged"):
-            rollback(name, uri=server.uri, root=tmp_path)
+            rollback(name)
         assert aliases(client, name) == {CHAMPION: b, PREVIOUS: c}

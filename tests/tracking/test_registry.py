@@ -37,6 +37,11 @@ def uri(tmp_path_factory) -> str:
     return prepare_store(f"sqlite:///{tmp_path_factory.mktemp('registry')}/mlflow/mlflow.db")
 
 
+@pytest.fixture(autouse=True)
+def _default_store(uri, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+
+
 @pytest.fixture
 def client(uri):
     return open_client(uri)
@@ -94,7 +99,7 @@ def make_bundle(path, labels=("vim", "nano", "emacs", "ed")):
 def test_a_run_that_another_store_has(uri, client, tmp_path, stand_in, path_as_before, caplog):
     """Registered in this store under a run of its own, which names the other."""
     other = Tracker("tests", uri=f"sqlite:///{tmp_path}/other/mlflow.db").start(tmp_path / "run", {})
-    version = registry.register(make_bundle(tmp_path / "bundle"), other, "elsewhere", uri=uri)
+    version = registry.register(make_bundle(tmp_path / "bundle"), other, "elsewhere")
     found = client.get_model_version("elsewhere", str(version))
     assert found.tags["training.run_id"] == other and found.run_id not in (None, other)
     assert client.get_run(found.run_id).info.status == "FINISHED"
@@ -137,10 +142,9 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
 
     bundle = make_bundle(tmp_path / "bundle")
     card = {"data set": "tiny", "metrics": {"test": {"P@1": 45.0, "head/P@1": 3.0}}}
-    version = registry.register(bundle, run_id, "one", card=card, tags={"dataset.sha256": "d" * 64}, uri=uri)
-    assert registry.register(bundle, run_id, "one", card=card, uri=uri) == version
+    version = registry.register(bundle, run_id, "one", card=card, tags={"dataset.sha256": "d" * 64})
+    assert registry.register(bundle, run_id, "one", card=card) == version
     assert [int(found.version) for found in client.search_model_versions("name = 'one'")] == [version]
-    assert registry.is_registered(bundle, "one", uri=uri) and not registry.is_registered(bundle, "other", uri=uri)
 
     kept = client.get_model_version_by_alias("one", "challenger")
     assert kept.run_id == run_id and kept.tags["dataset.sha256"] == "d" * 64
@@ -148,9 +152,6 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
     assert "| P@1 | 45.00 |" in kept.description and "head/" not in kept.description
     in_order = ("| P@1 |", "- data set: tiny", "load_model", kept.tags["bundle.sha256"])
     assert sorted(in_order, key=kept.description.index) == list(in_order)
-    shown = list(kept.tags)
-    assert shown[0] == "metrics.test" and kept.tags["metrics.test"] == "P@1 45.00"
-    assert set(shown[-3:]) == {"bundle.sha256", "dataset.sha256", "run_id"}
     assert client.get_run(run_id).info.status == "RUNNING"  # as it was before
 
     with registry.tracking_to(uri):
@@ -186,7 +187,7 @@ def test_the_runs_test_metrics_are_the_models_with_its_data_set(uri, client, tmp
     about = {"name": "tiny", "digest": "f" * 36, "path": "data/dataset"}
     run_id = tracker.start(tmp_path / "run", {}, dataset=about)
     tracker.log_final({"test/P@1": 41.0, "test/tail/R@10": 7.0, "validation/P@1": 40.0})
-    version = registry.register(make_bundle(tmp_path / "bundle"), run_id, "measured", uri=uri)
+    version = registry.register(make_bundle(tmp_path / "bundle"), run_id, "measured")
     source = client.get_model_version("measured", str(version)).source  # models:/<id of the logged model>
     model = client.get_logged_model(source.rpartition("/")[2])
     assert {(m.key, m.value, m.run_id, m.dataset_name, m.dataset_digest) for m in model.metrics} == {
@@ -199,12 +200,11 @@ def test_the_runs_test_metrics_are_the_models_with_its_data_set(uri, client, tmp
 
 
 def test_another_bundle_is_another_version_and_takes_the_alias(uri, client, run_id, tmp_path, stand_in, path_as_before):
-    first = registry.register(make_bundle(tmp_path / "a"), run_id, "two", uri=uri)
-    second = registry.register(make_bundle(tmp_path / "b", ["joe"]), run_id, "two", uri=uri)
+    first = registry.register(make_bundle(tmp_path / "a"), run_id, "two")
+    second = registry.register(make_bundle(tmp_path / "b", ["joe"]), run_id, "two")
     assert second == first + 1
     assert int(client.get_model_version_by_alias("two", "challenger").version) == second
-    assert registry.register(tmp_path / "a", run_id, "two", alias=None, uri=uri) == first
-    assert int(client.get_model_version_by_alias("two", "challenger").version) == second
+    assert registry.register(tmp_path / "a", run_id, "two") == first
 
 
 @pytest.mark.parametrize("point", ["create_model_version", "set_registered_model_alias"])
@@ -219,9 +219,9 @@ def test_killed_on_the_way_then_run_again(uri, client, run_id, tmp_path, stand_i
     with monkeypatch.context() as patch:
         patch.setattr(MlflowClient, point, killed)
         with pytest.raises(KeyboardInterrupt):
-            registry.register(bundle, run_id, name, uri=uri)
+            registry.register(bundle, run_id, name)
     assert client.get_registered_model(name).aliases == {}
-    version = registry.register(bundle, run_id, name, uri=uri)
+    version = registry.register(bundle, run_id, name)
     assert len(client.search_model_versions(f"name = '{name}'")) == 1
     assert int(client.get_model_version_by_alias(name, "challenger").version) == version
 
@@ -239,7 +239,7 @@ def test_what_was_stored_is_damaged(uri, client, run_id, tmp_path, stand_in, pat
 
     monkeypatch.setattr(registry, "_log_model", log_and_damage)
     with pytest.raises(ArtifactError, match="damaged"):
-        registry.register(bundle, run_id, "damage", uri=uri)
+        registry.register(bundle, run_id, "damage")
     assert client.get_registered_model("damage").aliases == {}
 
 
@@ -247,9 +247,9 @@ def test_a_damaged_or_missing_bundle_is_not_logged(uri, tmp_path):
     bundle = make_bundle(tmp_path / "bundle")
     (bundle / "labels.json").write_text('["x"]')
     with pytest.raises(ArtifactError, match="damaged"):
-        registry.register(bundle, None, "none", uri=uri)
+        registry.register(bundle, None, "none")
     with pytest.raises(ArtifactError, match="no bundle here"):
-        registry.register(tmp_path / "nowhere", None, "none", uri=uri)
+        registry.register(tmp_path / "nowhere", None, "none")
 
 
 def test_requirements_are_ours_without_our_name():
@@ -268,10 +268,14 @@ module.TableAnswerer, sys.modules[module.__name__] = Echo, module
 """
 
 
-def test_the_documented_lines_load_the_champion_in_the_repositorys_folder(tmp_path, stand_in, path_as_before):
+def test_the_documented_lines_load_the_champion_in_the_repositorys_folder(
+    tmp_path, stand_in, path_as_before, monkeypatch
+):
     """docs/bundles.md, as pasted; no other database is left behind."""
     uri = prepare_store(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
-    registry.register(make_bundle(tmp_path / "bundle"), None, "unidec", alias="champion", uri=uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    version = registry.register(make_bundle(tmp_path / "bundle"), None, "unidec")
+    open_client(uri).set_registered_model_alias("unidec", "champion", version)
     page = (pathlib.Path(__file__).parents[2] / "docs" / "bundles.md").read_text()
     blocks = [piece.partition("```")[0] for piece in page.split("```python\n")[1:]]
     blocks = [block for block in blocks if "pyfunc.load_model" in block]
@@ -373,7 +377,7 @@ def invoke(port: int, params: dict) -> tuple[int, dict]:
 
 @pytest.mark.slow
 def test_a_real_model_loads_elsewhere_and_is_served(uri, run_id, tmp_path, path_as_before):
-    registry.register(real_bundle(tmp_path), run_id, "real", uri=uri)
+    registry.register(real_bundle(tmp_path), run_id, "real")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"MLFLOW_TRACKING_URI": uri, "DO_NOT_TRACK": "true", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from unidec.config import Params
-from unidec.data.storage import read_manifest
+from unidec.data.storage import folder_sha256, read_manifest
 from unidec.errors import ConfigError
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import headline
 from unidec.pipeline.start_file import start_tags
 from unidec.retrieval.bundle_folder import BundleInfo, read_info
 from unidec.tracking import provenance
-from unidec.tracking.registry import check_artifacts, checked_sha256, find_version, is_registered
+from unidec.tracking.registry import check_artifacts, checked_sha256, find_version
 from unidec.tracking.registry import register as register_bundle
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import open_client, tracking_uri
@@ -76,7 +76,9 @@ def _trained(params: Params) -> tuple[Tracker, dict[str, Any], dict[str, str]]:
     tracker = Tracker.resume(paths.RUNS / run)
     metrics = json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
     tags = provenance.artifact_tags(params.data.path) | start_tags()
-    if not is_registered(paths.BUNDLE, params.tracking.model_name):  # a version keeps the records it was made with
+    client = open_client(tracking_uri())
+    if find_version(client, params.tracking.model_name, folder_sha256(paths.BUNDLE)) is None:
+        # a version keeps the records it was made with
         lock = provenance.lock_sha256()
         tracker.set_tags(tags | ({"dvc.lock.sha256": lock} if lock else {}))
         tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)

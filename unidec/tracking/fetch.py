@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unidec.data.storage import MANIFEST
 from unidec.errors import ArtifactError, ConfigError
 from unidec.tracking.promotion import known_version, version_of
-from unidec.tracking.registry import HASH_TAG, checked_sha256, find_version, tracking_to
+from unidec.tracking.registry import HASH_TAG, checked_sha256, download, find_version, tracking_to
 from unidec.tracking.store import open_client, tracking_uri
 
 if TYPE_CHECKING:
@@ -51,15 +50,13 @@ def parse_address(text: str) -> Address | None:
     return Address(found["name"], found["alias"], found["version"])
 
 
-def fetch_bundle(
-    source: str | os.PathLike[str], folder: str | os.PathLike[str], *, uri: str | None = None, root: Path | str = "."
-) -> Path:
+def fetch_bundle(source: str | os.PathLike[str], folder: str | os.PathLike[str], uri: str | None = None) -> Path:
     """The folder of a bundle: `source` itself, or a registered one's copy in `folder`, named by its hash.
 
     Args:
         source: a folder, `models:/name@alias` or `models:/name/version`.
         folder: where copies are kept; one that is there and whole is not fetched again.
-        uri, root: tracking store; default: see `store.tracking_uri`.
+        uri: tracking store; default: see `store.tracking_uri`.
 
     Raises:
         ConfigError: not such an address, or the registry has none of this name, alias or version.
@@ -69,7 +66,7 @@ def fetch_bundle(
     address = parse_address(os.fspath(source))
     if address is None:
         return Path(source)
-    uri = uri or tracking_uri(root)
+    uri = uri or tracking_uri()
     version = known_version(open_client(uri), address.name, address.alias or address.version or "")
     return _fetch(version, Path(folder), uri)
 
@@ -89,15 +86,7 @@ def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
         ) from error  # fmt: skip
 
 
-def fetch_by_hash(
-    model_name: str,
-    sha256: str,
-    folder: str | os.PathLike[str],
-    version: str | None = None,
-    *,
-    uri: str | None = None,
-    root: Path | str = ".",
-) -> Path:
+def fetch_by_hash(model_name: str, sha256: str, folder: Path, version: str | None = None) -> Path:
     """The folder of the registered bundle with this hash; the registry is not asked where a whole copy is kept.
 
     Args:
@@ -108,10 +97,10 @@ def fetch_by_hash(
         ArtifactError: the registry does not have it, or what it gives is damaged.
         MlflowException: the registry does not answer.
     """
-    target = Path(folder) / sha256[:16]
+    target = folder / sha256[:16]
     if _is_whole(target, sha256):
         return target
-    uri = uri or tracking_uri(root)
+    uri = tracking_uri()
     client = open_client(uri)
     found = version_of(client, model_name, version) if version else None
     if found is None or found.tags.get(HASH_TAG) != sha256:
@@ -121,34 +110,27 @@ def fetch_by_hash(
             f"no version of {model_name} holds this bundle", where=uri, got=sha256,
             fix="MLFLOW_TRACKING_URI names the registry that it was registered in",
         )  # fmt: skip
-    return _fetch(found, Path(folder), uri)
+    return _fetch(found, folder, uri)
 
 
-def find_alias(model_name: str, alias: str, *, uri: str | None = None, root: Path | str = ".") -> ModelVersion | None:
+def find_alias(model_name: str, alias: str) -> ModelVersion | None:
     """The version that an alias names; None where there is no such model or alias."""
-    return version_of(open_client(uri or tracking_uri(root)), model_name, alias)
+    return version_of(open_client(tracking_uri()), model_name, alias)
 
 
 def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:
     """A version's bundle, from its copy or the registry; several processes may ask for it at once."""
-    import mlflow
     from filelock import FileLock
 
     sha256 = version.tags.get(HASH_TAG, "")
     target = folder / (sha256[:16] or f"{version.name}-{version.version}")
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f".{target.name}.lock"):
-        if _is_whole(target, sha256):
-            return target
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch, tracking_to(uri):
-            address = f"models:/{version.name}/{version.version}"
-            path = mlflow.artifacts.download_artifacts(address, dst_path=scratch)
-            stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
-            if len(stored) != 1 or (got := checked_sha256(stored[0].parent)) != sha256:
-                held = "no bundle" if len(stored) != 1 else got
-                raise ArtifactError(f"{address} holds another bundle", where=uri, got=held, expected=sha256)
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(stored[0].parent, target)
+        if not _is_whole(target, sha256):
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch, tracking_to(uri):
+                stored = download(f"models:/{version.name}/{version.version}", sha256, scratch)
+                shutil.rmtree(target, ignore_errors=True)
+                os.replace(stored, target)
     return target
 
 

@@ -41,10 +41,13 @@ def record(
         "gate.metrics": json.dumps({name: round(own[name], 4) for name in _TAGGED if name in own}),
         "gate.passed": "true" if verdict["passed"] else "false",
     }
-    number = str(version.version)
+    number, outcome = str(version.version), "passed" if verdict["passed"] else "refused"
     if "gate.passed" in version.tags:  # of an earlier verdict
         client.delete_model_version_tag(version.name, number, "gate.passed")
-    client.update_model_version(version.name, number, _with_gate(version.description or "", verdict, lines, champion))
+    about = [f"**{outcome}** against {f'version {champion}' if champion else 'no champion'}, {verdict['at']}; page:"]
+    about += ["`gate.html` among the run's artifacts", "", *(f"- {line}" for line in lines)]
+    card = (version.description or "").partition(HEADING)[0].rstrip()
+    client.update_model_version(version.name, number, "\n".join([card, "", HEADING, "", *about]).lstrip())
     for key, value in tags.items():
         client.set_model_version_tag(version.name, number, key, value)
     if not version.run_id:
@@ -65,12 +68,3 @@ def _figures(verdict: Mapping[str, Any]) -> dict[str, float]:
     found |= {name: compared[name] for name in ("difference", "confidence") if compared.get(name) is not None}
     names = ("load_seconds", "load_cpu_seconds", "p50_ms", "p95_ms", "p95_cpu_ms", "megabytes")
     return found | {name: probe[name] for name in names if name in probe}
-
-
-def _with_gate(card: str, verdict: Mapping[str, Any], lines: Sequence[str], champion: str) -> str:
-    """The card with this verdict in place of an earlier one."""
-    against = f"against version {champion}" if champion else "as the first model"
-    outcome = "passed" if verdict["passed"] else "refused"
-    listed = "\n".join(f"- {line}" for line in lines)
-    about = f"{HEADING}\n\n**{outcome}** {against}, {verdict['at']}; page: `gate.html` among the run's artifacts\n"
-    return f"{card.partition(HEADING)[0].rstrip()}\n\n{about}\n{listed}".lstrip()

@@ -18,7 +18,7 @@ from unidec.errors import ConfigError
 from unidec.tracking.promotion import aliases, all_versions, known_version
 from unidec.tracking.provenance import COMMIT_TAG, DIFFERS_TAG, DIRTY_TAG, DVC_TAG
 from unidec.tracking.registry import HASH_TAG
-from unidec.tracking.store import open_client, tracking_uri, ui_url
+from unidec.tracking.store import UnlessMissing, open_client, tracking_uri, ui_url
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -31,16 +31,13 @@ _MODEL = re.compile(r"models:/(?P<name>[^/@]+)[@/](?P<which>[^/@]+)")
 _HASH = re.compile(rf"[0-9a-f]{{{SHORTEST},64}}(\.dir)?")
 
 
-def lineage(
-    source: str | os.PathLike[str], *, model_name: str = "unidec", uri: str | None = None, root: Path | str = "."
-) -> dict[str, Any]:
+def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> dict[str, Any]:
     """What a model was made of, back to the model that started from nothing.
 
     Args:
         source: models:/name@alias, models:/name/version, "bundle:" and the first digits of a bundle's hash (a served
             answer names it), or a bundle's folder.
         model_name: where a hash or a folder is looked for.
-        uri, root: registry; default: see `store.tracking_uri`.
 
     Returns:
         {"model", "version", "aliases", "registered" (ISO), "bundle_sha256", "dataset": {"name", "sha256"},
@@ -52,29 +49,25 @@ def lineage(
     Raises:
         ConfigError: no such address, model, version or bundle; or a hash that several versions begin with.
     """
-    uri = uri or tracking_uri(root)
+    uri = tracking_uri()
     client = open_client(uri)
     version = _version(client, os.fspath(source), model_name)
     versions = {item.tags.get(HASH_TAG, ""): item for item in all_versions(client, version.name)[::-1]}
     named = aliases(client, version.name)
-    chain, seen = [version], {str(version.version)}
-    while (parent := versions.get(chain[-1].tags.get("start.bundle.sha256", ""))) and str(parent.version) not in seen:
-        chain.append(parent)
-        seen.add(str(parent.version))
-    found: dict[str, Any] | None = None
-    for item in reversed(chain):
-        about = _about(client, uri, item, named)
-        if found is None and about["start"].get("bundle.sha256"):
-            found = {"version": about["start"].get("version"), "bundle_sha256": about["start"]["bundle.sha256"]}
-            found["missing"] = True
-        found = about | {"parent": found}
-    assert found is not None
-    return found
+
+    def about(item: ModelVersion, below: set[str]) -> dict[str, Any]:
+        sha256, parent = item.tags.get("start.bundle.sha256"), None
+        origin = versions.get(sha256 or "")
+        if origin is not None and origin.version not in below:
+            parent = about(origin, {*below, origin.version})
+        elif sha256:
+            parent = {"version": item.tags.get("start.version"), "bundle_sha256": sha256, "missing": True}
+        return _about(client, uri, item, named) | {"parent": parent}
+
+    return about(version, {version.version})
 
 
-def models_of_data(
-    prefix: str, *, model_name: str = "unidec", uri: str | None = None, root: Path | str = "."
-) -> list[dict[str, Any]]:
+def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[dict[str, Any]]:
     """The versions that data went into, newest first.
 
     Args:
@@ -88,54 +81,51 @@ def models_of_data(
     Raises:
         ConfigError: no hash.
     """
-    if not _HASH.fullmatch(prefix):
-        expected = f"{SHORTEST} to 64 hexadecimal digits"
-        raise ConfigError(
-            "not a hash",
-            where="data",
-            got=prefix,
-            expected=expected,
-            fix="dvc.lock and `unidec models lineage` have them",
-        )
-    client = open_client(uri or tracking_uri(root))
+    _check_hash(prefix, "data")
+    client = open_client(tracking_uri())
     named = aliases(client, model_name)
-    rows: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
     made_by: dict[str, str] = {}  # bundle hash -> version, of those that have it in them
-    for item in sorted(all_versions(client, model_name), key=lambda version: int(version.version)):
-        what = [
-            name.removeprefix(DVC_TAG)
-            for name, value in item.tags.items()
-            if _is_hash(name) and value.startswith(prefix)
-        ]
+    for item in all_versions(client, model_name)[::-1]:
+        number, hashes = str(item.version), {name: value for name, value in item.tags.items() if _is_hash(name)}
+        what = sorted(name.removeprefix(DVC_TAG) for name, value in hashes.items() if value.startswith(prefix))
         through = None if what else made_by.get(item.tags.get("start.bundle.sha256", ""))
         if what or through:
-            number = str(item.version)
             made_by[item.tags.get(HASH_TAG, "")] = number
-            rows[number] = {
-                "version": number,
-                "aliases": _named(named, number),
-                "what": sorted(what),
-                "through": through,
-            }
-    return list(rows.values())[::-1]
+            rows.append({"version": number, "aliases": _named(named, number), "what": what, "through": through})
+    return rows[::-1]
 
 
 def _is_hash(name: str) -> bool:
-    return name in (DATASET_TAG, HASH_TAG) or (
-        name.startswith(DVC_TAG) and name not in (DIFFERS_TAG, "dvc.lock.sha256")
-    )
+    return name in (DATASET_TAG, HASH_TAG) or _is_artifact(name)
+
+
+def _is_artifact(name: str) -> bool:
+    return name.startswith(DVC_TAG) and name not in (DIFFERS_TAG, "dvc.lock.sha256")
+
+
+def _check_hash(prefix: str, where: str) -> None:
+    if not _HASH.fullmatch(prefix):
+        raise ConfigError(
+            "not a hash", where=where, got=prefix, expected=f"{SHORTEST} to 64 hexadecimal digits",
+            fix="dvc.lock and `unidec models lineage` have them",
+        )  # fmt: skip
 
 
 def _about(client: MlflowClient, uri: str, version: ModelVersion, named: Mapping[str, str]) -> dict[str, Any]:
     tags = version.tags
-    made = {name: value for name, value in tags.items() if _is_hash(name) and name.startswith(DVC_TAG)}
     commit = tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG)
     folder = f"../{version.name}-{version.version}"
+    run: dict[str, str | None] | None = {"id": version.run_id} if version.run_id else None
+    with UnlessMissing():  # a run that was deleted: its id alone
+        if run is not None:
+            info = client.get_run(version.run_id).info
+            run |= {"name": info.run_name or "", "url": ui_url(uri, info.experiment_id, version.run_id)}
     return {
         "model": version.name,
         "version": str(version.version),
         "aliases": _named(named, str(version.version)),
-        "registered": datetime.fromtimestamp(version.creation_timestamp / 1000, UTC).isoformat(timespec="seconds"),
+        "registered": registered_at(version),
         "bundle_sha256": tags.get(HASH_TAG),
         "dataset": {"name": tags.get("dataset.name"), "sha256": tags.get(DATASET_TAG)},
         "code": {
@@ -144,28 +134,18 @@ def _about(client: MlflowClient, uri: str, version: ModelVersion, named: Mapping
             "lock_commit": tags.get(LOCK_COMMIT_TAG),
         },
         "lock_sha256": tags.get("dvc.lock.sha256"),
-        "artifacts": {name.removeprefix(DVC_TAG): value for name, value in sorted(made.items())},
+        "artifacts": {name.removeprefix(DVC_TAG): tags[name] for name in sorted(tags) if _is_artifact(name)},
         "differs": [path for path in tags.get(DIFFERS_TAG, "").split(", ") if path],
-        "run": _run(client, uri, version.run_id),
+        "run": run,
         "start": {"kind": "cold"} | _part(tags, "start."),
         "restore": [f"git worktree add {folder} {commit}", f"cd {folder} && dvc pull"] if commit else [],
         **{part: _part(tags, f"{part}.") for part in ("prefect", "gate", "promoted", "rolled_back")},
     }
 
 
-def _run(client: MlflowClient, uri: str, run_id: str | None) -> dict[str, str | None] | None:
-    """The MLflow run, "url" None while no server shows it; where it was deleted, its id alone."""
-    from mlflow.exceptions import MlflowException
-
-    if not run_id:
-        return None
-    try:
-        info = client.get_run(run_id).info
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return {"id": run_id}
-    return {"id": run_id, "name": info.run_name or "", "url": ui_url(uri, info.experiment_id, run_id)}
+def registered_at(version: ModelVersion) -> str:
+    """When a version was registered, ISO."""
+    return datetime.fromtimestamp(version.creation_timestamp / 1000, UTC).isoformat(timespec="seconds")
 
 
 def _part(tags: Mapping[str, str], prefix: str) -> dict[str, str]:
@@ -181,8 +161,7 @@ def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion
         return known_version(client, found["name"], found["which"])
     if source.startswith("bundle:"):
         prefix = source.removeprefix("bundle:")
-        if not _HASH.fullmatch(prefix):
-            raise ConfigError("not a hash", where="bundle", got=prefix, expected=f"{SHORTEST} to 64 hexadecimal digits")
+        _check_hash(prefix, "bundle")
     elif source and (Path(source) / MANIFEST).is_file():
         prefix = folder_sha256(source)
     else:
@@ -213,40 +192,38 @@ def as_lines(found: Mapping[str, Any]) -> list[str]:
 
 def _lines(item: Mapping[str, Any]) -> list[str]:
     named = f" ({', '.join(item['aliases'])})" if item["aliases"] else ""
-    code, run, gate, data = item["code"], item["run"] or {}, item["gate"], item["dataset"]
-    facts: list[tuple[str, Any]] = [
-        ("bundle", item["bundle_sha256"]),
-        ("code", code["commit"] and f"{code['commit']}{' + uncommitted changes' if code['dirty'] else ''}"),
-        (
-            "dvc.lock",
-            item["lock_sha256"]
-            and item["lock_sha256"] + (f", in commit {code['lock_commit']}" if code["lock_commit"] else ""),
-        ),
-        ("data set", data["sha256"] and f"{data['name'] or ''} {data['sha256']}".strip()),
-        *item["artifacts"].items(),
-        ("not as in dvc.lock", ", ".join(item["differs"])),
-        ("MLflow run", run.get("url") or run.get("id")),
-        ("Prefect run", item["prefect"].get("flow_run_url") or item["prefect"].get("flow_run_id")),
-        ("start", item["start"]["kind"]),
-        ("gate", _verdict(gate)),
-        ("promoted", _words(item["promoted"])),
-        ("rolled back", _words(item["rolled_back"])),
-        ("restore with", "; ".join(item["restore"])),
-    ]
-    width = max(len(name) for name, value in facts if value)
+    code, run, prefect, data = item["code"], item["run"] or {}, item["prefect"], item["dataset"]
+    changes = " + uncommitted changes" if code["dirty"] else ""
+    committed = f", in commit {code['lock_commit']}" if code["lock_commit"] else ""
+    facts = {
+        "bundle": item["bundle_sha256"],
+        "code": code["commit"] and code["commit"] + changes,
+        "dvc.lock": item["lock_sha256"] and item["lock_sha256"] + committed,
+        "data set": data["sha256"] and f"{data['name'] or ''} {data['sha256']}".strip(),
+        **item["artifacts"],
+        "not as in dvc.lock": ", ".join(item["differs"]),
+        "MLflow run": run.get("url") or run.get("id"),
+        "Prefect run": prefect.get("flow_run_url") or prefect.get("flow_run_id"),
+        "start": item["start"]["kind"],
+        "gate": _verdict(item["gate"]),
+        "promoted": _words(item["promoted"]),
+        "rolled back": _words(item["rolled_back"]),
+        "restore with": "; ".join(item["restore"]),
+    }
+    width = max(len(name) for name, value in facts.items() if value)
     head = f"{item['model']} version {item['version']}{named}, registered {item['registered']}"
-    return [head, *(f"   {name:<{width}}  {value}" for name, value in facts if value)]
+    return [head, *(f"   {name:<{width}}  {value}" for name, value in facts.items() if value)]
 
 
 def _verdict(gate: Mapping[str, str]) -> str:
     if "passed" not in gate:
         return ""
     against = f"version {gate['champion']}" if gate.get("champion") else "no champion"
-    refused = f"refused ({gate.get('failed', '')})"
-    return f"{'passed' if gate['passed'] == 'true' else refused} against {against}"
+    outcome = "passed" if gate["passed"] == "true" else f"refused ({gate.get('failed', '')})"
+    return f"{outcome} against {against}"
 
 
 def _words(part: Mapping[str, str]) -> str:
-    more = [key for key in ("dirty", "forced") if part.get(key) == "true"]
     by = f"by {part['by']}" if part.get("by") else ""
+    more = [key for key in ("dirty", "forced") if part.get(key) == "true"]
     return " ".join(word for word in (part.get("at", ""), by, part.get("reason", ""), *more) if word)

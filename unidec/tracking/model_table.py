@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unidec.tracking.lineage import registered_at
 from unidec.tracking.promotion import ROLLED_BACK, aliases, all_versions
 from unidec.tracking.registry import HASH_TAG
-from unidec.tracking.store import open_client, tracking_uri
+from unidec.tracking.run import metric_name
+from unidec.tracking.store import UnlessMissing, open_client, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -21,7 +21,7 @@ METRICS = ("nDCG@5", "PSP@5")
 COLUMNS = ("version", "aliases", *METRICS, "data", "start", "code", "gate", "age")
 
 
-def list_versions(model_name: str, *, uri: str | None = None, root: Path | str = ".") -> list[dict[str, Any]]:
+def list_versions(model_name: str) -> list[dict[str, Any]]:
     """Every version, newest first; [] where there is no such model.
 
     Returns:
@@ -30,13 +30,9 @@ def list_versions(model_name: str, *, uri: str | None = None, root: Path | str =
         "bundle_sha256", "run", "created" (ISO)} each. Metrics are the gate's where it measured them, else those of
         the MLflow run.
     """
-    client = open_client(uri or tracking_uri(root))
-    named: dict[str, list[str]] = {}
-    for alias, number in aliases(client, model_name).items():
-        named.setdefault(number, []).append(alias)
-    versions = all_versions(client, model_name)
-    versions.sort(key=lambda version: -int(version.version))
-    return [_row(client, version, sorted(named.get(str(version.version), []))) for version in versions]
+    client = open_client(tracking_uri())
+    named = aliases(client, model_name)
+    return [_row(client, version, named) for version in all_versions(client, model_name)]
 
 
 def rows_of(versions: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -44,11 +40,11 @@ def rows_of(versions: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[st
     return list(COLUMNS), [_shown(version) for version in versions]
 
 
-def _row(client: MlflowClient, version: ModelVersion, named: list[str]) -> dict[str, Any]:
+def _row(client: MlflowClient, version: ModelVersion, named: dict[str, str]) -> dict[str, Any]:
     tags = version.tags
     return {
         "version": str(version.version),
-        "aliases": named,
+        "aliases": sorted(alias for alias, number in named.items() if number == str(version.version)),
         "metrics": _metrics(client, version),
         "data": {"name": tags.get("dataset.name", ""), "sha256": tags.get("dataset.sha256", "")},
         "start": " ".join(filter(None, (tags.get("start.kind"), tags.get("start.version")))),
@@ -58,25 +54,17 @@ def _row(client: MlflowClient, version: ModelVersion, named: list[str]) -> dict[
         "rolled_back": ROLLED_BACK[0] in tags,
         "bundle_sha256": tags.get(HASH_TAG, ""),
         "run": version.run_id or "",
-        "created": datetime.fromtimestamp(version.creation_timestamp / 1000, UTC).isoformat(timespec="seconds"),
+        "created": registered_at(version),
     }
 
 
 def _metrics(client: MlflowClient, version: ModelVersion) -> dict[str, float]:
-    from mlflow.exceptions import MlflowException
-
-    with contextlib.suppress(ValueError):
-        found = json.loads(version.tags.get("gate.metrics", "{}"))
-        if found:
-            return {name: found[name] for name in METRICS if name in found}
-    if not version.run_id:
-        return {}
-    try:
-        logged = client.get_run(version.run_id).data.metrics
-    except MlflowException:  # it was deleted
-        return {}
-    keys = {name: f"test/{name.replace('@', '_at_')}" for name in METRICS}
-    return {name: logged[key] for name, key in keys.items() if key in logged}
+    found = json.loads(version.tags.get("gate.metrics") or "{}")
+    with UnlessMissing():  # the run may have been deleted
+        if not found and version.run_id:
+            logged = client.get_run(version.run_id).data.metrics
+            found = {name: logged.get(f"test/{metric_name(name)}") for name in METRICS}
+    return {name: found[name] for name in METRICS if found.get(name) is not None}
 
 
 def _shown(row: dict[str, Any]) -> list[str]:

@@ -10,10 +10,8 @@ Promotions of one machine wait for each other. Between machines there is no lock
 from __future__ import annotations
 
 import contextlib
-import getpass
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from unidec.errors import ConfigError, Refused
 from unidec.problems import nearest
 from unidec.tracking.registry import HASH_TAG, tracking_to, verify_version
-from unidec.tracking.store import open_client, sqlite_path, tracking_uri
+from unidec.tracking.store import UnlessMissing, open_client, sqlite_path, tracking_uri, user
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -38,42 +36,28 @@ _LISTED = 10  # versions or models in an error
 
 def aliases(client: MlflowClient, model_name: str) -> dict[str, str]:
     """Alias -> version; {} where there is no such model."""
-    from mlflow.exceptions import MlflowException
-
-    try:
+    with UnlessMissing():
         found = client.get_registered_model(model_name).aliases
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return {}
-    return {alias: str(version) for alias, version in found.items()}
+        return {alias: str(version) for alias, version in found.items()}
+    return {}
 
 
 def all_versions(client: MlflowClient, model_name: str) -> list[ModelVersion]:
-    """Every version, page by page; [] where there is no such model."""
-    versions: list[ModelVersion] = []
-    token = None
-    while True:
-        page = client.search_model_versions(f"name = '{model_name}'", max_results=_A_PAGE, page_token=token)
+    """Every version, newest first, page by page; [] where there is no such model."""
+    page = client.search_model_versions(f"name = '{model_name}'", max_results=_A_PAGE)
+    versions = list(page)
+    while page.token:
+        page = client.search_model_versions(f"name = '{model_name}'", max_results=_A_PAGE, page_token=page.token)
         versions += page
-        token = page.token
-        if not token:
-            return versions
+    return sorted(versions, key=lambda version: -int(version.version))
 
 
 def version_of(client: MlflowClient, model_name: str, which: str | int) -> ModelVersion | None:
     """The version of this number or alias; None where there is none."""
-    from mlflow.exceptions import MlflowException
-
     number = str(which) if str(which).isdecimal() else aliases(client, model_name).get(str(which))
-    if number is None:
-        return None
-    try:
-        return client.get_model_version(model_name, number)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return None
+    with UnlessMissing():
+        return client.get_model_version(model_name, number) if number else None
+    return None
 
 
 def known_version(client: MlflowClient, model_name: str, which: str | int) -> ModelVersion:
@@ -84,17 +68,16 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
     """
     if found := version_of(client, model_name, which):
         return found
-    named, is_number = aliases(client, model_name), str(which).isdecimal()
-    numbers = sorted(int(version.version) for version in all_versions(client, model_name))
-    if numbers:
-        kind, near = ("version", None) if is_number else ("alias", nearest(str(which), list(named)))
-        address = f"models:/{model_name}@{near}"
-        known = [f"alias {alias} (version {number})" for alias, number in sorted(named.items())]
-        known.append(f"version{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[-_LISTED:]))}")
-    else:
+    named, numbers = aliases(client, model_name), [str(v.version) for v in all_versions(client, model_name)]
+    kind, sign = ("version", "/") if str(which).isdecimal() else ("alias", "@")
+    known = [f"alias {alias} (version {number})" for alias, number in sorted(named.items())]
+    known += [f"version{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:_LISTED][::-1])}"] if numbers else []
+    near = nearest(str(which), list(named)) if kind == "alias" else None
+    address = f"models:/{model_name}@{near}"
+    if not numbers:
         names = [model.name for model in client.search_registered_models(max_results=100) if model.name != model_name]
         kind, near = "model", nearest(model_name, names)
-        address = f"models:/{near}{'/' if is_number else '@'}{which}"
+        address = f"models:/{near}{sign}{which}"
         known = [f"models {', '.join(names[:_LISTED])}"] if names else ["no model is registered"]
     raise ConfigError(
         f"not in the registry: no such {kind}", where=f"models:/{model_name}", got=str(which),
@@ -102,15 +85,6 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
         fix=f"did you mean {address}?" if near else
         "`unidec models list` lists versions and aliases; `unidec models register` registers outputs/bundle",
     )  # fmt: skip
-
-
-def tag_version(
-    model_name: str, version: str | int, tags: Mapping[str, str], *, uri: str | None = None, root: Path | str = "."
-) -> None:
-    """Sets tags of a version."""
-    client = open_client(uri or tracking_uri(root))
-    for key, value in tags.items():
-        client.set_model_version_tag(model_name, str(version), key, str(value))
 
 
 def hindrances(version: ModelVersion, champion: str | None, allow_dirty: bool = False) -> list[str]:
@@ -147,8 +121,6 @@ def promote(
     allow_dirty: bool = False,
     force: bool = False,
     reason: str = "",
-    uri: str | None = None,
-    root: Path | str = ".",
 ) -> dict[str, Any]:
     """Make a version champion and the champion previous; a version that is champion already stays it.
 
@@ -158,7 +130,6 @@ def promote(
         force: accept any refusal, a version that was not judged or was rolled back; sets the tag `promoted.forced`. A
             bundle with a wrong hash is never promoted.
         reason: kept in the tag `promoted.reason`.
-        uri, root: registry; default: see `store.tracking_uri`.
 
     Returns:
         {"model", "version", "previous", "changed", "dirty", "forced"}.
@@ -167,7 +138,7 @@ def promote(
         ConfigError: no such version. Refused: something speaks against it, or another promotion is under way.
         ArtifactError: the stored bundle is damaged or another.
     """
-    with _one_at_a_time(model_name, uri, root) as (client, _):
+    with _one_at_a_time(model_name) as (client, _):
         version = known_version(client, model_name, which)
         now = aliases(client, model_name)
         number, champion = str(version.version), now.get(CHAMPION)
@@ -182,12 +153,16 @@ def promote(
             if only_code:
                 fix = f"commit the changes and run `make train`, or: unidec models promote {number} --allow-dirty"
             raise Refused(f"version {number} is not promoted", where=model_name, got="; ".join(against), fix=fix)
-        tags = {**_record("promoted", reason), "promoted.dirty": _word(dirty), "promoted.forced": _word(bool(against))}
+        tags = {
+            **_record("promoted", reason),
+            "promoted.dirty": str(dirty).lower(),
+            "promoted.forced": str(bool(against)).lower(),
+        }
         _move(client, version, champion, {number: tags})
         return {**done, "previous": champion, "forced": bool(against), "changed": True}
 
 
-def rollback(model_name: str, *, reason: str = "", uri: str | None = None, root: Path | str = ".") -> dict[str, Any]:
+def rollback(model_name: str, *, reason: str = "") -> dict[str, Any]:
     """Swap champion and previous. The version that leaves is refused by gate and promotion from now on.
 
     Called again after a kill it completes the rollback that was cut short.
@@ -199,7 +174,7 @@ def rollback(model_name: str, *, reason: str = "", uri: str | None = None, root:
         Refused: there is no previous version, or another promotion is under way.
         ArtifactError: the stored bundle of the previous version is damaged: the champion stays.
     """
-    with _one_at_a_time(model_name, uri, root) as (client, is_completed):
+    with _one_at_a_time(model_name) as (client, is_completed):
         now = aliases(client, model_name)
         champion, previous = now.get(CHAMPION), now.get(PREVIOUS)
         if is_completed and champion and ROLLED_BACK[0] in known_version(client, model_name, previous or "").tags:
@@ -222,7 +197,8 @@ def recover(client: MlflowClient, model_name: str) -> bool:
     if champion is None or PENDING_TAG not in champion.tags:
         return False
     pending = json.loads(champion.tags[PENDING_TAG])
-    _set_alias(client, model_name, PREVIOUS, pending["previous"])
+    if pending["previous"] is not None:
+        client.set_registered_model_alias(model_name, PREVIOUS, pending["previous"])
     number = str(champion.version)
     for key in (key for key in ROLLED_BACK if key in champion.tags):
         client.delete_model_version_tag(model_name, number, key)
@@ -241,24 +217,19 @@ def _move(
     verify_version(name, number, version.tags.get(HASH_TAG, ""))
     previous = champion or aliases(client, name).get(PREVIOUS)
     client.set_model_version_tag(name, number, PENDING_TAG, json.dumps({"previous": previous, "tags": tags}))
-    _set_alias(client, name, CHAMPION, number)
+    client.set_registered_model_alias(name, CHAMPION, number)
     recover(client, name)
 
 
-def _set_alias(client: MlflowClient, model_name: str, alias: str, version: str | None) -> None:
-    if version is not None:
-        client.set_registered_model_alias(model_name, alias, version)
-
-
 @contextlib.contextmanager
-def _one_at_a_time(model_name: str, uri: str | None, root: Path | str) -> Iterator[tuple[MlflowClient, bool]]:
+def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
     """A client while no other process of this machine promotes this model; and whether `recover` had to be called."""
     from filelock import FileLock, Timeout
 
-    uri = uri or tracking_uri(root)
+    uri = tracking_uri()
     client = open_client(uri)
-    database = sqlite_path(uri, root)
-    folder = database.parent if database else Path(root) / "runs"
+    database = sqlite_path(uri)
+    folder = database.parent if database else Path("runs")
     folder.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(f"{uri} {model_name}".encode()).hexdigest()[:12]
     try:  # released by the system when its holder dies: nothing to remove by hand
@@ -269,19 +240,5 @@ def _one_at_a_time(model_name: str, uri: str | None, root: Path | str) -> Iterat
 
 
 def _record(what: str, reason: str) -> dict[str, str]:
-    return {f"{what}.at": _now(), f"{what}.by": _user(), f"{what}.reason": reason}
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a container's user may have no name
-        return str(os.getuid()) if hasattr(os, "getuid") else "unknown"
-
-
-def _word(value: bool) -> str:
-    return "true" if value else "false"
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {f"{what}.at": now, f"{what}.by": user(), f"{what}.reason": reason}

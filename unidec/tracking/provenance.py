@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import getpass
 import hashlib
 import json
 import os
@@ -19,6 +17,7 @@ import yaml
 from unidec.config import OPERATIONS, load_params
 from unidec.errors import ConfigError
 from unidec.tracking.run import RUN_TAGS
+from unidec.tracking.store import user
 from unidec.version import __version__
 
 ARTIFACTS = (
@@ -36,7 +35,6 @@ _CODE = ("unidec", "flows")  # and what dvc.lock lists as dependencies
 _WRITTEN = ("params.yaml", "dvc.lock", "data/start.json", "outputs")  # compared by value, or written by the pipeline
 _LONGEST_TAG = 5000
 _UNFIT = re.compile(r"[^\w.\-/: ]")  # MLflow takes no other characters in a tag's name
-_BLOCK = 1 << 20
 
 
 def code_tags(
@@ -57,9 +55,7 @@ def code_tags(
         "mlflow.source.git.commit", "git.dirty" ("true"/"false"), "git.changed" (JSON: what `uncommitted` compares),
         "dvc.lock.sha256", "unidec.version", "mlflow.source.name", "mlflow.user".
     """
-    tags = {"unidec.version": __version__, "mlflow.source.name": "flows/train.py"}
-    with contextlib.suppress(OSError, KeyError):  # a container's user may have no name
-        tags["mlflow.user"] = getpass.getuser()
+    tags = {"unidec.version": __version__, "mlflow.source.name": "flows/train.py", "mlflow.user": user()}
     project = _project(root)
     if commit := git(project, "rev-parse", "HEAD"):
         tags[COMMIT_TAG] = commit
@@ -115,9 +111,9 @@ def _paths_of_code(project: Path, besides: Iterable[str] = ()) -> list[str]:
     def inside(paths: Iterable[str]) -> list[str]:
         return [path for path in paths if path and not path.startswith("/") and ".." not in PurePosixPath(path).parts]
 
-    wanted = {*_CODE, *inside(_entries(_lock(project), "deps"))}
-    left_out = [f":(exclude,literal){path}" for path in (*_WRITTEN, *inside(besides))]
-    return [*(f":(literal){path}" for path in sorted(wanted)), *left_out]
+    wanted = sorted({*_CODE, *inside(_entries(_lock(project), "deps"))})
+    left_out = (*_WRITTEN, *inside(besides))
+    return [*(f":(literal){path}" for path in wanted), *(f":(exclude,literal){path}" for path in left_out)]
 
 
 def _changed_files(project: Path, commit: str, paths: list[str]) -> dict[str, str] | None:
@@ -156,9 +152,8 @@ def _by_key(params: Mapping[str, Any], project: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, section in params.items():
         if name not in (*OPERATIONS, "recipe", "run"):  # a recipe counts by its values
-            values |= (
-                {f"{name}.{k}": v for k, v in section.items()} if isinstance(section, Mapping) else {name: section}
-            )
+            leaves = {f"{name}.{k}": v for k, v in section.items()} if isinstance(section, Mapping) else {name: section}
+            values |= leaves
     inside = f"{project}{os.sep}"  # a trial's paths are absolute
     values = {key: v.removeprefix(inside) if isinstance(v, str) else v for key, v in values.items()}
     return json.loads(json.dumps(values))
@@ -247,8 +242,5 @@ def _entries(stages: Mapping[str, Any], kind: str) -> dict[str, str]:
 
 
 def _file_md5(path: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

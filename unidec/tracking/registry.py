@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import logging
 import os
-import re
 import sys
 import tempfile
 import warnings
@@ -18,7 +17,14 @@ from urllib.parse import unquote, urlsplit
 
 from unidec.data.storage import MANIFEST, folder_sha256, read_manifest
 from unidec.errors import ArtifactError
-from unidec.tracking.store import artifact_location, import_mlflow, open_client, sqlite_path, tracking_uri
+from unidec.tracking.store import (
+    UnlessMissing,
+    artifact_location,
+    import_mlflow,
+    open_client,
+    sqlite_path,
+    tracking_uri,
+)
 from unidec.version import PACKAGE, __version__
 
 if TYPE_CHECKING:
@@ -33,7 +39,8 @@ _SERVING = (  # what a loaded bundle needs of our dependencies; versions come fr
     "mlflow", "faiss-cpu", "onnx", "onnxruntime",
 )  # fmt: skip
 
-_HASH = re.compile(r"[0-9a-f]{32,64}(\.dir)?")
+_DESCRIPTION = "UniDEC bundles: encoder, heads, classifier, label index"
+_FIX = "delete that version in the MLflow UI and register again; no alias has moved"
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +49,10 @@ def register(
     bundle_path: Path | str,
     run_id: str | None,
     model_name: str,
-    alias: str | None = "challenger",
-    card: Mapping[str, Any] | str | None = None,
+    card: Mapping[str, Any] | None = None,
     tags: Mapping[str, str] | None = None,
-    *,
-    uri: str | None = None,
-    root: Path | str = ".",
 ) -> int:
-    """Log a bundle as a pyfunc model, register it and move the alias to it; the same bundle again changes nothing.
+    """Log a bundle as a pyfunc model, register it as `challenger`; the same bundle again changes nothing.
 
     A kill at any point leaves the alias where it was, and the next call makes or finds the one version.
 
@@ -58,10 +61,8 @@ def register(
         run_id: the MLflow run that trained it; None, or one that another store has: a run of its own (tag
             `training.run_id` then names the other).
         model_name: name of the registered model.
-        alias: moved when the stored bundle's hash was checked; None: left alone.
-        card: description: markdown, or {"metrics": {split: {name: value}}, and any facts}.
+        card: what the description lists: {"metrics": {split: {name: value}}, and any facts}.
         tags: further tags of the version (data set hash, git commit).
-        uri, root: tracking store; default: see `store.tracking_uri`.
 
     Returns:
         the version's number.
@@ -71,16 +72,23 @@ def register(
             in a folder that is gone.
     """
     from filelock import FileLock
+    from mlflow.exceptions import MlflowException
 
-    bundle_path, uri = Path(bundle_path).absolute(), uri or tracking_uri(root)
+    bundle_path, uri = Path(bundle_path).absolute(), tracking_uri()
     sha256 = checked_sha256(bundle_path)
     client = open_client(uri)
     with FileLock(bundle_path.parent / f".{bundle_path.name}.register.lock"), tracking_to(uri):
-        _ensure_model(client, model_name)
+        try:
+            client.create_registered_model(model_name, description=_DESCRIPTION)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
         version = find_version(client, model_name, sha256)
         if version is None:
             all_tags = {HASH_TAG: sha256, "unidec.version": __version__, **(tags or {})}
-            run = _find_run(client, run_id) if run_id else None
+            run = None
+            with UnlessMissing():
+                run = client.get_run(run_id) if run_id else None
             if run_id and run is None:
                 log.warning("MLflow run %s is in another store: the version gets a run of its own", run_id)
                 all_tags["training.run_id"] = run_id
@@ -90,13 +98,13 @@ def register(
                 model_name,
                 source=f"models:/{model_id}",
                 run_id=run_id,
-                tags=_ordered_tags(all_tags | {"run_id": run_id}, card),
-                description=model_card(card, sha256),
+                tags=all_tags | {"run_id": run_id},
+                description=model_card(card or {}, sha256),
                 model_id=model_id,
             )
         verify_version(model_name, version.version, sha256)
-        if alias and _aliased(client, model_name, alias) != str(version.version):
-            client.set_registered_model_alias(model_name, alias, str(version.version))
+        if client.get_registered_model(model_name).aliases.get("challenger") != str(version.version):
+            client.set_registered_model_alias(model_name, "challenger", str(version.version))
     return int(version.version)
 
 
@@ -104,12 +112,6 @@ def find_version(client: MlflowClient, model_name: str, sha256: str) -> ModelVer
     """The version that holds the bundle with this hash, or None."""
     found = client.search_model_versions(f"name = '{model_name}' and tags.`{HASH_TAG}` = '{sha256}'")
     return min(found, key=lambda version: int(version.version), default=None)
-
-
-def is_registered(bundle_path: Path | str, model_name: str, *, uri: str | None = None, root: Path | str = ".") -> bool:
-    """Whether the registry holds this very bundle."""
-    client = open_client(uri or tracking_uri(root))
-    return find_version(client, model_name, folder_sha256(bundle_path)) is not None
 
 
 def checked_sha256(bundle_path: Path) -> str:
@@ -127,11 +129,9 @@ def checked_sha256(bundle_path: Path) -> str:
     return folder_sha256(bundle_path)
 
 
-def model_card(card: Mapping[str, Any] | str | None, sha256: str) -> str:
+def model_card(card: Mapping[str, Any], sha256: str) -> str:
     """Markdown: a table of metrics, facts, how to load it, the bundle's hash."""
-    if isinstance(card, str):
-        return card
-    facts = dict(card or {})
+    facts = dict(card)
     splits = {split: values for split, values in facts.pop("metrics", {}).items() if values}
     lines = ["# UniDEC bundle"]
     names = sorted({name for values in splits.values() for name in values if "/" not in name})
@@ -143,14 +143,6 @@ def model_card(card: Mapping[str, Any] | str | None, sha256: str) -> str:
     lines += ["", *(f"- {key}: {value}" for key, value in facts.items() if not isinstance(value, (Mapping, list)))]
     lines += ["", '`mlflow.pyfunc.load_model(...).predict(DataFrame({"query": [...]}), params={"k": 5})`']
     return "\n".join([*lines, "", f"Bundle sha256: `{sha256}`"])
-
-
-def _ordered_tags(tags: Mapping[str, Any], card: Mapping[str, Any] | str | None) -> dict[str, str]:
-    """Tags in the order in which MLflow's page of a version lists them: the test split's figures, words, hashes."""
-    test = card.get("metrics", {}).get("test", {}) if isinstance(card, Mapping) else {}
-    figures = ", ".join(f"{name} {value:.2f}" for name, value in test.items() if "/" not in name)
-    words = sorted(((key, str(value)) for key, value in tags.items()), key=lambda tag: bool(_HASH.fullmatch(tag[1])))
-    return ({"metrics.test": figures} if figures else {}) | dict(words)
 
 
 def signature() -> ModelSignature:
@@ -183,18 +175,6 @@ def serving_requirements() -> list[str]:
     declared = [Requirement(line) for line in importlib.metadata.requires("unidec-xmc") or []]
     kept = {need.name.lower(): f"{need.name}{need.specifier}" for need in declared if need.name.lower() in _SERVING}
     return [kept[name] for name in _SERVING if name in kept]
-
-
-def _find_run(client: MlflowClient, run_id: str) -> Run | None:
-    """The run, or None where the store does not have it."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return client.get_run(run_id)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return None
 
 
 def check_artifacts(experiment: Experiment | None, uri: str) -> None:
@@ -272,43 +252,30 @@ def verify_version(model_name: str, version: str | int, sha256: str) -> None:
     Raises:
         ArtifactError: it is missing, damaged or another one. No alias has moved.
     """
-    import mlflow
     from mlflow.exceptions import MlflowException
 
     address = f"models:/{model_name}/{version}"
-    fix = "delete that version in the MLflow UI and register again; no alias has moved"
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            path = mlflow.artifacts.download_artifacts(address, dst_path=scratch)
+            download(address, sha256, scratch)
         except (MlflowException, OSError) as error:
-            raise ArtifactError("the stored bundle cannot be read", where=address, got=error, fix=fix) from error
-        stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
-        if len(stored) != 1:
-            raise ArtifactError(
-                f"version {version} of {model_name} holds no bundle", where=address, expected=sha256, fix=fix
-            )
-        got = checked_sha256(stored[0].parent)
+            raise ArtifactError("the stored bundle cannot be read", where=address, got=error, fix=_FIX) from error
+
+
+def download(address: str, sha256: str, folder: Path | str) -> Path:
+    """The bundle of a registered version, in a new folder below `folder`; within `tracking_to`.
+
+    Raises:
+        ArtifactError: it holds no bundle, a damaged or another one. MlflowException: the registry does not answer.
+    """
+    import mlflow
+
+    path = mlflow.artifacts.download_artifacts(address, dst_path=str(folder))
+    stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
+    got = checked_sha256(stored[0].parent) if len(stored) == 1 else "no bundle"
     if got != sha256:
-        raise ArtifactError(
-            f"version {version} of {model_name} holds another bundle",
-            where=address, got=got, expected=sha256, fix=fix,
-        )  # fmt: skip
-
-
-def _ensure_model(client: MlflowClient, model_name: str) -> None:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.create_registered_model(
-            model_name, description="UniDEC bundles: encoder, heads, classifier, label index"
-        )
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-
-
-def _aliased(client: MlflowClient, model_name: str, alias: str) -> str | None:
-    return client.get_registered_model(model_name).aliases.get(alias)
+        raise ArtifactError("the registry holds another bundle", where=address, got=got, expected=sha256, fix=_FIX)
+    return stored[0].parent
 
 
 @contextlib.contextmanager

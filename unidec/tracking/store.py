@@ -6,6 +6,8 @@ any other. A DVC experiment in a temporary copy of the checkout uses the checkou
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import logging
 import os
 import socket
@@ -253,16 +255,27 @@ def open_client(uri: str) -> MlflowClient:
         ) from error
 
 
+class UnlessMissing:
+    """`with UnlessMissing():` ends quietly where MLflow answers that there is no such thing."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        return getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
+
+
+def user() -> str:
+    """The user's name; in a container without one the number."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return str(os.getuid())
+
+
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     """The experiment's id; created with artifacts beside an SQLite store."""
     from mlflow.exceptions import MlflowException
 
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        try:
-            return client.create_experiment(name, artifact_location=artifact_location(uri))
-        except MlflowException:  # another process was first
-            experiment = client.get_experiment_by_name(name)
-            if experiment is None:
-                raise
-    return experiment.experiment_id
+    with contextlib.suppress(MlflowException):  # it exists, or another process was first
+        return client.create_experiment(name, artifact_location=artifact_location(uri))
+    return client.get_experiment_by_name(name).experiment_id
