@@ -16,7 +16,8 @@ from unidec.data.storage import folder_sha256, read_manifest, write_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import KIND, VERSION, KnnInfo, _check_votes
+from unidec.retrieval.bundle_folder import KIND, VERSION, BundleLabels, KnnInfo, Scoring, write_bundle
+from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import FILES, TEMPERATURE, VOTES, Candidates, Neighbours, votes_alone
 from unidec.retrieval.predict_file import predict_file
 
@@ -258,18 +259,20 @@ def test_what_is_written_is_read_and_two_writings_are_the_same(tmp_path):
     assert not FILES & set(read_manifest(without.path, KIND, VERSION)["files"])
 
 
-def test_neighbours_that_do_not_fit_the_bundle_are_not_written(rng):
+def test_neighbours_that_do_not_fit_the_bundle_are_not_written(rng, tmp_path):
     neighbours, _ = random_neighbours(rng, 5, 12, 6, "square")
     knn = KnnInfo.of(neighbours, 0.5)
-    _check_votes(None, None, (12, 6), False)
-    _check_votes(knn, neighbours, (12, 6), False)
-    _check_votes(knn, None, (12, 6), True)
-    for shape in ((11, 6), (12, 7)):
-        with pytest.raises(ValueError, match="neighbours of 12 labels and width 6"):
-            _check_votes(knn, neighbours, shape, False)
-    for one, other in ((knn, None), (None, neighbours)):
-        with pytest.raises(ValueError, match="need both"):
-            _check_votes(one, other, (12, 6), False)
+    for num, dim, info, voters, message in (
+        (11, 6, knn, neighbours, "number of labels"),
+        (12, 7, knn, neighbours, "width 6"),
+        (12, 6, knn, None, "need both"),
+        (12, 6, None, neighbours, "need both"),
+    ):
+        de = rng.normal(size=(num, dim)).astype(np.float32)
+        labels = BundleLabels(map(str, range(num)), map(str, range(num)), {"de": de})
+        scoring, index = Scoring("de", 1.0, True, info), LabelIndex.build(de)
+        with pytest.raises(ValueError, match=message):
+            write_bundle(tmp_path / "b", tmp_path, index, labels, scoring, neighbours=voters)
     for weight in (0.0, float("nan")):
         with pytest.raises(ValueError, match="weight"):
             KnnInfo.of(neighbours, weight)
@@ -366,4 +369,4 @@ def test_votes_of_a_head_that_is_not_there(tmp_path, stub_model):
     shutil.rmtree(tmp_path / "b" / "neighbours")
     info["knn"]["space"] = "clf"
     (tmp_path / "b" / "bundle.json").write_text(json.dumps(info))
-    _refused(tmp_path / "b", "missing")
+    _refused(tmp_path / "b", "No such file")

@@ -7,12 +7,14 @@ uncompressed, so the messages are read one by one and a compressed one is refuse
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
 
 from unidec.errors import ArtifactError
 
+_BATCH_ROWS = 65_536
 _MAGIC = b"ARROW1\0\0"
 _HEADER_FIELD = 2  # of the flatbuffer table Message: its header, here a RecordBatch
 _COMPRESSION_FIELD = 3  # of the table RecordBatch
@@ -66,6 +68,20 @@ def read_texts_table(path: Path, schema: pa.Schema, num_rows: int) -> pa.Table:
     if table.num_rows != num_rows or any(column.null_count for column in table.columns):
         raise ArtifactError("another number of rows", where=str(path), got=table.num_rows, expected=num_rows, fix=fix)
     return table
+
+
+def write_texts_table(path: Path, table: pa.Table) -> None:
+    """Write texts, uncompressed and in batches of a fixed size: the bytes depend on the texts only."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        for start in range(0, table.num_rows, _BATCH_ROWS):
+            writer.write_table(table.slice(start, _BATCH_ROWS).combine_chunks())
+
+
+def text_array(values: Iterable[str] | pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array | pa.ChunkedArray:
+    """Texts as an Arrow array of this type."""
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        return values.cast(kind)
+    return pa.array(list(values), kind)
 
 
 def _is_compressed(metadata: bytes) -> bool:

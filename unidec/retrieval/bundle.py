@@ -13,10 +13,11 @@ Legend: B queries, L labels, K results, M training queries, D width of a head.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,13 +140,15 @@ class Bundle:
             ArtifactError: missing, damaged, inconsistent, or of a newer version; it names the file.
         """
         root = Path(path)
-        manifest = read_manifest(root, KIND, VERSION, verify=verify)
-        check_names(root, manifest["files"])
+        check_names(root, read_manifest(root, KIND, VERSION, verify=verify)["files"])
         info = read_info(root)
         labels = read_labels(root, info.num_labels)
         vectors = read_vectors(root, info, verify=verify)
         index = read_index(root, info, vectors)
-        about = _config(root / "model") if lazy else None
+        about: Any = None
+        if lazy:
+            with contextlib.suppress(ArtifactError):  # loading the model then reports why
+                about = ModelConfig.read(root / "model")
         if about is None:
             about = _load_model(root / "model", device)
         _check_model(root / "model", about, info)
@@ -181,11 +184,7 @@ class Bundle:
         return None if self.neighbours is None else self.neighbours.words
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Queries as `rank` takes them, by `encoder`, all at once.
-
-        Raises:
-            DataError: an item that is not a string of valid Unicode.
-        """
+        """Queries as `rank` takes them, by `encoder`, all at once; a DataError for what is not valid Unicode text."""
         return self.encoder.encode(texts)
 
     def searched(self, de_BD: Floats | None, clf_BD: Floats | None, head: Space = "both") -> Floats:
@@ -226,14 +225,12 @@ class Bundle:
         """The first `count_B` labels of each query with their names."""
         # all names at once: a look-up costs the same for one and for a thousand
         rows = [row[:n] for row, n in zip(found.rows, count_B, strict=True)]
-        uids, titles = self.named(np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64))
+        uids, titles = self.named(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
         each = (found.scores, found.de_scores, found.clf_scores, found.knn_scores)
-        out, start = [], 0
-        for query, count in enumerate(count_B):
-            own = slice(start, start + count)
-            start += count
+        out: list[Prediction] = []
+        for query, (count, end) in enumerate(zip(count_B, np.cumsum(count_B).tolist(), strict=True)):
             parts = ([] if part is None else part[query, :count].tolist() for part in each)
-            out.append(Prediction(uids[own], titles[own], *parts))
+            out.append(Prediction(uids[end - count : end], titles[end - count : end], *parts))
         return out
 
     def predict_arrays(
@@ -251,18 +248,12 @@ class Bundle:
         if exclude is not None and len(exclude) != len(texts):
             raise DataError("labels to exclude are needed for each text", got=len(exclude), expected=len(texts))
         parts = []
-        for start in range(0, len(texts), batch_size):
-            excluded = None if exclude is None else exclude[start : start + batch_size]
+        for start in range(0, max(1, len(texts)), batch_size):
+            excluded = None if exclude is None else self._excluded_pairs(exclude[start : start + batch_size])
             asked = self.encode(texts[start : start + batch_size])
-            ranked = self.rank(asked.de_BD, asked.clf_BD, k, self._excluded_pairs(excluded), asked.words_BF)
-            parts.append(Predictions(ranked.rows, ranked.scores, *self.parts(asked, ranked.rows), ranked.votes))
-        if not parts:
-            nothing = np.zeros((0, k), dtype=np.float32)
-            de, clf = (nothing if name in self.vectors else None for name in ("de", "clf"))
-            knn = None if self.neighbours is None else nothing
-            return Predictions(np.zeros((0, k), dtype=np.int64), nothing, de, clf, knn)
-        stacked: list[Any] = [[getattr(part, one.name) for part in parts] for one in fields(Predictions)]
-        joined: list[Any] = [None if one[0] is None else np.concatenate(one) for one in stacked]
+            ranked = self.rank(asked.de_BD, asked.clf_BD, k, excluded, asked.words_BF)
+            parts.append((ranked.rows, ranked.scores, *self.parts(asked, ranked.rows), ranked.votes))
+        joined: list[Any] = [None if each[0] is None else np.concatenate(each) for each in zip(*parts, strict=True)]
         return Predictions(*joined)
 
     def predict_frame(self, frame: Any, k: int = 5, column: str | None = None, batch_size: int = 256) -> pd.DataFrame:
@@ -294,9 +285,6 @@ class Bundle:
 
     def named(self, rows: Labels) -> tuple[list[str], list[str]]:
         """Uids and titles of some label rows."""
-        if len(rows) <= _FEW_NAMES:
-            each = rows.tolist()
-            return [self.uids[row].as_py() for row in each], [self.titles[row].as_py() for row in each]
         wanted = pa.array(rows)
         return self.uids.take(wanted).to_pylist(), self.titles.take(wanted).to_pylist()
 
@@ -330,13 +318,10 @@ class Bundle:
         votes_BL = None if head != "both" else self.votes(de_BD, clf_BD, words_BF)
         if votes_BL is None or info.knn is None:
             return Ranked(rows_BK, scores_BK)
-        candidates = Candidates.of(
-            rows_BK,
-            votes_BL,
-            lambda query_P, label_P: pair_scores(query_BD, query_P, label_P, vectors, info.space, info.clf_normalize),
-            excluded,
+        heads = functools.partial(
+            pair_scores, query_BD, vectors=vectors, space=info.space, clf_normalize=info.clf_normalize
         )
-        return candidates.top(info.knn.weight, k)
+        return Candidates.of(rows_BK, votes_BL, heads, excluded).top(info.knn.weight, k)
 
     def votes(self, de_BD: Floats | None, clf_BD: Floats | None, words_BF: csr_matrix | None) -> csr_matrix | None:
         """Votes of training queries, float32 CSR [B, L] (`Neighbours.votes`); None where none vote."""
@@ -347,8 +332,7 @@ class Bundle:
     def compared(self, de_BD: Floats | None, clf_BD: Floats | None, words_BF: csr_matrix | None) -> Floats | csr_matrix:
         """Which of them training queries that vote are compared by: a head's vectors, or words."""
         assert self.info.knn is not None
-        own = de_BD if self.info.knn.space == "de" else clf_BD
-        found = own if self.words is None else words_BF
+        found = words_BF if self.words is not None else de_BD if self.info.knn.space == "de" else clf_BD
         assert found is not None
         return found
 
@@ -386,14 +370,10 @@ class Bundle:
             open_B, more = open_B[short_B], more * 8
         return rows_BK, scores_BK
 
-    def _excluded_pairs(self, exclude: Sequence[Sequence[str]] | None) -> Labels:
+    def _excluded_pairs(self, exclude: Sequence[Sequence[str]]) -> Labels:
         """query x L + label row of each pair that is excluded, each once."""
-        if exclude is None:
-            return np.zeros(0, dtype=np.int64)
-        row_of = self.row_of
-        pairs = {
-            query * self.num_labels + row_of[uid] for query, uids in enumerate(exclude) for uid in uids if uid in row_of
-        }
+        row_of, num = self.row_of, self.num_labels
+        pairs = {query * num + row_of[uid] for query, uids in enumerate(exclude) for uid in uids if uid in row_of}
         return np.fromiter(pairs, dtype=np.int64, count=len(pairs))
 
 
@@ -402,7 +382,6 @@ PREDICTION_SCHEMA = pa.schema({
     "score": pa.float32(),
 })  # fmt: skip
 
-_FEW_NAMES = 32  # looked up one by one: a look-up of many costs as much as for so many
 _FIRST_MORE = 32  # labels that are searched beside the k wanted where some are excluded
 
 
@@ -411,14 +390,6 @@ def _load_model(path: Path, device: str) -> Any:
 
     # its hashes are those of the bundle's manifest; the classifier's rows are in the bundle's arrays
     return UniDEC.load(path, device=device, verify=False, rows=False)
-
-
-def _config(path: Path) -> ModelConfig | None:
-    """None where it cannot be read: loading the model then reports why."""
-    try:
-        return ModelConfig.read(path)
-    except ArtifactError:
-        return None
 
 
 def _check_model(path: Path, model: Any, info: BundleInfo) -> None:

@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unidec.data.array_file import write_array
 from unidec.data.storage import MANIFEST, load_array, read_manifest, write_folder, write_json
 from unidec.errors import ArtifactError
-from unidec.retrieval.arrow_file import read_texts_table
+from unidec.retrieval.arrow_file import read_texts_table, text_array, write_texts_table
 from unidec.retrieval.bundle_model import place, typical_texts, write_model
 from unidec.retrieval.index import IndexOptions, Kind, LabelIndex
 from unidec.retrieval.index_kinds import GRAPHS
@@ -33,7 +33,6 @@ KIND = "bundle"
 VERSION = 4  # 1 had no neighbours, 2 none that are compared by words, 3 flat and hnsw indexes only
 MAX_INFO_BYTES = 16 << 20
 LABEL_SCHEMA = pa.schema([pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)])
-LABEL_ROWS = 65_536
 INDEX, NODES = "index.faiss", "index_rows.npy"
 
 Floats = npt.NDArray[np.float32]
@@ -76,8 +75,7 @@ class KnnInfo(BaseModel):
         """Of these training queries."""
         return cls(
             weight=float(weight), neighbours=neighbours, vote=voters.vote, space=space, num_queries=voters.num_queries,
-            num_pairs=int(voters.labels_ML.nnz),
-            num_words=None if voters.words is None else voters.words.num_features,
+            num_pairs=int(voters.labels_ML.nnz), num_words=None if voters.words is None else voters.words.num_features,
         )  # fmt: skip
 
 
@@ -126,6 +124,22 @@ class BundleInfo(BaseModel):
     metrics: dict[str, Any]
     params: dict[str, Any]
     card: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _check(self) -> BundleInfo:
+        matrix = [self.num_labels, self.dim]
+        shapes = {"de": matrix, "clf": matrix, "bias": [self.num_labels]}
+        needed = {"de", "clf"} if self.space == "both" else {self.space}
+        if any(shape != shapes[name] for name, shape in self.vectors.items()) or not needed <= set(self.vectors):
+            raise ValueError(f"vectors {self.vectors} instead of {', '.join(sorted(needed))} of shape {matrix}")
+        if any(not begin < end <= self.num_labels for begin, end in self.estimated):
+            raise ValueError(f"rows of labels that do not exist: {str(self.estimated)[:80]}")
+        if self.knn is not None and self.knn.space not in self.vectors:
+            raise ValueError(f"votes in the space of a head that is not there: {self.knn.space}")
+        expected = width(self.dim, self.space, self.clf_normalize, "bias" in self.vectors)
+        if self.width != expected:
+            raise ValueError(f"a space of width {self.width} instead of {expected}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -197,9 +211,10 @@ def write_bundle(
         for name in ("de", "clf", "bias")
         if (array := labels.vectors.get(name)) is not None
     }
-    table = pa.table({"uid": _strings(labels.uids), "title": _strings(labels.titles)}, schema=LABEL_SCHEMA)
-    dim = _check_parts(index, vectors, table, scoring)
-    _check_votes(scoring.knn, neighbours, (index.num_labels, dim), any(name in NEIGHBOURS for name in ready))
+    table = pa.table([text_array(texts, pa.string()) for texts in (labels.uids, labels.titles)], schema=LABEL_SCHEMA)
+    dim = _check_parts(index, table, vectors, scoring, neighbours)
+    if (scoring.knn is None) != (neighbours is None and NEIGHBOURS.isdisjoint(ready)):
+        raise ValueError("training queries that vote need both neighbours and `Scoring.knn`")
     size = sum(array.nbytes for array in vectors.values()) + 4 * index.num_labels * index.dim
     size += neighbours.num_bytes if neighbours is not None else 0
     with write_folder(path, KIND, VERSION, num_bytes=size) as out:
@@ -214,7 +229,7 @@ def write_bundle(
         for name, array in vectors.items():
             if (own := f"vectors/{name}.npy") not in ready:
                 out.hashes[own] = write_array(out.path / own, array)
-        _write_labels(out.path / "labels.arrow", table)
+        write_texts_table(out.path / "labels.arrow", table)
         if neighbours is not None:
             neighbours.write(out.path)
         info = BundleInfo(
@@ -291,23 +306,6 @@ def read_info(root: Path) -> BundleInfo:
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc'])) or 'document'}: {e['msg']}" for e in error.errors()[:5]]
         raise ArtifactError("a damaged bundle.json", where=str(where), got="; ".join(lines)[:500], fix=_FIX) from error
-    matrix = [info.num_labels, info.dim]
-    shapes = {"de": matrix, "clf": matrix, "bias": [info.num_labels]}
-    needed = {"both": {"de", "clf"}}.get(info.space, {info.space})
-    if any(shape != shapes[name] for name, shape in info.vectors.items()) or not needed <= set(info.vectors):
-        raise ArtifactError(
-            "vectors that do not fit the bundle's size", where=str(where), got=info.vectors,
-            expected=f"{', '.join(sorted(needed))} of shape {matrix}",
-        )  # fmt: skip
-    if any(not begin < end <= info.num_labels for begin, end in info.estimated):
-        raise ArtifactError(
-            "rows of labels that do not exist", where=str(where), got=str(info.estimated)[:80], fix=_FIX
-        )
-    if info.knn is not None and info.knn.space not in info.vectors:
-        raise ArtifactError("votes in the space of a head that is not there", where=str(where), got=info.knn.space)
-    expected = width(info.dim, info.space, info.clf_normalize, "bias" in info.vectors)
-    if info.width != expected:
-        raise ArtifactError("a space of another width", where=str(where), got=info.width, expected=expected)
     size = (root / INDEX).stat().st_size
     if size != info.index_bytes:
         raise ArtifactError(
@@ -317,11 +315,7 @@ def read_info(root: Path) -> BundleInfo:
 
 
 def read_labels(root: Path, num_labels: int) -> pa.Table:
-    """uid and title of each label, in memory.
-
-    Raises:
-        ArtifactError: not such a file, another number of labels, a missing text, or text that is not UTF-8.
-    """
+    """uid and title of each label, in memory; an ArtifactError for anything else in the file."""
     return read_texts_table(root / "labels.arrow", LABEL_SCHEMA, num_labels).combine_chunks()
 
 
@@ -347,14 +341,8 @@ def read_vectors(root: Path, info: BundleInfo, verify: bool = True) -> dict[str,
 
 
 def read_index(root: Path, info: BundleInfo, vectors: Mapping[str, Floats]) -> LabelIndex:
-    """The index of a bundle, mapped into memory, checked against bundle.json.
-
-    Args:
-        vectors: of `read_vectors`, on which a compressed index scores its candidates.
-
-    Raises:
-        ArtifactError: a file is missing, damaged, or does not fit.
-    """
+    """The index of a bundle, mapped into memory, checked against bundle.json; `vectors`: of `read_vectors`, on which a
+    compressed index scores its candidates. An ArtifactError names a file that is missing, damaged, or does not fit."""
     options = info.index_options or IndexOptions(search=info.index_search)
     rows = LabelRows(vectors, info.space, info.clf_normalize)
     nodes = _read_nodes(root, info)
@@ -393,12 +381,19 @@ def _write_index(root: Path, index: LabelIndex) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _check_parts(index: LabelIndex, vectors: Mapping[str, Floats], labels: pa.Table, scoring: Scoring) -> int:
-    """Parts that fit together, and the width of a head."""
+def _check_parts(
+    index: LabelIndex, labels: pa.Table, vectors: Mapping[str, Floats], scoring: Scoring, voters: Neighbours | None
+) -> int:
+    """The width of a head; ValueError: parts that do not fit together."""
     matrices = [vectors[name] for name in ("de", "clf") if name in vectors]
     if len({array.shape for array in matrices}) != 1:
         raise ValueError(f"heads of different shapes: {[array.shape for array in matrices]}")
+    dim = matrices[0].shape[1]
     counts = {"index": index.num_labels, "labels": labels.num_rows, **{n: len(v) for n, v in vectors.items()}}
+    if voters is not None:
+        counts["neighbours"] = voters.num_labels
+        if voters.words is None and voters.vectors_MD.shape[1] != dim:
+            raise ValueError(f"neighbours of width {voters.vectors_MD.shape[1]}, the heads are {dim} wide")
     if len(set(counts.values())) != 1:
         raise ValueError(f"parts differ in their number of labels: {counts}")
     sample = np.unique(np.linspace(0, index.num_labels - 1, 16).astype(np.int64))
@@ -411,30 +406,4 @@ def _check_parts(index: LabelIndex, vectors: Mapping[str, Floats], labels: pa.Ta
     own = np.einsum("bd,bd->b", expected, expected)
     if index.kind == "flat" and (scores[:, 0] < own - 1e-3 * np.maximum(1.0, own)).any():
         raise ValueError("the index holds other vectors than those of the labels")
-    return matrices[0].shape[1]
-
-
-def _check_votes(
-    knn: KnnInfo | None, neighbours: Neighbours | None, shape: tuple[int, int], already_written: bool
-) -> None:
-    """Neighbours where there are votes and only there, that fit the labels and the heads."""
-    if (knn is None) != (neighbours is None and not already_written):
-        raise ValueError("training queries that vote need both neighbours and `Scoring.knn`")
-    if neighbours is not None:
-        got = (neighbours.num_labels, neighbours.vectors_MD.shape[1] if neighbours.words is None else shape[1])
-        if got != shape:
-            raise ValueError(
-                f"neighbours of {got[0]} labels and width {got[1]}, the bundle has {shape[0]} and {shape[1]}"
-            )
-
-
-def _strings(values: Iterable[str] | Sequence[str]) -> pa.Array:
-    array = values if isinstance(values, pa.Array) else pa.array(list(values), pa.string())
-    return array.cast(pa.string())
-
-
-def _write_labels(path: Path, table: pa.Table) -> None:
-    """Uncompressed, in batches of a fixed size: the bytes depend on the texts only."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, LABEL_SCHEMA) as writer:
-        for start in range(0, table.num_rows, LABEL_ROWS):
-            writer.write_table(table.slice(start, LABEL_ROWS).combine_chunks())
+    return dim

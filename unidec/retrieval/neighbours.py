@@ -14,7 +14,7 @@ a label's score does not depend on what else may be returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from scipy.sparse import csr_matrix
 
 from unidec.data.storage import load_array
 from unidec.errors import ArtifactError
-from unidec.retrieval.arrow_file import read_texts_table
+from unidec.retrieval.arrow_file import read_texts_table, text_array, write_texts_table
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.scoring_space import unit_rows
 from unidec.retrieval.words import WordSpace
@@ -45,7 +45,6 @@ _BLOCK_SCORES = 1 << 24  # cosines of one block of queries compared by words, at
 QUERY_SCHEMA = pa.schema(
     [pa.field("uid", pa.large_string(), nullable=False), pa.field("title", pa.large_string(), nullable=False)]
 )
-_BATCH_ROWS = 65_536
 _FIX = "write the bundle again: unidec index build"
 
 
@@ -89,7 +88,8 @@ class Neighbours:
     ) -> None:
         if vote not in VOTES:
             raise ValueError(f"unknown vote {vote!r}, expected one of {', '.join(VOTES)}")
-        self.uids, self.titles, self.vote, self.words = _strings(uids), _strings(titles), vote, words
+        self.uids, self.titles = (text_array(texts, pa.large_string()) for texts in (uids, titles))
+        self.vote, self.words = vote, words
         self.vectors_MD: Any
         if words is None:
             own = np.asarray(vectors_MD)
@@ -161,21 +161,16 @@ class Neighbours:
 
     def write(self, folder: Path) -> None:
         """Write the files of `FILES` below a bundle's folder; the same queries give the same bytes."""
-        place = folder / "neighbours"
+        place, own, labels_ML = folder / "neighbours", self.vectors_MD, self.labels_ML
         place.mkdir()
-        arrays: dict[str, npt.NDArray[Any]] = {"vectors.npy": self.vectors_MD}
+        arrays: dict[str, npt.NDArray[Any]] = {"vectors.npy": own}
         if self.words is not None:
-            own = self.vectors_MD
             values = (own.indptr.astype(np.int64), own.indices.astype(np.int32), own.data.astype(np.float16))
             arrays = dict(zip(_WORDS, (*values, self.words.keys_F, self.words.idf_F), strict=True))
+        arrays |= {"indptr.npy": labels_ML.indptr.astype(np.int64), "labels.npy": labels_ML.indices.astype(np.int32)}
         for name, array in arrays.items():
             np.save(place / name, np.ascontiguousarray(array), allow_pickle=False)
-        np.save(place / "indptr.npy", self.labels_ML.indptr.astype(np.int64), allow_pickle=False)
-        np.save(place / "labels.npy", self.labels_ML.indices.astype(np.int32), allow_pickle=False)
-        table = pa.table({"uid": self.uids, "title": self.titles}, schema=QUERY_SCHEMA)
-        with pa.OSFile(str(place / "queries.arrow"), "wb") as file, pa.ipc.new_file(file, QUERY_SCHEMA) as writer:
-            for start in range(0, table.num_rows, _BATCH_ROWS):
-                writer.write_table(table.slice(start, _BATCH_ROWS).combine_chunks())
+        write_texts_table(place / "queries.arrow", pa.table([self.uids, self.titles], schema=QUERY_SCHEMA))
 
     @property
     def num_bytes(self) -> int:
@@ -203,9 +198,6 @@ def read_neighbours(
         ArtifactError: missing, of another type or size, not finite, or labels that do not exist.
     """
     place = folder / "neighbours"
-    for name in (*(_WORDS if tokenizer_folder else ("vectors.npy",)), *_LABELS):
-        if not (place / name).is_file():
-            raise ArtifactError("a file of a bundle is missing", where=str(place / name), fix=_FIX)
     labels_ML = _read_csr(place, "indptr.npy", "labels.npy", (num_queries, num_labels), num_pairs)
     words = None
     if tokenizer_folder is None:
@@ -217,9 +209,8 @@ def read_neighbours(
         try:
             words = WordSpace(tokenizer_folder, keys, weights)
         except ValueError as error:
-            raise ArtifactError(
-                "damaged words", where=str(place / "word_keys.npy"), got=str(error), fix=_FIX
-            ) from error
+            where = str(place / "word_keys.npy")
+            raise ArtifactError("damaged words", where=where, got=str(error), fix=_FIX) from error
     table = read_texts_table(place / "queries.arrow", QUERY_SCHEMA, num_queries)
     return Neighbours(vectors, labels_ML, table["uid"], table["title"], vote, words)
 
@@ -316,16 +307,12 @@ class Candidates:
         """
         num_queries, num_labels = votes_BL.shape
         place_BK = np.arange(num_queries, dtype=np.int64)[:, None] * num_labels + found_BK
-        voted = np.repeat(np.arange(num_queries, dtype=np.int64), np.diff(votes_BL.indptr)) * num_labels
-        voted += votes_BL.indices
+        voted = np.ravel_multi_index(votes_BL.nonzero(), votes_BL.shape)
         keys = np.union1d(place_BK[found_BK >= 0], voted)
         if excluded is not None and excluded.size:
             keys = keys[~np.isin(keys, excluded)]
-        votes_P = np.zeros(len(keys), dtype=np.float32)
-        if voted.size:
-            at = np.minimum(np.searchsorted(voted, keys), voted.size - 1)
-            votes_P = np.where(voted[at] == keys, votes_BL.data[at], np.float32(0)).astype(np.float32)
         query_P, label_P = np.divmod(keys, num_labels)
+        votes_P = np.asarray(votes_BL[query_P, label_P] if keys.size else [], dtype=np.float32).ravel()
         return cls(query_P, label_P, heads(query_P, label_P), votes_P, num_queries)
 
     def top(self, weight: float, k: int) -> Ranked:
@@ -349,9 +336,3 @@ def votes_alone(votes_BL: csr_matrix, k: int, excluded: Labels | None = None) ->
     nothing = np.zeros((votes_BL.shape[0], 0), dtype=np.int64)
     found = Candidates.of(nothing, votes_BL, lambda query_P, _: np.zeros(len(query_P), dtype=np.float32), excluded)
     return found.top(1.0, k)
-
-
-def _strings(values: Iterable[str] | pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    if isinstance(values, pa.Array | pa.ChunkedArray):
-        return values.cast(pa.large_string())
-    return pa.array(list(values), pa.large_string())
