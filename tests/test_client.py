@@ -204,7 +204,7 @@ def test_nobody_there(pauses) -> None:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     client = Client(url, retries=2)
-    with pytest.raises(Unavailable, match=r"does not answer[\s\S]*127\.0\.0\.1[\s\S]*3 attempts") as error:
+    with pytest.raises(Unavailable, match=r"does not answer[\s\S]*127\.0\.0\.1") as error:
         client.predict(["a"])
     assert error.value.status == 0 and len(pauses) == 2
     assert client.ready() is False

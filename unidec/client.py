@@ -17,7 +17,7 @@ import json
 import math
 import os
 import random
-import threading
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,8 +107,7 @@ class Client:
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._timeout, self._retries, self._deadline = timeout, retries, deadline
         self._headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        self._idle: list[http.client.HTTPConnection] = []
-        self._lock, self._closed, self._process = threading.Lock(), False, os.getpid()
+        self._idle: dict[int, list[http.client.HTTPConnection]] = {}  # by process: a fork has its own
 
     def __enter__(self) -> Client:
         return self
@@ -117,11 +116,10 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close all connections; requests in progress end first. A later call opens a new one."""
-        with self._lock:
-            connections, self._idle, self._closed = self._idle, [], True
-        for connection in connections:
-            connection.close()
+        """Close the connections that are kept. A later call opens a new one."""
+        idle = self._idle.get(os.getpid(), [])
+        while idle:
+            idle.pop().close()
 
     # -- routes -------------------------------------------------------------------------------------------------------
 
@@ -210,75 +208,57 @@ class Client:
             text = json.dumps(given, ensure_ascii=False, allow_nan=False)
             data = text.encode("utf-8", "surrogatepass")  # the server refuses lone surrogates
             headers = headers | {"Content-Type": "application/json"}
-        attempts = 1 + (self._retries if retries is None else retries)
-        begun, pause = time.monotonic(), _FIRST_PAUSE
-        for attempt in range(1, attempts + 1):
+        end = math.inf if self._deadline is None else time.monotonic() + self._deadline
+        left, pause = self._retries if retries is None else retries, _FIRST_PAUSE
+        while True:
             wait = pause * (0.5 + random.random())  # clients that were refused together do not come back together
-            error: Exception | None = None
             try:
                 status, answer, retry_after = self._attempt(method, self._base + path, data, headers)
                 if status == 200:
                     return _json(answer)
                 wait, error = max(wait, retry_after), _refusal(status, answer)
-                if status not in _RETRIED:
-                    raise error
             except (OSError, http.client.HTTPException) as lost:
                 error = Unavailable(
                     0, "the server does not answer", where=self._url, got=f"{type(lost).__name__}: {lost}",
-                    fix=f"is it running, and is this its address? {attempt} attempts were made",
+                    fix="is it running, and is this its address?",
                 )  # fmt: skip
-            is_late = self._deadline is not None and time.monotonic() + wait - begun > self._deadline
-            if attempt >= attempts or is_late:
+            if not isinstance(error, Unavailable) or not left or time.monotonic() + wait > end:
                 raise error
             time.sleep(wait)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        raise AssertionError("unreachable")
+            left, pause = left - 1, min(2 * pause, _LONGEST_PAUSE)
 
     def _attempt(
         self, method: str, path: str, data: bytes | None, headers: Mapping[str, str]
     ) -> tuple[int, bytes, float]:
-        """Status, body, and the seconds of Retry-After."""
-        with self._lock:
-            if self._process != os.getpid():  # after a fork: these are the parent's
-                self._idle, self._process = [], os.getpid()
-            connection, self._closed = (self._idle.pop() if self._idle else None), False
-        if connection is not None:
+        """Status, body, and the seconds of Retry-After; the connection is kept when the answer was read to its end."""
+        idle = self._idle.setdefault(os.getpid(), [])
+        while True:
             try:
-                return self._exchange(connection, method, path, data, headers)
+                connection, was_idle = idle.pop(), True
+            except IndexError:
+                connection, was_idle = self._kind(self._host, self._port, timeout=self._timeout), False
+            kept = False
+            try:
+                connection.request(method, path, body=data, headers=dict(headers))
+                response = connection.getresponse()
+                answer = response.read(_MAX_ANSWER + 1)
+                if len(answer) > _MAX_ANSWER:
+                    raise http.client.HTTPException(f"an answer of more than {_MAX_ANSWER} bytes")
+                if kept := not response.will_close:
+                    idle.append(connection)
+                return response.status, answer, _seconds(response.getheader("Retry-After"))
             except (ConnectionError, http.client.BadStatusLine):
-                pass  # the server had closed an idle connection: a new one is no further attempt
-        return self._exchange(self._kind(self._host, self._port, timeout=self._timeout), method, path, data, headers)
-
-    def _exchange(
-        self, connection: http.client.HTTPConnection, method: str, path: str, data: bytes | None,
-        headers: Mapping[str, str],
-    ) -> tuple[int, bytes, float]:  # fmt: skip
-        """One request over a connection, which is kept when its answer was read to the end, and closed otherwise."""
-        is_whole = False
-        try:
-            connection.request(method, path, body=data, headers=dict(headers))
-            response = connection.getresponse()
-            answer = response.read(_MAX_ANSWER + 1)
-            if len(answer) > _MAX_ANSWER:
-                raise http.client.HTTPException(f"an answer of more than {_MAX_ANSWER} bytes")
-            is_whole = not response.will_close
-            return response.status, answer, _seconds(response.getheader("Retry-After"))
-        finally:
-            with self._lock:
-                kept = is_whole and not self._closed
-                if kept:
-                    self._idle.append(connection)
-            if not kept:
-                connection.close()
+                if not was_idle:  # else the server had closed an idle connection: no failed attempt
+                    raise
+            finally:
+                if not kept:
+                    connection.close()
 
 
 def _seconds(header: str | None) -> float:
     """Retry-After in seconds, bounded; a date or nonsense counts as 0."""
-    try:
-        seconds = float(header or 0)
-    except ValueError:
-        return 0.0
-    return min(max(seconds, 0.0), _LONGEST_PAUSE) if math.isfinite(seconds) else 0.0
+    seconds = float(header) if re.fullmatch(r"\d{1,9}", header or "") else 0.0
+    return min(seconds, _LONGEST_PAUSE)
 
 
 def _json(answer: bytes) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from unidec.comparison.plan import START, Comparison, Job, slug
-from unidec.config import Params, leaves
+from unidec.config import Params, fingerprint
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.version import PACKAGE
 
@@ -34,7 +34,7 @@ MODEL = "outputs/model"
 READERS = ("data/**/*.py",)
 TRAINING = ("model/**/*.py", "training/**/*.py", "retrieval/**/*.py", "pipeline/*.py", "evaluation/metrics.py")
 PEER_CODE = ("comparison/peers/*.py", "evaluation/metrics.py", "evaluation/tfidf.py")
-_DECIDE_NOTHING = ("run", "tracking", "device", "data", "recipe")  # the data set has a key of its own
+_DECIDE_NOTHING = {"run", "tracking", "device", "data", "recipe"}  # the data set has a key of its own
 
 
 @dataclass(frozen=True)
@@ -119,16 +119,14 @@ class Workspace:
 
     def _key(self, job: Job) -> str:
         """sha256 (hex) of a job's inputs: parameters, data, and the inputs of the job that it needs."""
-        values: dict[str, Any]
         if job.kind == "peer":
-            values = _leaves(job.params, ("seed", "encoder", "optim.epochs", "pool.batch_size")) | {"peer": job.peer}
+            sections = ["seed", "encoder", "optim.epochs", "pool.batch_size"]
         else:
-            values = {key: value for key, value in leaves(job.params) if key.partition(".")[0] not in _DECIDE_NOTHING}
-            if not job.params.pool.gandalf:
-                values = {key: value for key, value in values.items() if not key.startswith("label_graph.")}
-        values |= {"kind": job.kind, "data": _data_key(job)}
+            unused = _DECIDE_NOTHING if job.params.pool.gandalf else {*_DECIDE_NOTHING, "label_graph"}
+            sections = [name for name in Params.model_fields if name not in unused]
+        values = [fingerprint(job.params, *sections), job.kind, job.peer, _data_key(job)]
         if job.needs is not None:
-            values["needs"] = self._key(self.comparison.job(job.needs))
+            values.append(self._key(self.comparison.job(job.needs)))
         return _digest(values)
 
 
@@ -164,18 +162,11 @@ def code_sha256(patterns: tuple[str, ...]) -> str:
 
 def _data_key(job: Job) -> str:
     """sha256 (hex) of what derived data depends on: raw files, slice, split, texts, tokenizer, readers."""
-    values = _leaves(job.params, ("data", "tokens"))
-    values.pop("data.path")
-    values |= {"encoder.name": job.params.encoder.name, "train": job.entry.train, "test": job.entry.test}
-    values |= {"raw": raw_sha256(str(Path(job.entry.path).resolve())), "code": code_sha256(READERS)}
-    return _digest(values)
+    section = job.params.data.model_copy(update={"path": ""})
+    params = fingerprint(job.params.model_copy(update={"data": section}), "data", "tokens", "encoder.name")
+    raw = raw_sha256(str(Path(job.entry.path).resolve()))
+    return _digest([params, job.entry.train, job.entry.test, raw, code_sha256(READERS)])
 
 
-def _leaves(params: Params, wanted: tuple[str, ...]) -> dict[str, Any]:
-    return {
-        key: value for key, value in leaves(params) if any(key == name or key.startswith(f"{name}.") for name in wanted)
-    }
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+def _digest(values: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
@@ -57,20 +58,26 @@ def create_app(
     app.add_middleware(
         Guard, settings=settings, metrics=service.metrics, api_key=api_key, free=free, routes=paths, hosts=hosts
     )
-    if api_key is not None:
-        _document_key(app, free)
     app.add_exception_handler(HTTPException, _not_routed)
     app.add_exception_handler(RequestValidationError, _wrong_parameters)
     return app
 
 
 def _add_routes(app: FastAPI, routes: Routes) -> None:
+    # in the OpenAPI only: the middleware checks the key
+    key = [Security(HTTPBearer(scheme_name="key", auto_error=False))] if routes.has_key else []
+
     def add(path: str, endpoint: Any, summary: str, model: Any, *errors: int, **options: Any) -> None:
         responses: dict[int | str, dict[str, Any]] = {
             code: {"model": schemas.ErrorAnswer, "description": _STATUSES[code]} for code in errors
         }
-        responses |= {options.get("status_code", 200): {"model": model}} | options.pop("responses", {})
-        app.add_api_route(path, endpoint, summary=summary, response_class=JsonBytes, responses=responses, **options)
+        if model is not None:
+            responses |= {options.get("status_code", 200): {"model": model}}
+        responses |= options.pop("responses", {})
+        app.add_api_route(
+            path, endpoint, summary=summary, response_class=options.pop("response_class", JsonBytes),
+            responses=responses, dependencies=key if 401 in errors else [], **options,
+        )  # fmt: skip
 
     def post(model: Any, example: dict[str, Any]) -> dict[str, Any]:
         return {"methods": ["POST"], "openapi_extra": {"requestBody": schemas.body_schema(model, example)}}
@@ -90,24 +97,7 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
     add("/card", routes.card, "The model's card", schemas.Facts, 401, 503)
     add("/admin/reload", routes.reload, "Ask the registry now; only where an API key is set", schemas.Facts,
         401, 404, methods=["POST"], status_code=202)  # fmt: skip
-    error: Any = {401: {"model": schemas.ErrorAnswer, "description": _STATUSES[401]}}
-    app.add_api_route("/metrics", routes.metrics, summary="Metrics for Prometheus", response_class=PlainTextResponse,
-                      responses=error)  # fmt: skip
-
-
-def _document_key(app: FastAPI, free: frozenset[str]) -> None:
-    """Into the OpenAPI: which routes need the key, and how it is sent."""
-    plain = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        schema = plain()
-        schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        for path, methods in schema["paths"].items():
-            for operation in methods.values():
-                operation["security"] = [] if path in free else [{"key": []}]
-        return schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    add("/metrics", routes.metrics, "Metrics for Prometheus", None, 401, response_class=PlainTextResponse)
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:

@@ -37,7 +37,6 @@ class Overloaded(Exception):
     """The queue is full, or too slow to answer in time; `retry_after` is in whole seconds."""
 
     def __init__(self, retry_after: int) -> None:
-        super().__init__(f"overloaded: try again in {retry_after} s")
         self.retry_after = retry_after
 
 
@@ -59,7 +58,6 @@ class _Job:
     found: dict[int, Any] = field(default_factory=dict)
     next: int = 0
 
-    @property
     def left(self) -> int:
         return len(self.queries) - self.next
 
@@ -125,12 +123,20 @@ class Batcher:
         self._jobs.append(job)
         self.waiting = ahead
         self._arrived.set()
+        gone: asyncio.Future[None] | None = None
         try:
             await asyncio.wait([job.answers], timeout=min(WATCH_SECONDS, self.timeout_seconds))
             if not job.answers.done():
-                await self._wait_longer(job, disconnected)
+                gone = None if disconnected is None else asyncio.ensure_future(disconnected())
+                both = [future for future in (job.answers, gone) if future is not None]
+                left = max(self.timeout_seconds - WATCH_SECONDS, 0)
+                await asyncio.wait(both, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not job.answers.done():
+                raise ClientGone if gone is not None and gone.done() else TooLate
             return job.answers.result()
         finally:
+            if gone is not None:
+                gone.cancel()
             if not job.answers.done():
                 self._drop(job)
                 job.answers.cancel()
@@ -154,19 +160,6 @@ class Batcher:
     def _seconds(self, num: int) -> float:
         return math.ceil(num / self.batch_queries) * self.pace
 
-    async def _wait_longer(self, job: _Job, disconnected: Callable[[], Awaitable[None]] | None) -> None:
-        futures: list[asyncio.Future[Any]] = [job.answers]
-        if disconnected is not None:
-            futures.append(asyncio.ensure_future(disconnected()))
-        seconds = max(self.timeout_seconds - WATCH_SECONDS, 0)
-        try:
-            done, _ = await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for watching in futures[1:]:
-                watching.cancel()
-        if job.answers not in done:
-            raise ClientGone if done else TooLate
-
     async def _run(self) -> None:
         while True:
             await self._arrived.wait()
@@ -177,13 +170,17 @@ class Batcher:
                 self._arrived.clear()
             if not batch:
                 continue
-            self.busy_since = time.monotonic()
+            self.busy_since = begun = time.monotonic()
             if len(batch) == 1 and not self.waiting and self._lone_pace < _LONE_SECONDS:
-                outcomes, seconds = self._timed(batch)
+                outcomes = self._answers_of(batch)
             else:
-                outcomes, seconds = await self._loop.run_in_executor(self._executor, self._timed, batch)
-            self.busy_since = None
-            self._note_pace(len(batch), seconds)
+                outcomes = await self._loop.run_in_executor(self._executor, self._answers_of, batch)
+            self.busy_since, seconds = None, time.monotonic() - begun
+            self._together, self._ended = len(batch), self._loop.time()
+            self.pace += _PACE * (seconds - self.pace)
+            if len(batch) == 1:
+                before = seconds if self._lone_pace == math.inf else self._lone_pace
+                self._lone_pace = before + _PACE * (seconds - before)
             for (job, place), outcome in outcomes:
                 self._deliver(job, place, outcome)
             self.on_batch(len(batch), seconds)
@@ -208,20 +205,13 @@ class Batcher:
             job = self._jobs.popleft()
             if batch and job.engine is not batch[0][0].engine:
                 other_engines.append(job)
-            elif job.left:  # else it was given up
+            elif job.left():  # else it was given up
                 batch.append((job, job.next))
                 job.next += 1
-                if job.left:
+                if job.left():
                     self._jobs.append(job)
         self._jobs.extendleft(reversed(other_engines))
         return batch
-
-    def _note_pace(self, num: int, seconds: float) -> None:
-        self._together, self._ended = num, self._loop.time()
-        self.pace = (1 - _PACE) * self.pace + _PACE * seconds
-        if num == 1:
-            before = seconds if self._lone_pace == math.inf else self._lone_pace
-            self._lone_pace = (1 - _PACE) * before + _PACE * seconds
 
     def _deliver(self, job: _Job, place: int, outcome: Any) -> None:
         if job.answers.done():
@@ -236,17 +226,12 @@ class Batcher:
 
     def _drop(self, job: _Job) -> None:
         """Take a job out of the queue: it is skipped when its turn comes."""
-        self.waiting -= job.left
+        self.waiting -= job.left()
         job.next = len(job.queries)
         self.on_drop(len(job.queries) - len(job.found))
 
-    def _timed(self, batch: _Batch) -> tuple[list[tuple[tuple[_Job, int], Any]], float]:
-        """Each query with its answer or error, and the seconds; in the model's thread, or the event loop's."""
-        begun = time.perf_counter()
-        outcomes = self._answers_of(batch)
-        return outcomes, time.perf_counter() - begun
-
     def _answers_of(self, batch: _Batch) -> list[tuple[tuple[_Job, int], Any]]:
+        """Each query with its answer or error; in the model's thread, or the event loop's."""
         try:
             answers = self.work(batch[0][0].engine, [job.queries[place] for job, place in batch])
             return list(zip(batch, answers, strict=True))

@@ -6,14 +6,13 @@ Labels have few values: routes are those of `app.py` or "other"; a model's facts
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
-    PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
@@ -27,6 +26,10 @@ BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SCORES = tuple(round(0.1 * i, 1) for i in range(-5, 41))  # de is a cosine; with the classifier and votes up to 3 or so
 
 
+class _Live(NamedTuple):
+    collect: Callable[[], Iterable[Any]]
+
+
 class Metrics:
     """The server's counters; `registry` takes further collectors."""
 
@@ -34,7 +37,6 @@ class Metrics:
         disable_created_metrics()  # else a timestamp beside every counter
         self.registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
 
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(f"unidec_{name}", about, labels, registry=self.registry)
@@ -56,15 +58,11 @@ class Metrics:
         self.tokens = counter("tokens", "Tokens of queries")
         self.unknown_tokens = counter("unknown_tokens", "Those that the tokenizer does not know")
         self.dropped = counter("dropped_queries", "Queries not answered: the client disconnected, or time was up")
-        self._of_route: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """Count a request that was answered."""
-        key = (route, status)
-        if (found := self._of_route.get(key)) is None:  # `labels` costs more than the counting
-            found = self._of_route[key] = (self._requests.labels(route, str(status)), self._seconds.labels(route))
-        found[0].inc()
-        found[1].observe(seconds)
+        self._requests.labels(route, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
 
     def error(self, kind: str) -> None:
         """Count an error."""
@@ -82,11 +80,6 @@ class Metrics:
     def page(self) -> bytes:
         """The text that Prometheus reads."""
         return generate_latest(self.registry)
-
-
-class _Live:
-    def __init__(self, collect: Callable[[], Iterable[Any]]) -> None:
-        self.collect = collect
 
 
 def model_metrics(engine: Any, queue_queries: int) -> Iterable[Any]:
