@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows import lifecycle
 from unidec.comparison import results
-from unidec.comparison.cell import Children
+from unidec.comparison.cell import run_step
 from unidec.comparison.plan import load_comparison, select
 from unidec.comparison.workspace import Step, Workspace
 from unidec.config import parse_overrides
@@ -47,9 +48,9 @@ class CellsFailed(UnidecError):
 
 
 @task(name="cell", task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False)
-def make(name: str, step: Step, children: Children, environment: dict[str, str]) -> None:
+def make(name: str, step: Step, environment: dict[str, str], stopping: threading.Event) -> None:
     """Makes one step, in a process of its own."""
-    children.run(step, environment)
+    run_step(step, environment, stopping)
 
 
 @flow(name="unidec-compare", description=__doc__, persist_result=False, validate_parameters=False)
@@ -117,20 +118,20 @@ def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[st
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
     }  # fmt: skip
     tags = json.loads(os.environ.get(RUN_TAGS, "{}")) | tags
-    children = Children()
+    stopping = threading.Event()
     futures: dict[str, PrefectFuture[None]] = {}
     bar = progress(total=len(todo), desc="compare", unit="run")
     with bar, ThreadPoolTaskRunner(max_workers=jobs) as pool:
         try:
             for step in todo:
                 environment = shared | {RUN_TAGS: json.dumps(tags | {"mlflow.runName": step.name})}
-                inputs = {"name": step.name, "step": step, "children": children, "environment": environment}
+                inputs = {"name": step.name, "step": step, "environment": environment, "stopping": stopping}
                 before = [futures[name] for name in step.needs if name in futures]
                 futures[step.name] = pool.submit(make, inputs, wait_for=before)
             for _ in as_completed(list(futures.values())):
                 bar.update(1)
         except BaseException:
-            children.stop()
+            stopping.set()
             raise
     for step in todo:
         if failed := [need for need in step.needs if outcomes[need]]:

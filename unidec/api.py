@@ -155,11 +155,9 @@ class Model:
         """
         from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
 
-        def items(texts: Mapping[str, str] | None) -> list[LabelText]:
-            return [LabelText(uid, text) for uid, text in (texts or {}).items()]
-
         bundle = self._answerer.bundle
-        change = LabelChange.edit(bundle, items(add), list(remove), items(update))
+        added, updated = ([LabelText(*item) for item in (texts or {}).items()] for texts in (add, update))
+        change = LabelChange.edit(bundle, added, list(remove), updated)
         return Model(with_labels(bundle, folder, change), self.runtime)
 
     def save(self, folder: str | Path) -> Path:

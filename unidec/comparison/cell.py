@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,55 +27,50 @@ from unidec.errors import Stopped, TrainingError, UnidecError
 
 PARENT = "UNIDEC_COMPARE_PARENT"  # environment variable: the process that must be alive
 COMMAND = (sys.executable, "-m", "unidec.comparison.cell")
-GRACE_S = 120.0  # for the checkpoint of a child that is stopped
+POLL_S, GRACE_S = 0.1, 120.0  # the latter for the checkpoint of a child that is stopped
 
 
-class Children:
-    """The processes of a comparison's steps: each in a group of its own, none left behind."""
+def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Event) -> None:
+    """Make a step in a process group of its own, and wait for it; `stopping` ends it with a checkpoint.
 
-    def __init__(self) -> None:
-        self.running: set[subprocess.Popen[bytes]] = set()
-        self.stopping = False
-
-    def run(self, step: Step, environment: Mapping[str, str]) -> None:
-        """Make a step and wait for it. Errors: TrainingError with the reason, which is in failure.json, too."""
-        variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        if self.stopping:
-            raise TrainingError("the comparison is being stopped", where=step.name)
-        try:
-            step.folder.mkdir(parents=True, exist_ok=True)
-            write_json(step.folder / SPEC, dict(step.spec))
-            with open(step.folder / LOG, "ab") as log:
-                process = subprocess.Popen(
-                    [*COMMAND, str(step.folder.resolve())], stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=subprocess.STDOUT, env=variables, process_group=0,
-                )  # fmt: skip
-        except OSError as error:
-            raise TrainingError("cannot be started", where=step.name, got=error) from error
-        self.running.add(process)
-        code = process.wait()
-        self.running.discard(process)
-        if code == 0 and step.result() is not None:
-            return
-        reason = step.failure()
-        if not reason:
-            how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            how += " (not enough memory?)" if code == -signal.SIGKILL else ""
-            reason = f"{how}: {last_lines(step.folder / LOG)}"
-            if not self.stopping:
-                write_json(step.folder / FAILURE, {"what": reason})
-        raise TrainingError(reason, where=str(step.folder / LOG))
-
-    def stop(self) -> None:
-        """End all: SIGTERM, time to write a checkpoint, then SIGKILL."""
-        self.stopping = True
-        processes, end = list(self.running), time.monotonic() + GRACE_S
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for process in processes:
+    Raises:
+        TrainingError: with the reason, which is in failure.json, too.
+    """
+    variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    if stopping.is_set():
+        raise TrainingError("the comparison is being stopped", where=step.name)
+    try:
+        step.folder.mkdir(parents=True, exist_ok=True)
+        write_json(step.folder / SPEC, dict(step.spec))
+        with open(step.folder / LOG, "ab") as log:
+            process = subprocess.Popen(
+                [*COMMAND, str(step.folder.resolve())], stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, env=variables, process_group=0,
+            )  # fmt: skip
+    except OSError as error:
+        raise TrainingError("cannot be started", where=step.name, got=error) from error
+    while (code := _wait(process, POLL_S)) is None:
+        if stopping.is_set():
+            for number in (signal.SIGTERM, signal.SIGKILL):  # the latter also for what the child had started
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
-            while any(process.poll() is None for process in processes) and time.monotonic() < end:
-                time.sleep(0.05)
+                _wait(process, GRACE_S)
+    if code == 0 and step.result() is not None:
+        return
+    reason = step.failure()
+    if not reason:
+        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how += " (not enough memory?)" if code == -signal.SIGKILL else ""
+        reason = f"{how}: {last_lines(step.folder / LOG)}"
+        if not stopping.is_set():
+            write_json(step.folder / FAILURE, {"what": reason})
+    raise TrainingError(reason, where=str(step.folder / LOG))
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(seconds)
+    return None
 
 
 # -- the child --------------------------------------------------------------------------------------------------------

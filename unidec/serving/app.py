@@ -25,12 +25,14 @@ _ABOUT = "Labels for texts. Every error is JSON with what, where, got, expected 
 # FastAPI's OpenTelemetry, which an environment variable of another program could switch on
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
 
-_STATUSES = {
-    400: "broken JSON", 401: "the API key is missing or wrong", 404: "there is none",
-    408: "the body arrived too slowly", 413: "the body is too large", 415: "the body is not declared as JSON",
-    422: "wrong values", 503: "overloaded, not ready, or too late: try again after Retry-After seconds",
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": schemas.ErrorAnswer, "description": about}
+    for status, about in {
+        400: "broken JSON", 401: "the API key is missing or wrong", 404: "there is none",
+        408: "the body arrived too slowly", 413: "the body is too large", 415: "the body is not declared as JSON",
+        422: "wrong values", 503: "overloaded, not ready, or too late: try again after Retry-After seconds",
+    }.items()
 }  # fmt: skip
-_POST = (400, 401, 408, 413, 415, 422, 503)
 
 
 def create_app(
@@ -47,7 +49,7 @@ def create_app(
     app = FastAPI(
         title="unidec", version=__version__, description=_ABOUT, docs_url=None, redoc_url=None,
         lifespan=routes.lifespan, redirect_slashes=False, telemetry=_NO_TELEMETRY,
-        generate_unique_id_function=lambda route: route.name,
+        generate_unique_id_function=lambda route: route.name, responses=_ERRORS,
     )  # fmt: skip
     _add_routes(app, routes)
     # the hot path without FastAPI's dependencies (80 of 200 us a request); FastAPI's own route documents it
@@ -67,37 +69,30 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
     # in the OpenAPI only: the middleware checks the key
     key = [Security(HTTPBearer(scheme_name="key", auto_error=False))] if routes.has_key else []
 
-    def add(path: str, endpoint: Any, summary: str, model: Any, *errors: int, **options: Any) -> None:
-        responses: dict[int | str, dict[str, Any]] = {
-            code: {"model": schemas.ErrorAnswer, "description": _STATUSES[code]} for code in errors
-        }
-        if model is not None:
-            responses |= {options.get("status_code", 200): {"model": model}}
-        responses |= options.pop("responses", {})
-        app.add_api_route(
-            path, endpoint, summary=summary, response_class=options.pop("response_class", JsonBytes),
-            responses=responses, dependencies=key if 401 in errors else [], **options,
-        )  # fmt: skip
+    def add(path: str, endpoint: Any, summary: str, model: Any, **options: Any) -> None:
+        responses = {options.get("status_code", 200): {"model": model}} | options.pop("responses", {})
+        given: dict[str, Any] = {"response_class": JsonBytes, "dependencies": key} | options
+        app.add_api_route(path, endpoint, summary=summary, responses=responses, **given)
 
     def post(model: Any, example: dict[str, Any]) -> dict[str, Any]:
         return {"methods": ["POST"], "openapi_extra": {"requestBody": schemas.body_schema(model, example)}}
 
-    not_ready: Any = {
-        503: {"model": schemas.Facts, "description": "no model is loaded yet, or a file of it was edited"}
-    }
-    add("/predict", routes.predict, "The best labels of each query", schemas.PredictAnswer, *_POST,
-        **post(routes.models.predict, schemas.PREDICT_EXAMPLE))  # fmt: skip
+    not_ready: Any = {503: {"model": schemas.Facts, "description": "no model is loaded, or a file of it was edited"}}
+    models = routes.models
+    add("/predict", routes.predict, "The best labels of each query", schemas.PredictAnswer,
+        **post(models.predict, schemas.PREDICT_EXAMPLE))  # fmt: skip
     add("/explain", routes.explain, "The labels of one query, and where their scores come from", schemas.ExplainAnswer,
-        *_POST, **post(routes.models.explain, schemas.EXPLAIN_EXAMPLE))  # fmt: skip
-    add("/labels", routes.labels, "Labels by prefix", schemas.LabelsAnswer, 401, 422, 503)
-    add("/labels/{uid:path}", routes.label, "A label", schemas.LabelAnswer, 401, 404, 503)
-    add("/healthz", routes.healthz, "Whether the process answers", schemas.Facts, 503)
-    add("/readyz", routes.readyz, "Whether a model answers, and which", schemas.Facts, responses=not_ready)
-    add("/version", routes.version, "What answers: hashes, versions, runtime", schemas.Facts, 401, 503)
-    add("/card", routes.card, "The model's card", schemas.Facts, 401, 503)
+        **post(models.explain, schemas.EXPLAIN_EXAMPLE))  # fmt: skip
+    add("/labels", routes.labels, "Labels by prefix", schemas.LabelsAnswer)
+    add("/labels/{uid:path}", routes.label, "A label", schemas.LabelAnswer)
+    add("/healthz", routes.healthz, "Whether the process answers", schemas.Facts, dependencies=[])
+    add("/readyz", routes.readyz, "Whether a model answers, and which", schemas.Facts, dependencies=[],
+        responses=not_ready)  # fmt: skip
+    add("/version", routes.version, "What answers: hashes, versions, runtime", schemas.Facts)
+    add("/card", routes.card, "The model's card", schemas.Facts)
+    add("/metrics", routes.metrics, "Metrics for Prometheus", None, response_class=PlainTextResponse)
     add("/admin/reload", routes.reload, "Ask the registry now; only where an API key is set", schemas.Facts,
-        401, 404, methods=["POST"], status_code=202)  # fmt: skip
-    add("/metrics", routes.metrics, "Metrics for Prometheus", None, 401, response_class=PlainTextResponse)
+        methods=["POST"], status_code=202)  # fmt: skip
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:

@@ -70,12 +70,9 @@ class Batcher:
 
     Args:
         work: (engine, queries) -> their answers; never called twice at once.
-        batch_queries: queries answered together at most.
-        queue_queries: queries that may wait.
-        wait_seconds: how long an idle model waits for others.
-        timeout_seconds: of a request.
-        on_batch: called with (number of queries, seconds) after each batch.
-        on_drop: called with the number of queries that were not answered.
+        batch_queries, queue_queries: how many are answered together, and may wait.
+        wait_seconds: how long an idle model waits for others. timeout_seconds: of a request.
+        on_batch: called with (number of queries, seconds) after each batch. on_drop: with the number not answered.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from unidec.errors import ArtifactError
-from unidec.serving.answers import Answer, answer_of, card, explain_json
+from unidec.serving.answers import card
 from unidec.serving.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -75,11 +75,8 @@ class Engine:
     def load(cls, folder: str | Path, settings: Serve, identity: Identity | None = None) -> Engine:
         """Open a bundle: hashes of all its files are checked before anything in it is parsed.
 
-        Args:
-            identity: where it comes from; None: a folder.
-
         Raises:
-            ArtifactError: damaged, or not the bundle that `identity` names.
+            ArtifactError: damaged, or not the bundle that `identity` (None: a folder) names.
             ConfigError: `serve.runtime` is not available.
         """
         from unidec.retrieval.answer import Answerer
@@ -109,17 +106,6 @@ class Engine:
     def labels(self) -> LabelSearch:
         """Created on first use."""
         return LabelSearch(self.bundle.uids, self.bundle.titles)
-
-
-def answer_batch(engine: Engine, queries: Sequence[Request]) -> list[Answer]:
-    """The work of the batcher's thread."""
-    return [answer_of(prediction) for prediction in engine.answer(queries)]
-
-
-def explain_query(engine: Engine, query: Request) -> tuple[Answer, bytes]:
-    """The answer to one query, and the body of POST /explain."""
-    explanation = engine.explain(query)
-    return answer_of(explanation.prediction), explain_json(engine.model_json, explanation)
 
 
 class Service:

@@ -15,9 +15,7 @@ class RequestError(Exception):
     Args:
         status: HTTP status. kind: label of `unidec_errors_total`.
         what, where, got, expected, fix: as in `UnidecError`; empty where not known.
-        retry_after: seconds after which a retry may succeed.
-        close: the body was not read to its end, so the connection must end.
-        headers: further headers of the answer.
+        retry_after: seconds. close: the body was not read to its end, so the connection must end.
     """
 
     def __init__(

@@ -85,10 +85,8 @@ class Follower:
     """Loads what a server answers with, and swaps it when the alias moves.
 
     Args:
-        service: receives the engines.
         source: a folder, `models:/name@alias` or `models:/name/version`. Only an alias is polled; a folder is checked
             again on `look_soon`.
-        settings: `follow_seconds` between two polls, `keep_previous`.
         root: the project; copies of bundles are kept in its `runs/bundles`.
         registry, probe, load: replace the real ones in tests.
 

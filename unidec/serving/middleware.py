@@ -37,13 +37,10 @@ NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 
 
 class Guard:
-    """ASGI middleware.
+    """ASGI middleware; the application finds the body in `scope[BODY]`.
 
     Args:
-        app: the application; it finds the body in `scope[BODY]`.
-        settings: the limits. metrics: where requests and errors are counted.
-        api_key: required on every path but `free`; None: on none.
-        free: paths without a key.
+        api_key: required on every path but those in `free`; None: on none.
         routes: paths by which requests are counted; others count as the prefix in `routes` or as "other".
         hosts: names that the header Host may hold, beside addresses and localhost; None: any.
     """

@@ -21,9 +21,9 @@ from unidec.errors import DataError
 from unidec.retrieval.answer import Request as Asked
 from unidec.sections import Serve
 from unidec.serving import schemas
-from unidec.serving.answers import Answer, predict_json
+from unidec.serving.answers import Answer, answer_of, explain_json, predict_json
 from unidec.serving.batching import Batcher, Overloaded, TooLate
-from unidec.serving.engine import Engine, Service, answer_batch, explain_query
+from unidec.serving.engine import Engine, Service
 from unidec.serving.errors import RequestError
 from unidec.serving.metrics import model_metrics
 from unidec.serving.middleware import BODY, NO_SNIFFING
@@ -65,7 +65,8 @@ class Routes:
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         settings = self.settings
         self.batcher = Batcher(
-            answer_batch, batch_queries=settings.batch_queries, queue_queries=settings.queue_queries,
+            lambda engine, batch: [answer_of(prediction) for prediction in engine.answer(batch)],
+            batch_queries=settings.batch_queries, queue_queries=settings.queue_queries,
             wait_seconds=settings.batch_wait_ms / 1000, timeout_seconds=settings.timeout_seconds,
             on_batch=self.figures.batch, on_drop=self.figures.dropped.inc,
         )  # fmt: skip
@@ -89,9 +90,9 @@ class Routes:
         """Each part of each score with its weight, the nearest training queries, and the query's tokens."""
         engine, asked = self._engine(), _read_request(request, self.models.explain)
         (query,) = _queries(engine, [asked.query], asked)
-        answer, body = await self._aside(lambda: explain_query(engine, query))
-        self._count(query, [answer])
-        return JsonBytes(body)
+        explanation = await self._aside(lambda: engine.explain(query))
+        self._count(query, [answer_of(explanation.prediction)])
+        return JsonBytes(explain_json(engine.model_json, explanation))
 
     async def _cached_or_new(self, engine: Engine, queries: list[Asked], request: Request) -> list[Answer]:
         """From the cache, whose keys hold the bundle's hash; the rest from the model, and into the cache."""
