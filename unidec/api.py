@@ -23,7 +23,6 @@ from unidec.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from unidec.data.raw import RawData
     from unidec.retrieval.answer import Answerer, Explanation
-    from unidec.retrieval.label_change import LabelText
     from unidec.retrieval.query_encoder import Runtime
 
 BATCH = 256  # queries answered at once

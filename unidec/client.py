@@ -17,7 +17,6 @@ import json
 import math
 import os
 import random
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -257,8 +256,7 @@ class Client:
 
 def _seconds(header: str | None) -> float:
     """Retry-After in seconds, bounded; a date or nonsense counts as 0."""
-    seconds = float(header) if re.fullmatch(r"\d{1,9}", header or "") else 0.0
-    return min(seconds, _LONGEST_PAUSE)
+    return min(float(header), _LONGEST_PAUSE) if header and header.isdecimal() else 0.0
 
 
 def _json(answer: bytes) -> dict[str, Any]:
