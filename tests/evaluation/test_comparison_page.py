@@ -67,7 +67,7 @@ def _full(text: str = "some text", tasks: int = 2) -> ComparisonInput:
             Contrast(names[0], f"{text} b", f"{text} peer", "P@1", -0.4, -1.0, 0.2, 0.4),
             Contrast(names[0], f"{text} b", f"{text} a", "P@1", 1.0, 0.5, 1.5, 0.02),
         ],
-        contrast_note=text, groups=[Group(text, f"{text} a", [f"{text} b", f"{text} c", "no such cell"], text, text)],
+        contrast_note=text, groups=[Group(text, f"{text} a", [f"{text} b", f"{text} c", "no such cell"], text)],
         failures=[Failure(names[0], f"{text} failed", 1, "failed", text, text)], common={text: text},
         lineage={text: text},
     )  # fmt: skip
@@ -95,8 +95,8 @@ def test_all_parts_are_there(undrawn):
     assert anchors == ["results", "time", "costs", "frequency", "parts", "ablations", "pools", "tests", "failures",
                        "settings", "data", "lineage"]  # fmt: skip
     assert [v for n, v in page.attributes if n == "href"] == [f"#{anchor}" for anchor in (content, *anchors)]
-    # a range chart and a chart of curves for 3 metrics, charts of bins (all, and of the group), pools; for each task
-    assert page.tags.count("svg") == 2 * (3 + 3 + 2 + 2 + 1)
+    # a range chart and a chart of curves for 3 metrics, charts of bins (all, and of the group); for each task
+    assert page.tags.count("svg") == 2 * (3 + 3 + 2 + 2)
 
 
 def test_the_headline_table(undrawn):
@@ -175,7 +175,7 @@ def test_bins_are_means_over_seeds():
 @pytest.mark.parametrize("missing", [f.name for f in dataclasses.fields(ComparisonInput)])
 def test_a_missing_part_is_left_out(missing, undrawn):
     default = ComparisonInput()
-    full = _full() if missing != "headline" else dataclasses.replace(_full(), headline=("P@1",))
+    full = _full()
     assert getattr(full, missing) != getattr(default, missing)
     html = render_comparison(dataclasses.replace(full, **{missing: getattr(default, missing)}))
     assert Page(html).open == []
@@ -187,7 +187,7 @@ def test_a_missing_part_is_left_out(missing, undrawn):
 def test_odd_input(undrawn):
     assert Page(render_comparison(ComparisonInput())).open == []
     nan = Run(0, {"P@1": math.nan, "P@5": 3.0}, costs={"train_seconds": math.nan}, curve=[{"round": 1}])
-    one = ComparisonInput(cells=[Cell("t", "only", runs=[nan]), Cell("t", "failed")], headline=())
+    one = ComparisonInput(cells=[Cell("t", "only", runs=[nan]), Cell("t", "failed")])
     html = render_comparison(one)
     assert Page(html).open == [] and "nan" not in html.lower().replace("finance", "")
     many = [Cell("t", f"cell {i}", runs=[_run(0, 10.0 + i)]) for i in range(30)]

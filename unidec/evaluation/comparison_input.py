@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from unidec.evaluation.plots import Records
+
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100", "coverage@5")
 COSTS = {
     "train_seconds": "training, s", "refresh_seconds": "refreshes, s", "total_seconds": "whole cell, s",
@@ -16,8 +18,6 @@ COSTS = {
     "parameters_classifier": "classifier, parameters", "bundle_bytes": "bundle, MB",
 }  # fmt: skip
 """Keys of `Run.costs` that are shown, and their column heads; a name that ends in `_bytes` is shown in MB."""
-
-Records = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,22 @@ class Run:
     curve: Records = ()
     history: Records = ()
     bins: Records = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean (NaN without a value), standard deviation of a sample (n - 1; NaN below two values) and number of values."""
+
+    mean: float
+    spread: float
+    count: int
+
+
+def summary(values: Sequence[float]) -> Summary:
+    """Mean, sample standard deviation and number of the finite values."""
+    finite = [float(value) for value in values if math.isfinite(value)]
+    mean = statistics.fmean(finite) if finite else math.nan
+    return Summary(mean, statistics.stdev(finite) if len(finite) > 1 else math.nan, len(finite))
 
 
 @dataclass(frozen=True)
@@ -103,22 +119,19 @@ class Group:
     """Cells that differ in one thing, shown as a small table of differences to the base.
 
     Attributes:
-        title: heading. base: name of the cell the others are compared with. cells: the others, in order.
-        about: which table of which paper this repeats. finding: one or two sentences on what came out.
-        metrics: columns; empty: the headline.
+        base: name of the cell the others are compared with. cells: the others, in order.
+        about: which table of which paper this repeats.
     """
 
     title: str
     base: str
     cells: Sequence[str]
     about: str = ""
-    finding: str = ""
-    metrics: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A run without a result. state: "failed", "stopped" or "not run"; reason: its last message; log: relative path."""
+    """A run without a result. state: "failed" or "not run"; reason: its last message; log: relative path."""
 
     task: str
     cell: str
@@ -135,7 +148,7 @@ class ComparisonInput:
     Attributes:
         date: as it shall read. about: one line. notes: paragraphs under the heading: what was found.
         tasks, cells: shown in this order; a cell's task that is not among `tasks` gets a table without a card.
-        headline: metrics of the headline table. contrasts: paired tests; `contrast_note`: which test, how corrected.
+        contrasts: paired tests; `contrast_note`: which test, how corrected.
         groups: ablation tables, shown for each task that has their cells. failures: runs without a result.
         common: settings that all recipes share. lineage: commit, hashes, machine, commands.
     """
@@ -146,28 +159,9 @@ class ComparisonInput:
     notes: Sequence[str] = ()
     tasks: Sequence[Task] = ()
     cells: Sequence[Cell] = ()
-    headline: Sequence[str] = HEADLINE
     contrasts: Sequence[Contrast] = ()
     contrast_note: str = ""
     groups: Sequence[Group] = ()
     failures: Sequence[Failure] = ()
     common: Mapping[str, Any] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Mean (NaN without a value), standard deviation of a sample (n - 1; NaN below two values) and number of values."""
-
-    mean: float
-    spread: float
-    count: int
-
-
-def summary(values: Sequence[float]) -> Summary:
-    """Mean, sample standard deviation and number of the finite values."""
-    finite = [float(value) for value in values if math.isfinite(value)]
-    if not finite:
-        return Summary(math.nan, math.nan, 0)
-    spread = statistics.stdev(finite) if len(finite) > 1 else math.nan
-    return Summary(statistics.fmean(finite), spread, len(finite))

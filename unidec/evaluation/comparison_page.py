@@ -9,12 +9,12 @@ from typing import Any
 
 from unidec.evaluation import comparison_tables as tables
 from unidec.evaluation.comparison_input import Cell, ComparisonInput, Group, Run, Task, summary
+from unidec.evaluation.comparison_tables import MAIN
 from unidec.evaluation.figures import Chart, Line, Range, bar_chart, line_chart, range_chart
 from unidec.evaluation.page import Table, number, render, write_page
 from unidec.evaluation.plots import validation_records
 from unidec.evaluation.report import VOLUME, bin_name
 
-MAIN = ("P@1", "PSP@5", "R@100")  # drawn
 CURVES = 12  # systems in a chart of curves: more cannot be told apart
 PEER_COLOUR = 5
 BIN_METRICS = ("P@5", "PSP@5")
@@ -28,72 +28,65 @@ def write_comparison(path: str | os.PathLike[str], comparison: ComparisonInput) 
 
 def render_comparison(comparison: ComparisonInput) -> str:
     """The page as text."""
-    named = {task.name: task for task in comparison.tasks}
+    tasks = {task.name: task for task in comparison.tasks}
     for cell in comparison.cells:
-        named.setdefault(cell.task, Task(cell.task))
-    tasks, contrasts = list(named.values()), tables.indexed(comparison.contrasts)
-    first = comparison.headline[0] if comparison.headline else MAIN[0]
+        tasks.setdefault(cell.task, Task(cell.task))
+    cells = {name: [cell for cell in comparison.cells if cell.task == name] for name in tasks}
+    contrasts = {(c.task, c.cell, c.against, c.metric): c for c in comparison.contrasts}
     failures = [[f.task, f.cell, number(f.seed), f.state, f.reason, f.log] for f in comparison.failures]
     groups = [
-        (group, [(table, _group_bins(group, _of(comparison, task)))
-                 for task in tasks
-                 if (table := tables.group_table(group, task.name, comparison.cells, comparison.headline, contrasts))])
+        (group, [(table, _group_bins(group, own)) for name, own in cells.items()
+                 if (table := tables.group_table(group, name, own, contrasts))])
         for group in comparison.groups
     ]  # fmt: skip
     return render(
         "comparison",
         comparison=comparison,
-        head_cards=_cards(comparison, tasks),
-        overview=tables.overview(tasks, comparison.cells, MAIN),
-        tasks=[(task, _of_task(_of(comparison, task), comparison, first, contrasts)) for task in tasks],
+        head_cards=_cards(comparison, len(tasks)),
+        overview=tables.overview(list(tasks.values()), comparison.cells),
+        tasks=[(task, _of_task(cells[name], contrasts)) for name, task in tasks.items()],
         groups=[(group, shown) for group, shown in groups if shown],
         contrasts=tables.all_contrasts(comparison.contrasts),
         failures=Table(["task", "system", "seed", "state", "why", "log"], failures, text_columns=6),
         settings=tables.settings(comparison.cells),
-        better=tables.BETTER.strip(),
-        worse=tables.WORSE.strip(),
+        better=tables.MARKS["right"].strip(),
+        worse=tables.MARKS["wrong"].strip(),
         alpha=tables.ALPHA,
         limits={"curves": CURVES, "bins": BINS, "first": MAIN[0]},
     )
 
 
-def _of(comparison: ComparisonInput, task: Task) -> list[Cell]:
-    return [cell for cell in comparison.cells if cell.task == task.name]
-
-
-def _of_task(
-    cells: Sequence[Cell], comparison: ComparisonInput, first: str, contrasts: tables.Contrasts
-) -> dict[str, Any]:
+def _of_task(cells: Sequence[Cell], contrasts: tables.Contrasts) -> dict[str, Any]:
     """Tables and charts of one task's cells."""
     curves, left_out = _curves(cells)
     binned = _with_bins(tables.ranked(cells, MAIN[0]))
     names, numbers = _bins_of(binned)
-    header = ["system", *(f"{metric}, {name}" for metric in BIN_METRICS for name in names)]
-    rows = [[tables.named(c), *(_bin(c, b, metric) for metric in BIN_METRICS for b in numbers)] for c in binned]
+    heads = [f"{metric}, {name}" for metric in BIN_METRICS for name in names]
     return {
-        "headline": tables.headline(cells, comparison.headline, contrasts),
-        "against": tables.recipe_against_peer(cells, MAIN, contrasts),
+        "headline": tables.headline(cells, contrasts),
+        "against": tables.recipe_against_peer(cells, contrasts),
         "ranges": [_ranges(cells, metric) for metric in MAIN],
         "curves": curves,
         "left_out": left_out,
-        "costs": tables.costs(cells, first),
-        "by_group": tables.by_group(cells, MAIN[0]),
+        "costs": tables.costs(cells),
+        "by_group": tables.by_group(cells),
         "bin_charts": _bin_charts(binned),
-        "bins": Table(header, rows, best=True, dense=True),
-        "parts": tables.parts(cells, first),
+        "bins": tables.of_systems(
+            binned, heads, lambda cell: [_bin(cell, b, metric) for metric in BIN_METRICS for b in numbers], best=True
+        ),
+        "parts": tables.parts(cells),
         "pools": tables.pools(cells),
-        "pool_charts": [_pool_chart(cells)],
     }
 
 
-def _cards(comparison: ComparisonInput, tasks: Sequence[Task]) -> list[Any]:
+def _cards(comparison: ComparisonInput, num_tasks: int) -> list[Any]:
     runs = [run for cell in comparison.cells for run in cell.runs]
     if not runs:
         return []
     seconds = [run.costs.get("total_seconds", math.nan) for run in runs]
     hours = sum(second for second in seconds if math.isfinite(second)) / 3600
     figures = {
-        "data sets": len(tasks),
+        "data sets": num_tasks,
         "systems": len({cell.name for cell in comparison.cells}),
         "runs": len(runs),
         "without a result": len(comparison.failures),
@@ -132,8 +125,9 @@ def _curve(cell: Cell, metric: str) -> Line | None:
     seeds = [points for run in cell.runs if (points := _points(run, metric))]
     if not seeds:
         return None
-    length = min(len(points) for points in seeds)  # a seed that stopped early ends the mean
-    x, y = ([summary([points[i][axis] for points in seeds]).mean for i in range(length)] for axis in (0, 1))
+    # a seed that stopped early ends the mean
+    x, y = ([summary(values).mean for values in zip(*([point[axis] for point in points] for points in seeds))]
+            for axis in (0, 1))  # fmt: skip
     return Line(cell.name, x, y, dots=True)
 
 
@@ -175,13 +169,3 @@ def _group_bins(group: Group, cells: Sequence[Cell]) -> list[Chart | None]:
     by_name = {cell.name: cell for cell in cells}
     members = _with_bins([by_name[name] for name in (group.base, *group.cells) if name in by_name])
     return _bin_charts(members) if len(members) > 1 else []
-
-
-def _pool_chart(cells: Sequence[Cell]) -> Chart | None:
-    """Positives a query against the size of the pool, a dot a cell."""
-    means = [(cell.name, *tables.pool_means(cell)) for cell in cells]
-    dots = [Line(name, [size], [positives], dots=True) for name, size, positives in means if math.isfinite(size)]
-    return line_chart(
-        "Positives a query against the size of the pool", dots[:CURVES] if len(dots) > 1 else [],
-        "labels in the pool, mean", "positives a query, mean", x_from_zero=True, y_from_zero=True,
-    )  # fmt: skip
