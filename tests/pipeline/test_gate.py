@@ -165,21 +165,6 @@ def test_rankings_beside_a_slow_reference_filter_pairs_left_out(world, monkeypat
     assert any(len(dataset.filter_pairs[row].indices) for row in rows)
 
 
-def test_a_ranking_is_made_once_and_anew_where_the_kept_one_is_damaged(world, monkeypatch):
-    bundle = Bundle.load(world.bundle("one") / "artifacts" / "bundle")
-    dataset = XMCDataset.open("data/dataset")
-    first = contest.contestant(bundle, dataset).labels
-    (kept,) = contest.RANKINGS.glob("*.npy")
-    made = []
-    ranked = contest.ranked
-    monkeypatch.setattr(contest, "ranked", lambda *args: made.append(1) or ranked(*args))
-    assert np.array_equal(contest.contestant(bundle, dataset).labels, first) and not made
-    kept.write_bytes(kept.read_bytes()[:-100])
-    assert np.array_equal(contest.contestant(bundle, dataset).labels, first) and made == [1]
-    np.save(kept, first[:3])
-    assert contest.contestant(bundle, dataset).labels.shape == first.shape and made == [1, 1]
-
-
 def test_a_damaged_challenger_does_not_pass_a_damaged_champion_is_an_error(world):
     params = world.params()
     champion = world.bundle("champion")

@@ -81,13 +81,11 @@ def evaluate(params: Params) -> dict[str, Any]:
 
 def _search(bundle: Bundle, ranking: Ranking) -> tuple[np.ndarray, np.ndarray]:
     """The bundle's answer for each query of the split, filtered pairs removed: (scores [n, K], labels [n, K])."""
-    parts = []
-    words = ranking.words(bundle.neighbours)
+    sides, parts = (ranking.query_de, ranking.query_clf, ranking.words(bundle.neighbours)), []
     for start in range(0, max(len(ranking.rows), 1), QUERIES_AT_ONCE):
         some = slice(start, start + QUERIES_AT_ONCE)
-        de, clf = (None if part is None else part[some] for part in (ranking.query_de, ranking.query_clf))
-        spoken = None if words is None else words[some]
-        parts.append(bundle.rank(de, clf, K, pair_keys(ranking.filter_pairs[some]), spoken))
+        de, clf, words = (None if side is None else side[some] for side in sides)
+        parts.append(bundle.rank(de, clf, K, pair_keys(ranking.filter_pairs[some]), words))
     return np.concatenate([part.scores for part in parts]), np.concatenate([part.rows for part in parts])
 
 
@@ -106,15 +104,13 @@ def _write_predictions(
 ) -> None:
     """One row a query: uid, label rows best first, scores."""
     keep = labels >= 0
-    offsets = np.concatenate([[0], np.cumsum(keep.sum(1))]).astype(np.int32)
-    table = pa.table(
-        {
-            "query": pa.array(dataset.query_uids(rows)),
-            "query_row": pa.array(rows),
-            "labels": pa.ListArray.from_arrays(pa.array(offsets), pa.array(labels[keep].astype(np.int32))),
-            "scores": pa.ListArray.from_arrays(pa.array(offsets), pa.array(scores[keep].astype(np.float32))),
-        }
-    )
+    offsets = pa.array(np.concatenate([[0], np.cumsum(keep.sum(1))]).astype(np.int32))
+    table = pa.table({
+        "query": pa.array(dataset.query_uids(rows)),
+        "query_row": pa.array(rows),
+        "labels": pa.ListArray.from_arrays(offsets, pa.array(labels[keep].astype(np.int32))),
+        "scores": pa.ListArray.from_arrays(offsets, pa.array(scores[keep].astype(np.float32))),
+    })  # fmt: skip
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     write_bytes_atomic(path, sink.getvalue().to_pybytes())

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from unidec.config import Params, fingerprint
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import remove_folder, write_bytes_atomic, write_json
+from unidec.data.storage import remove_folder, write_json
 from unidec.errors import ArtifactError
-from unidec.evaluation.challenge import Challenge, Check, challenge
+from unidec.evaluation.challenge import Check, challenge
 from unidec.evaluation.gate_page import render_gate
 from unidec.evaluation.metrics import filtered_truth
+from unidec.evaluation.page import write_page
 from unidec.pipeline import paths
-from unidec.pipeline.champion_evaluation import Contestant, contestant
+from unidec.pipeline.champion_evaluation import contestant
 from unidec.pipeline.ranking import headline
 from unidec.pipeline.servable import probe_texts, servability
 from unidec.retrieval.bundle import Bundle
@@ -68,31 +69,31 @@ def gate(params: Params, version: str | int | None = None) -> dict[str, Any]:
     already = champion is not None and champion.version == challenger.version
     verdict: dict[str, Any] = {
         "model": name, "passed": False, "already": already, "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "challenger": _about(challenger), "champion": _about(champion),
+        "challenger": _about(challenger), "champion": champion and _about(champion),
         "data": {"name": dataset.name, "sha256": dataset.sha256, "test queries": len(dataset.rows("test"))},
         "settings": params.gate.model_dump(),
     }  # fmt: skip
     if already:
         checks = [Check("champion", True, None, None, "it is the champion already")]
     else:
-        rules = _rules(params.gate, challenger.tags)
+        rules = params.gate
+        if challenger.tags.get("start.kind") == _REFRESHED:  # its labels alone changed: not worse is enough
+            rules = rules.model_copy(update={"margin": min(rules.margin, -rules.tolerance)})
         checks = _provenance(challenger, champion, rules)
         found, more = _judged(challenger, champion, dataset, rules, params.device)
         checks, verdict = checks + found, verdict | more
-    passed = all(check.passed for check in checks)
-    verdict |= {"passed": passed, "reasons": [asdict(check) for check in checks]}
+    verdict |= {"passed": all(check.passed for check in checks), "reasons": [asdict(check) for check in checks]}
     write_json(GATE_JSON, verdict)
-    write_bytes_atomic(GATE_PAGE, render_gate(verdict).encode())
+    write_page(GATE_PAGE, render_gate(verdict))
     for check in checks:
         log.log(logging.INFO if check.passed else logging.WARNING, "gate: %s: %s", check.check, check.words)
     if not already:
         record(client, challenger, verdict, settings_sha256(params), [GATE_JSON, GATE_PAGE])
         _purge({version.tags.get(HASH_TAG, "")[:16] for version in (challenger, champion) if version is not None})
-    return {
-        "passed": passed, "already": already, "model": name, "challenger": str(challenger.version),
-        "champion": str(champion.version) if champion else None, "reasons": verdict["reasons"],
-        "metrics": {who: headline(values) for who, values in verdict.get("metrics", {}).items()},
-        "page": str(GATE_PAGE), "run": challenger.run_id or None,
+    metrics = {who: headline(values) for who, values in verdict.get("metrics", {}).items()}
+    return {key: verdict[key] for key in ("passed", "already", "model", "reasons")} | {
+        "challenger": str(challenger.version), "champion": str(champion.version) if champion else None,
+        "metrics": metrics, "page": str(GATE_PAGE), "run": challenger.run_id or None,
     }  # fmt: skip
 
 
@@ -136,10 +137,8 @@ def promote(
     reason: str = "",
 ) -> dict[str, Any]:
     """A version (None: `challenger`) becomes champion, the champion previous: `unidec.tracking.promotion.promote`."""
-    return promotion.promote(
-        params.tracking.model_name, CHALLENGER if version is None else version,
-        allow_dirty=allow_dirty or params.gate.allow_dirty, force=force, reason=reason,
-    )  # fmt: skip
+    which, dirty = CHALLENGER if version is None else version, allow_dirty or params.gate.allow_dirty
+    return promotion.promote(params.tracking.model_name, which, allow_dirty=dirty, force=force, reason=reason)
 
 
 def rollback(params: Params, *, reason: str = "") -> dict[str, Any]:
@@ -152,21 +151,12 @@ def settings_sha256(params: Params) -> str:
     return fingerprint(params, "gate")[:16]
 
 
-def _rules(rules: Gate, tags: dict[str, str]) -> Gate:
-    """As they are set; a champion whose labels alone were refreshed need not be better, only not worse."""
-    if tags.get("start.kind") != _REFRESHED:
-        return rules
-    return rules.model_copy(update={"margin": min(rules.margin, -rules.tolerance)})
-
-
-def _about(version: ModelVersion | None) -> dict[str, Any] | None:
-    if version is None:
-        return None
+def _about(version: ModelVersion) -> dict[str, Any]:
     tags = version.tags
     return {
         "version": str(version.version), "bundle sha256": tags.get(HASH_TAG, ""),
-        "data set sha256": tags.get("dataset.sha256", ""), "commit": tags.get("mlflow.source.git.commit", ""),
-        "uncommitted changes": tags.get("git.dirty", "") == "true", "start": tags.get("start.kind", ""),
+        "data set sha256": tags.get("dataset.sha256", ""), "commit": tags.get(COMMIT_TAG, ""),
+        "uncommitted changes": tags.get(DIRTY_TAG, "") == "true", "start": tags.get("start.kind", ""),
         "run": version.run_id or "",
     }  # fmt: skip
 
@@ -176,22 +166,19 @@ def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gat
 
     A first champion replaces nothing, so it has no such requirements.
     """
-    tags, checks = version.tags, []
+    tags = version.tags
     if left := uncommitted(tags):
         words = f"made with uncommitted changes ({', '.join(left[:5])}{', ...' if len(left) > 5 else ''})"
+        fix = f": commit them and run `make train`, or run `unidec models promote {version.version} --allow-dirty`"
         if champion is None:
-            words += ", accepted for a first champion; commit them, or later models are refused"
-            log.warning("gate: version %s was %s", version.version, words)
+            fix = ", accepted for a first champion; commit them, or later models are refused"
+            log.warning("gate: version %s was %s%s", version.version, words, fix)
         elif rules.allow_dirty:
-            words += ", which gate.allow_dirty accepts"
-        else:
-            words += (
-                f": commit them and run `make train`, or run `unidec models promote {version.version} --allow-dirty`"
-            )
-        checks.append(Check("code", champion is None or rules.allow_dirty, "dirty", "clean", words))
+            fix = ", which gate.allow_dirty accepts"
+        checks = [Check("code", champion is None or rules.allow_dirty, "dirty", "clean", words + fix)]
     else:
-        commit = tags.get(COMMIT_TAG, "")
-        checks.append(Check("code", True, commit[:12] or None, None, f"commit {commit[:12] or 'unknown'}"))
+        commit = tags.get(COMMIT_TAG, "")[:12]
+        checks = [Check("code", True, commit or None, None, f"commit {commit or 'unknown'}")]
     if ROLLED_BACK[0] in tags:
         words = f"{rolled_back_words(tags)}; `unidec models promote {version.version} --force` overrules that"
         checks.append(Check("rolled back", False, tags[ROLLED_BACK[0]], None, words))
@@ -214,54 +201,36 @@ def _judged(
 ) -> tuple[list[Check], dict[str, Any]]:
     """The checks on the bundle itself, and what the page shows of them."""
     champion_path = _fetch(champion) if champion is not None else None
-    sha256 = challenger.tags.get(HASH_TAG, "")
+    sha256, checks = challenger.tags.get(HASH_TAG, ""), []
     try:
         path = _fetch(challenger)
-    except ArtifactError as error:
-        return [Check("hash", False, None, sha256, str(error).replace("\n", " "))], {}
-    checks = [Check("hash", True, sha256, sha256, f"sha256 {sha256[:16]}, as registered")]
-    try:
+        checks.append(Check("hash", True, sha256, sha256, f"sha256 {sha256[:16]}, as registered"))
         bundle = Bundle.load(path)
     except ArtifactError as error:
-        return [*checks, Check("loads", False, None, None, str(error).replace("\n", " "))], {}
-    texts = probe_texts(dataset, bundle, rules.probes)
-    found, probes = servability(path, champion_path, texts, rules)
+        limit = None if checks else sha256
+        failed = Check("loads" if checks else "hash", False, None, limit, str(error).replace("\n", " "))
+        return [*checks, failed], {}
+    found, probes = servability(path, champion_path, probe_texts(dataset, bundle, rules.probes), rules)
     about: dict[str, Any] = {"probes": {who: probe.figures() for who, probe in probes.items()}}
     checks += found
     if not probes or champion_path is None:
         return checks, about
-    if not len(dataset.rows("test")):
+    rows = dataset.rows("test")
+    if not len(rows):
         words = "the data set has no test queries on which it could be compared with the champion"
         return [*checks, Check(rules.metric, False, None, None, words)], about
-    both = {
-        "challenger": _contestant(path, bundle, dataset, device),
-        "champion": _contestant(champion_path, None, dataset, device),
-    }
-    result = _compared(both["challenger"], both["champion"], dataset, rules)
-    about["metrics"] = {"challenger": result.challenger, "champion": result.champion}
-    about["comparison"] = {
-        key: value for key, value in asdict(result).items() if key not in ("challenger", "champion", "checks")
-    }
+    place, both = choose_device(device).type, {}
+    for who, folder in (("challenger", path), ("champion", champion_path)):  # hashes were checked by fetching
+        both[who] = contestant(Bundle.load(folder, verify=False, device=place), dataset)
+    propensity, truth = paths.open_propensity(), filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
+    mine, its = both["challenger"].labels, both["champion"].labels
+    result = asdict(challenge(mine, its, truth, propensity.inverse_L, propensity.group_L, rules))
+    checks += [Check(**check) for check in result.pop("checks")]
+    about["metrics"] = {who: result.pop(who) for who in both}
+    about["comparison"] = result
     about["labels"] = {who: {"unknown": one.unknown, "removed": one.removed} for who, one in both.items()}
-    return checks + result.checks, about
+    return checks, about
 
 
 def _fetch(version: ModelVersion) -> Path:
     return fetch_bundle(f"models:/{version.name}/{version.version}", paths.BUNDLES)
-
-
-def _contestant(path: Path, bundle: Bundle | None, dataset: XMCDataset, device: str) -> Contestant:
-    """Ranked where the model runs fastest; hashes were checked when it was fetched."""
-    place = choose_device(device).type
-    if bundle is None or place != "cpu":
-        bundle = Bundle.load(path, verify=False, device=place)
-    return contestant(bundle, dataset)
-
-
-def _compared(challenger: Contestant, champion: Contestant, dataset: XMCDataset, rules: Gate) -> Challenge:
-    rows = dataset.rows("test")
-    propensity = paths.open_propensity()
-    return challenge(
-        challenger.labels, champion.labels, filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows]),
-        propensity.inverse_L, propensity.group_L, rules,
-    )  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -61,13 +61,9 @@ class Ranking:
 
     @classmethod
     def of_model(
-        cls,
-        model: UniDEC,
-        dataset: XMCDataset,
-        split: Split,
-        precision: str,
+        cls, model: UniDEC, dataset: XMCDataset, split: Split, precision: str,
         vectors: Mapping[str, np.ndarray] | None = None,
-    ) -> Ranking:
+    ) -> Ranking:  # fmt: skip
         """Encode a split's queries, and the labels where no `vectors` of them are given."""
         import torch
 
@@ -122,12 +118,8 @@ class Ranking:
 
     def compared(self, neighbours: Neighbours) -> np.ndarray | sp.csr_matrix:
         """What of the queries is compared with training queries: float32 [n, D], or their words, CSR [n, F]."""
-        words = self.words(neighbours)
-        if words is not None:
-            return words
-        compared = self.query_de if self.query_de is not None else self.query_clf
-        assert compared is not None
-        return compared
+        sides = (self.words(neighbours), self.query_de, self.query_clf)
+        return next(side for side in sides if side is not None)
 
     def words(self, neighbours: Neighbours | None) -> sp.csr_matrix | None:
         """The queries' words, float32 CSR [n, F]; None where training queries are not compared by them."""
@@ -172,13 +164,9 @@ class Ranking:
 
 
 def training_neighbours(
-    model: UniDEC,
-    dataset: XMCDataset,
-    precision: str,
-    vote: Vote | None = None,
-    by: NeighboursBy = "model",
+    model: UniDEC, dataset: XMCDataset, precision: str, vote: Vote | None = None, by: NeighboursBy = "model",
     tokens: Tokens | None = None,
-) -> Neighbours:
+) -> Neighbours:  # fmt: skip
     """The training split's queries as neighbours without filtered pairs, compared in the dual encoder's space (the
     classifier's where it is alone), or by their words.
 
@@ -229,58 +217,45 @@ class Blend:
 def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None) -> Blend:
     """The weights: as given, or tuned on the ranking's split ("auto"), one after the other until neither changes.
 
-    The classifier's weight starts as the best without votes. Of equals the smaller weight is taken.
+    The classifier's weight starts as the best without votes. Of equals the smaller weight is taken. Raw classifier
+    scores are training logits times tau, of the order of cosines: one range of weights serves both forms.
     """
     index = params.index
-    if neighbours is None:
-        weight = tuned_clf_weight(ranking, params)
-        return Blend(weight, 0.0, ranking.metrics(index.space, weight, index.clf_normalize))
     clf_weights = CLF_WEIGHTS if index.clf_weight == "auto" else (float(index.clf_weight),)
+    alone = {}
+    if neighbours is None or len(clf_weights) > 1:
+        alone = {w: ranking.metrics(index.space, w, index.clf_normalize) for w in clf_weights}
+    clf_weight = max(clf_weights, key=lambda w: alone[w][TUNED_ON]) if alone else clf_weights[0]
+    if neighbours is None:
+        return Blend(clf_weight, 0.0, alone[clf_weight])
     knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (float(index.knn_weight),)
     votes = ranking.votes(neighbours, index.knn_neighbours)
     found: dict[tuple[float, float], dict[str, float]] = {}
 
-    def best(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-        """The best of some (clf_weight, knn_weight), those with one clf_weight next to each other."""
-        for clf_weight, knn_weight in pairs:
-            if (clf_weight, knn_weight) in found:
-                continue
-            if clf_weight not in candidates:
-                candidates.clear()
-                candidates[clf_weight] = ranking.candidates(index.space, clf_weight, index.clf_normalize, votes)
-            labels = candidates[clf_weight].top(knn_weight, K).rows
-            found[clf_weight, knn_weight] = ranking.metrics_of(labels)
-        return max(pairs, key=lambda pair: found[pair][TUNED_ON])
+    @lru_cache(maxsize=1)  # they serve every weight of the votes
+    def candidates(clf_weight: float) -> Candidates:
+        return ranking.candidates(index.space, clf_weight, index.clf_normalize, votes)
 
-    candidates: dict[float, Candidates] = {}  # of the last clf_weight: they serve every weight of the votes
-    at = (tuned_clf_weight(ranking, params), knn_weights[0])
+    def quality(weights: tuple[float, float]) -> float:
+        if weights not in found:
+            found[weights] = ranking.metrics_of(candidates(weights[0]).top(weights[1], K).rows)
+        return found[weights][TUNED_ON]
+
+    at = (clf_weight, knn_weights[0])
     for _ in range(MAX_TURNS):
         before = at
-        at = best([(at[0], weight) for weight in knn_weights])
+        at = max([(at[0], weight) for weight in knn_weights], key=quality)
         if not at[1]:  # without votes the classifier's weight is the best already
             break
-        at = best([(weight, at[1]) for weight in clf_weights])
+        at = max([(weight, at[1]) for weight in clf_weights], key=quality)
         if at == before:
             break
     tried = [{"clf_weight": c, "knn_weight": v, TUNED_ON: metrics[TUNED_ON]} for (c, v), metrics in found.items()]
     return Blend(*at, found[at], tried)
 
 
-def tuned_clf_weight(ranking: Ranking, params: Params) -> float:
-    """The classifier's weight without votes: as given, or the best of `CLF_WEIGHTS` on the ranking's split ("auto").
-
-    Raw classifier scores are training logits times tau, of the order of cosines: one range serves both forms.
-    """
-    index = params.index
-    if index.clf_weight != "auto":
-        return float(index.clf_weight)
-    scored = {w: ranking.metrics("both", w, index.clf_normalize)[TUNED_ON] for w in CLF_WEIGHTS}
-    return max(scored, key=lambda weight: scored[weight])
-
-
 def validation_metrics(ranking: Ranking, params: Params) -> dict[str, float]:
-    """Metrics of the validation split in the space that will be served, without votes; {} where there is no such
-    split."""
+    """Metrics of the validation split in the space that will be served, without votes; {} without such a split."""
     if not len(ranking.rows):
         return {}
     index = params.index
