@@ -64,11 +64,8 @@ class Batches:
     """Prepares batches, from row numbers.
 
     Args:
-        settings: of the training.
-        dataset: queries, labels and relevance.
         tokens: token caches "queries" and "labels".
-        build: puts texts on the device.
-        device: of the targets.
+        build: puts texts on the device; device: of the targets.
         ranks: processes that share the batch's texts.
         label_graph: csr [L, L] of soft targets; needed, and only read, with `pool.gandalf`.
 

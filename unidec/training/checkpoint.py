@@ -52,11 +52,9 @@ RowRanges = Mapping[str, tuple[int, int]]  # of a table: begin, end
 
 @dataclass(frozen=True)
 class RowPart:
-    """Rows [first_row, first_row + n) of one table, with their optimiser's state.
+    """Rows [first_row, first_row + n) of a table that has `num_rows` over all ranks.
 
     Attributes:
-        first_row: number of the first.
-        num_rows: of the whole table, over all ranks.
         tensors: "weight", and what the optimiser keeps ("first", "second" | "sum" | nothing); each [n, ...].
     """
 
@@ -86,8 +84,9 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
-        return num_bytes(self.dense) + sum(num_bytes(part.tensors) for part in self.rows.values())
+        """Of the tensors of all ranks."""
+        rows = (num_bytes(part.tensors) * part.num_rows // max(1, part.held) for part in self.rows.values())
+        return num_bytes(self.dense) + sum(rows)
 
 
 class CheckpointWriter:
@@ -126,14 +125,7 @@ class CheckpointWriter:
                 self._saving = self._executor.submit(self._write, _snapshot(checkpoint))
 
     def wait(self) -> Path | None:
-        """Wait until the last checkpoint is durable.
-
-        Returns:
-            its folder; None: none was saved.
-
-        Raises:
-            ArtifactError: it could not be written.
-        """
+        """Wait until the last checkpoint is durable: its folder, None where none was saved; raises as `save`."""
         with self._held_up():
             self._join()
         return self._last
@@ -159,9 +151,7 @@ class CheckpointWriter:
             remove_stale(self.root)
             for left in self.root.glob(".*.ranks.tmp"):
                 shutil.rmtree(left, ignore_errors=True)
-            rows = (num_bytes(p.tensors) * p.num_rows // max(1, p.held) for p in checkpoint.rows.values())
-            size = num_bytes(checkpoint.dense) + sum(rows)
-            with write_folder(path, KIND, VERSION, num_bytes=size, beside=beside) as out:
+            with write_folder(path, KIND, VERSION, num_bytes=checkpoint.num_bytes, beside=beside) as out:
                 ranks.barrier()  # the folder is there
                 written = _write_rows(out.path, checkpoint, 0) | _write_dense(out.path, checkpoint)
                 ranks.barrier()  # all files are written
@@ -183,8 +173,7 @@ class CheckpointWriter:
         self._last = path
 
     def _read_back(self, path: Path, written: Mapping[str, str]) -> None:
-        """The hashes are those of the memory: what the disk gives back must have the same."""
-        try:
+        try:  # the hashes are those of the memory: what the disk gives back must have the same
             for name, digest in written.items():
                 if file_sha256(path / name) != digest:
                     what = "a damaged file: the disk gives back other bytes than were written"
@@ -218,9 +207,8 @@ def load_checkpoint(
     """The newest checkpoint that is whole, and what was wrong with newer ones; None where there is none at all.
 
     Args:
-        run_dir: the run's folder.
-        row_ranges: {table: (begin, end)}: these rows only, from files of any number of ranks; other tables whole.
-        check: called with the state before any tensor is read; what it raises goes on.
+        row_ranges: these rows only, from files of any number of ranks; other tables whole.
+        check: called with the state before any tensor is read, to refuse it by an error.
 
     Raises:
         ArtifactError: there are checkpoints, and none is whole, or the newest is of a version not known yet.
@@ -236,12 +224,8 @@ def load_checkpoint(
 
 
 def newest_state(run_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]:
-    """Folder and state of the checkpoint that `load_checkpoint` would load, and what was wrong with newer ones; no
-    tensor is read. (None, {}, []) where there is none at all.
-
-    Raises:
-        ArtifactError: as `load_checkpoint`.
-    """
+    """Folder and state of the checkpoint that `load_checkpoint` would load, and what was wrong with newer ones; raises
+    as it does, and reads no tensor. (None, {}, []) where there is none at all."""
     found, refused = _newest(run_dir, lambda path: (path, read_state(run_dir, path)))
     return (*(found or (None, {})), refused)
 
@@ -273,8 +257,6 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
     """The state (`Checkpoint.state`) of one checkpoint; no tensor is read.
 
     Args:
-        run_dir: the run's folder.
-        path: the checkpoint's.
         verify: check all hashes, and those of the refresh it needs; else names and sizes only.
 
     Raises:
@@ -305,11 +287,7 @@ def _is_whole(run_dir: Path, path: Path) -> bool:
 
 
 def find_refresh(run_dir: Path, sha256: str) -> Path:
-    """The folder of the refresh whose manifest has this hash.
-
-    Raises:
-        ArtifactError: there is none, or it is damaged.
-    """
+    """The folder of the refresh whose manifest has this hash; an ArtifactError where it is missing or damaged."""
     for path in sorted((run_dir / "refresh").glob("epoch-*"), reverse=True):
         manifest = path / MANIFEST
         if manifest.is_file() and file_sha256(manifest) == sha256:
@@ -334,7 +312,7 @@ def _snapshot(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
-    """Write dense tensors and state; gives the files' hashes by name."""
+    """Write dense tensors and state; the files' hashes by name."""
     state = (json.dumps(checkpoint.state, sort_keys=True) + "\n").encode()
     (folder / "state.json").write_bytes(state)
     return {

@@ -59,8 +59,7 @@ class Ranks:
     def from_environment(cls, device: str = "auto") -> Ranks:
         """The ranks that `torchrun` started (RANK, WORLD_SIZE, LOCAL_RANK), connected; without it: this process alone.
 
-        Args:
-            device: as in the parameters; with a GPU each process takes the one of its LOCAL_RANK, and NCCL.
+        On GPUs (`device` is the parameter) each process takes the one of its LOCAL_RANK, and NCCL.
 
         Raises:
             ConfigError: more processes on this machine than GPUs.
@@ -92,7 +91,7 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other."""
+        """Whether this is the only process."""
         return self.world == 1
 
     @property
@@ -125,12 +124,7 @@ class Ranks:
     # -- in a step ----------------------------------------------------------------------------------------------------
 
     def gather(self, x_RD: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Rows of all ranks [G, D], in the order of ranks; backward takes this rank's slice of the gradient.
-
-        Args:
-            x_RD: this rank's rows.
-            sizes: rows of each rank, known to all.
-        """
+        """Rows of all ranks [G, D], `sizes` of each; backward takes this rank's slice of the gradient."""
         if self.alone:
             return x_RD
         return _Gather.apply(x_RD, self, list(sizes))
@@ -138,11 +132,8 @@ class Ranks:
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], complete: Collection[Tensor] = ()) -> None:
         """Add the ranks' gradients of replicated parameters: one all-reduce for each dtype.
 
-        A parameter without a gradient on some ranks counts as zero there; without one on all it keeps none.
-
-        Args:
-            parameters: the same on every rank, in the same order.
-            complete: those of them whose gradient is whole on every rank already: the first rank's counts.
+        A parameter without a gradient on some ranks counts as zero there; without one on all it keeps none. Those in
+        `complete` have their whole gradient on every rank already: the first rank's counts.
         """
         if self.alone or not parameters:
             return
@@ -164,39 +155,35 @@ class Ranks:
         Afterwards every rank's table has gathered the rows of all ranks, ascending, with the same gradient: added in
         the order of ranks, so that all ranks have the same bits.
         """
-        if self.alone:
-            return
         by_rows: dict[int, list[RowTable]] = {}
-        for table in tables:
+        for table in () if self.alone else tables:
             if table.used is not None:
                 by_rows.setdefault(id(table.used[0]), []).append(table)  # a bag's tables gather the same rows
         for group in by_rows.values():
-            self._sum_rows_of(group)
+            rows_U = group[0].used[0]  # type: ignore[index]
+            leaves: list[Tensor] = [table.used[1] for table in group]  # type: ignore[index]
+            grad_UD = torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves], dim=1)
+            all_rows, sum_UD = self._sum_rows(rows_U, grad_UD)
+            for table, grad in zip(group, sum_UD.split([leaf.shape[1] for leaf in leaves], dim=1), strict=True):
+                table.forget()
+                with torch.enable_grad():
+                    table.gather(all_rows).grad = grad.contiguous()
 
-    def _sum_rows_of(self, tables: list[RowTable]) -> None:
-        leaves: list[Tensor] = [table.used[1] for table in tables]  # type: ignore[index]
-        grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-        rows_U = tables[0].used[0]  # type: ignore[index]
-        grad_UD = torch.cat(grads, dim=1)
+    def _sum_rows(self, rows_U: Tensor | None, grad_UD: Tensor) -> tuple[Tensor | None, Tensor]:
         if rows_U is None:
             self._all_reduce(grad_UD)
-            all_rows, sum_UD = None, grad_UD
-        else:
-            counts = torch.zeros(self.world, dtype=torch.int64)
-            counts[self.rank] = len(rows_U)
-            self._all_reduce(counts, self._flags)
-            sizes = counts.tolist()
-            rows_G = self._gather(rows_U.unsqueeze(1), sizes).squeeze(1)
-            grad_GD = self._gather(grad_UD, sizes)
-            all_rows, place_G = torch.unique(rows_G, return_inverse=True)
-            sum_UD = grad_GD.new_zeros(len(all_rows), grad_GD.shape[1])
-            # rank by rank: a rank names a row once, so nothing is added in an order that can change
-            for place, grad in zip(place_G.split(sizes), grad_GD.split(sizes), strict=True):
-                sum_UD[place] += grad
-        for table, grad in zip(tables, sum_UD.split([leaf.shape[1] for leaf in leaves], dim=1), strict=True):
-            table.forget()
-            with torch.enable_grad():
-                table.gather(all_rows).grad = grad.contiguous()
+            return None, grad_UD
+        counts = torch.zeros(self.world, dtype=torch.int64)
+        counts[self.rank] = len(rows_U)
+        self._all_reduce(counts, self._flags)
+        sizes = counts.tolist()
+        rows_G, grad_GD = self._gather(rows_U.unsqueeze(1), sizes).squeeze(1), self._gather(grad_UD, sizes)
+        all_rows, place_G = torch.unique(rows_G, return_inverse=True)
+        sum_UD = grad_GD.new_zeros(len(all_rows), grad_GD.shape[1])
+        # rank by rank: a rank names a row once, so nothing is added in an order that can change
+        for place, grad in zip(place_G.split(sizes), grad_GD.split(sizes), strict=True):
+            sum_UD[place] += grad
+        return all_rows, sum_UD
 
     def norm(self, gradients: Sequence[Tensor], sharded: Sequence[Tensor]) -> Tensor:
         """2-norm over gradients, 0-d float32, the same bits on every rank.
@@ -205,12 +192,11 @@ class Ranks:
             gradients: all that this rank has, whole.
             sharded: those of them of rows that only this rank has; of the others the first rank's count.
         """
+        mine = list(gradients if self.is_first else sharded)
+        norm = torch.nn.utils.get_total_norm(mine) if mine else torch.zeros((), device=gradients[0].device)
         if self.alone:
-            return torch.nn.utils.get_total_norm(list(gradients))
-        mine = list(gradients) if self.is_first else list(sharded)
-        square = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
-        if mine:
-            square = torch.nn.utils.get_total_norm(mine).double().square()
+            return norm
+        square = norm.double().square()
         self._all_reduce(square)
         return square.sqrt().float()
 
@@ -256,10 +242,7 @@ class Ranks:
         return self.gather_array(array if self.is_first else None)
 
     def gather_array(self, array: np.ndarray | None) -> np.ndarray:
-        """Arrays of all ranks, joined along their first axis in the order of ranks; None: this rank has no rows.
-
-        They agree in dtype and in the other axes. Nothing is copied but the result.
-        """
+        """Arrays of all ranks, alike but for their first axis, joined along it; None: this rank has no rows."""
         if self.alone:
             assert array is not None
             return array
@@ -289,14 +272,12 @@ class Ranks:
         return None if parts is None else [part.numpy() for part in parts]
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the process group."""
         if not self.alone:
             dist.destroy_process_group()
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all ranks; backward: this rank's slice, since every rank computes the whole loss."""
-
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, ranks: Ranks, sizes: list[int]) -> Tensor:
         ctx.begin, ctx.count = sum(sizes[: ranks.rank]), len(x_RD)
@@ -309,11 +290,7 @@ class _Gather(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """What torch says of a lost peer, as an error of ours.
-
-    Raises:
-        LostRank: a rank cannot be reached any more.
-    """
+    """Within, torch's error of a rank that cannot be reached becomes `LostRank`."""
     try:
         yield
     except torch.OutOfMemoryError:

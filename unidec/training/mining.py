@@ -43,11 +43,9 @@ def mine_hard_negatives(
     Each block is searched for `num_negatives` + the most excluded pairs of a query in it, then those are dropped.
 
     Args:
-        query_ND: float32 [N, D] query vectors.
-        query_rows_N: int64 [N], their data set rows, each once.
+        query_ND: float32 [N, D] query vectors; query_rows_N: int64 [N], their data set rows, each once.
         label_LD: float32 [L, D] label vectors; with several ranks this rank's part of them.
-        relevance: csr [data set rows, L].
-        filter_pairs: csr [data set rows, L].
+        relevance, filter_pairs: csr [data set rows, L].
         num_negatives: H, places of a shortlist.
         device: of the exact search; None: where the vectors are.
         ranks: processes that share the work; each has all queries, and gets the whole shortlist.

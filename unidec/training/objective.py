@@ -19,14 +19,7 @@ from unidec.training.distributed import Ranks
 
 
 class Objective:
-    """The losses of a model under its parameters.
-
-    Args:
-        settings: section `loss`.
-        seed: of what a loss draws at random.
-        model: heads, classifier table and temperatures.
-        ranks: the processes that train together; each computes the whole loss.
-    """
+    """The losses of a model; each rank computes the whole loss. `seed` is of what a loss draws at random."""
 
     def __init__(self, settings: Loss, seed: int, model: UniDEC, ranks: Ranks):
         self.settings, self.seed, self.model, self.ranks = settings, seed, model, ranks
@@ -91,9 +84,7 @@ class Objective:
             kind: the loss's name.
             similarity_BS: cosines of the dual encoder, raw scores of the classifier.
             scale: 1 / tau, 0-d.
-            targets: true and ignored pairs among them.
             forward: weight of query to label.
-            step: as in `losses`.
         """
         settings = self.settings
         options: dict[str, Any] = loss_options(kind, settings)

@@ -76,12 +76,7 @@ class Optimisers:
 
     @torch.no_grad()
     def step(self, step: int, norm: Tensor) -> None:
-        """One update of everything.
-
-        Args:
-            step: from 0.
-            norm: of all gradients, 0-d.
-        """
+        """One update of everything at a step (from 0), given the norm of all gradients, 0-d."""
         scale: Tensor | float = 1.0
         if self.settings.clip_norm > 0:
             scale = (self.settings.clip_norm / (norm + 1e-6)).clamp_max(1.0)
@@ -105,11 +100,7 @@ class Optimisers:
     def prefetch(self, rows_S: np.ndarray) -> Tensor:
         """Ids of the classifier's rows that a coming step uses, on the device; begins to fetch rows that are not.
 
-        Args:
-            rows_S: int64 [S], each once, of rows held here.
-
-        Returns:
-            int64 [S], to be given to the tables' `gather` as it is.
+        They are int64 [S], each once, of rows held here; the tables' `gather` takes the result as it is.
         """
         ids_S = torch.from_numpy(rows_S)
         if self.device.type == "cuda":
@@ -141,11 +132,7 @@ class Optimisers:
         return {name: {**row.state(), "weight": row.table.weight.detach()} for name, row in self.row.items()}
 
     def load_row_states(self, tensors: dict[str, dict[str, Tensor]]) -> None:
-        """Copy in what `row_states` gave for the same model, the same states and the same rows.
-
-        Raises:
-            ArtifactError: a table or a state that is missing, or of another shape.
-        """
+        """Copy in what `row_states` gave; an ArtifactError where a table or a state is missing or of another shape."""
         for name, own in self.row_states().items():
             given = tensors.get(name, {})
             for key, tensor in own.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +67,7 @@ class Refresh:
 
     @classmethod
     def load(cls, path: Path, epoch: int) -> Refresh:
-        """The one made after `epoch` epochs.
-
-        Raises:
-            TrainingError: there is none, or it is damaged.
-        """
+        """The one made after `epoch` epochs. Raises TrainingError: there is none, or it is damaged."""
         if not cls.is_made(path, epoch):
             raise TrainingError(
                 "the round has no clusters and hard negatives", where=str(path),
@@ -94,22 +90,15 @@ def cluster_size(pool: Pool, epoch: int) -> int:
 
 @dataclass(frozen=True)
 class Clusters:
-    """The first half of a refresh.
+    """The first half of a refresh: its clusters, and figures for people.
 
     Attributes:
-        order, offsets: as in `Refresh`; None: random batches.
         query_ND: float32 [n, D] of the training queries, which mining needs too; None where nothing compares them.
-        report: seconds of each part, number, size and cosine of the clusters.
     """
 
-    order: np.ndarray | None
-    offsets: np.ndarray | None
+    refresh: Refresh
     query_ND: np.ndarray | None
     report: dict[str, Any]
-
-
-def _mines(settings: TrainingSettings) -> bool:
-    return settings.pool.eta > 0 and draws_pools(settings.model, settings.pool)
 
 
 def make_clusters(
@@ -120,29 +109,27 @@ def make_clusters(
     ranks: Ranks = ALONE,
     epoch: int = 0,
 ) -> Clusters:
-    """Cluster the training queries; what the parameters do not need is left out.
+    """Cluster the training queries after `epoch` epochs; what the parameters do not need is left out.
 
     Args:
         rows: int64 [n] training rows.
         query_vectors: gives float32 [n, D] of the training queries; called only when clusters or negatives need them.
         ranks: processes that all call this, and share the work.
-        epoch: finished epochs, which decide the size of the clusters.
     """
-    begin, size, order, offsets, query_ND = time.perf_counter(), cluster_size(settings.pool, epoch), None, None, None
+    begin, size, refresh, query_ND = time.perf_counter(), cluster_size(settings.pool, epoch), Refresh(), None
     report: dict[str, Any] = {}
     clustered = settings.pool.batches == "clustered"
-    if (clustered and size > 1) or _mines(settings):
+    if (clustered and size > 1) or (settings.pool.eta > 0 and draws_pools(settings.model, settings.pool)):
         query_ND = query_vectors()
         report["encode_queries_seconds"] = time.perf_counter() - begin
     if clustered and size == 1:  # a query is its own cluster: nothing to compare
-        order, offsets = rows, np.arange(len(rows) + 1)
+        refresh = Refresh(rows, np.arange(len(rows) + 1))
     elif clustered and query_ND is not None:
         clusters = balanced_clusters(query_ND, size, settings.seed, device, ranks)
-        order, offsets = rows[clusters.order_N], clusters.offsets
-        report |= {"cluster_seconds": clusters.seconds, "clusters": len(offsets) - 1,
+        refresh = Refresh(rows[clusters.order_N], clusters.offsets)
+        report |= {"cluster_seconds": clusters.seconds, "clusters": len(clusters.offsets) - 1,
                    "cluster_size": size, "cluster_cosine": clusters.objective}  # fmt: skip
-    report["refresh_seconds"] = time.perf_counter() - begin
-    return Clusters(order, offsets, query_ND, report)
+    return Clusters(refresh, query_ND, report | {"refresh_seconds": time.perf_counter() - begin})
 
 
 def make_refresh(
@@ -154,7 +141,7 @@ def make_refresh(
     device: torch.device,
     ranks: Ranks = ALONE,
 ) -> tuple[Refresh, dict[str, Any]]:
-    """Mine hard negatives where the parameters need them: with the clusters that is the refresh.
+    """Mine hard negatives where a loss runs over pools; with the clusters that is the refresh.
 
     Args:
         rows: int64 [n] training rows.
@@ -165,14 +152,14 @@ def make_refresh(
     Returns:
         the refresh, and figures: those of the clusters, and what mining found.
     """
-    begin, report, negatives = time.perf_counter(), dict(clusters.report), None
-    if _mines(settings) and clusters.query_ND is not None:
+    begin, report, negatives, pool = time.perf_counter(), dict(clusters.report), None, settings.pool
+    if clusters.query_ND is not None and pool.eta > 0 and draws_pools(settings.model, pool):
         label_LD = label_vectors()
         report["encode_labels_seconds"] = time.perf_counter() - begin
         negatives, mined = mine_hard_negatives(
-            clusters.query_ND, rows, label_LD, sampler.relevance, sampler.filter_pairs,
-            settings.pool.eta * settings.pool.refresh, device, ranks,
+            clusters.query_ND, rows, label_LD, sampler.relevance, sampler.filter_pairs, pool.eta * pool.refresh,
+            device, ranks,
         )  # fmt: skip
         report |= {f"mine_{key}": value for key, value in mined.items()}
     report["refresh_seconds"] += time.perf_counter() - begin
-    return Refresh(clusters.order, clusters.offsets, negatives), report
+    return replace(clusters.refresh, negatives=negatives), report

@@ -47,8 +47,7 @@ class RowOptimiser:
 
         Args:
             step: number of this update, from 1 (bias correction).
-            factor: the schedule's share of the learning rate.
-            scale: multiplies the gradient (clipping).
+            factor: the schedule's share of the learning rate; scale: multiplies the gradient (clipping).
         """
         rows_U, leaf = self.table.used or (None, None)
         if leaf is None or leaf.grad is None:
@@ -132,11 +131,6 @@ def row_noise(rows_U: Tensor, width: int, seed: str) -> Tensor:
 
     So the same on every device, for any order of the rows and any number of processes. SplitMix64 (Steele, Lea and
     Flood, 2014), one 64-bit word for four columns.
-
-    Args:
-        rows_U: int64 [U].
-        width: D.
-        seed: anything.
     """
     start = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True)
     words = (width + 3) // 4
@@ -158,11 +152,7 @@ def round_to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
 
     The upper half of a float32 is a bfloat16, and 16 random bits added to the lower half carry into the upper with the
     probability of its share. Infinity stays, NaN stays NaN, and beyond the largest finite value it is infinity or that
-    value.
-
-    Args:
-        x: float32, used up.
-        noise: int16 of the same shape, uniform.
+    value. `x` is used up; `noise` is int16 of the same shape, uniform.
     """
     nan = x.isnan()
     bits = x.view(torch.int32).add_(noise).add_(0x8000)  # noise is signed: from 0 on

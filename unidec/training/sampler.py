@@ -29,15 +29,12 @@ class PoolBatch:
     Attributes:
         rows_B: int64, data set rows of the queries, in batch order.
         pool_S: int64, label ids, each once, ascending.
-        positive_row_P: int64, position in the batch of each true positive in the pool (all of P_i ∩ L_B, sampled or
-            not).
-        positive_col_P: int64, its position in the pool.
+        positive_row_P, positive_col_P: int64, position in the batch and in the pool of each true positive in the pool
+            (all of P_i ∩ L_B, sampled or not).
         sampled_P: bool, the label was sampled as this query's own positive.
         relevance_P: float32, stored relevance of the pair.
         num_positives_B: int64, |P_i|: positives of the query, in the pool or not.
-        ignored_row_F: int64, position in the batch of each filter pair in the pool that is not a positive: never a
-            negative.
-        ignored_col_F: int64, its position in the pool.
+        ignored_row_F, ignored_col_F: int64, the same of each filter pair that is not a positive: never a negative.
     """
 
     rows_B: np.ndarray
@@ -85,14 +82,13 @@ class PoolSampler:
     negatives; within each, the most frequent in the batch first, ties at random.
 
     Args:
-        relevance: csr [N, L], the positives.
-        filter_pairs: csr [N, L], pairs never to be used as negatives.
+        relevance, filter_pairs: csr [N, L], the positives, and pairs never to be used as negatives.
         beta: positives sampled a query, at least 1.
         eta: hard negatives sampled a query.
         size: at most so many labels in a pool; 0: no limit.
         seed: seed of every draw.
-        weight_L: float [L], finite and above 0: of a query's positives that are left, each is the next one drawn with
-            a chance in proportion to its weight (inverse propensities: tail labels more often); None: all alike.
+        weight_L: float [L], finite and above 0: each of a query's positives that are left is the next one drawn with a
+            chance in proportion to its weight (inverse propensities: tail labels more often); None: all alike.
     """
 
     def __init__(
@@ -124,8 +120,7 @@ class PoolSampler:
 
         Args:
             rows_B: int [B], data set rows.
-            epoch: current epoch, from 0.
-            step: current step; unique within an epoch.
+            epoch, step: from 0; the step is unique within its epoch.
             shortlist_NH: int32 [N, H] mined labels by data set row, -1 where there is none; or None: no hard negatives.
             all_labels: the pool is all labels, whatever the limit.
         """
@@ -229,9 +224,7 @@ def clustered_batches(
     """Whole clusters, one or several a batch, in an order of the epoch's own; empty batches are left out.
 
     Args:
-        order: int [n], members, cluster after cluster. `balanced_clusters` gives positions in what was clustered:
-            pass `rows[order]`.
-        offsets: int [C + 1], where each cluster begins in `order`.
+        order: int [n], data set rows, cluster after cluster; offsets: int [C + 1], where each begins.
         seed, epoch: decide the order.
         num_batches: with more clusters than this they are dealt to so many batches at random; sizes of batches then
             differ by at most one where those of clusters do.

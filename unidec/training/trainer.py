@@ -156,7 +156,9 @@ class Trainer:
         return self._encode_some_labels(np.arange(begin, end))
 
     def _encode_some_labels(self, rows: np.ndarray) -> Tensor:
-        return torch.from_numpy(self._encode("labels", rows, None)).to(self.device)
+        with self._autocast():
+            output_LW = self.model.encode("labels", self.tokens["labels"], rows, self.build, desc=None)
+        return torch.from_numpy(output_LW).to(self.device)
 
     def _restore(self, accept: Collection[str]) -> None:
         data, sha256 = self.data, self.start.sha256 if self.start is not None else None
@@ -202,7 +204,7 @@ class Trainer:
         self._saved_step = self.step
 
     def save(self) -> None:
-        """Write a checkpoint; its tensors may change as soon as this returns, `writer.wait()` says when it is durable.
+        """Write a checkpoint; the weights may change when this returns, it is durable after `writer.wait()`.
 
         Raises:
             ArtifactError: this one, or the one before it, cannot be written.
@@ -255,12 +257,9 @@ class Trainer:
         return self.run_dir / "refresh" / f"epoch-{epoch:05d}"
 
     def cluster(self) -> dict[str, Any]:
-        """Clusters of the training queries for the coming round, by the model as it is; `refresh` uses them.
+        """Cluster the training queries for the coming round, by the model as it is; gives figures of the clusters.
 
         Queries and labels are compared in the dual encoder's space; a classifier alone compares in its own.
-
-        Returns:
-            figures: seconds of each part, number and cosine of the clusters.
         """
         self._clusters = make_clusters(
             self.settings, self.rows, self._query_vectors, self.device, self.ranks, self.epoch
@@ -268,18 +267,15 @@ class Trainer:
         return self._clusters.report
 
     def refresh(self) -> dict[str, Any]:
-        """Clusters, where `cluster` was not called, and hard negatives for the coming round; kept in the run's folder.
-
-        Returns:
-            figures: those of the clusters, and what mining found.
-        """
+        """Write the coming round's hard negatives, and its clusters (`cluster` if need be), to the run's folder; gives
+        figures of both."""
         if self._clusters is None:
             self.cluster()
-        assert self._clusters is not None
+        clusters, self._clusters = self._clusters, None
+        assert clusters is not None
         made, report = make_refresh(
-            self.settings, self.rows, self.sampler, self._clusters, self._label_vectors, self.device, self.ranks
+            self.settings, self.rows, self.sampler, clusters, self._label_vectors, self.device, self.ranks
         )
-        self._clusters = None
         if self.ranks.is_first:
             made.save(self._refresh_folder(self.epoch), self.epoch)
             needed = {self._refresh_folder(epoch) for epoch in (self.epoch, self.epoch - self.settings.pool.refresh)}
@@ -288,23 +284,17 @@ class Trainer:
         self.ranks.barrier()  # the others read it
         return report
 
-    def _encode(self, name: str, rows: np.ndarray | None, desc: str | None) -> np.ndarray:
-        with self._autocast():
-            return self.model.encode(name, self.tokens[name], rows, self.build, desc=desc)
-
     def _query_vectors(self) -> np.ndarray:
         """Of all training rows, each rank having encoded its part."""
         begin, end = self.ranks.part(len(self.rows))
         parts = self.batches.parts(self.rows[begin:end])
         return self.ranks.gather_array(np.concatenate([self._vectors(name, rows) for name, _, rows in parts]))
 
-    def _vectors(self, name: str, rows: np.ndarray | None) -> np.ndarray:
+    def _vectors(self, name: str, rows: np.ndarray) -> np.ndarray:
         only: Literal["de", "clf"] = "clf" if self.model.heads == "clf" else "de"
         with self._autocast():
-            de, clf = self.model.vectors(
-                name, self.tokens[name], rows, self.build, desc=f"encode {name}", only=only
-            )  # fmt: skip
-        return de if de is not None else clf  # type: ignore[return-value]
+            found = self.model.vectors(name, self.tokens[name], rows, self.build, desc=f"encode {name}", only=only)
+        return found[only == "clf"]  # type: ignore[return-value]
 
     def _label_vectors(self) -> np.ndarray:
         """Of this rank's part of the labels."""
@@ -322,8 +312,7 @@ class Trainer:
 
         Args:
             on_log: called with the step and its figures at logging steps.
-            wait: return when the round's checkpoint is durable; without it what follows goes on beside its writing
-                (`writer.wait()` says when), but for the run's last.
+            wait: return when the round's checkpoint is durable; else only the run's last is waited for.
 
         Returns:
             figures of what was trained here.
@@ -417,7 +406,7 @@ class Trainer:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None)
 
-    # -- what is said -------------------------------------------------------------------------------------------------
+    # -- figures and errors -------------------------------------------------------------------------------------------
 
     def _figures(self, batch: Prepared, losses: dict[str, Tensor], norm: Tensor) -> dict[str, float]:
         optimisers, optim = self.optimisers, self.settings.optim
