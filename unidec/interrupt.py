@@ -1,21 +1,32 @@
-"""Ctrl-C from a program's first moment: a line and exit code 130, not a traceback of what is being imported.
+"""SIGINT and SIGTERM end work in order: a line and an exit code, not a traceback of what is being imported.
 
 Importing this module guards the start of our programs until `main` calls `guard_work` or `end_guard`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
 EXIT_CODE = 130
+EXIT_CODES = {signal.SIGINT: EXIT_CODE, signal.SIGTERM: 143}
 
 
 class Interrupted(BaseException):
     """Ctrl-C during a command; click would print "Aborted!" and exit with 1 for a KeyboardInterrupt."""
+
+
+class _Signal(BaseException):
+    """A signal that takes effect: no `except Exception` on the way may hold it up."""
+
+    def __init__(self, number: signal.Signals):
+        self.number = number
 
 
 def _guard_start() -> None:
@@ -35,6 +46,45 @@ def end_guard() -> None:
     """From now on Ctrl-C raises KeyboardInterrupt, as in any other program."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def signals_raise(again: str, farewell: str) -> Iterator[None]:
+    """SIGTERM ends what is inside in order, as Ctrl-C does; one that comes while things are closed ends it at once.
+
+    Elsewhere than in the main thread, and for signals that are ignored, nothing is changed.
+
+    Args:
+        again: what running the same command again does, for the message.
+        farewell: printed when a second signal leaves at once.
+
+    Raises:
+        Stopped: the signal came.
+    """
+    from unidec.errors import Stopped
+
+    came: list[signal.Signals] = []
+
+    def come(number: int, _frame: FrameType | None) -> None:
+        came.append(signal.Signals(number))
+        if len(came) > 1:  # children see that their parent is gone, and end (unidec.pipeline.parent_watch)
+            print(farewell, file=sys.stderr, flush=True)
+            os._exit(EXIT_CODES[came[-1]])
+        raise _Signal(came[0])
+
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in EXIT_CODES if in_main}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, come)
+    try:
+        yield
+    except _Signal as caught:
+        words = "interrupted" if caught.number == signal.SIGINT else "terminated"
+        raise Stopped(f"{words}: {again}", EXIT_CODES[caught.number]) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -162,7 +161,7 @@ def test_a_damaged_checkpoint_beside_a_whole_one_and_alone() -> None:
 def test_no_room_for_the_next_checkpoints(monkeypatch: pytest.MonkeyPatch, times: float, code: int | None) -> None:
     (path,) = checkpoints("abc", 10)
     size = sum(file.stat().st_size for file in path.iterdir())
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=int(times * size)))
+    monkeypatch.setattr(doctor, "available_disk", lambda _: int(times * size))
     if code is None:
         assert doctor.examine() == []
     else:

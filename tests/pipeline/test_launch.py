@@ -14,7 +14,7 @@ from unidec.config import Params
 from unidec.data.storage import write_json
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError
 from unidec.pipeline import launch
-from unidec.pipeline.parent_watch import LAUNCHER, name_of
+from unidec.pipeline.parent_watch import LAUNCHER
 from unidec.training.distributed import LostRank
 
 
@@ -62,7 +62,7 @@ def test_a_worker_whose_launcher_is_gone_leaves(tmp_path):
         "import sys, time; from unidec.pipeline.parent_watch import watch; "
         "watch(); print(1, flush=True); time.sleep(600)"
     )
-    env = os.environ | {LAUNCHER: name_of(parent.pid)}
+    env = os.environ | {LAUNCHER: str(parent.pid)}
     with subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE) as worker:
         try:
             assert worker.stdout.readline() == b"1\n"

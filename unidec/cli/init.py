@@ -108,9 +108,8 @@ def _changed(text: str, values: dict[str, str], path: Path) -> str:
             children = node.value if isinstance(node, MappingNode) else []
             node = next((child for given, child in children if given.value == name), None)
         if not isinstance(node, ScalarNode):
-            raise ConfigError(
-                f"no key {key} to change", where=str(path), fix=f"add it by hand, with the value {json.dumps(value)}"
-            )
+            fix = f"add it by hand, with the value {json.dumps(value)}"
+            raise ConfigError(f"no key {key} to change", where=str(path), fix=fix)
         places.append((node.start_mark.index, node.end_mark.index, json.dumps(value)))
     for start, end, value in sorted(places, reverse=True):
         text = f"{text[:start]}{value}{text[end:]}"

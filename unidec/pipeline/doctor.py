@@ -20,6 +20,7 @@ from unidec.data.propensity import load_propensity
 from unidec.data.storage import is_stale, read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError
+from unidec.machine import available_disk
 from unidec.model import frozen, unidec
 from unidec.pipeline import paths
 from unidec.pipeline.lock import is_held
@@ -31,7 +32,6 @@ from unidec.tracking.unfinished_runs import has_died
 from unidec.training.checkpoint import checkpoint_folders, read_state
 
 _ROOTS = ("data", "outputs", "runs")
-_CHECKPOINTS_ON_DISK = 2  # the one that is written beside the one that is kept
 _EXIT_CODES = {"warning": 1, "broken": 4}
 
 
@@ -40,32 +40,27 @@ class Finding:
     """One thing that is not as it should be.
 
     Attributes:
-        what: one sentence.
-        where: path.
         severity: "warning" (something is lost or in the way) or "broken" (something will fail).
-        fix: what to do.
+        what: one sentence; where: path; fix: what to do.
         repair: does it, where that cannot lose data; returns what was done.
         done: what `repair` returned.
     """
 
+    severity: Literal["warning", "broken"]
     what: str
     where: str
-    severity: Literal["warning", "broken"]
     fix: str
     repair: Callable[[], str] | None = None
     done: str | None = None
 
 
 def examine(deep: bool = False, fix: bool = False, root: Path = Path(".")) -> list[Finding]:
-    """Look at everything.
+    """Look at everything; the worst finding comes first.
 
     Args:
         deep: also hash every file of models, bundles and checkpoints; what a training reads is always hashed.
-        fix: repair what can be repaired without losing data.
+        fix: repair what can be repaired without losing data; `done` of a finding names it.
         root: of the project.
-
-    Returns:
-        what was found, the worst first; `done` names what was repaired.
     """
     bases = [root, *sorted((root / paths.RUNS / "own").glob("*"))]  # runs with parameters of their own
     run_dirs = [path for base in bases for path in run_folders(base / paths.RUNS)]
@@ -93,11 +88,8 @@ def exit_code(findings: Collection[Finding]) -> int:
 
 def report(findings: Collection[Finding]) -> list[dict[str, Any]]:
     """For JSON."""
-    return [
-        {"severity": f.severity, "what": f.what, "where": f.where, "fix": f.fix, "fixable": f.repair is not None,
-         "done": f.done}
-        for f in findings
-    ]  # fmt: skip
+    found = [vars(finding) | {"fixable": finding.repair is not None} for finding in findings]
+    return [{key: value for key, value in one.items() if key != "repair"} for one in found]
 
 
 def rows_of(findings: Collection[Finding]) -> tuple[list[str], list[list[str]]]:
@@ -119,11 +111,9 @@ def _half_written(root: Path, at_work: bool) -> Iterator[Finding]:
                 # those of several ranks, and of an interrupted removal, name no process
                 is_nameless = path.name.endswith((".ranks.tmp", ".gone.0.00000000.tmp"))
                 if (is_nameless and not at_work) or (not is_nameless and is_stale(path)):
-                    size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else 0
-                    yield Finding(
-                        f"half-written, its writer is gone ({size or path.lstat().st_size:,} bytes)", str(path),
-                        "warning", "remove it", partial(_remove, path),
-                    )  # fmt: skip
+                    size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) or path.lstat().st_size
+                    what = f"half-written, its writer is gone ({size:,} bytes)"
+                    yield Finding("warning", what, str(path), "remove it", partial(_remove, path))
 
 
 def _remove(path: Path) -> str:
@@ -160,7 +150,7 @@ def _damage(path: Path, opens: Callable[[Path], object], fix: str) -> Iterator[F
         opens(path)
     except ArtifactError as error:
         got = f", got: {error.got}" if error.got is not None else ""
-        yield Finding(f"damaged: {error.what}{got}", error.where or str(path), "broken", fix)
+        yield Finding("broken", f"damaged: {error.what}{got}", error.where or str(path), fix)
 
 
 def _checkpoints(run_dir: Path, deep: bool) -> Iterator[Finding]:
@@ -171,27 +161,28 @@ def _checkpoints(run_dir: Path, deep: bool) -> Iterator[Finding]:
             read_state(run_dir, path, verify=deep)
         except ArtifactError as error:
             damaged[path] = str(error).splitlines()[0]
-    is_one_whole = len(damaged) < len(folders)
     for path, why in damaged.items():
-        yield Finding(
-            f"a damaged checkpoint: {why.rpartition(': ')[2]}", str(path), "warning" if is_one_whole else "broken",
-            "none: the newest whole one is used, and the next save removes this" if is_one_whole
-            else "no other is whole: delete the run's folder to train from the start",
-        )  # fmt: skip
+        what = f"a damaged checkpoint: {why.rpartition(': ')[2]}"
+        if len(damaged) < len(folders):
+            fix = "none: the newest whole one is used, and the next save removes this"
+            yield Finding("warning", what, str(path), fix)
+        else:
+            fix = "no other is whole: delete the run's folder to train from the start"
+            yield Finding("broken", what, str(path), fix)
 
 
 def _tracking(run_dir: Path) -> Iterator[Finding]:
     """An MLflow run that was never ended, and what was never sent to its store."""
     if (run_dir / STATE).exists() and not tracking_state(run_dir):
         fix = "delete it: the next start finds the run by its checkpoint"
-        yield Finding("a damaged note of the MLflow run", str(run_dir / STATE), "warning", fix)
+        yield Finding("warning", "a damaged note of the MLflow run", str(run_dir / STATE), fix)
     elif has_died(run_dir):
         what = f"MLflow run {tracking_state(run_dir).get('run_id')} was never ended, and its process is gone"
         fix = "end it as KILLED; a training that resumes opens it again"
-        yield Finding(what, str(run_dir), "warning", fix, partial(_end, run_dir))
+        yield Finding("warning", what, str(run_dir), fix, partial(_end, run_dir))
     elif Outbox(run_dir) and tracking_state(run_dir).get("status"):
         what = "not everything that was logged was sent to the tracking store"
-        yield Finding(what, str(run_dir), "warning", "send it", partial(_send, run_dir))
+        yield Finding("warning", what, str(run_dir), "send it", partial(_send, run_dir))
 
 
 def _end(run_dir: Path) -> str:
@@ -208,10 +199,8 @@ def _disk(root: Path, run_dirs: Collection[Path]) -> Iterator[Finding]:
     newest = next((path for run_dir in run_dirs for path in checkpoint_folders(run_dir)[:1]), None)
     if newest is None:
         return
-    size = sum(file.stat().st_size for file in newest.iterdir())
-    free = shutil.disk_usage(root).free
-    if free < _CHECKPOINTS_ON_DISK * size:
-        yield Finding(
-            f"{free:,} bytes are free; {_CHECKPOINTS_ON_DISK} checkpoints take {_CHECKPOINTS_ON_DISK * size:,}",
-            str(root / paths.RUNS), "warning" if free >= size else "broken", "free some space before training",
-        )  # fmt: skip
+    size, free = sum(file.stat().st_size for file in newest.iterdir()), available_disk(root)
+    if free < 2 * size:  # the checkpoint that is written beside the one that is kept
+        what = f"{free:,} bytes are free; 2 checkpoints take {2 * size:,}"
+        severity: Literal["warning", "broken"] = "warning" if free >= size else "broken"
+        yield Finding(severity, what, str(root / paths.RUNS), "free some space before training")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from unidec.config import Params
 from unidec.data.storage import file_sha256, files_sha256, swap_folder
 from unidec.errors import ConfigError, DataError
 from unidec.sections import Source
+from unidec.tracking.provenance import git
 
 _TABLES = ("csv", "tsv", "parquet", "jsonl")
 
@@ -107,12 +107,7 @@ def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _refuse_tracked(target: Path) -> None:
-    command = ["git", "ls-files", "--", str(target)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    if done.returncode == 0 and done.stdout.strip():
+    if git(".", "ls-files", "--", str(target)):
         raise ConfigError(
             "git tracks this folder, and a fetch would replace it", where="data.path", got=str(target),
             expected="a folder that git ignores", fix="data.path: data/incoming (all of data/ but data/raw is ignored)",

@@ -29,7 +29,7 @@ from unidec import errors
 from unidec.config import Params
 from unidec.data.storage import write_json
 from unidec.errors import ConfigError, TrainingError, UnidecError
-from unidec.pipeline.parent_watch import GRACE_S, LAUNCHER, name_of, watch
+from unidec.pipeline.parent_watch import GRACE_S, LAUNCHER, watch
 from unidec.progress import silence
 from unidec.training.distributed import Ranks
 from unidec.training.stop import stop_signals
@@ -153,7 +153,7 @@ def _check_devices(params: Params) -> None:
 def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
     env = dict(os.environ)
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
-    env[LAUNCHER] = name_of(os.getpid())
+    env[LAUNCHER] = str(os.getpid())
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if loopback:  # all on this machine: no name to resolve, no port open to others
         env.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())

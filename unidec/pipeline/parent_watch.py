@@ -10,31 +10,22 @@ import time
 import psutil
 
 GRACE_S = 30.0  # from SIGTERM to SIGKILL: time to finish a step and write a checkpoint (fault 5)
-LAUNCHER = "UNIDEC_LAUNCHER"  # environment variable: process id and start time of who must be alive for workers
-
-
-def name_of(pid: int) -> str:
-    """A process by its id and its start time: ids are used again."""
-    return f"{pid} {psutil.Process(pid).create_time():.2f}"
+LAUNCHER = "UNIDEC_LAUNCHER"  # environment variable: id of the process that must be alive for workers
 
 
 def watch(*pids: int) -> None:
     """Leave (SIGTERM, later for good) when one of these processes, or the launcher, is gone."""
-    names = [name_of(pid) for pid in pids if pid > 1]
-    if LAUNCHER in os.environ:
-        names.append(os.environ[LAUNCHER])
-
-    def gone(name: str) -> bool:
-        try:
-            pid = int(name.split()[0])
-            # dead, but its parent has not looked yet
-            return name_of(pid) != name or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+    launcher = os.environ.get(LAUNCHER)
+    watched = [pid for pid in (*pids, *([int(launcher)] if launcher else [])) if pid > 1]
 
     def look() -> None:
-        while not any(gone(name) for name in names):
-            time.sleep(1.0)
+        try:
+            processes = [psutil.Process(pid) for pid in watched]  # with their start times: ids are used again
+            # a zombie is dead, but its parent has not looked yet
+            while all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes):
+                time.sleep(1.0)
+        except psutil.NoSuchProcess:
+            pass
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE_S)
         os._exit(1)

@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from unidec.training.identity import check_same, differences
 
 RUN = "run.json"
 _SHOWN = ("P@1", "nDCG@5", "PSP@5")
-_MOST_KEYS = 6  # differing keys that one line names
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class RunInfo:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self) | {"unfinished": self.unfinished}
+        return vars(self) | {"unfinished": self.unfinished}
 
 
 # -- looking ----------------------------------------------------------------------------------------------------
@@ -73,7 +72,7 @@ def run_folders(root: Path = paths.RUNS) -> list[Path]:
 
 def list_runs(root: Path = paths.RUNS) -> list[RunInfo]:
     """Every run of the project, the one last written to first."""
-    return [run_info(path) for path in run_folders(root)]
+    return list(map(run_info, run_folders(root)))
 
 
 def run_info(run_dir: Path) -> RunInfo:
@@ -82,8 +81,10 @@ def run_info(run_dir: Path) -> RunInfo:
     tracked = tracking_state(run_dir)
     epochs = run_identity(run_dir).get("optim.epochs", "")
     num_epochs = int(epochs) if epochs.isdigit() else None
-    rounds = [line for line in _lines(run_dir / "rounds.jsonl") if line.get("validation")]
-    figures = rounds[-1]["validation"] if rounds else {}
+    figures: dict[str, float] = {}
+    with contextlib.suppress(ArtifactError):
+        for line in read_json_lines(run_dir / "rounds.jsonl"):
+            figures = line.get("validation") or figures
     return RunInfo(
         name=run_dir.name,
         folder=str(run_dir),
@@ -120,6 +121,11 @@ def in_words(seconds: float) -> str:
     return f"{seconds / 86_400:.1f} days"
 
 
+def some_keys(keys: list[str], most: int) -> str:
+    """ "a, b and 3 more"."""
+    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")
+
+
 def run_identity(run_dir: Path) -> dict[str, str]:
     """The identity that a run was begun with: from run.json, else from its newest checkpoint."""
     identity = _read(run_dir / RUN).get("identity")
@@ -133,18 +139,15 @@ def accepted_keys(run_dir: Path) -> tuple[str, ...]:
 
 def others_unfinished(run_dir: Path, identity: Mapping[str, str], root: Path = paths.RUNS) -> str | None:
     """One line on the newest unfinished run of other parameters or code, None where there is none."""
-    for path in run_folders(root):
-        info = run_info(path)
-        if path.resolve() == run_dir.resolve() or not info.unfinished or info.checkpoint is None:
-            continue
-        differing = [line.partition(":")[0] for line in differences(run_identity(path), identity)]
-        more = f" and {len(differing) - _MOST_KEYS} more" if len(differing) > _MOST_KEYS else ""
-        keys = ", ".join(differing[:_MOST_KEYS]) + more
-        return (
-            f"run {info.name} is unfinished (epoch {info.epoch} of {info.epochs}, step {info.step}) and differs in "
-            f"{keys}; to resume it put these back, or: unidec train --resume {info.name} --accept KEY ..."
-        )
-    return None
+    others = [info for info in list_runs(root) if info.unfinished and info.checkpoint and info.name != run_dir.name]
+    if not others:
+        return None
+    info = others[0]
+    keys = some_keys([line.partition(":")[0] for line in differences(run_identity(Path(info.folder)), identity)], 6)
+    return (
+        f"run {info.name} is unfinished (epoch {info.epoch} of {info.epochs}, step {info.step}) and differs in "
+        f"{keys}; to resume it put these back, or: unidec train --resume {info.name} --accept KEY ..."
+    )
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------
@@ -159,21 +162,18 @@ def choose_run(name: str, root: Path = paths.RUNS) -> Path:
     folders = run_folders(root)
     known = ", ".join(path.name for path in folders[:5]) or "none"
     if not name:
-        for path in folders:
-            if run_info(path).unfinished:
-                return path
-        raise ConfigError(
-            "no unfinished run to resume", where=str(root), got=f"runs: {known}",
-            fix="name one (unidec train --resume RUN), or train without --resume",
-        )  # fmt: skip
+        unfinished = next((path for path in folders if run_info(path).unfinished), None)
+        if unfinished is not None:
+            return unfinished
+        fix = "name one (unidec train --resume RUN), or train without --resume"
+        raise ConfigError("no unfinished run to resume", where=str(root), got=f"runs: {known}", fix=fix)
     if Path(name).is_dir() and _is_run(Path(name)):
         return Path(name)
     found = [path for path in folders if path.name == name] or [p for p in folders if p.name.startswith(name)]
     if len(found) != 1:
         what = "several runs begin with this" if found else "no such run"
-        raise ConfigError(
-            what, where="--resume", got=name, expected=f"one of: {known}", fix="`unidec runs list` lists them"
-        )
+        fix = "`unidec runs list` lists them"
+        raise ConfigError(what, where="--resume", got=name, expected=f"one of: {known}", fix=fix)
     return found[0]
 
 
@@ -265,12 +265,6 @@ def _state_of(state: Mapping[str, Any], epochs: int | None, tracked: Mapping[str
     if tracked.get("status") == "FAILED":
         return "failed"
     return "stopped" if state else "begun"
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    with contextlib.suppress(ArtifactError):
-        return read_json_lines(path)
-    return []
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -10,14 +10,13 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
-
 from unidec.config import Params, leaves
 from unidec.errors import ConfigError
 from unidec.model.sources import resolve_encoder
 from unidec.model.weights import start_differences
 from unidec.pipeline import paths
 from unidec.pipeline.lock import replaces_inputs
+from unidec.pipeline.runs import some_keys
 from unidec.pipeline.start_file import FIX, StartFile, read_start, write_start
 from unidec.retrieval.bundle_folder import read_info, read_labels
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
@@ -25,7 +24,6 @@ from unidec.training.identity import SECTIONS
 from unidec.training.start import Start
 
 Kind = Literal["auto", "warm", "cold"]
-_MOST_KEYS = 4  # that a reason names
 
 
 @replaces_inputs()
@@ -60,13 +58,15 @@ def _from_champion(params: Params, kind: Kind) -> tuple[StartFile, str]:
     bundle = fetch_bundle(f"models:/{name}/{champion.version}", paths.BUNDLES)
     unfit = _unfit(params, bundle)
     if unfit:
-        return _cold(kind, f"the champion, version {champion.version}, has another {_some(unfit)}")
+        return _cold(kind, f"the champion, version {champion.version}, has another {some_keys(unfit, 4)}")
     given = json.loads((bundle / "model" / "config.json").read_text(encoding="utf-8")).get("start", {})
     before = int(given.get("generation", 0))
     if kind == "auto":
         other = _other_parameters(params, bundle)
         if other:
-            return _cold(kind, f"other parameters than the champion's, version {champion.version}: {_some(other)}")
+            return _cold(
+                kind, f"other parameters than the champion's, version {champion.version}: {some_keys(other, 4)}"
+            )
         if 0 < params.retrain.cold_every <= before:
             return _cold(kind, f"{before} warm starts in a row (retrain.cold_every)")
     start = StartFile(
@@ -93,23 +93,14 @@ def _unfit(params: Params, bundle: Path) -> list[str]:
 
 def _other_parameters(params: Params, bundle: Path) -> list[str]:
     """Keys that decide what is learnt, beside the seed, and had another value in the champion's training."""
-    given, new_keys = read_info(bundle).params, dict(_deciding(Params()))
-
-    def champions(key: str) -> Any:
+    given, defaults, other = read_info(bundle).params, dict(leaves(Params())), []
+    for key, value in leaves(params):
         section, _, name = key.partition(".")
-        return given.get(section, {}).get(name, new_keys[key])  # a key that is newer than the champion had its default
-
-    return [key for key, value in _deciding(params) if json.dumps(champions(key)) != json.dumps(value)]
-
-
-def _deciding(params: Params) -> list[tuple[str, Any]]:
-    sections = {*SECTIONS, "label_graph"} - {"seed"}
-    return [(key, value) for key, value in leaves(params) if key.partition(".")[0] in sections]
-
-
-def _some(keys: list[str]) -> str:
-    more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
-    return ", ".join(keys[:_MOST_KEYS]) + more
+        # a key that is newer than the champion had its default
+        champions = given.get(section, {}).get(name, defaults[key]) if name else None
+        if section in {*SECTIONS, "label_graph"} - {"seed"} and json.dumps(champions) != json.dumps(value):
+            other.append(key)
+    return other
 
 
 def open_start() -> Start | None:
@@ -123,11 +114,8 @@ def open_start() -> Start | None:
     if not start.warm:
         return None
     bundle = fetch_by_hash(start.model, start.bundle_sha256, paths.BUNDLES, start.version)
-    return Start(bundle / "model", _uids(bundle), start.bundle_sha256, bundle / "vectors")
-
-
-def _uids(bundle: Path) -> pa.Array:
-    return read_labels(bundle, read_info(bundle).num_labels)["uid"].combine_chunks()
+    uids = read_labels(bundle, read_info(bundle).num_labels)["uid"].combine_chunks()
+    return Start(bundle / "model", uids, start.bundle_sha256, bundle / "vectors")
 
 
 def start_lines(start: Start | None) -> list[str]:

@@ -20,9 +20,9 @@ from torch import Tensor
 from unidec.config import Params, flatten
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_folder, write_json
 from unidec.errors import ArtifactError
+from unidec.interrupt import signals_raise
 from unidec.model.unidec import KIND, VERSION
 from unidec.pipeline import launch, paths, runs
-from unidec.pipeline.interrupts import signals_raise
 from unidec.pipeline.launch import LAUNCHER, Launcher
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.plan import check_fits, memory_figures, process_bytes
