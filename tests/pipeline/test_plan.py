@@ -110,16 +110,14 @@ def test_by_hand(run_cli, tmp_path, monkeypatch):
     roomy = ["--host-memory", "256GiB", "--disk", "1TB"]
     code, out, _ = run_cli("plan", *BY_HAND, *roomy, "--device-memory", "44.7GiB")
     assert code == 0 and out.rstrip().endswith("fits")
-    assert "classifier table" in out and "1,300,000 x 256 x 4" in out and "GPU memory: " in out
+    assert "classifier table" in out and "GPU memory: " in out
     code, out, _ = run_cli("plan", *BY_HAND, *roomy, "--device-memory", "16GiB")
     lines = out.splitlines()
     assert code == 1 and lines[-2].startswith("does not fit: GPU memory")
     assert lines[-1].startswith("would fit:  --set run.recompute=true")
     code, out, _ = run_cli("plan", *BY_HAND, *roomy, "--device-memory", "16GiB", "--json")
     result = json.loads(out)
-    assert code == 1 and result["advice"] == {"settings": {"run.recompute": True}, "fits": True} | {
-        "needed_bytes": result["advice"]["needed_bytes"]
-    }
+    assert code == 1 and result["advice"] == {"settings": {"run.recompute": True}, "fits": True}
     assert 4 < result["state_bytes"] / GIB < 6 and result["facts"]["batch_queries"] == 1098
     assert {item["place"] for item in result["amounts"]} == {"device", "host", "disk"}
 

@@ -100,23 +100,18 @@ class Planned:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; bytes are whole numbers."""
-        peaks = {}
-        for place in self._places:
-            phase, needed = self.estimate.peak(place)
-            phases = {phase: self.estimate.peak(place, [phase])[1] for phase in PHASES}
-            peaks[place] = {"phase": phase, "needed_bytes": needed, "free_bytes": self.free.get(place),
-                            "phases_bytes": phases}  # fmt: skip
-        found = {"device": self.estimate.device, "fits": not self.short, "state_bytes": self.estimate.state_bytes}
-        found |= {"peaks": peaks, "facts": self.estimate.facts, "amounts": [asdict(a) for a in self.estimate.amounts]}
-        found |= {"short": list(map(str, self.short)), "advice": None}
-        if self.advice is not None:
-            needed_bytes = {place: self.advice.estimate.peak(place)[1] for place in peaks}
-            settings = {"settings": self.advice.settings, "fits": self.advice.fits}
-            found["advice"] = settings | {"needed_bytes": needed_bytes}
-        return found
+        found, advice = self.estimate, self.advice
+        peaks = {place: found.peak(place) for place in self._places}
+        return {
+            "device": found.device, "fits": not self.short, "state_bytes": found.state_bytes, "facts": found.facts,
+            "peaks": {place: {"phase": phase, "needed_bytes": needed, "free_bytes": self.free.get(place)}
+                      for place, (phase, needed) in peaks.items()},
+            "amounts": [asdict(amount) for amount in found.amounts], "short": list(map(str, self.short)),
+            "advice": {"settings": advice.settings, "fits": advice.fits} if advice else None,
+        }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """For people: facts, a table for each place, whether it fits, and settings that would."""
+        """For people: facts, and a table for each place."""
         found = self.estimate
         facts = (f"{key.replace('_', ' ')} {f'{value:,}' if isinstance(value, int) else value}"
                  for key, value in found.facts.items())  # fmt: skip
@@ -124,11 +119,10 @@ class Planned:
         for place in self._places:
             phase, needed = found.peak(place)
             free = self.free.get(place)
-            during = "" if place == "disk" else f" during {PHASES[phase]}"
             of = "" if free is None else f", {gib(free)} free"
-            lines += ["", f"{PLACES[place]}: {gib(needed)} needed{during}{of}"]
+            lines += ["", str(Shortage(place, phase, needed, 0)).rpartition(", ")[0] + of]
             amounts = sorted((a for a in found.amounts if a.place == place), key=lambda a: -a.num_bytes)
-            lines += [f"  {a.name:<32} {gib(a.num_bytes):>12}  {PHASES[a.phase]}: {a.formula}" for a in amounts]
+            lines += [f"  {a.name:<32} {gib(a.num_bytes):>12}  {PHASES[a.phase]}" for a in amounts]
         return [*lines, "", f"training state (weights, tables, their optimisers): {gib(found.state_bytes)}"]
 
     def verdict(self) -> list[str]:

@@ -9,7 +9,6 @@ D width of a head, W width of the encoder, h and i widths of the transformer and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -83,13 +82,12 @@ def empty_encoder(name: str, config_file: Path | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Amount:
-    """An amount of memory: its name, where and when it is held, its bytes and, where it is simple, their formula."""
+    """An amount of memory: its name, where it is held, its bytes, and when it is held."""
 
     name: str
     place: Place
     num_bytes: int
     phase: Phase = "always"
-    formula: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,10 +156,6 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 1024:,.2f} KiB"
 
 
-def _product(*factors: float) -> str:
-    return " x ".join(f"{factor:,}" for factor in factors)
-
-
 @dataclass(frozen=True)
 class Setting:
     """What the formulas read: see `estimate`.
@@ -170,7 +164,7 @@ class Setting:
         model: without its tables' rows, on torch's device "meta".
         config: transformers' config of the encoder (a bag takes its width and vocabulary from it).
         row_bytes: of one row of the classifier's table, and of its optimiser's state.
-        listed: rows of the mined shortlist: queries of every split, with Gandalf labels too.
+        rows: n, with Gandalf label texts too; listed: rows of the mined shortlist, of every split.
     """
 
     params: Params
@@ -179,6 +173,7 @@ class Setting:
     model: UniDEC
     config: Any
     row_bytes: tuple[int, int]
+    rows: int
     listed: int
     cuda: bool
     half: bool
@@ -191,9 +186,9 @@ class Setting:
             text_encoder = TextEncoder(encoder, own, 1, transformer.config.hidden_size)
             empty = UniDEC(encoder, model, 1, text_encoder)
         row_bytes = bytes_per_row(model.clf_dtype, params.optim.clf_state, model.dim)
-        listed = sizes.num_queries + sizes.num_labels * params.pool.gandalf
+        rows, listed = training_rows(params, sizes), sizes.num_queries + sizes.num_labels * params.pool.gandalf
         batch = batch_sizes(params, sizes)
-        return cls(params, sizes, batch, empty, transformer.config, row_bytes, listed, cuda, half)
+        return cls(params, sizes, batch, empty, transformer.config, row_bytes, rows, listed, cuda, half)
 
     @property
     def trains_bag(self) -> bool:
@@ -210,8 +205,17 @@ class Setting:
         return getattr(self.config, "intermediate_size", None) or self.config.hidden_dim
 
     @property
-    def num_heads(self) -> int:
-        return 2 if self.params.model.heads == "both" else 1
+    def head_vectors(self) -> int:
+        """Bytes of the label vectors of all heads."""
+        heads = 2 if self.params.model.heads == "both" else 1
+        return FP32 * self.sizes.num_labels * self.params.model.dim * heads
+
+    @property
+    def index_bytes(self) -> int:
+        """Of an index that keeps whole vectors, with the links of a graph or the ids of lists; quantised: less."""
+        index, model = self.params.index, self.params.model
+        width = (2 if index.space == "both" else 1) * model.dim + model.clf_bias
+        return self.sizes.num_labels * (FP32 * width + 2 * INT32 * index.hnsw_links + 2 * INT64)
 
 
 def estimate(
@@ -233,54 +237,54 @@ def estimate(
     """
     s = Setting.of(params, sizes, transformer, cuda, half)
     state = state_amounts(s)
-    amounts = [*state, *step_amounts(s), *_host_amounts(s, process), *_refresh_amounts(s), *_index_amounts(s)]
-    amounts += [*_disk_amounts(s, state), Amount("driver and libraries", "device", context)]
+    amounts = [*state, *step_amounts(s), *_refresh_amounts(s), *_index_amounts(s), *_disk_amounts(s, state)]
+    # memory-mapped files are not counted: the system drops their pages if needed
+    every, weighted = "all" in head_labels(params.model, params.pool), weighs_by_propensity(params.loss, params.pool)
+    per_label = INT64 * (every + weighted)
+    label_texts = 16 * (sizes.num_pairs + sizes.num_graph_pairs + s.listed) * params.pool.gandalf
+    amounts += [
+        Amount("driver and libraries", "device", context),
+        Amount("process", "host", process),
+        Amount("sampler", "host", per_label * sizes.num_labels + INT64 * s.rows + sizes.num_queries + label_texts),
+    ]
     if not cuda:
         amounts = [replace(amount, place="host") if amount.place == "device" else amount for amount in amounts]
-    if (ranks := params.run.devices) > 1:
-        amounts = [replace(a, num_bytes=ranks * a.num_bytes) if a.place == "host" else a for a in amounts]
-    batch = s.batch
+    ranks, batch = params.run.devices, s.batch
+    amounts = [replace(a, num_bytes=ranks * a.num_bytes) if a.place == "host" else a for a in amounts if a.num_bytes]
     facts = {
         "queries": sizes.num_queries, "labels": sizes.num_labels, "steps_per_epoch": batch.steps,
         "batch_queries": batch.queries, "pool_labels": batch.labels, "classifier_labels": batch.classifier_labels,
         "texts_per_step": batch.texts.count, "tokens_per_step": batch.texts.tokens,
         "precision": "bf16" if half else "fp32",
     }  # fmt: skip
-    return Estimate(tuple(a for a in amounts if a.num_bytes), "cuda" if cuda else "cpu", facts)
+    return Estimate(tuple(amounts), "cuda" if cuda else "cpu", facts)
 
 
 def state_amounts(s: Setting) -> list[Amount]:
     """What is kept from step to step, exact to the byte, and the gradients of what is dense."""
-    encoder, optim, amounts = s.params.encoder, s.params.optim, []
+    encoder, model, place, amounts = s.params.encoder, s.params.model, s.params.run.table_place, []
     weights = {name: p for name, p in s.model.named_parameters() if not name.endswith(_TABLES)}
     for what in ("encoder", "head"):
         own = [p for name, p in weights.items() if name.startswith("encoder.transformer.") == (what == "encoder")]
-        count, trained = sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
-        copies = 2 * BF16 if s.half and what == "encoder" else 0
+        trained = sum(p.numel() for p in own if p.requires_grad)
         amounts += [
-            Amount(f"{what} weights", "device", FP32 * count, "always", f"{count:,} x 4"),
-            Amount(f"{what} moments", "device", 2 * FP32 * trained, "always", f"{trained:,} trained x 8 (AdamW)"),
-            Amount(f"{what} gradients", "device", FP32 * trained, "step", f"{trained:,} trained x 4"),
-            Amount("bfloat16 weights and gradients", "device", copies * trained, "step", f"{trained:,} x {copies}"),
+            Amount(f"{what} weights", "device", FP32 * sum(p.numel() for p in own)),
+            Amount(f"{what} moments", "device", 2 * FP32 * trained),
+            Amount(f"{what} gradients", "device", FP32 * trained, "step"),
         ]
+        if s.half and what == "encoder":
+            amounts.append(Amount("bfloat16 weights and gradients", "device", 2 * BF16 * trained, "step"))
     if encoder.kind != "transformer":
-        rows, width = max(s.sizes.vocab_size, s.config.vocab_size) + encoder.bag_words, s.config.hidden_size + 1
-        amounts.append(Amount("token table", "device", FP32 * rows * width, "always", _product(rows, width, 4)))
-        moments = 2 * FP32 * rows * width * s.trains_bag
-        amounts.append(Amount("token table state", "device", moments, "always", f"{_product(rows, width, 8)} (Adam)"))
-    if s.params.model.heads != "de":
-        rows, place, dim = -(-s.sizes.num_labels // s.params.run.devices), s.params.run.table_place, s.params.model.dim
-        bias = bytes_per_row("fp32", optim.clf_state, 1) if s.params.model.clf_bias else (0, 0)
-        of_row = _product(rows, dim, s.row_bytes[0] // dim) + " + bias" * s.params.model.clf_bias
-        of_state = f"{_product(rows, s.row_bytes[1])} ({optim.clf_state})"
-        amounts += [
-            Amount("classifier table", place, rows * (s.row_bytes[0] + bias[0]), "always", of_row),
-            Amount("classifier state", place, rows * (s.row_bytes[1] + bias[1]), "always", of_state),
-        ]
+        rows = max(s.sizes.vocab_size, s.config.vocab_size) + encoder.bag_words
+        table = FP32 * rows * (s.config.hidden_size + 1)
+        amounts.append(Amount("token table", "device", table))
+        amounts.append(Amount("token table state", "device", 2 * table * s.trains_bag))
+    if model.heads != "de":
+        rows = -(-s.sizes.num_labels // s.params.run.devices)
+        bias = bytes_per_row("fp32", s.params.optim.clf_state, 1) if model.clf_bias else (0, 0)
+        amounts.append(Amount("classifier table", place, rows * (s.row_bytes[0] + bias[0])))
+        amounts.append(Amount("classifier state", place, rows * (s.row_bytes[1] + bias[1])))
     return amounts
-
-
-# -- a training step ---------------------------------------------------------------------------------------------------
 
 
 def step_amounts(s: Setting) -> list[Amount]:
@@ -288,27 +292,26 @@ def step_amounts(s: Setting) -> list[Amount]:
     computed again (`run.recompute`, `optim.encode_chunk`): then the logits are gone."""
     batch, encoder, model, width = s.batch, s.params.encoder, s.params.model, s.model.encoder.width
     n, held = batch.texts.count, batch.held.count
+    activations, logits = _activations(s), _logits(s)
+    amounts = activations + logits
+    if held < n:
+        amounts = max((activations, logits), key=lambda part: sum(amount.num_bytes for amount in part))
     # text vectors [n, W] with their gradients and copies (dropout, residual), and the heads' outputs [n, D]
     wide = 5 + (encoder.dropout > 0) + (5 if encoder.residual and not encoder.frozen else 0)
     vectors = held * wide * width + (2 * n * width if held < n else 0)
     vectors += 5 * (n + batch.queries + model.clf_residual * batch.classifier_labels) * model.dim
-    parts = [_activations(s), _logits(s)]
-    if held < n:
-        parts = [max(parts, key=lambda amounts: sum(amount.num_bytes for amount in amounts))]
-    amounts = [amount for part in parts for amount in part]
-    amounts.append(Amount("text vectors", "device", FP32 * vectors, "step", f"{n:,} texts, {width:,} wide"))
+    amounts = [*amounts, Amount("text vectors", "device", FP32 * vectors, "step")]
     if s.trains_bag:  # rows of the token table, their gradients and moments; a token's place, text and weight
         tokens = batch.texts.tokens
         rows = min(tokens, s.sizes.vocab_size) + min(encoder.bag_words, tokens // 2)
         size = 4 * FP32 * rows * (s.config.hidden_size + 1) + 32 * tokens
-        amounts.append(Amount("token rows of a step", "device", size, "step", f"{rows:,} rows"))
+        amounts.append(Amount("token rows of a step", "device", size, "step"))
     if model.heads != "de":  # rows in float32, their gradients and state; in flight where the table is not there
         fetched, half = s.cuda and s.params.run.table_place != "device", model.clf_dtype == "bf16"
         gathered = s.params.pool.clf_labels != "all" or fetched
         row = FP32 * model.dim * (1 + (gathered or half)) + gathered * s.row_bytes[1] + half * 14 * model.dim
-        amounts.append(Amount("classifier rows of a step", "device", batch.classifier_labels * row, "step",
-                              _product(batch.classifier_labels, row)))  # fmt: skip
         in_flight = fetched * _ROW_SETS * batch.classifier_labels * sum(s.row_bytes)
+        amounts.append(Amount("classifier rows of a step", "device", batch.classifier_labels * row, "step"))
         amounts += [Amount("classifier rows in flight", place, in_flight) for place in ("device", "host")]
     return amounts
 
@@ -325,52 +328,31 @@ def _activations(s: Setting) -> list[Amount]:
     backward = everything * FP32 * s.config.vocab_size * h + 3 * value * min(held.padded, 1 << 13) * (i + h)
     inputs = s.batch.texts.padded * (INT64 if everything else h * FP32)
     return [
-        Amount("activations", "device", kept, "step", f"{s.trained_layers} layers x {_product(held.padded, token)}"),
-        Amount("encoder input and gradients", "device", inputs + backward, "step", f"{s.batch.texts.padded:,} tokens"),
+        Amount("activations", "device", kept, "step"),
+        Amount("encoder input and gradients", "device", inputs + backward, "step"),
     ]
 
 
 def _logits(s: Setting) -> list[Amount]:
     heads, batch, loss = s.params.model.heads, s.batch, s.params.loss
     pairs = int(batch.queries * s.sizes.num_pairs / s.sizes.num_queries) + 1
-    columns = {"dual encoder": batch.labels if heads != "clf" else 0,
-               "classifier": batch.classifier_labels if heads != "de" else 0}  # fmt: skip
+    of_de, of_clf = batch.labels * (heads != "clf"), batch.classifier_labels
     if loss.clf == "bce" and s.params.pool.clf_labels == "all":
-        columns["classifier"] = min(columns["classifier"], _FULL_BCE_CHUNK)
-    amounts = [Amount("positive pairs", "device", 80 * pairs, "step", _product(pairs, 80))]
-    for head, count in columns.items():
-        factors = (_LOGIT_COPIES, batch.queries, count, FP32)
-        amounts.append(Amount(f"logits and losses, {head}", "device", math.prod(factors), "step", _product(*factors)))
-    if "triplet" in (loss.de, loss.clf) and loss.triplet_negatives == "all":
-        block = min(pairs * max(columns.values()), _TRIPLET_BLOCK)
-        amounts.append(Amount("triplets", "device", 9 * block, "step", _product(9, block)))
-    return amounts
-
-
-# -- around the steps --------------------------------------------------------------------------------------------------
-
-
-def _host_amounts(s: Setting, process: int) -> list[Amount]:
-    """Host memory besides the model's. Memory-mapped files are not counted: the system drops their pages if needed."""
-    sizes, params, rows = s.sizes, s.params, training_rows(s.params, s.sizes)
-    per_label = INT64 * ("all" in head_labels(params.model, params.pool)) + 8 * weighs_by_propensity(
-        params.loss, params.pool
-    )
-    label_texts = 16 * (sizes.num_pairs + sizes.num_graph_pairs + s.listed) * s.params.pool.gandalf
+        of_clf = min(of_clf, _FULL_BCE_CHUNK)
+    logits = _LOGIT_COPIES * FP32 * batch.queries
+    triplets = "triplet" in (loss.de, loss.clf) and loss.triplet_negatives == "all"
     return [
-        Amount("process", "host", process, "always", "measured: Python and its libraries"),
-        Amount("sampler", "host", per_label * sizes.num_labels + INT64 * rows + sizes.num_queries),
-        Amount("relevance with label texts", "host", label_texts),
+        Amount("positive pairs", "device", 80 * pairs, "step"),
+        Amount("logits and losses, dual encoder", "device", logits * of_de, "step"),
+        Amount("logits and losses, classifier", "device", logits * of_clf, "step"),
+        Amount("triplets", "device", triplets * 9 * min(pairs * max(of_de, of_clf), _TRIPLET_BLOCK), "step"),
     ]
 
 
 def _vectors(s: Setting, rows: int) -> int:
     """One head's vectors of texts, and a block of encoder outputs while they are computed."""
-    return FP32 * rows * s.params.model.dim + _block(s, min(rows, _BLOCK))
-
-
-def _block(s: Setting, rows: int) -> int:
-    return FP32 * rows * (s.model.encoder.width + s.params.model.dim)
+    dim = s.params.model.dim
+    return FP32 * (rows * dim + min(rows, _BLOCK) * (s.model.encoder.width + dim))
 
 
 def _tile(s: Setting) -> int:
@@ -382,65 +364,48 @@ def _refresh_amounts(s: Setting) -> list[Amount]:
     clusters, mines = s.params.pool.batches == "clustered", s.batch.negatives > 0
     if not (clusters or mines):
         return []
-    n, dim, labels = training_rows(s.params, s.sizes), s.params.model.dim, s.sizes.num_labels
+    n, dim, labels = s.rows, s.params.model.dim, s.sizes.num_labels
     # 256 texts at a time go through the encoder without gradients
     longest = min(max(len(s.sizes.query_lengths), len(s.sizes.label_lengths)) - 1, s.params.tokens.max_length)
     attention = 0 if s.cuda else 3 * longest * s.config.num_attention_heads
     through = 256 * longest * (4 * s.config.hidden_size + 2 * s.intermediate + attention)
-    encoding = (BF16 if s.half else FP32) * through * (s.params.encoder.kind != "bag") + _block(s, 3 * 1024)
+    encoding = (BF16 if s.half else FP32) * through * (s.params.encoder.kind != "bag") + _vectors(s, 3 * 1024)
     # clustering copies the points of the largest cluster, a GPU holds all of them
     points = max(-(-n // 2), 3 * min(n, _CLUSTER_POINTS[s.cuda])) + n * s.cuda
     clustering = clusters * (FP32 * points * dim + 48 * n)
     mining = mines * (_tile(s) + FP32 * (n + labels) * dim * s.cuda)
     return [
-        Amount("query and label vectors", "host", _vectors(s, n) + mines * _vectors(s, labels), "refresh",
-               f"({n:,} + {labels * mines:,}) x {dim:,} x 4"),
-        Amount("texts being encoded", "device", encoding, "refresh", "256 texts at a time"),
+        Amount("query and label vectors", "host", _vectors(s, n) + mines * _vectors(s, labels), "refresh"),
+        Amount("texts being encoded", "device", encoding, "refresh"),
         Amount("clustering, then mining", "device", max(clustering, mining), "refresh"),
-        Amount("hard negatives", "host", INT32 * s.listed * s.batch.negatives, "refresh",
-               _product(s.listed, s.batch.negatives, INT32)),
-    ]  # fmt: skip
-
-
-def _index_amounts(s: Setting) -> list[Amount]:
-    """Label vectors of both heads, the vectors that are searched, an index of all their values, the bundle's labels."""
-    labels, names = s.sizes.num_labels, 2 * s.sizes.num_labels * _STRING + s.sizes.text_bytes
-    copies = s.num_heads + (s.params.model.heads != "de" and s.params.index.clf_normalize)  # unit vectors are a copy
-    vectors = FP32 * labels * (copies * s.params.model.dim + _space_width(s))
-    return [
-        Amount("label vectors to rank", "host", vectors + _vectors(s, min(labels, _BLOCK)) + _tile(s), "index"),
-        Amount("search index", "host", _index_bytes(s), "index", "at most"),
-        Amount("label names", "host", names, "index", _product(labels, 2, _STRING)),
+        Amount("hard negatives", "host", INT32 * s.listed * s.batch.negatives, "refresh"),
     ]
 
 
-def _space_width(s: Setting) -> int:
-    """Width of the searched vectors, the classifier's bias among them."""
-    return (2 if s.params.index.space == "both" else 1) * s.params.model.dim + s.params.model.clf_bias
-
-
-def _index_bytes(s: Setting) -> int:
-    """Of an index that keeps whole vectors, with the links of a graph or the ids of lists: quantised ones take less."""
-    return s.sizes.num_labels * (FP32 * _space_width(s) + 2 * INT32 * s.params.index.hnsw_links + 2 * INT64)
+def _index_amounts(s: Setting) -> list[Amount]:
+    """Label vectors of the heads, unit vectors of the classifier's, those that are searched, the index, the labels."""
+    labels, unit = s.sizes.num_labels, s.params.model.heads != "de" and s.params.index.clf_normalize
+    vectors = s.head_vectors + unit * FP32 * labels * s.params.model.dim + s.index_bytes
+    return [
+        Amount("label vectors to rank", "host", vectors + _vectors(s, min(labels, _BLOCK)) + _tile(s), "index"),
+        Amount("search index", "host", s.index_bytes, "index"),
+        Amount("label names", "host", 2 * labels * _STRING + s.sizes.text_bytes, "index"),
+    ]
 
 
 def _disk_amounts(s: Setting, state: list[Amount]) -> list[Amount]:
     """Files that a training and its index leave."""
-    ranks, labels, encoder = s.params.run.devices, s.sizes.num_labels, s.params.encoder
+    encoder, texts, ranks = s.params.encoder, s.sizes.num_queries + s.sizes.num_labels, s.params.run.devices
     whole = {a.name: a.num_bytes * (ranks if a.name.startswith("classifier") else 1) for a in state if a.name in STATE}
-    checkpoint = sum(whole.values())
-    refresh = INT64 * training_rows(s.params, s.sizes) + INT32 * s.listed * s.batch.negatives
+    refresh = INT64 * s.rows + INT32 * s.listed * s.batch.negatives
     weights = sum(size for name, size in whole.items() if not name.endswith(("state", "moments")))
-    bundle = 2 * weights + FP32 * labels * s.params.model.dim * s.num_heads + _index_bytes(s) + s.sizes.text_bytes
-    # outputs of a frozen encoder, or of a transformer's frozen layers, in float16
-    cached = 0
+    cached = 0  # outputs of a frozen encoder, or of a transformer's frozen layers, in float16
     if encoder.frozen:
-        cached = (s.sizes.num_queries + labels) * s.model.encoder.width
+        cached = texts * s.model.encoder.width
     elif encoder.kind != "bag" and 0 <= encoder.trainable_layers < s.config.num_hidden_layers:
-        texts_or_tokens = s.sizes.num_tokens if s.trained_layers else s.sizes.num_queries + labels
-        cached = texts_or_tokens * s.config.hidden_size
+        cached = (s.sizes.num_tokens if s.trained_layers else texts) * s.config.hidden_size
     return [
-        Amount("checkpoints", "disk", 3 * (checkpoint + refresh), "always", f"{checkpoint + refresh:,} x 3: two kept"),
-        Amount("model and bundle", "disk", bundle, "always", "weights twice, label vectors, index, texts"),
-        Amount("cached encoder outputs", "disk", FP16 * cached, "always", "float16, data/cache"),
+        Amount("checkpoints", "disk", 3 * (sum(whole.values()) + refresh)),  # two are kept
+        Amount("model and bundle", "disk", 2 * weights + s.head_vectors + s.index_bytes + s.sizes.text_bytes),
+        Amount("cached encoder outputs", "disk", FP16 * cached),
     ]
