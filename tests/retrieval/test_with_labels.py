@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_manifest, write_folder
 from unidec.data.tokens import encode_texts
@@ -29,13 +30,17 @@ Labels = dict[str, str]  # uid -> title
 
 @pytest.fixture
 def bundle(
-    tmp_path: Path, open_trainer: Callable[..., Trainer], tiny_dataset: XMCDataset, rng: np.random.Generator
+    tmp_path: Path,
+    open_trainer: Callable[..., Trainer],
+    tiny_params: Callable[..., Params],
+    tiny_dataset: XMCDataset,
+    rng: np.random.Generator,
 ) -> Callable[..., Bundle]:
     """`bundle(votes=True, kind="hnsw", **parameters)`: of a real, small model whose classifier has random rows."""
 
     def make(votes: bool = False, kind: Any = "flat", text: str = "title", **overrides: Any) -> Bundle:
-        trainer = open_trainer("run", **overrides)
-        model, normalize = trainer.model, trainer.params.index.clf_normalize
+        model = open_trainer("run", **overrides).model
+        normalize = tiny_params(**overrides).index.clf_normalize
         with torch.no_grad():  # rows as training leaves them: of their own length, not what their text says
             for table in model.tables().values():
                 if table is model.table or table is model.bias:

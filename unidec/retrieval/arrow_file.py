@@ -20,17 +20,28 @@ _HEADER_FIELD = 2  # of the flatbuffer table Message: its header, here a RecordB
 _COMPRESSION_FIELD = 3  # of the table RecordBatch
 
 
-def read_plain_table(path: Path, schema: pa.Schema) -> pa.Table:
-    """All record batches of an Arrow IPC file in one table, in memory.
+def read_texts_table(path: Path, schema: pa.Schema, num_rows: int) -> pa.Table:
+    """All record batches of an Arrow IPC file in one table, in memory: so many rows, each text valid and none missing.
 
     Args:
-        path: the file.
         schema: columns that it must have; metadata is ignored.
 
     Raises:
-        ValueError: not such a file, other columns, dictionaries, or compressed.
-        pa.ArrowException, OSError, MemoryError: what Arrow finds wrong.
+        ArtifactError: anything else.
     """
+    fix = "write the bundle again: unidec index build"
+    try:
+        table = _read_plain_table(path, schema)
+        table.validate(full=True)
+    except (pa.ArrowException, ValueError, MemoryError, OSError, StopIteration) as error:
+        raise ArtifactError("not a readable Arrow file", where=str(path), got=str(error)[:200], fix=fix) from error
+    if table.num_rows != num_rows or any(column.null_count for column in table.columns):
+        raise ArtifactError("another number of rows", where=str(path), got=table.num_rows, expected=num_rows, fix=fix)
+    return table
+
+
+def _read_plain_table(path: Path, schema: pa.Schema) -> pa.Table:
+    """ValueError: not such a file, other columns, dictionaries, or compressed."""
     with pa.OSFile(str(path), "rb") as file:
         data = file.read_buffer()
     if data.size < 16 or data.slice(0, len(_MAGIC)).to_pybytes() != _MAGIC:
@@ -40,34 +51,13 @@ def read_plain_table(path: Path, schema: pa.Schema) -> pa.Table:
     if first.type != "schema" or (found := pa.ipc.read_schema(first)).remove_metadata() != schema:
         raise ValueError(f"columns that differ from {', '.join(schema.names)}")
     batches = []
-    while True:
-        try:
-            message = reader.read_next_message()
-        except StopIteration:
-            break
+    for message in reader:
         if message.type != "record batch":
             raise ValueError(f"a message of another type: {message.type}")
         if _is_compressed(message.metadata.to_pybytes()):
             raise ValueError("compressed: it could unpack to any size")
         batches.append(pa.ipc.read_record_batch(message, found))
     return pa.Table.from_batches(batches, schema=found).replace_schema_metadata(None)
-
-
-def read_texts_table(path: Path, schema: pa.Schema, num_rows: int) -> pa.Table:
-    """As `read_plain_table`, of so many rows, each text valid and none missing.
-
-    Raises:
-        ArtifactError: anything else.
-    """
-    fix = "write the bundle again: unidec index build"
-    try:
-        table = read_plain_table(path, schema)
-        table.validate(full=True)
-    except (pa.ArrowException, ValueError, MemoryError, OSError, StopIteration) as error:
-        raise ArtifactError("not a readable Arrow file", where=str(path), got=str(error)[:200], fix=fix) from error
-    if table.num_rows != num_rows or any(column.null_count for column in table.columns):
-        raise ArtifactError("another number of rows", where=str(path), got=table.num_rows, expected=num_rows, fix=fix)
-    return table
 
 
 def write_texts_table(path: Path, table: pa.Table) -> None:

@@ -25,8 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from scipy.sparse import csr_matrix
 
-from unidec.data.array_file import write_array
-from unidec.data.storage import load_array, read_manifest
+from unidec.data.storage import file_sha256, read_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ConfigError, DataError
 from unidec.retrieval.bundle import Bundle
@@ -39,6 +38,7 @@ from unidec.retrieval.text_file import read_rows
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 MOST_SHOWN = 10  # problems in one message
 NEAREST = 3
@@ -282,77 +282,55 @@ def with_labels(
             knn = KnnInfo.of(voters, info.knn.weight, info.knn.neighbours, info.knn.space)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        arrays, estimated_L = _changed_arrays(bundle, change)
-        vectors = {}
-        for name, array in arrays.items():
-            file = Path(scratch) / f"{name}.npy"
-            ready[f"vectors/{name}.npy"] = (file, write_array(file, array))
-            vectors[name] = load_array(file, np.float32, len(array.shape))
-        index = bundle.index.changed(
-            change.source_L, LabelRows(vectors, info.space, info.clf_normalize), change.encoded_S
-        )
+        vectors, estimated_L = _write_changed(bundle, change, Path(scratch))
+        for file in Path(scratch).iterdir():
+            ready[f"vectors/{file.name}"] = (file, file_sha256(file))
+        rows = LabelRows(vectors, info.space, info.clf_normalize)
+        index = bundle.index.changed(change.source_L, rows, change.encoded_S)
         return write_bundle(
             path, bundle.path / "model", index,
             BundleLabels(change.uids, change.titles, vectors, _ranges(estimated_L)),
             Scoring(info.space, info.clf_weight, info.clf_normalize, knn),
-            Facts(
-                info.text, info.dataset if dataset is None else dataset, {}, info.params,
-                info.card if card is None else card,
-            ),
-            voters, ready,
+            Facts(info.text, dataset or info.dataset, {}, info.params, card or info.card), voters, ready,
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Gathered:
-    """Rows of an array in another order, some replaced, computed as they are read: `write_array` streams them.
-
-    Attributes:
-        before: [K, ...]. source_L: int64 [L], rows of `before`. at: int64 [S] ascending, the rows that are replaced.
-        values: [S, ...].
-    """
-
-    before: Floats
-    source_L: Rows
-    at: Rows
-    values: Floats
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.source_L), *self.before.shape[1:])
-
-    def __getitem__(self, rows: slice) -> Floats:
-        begin, end, _ = rows.indices(len(self.source_L))
-        block = np.asarray(self.before[np.maximum(self.source_L[begin:end], 0)], dtype=np.float32)
-        some = slice(*np.searchsorted(self.at, (begin, end)))
-        block[self.at[some] - begin] = self.values[some]
-        return block
+def _write_rows(path: Path, before: Floats, source_L: Rows, at: Rows, values: Floats) -> Floats:
+    """An array [L, ...] as .npy, memory-mapped: rows of `before` [K, ...], and `values` [S, ...] in the rows `at`."""
+    out = np.lib.format.open_memmap(path, "w+", np.float32, shape=(len(source_L), *before.shape[1:]))
+    for begin in range(0, len(source_L), _ROWS_AT_ONCE):
+        some = slice(begin, begin + _ROWS_AT_ONCE)
+        out[some] = before[np.maximum(source_L[some], 0)]
+    out[at] = values
+    out.flush()
+    return out
 
 
-def _changed_arrays(bundle: Bundle, change: LabelChange) -> tuple[dict[str, _Gathered], npt.NDArray[np.bool_]]:
+def _write_changed(
+    bundle: Bundle, change: LabelChange, folder: Path
+) -> tuple[dict[str, Floats], npt.NDArray[np.bool_]]:
     """The new bundle's arrays by name, and which labels' classifier rows are estimates, bool [L]."""
-    source_L, vectors, model = change.source_L, bundle.vectors, bundle.model
+    source_L, at, vectors, model = change.source_L, change.encoded_S, bundle.vectors, bundle.model
     tokens = encode_texts(change.texts_S, model.tokenizer_folder, model.max_length)
     desc = "labels" if len(change.texts_S) > _BATCH else None
     de_SD, clf_SD = model.vectors("labels", tokens, batch_size=_BATCH, desc=desc)
-    found: dict[str, _Gathered] = {}
+    found, estimated_L = {}, np.zeros(len(source_L), dtype=bool)
     if de_SD is not None:
-        found["de"] = _Gathered(vectors["de"], source_L, change.encoded_S, de_SD)
-    if clf_SD is None:
-        return found, np.zeros(len(source_L), dtype=bool)
-    estimated_K = np.zeros(bundle.num_labels, dtype=bool)
-    for begin, end in bundle.info.estimated:
-        estimated_K[begin:end] = True
-    estimated_L = (source_L < 0) | estimated_K[source_L]
-    own = estimated_L[change.encoded_S]  # the others keep their trained rows, whatever their text
-    at = change.encoded_S[own]
-    rows_SD, bias = estimated_rows(
-        vectors, np.flatnonzero(~estimated_K), clf_SD[own], de_SD if de_SD is None else de_SD[own],
-        bundle.info.clf_normalize,
-    )  # fmt: skip
-    found["clf"] = _Gathered(vectors["clf"], source_L, at, rows_SD)
-    if "bias" in vectors:
-        found["bias"] = _Gathered(vectors["bias"], source_L, at, np.full(len(at), bias, dtype=np.float32))
+        found["de"] = _write_rows(folder / "de.npy", vectors["de"], source_L, at, de_SD)
+    if clf_SD is not None:
+        estimated_K = np.zeros(bundle.num_labels, dtype=bool)
+        for begin, end in bundle.info.estimated:
+            estimated_K[begin:end] = True
+        estimated_L = (source_L < 0) | estimated_K[source_L]
+        own = estimated_L[at]  # the others keep their trained rows, whatever their text
+        rows_SD, bias = estimated_rows(
+            vectors, np.flatnonzero(~estimated_K), clf_SD[own], None if de_SD is None else de_SD[own],
+            bundle.info.clf_normalize,
+        )  # fmt: skip
+        found["clf"] = _write_rows(folder / "clf.npy", vectors["clf"], source_L, at[own], rows_SD)
+        if "bias" in vectors:
+            biases = np.full(len(rows_SD), bias, dtype=np.float32)
+            found["bias"] = _write_rows(folder / "bias.npy", vectors["bias"], source_L, at[own], biases)
     return found, estimated_L
 
 
@@ -372,7 +350,7 @@ def _remapped(neighbours: Neighbours | None, source_L: Rows) -> Neighbours | Non
     return Neighbours(neighbours.vectors_MD[stay], labels_ML[stay], uids, titles, neighbours.vote, neighbours.words)
 
 
-def _ranges(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+def _ranges(mask: Mask) -> list[tuple[int, int]]:
     """The ranges [begin, end) in which a mask is true."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
