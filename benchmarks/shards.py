@@ -83,18 +83,20 @@ def make_queries(path: Path, num_rows: int) -> None:
 def one_piece(place: Path, rows: str) -> None:
     """`predict_file` in one shard."""
     from unidec.retrieval.bundle import Bundle
-    from unidec.retrieval.predict_file import predict_file
+    from unidec.retrieval.predict_file import FileRequest, predict_file
 
-    predict_file(Bundle.load(place / "bundle"), place / f"{rows}.parquet", place / f"{rows}-whole.parquet", K, shards=1)
+    names = (str(place / name) for name in ("bundle", f"{rows}.parquet", f"{rows}-whole.parquet"))
+    predict_file(Bundle.load(place / "bundle"), FileRequest(*names, k=K), shards=1)
 
 
 def resumable(place: Path, rows: str, runtime: str = "torch") -> None:
     """`predict_file`."""
     from unidec.retrieval.bundle import Bundle
-    from unidec.retrieval.predict_file import predict_file
+    from unidec.retrieval.predict_file import FileRequest, predict_file
 
-    bundle, told = Bundle.load(place / "bundle"), {"runtime": runtime}
-    predict_file(bundle, place / f"{rows}.parquet", place / "out.parquet", K, **told)  # type: ignore[arg-type]
+    names = (str(place / name) for name in ("bundle", f"{rows}.parquet", "out.parquet"))
+    request = FileRequest(*names, k=K, runtime=runtime)  # type: ignore[arg-type]
+    predict_file(Bundle.load(place / "bundle"), request)
 
 
 def flow(place: Path, rows: str, runner: str) -> None:

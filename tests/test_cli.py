@@ -224,13 +224,11 @@ def test_predictions_on_a_terminal_are_tables_and_titles_are_no_markup(capsys, m
 def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def predict_file(loaded, source, target, k, *, column=None, runtime="torch"):
-        calls.append((type(loaded), str(source), str(target), k, column, runtime))
+    def predict_file(loaded, request):
+        calls.append((type(loaded), request.input, request.output, request.k, request.column, request.runtime))
         return 7
 
-    module = types.ModuleType("unidec.retrieval.predict_file")
-    module.predict_file = predict_file  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "unidec.retrieval.predict_file", module)
+    monkeypatch.setattr("unidec.retrieval.predict_file.predict_file", predict_file)
     words = ["predict", "--input", "in.csv", "--output", "out.parquet"]
     code, out, _ = run(*words, "-k", "3", "--column", "body")
     assert code == 0

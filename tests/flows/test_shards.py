@@ -73,7 +73,8 @@ def place(helper, tmp_path_factory) -> Path:
     pq.write_table(pa.table({"query": texts}), root / "in.parquet", row_group_size=999)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the workers: other numbers of threads may round otherwise
-    predict_file(Bundle.load(root / "bundle"), root / "in.parquet", root / "whole.parquet", k=3)
+    names = (str(root / name) for name in ("bundle", "in.parquet", "whole.parquet"))
+    predict_file(Bundle.load(root / "bundle"), FileRequest(*names, k=3))
     torch.set_num_threads(threads)
     return root
 

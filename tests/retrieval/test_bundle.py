@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_bundle import DIM, TITLES, UIDS, write_model, write_tiny_bundle
+from tiny_bundle import DIM, TITLES, UIDS, predict_file, write_model, write_tiny_bundle
 
 from unidec.data.storage import folder_sha256
 from unidec.data.tokens import encode_texts
@@ -22,7 +22,6 @@ from unidec.errors import ArtifactError, DataError
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleLabels, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.predict_file import predict_file
 
 pytestmark = pytest.mark.usefixtures("stub_model")
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words"]

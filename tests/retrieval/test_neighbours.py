@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from scipy.sparse import csr_matrix
-from tiny_bundle import TITLES, UIDS, write_tiny_bundle
+from tiny_bundle import TITLES, UIDS, predict_file, write_tiny_bundle
 
 from unidec.data.storage import folder_sha256, read_manifest, write_manifest
 from unidec.data.tokens import encode_texts
@@ -19,7 +19,6 @@ from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION, BundleLabels, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import FILES, TEMPERATURE, VOTES, Candidates, Neighbours, votes_alone
-from unidec.retrieval.predict_file import predict_file
 
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat"]
 

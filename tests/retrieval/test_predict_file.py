@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_bundle import write_tiny_bundle
+from tiny_bundle import predict_file, write_tiny_bundle
 
 from unidec.data.shards import Work, shards_folder
 from unidec.errors import ArtifactError, DataError
@@ -24,7 +24,6 @@ from unidec.retrieval.predict_file import (
     FileRequest,
     begin_predictions,
     merge,
-    predict_file,
     run_shard,
     write_shard,
 )
@@ -160,8 +159,7 @@ import unidec.retrieval.bundle as bundle
 bundle._load_model = lambda path, device: tiny_bundle.StubModel(path)
 predict = bundle.Bundle.predict_table
 bundle.Bundle.predict_table = lambda *a, **o: (time.sleep(0.02), predict(*a, **o))[1]
-from unidec.retrieval.predict_file import predict_file
-predict_file(bundle.Bundle.load(sys.argv[2]), *sys.argv[3:5], k=3, batch_size=4, shards=16)
+tiny_bundle.predict_file(bundle.Bundle.load(sys.argv[2]), *sys.argv[3:5], k=3, batch_size=4, shards=16)
 """
 
 

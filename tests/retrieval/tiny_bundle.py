@@ -13,6 +13,7 @@ from scipy.sparse import csr_matrix
 
 from unidec.data.storage import write_folder
 from unidec.data.tokens import Tokens, encode_texts
+from unidec.retrieval import predict_file as files
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
@@ -112,3 +113,9 @@ def recall_with_ties(labels: np.ndarray, exact: np.ndarray, scores: np.ndarray, 
     found = (scores >= last - 1e-5 * np.maximum(1.0, np.abs(last))) & (labels >= 0)
     found |= np.stack([np.isin(row, wanted) for row, wanted in zip(labels, exact, strict=True)])
     return float(np.minimum(found.sum(axis=1), exact.shape[1]).sum() / exact.size)
+
+
+def predict_file(bundle: Any, source: Path, target: Path, k: int = 5, shards: int | None = None, **options: Any) -> int:
+    """`unidec.retrieval.predict_file.predict_file`; the options are those of a `FileRequest`."""
+    request = files.FileRequest(str(bundle.path), str(source), str(target), k, **options)
+    return files.predict_file(bundle, request, shards)

@@ -94,9 +94,10 @@ def predict(
 
     loaded = Bundle.load(folder, lazy=source is None or runtime not in (None, "torch"))
     if source is not None and target is not None:
-        from unidec.retrieval.predict_file import predict_file
+        from unidec.retrieval.predict_file import FileRequest, predict_file
 
-        count = predict_file(loaded, source, target, k, column=column, runtime=runtime or "torch")
+        request = FileRequest(str(folder), str(source), str(target), k, column, runtime=runtime or "torch")
+        count = predict_file(loaded, request)
         show("predict", {"queries": count, "output": str(target)}, as_json)
         return
     loaded.encoder = _encoder(loaded, runtime)

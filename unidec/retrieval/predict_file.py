@@ -65,21 +65,11 @@ class FileRequest:
     runtime: Runtime = "torch"
 
 
-def predict_file(
-    bundle: Bundle,
-    input_path: str | os.PathLike[str],
-    output_path: str | os.PathLike[str],
-    k: int = 5,
-    *,
-    column: str | None = None,
-    batch_size: int = 256,
-    shards: int | None = None,
-    runtime: Runtime = "torch",
-) -> int:
+def predict_file(bundle: Bundle, request: FileRequest, shards: int | None = None) -> int:
     """Predict every query of a file in this process; after a kill, the same call resumes with the missing shards.
 
     Args:
-        bundle: a loaded bundle; the others as for `FileRequest`.
+        bundle: that of the request, loaded.
         shards: how many; None: one for each 65,536 queries.
 
     Returns:
@@ -90,13 +80,10 @@ def predict_file(
             is not touched.
         ArtifactError: another process writes this output, or it cannot be written.
     """
-    request = FileRequest(
-        str(bundle.path), os.fspath(input_path), os.fspath(output_path), k, column, batch_size, runtime=runtime
-    )
-    with alone(shards_folder(output_path)):
+    with alone(shards_folder(request.output)):
         work = begin_predictions(request, shards)
-        if runtime != "torch":
-            bundle.encoder = open_encoder(bundle, runtime)
+        if request.runtime != "torch":
+            bundle.encoder = open_encoder(bundle, request.runtime)
         missing = work.missing()
         bar: Progress[None] = progress(total=sum(map(work.size, missing)), desc="predict", unit="query")
         with bar:
