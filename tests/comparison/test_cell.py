@@ -212,11 +212,12 @@ def test_page_input(project: SimpleNamespace) -> None:
         cells["second"].runs[0].curve[0]["train_seconds"] - result(project, "second")["curve"][0]["train_seconds"]
     )
     assert first_line == pytest.approx(before["train_seconds"] + before["refresh_seconds"])
-    against = {(test.cell, test.against) for test in tests}
+    (tests,) = tests.values()  # of the one data set
+    against = {(test.system, test.against) for test in tests}
     assert {(name, "kNN") for name in ORDER if name != "kNN"} | {("second", "first")} == against
-    value = next(t for t in tests if (t.cell, t.against, t.metric) == ("first", "kNN", "P@1"))
+    value = next(t for t in tests if (t.system, t.against, t.metric) == ("first", "kNN", "P@1"))
     difference = result(project, "first")["metrics"]["P@1"] - result(project, "kNN")["metrics"]["P@1"]
-    assert value.difference == pytest.approx(difference) and 0 < value.p_value <= 1
+    assert value.difference == pytest.approx(difference) and 0 < value.p_adjusted <= 1
     columns, *rows = results.table(project.workspace)
     assert [row[1] for row in rows] == list(ORDER) and len(columns) == len(rows[0])
 

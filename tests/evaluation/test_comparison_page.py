@@ -17,7 +17,6 @@ from html_page import Page
 from unidec.evaluation.comparison_input import (
     Cell,
     ComparisonInput,
-    Contrast,
     Failure,
     Group,
     Run,
@@ -26,6 +25,7 @@ from unidec.evaluation.comparison_input import (
 )
 from unidec.evaluation.comparison_page import render_comparison, write_comparison
 from unidec.evaluation.comparison_tables import best_of, difference_to, ranked
+from unidec.evaluation.significance import Comparison
 
 HOSTILE = "</td></table><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\ud800"
 METRICS = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@10", "R@100", "coverage@5")
@@ -61,12 +61,13 @@ def _full(text: str = "some text", tasks: int = 2) -> ComparisonInput:
         cells.append(Cell(task, f"{text} failed", "recipe"))
     return ComparisonInput(
         title=text, date=text, about=text, notes=[text], tasks=[Task(name, text, {text: {text: 1}}) for name in names],
-        cells=cells, contrasts=[
-            Contrast(names[0], f"{text} c", f"{text} peer", "P@1", 0.6, 0.1, 1.1, 0.01),
-            Contrast(names[0], f"{text} a", f"{text} peer", "P@1", -1.4, -2.0, -1.0, 0.0001),
-            Contrast(names[0], f"{text} b", f"{text} peer", "P@1", -0.4, -1.0, 0.2, 0.4),
-            Contrast(names[0], f"{text} b", f"{text} a", "P@1", 1.0, 0.5, 1.5, 0.02),
-        ],
+        cells=cells, contrasts={names[0]: [
+            Comparison(f"{text} {one}", f"{text} {other}", "P@1", 0.0, 0.0, *figures, num_queries=9)
+            for one, other, *figures in (("c", "peer", 0.6, 0.1, 1.1, 0.01, 0.01),
+                                         ("a", "peer", -1.4, -2.0, -1.0, 0.0001, 0.0001),
+                                         ("b", "peer", -0.4, -1.0, 0.2, 0.4, 0.4),
+                                         ("b", "a", 1.0, 0.5, 1.5, 0.02, 0.02))
+        ]},
         contrast_note=text, groups=[Group(text, f"{text} a", [f"{text} b", f"{text} c", "no such cell"], text)],
         failures=[Failure(names[0], f"{text} failed", 1, "failed", text, text)], common={text: text},
         lineage={text: text},

@@ -24,7 +24,6 @@ from unidec.data.storage import load_array, write_json
 from unidec.evaluation.comparison_input import (
     Cell,
     ComparisonInput,
-    Contrast,
     Failure,
     Group,
     Run,
@@ -32,6 +31,7 @@ from unidec.evaluation.comparison_input import (
     summary,
 )
 from unidec.evaluation.metrics import QueryParts, by_query, filtered_truth
+from unidec.evaluation.significance import Comparison as PairedTest
 from unidec.evaluation.significance import best_systems, compare_systems
 from unidec.progress import progress
 
@@ -104,7 +104,9 @@ def gather(workspace: Workspace) -> list[Found]:
     return [Found(job, step, step.result()) for job, step in steps]
 
 
-def page_input(workspace: Workspace, found: Sequence[Found], contrasts: Sequence[Contrast] = ()) -> ComparisonInput:
+def page_input(
+    workspace: Workspace, found: Sequence[Found], contrasts: Mapping[str, Sequence[PairedTest]] | None = None
+) -> ComparisonInput:
     """Everything that the page shows."""
     comparison, file = workspace.comparison, workspace.comparison.file
     results = [entry.result for entry in found if entry.result is not None]
@@ -117,7 +119,7 @@ def page_input(workspace: Workspace, found: Sequence[Found], contrasts: Sequence
         notes=[f"{old} of {len(results)} results were made by another version of the code."] if old else [],
         tasks=[Task(name, entry.about, cards.get(name, {})) for name, entry in file.data.items()],
         cells=_cells(comparison, found),
-        contrasts=contrasts,
+        contrasts=contrasts or {},
         contrast_note=NOTE if contrasts else "",
         groups=[Group(title, group.base, group.cells, group.about) for title, group in file.groups.items()],
         failures=[_failure(entry) for entry in found if entry.result is None],
@@ -126,27 +128,21 @@ def page_input(workspace: Workspace, found: Sequence[Found], contrasts: Sequence
     )
 
 
-def contrasts(workspace: Workspace, found: Sequence[Found]) -> list[Contrast]:
+def contrasts(workspace: Workspace, found: Sequence[Found]) -> dict[str, list[PairedTest]]:
     """Every system against the best peer of each metric, and the cells of each group against its base."""
-    done: list[Contrast] = []
-
-    def test(data: str, scores: Mapping[str, Sequence[QueryParts]], against: str | Mapping[str, str]) -> None:
-        for one in compare_systems(scores, against, TESTED):
-            interval = one.difference, one.low, one.high
-            done.append(Contrast(data, one.system, one.against, one.metric, *interval, one.p_adjusted))
-
+    done: dict[str, list[PairedTest]] = {}
     for data in progress(list(workspace.comparison.file.data), desc="tests", unit="data set"):
         entries = [entry for entry in found if entry.job.data == data and entry.result is not None]
-        scores = _scores(workspace, entries)
+        scores, tests = _scores(workspace, entries), done.setdefault(data, [])
         rivals = list(
             dict.fromkeys(one.job.cell for one in entries if one.job.kind == "peer" and one.job.cell in scores)
         )
         if rivals and len(scores) > 1:
-            test(data, scores, best_systems(scores, rivals, TESTED))
+            tests += compare_systems(scores, best_systems(scores, rivals, TESTED), TESTED)
         for group in workspace.comparison.file.groups.values():
             members = {name: scores[name] for name in (group.base, *group.cells) if name in scores}
             if group.base in members and len(members) > 1:
-                test(data, members, group.base)
+                tests += compare_systems(members, group.base, TESTED)
     return done
 
 
@@ -164,7 +160,11 @@ def _write_summary(path: Path, page: ComparisonInput) -> None:
             "metrics": {name: _figures(cell.values(name)) for name in names},
             "costs": {name: _figures([run.costs[name] for run in cell.runs if name in run.costs]) for name in costs},
         })  # fmt: skip
-    tests = [vars(contrast) for contrast in page.contrasts]
+    tests = [
+        {"task": task, "cell": test.system, "p_value": test.p_adjusted,
+         **{name: getattr(test, name) for name in ("against", "metric", "difference", "low", "high")}}
+        for task, own in page.contrasts.items() for test in own
+    ]  # fmt: skip
     failures = [vars(failure) for failure in page.failures]
     write_json(path, {"title": page.title, "cells": cells, "tests": tests, "failures": failures})
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from unidec.evaluation.plots import Records
+from unidec.evaluation.significance import Comparison
 
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100", "coverage@5")
 COSTS = {
@@ -96,25 +97,6 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Contrast:
-    """A paired test of one cell against another of the same task.
-
-    Attributes:
-        difference, low, high: cell minus `against` and its 95 % interval, in percentage points.
-        p_value: corrected for the family of tests.
-    """
-
-    task: str
-    cell: str
-    against: str
-    metric: str
-    difference: float
-    low: float
-    high: float
-    p_value: float
-
-
-@dataclass(frozen=True)
 class Group:
     """Cells that differ in one thing, shown as a small table of differences to the base.
 
@@ -148,7 +130,7 @@ class ComparisonInput:
     Attributes:
         date: as it shall read. about: one line. notes: paragraphs under the heading: what was found.
         tasks, cells: shown in this order; a cell's task that is not among `tasks` gets a table without a card.
-        contrasts: paired tests; `contrast_note`: which test, how corrected.
+        contrasts: paired tests of each task; `contrast_note`: which test, how corrected.
         groups: ablation tables, shown for each task that has their cells. failures: runs without a result.
         common: settings that all recipes share. lineage: commit, hashes, machine, commands.
     """
@@ -159,7 +141,7 @@ class ComparisonInput:
     notes: Sequence[str] = ()
     tasks: Sequence[Task] = ()
     cells: Sequence[Cell] = ()
-    contrasts: Sequence[Contrast] = ()
+    contrasts: Mapping[str, Sequence[Comparison]] = field(default_factory=dict)
     contrast_note: str = ""
     groups: Sequence[Group] = ()
     failures: Sequence[Failure] = ()

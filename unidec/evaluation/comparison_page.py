@@ -14,6 +14,7 @@ from unidec.evaluation.figures import Chart, Line, Range, bar_chart, line_chart,
 from unidec.evaluation.page import Table, number, render, write_page
 from unidec.evaluation.plots import validation_records
 from unidec.evaluation.report import VOLUME, bin_name
+from unidec.evaluation.significance import ALPHA
 
 CURVES = 12  # systems in a chart of curves: more cannot be told apart
 PEER_COLOUR = 5
@@ -32,7 +33,7 @@ def render_comparison(comparison: ComparisonInput) -> str:
     for cell in comparison.cells:
         tasks.setdefault(cell.task, Task(cell.task))
     cells = {name: [cell for cell in comparison.cells if cell.task == name] for name in tasks}
-    contrasts = {(c.task, c.cell, c.against, c.metric): c for c in comparison.contrasts}
+    contrasts = {(task, c.system, c.against, c.metric): c for task, own in comparison.contrasts.items() for c in own}
     failures = [[f.task, f.cell, number(f.seed), f.state, f.reason, f.log] for f in comparison.failures]
     groups = [
         (group, [(table, _group_bins(group, own)) for name, own in cells.items()
@@ -51,7 +52,7 @@ def render_comparison(comparison: ComparisonInput) -> str:
         settings=tables.settings(comparison.cells),
         better=tables.MARKS["right"].strip(),
         worse=tables.MARKS["wrong"].strip(),
-        alpha=tables.ALPHA,
+        alpha=ALPHA,
         limits={"curves": CURVES, "bins": BINS, "first": MAIN[0]},
     )
 

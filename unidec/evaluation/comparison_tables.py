@@ -6,19 +6,19 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from unidec.evaluation.comparison_input import COSTS, HEADLINE, Cell, Contrast, Group, Summary, Task, summary
+from unidec.evaluation.comparison_input import COSTS, HEADLINE, Cell, Group, Summary, Task, summary
 from unidec.evaluation.page import Shown, Table, number
-from unidec.evaluation.report import interval_and_p
+from unidec.evaluation.report import colour, interval_and_p
+from unidec.evaluation.significance import Comparison
 from unidec.metric_names import GROUPS
 
-ALPHA = 0.05  # of the corrected p-values
 MARKS = {"right": " ▲", "wrong": " ▼", "": ""}
 MEGABYTE = 1e6
 MAIN = ("P@1", "PSP@5", "R@100")  # compared with the best peer, and drawn
 GROUP_METRICS = ("P@5", "PSP@5", "R@10", "coverage@5")
 PARTS = {"de": "dual encoder alone", "clf": "classifier alone", "heads": "without votes", "knn": "votes alone"}
 PART_METRICS = ("P@1", "nDCG@5", "PSP@5", "R@100")
-Contrasts = Mapping[tuple[str, str, str, str], Contrast]
+Contrasts = Mapping[tuple[str, str, str, str], Comparison]
 """By (task, cell, against, metric)."""
 
 
@@ -52,7 +52,7 @@ def headline(cells: Sequence[Cell], contrasts: Contrasts) -> Table:
         found: list[Any] = [str(len(cell.runs))]
         for metric, peer in peers.items():
             contrast = contrasts.get((cell.task, cell.name, peer.name, metric)) if peer else None
-            found.append(mean_and_spread(cell.summary(metric), MARKS[_colour(contrast)]))
+            found.append(mean_and_spread(cell.summary(metric), MARKS[colour(contrast)]))
         return found
 
     return of_systems(shown, ["seeds", *columns], values, best=True)
@@ -67,13 +67,6 @@ def _spread(of: Summary) -> str:
     return f" ± {of.spread:.2f}" if math.isfinite(of.spread) else ""
 
 
-def _colour(contrast: Contrast | None) -> str:
-    """ "right" or "wrong" where a test tells two systems apart."""
-    if contrast is None or contrast.p_value >= ALPHA:
-        return ""
-    return "right" if contrast.difference > 0 else "wrong"
-
-
 def recipe_against_peer(cells: Sequence[Cell], contrasts: Contrasts) -> Table:
     """The best recipe and the best peer on each metric."""
     rows = []
@@ -83,8 +76,8 @@ def recipe_against_peer(cells: Sequence[Cell], contrasts: Contrasts) -> Table:
             continue
         ours, theirs = recipe.summary(metric), peer.summary(metric)
         contrast = contrasts.get((recipe.task, recipe.name, peer.name, metric))
-        difference = Shown(f"{ours.mean - theirs.mean:+.2f}", kind=_colour(contrast))
-        test = interval_and_p(contrast.low, contrast.high, contrast.p_value) if contrast else [None, None]
+        difference = Shown(f"{ours.mean - theirs.mean:+.2f}", kind=colour(contrast))
+        test = interval_and_p(contrast) if contrast else [None, None]
         rows.append([metric, recipe.name, peer.name, mean_and_spread(ours), mean_and_spread(theirs), difference, *test])
     header = ["metric", "best recipe", "best peer", "recipe", "peer", "difference", "95 % interval", "p, corrected"]
     return Table(header, rows, text_columns=3)
@@ -157,8 +150,8 @@ def group_table(group: Group, task: str, cells: Sequence[Cell], contrasts: Contr
         differences = []
         for metric in columns:
             of, contrast = difference_to(cell, base, metric), contrasts.get((task, cell.name, base.name, metric))
-            text, colour = f"{of.mean:+.2f}" if math.isfinite(of.mean) else number(None), _colour(contrast)
-            differences.append(Shown(text, of.mean, _spread(of) + MARKS[colour], colour))
+            text, kind = f"{of.mean:+.2f}" if math.isfinite(of.mean) else number(None), colour(contrast)
+            differences.append(Shown(text, of.mean, _spread(of) + MARKS[kind], kind))
         rows.append([cell.name, str(len(cell.runs)), *differences])
     return Table(["system", "seeds", *columns], rows, kinds=["base"], caption=task, dense=True)
 
@@ -174,10 +167,10 @@ def difference_to(cell: Cell, base: Cell, metric: str) -> Summary:
     return Summary(difference, math.nan, min(len(ours), len(theirs)))
 
 
-def all_contrasts(contrasts: Iterable[Contrast]) -> Table:
+def all_contrasts(contrasts: Mapping[str, Sequence[Comparison]]) -> Table:
     """Every paired test."""
-    rows = [[c.task, c.cell, c.against, c.metric, f"{c.difference:+.2f}", *interval_and_p(c.low, c.high, c.p_value)]
-            for c in contrasts]  # fmt: skip
+    rows = [[task, c.system, c.against, c.metric, f"{c.difference:+.2f}", *interval_and_p(c)]
+            for task, own in contrasts.items() for c in own]  # fmt: skip
     header = ["task", "system", "against", "metric", "difference", "95 % interval", "p, corrected"]
     return Table(header, rows, text_columns=4)
 

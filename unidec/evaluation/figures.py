@@ -7,7 +7,6 @@ page, which then become the page's CSS variables.
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import re
 import warnings
@@ -204,10 +203,7 @@ def _dot(axes: Any, x: float, y: float, points: float, colour: str) -> Any:
 
 
 def _thinned(values: Sequence[float]) -> list[float]:
-    if len(values) <= MAX_POINTS:
-        return list(values)
-    cuts = np.linspace(0, len(values), MAX_POINTS + 1).astype(int)
-    parts = [np.asarray(values[a:b], dtype=np.float64) for a, b in itertools.pairwise(cuts.tolist())]
+    parts = np.array_split(np.asarray(values, dtype=np.float64), max(min(len(values), MAX_POINTS), 1))
     return [float(part[np.isfinite(part)].mean()) if np.isfinite(part).any() else math.nan for part in parts]
 
 

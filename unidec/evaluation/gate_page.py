@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unidec.evaluation.figures import Range, range_chart
+from unidec.evaluation.figures import Chart, Range, range_chart
 from unidec.evaluation.page import Shown, Table, render
 
 _METRICS = (
@@ -27,14 +27,15 @@ def render_gate(verdict: Mapping[str, Any]) -> str:
         for one in sorted(verdict["reasons"], key=lambda one: one["passed"])
     ]
     rows = [[words, *(probe.get(name) for probe in probes.values())] for name, words in _PROBES.items()]
+    quality, differences = _compared(verdict, compared) if compared and verdict.get("metrics") else (None, None)
     return render(
         "gate",
         verdict=verdict,
         title=f"Gate: version {verdict['challenger']['version']} {'passed' if verdict['passed'] else 'refused'}",
         head_cards=_cards(verdict, compared, probes.get("challenger")),
         reasons=Table(["check", "why", ""], reasons, text_columns=2),
-        quality=_quality(verdict, compared),
-        differences=_differences(verdict, compared),
+        quality=quality,
+        differences=differences,
         serving=Table(["", *probes], rows if probes else []),
     )
 
@@ -54,9 +55,8 @@ def _cards(verdict: Mapping[str, Any], compared: Mapping[str, Any], probe: Mappi
     return cards
 
 
-def _quality(verdict: Mapping[str, Any], compared: Mapping[str, Any]) -> Table:
-    if not compared or not verdict.get("metrics"):
-        return Table([], [])
+def _compared(verdict: Mapping[str, Any], compared: Mapping[str, Any]) -> tuple[Table, Chart | None]:
+    """Both systems' metrics, and the differences that have an interval."""
     mine, its, intervals = verdict["metrics"]["challenger"], verdict["metrics"]["champion"], compared["intervals"]
     rows = []
     for name in dict.fromkeys([compared["metric"], *verdict.get("settings", {}).get("guarded", ()), *_METRICS]):
@@ -65,15 +65,7 @@ def _quality(verdict: Mapping[str, Any], compared: Mapping[str, Any]) -> Table:
         gap = mine[name] - its[name]
         small = "  {:+.2f} to {:+.2f}".format(*intervals[name]) if name in intervals else ""
         rows.append([name, mine[name], its[name], Shown(f"{gap:+.2f}", gap, small)])
-    return Table(["metric", "challenger", "champion", "difference"], rows, caption="Test split, percent")
-
-
-def _differences(verdict: Mapping[str, Any], compared: Mapping[str, Any]) -> Any:
-    if not compared or not verdict.get("metrics"):
-        return None
-    mine, its = verdict["metrics"]["challenger"], verdict["metrics"]["champion"]
-    rows = [
-        Range(name, mine[name] - its[name], ends=(low, high), colour=i)
-        for i, (name, (low, high)) in enumerate(compared["intervals"].items())
-    ]
-    return range_chart("Differences", rows, "challenger - champion, points, 95 % interval")
+    drawn = [Range(name, mine[name] - its[name], tuple(ends), colour=i)
+             for i, (name, ends) in enumerate(intervals.items())]  # fmt: skip
+    table = Table(["metric", "challenger", "champion", "difference"], rows, caption="Test split, percent")
+    return table, range_chart("Differences", drawn, "challenger - champion, points, 95 % interval")

@@ -125,17 +125,22 @@ def _against_baselines(comparison: Sequence[Comparison]) -> Table:
         rows.append([
             f"{metric}, {GROUPS[group]}" if group else metric,
             one.value,
-            Shown(f"{one.difference:+.2f}", kind="right" * one.better + "wrong" * one.worse),
-            *interval_and_p(one.low, one.high, one.p_adjusted),
+            Shown(f"{one.difference:+.2f}", kind=colour(one)),
+            *interval_and_p(one),
             Shown(f"{one.against_value:.2f}", small=f" {BASELINES[one.against]}"),
         ])  # fmt: skip
     header = ["metric", "model", "difference", "95 % interval", "p, corrected", "better baseline"]
     return Table(header, rows, caption="Against the TF-IDF baselines")
 
 
-def interval_and_p(low: float, high: float, p_value: float) -> list[str]:
+def interval_and_p(one: Comparison) -> list[str]:
     """As a table of paired tests shows them."""
-    return [f"{low:+.2f} to {high:+.2f}", "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"]
+    return [f"{one.low:+.2f} to {one.high:+.2f}", "< 0.001" if one.p_adjusted < 0.001 else f"{one.p_adjusted:.3f}"]
+
+
+def colour(one: Comparison | None) -> str:
+    """ "right" or "wrong" where a test tells two systems apart."""
+    return "" if one is None else "right" * one.better + "wrong" * one.worse
 
 
 def _of_groups(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
