@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from unidec.data.dataset import Text
-from unidec.data.storage import MANIFEST
-from unidec.errors import ConfigError
+from unidec.data.storage import MANIFEST, read_manifest
+from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths
 from unidec.pipeline.indexing import OPTION_KEYS
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import KIND, write_with_index
+from unidec.retrieval.bundle_folder import KIND, VERSION, write_with_index
 from unidec.retrieval.index import KINDS, Kind
 from unidec.retrieval.index_tune import default_kinds, like_queries, tune
 from unidec.retrieval.label_rows import LabelRows
@@ -62,13 +61,12 @@ def index_tune(
     queries, what = _queries(bundle, rows, num_queries)
     chosen_kinds = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
     measured, best = tune(rows, queries, min(k, bundle.num_labels), wanted, chosen_kinds, threads)
-    enough = [one for one in measured if one.recall >= wanted]
     found: dict[str, Any] = {
         "bundle": str(source), "labels": bundle.num_labels, "k": min(k, bundle.num_labels), "wanted": wanted,
         "queries": what, "measured": [asdict(one) for one in measured], "chosen": None, "params": {}, "out": None,
     }  # fmt: skip
     if best is not None:
-        chosen = min(enough, key=lambda one: one.p50_ms)
+        chosen = min((one for one in measured if one.recall >= wanted), key=lambda one: one.p50_ms)
         keys = {f"index.{OPTION_KEYS[name]}": value for name, value in chosen.options.items()}
         found |= {"chosen": asdict(chosen), "params": {"index.kind": chosen.kind} | keys}
         if out is not None:
@@ -96,11 +94,8 @@ def _check_place(source: Path, out: Path) -> None:
     """Refuse to write over anything but another bundle."""
     if os.path.realpath(out) == os.path.realpath(source):
         raise ConfigError("the bundle itself stays as it is", where=str(out), fix="name another folder")
-    if not out.exists():
-        return
     try:
-        kind = json.loads((out / MANIFEST).read_text(encoding="utf-8")).get("kind")
-    except (OSError, ValueError, AttributeError):
-        kind = None
-    if kind != KIND:
-        raise ConfigError("there is something else", where=str(out), expected="no folder, or a bundle")
+        if out.exists():
+            read_manifest(out, KIND, VERSION, verify=False)
+    except ArtifactError as error:
+        raise ConfigError("there is something else", where=str(out), expected="no folder, or a bundle") from error

@@ -43,7 +43,7 @@ from unidec.retrieval.bundle_folder import (
 from unidec.retrieval.encoded import Encoded, ModelEncoder, QueryEncoder
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, read_neighbours
-from unidec.retrieval.scoring_space import Space, head_query_vectors, head_scores, pair_scores, query_vectors
+from unidec.retrieval.scoring_space import Space, head_scores, pair_scores, query_vectors
 from unidec.retrieval.text_file import text_column
 
 if TYPE_CHECKING:
@@ -193,12 +193,14 @@ class Bundle:
         Raises:
             DataError: the searched space has not that head.
         """
-        info, has_bias = self.info, "bias" in self.vectors
-        if head == "both":
-            return query_vectors(de_BD, clf_BD, info.space, info.clf_weight, info.clf_normalize, has_bias)
-        if info.space not in ("both", head):
+        info = self.info
+        if head != "both" and info.space not in ("both", head):
             raise DataError(f"this bundle does not rank by the head {head!r}", where="head", expected=info.space)
-        return head_query_vectors(de_BD, clf_BD, info.space, head, info.clf_normalize, has_bias)
+        weight = info.clf_weight if head == "both" else 1.0
+        out = query_vectors(de_BD, clf_BD, info.space, weight, info.clf_normalize, "bias" in self.vectors)
+        if info.space == "both" and head != "both":  # the other head's half is 0
+            out[:, slice(info.dim, None) if head == "de" else slice(info.dim)] = 0.0
+        return out
 
     def predict(
         self,

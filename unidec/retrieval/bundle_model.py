@@ -41,28 +41,30 @@ def write_model(
         texts: typical ones, to calibrate a graph of 8 bits with.
 
     Returns:
-        sha256 of each file by its name, the manifest's excepted.
+        sha256 of each file that stays as it is, by its name.
 
     Raises:
         ArtifactError: no model, a damaged one, or one that changed meanwhile.
     """
-    manifest = read_manifest(source, *_kind_of(source), verify=verify)
+    try:
+        about = _json(source / MANIFEST)
+        kind, version = str(about["kind"]), int(about["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError("no model here", where=str(source), fix="train first: unidec train") from error
+    manifest = read_manifest(source, kind, version, verify=verify)
     target.mkdir()
     hashes = {}
     for name, entry in manifest["files"].items():
-        if name.endswith(_TRAINING_RECORDS):
-            continue
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        hashes[name] = _changed(source, target, name, num_labels)
-        if not hashes[name]:
-            hashes[name] = place(source / name, target / name, entry["sha256"], link=link)
-    if GRAPH not in hashes and _has_transformer(source):
+        if not name.endswith(_TRAINING_RECORDS):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            if not _changed(source, target, name, num_labels):
+                hashes[name] = place(source / name, target / name, entry["sha256"], link=link)
+    if not (target / GRAPH).exists() and _json(source / CONFIG).get("encoder", {}).get("kind", "bag") != "bag":
         from unidec.model.onnx_export import write_graphs
         from unidec.model.unidec import UniDEC
 
-        model = UniDEC.load(source, verify=False, rows=False)
-        hashes |= {name: file_sha256(target / name) for name in write_graphs(model, target, texts)}
-    write_manifest(target, manifest["kind"], manifest["version"], manifest["meta"], hashes)
+        write_graphs(UniDEC.load(source, verify=False, rows=False), target, texts)
+    write_manifest(target, kind, version, manifest["meta"], hashes)
     return hashes
 
 
@@ -93,37 +95,23 @@ def place(source: Path, target: Path, sha256: str, *, link: bool) -> str:
     return sha256
 
 
-def _changed(source: Path, target: Path, name: str, num_labels: int | None) -> str:
-    """Write a file that is another one in a bundle; returns its hash, "" where it stays as it is."""
+def _changed(source: Path, target: Path, name: str, num_labels: int | None) -> bool:
+    """Whether a file is another one in a bundle, and was written."""
     if name == WEIGHTS:
         from unidec.data.tensor_file import open_tensors, write_tensors
 
         with open_tensors(source / name) as file:
-            if not set(CLASSIFIER) & set(file.names):
-                return ""
-            return write_tensors(
-                target / name, {tensor: file.read(tensor) for tensor in file.names if tensor not in CLASSIFIER}
-            )
+            if not set(CLASSIFIER).isdisjoint(file.names):
+                kept = {tensor: file.read(tensor) for tensor in file.names if tensor not in CLASSIFIER}
+                write_tensors(target / name, kept)
+                return True
     if name == CONFIG and num_labels is not None:
         config = _json(source / name)
-        if config.get("num_labels") == num_labels:
-            return ""
-        text = json.dumps(config | {"num_labels": num_labels}, indent=2, sort_keys=True) + "\n"
-        (target / name).write_text(text, encoding="utf-8")
-        return file_sha256(target / name)
-    return ""
-
-
-def _kind_of(source: Path) -> tuple[str, int]:
-    try:
-        about = _json(source / MANIFEST)
-        return str(about["kind"]), int(about["version"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError("no model here", where=str(source), fix="train first: unidec train") from error
-
-
-def _has_transformer(source: Path) -> bool:
-    return _json(source / CONFIG).get("encoder", {}).get("kind", "bag") != "bag"
+        if config.get("num_labels") != num_labels:
+            text = json.dumps(config | {"num_labels": num_labels}, indent=2, sort_keys=True) + "\n"
+            (target / name).write_text(text, encoding="utf-8")
+            return True
+    return False
 
 
 def _json(path: Path) -> dict[str, Any]:

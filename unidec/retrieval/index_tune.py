@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from unidec.progress import progress
 from unidec.retrieval.index import LabelIndex, recall
-from unidec.retrieval.index_kinds import COMPRESSED, GRAPHS, LISTS, Kind, faiss_module
+from unidec.retrieval.index_kinds import COMPRESSED, GRAPHS, KINDS, LISTS, Kind, blocks, faiss_module
 from unidec.retrieval.label_rows import LabelRows
 
 GRAPH_LABELS = 200_000
@@ -53,12 +53,8 @@ class Measured:
 
 def default_kinds(num_labels: int) -> tuple[Kind, ...]:
     """Kinds worth measuring on so many labels."""
-    kinds: list[Kind] = ["flat", "sq8", "pq"]
-    if num_labels <= GRAPH_LABELS:
-        kinds += ["hnsw", "hnsw-sq8"]
-    if num_labels >= LIST_LABELS:
-        kinds += ["ivf-sq8", "ivf-pq"]
-    return tuple(kinds)
+    left_out = (GRAPHS if num_labels > GRAPH_LABELS else set()) | (LISTS if num_labels < LIST_LABELS else set())
+    return tuple(kind for kind in KINDS if kind not in left_out)
 
 
 def tune(
@@ -103,32 +99,26 @@ def tune(
 
 
 def search_settings(index: LabelIndex, k: int) -> list[list[dict[str, int]]]:
-    """Lines of search settings, each from quick to thorough: faiss's own ranges for probes and efSearch, and how many
-    candidates are scored exactly."""
+    """Lines of search settings, each from quick to thorough: faiss's ranges (`ParameterSpace`) for probes and efSearch,
+    and how many candidates are scored exactly."""
     if index.kind not in GRAPHS | LISTS:
         return [[{"rescore": factor} for factor in RESCORED]] if index.kind in COMPRESSED else [[{}]]
-    faiss = faiss_module()
-    space = faiss.ParameterSpace()
-    space.initialize(index.stored)
-    name, parameter, least = ("search", "efSearch", k) if index.kind in GRAPHS else (
-        "probes", "nprobe", max(1, index.stored.nlist // 64)
-    )  # fmt: skip
-    ranges = [space.parameter_ranges.at(i) for i in range(space.parameter_ranges.size())]
-    values = next(faiss.vector_to_array(found.values) for found in ranges if found.name == parameter)
-    line = [{name: int(value)} for value in values if value >= least] or [{name: least}]
+    if index.kind in GRAPHS:
+        line = [{"search": 1 << i} for i in range(2, 10) if 1 << i >= k] or [{"search": k}]
+    else:
+        least, lists = max(1, index.stored.nlist // 64), index.stored.nlist
+        line = [{"probes": 1 << i} for i in range(13) if least <= 1 << i < lists] or [{"probes": least}]
     factors = RESCORED[:4] if index.kind in COMPRESSED else ()
     return [[setting | {"rescore": factor} for setting in line] for factor in factors] or [line]
 
 
 def exact_labels(vectors: LabelRows, queries_ND: Floats, k: int) -> Labels:
     """The first k labels of each query, int64 [N, k], by all inner products, a block of labels at a time."""
-    faiss = faiss_module()
+    metric = faiss_module().METRIC_INNER_PRODUCT
     from faiss.contrib.exhaustive_search import knn_ground_truth
 
-    num = vectors.shape[0]
-    starts = range(0, num, _ROWS_AT_ONCE)
-    blocks = (vectors.take(np.arange(start, min(start + _ROWS_AT_ONCE, num))) for start in starts)
-    found: Labels = knn_ground_truth(queries_ND, blocks, k, faiss.METRIC_INNER_PRODUCT, ngpu=0)[1]
+    some = (vectors.take(rows) for rows in blocks(np.arange(vectors.shape[0]), _ROWS_AT_ONCE))
+    found: Labels = knn_ground_truth(queries_ND, some, k, metric, ngpu=0)[1]
     return found
 
 
@@ -145,10 +135,10 @@ def like_queries(vectors: LabelRows, num: int, seed: int = 0) -> Floats:
 def _measure(index: LabelIndex, queries_ND: Floats, exact_NK: Labels) -> tuple[float, Sequence[float]]:
     """(recall, milliseconds of each query)."""
     k, times, found = exact_NK.shape[1], [], []
-    for query in range(min(_WARM_UP, len(queries_ND))):
-        index.search(queries_ND[query : query + 1], k)
-    for query in range(len(queries_ND)):
+    for query_D in queries_ND[:_WARM_UP]:
+        index.search(query_D[None], k)
+    for query_D in queries_ND:
         start = time.perf_counter()
-        found.append(index.search(queries_ND[query : query + 1], k)[1])
+        found.append(index.search(query_D[None], k)[1])
         times.append(1000 * (time.perf_counter() - start))
     return recall(np.concatenate(found), exact_NK), times

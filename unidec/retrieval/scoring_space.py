@@ -43,15 +43,23 @@ def label_vectors(
     Raises:
         ValueError: a part that the space needs is not given, or the parts differ in number of labels.
     """
+    given: dict[str, Floats | None] = {"de": de_LD, "clf": clf_LD}
+    if space not in SPACES:
+        raise ValueError(f"unknown space {space!r}, expected one of {', '.join(SPACES)}")
     parts = []
-    if space in ("both", "de"):
-        parts.append(_given(de_LD, "de_LD", space))
-    if space in ("both", "clf"):
-        clf = _given(clf_LD, "clf_LD", space)
-        parts.append(unit_rows(clf) if clf_normalize else clf)
-        if bias_L is not None and not clf_normalize:
-            parts.append(np.asarray(bias_L, dtype=np.float32).reshape(-1, 1))
-    return _joined(parts, space)
+    for name in ("de", "clf") if space == "both" else (space,):
+        if (part := given[name]) is None:
+            raise ValueError(f"space {space!r} needs the vectors of {name!r}, got None: the model has no such head")
+        parts.append(np.asarray(part, dtype=np.float32))
+        if parts[-1].ndim != 2:
+            raise ValueError(f"vectors of {name!r} must have two dimensions, got shape {parts[-1].shape}")
+    if space != "de" and clf_normalize:
+        parts[-1] = unit_rows(parts[-1])
+    elif space != "de" and bias_L is not None:
+        parts.append(np.asarray(bias_L, dtype=np.float32).reshape(-1, 1))
+    if len({len(part) for part in parts}) > 1:
+        raise ValueError(f"parts of {space!r} differ in their number of rows: {[len(part) for part in parts]}")
+    return np.ascontiguousarray(np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0])
 
 
 def space_rows(vectors: Mapping[str, Floats], rows_A: Rows | slice, space: Space, clf_normalize: bool) -> Floats:
@@ -65,12 +73,7 @@ def space_rows(vectors: Mapping[str, Floats], rows_A: Rows | slice, space: Space
 
 
 def query_vectors(
-    de_BD: Floats | None,
-    clf_BD: Floats | None,
-    space: Space,
-    clf_weight: float,
-    clf_normalize: bool,
-    has_bias: bool,
+    de_BD: Floats | None, clf_BD: Floats | None, space: Space, clf_weight: float, clf_normalize: bool, has_bias: bool
 ) -> Floats:
     """Query side of the space, float32 [B, D'], contiguous; its product with the label side is the score.
 
@@ -82,28 +85,10 @@ def query_vectors(
     Raises:
         ValueError: a part that the space needs is not given.
     """
-    parts = []
-    if space in ("both", "de"):
-        parts.append(_given(de_BD, "de_BD", space))
-    if space in ("both", "clf"):
-        clf = _given(clf_BD, "clf_BD", space)
-        clf = unit_rows(clf) if clf_normalize else clf
-        weight = np.float32(clf_weight if space == "both" else 1.0)
-        parts.append(clf * weight)
-        if has_bias and not clf_normalize:
-            parts.append(np.full((len(clf), 1), weight, dtype=np.float32))
-    return _joined(parts, space)
-
-
-def head_query_vectors(
-    de_BD: Floats | None, clf_BD: Floats | None, space: Space, head: Space, clf_normalize: bool, has_bias: bool
-) -> Floats:
-    """As `query_vectors`, but only `head` ("de" or "clf") decides: the other half is 0, the score is that head's."""
-    de, clf = (None if array is None else np.zeros_like(array) for array in (de_BD, clf_BD))
-    own = {"de": (de_BD, clf), "clf": (de, clf_BD)}[head]
-    out = query_vectors(*own, space, 1.0, clf_normalize, has_bias)
-    if head == "de" and has_bias and not clf_normalize and space == "both":
-        out[:, -1] = 0.0
+    one_B = np.ones(len(clf_BD), dtype=np.float32) if has_bias and clf_BD is not None else None
+    out = label_vectors(de_BD, clf_BD, one_B, space, clf_normalize)
+    if space == "both" and de_BD is not None:
+        out[:, de_BD.shape[1] :] *= np.float32(clf_weight)
     return out
 
 
@@ -114,14 +99,9 @@ def width(dim: int, space: Space, clf_normalize: bool, has_bias: bool) -> int:
 
 
 def head_scores(
-    query_BD: Floats,
-    label_LD: Floats,
-    labels_BK: Rows,
-    *,
-    bias_L: Floats | None = None,
-    normalize: bool = False,
-    block: int = 1 << 24,
-) -> Floats:
+    query_BD: Floats, label_LD: Floats, labels_BK: Rows, *,
+    bias_L: Floats | None = None, normalize: bool = False, block: int = 1 << 24,
+) -> Floats:  # fmt: skip
     """One head's own score of the labels that were found, float32 [B, K]; NaN where `labels_BK` is -1.
 
     Args:
@@ -185,20 +165,3 @@ def unit_rows(vectors_ND: Floats) -> Floats:
     vectors = np.asarray(vectors_ND, dtype=np.float32)
     length = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.divide(vectors, length, out=np.zeros_like(vectors), where=length > 0)
-
-
-def _given(vectors: Floats | None, name: str, space: str) -> Floats:
-    if vectors is None:
-        raise ValueError(f"space {space!r} needs {name}, got None: the model has no such head")
-    array = np.asarray(vectors, dtype=np.float32)
-    if array.ndim != 2:
-        raise ValueError(f"{name} must have two dimensions, got shape {array.shape}")
-    return array
-
-
-def _joined(parts: list[Floats], space: str) -> Floats:
-    if not parts:
-        raise ValueError(f"unknown space {space!r}, expected one of {', '.join(SPACES)}")
-    if len({len(part) for part in parts}) > 1:
-        raise ValueError(f"parts of {space!r} differ in their number of rows: {[len(part) for part in parts]}")
-    return np.ascontiguousarray(np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0])
