@@ -10,8 +10,8 @@ import hashlib
 import importlib
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,9 @@ def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
     if not changed:
         lifecycle.say("the data is up to date")
         return work
-    # what follows imports torch, which takes seconds, as DVC's processes do
-    threading.Thread(target=importlib.import_module, args=("unidec.pipeline.training",), daemon=True).start()
-    steps.run("prepare data", reproduce.reproduce, stages, log.info, retry=True)
+    with ThreadPoolExecutor(1) as imports:  # what training imports takes seconds, as DVC's processes do
+        imports.submit(importlib.import_module, "unidec.pipeline.training")
+        steps.run("prepare data", reproduce.reproduce, stages, log.info, retry=True)
     return reproduce.stale()[1]
 
 

@@ -123,8 +123,6 @@ def test_an_unknown_metric_is_an_error_of_the_parameters(world):
 
 
 def test_models_promote_and_rollback_import_nothing_heavy():
-    code = (
-        "import sys, unidec.cli, unidec.tracking.model_table, unidec.tracking.promotion; print('torch' in sys.modules)"
-    )
+    code = "import sys, unidec.cli, unidec.tracking.lineage, unidec.tracking.promotion; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

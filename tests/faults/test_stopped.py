@@ -52,7 +52,7 @@ def prepared(helper: Callable[[str], Any], tmp_path_factory: pytest.TempPathFact
     with chdir(folder):
         for name in ("ingest", "tokens", "propensity"):
             getattr(pipeline, name)(load_params())
-        prepare_store("sqlite:///mlflow/mlflow.db", folder)
+        prepare_store(f"sqlite:///{folder}/mlflow/mlflow.db")
     return folder
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from unidec.tracking.run import Tracker
+from unidec.tracking.run import Tracker, reconcile_runs
 from unidec.tracking.store import StoreHealth, open_client
-from unidec.tracking.unfinished_runs import reconcile_runs
 
 PARAMS = {f"section.key{i}": i for i in range(120)}
 DATASET = {"name": "tiny", "digest": "0" * 32, "path": "data/dataset", "num_queries": 7}

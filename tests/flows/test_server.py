@@ -40,6 +40,7 @@ def project(tmp_path) -> Path:
     return tmp_path / "project"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_manual_and_a_scheduled_run_complete_and_one_that_overlaps_is_cancelled(helper, project, tmp_path):
     with helper("operations/server").Server(project, tmp_path / "home") as server:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from unidec.tracking.lock_holder import is_alive, this_process
-from unidec.tracking.unfinished_runs import has_died
+from unidec.tracking.run import has_died
 
 
 @pytest.fixture(scope="module")

@@ -206,9 +206,8 @@ def test_code_tags_and_dvc_hash(tmp_path):
 
 
 @pytest.mark.parametrize("note", [b"[1]", b"3", b'{"run_id": "\xff"}', b'{"run_key": "x"}', b"{"])
-def test_a_damaged_note_of_the_run_begins_a_new_one(tmp_path, note):
+def test_a_damaged_note_of_the_run_begins_a_new_one(uri, tmp_path, note):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tracking.json").write_bytes(note)
     assert Tracker.resume(tmp_path / "run").run_id is None
-    tracker = Tracker(uri=f"sqlite:///{tmp_path}/mlflow.db")
-    assert tracker.start(tmp_path / "run", {}) is not None
+    assert Tracker(uri=uri).start(tmp_path / "run", {}) is not None

@@ -160,7 +160,7 @@ def test_the_real_servers_on_ports_of_ones_own(project, monkeypatch):
         assert f"http://127.0.0.1:{prefect}" in printed(ui)
         with urllib.request.urlopen(f"http://127.0.0.1:{prefect}/ui-settings", timeout=30) as answer:
             assert json.load(answer)["api_url"] == f"http://127.0.0.1:{prefect}/api"
-        tracker = Tracker("unidec", root=project)
+        tracker = Tracker("unidec", tracking_uri(project))
         tracker.start(project / "run", {"optim.epochs": 1})
         for _ in range(20):
             if tracker.url is not None:

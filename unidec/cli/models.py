@@ -23,7 +23,7 @@ models_app = group("List, compare, promote and trace registered models.")
 @command(models_app, "unidec models list", "unidec models list --json", name="list")
 def list_models(params: Params, as_json: AsJson = False) -> None:
     """List the registered versions: aliases, metrics, data, code, result of the gate, age."""
-    from unidec.tracking.model_table import list_versions, rows_of
+    from unidec.tracking.lineage import list_versions, rows_of
 
     found = list_versions(params.tracking.model_name)
     if as_json:

@@ -27,8 +27,7 @@ from unidec.pipeline.lock import is_held
 from unidec.pipeline.runs import run_folders
 from unidec.retrieval import bundle_folder
 from unidec.tracking.outbox import Outbox
-from unidec.tracking.run import STATE, Tracker, tracking_state
-from unidec.tracking.unfinished_runs import has_died
+from unidec.tracking.run import STATE, Tracker, has_died, tracking_state
 from unidec.training.checkpoint import checkpoint_folders, read_state
 
 _ROOTS = ("data", "outputs", "runs")

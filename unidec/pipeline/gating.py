@@ -27,7 +27,6 @@ from unidec.retrieval.bundle import Bundle
 from unidec.sections import Gate
 from unidec.tracking import promotion
 from unidec.tracking.fetch import fetch_bundle
-from unidec.tracking.gate_record import record
 from unidec.tracking.promotion import CHALLENGER, CHAMPION, ROLLED_BACK, known_version, rolled_back_words, version_of
 from unidec.tracking.provenance import CHANGED_TAG, COMMIT_TAG, DIRTY_TAG, git, uncommitted
 from unidec.tracking.registry import HASH_TAG
@@ -88,7 +87,7 @@ def gate(params: Params, version: str | int | None = None) -> dict[str, Any]:
     for check in checks:
         log.log(logging.INFO if check.passed else logging.WARNING, "gate: %s: %s", check.check, check.words)
     if not already:
-        record(client, challenger, verdict, settings_sha256(params), [GATE_JSON, GATE_PAGE])
+        promotion.record_verdict(client, challenger, verdict, settings_sha256(params), [GATE_JSON, GATE_PAGE])
         _purge({version.tags.get(HASH_TAG, "")[:16] for version in (challenger, champion) if version is not None})
     metrics = {who: headline(values) for who, values in verdict.get("metrics", {}).items()}
     return {key: verdict[key] for key in ("passed", "already", "model", "reasons")} | {

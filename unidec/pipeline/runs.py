@@ -18,8 +18,7 @@ from unidec.data.storage import read_json_lines, write_json
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths
 from unidec.tracking.lock_holder import is_alive
-from unidec.tracking.run import Status, Tracker, tracking_state
-from unidec.tracking.unfinished_runs import reconcile_runs
+from unidec.tracking.run import Status, Tracker, reconcile_runs, tracking_state
 from unidec.training.identity import check_same, differences
 
 RUN = "run.json"

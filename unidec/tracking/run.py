@@ -16,22 +16,24 @@ attempt that took some seconds, the store is left alone for a hundred times as l
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unidec.data.storage import write_json
 from unidec.errors import without_credentials
-from unidec.tracking.lock_holder import this_process
+from unidec.tracking.lock_holder import is_alive, this_process
 from unidec.tracking.outbox import Outbox
 from unidec.tracking.store import (
     StoreHealth,
+    UnlessMissing,
     experiment_id,
     listens,
     open_client,
@@ -40,7 +42,6 @@ from unidec.tracking.store import (
     ui_url,
     with_credentials,
 )
-from unidec.tracking.system_metrics import sampled
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -65,13 +66,12 @@ class Tracker:
 
     Args:
         experiment: MLflow experiment, created where there is none.
-        root: repository root; the default store is below it.
-        uri: tracking store; default: `MLFLOW_TRACKING_URI`, else SQLite in `<root>/mlflow/`.
+        uri: tracking store; default: see `store.tracking_uri`.
     """
 
-    def __init__(self, experiment: str = "unidec", *, root: Path | str = ".", uri: str | None = None) -> None:
+    def __init__(self, experiment: str = "unidec", uri: str | None = None) -> None:
         self.experiment = experiment
-        self.uri = uri or tracking_uri(root)
+        self.uri = uri or tracking_uri()
         self.shown_uri = without_credentials(self.uri)
         self._health = StoreHealth.of(self.shown_uri)
         self._state: dict[str, Any] = {}
@@ -102,8 +102,9 @@ class Tracker:
         Returns:
             the run's id, or None while the store cannot be reached (a later flush tries again).
         """
-        self._open(Path(run_dir))
-        outer = _outer_tags()
+        self._run_dir, self._outbox = Path(run_dir), Outbox(Path(run_dir))
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        outer = {key: without_credentials(str(tag)) for key, tag in json.loads(os.environ.get(RUN_TAGS, "{}")).items()}
         run_name = outer.pop("mlflow.runName", run_name)
         old = _read_state(self._run_dir)
         same = old.get("uri") == self.shown_uri and old.get("experiment") == self.experiment
@@ -125,20 +126,14 @@ class Tracker:
         return self.run_id
 
     @classmethod
-    def resume(cls, run_dir: Path | str, **options: Any) -> Tracker:
+    def resume(cls, run_dir: Path | str) -> Tracker:
         """Continue the run that was begun in `run_dir`; a tracker that does nothing where none was begun."""
         state = _read_state(Path(run_dir))
-        if state:
-            options["uri"] = with_credentials(state["uri"])
-        tracker = cls(state.get("experiment", "unidec"), **options)
-        if state:
-            tracker._open(Path(run_dir))
-            tracker._state = state
+        if not state:
+            return cls()
+        tracker = cls(state["experiment"], with_credentials(state["uri"]))
+        tracker._run_dir, tracker._outbox, tracker._state = Path(run_dir), Outbox(Path(run_dir)), state
         return tracker
-
-    def _open(self, run_dir: Path) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._run_dir, self._outbox = run_dir, Outbox(run_dir)
 
     @property
     def run_id(self) -> str | None:
@@ -159,15 +154,14 @@ class Tracker:
         """Send everything that waits and end the run."""
         if self._state:
             self._note(status=status)
-            self._outbox.add({"status": status, "at": _now_ms()})
+            self._queue({"status": status})
             self._send(_AT_LAST)  # worth an attempt, whatever it costs
 
     # -- what is logged ----------------------------------------------------------------------------------------------
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue figures of one step, in order of steps; a resumed training that repeats a step does not double it."""
-        if self._state:
-            self._outbox.add({"step": int(step), "at": _now_ms(), "metrics": _named(metrics)})
+        self._queue({"step": int(step), "metrics": _named(metrics)})
 
     def catch_up(self, records: Iterable[Mapping[str, float]]) -> None:
         """Queue those of a training's own records (each with "step") that neither store nor outbox has.
@@ -187,9 +181,8 @@ class Tracker:
 
     def log_final(self, metrics: Mapping[str, float]) -> None:
         """Send figures that have no step (a test split's); the newest value is the one that is shown."""
-        if self._state:
-            self._outbox.add({"final": _named(metrics), "at": _now_ms()})
-            self.flush(force=True)
+        self._queue({"final": _named(metrics)})
+        self.flush(force=True)
 
     def log_files(self, paths: Iterable[Path | str], folder: str | None = None) -> None:
         """Send files and folders that exist, as they are now, to the run's artifacts, below `folder`."""
@@ -201,37 +194,29 @@ class Tracker:
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags of the run."""
+        self._queue({"tags": {key: str(value) for key, value in tags.items()}})
+        self.flush(force=True)
+
+    def _queue(self, entry: dict[str, Any]) -> None:
         if self._state:
-            self._outbox.add({"tags": {key: str(value) for key, value in tags.items()}})
-            self.flush(force=True)
+            self._outbox.add(entry | {"at": _now_ms()})
 
     @contextlib.contextmanager
     def live(self, seconds: float = 10.0) -> Iterator[None]:
         """Inside, a thread sends every so many seconds what was logged."""
-        done = threading.Event()
-
-        def send() -> None:
-            while not done.wait(seconds):
-                if self._health.may_ask():
-                    self._send(_PATIENCE)
-
-        # a daemon: a store that does not answer must not keep the process from its end
-        thread = threading.Thread(target=send, name="tracking", daemon=True)
-        thread.start()
-        try:
+        with _every(seconds, lambda: self._health.may_ask() and self._send(_PATIENCE)):
             yield
-        finally:
-            done.set()
-            self._wait(thread)
 
     @contextlib.contextmanager
     def system_metrics(self) -> Iterator[None]:
-        """Sample processor, memory, disk, network and GPU inside the block, by seconds since the run began."""
-        if not self._state:
-            yield
-            return
-        begun = self._state.get("begun", _now_ms())
-        with sampled(lambda sample: self.log((_now_ms() - begun) // 1000, sample)):
+        """Sample processor, memory, disk, network and GPU inside the block, by seconds since the run began.
+
+        Every `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` seconds, else every 10. MLflow's own monitor would end with the
+        first outage.
+        """
+        begun = self._state.get("begun", 0)
+        seconds = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or 10.0)
+        with _every(seconds, lambda: self.log((_now_ms() - begun) // 1000, _sample_system())):
             yield
 
     # -- sending -----------------------------------------------------------------------------------------------------
@@ -252,17 +237,15 @@ class Tracker:
         done: list[bool] = []
         thread = threading.Thread(target=lambda: done.append(self._send(_PATIENCE)), name="flush", daemon=True)
         thread.start()
-        self._wait(thread)
-        return done == [True]
-
-    def _wait(self, thread: threading.Thread) -> None:
         thread.join(_PATIENCE)
         if thread.is_alive():
             self._health.failed(_PATIENCE)
+        return done == [True]
 
     def _send(self, patience: float) -> bool:
         """One attempt, after waiting `patience` seconds at most for another thread's."""
         if not self._health.asking.acquire(timeout=patience):
+            self._health.failed(patience)
             return False
         begin = time.monotonic()
         try:
@@ -298,17 +281,12 @@ class Tracker:
 
     def _find_run(self, client: MlflowClient) -> Run | None:
         """The run begun before: by its id, or by the key it was created with when the answer got lost."""
-        from mlflow.exceptions import MlflowException
-
         if self.run_id:
-            try:
+            with UnlessMissing():
                 run = client.get_run(self.run_id)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
-                log.warning("MLflow run %s is gone from %s: a new one replaces it", self.run_id, self.shown_uri)
-                return None
-            return run if run.info.lifecycle_stage == "active" else None
+                return run if run.info.lifecycle_stage == "active" else None
+            log.warning("MLflow run %s is gone from %s: a new one replaces it", self.run_id, self.shown_uri)
+            return None
         experiment = client.get_experiment_by_name(self.experiment)
         if experiment is None:
             return None
@@ -392,6 +370,31 @@ def tracking_state(run_dir: Path) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
+def has_died(run_dir: Path) -> bool:
+    """Whether the MLflow run of a training folder was never ended although the process that held it is gone."""
+    state = tracking_state(run_dir)
+    return "holder" in state and state.get("status") is None and is_alive(state["holder"]) is False
+
+
+def reconcile_runs(run_dirs: Iterable[Path]) -> list[str]:
+    """End the runs whose process died as KILLED, and send what other ended runs have in their outbox.
+
+    Args:
+        run_dirs: training folders, also such that never tracked anything.
+
+    Returns:
+        names of the folders whose run was ended; what a store that is away did not take waits on.
+    """
+    ended = []
+    for run_dir in run_dirs:
+        if has_died(run_dir):
+            Tracker.resume(run_dir).finish("KILLED")
+            ended.append(run_dir.name)
+        elif Outbox(run_dir) and tracking_state(run_dir).get("status"):
+            Tracker.resume(run_dir).flush(force=True)
+    return ended
+
+
 def _named(metrics: Mapping[str, float]) -> dict[str, float]:
     return {metric_name(name): float(value) for name, value in metrics.items()}
 
@@ -400,13 +403,49 @@ def _now_ms() -> int:
     return int(time.time() * 1000)
 
 
-def _outer_tags() -> dict[str, str]:
+@contextlib.contextmanager
+def _every(seconds: float, work: Callable[[], object]) -> Iterator[None]:
+    """Inside, a thread works every so many seconds; a failure ends it with a warning, and nothing else."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        try:
+            while not done.wait(seconds):
+                work()
+        except Exception as error:  # a sensor that fails must not end a training
+            log.warning("system metrics are off: %s", error)
+
+    # a daemon: a store that does not answer must not keep the process from its end
+    thread = threading.Thread(target=repeat, name="tracking", daemon=True)
+    thread.start()
     try:
-        outer = json.loads(os.environ.get(RUN_TAGS) or "{}")
-        return {key: without_credentials(str(value)) for key, value in outer.items()}
-    except (ValueError, AttributeError):
-        log.warning("%s is no JSON object: ignored", RUN_TAGS)
-        return {}
+        yield
+    finally:
+        done.set()
+        thread.join(_PATIENCE)
+
+
+@functools.cache
+def _collectors() -> list[Any]:
+    """MLflow's collectors of system metrics."""
+    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+
+    found = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+    with contextlib.suppress(Exception):  # no GPU, or none that its library can read
+        found.append(GPUMonitor())
+    return found
+
+
+def _sample_system() -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for collector in _collectors():
+        collector.collect_metrics()
+        figures |= collector.aggregate_metrics()
+        collector.clear_metrics()
+    return {f"system/{name}": float(value) for name, value in figures.items()}
 
 
 def _line(error: BaseException) -> str:

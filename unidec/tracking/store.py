@@ -199,37 +199,29 @@ class StoreHealth:
         return 0.0 if since is None else time.monotonic() - since
 
 
-def prepare_store(uri: str | None = None, root: Path | str = ".") -> str:
+def prepare_store(uri: str | None = None) -> str:
     """Creates an SQLite store once, whoever comes first; returns the absolute address.
 
     MLflow's first start is a race (several processes migrate the same empty file, and a kill half way leaves one that
     no later start can use), so it happens under a file lock, on a temporary file that is renamed when it is whole.
-
-    Raises:
-        ArtifactError: the database belongs to another version of MLflow.
     """
-    uri = uri or tracking_uri(root)
-    path = sqlite_path(uri, root)
+    uri = uri or tracking_uri()
+    path = sqlite_path(uri)
     if path is None or (path.is_file() and path.stat().st_size > 0):
         return uri
     from filelock import FileLock
 
     quiet_mlflow()
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}-lock"):  # released by the system when its holder dies: nothing to remove by hand
         if not (path.is_file() and path.stat().st_size > 0):
-            _create_sqlite(path)
+            temporary = path.with_name(f"{path.name}-new")
+            temporary.unlink(missing_ok=True)
+            SqlAlchemyStore(f"{_SQLITE}{temporary}", (path.parent / "artifacts").as_uri()).engine.dispose()
+            os.replace(temporary, path)
     return f"{_SQLITE}{path}"
-
-
-def _create_sqlite(path: Path) -> None:
-    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
-    temporary = path.with_name(f"{path.name}-new")
-    temporary.unlink(missing_ok=True)
-    store = SqlAlchemyStore(f"{_SQLITE}{temporary}", (path.parent / "artifacts").as_uri())
-    store.engine.dispose()
-    os.replace(temporary, path)
 
 
 def open_client(uri: str) -> MlflowClient:
