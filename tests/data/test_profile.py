@@ -15,7 +15,15 @@ import pytest
 
 from unidec.data import profile
 from unidec.data.dataset import XMCDataset, write_dataset
-from unidec.data.profile import LENGTH_EDGES, TextMeter, Vocabulary, profile_dataset, spaced, split_words, text_hashes
+from unidec.data.profile import (
+    LENGTH_EDGES,
+    Vocabulary,
+    measure_texts,
+    profile_dataset,
+    spaced,
+    split_words,
+    text_hashes,
+)
 from unidec.data.raw import RawData
 from unidec.errors import ArtifactError
 
@@ -39,8 +47,7 @@ def test_every_figure_of_texts_by_hand(tokenizer: Path) -> None:
     from tokenizers import Tokenizer
 
     known = {"river", "music"}
-    meter = TextMeter(tokenizer, 16, Vocabulary.of(hashed(sorted(known))))
-    measured = meter.measure(TEXTS)
+    measured = measure_texts(TEXTS, tokenizer, 16, Vocabulary.of(hashed(sorted(known))))
     plain = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     plain.no_padding()
     plain.enable_truncation(16)

@@ -13,7 +13,7 @@ import pytest
 from scipy.spatial.distance import jensenshannon
 
 from unidec.data.dataset import write_dataset
-from unidec.data.profile import DatasetProfile, TextMeter, Vocabulary, profile_dataset
+from unidec.data.profile import DatasetProfile, Vocabulary, measure_texts, profile_dataset
 from unidec.data.raw import RawData
 from unidec.evaluation import drift
 from unidec.evaluation.drift import Noise, compare_served, js_distance, mean_shift, served_facts, served_noise
@@ -107,10 +107,10 @@ def test_windows_of_the_same_texts_stay_below_the_noise(profile: DatasetProfile,
     """Fresh draws, many seeds: chance exceeds it in few of a hundred, and the checks are quiet."""
     noise = Noise(drift.text_noise(profile))
     assert noise.at("tokens", 100) > noise.at("tokens", 1000) > 0
-    meter = TextMeter(tokenizer, 16, Vocabulary.from_json(profile.figures["vocabulary"]))
+    vocabulary = Vocabulary.from_json(profile.figures["vocabulary"])
     exceeded, warned = 0, []
     for seed in range(60):
-        window = meter.measure(queries(np.random.default_rng(seed), 150)).summary()
+        window = measure_texts(queries(np.random.default_rng(seed), 150), tokenizer, 16, vocabulary).summary()
         checks = {check.key: check for check in compare_texts(profile.figures, window, noise, LIMITS)}
         exceeded += sum(checks[f"{what}_distance"].new > noise.at(what, 150) for what in ("length", "tokens"))
         warned += [check.key for check in checks.values() if check.state != "ok"]
@@ -119,7 +119,7 @@ def test_windows_of_the_same_texts_stay_below_the_noise(profile: DatasetProfile,
 
 def test_other_texts_are_found(profile: DatasetProfile, tokenizer: Path) -> None:
     noise = Noise(drift.text_noise(profile))
-    meter = TextMeter(tokenizer, 16, Vocabulary.from_json(profile.figures["vocabulary"]))
+    vocabulary = Vocabulary.from_json(profile.figures["vocabulary"])
     rng = np.random.default_rng(0)
     found = {}
     for name, texts in {
@@ -127,7 +127,9 @@ def test_other_texts_are_found(profile: DatasetProfile, tokenizer: Path) -> None
         "long": [" ".join(queries(rng, 3)) for _ in range(300)],
         "foreign": [f"{text} zebra{i}" for i, text in enumerate(queries(rng, 300))],
     }.items():
-        checks = compare_texts(profile.figures, meter.measure(texts).summary(), noise, LIMITS)
+        checks = compare_texts(
+            profile.figures, measure_texts(texts, tokenizer, 16, vocabulary).summary(), noise, LIMITS
+        )
         found[name] = {check.key for check in checks if check.state != "ok"}
     assert found["one topic"] == {"tokens_distance"} | (found["one topic"] & {"length_distance"})
     assert "length_distance" in found["long"]

@@ -12,7 +12,6 @@ import base64
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +21,7 @@ import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
 from unidec.data.dataset import Text, XMCDataset
+from unidec.data.propensity import label_counts
 from unidec.data.tokens import encode_texts, load_tokenizer
 from unidec.errors import ArtifactError
 
@@ -39,11 +39,12 @@ Share = dict[str, float | int]
 """{"share": from 0 to 1, "of": of how many}."""
 
 
+@dataclass(frozen=True)
 class Vocabulary:
     """Which words there are, as a Bloom filter: none is forgotten, about 1% of the others pass for known."""
 
-    def __init__(self, bits: np.ndarray, size: int) -> None:
-        self.bits, self.size = bits, size
+    bits: np.ndarray
+    size: int
 
     @classmethod
     def of(cls, hash_W: np.ndarray) -> Vocabulary:
@@ -109,28 +110,26 @@ class Measured:
     def __len__(self) -> int:
         return len(self.length_N)
 
-    @cached_property
+    @property
     def length_bins(self) -> np.ndarray:
         """Bin of each text's length, int64; see `LENGTH_EDGES`."""
         return np.searchsorted(LENGTH_EDGES, self.length_N, side="right") - 1
 
     def strangeness(self) -> dict[str, Share]:
         """Shares of tokens that the tokenizer does not know, and of words that the vocabulary does not."""
-        unknown, unseen = int(self.unknown_N.sum()), int(self.unseen_N.sum())
         return {
-            "unknown_tokens": share(unknown, int(self.tokens_N.sum())),
-            "unseen_words": share(unseen, int(self.words_N.sum())),
+            "unknown_tokens": share(self.unknown_N.sum(), self.tokens_N.sum()),
+            "unseen_words": share(self.unseen_N.sum(), self.words_N.sum()),
         }
 
     def summary(self) -> dict[str, Any]:
         """The texts as a whole, JSON-able."""
         count, length_N = len(self), self.length_N if len(self) else np.zeros(1, dtype=np.int64)
-        quantiles = zip(QUANTILES, np.quantile(length_N, QUANTILES), strict=True)
         return {
             "count": count,
             "length": {
                 "mean": float(length_N.mean()),
-                "quantiles": {f"{q:g}": float(value) for q, value in quantiles},
+                "quantiles": {f"{q:g}": float(np.quantile(length_N, q)) for q in QUANTILES},
                 "histogram": np.bincount(self.length_bins, minlength=len(LENGTH_EDGES)).tolist(),
             },
             "tokens": {
@@ -139,55 +138,48 @@ class Measured:
             },
             "words": {"count": int(self.words_N.sum()), "top": self.words},
             **self.strangeness(),
-            "cut": share(int(self.cut_N.sum()), count),
-            "empty": share(int((self.length_N == 0).sum()), count),
+            "cut": share(self.cut_N.sum(), count),
+            "empty": share((self.length_N == 0).sum(), count),
             "repeated": share(count - len(np.unique(self.hash_N)), count),
         }
 
 
-class TextMeter:
-    """Measures texts as a model reads them.
+def measure_texts(
+    texts: Sequence[str],
+    tokenizer_folder: str | os.PathLike[str],
+    max_length: int,
+    vocabulary: Vocabulary | None = None,
+) -> Measured:
+    """Facts of each text, as a model reads it.
 
     Args:
         tokenizer_folder: holds tokenizer.json.
         max_length: tokens a text at most, special ones included.
         vocabulary: the words that count as seen; None: words are not judged.
+
+    Raises:
+        DataError: something that is not a text.
     """
-
-    def __init__(
-        self, tokenizer_folder: str | os.PathLike[str], max_length: int, vocabulary: Vocabulary | None = None
-    ) -> None:
-        self.folder, self.max_length, self.vocabulary = os.fspath(tokenizer_folder), max_length, vocabulary
-        self.unknown_id = load_tokenizer(self.folder, max_length).unknown_id
-        self.special_ids = encode_texts([""], self.folder, max_length).ids.astype(np.int64)  # an empty text is those
-
-    def measure(self, texts: Sequence[str]) -> Measured:
-        """Facts of each text.
-
-        Raises:
-            DataError: something that is not a text.
-        """
-        tokens = encode_texts(texts, self.folder, self.max_length)
-        row_F = np.repeat(np.arange(len(texts)), tokens.lengths())
-        ids_F = tokens.ids.astype(np.int64)
-        real_F = ~np.isin(ids_F, self.special_ids)
-        row, ids = row_F[real_F], ids_F[real_F]
-        bucket_NB = csr_matrix((np.ones(len(ids), np.float32), (row, _bucket(ids))), shape=(len(texts), BUCKETS))
-        array = pa.array(texts, pa.large_string())
-        hash_W, words_N, top = split_words(array)
-        unseen_W = np.zeros(len(hash_W)) if self.vocabulary is None else ~self.vocabulary.knows(hash_W)
-        word_row_W = np.repeat(np.arange(len(texts)), words_N)
-        return Measured(
-            length_N=pc.utf8_length(pc.utf8_trim_whitespace(array)).to_numpy(zero_copy_only=False).astype(np.int64),
-            tokens_N=np.bincount(row, minlength=len(texts)),
-            unknown_N=np.bincount(row[ids == self.unknown_id], minlength=len(texts)),
-            cut_N=tokens.lengths() >= self.max_length,
-            bucket_NB=bucket_NB,
-            words_N=words_N,
-            unseen_N=np.bincount(word_row_W, weights=unseen_W, minlength=len(texts)).astype(np.int64),
-            hash_N=text_hashes(array),
-            words=top,
-        )
+    num_texts, tokens = len(texts), encode_texts(texts, tokenizer_folder, max_length)
+    special_ids = encode_texts([""], tokenizer_folder, max_length).ids  # an empty text is those
+    real_F = ~np.isin(tokens.ids, special_ids)
+    row, ids = np.repeat(np.arange(num_texts), tokens.lengths())[real_F], tokens.ids[real_F].astype(np.int64)
+    unknown = ids == load_tokenizer(tokenizer_folder, max_length).unknown_id
+    array = pa.array(texts, pa.large_string())
+    hash_W, words_N, top = split_words(array)
+    unseen_W = np.zeros(len(hash_W)) if vocabulary is None else ~vocabulary.knows(hash_W)
+    word_row_W = np.repeat(np.arange(num_texts), words_N)
+    return Measured(
+        length_N=pc.utf8_length(pc.utf8_trim_whitespace(array)).to_numpy(zero_copy_only=False).astype(np.int64),
+        tokens_N=np.bincount(row, minlength=num_texts),
+        unknown_N=np.bincount(row[unknown], minlength=num_texts),
+        cut_N=tokens.lengths() >= max_length,
+        bucket_NB=csr_matrix((np.ones(len(ids), np.float32), (row, _bucket(ids))), shape=(num_texts, BUCKETS)),
+        words_N=words_N,
+        unseen_N=np.bincount(word_row_W, weights=unseen_W, minlength=num_texts).astype(np.int64),
+        hash_N=text_hashes(array),
+        words=top,
+    )
 
 
 def split_words(array: pa.Array) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
@@ -221,9 +213,9 @@ def text_hashes(array: pa.Array) -> np.ndarray:
     return np.concatenate(hashes)
 
 
-def share(part: int, whole: int) -> Share:
+def share(part: Any, whole: Any) -> Share:
     """A share and what it is of; nothing of nothing is 0."""
-    return {"share": part / whole if whole else 0.0, "of": whole}
+    return {"share": int(part) / int(whole) if whole else 0.0, "of": int(whole)}
 
 
 def spaced(rows: np.ndarray, most: int = SAMPLE) -> np.ndarray:
@@ -254,11 +246,12 @@ def profile_dataset(
     label_texts = dataset.label_texts(spaced(np.arange(dataset.num_labels)), text)
     words_W = [split_words(pa.array(some, pa.large_string()))[0] for some in (texts, label_texts)]
     vocabulary = Vocabulary.of(np.concatenate(words_W))
-    meter = TextMeter(tokenizer_folder, max_length, vocabulary)
-    queries, labels = meter.measure(texts), meter.measure(label_texts)
-    others = [meter.measure(dataset.query_texts(spaced(rows[s]), text)) for s in ("validation", "test")]
+    held_texts = [dataset.query_texts(spaced(rows[split]), text) for split in ("validation", "test")]
+    queries, labels, *others = (
+        measure_texts(some, tokenizer_folder, max_length, vocabulary) for some in (texts, label_texts, *held_texts)
+    )
     held_out = next((some for some in others if len(some)), None)
-    unseen, words = (int(sum(getattr(o, name).sum() for o in others)) for name in ("unseen_N", "words_N"))
+    unseen, words = (sum(getattr(other, name).sum() for other in others) for name in ("unseen_N", "words_N"))
     figures = {
         "version": VERSION,
         "name": dataset.name,
@@ -281,28 +274,20 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
     """Shares that are counted over the whole data set."""
     hash_N, empty_N = hashes_of(dataset, "queries", text)
     hash_L, empty_L = hashes_of(dataset, "labels", text)
-    count_N = np.diff(dataset.relevance.indptr)
-    in_train_P = np.repeat(np.isin(np.arange(dataset.num_queries), rows["train"]), count_N)
-    points_L = np.bincount(dataset.relevance.indices[in_train_P], minlength=dataset.num_labels)
-    asked = np.unique(dataset.relevance.indices[~in_train_P])
     train, test = hash_N[rows["train"]], rows["test"][~empty_N[rows["test"]]]
-
-    def repeated(hashes: np.ndarray) -> Share:
-        return share(len(hashes) - len(np.unique(hashes)), len(hashes))
-
-    def true(flags: np.ndarray) -> Share:
-        return share(int(flags.sum()), len(flags))
-
-    return {
-        "empty_queries": true(empty_N),
-        "empty_labels": true(empty_L),
-        "repeated_queries": repeated(train),
-        "repeated_labels": repeated(hash_L),
-        "test_texts_in_train": true(np.isin(hash_N[test], train)),
-        "queries_without_positives": true(count_N == 0),
-        "labels_without_training_points": true(points_L == 0),
-        "unseen_labels": true(points_L[asked] == 0),
+    points_L = label_counts(dataset.relevance, rows["train"])
+    asked_L = label_counts(dataset.relevance, np.concatenate([rows["validation"], rows["test"]])) > 0
+    flags = {
+        "empty_queries": empty_N,
+        "empty_labels": empty_L,
+        "repeated_queries": pd.Series(train).duplicated(),
+        "repeated_labels": pd.Series(hash_L).duplicated(),
+        "test_texts_in_train": np.isin(hash_N[test], train),
+        "queries_without_positives": np.diff(dataset.relevance.indptr) == 0,
+        "labels_without_training_points": points_L == 0,
+        "unseen_labels": points_L[asked_L] == 0,
     }
+    return {name: share(own.sum(), len(own)) for name, own in flags.items()}
 
 
 def hashes_of(dataset: XMCDataset, which: Literal["queries", "labels"], text: Text) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ import scipy.sparse as sp
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.profile import TextMeter, Vocabulary, profile_dataset, share, spaced
+from unidec.data.profile import Vocabulary, measure_texts, profile_dataset, share, spaced
 from unidec.data.storage import MANIFEST, file_sha256, swap_folder, write_json
 from unidec.errors import ArtifactError, DataError
 from unidec.evaluation.drift import SCORE_QUANTILES, Noise, compare_served, text_noise
@@ -74,7 +74,7 @@ class _Reference:
     def summary(self, texts: Sequence[str]) -> dict[str, Any]:
         """Figures of later queries."""
         vocabulary = Vocabulary.from_json(self.figures["vocabulary"])
-        return TextMeter(self.tokenizer, self.figures["max_length"], vocabulary).measure(texts).summary()
+        return measure_texts(texts, self.tokenizer, self.figures["max_length"], vocabulary).summary()
 
 
 # -- data_change ------------------------------------------------------------------------------------------------------
