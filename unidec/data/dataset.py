@@ -57,9 +57,8 @@ class XMCDataset:
         self.num_queries = self.queries.num_rows
         self.num_labels = self.labels.num_rows
         for name, num_rows in (("queries", self.num_queries), ("labels", self.num_labels)):
-            if meta.get(f"num_{name}") != num_rows:
-                what = "another number of rows than the manifest has"
-                _refuse(path / f"{name}.arrow", what, num_rows, meta.get(f"num_{name}"))
+            if (expected := meta.get(f"num_{name}")) != num_rows:
+                _refuse(path / f"{name}.arrow", "another number of rows than the manifest has", num_rows, expected)
         self.split_N = load_array(path / "split.npy", np.uint8)
         if self.split_N.shape[0] != self.num_queries:
             _refuse(path / "split.npy", "row counts that differ", self.split_N.shape[0], self.num_queries)
@@ -104,17 +103,12 @@ class XMCDataset:
         return _take(self.labels, rows)["uid"].to_pylist()
 
     def text_batches(
-        self,
-        which: Literal["queries", "labels"],
-        text: Text = "title",
-        batch_size: int = 8192,
-        rows: tuple[int, int] | None = None,
+        self, which: Literal["queries", "labels"], text: Text = "title", batch_size: int = 8192
     ) -> Iterator[list[str]]:
-        """Texts of queries or labels in order, a batch at a time; all, or those of rows[0] to rows[1] - 1."""
+        """Texts of queries or labels in order, a batch at a time."""
         table = {"queries": self.queries, "labels": self.labels}[which]
-        first, last = rows or (0, table.num_rows)
-        for start in range(first, last, batch_size):
-            yield _texts(table.slice(start, min(batch_size, last - start)), text).to_pylist()
+        for start in range(0, table.num_rows, batch_size):
+            yield _texts(table.slice(start, batch_size), text).to_pylist()
 
     def to_raw(self, keep_validation: bool = True) -> RawData:
         """Back to raw data; without `keep_validation`, train has the validation queries, in their raw order."""
@@ -124,10 +118,8 @@ class XMCDataset:
         if not keep_validation or not rows["validation"].size:
             del rows["validation"]
         queries = {split: self.queries.take(own) for split, own in rows.items()}
-        relevance = {split: self.relevance[own] for split, own in rows.items()}
-        return RawData(
-            self.name, queries, self.labels, relevance, {s: self.filter_pairs[own] for s, own in rows.items()}
-        )
+        relevance, filters = ({s: m[own] for s, own in rows.items()} for m in (self.relevance, self.filter_pairs))
+        return RawData(self.name, queries, self.labels, relevance, filters)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{self.rows(split).size:,} {split}" for split in SPLITS)  # type: ignore[arg-type]

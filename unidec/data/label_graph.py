@@ -11,15 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from scipy.sparse import csr_matrix, vstack
+from scipy.sparse import csr_matrix
 
 from unidec.data.array_file import ArrayFile, load_csr
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_manifest, verify_once, write_folder
-from unidec.errors import DataError
 from unidec.progress import progress
 from unidec.sections import LabelGraph
 
@@ -37,22 +36,10 @@ _WALK_SEED = 20210
 Kind = Literal["cooccurrence", "random-walk", "glas", "self"]
 
 
-def soft_targets(relevance: csr_matrix, threshold: float, **options: Any) -> csr_matrix:
-    """All of `target_blocks` in one float32 CSR [L, L]."""
-    blocks = list(target_blocks(relevance, threshold, **options))
-    if not blocks:
-        return csr_matrix((relevance.shape[1],) * 2, dtype=np.float32)
-    return csr_matrix(vstack(blocks, format="csr", dtype=np.float32))
-
-
 def target_blocks(
-    relevance: csr_matrix,
-    threshold: float,
-    *,
-    kind: Kind = "cooccurrence",
-    share: float = 1.0,
+    relevance: csr_matrix, threshold: float, *, kind: Kind = "cooccurrence", share: float = 1.0,
     tail_first: bool = False,
-) -> Iterator[csr_matrix]:
+) -> Iterator[csr_matrix]:  # fmt: skip
     """Soft targets of every label's text, some rows at a time, from the first label to the last: float32 CSR [J, L],
     row j the targets of label j, sorted; those of at least the threshold, and not 0. By kind, entry (j, i) is
 
@@ -62,7 +49,7 @@ def target_blocks(
     - "self": the label itself alone, 1 (Z' of table 1.2).
 
     A label's own target is 1 (with "glas", as its formula says, sigmoid(1)), also for one without a training query.
-    Nothing L x L is ever held: two copies of the pairs' columns (three for a share or random walks), and a block.
+    Nothing L x L is ever held: copies of the pairs' columns (two; three for a share or random walks), and a block.
 
     Args:
         relevance: CSR [N, L], training queries; relevant where > 0.
@@ -71,19 +58,15 @@ def target_blocks(
         tail_first: the share is of the labels with the fewest training queries (ties at random), else drawn at random.
             A smaller share is a part of a larger one.
 
-    Raises:
-        DataError: the threshold or the share is out of range.
     """
-    if not 0 <= threshold <= 1:
-        raise DataError("the label graph's threshold must be from 0 to 1", where="label_graph.threshold", got=threshold)
-    if not 0 < share <= 1:
-        raise DataError("the share of labels must be above 0 and at most 1", where="label_graph.share", got=share)
-    positive_NL = _ones(relevance)
+    positive_NL = (relevance > 0).astype(np.int32)  # each pair once, rows sorted
     label_LN = csr_matrix(positive_NL.T)
     count_L = np.diff(label_LN.indptr)
     chosen_L = chosen_labels(count_L, share, tail_first)
     if not chosen_L.all():
-        label_LN = _only_rows(label_LN, chosen_L)
+        kept = np.flatnonzero(chosen_L)
+        keep_LL = csr_matrix((np.ones(len(kept), np.int32), (kept, kept)), shape=(len(chosen_L),) * 2)
+        label_LN = csr_matrix(keep_LL @ label_LN)
     with progress(total=len(count_L), desc="label graph", unit="label") as bar:
         for start, graph_JL in _graph_blocks(positive_NL, label_LN, count_L, kind):
             stop = start + graph_JL.shape[0]
@@ -133,27 +116,6 @@ def _graph_blocks(
         yield start, graph_JL
 
 
-def _only_rows(matrix: csr_matrix, kept_R: np.ndarray) -> csr_matrix:
-    """The matrix with all other rows empty."""
-    count_R = np.diff(matrix.indptr)
-    indptr = np.concatenate([[0], np.cumsum(np.where(kept_R, count_R, 0))])
-    kept_Q = np.repeat(kept_R, count_R)
-    return csr_matrix((matrix.data[kept_Q], matrix.indices[kept_Q], indptr), matrix.shape)
-
-
-def _ones(relevance: csr_matrix) -> csr_matrix:
-    """1 where relevant, each pair once, rows sorted: int32; shares the columns of a matrix that is so already."""
-    if relevance.has_canonical_format and bool((relevance.data > 0).all()):
-        ones = np.ones(relevance.nnz, dtype=np.int32)
-        return csr_matrix((ones, relevance.indices, relevance.indptr), relevance.shape, copy=False)
-    positive = (relevance.data > 0).astype(np.int32)
-    matrix: Any = csr_matrix((positive, relevance.indices, relevance.indptr), relevance.shape, copy=True)
-    matrix.sum_duplicates()
-    matrix.eliminate_zeros()
-    matrix.data[:] = 1
-    return matrix
-
-
 def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> list[tuple[int, int]]:
     """Ranges of labels whose counted co-occurrences stay within `_PAIRS_AT_ONCE` (a single label may exceed it)."""
     width_N = np.diff(positive_NL.indptr).astype(np.int64)
@@ -168,10 +130,9 @@ def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> list[tuple[int, in
 
 
 def build_label_graph(dataset: XMCDataset, settings: LabelGraph, out: str | os.PathLike[str]) -> Path:
-    """Stores `soft_targets` of the training rows: indptr.npy (int64), indices.npy (int32), data.npy (float32).
+    """Stores the `target_blocks` of the training rows: indptr.npy (int64), indices.npy (int32), data.npy (float32).
 
     Raises:
-        DataError: the threshold or share is out of range.
         ArtifactError: the folder cannot be written.
     """
     train_rows = dataset.rows("train")

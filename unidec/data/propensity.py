@@ -21,7 +21,6 @@ from unidec.errors import ArtifactError, DataError
 KIND = "propensity"
 VERSION = 1
 
-TAIL, TORSO, HEAD = 0, 1, 2
 _TORSO_FROM, _HEAD_ABOVE = 10, 100  # training points of a label
 _ROWS_AT_ONCE = 1 << 18
 
@@ -113,11 +112,6 @@ def load_propensity(path: str | os.PathLike[str], verify: bool = True) -> Propen
     count_L = load_array(root / "label_counts.npy", np.int64, mmap=False)
     group_L = load_array(root / "group.npy", np.int8, mmap=False)
     if not (len(inverse_L) == len(count_L) == len(group_L) == meta.get("num_labels")):
-        raise ArtifactError(
-            "arrays of different lengths",
-            where=str(root),
-            got=f"{len(inverse_L)}, {len(count_L)}, {len(group_L)}",
-            expected=meta.get("num_labels"),
-            fix=REBUILD,
-        )
+        got, expected = f"{len(inverse_L)}, {len(count_L)}, {len(group_L)}", meta.get("num_labels")
+        raise ArtifactError("arrays of different lengths", where=str(root), got=got, expected=expected, fix=REBUILD)
     return Propensity(inverse_L, count_L, group_L, float(meta["a"]), float(meta["b"]))

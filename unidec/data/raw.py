@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,29 +46,21 @@ class RawData:
         """The same with validation queries behind the training queries, for layouts of train and test."""
         if "validation" not in self.queries:
             return self
-        both = ("train", "validation")
-
-        def merge(parts: dict[str, Any], join: Callable[[list[Any]], Any]) -> dict[str, Any]:
-            rest = {split: part for split, part in parts.items() if split not in both}
-            return {"train": join([parts[split] for split in both]), **rest}
-
-        return replace(
-            self,
-            queries=merge(self.queries, pa.concat_tables),
-            relevance=merge(self.relevance, stack),
-            filter_pairs=merge(self.filter_pairs, stack),
-        )
+        merged: dict[str, Any] = {}
+        for name, join in (("queries", pa.concat_tables), ("relevance", stack), ("filter_pairs", stack)):
+            parts = dict(getattr(self, name))
+            merged[name] = parts | {"train": join([parts["train"], parts.pop("validation")])}
+        return replace(self, **merged)
 
     def take(self, rows: dict[str, np.ndarray]) -> RawData:
         """The queries of these splits at these rows (of train, where a split is new), and their pairs."""
-        parts = {"queries": self.queries, "relevance": self.relevance, "filter_pairs": self.filter_pairs}
         taken: dict[str, Any] = {}
-        for name, by_split in parts.items():
-            sources = {split: by_split.get(split, by_split["train"]) for split in rows}
-            some = {
-                s: part.take(rows[s]) if name == "queries" else csr_matrix(part[rows[s]]) for s, part in sources.items()
-            }
-            taken[name] = {**by_split, **some}
+        for name in ("queries", "relevance", "filter_pairs"):
+            parts = getattr(self, name)
+            taken[name] = dict(parts)
+            for split, own in rows.items():
+                part = parts.get(split, parts["train"])
+                taken[name][split] = part.take(own) if name == "queries" else csr_matrix(part[own])
         return replace(self, **taken)
 
 
@@ -78,14 +70,11 @@ def text_table(
     """Columns to a table uid, title, content; without contents they are empty strings."""
     if contents is None:
         contents = pa.repeat(pa.scalar("", pa.large_string()), len(uids))
-    columns = [_strings(column) for column in (uids, titles, contents)]
+    columns = [
+        column.cast(pa.large_string()) if isinstance(column, pa.Array | pa.ChunkedArray) else column
+        for column in (uids, titles, contents)
+    ]
     return pa.table(dict(zip(TEXT_SCHEMA.names, columns, strict=True)), schema=TEXT_SCHEMA)
-
-
-def _strings(column: Sequence[str] | pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    if isinstance(column, pa.Array | pa.ChunkedArray):
-        return column.cast(pa.large_string())
-    return pa.array(column, pa.large_string())
 
 
 def stack(parts: Sequence[csr_matrix]) -> csr_matrix:

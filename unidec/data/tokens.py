@@ -31,7 +31,6 @@ CHUNK_TEXTS = 256
 """Texts padded together in training."""
 
 _ENCODE_AT_ONCE = 4096  # texts: bounds the memory of `encode_texts`, and of its Python lists, for any input
-_CHECK_AT_ONCE = 1 << 20  # ids or texts: the temporary memory of the checks stays under 10 MB
 
 
 class Tokens:
@@ -117,34 +116,29 @@ class TokenCache(Tokens):
         """
         root = Path(path)
         with verify_once(root, verify) as needed:
-            return cls._open(root, needed)
-
-    @classmethod
-    def _open(cls, root: Path, verify: bool) -> TokenCache:
-        meta = read_manifest(root, KIND, VERSION, verify)["meta"]
-        facts = [meta.get(key) for key in ("vocab_size", "pad_id", "max_length", "num_texts")]
-        if any(type(number) is not int or number < 0 for number in facts):
-            raise ArtifactError("a manifest without the facts of a token cache", where=str(root), got=str(meta)[:200])
-        vocab_size, pad_id, max_length, num_texts = facts
-        offsets = load_array(root / "offsets.npy", np.int64)
-        ids = load_array(root / "ids.npy", _id_dtype(vocab_size))
-        fit = len(offsets) == num_texts + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
-        for start in range(0, num_texts if verify and fit else 0, _CHECK_AT_ONCE):  # little memory
-            lengths = np.diff(offsets[start : start + _CHECK_AT_ONCE + 1])
-            fit = fit and lengths.min() >= 0 and lengths.max() <= max_length
-        if not fit:
-            raise ArtifactError(
-                "offsets and ids do not fit together",
-                where=str(root / "offsets.npy"),
-                got=f"{len(offsets)} offsets, {len(ids)} ids",
-                expected=f"{num_texts} texts of at most {max_length} tokens, one after the other",
-                fix=REBUILD,
-            )
-        starts = range(0, len(ids) if verify else 0, _CHECK_AT_ONCE)
-        if any(int(ids[start : start + _CHECK_AT_ONCE].max()) >= vocab_size for start in starts):
-            raise ArtifactError(
-                "a token id beyond the vocabulary", where=str(root / "ids.npy"), expected=f"< {vocab_size}"
-            )
+            meta = read_manifest(root, KIND, VERSION, needed)["meta"]
+            facts = [meta.get(key) for key in ("vocab_size", "pad_id", "max_length", "num_texts")]
+            if any(type(number) is not int or number < 0 for number in facts):
+                what = "a manifest without the facts of a token cache"
+                raise ArtifactError(what, where=str(root), got=str(meta)[:200])
+            vocab_size, pad_id, max_length, num_texts = facts
+            offsets = load_array(root / "offsets.npy", np.int64)
+            ids = load_array(root / "ids.npy", _id_dtype(vocab_size))
+            fit = len(offsets) == num_texts + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
+            if fit and needed and num_texts:
+                lengths = np.diff(offsets)
+                fit = lengths.min() >= 0 and lengths.max() <= max_length
+            if not fit:
+                raise ArtifactError(
+                    "offsets and ids do not fit together",
+                    where=str(root / "offsets.npy"),
+                    got=f"{len(offsets)} offsets, {len(ids)} ids",
+                    expected=f"{num_texts} texts of at most {max_length} tokens, one after the other",
+                    fix=REBUILD,
+                )
+            if needed and len(ids) and ids.max() >= vocab_size:
+                what, expected = "a token id beyond the vocabulary", f"< {vocab_size}"
+                raise ArtifactError(what, where=str(root / "ids.npy"), expected=expected)
         cache = cls(ids, offsets, vocab_size, pad_id, max_length)
         cache.path, cache.meta = root, meta
         return cache
@@ -190,9 +184,8 @@ class TextTokenizer:
             raise ArtifactError("not a readable tokenizer", where=str(self.file), got=str(error)[:200]) from error
         specials = self._tokenizer.num_special_tokens_to_add(False)
         if max_length <= specials:
-            raise ArtifactError(
-                "no room for text", where=str(self.file), got=f"max_length {max_length}", expected=f"> {specials}"
-            )
+            got, expected = f"max_length {max_length}", f"> {specials}"
+            raise ArtifactError("no room for text", where=str(self.file), got=got, expected=expected)
         self.max_length, self.num_specials = max_length, specials
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self.pad_id = self._find_pad_id()
@@ -248,9 +241,8 @@ def _not_text(texts: Sequence[Any], error: Exception) -> DataError:
     """Names the first item that is not a string of valid Unicode."""
     faulty = (i for i, t in enumerate(texts) if not isinstance(t, str) or any(0xD800 <= ord(c) < 0xE000 for c in t))
     where = f"text {next(faulty, -1)} of {len(texts)}"
-    return DataError(
-        "a text that cannot be tokenised", where=where, got=str(error)[:200], expected="valid Unicode strings"
-    )
+    what, expected = "a text that cannot be tokenised", "valid Unicode strings"
+    return DataError(what, where=where, got=str(error)[:200], expected=expected)
 
 
 def _id_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -274,11 +266,9 @@ def encode_texts(texts: Sequence[str], tokenizer_folder: str | os.PathLike[str],
     tokenizer = load_tokenizer(tokenizer_folder, max_length)
     if isinstance(texts, str):
         raise DataError("a list of texts is needed", got="one string", fix="pass [text]")
-    starts = range(0, len(texts), _ENCODE_AT_ONCE)
-    parts = [tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE]) for start in starts]
-    flat = np.concatenate([part[0] for part in parts]) if parts else np.zeros(0, _id_dtype(tokenizer.vocab_size))
-    offsets = _offsets(part[1] for part in parts)
-    return Tokens(flat, offsets, tokenizer.vocab_size, tokenizer.pad_id, max_length)
+    starts = range(0, max(len(texts), 1), _ENCODE_AT_ONCE)
+    flat, lengths = zip(*(tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE]) for start in starts), strict=True)
+    return Tokens(np.concatenate(flat), _offsets(lengths), tokenizer.vocab_size, tokenizer.pad_id, max_length)
 
 
 def _offsets(lengths: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
@@ -286,13 +276,9 @@ def _offsets(lengths: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
 
 
 def build_token_cache(
-    texts: Iterator[list[str]] | Iterable[list[str]],
-    tokenizer_folder: str | os.PathLike[str],
-    max_length: int,
-    out: str | os.PathLike[str],
-    num_texts: int,
-    meta: Mapping[str, Any] | None = None,
-) -> Path:
+    texts: Iterable[list[str]], tokenizer_folder: str | os.PathLike[str], max_length: int, out: str | os.PathLike[str],
+    num_texts: int, meta: Mapping[str, Any] | None = None,
+) -> Path:  # fmt: skip
     """Tokenise batches of texts into a folder; memory is bounded by a batch and 8 bytes a text.
 
     Args:
