@@ -175,13 +175,11 @@ def open_trainer(
     """`open_trainer("run", **{"pool.beta": 1})`: a `Trainer` of `tiny_dataset`; the same name opens the run again."""
 
     def open_trainer(run: str = "run", **overrides: Any) -> Any:
-        from scipy.sparse import vstack
-
-        from unidec.data.label_graph import target_blocks
+        from unidec.data.label_graph import soft_targets
         from unidec.training.trainer import Trainer, TrainingData
 
         params = tiny_params(**overrides)
-        graph = vstack(list(target_blocks(tiny_dataset.relevance[tiny_dataset.rows("train")], 0.1)), format="csr")
+        graph = soft_targets(tiny_dataset.relevance[tiny_dataset.rows("train")], 0.1)
         tokens = tiny_tokens.values()
         return Trainer(params.training, TrainingData(tiny_dataset, *tokens, graph), tmp_path / run, tmp_path / "cache")
 

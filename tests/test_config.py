@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from unidec import config, params, sections
+from unidec.config import ParamsError
 from unidec.errors import ConfigError
-from unidec.problems import ParamsError
 from unidec.strict_yaml import parse_scalar, read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]

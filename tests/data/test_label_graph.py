@@ -6,18 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scipy.sparse import csr_matrix, vstack
+from scipy.sparse import csr_matrix
 
 from unidec.data import label_graph, storage
-from unidec.data.label_graph import build_label_graph, chosen_labels, load_label_graph, target_blocks
+from unidec.data.label_graph import build_label_graph, chosen_labels, load_label_graph, soft_targets
 from unidec.errors import ArtifactError
 from unidec.sections import LabelGraph
-
-
-def soft_targets(relevance, threshold, **options):
-    """All of `target_blocks` in one float32 CSR [L, L]."""
-    blocks = list(target_blocks(relevance, threshold, **options))
-    return csr_matrix(vstack(blocks) if blocks else (relevance.shape[1],) * 2, dtype=np.float32)
 
 
 def dense_reference(truth, threshold):

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
+from unidec.config import nearest, problem, short, valid_values
 from unidec.errors import ConfigError
-from unidec.problems import nearest, problem, short, valid_values
 from unidec.sections import Count, Section, Seed
 from unidec.strict_yaml import read_yaml
 

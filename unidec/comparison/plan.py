@@ -20,9 +20,8 @@ from unidec.comparison.file import (
     read_file,
 )
 from unidec.comparison.peers import PEERS
-from unidec.config import Params, build_params, recipe_names
+from unidec.config import Params, ParamsError, build_params, nearest, problem, recipe_names, short
 from unidec.errors import ConfigError
-from unidec.problems import ParamsError, nearest, problem, short
 
 Kind = Literal["recipe", "model_of", "peer"]
 SOURCES = ("recipe", "like", "model_of", "peer")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,7 +85,6 @@ def stack(parts: Sequence[csr_matrix]) -> csr_matrix:
 
 
 LARGEST_FAMILY = 0.05  # of the queries held out
-_UIDS_AT_ONCE = 1 << 16
 
 
 def hold_out(uids: Sequence[str] | pa.ChunkedArray, filter_pairs: csr_matrix, share: float, seed: int) -> np.ndarray:
@@ -106,7 +105,7 @@ def hold_out(uids: Sequence[str] | pa.ChunkedArray, filter_pairs: csr_matrix, sh
     size_F = np.bincount(family_N, minlength=num_families)
     prefix = f"{seed}|".encode()
     hash_N = np.fromiter(
-        (int.from_bytes(hashlib.blake2b(prefix + uid.encode(), digest_size=8).digest(), "big") for uid in _each(uids)),
+        (int.from_bytes(hashlib.blake2b(prefix + str(u).encode(), digest_size=8).digest(), "big") for u in uids),
         np.uint64,
         num_queries,
     )
@@ -125,13 +124,6 @@ def hold_out(uids: Sequence[str] | pa.ChunkedArray, filter_pairs: csr_matrix, sh
     if total == 0 and num_families > 1:
         chosen_F[np.argmin(size_F)] = True
     return chosen_F[family_N]
-
-
-def _each(uids: Sequence[str] | pa.ChunkedArray) -> Iterator[str]:
-    """The uids; an Arrow column's become Python strings some thousands at a time."""
-    for start in range(0, len(uids), _UIDS_AT_ONCE):
-        some = uids[start : start + _UIDS_AT_ONCE]
-        yield from some.to_pylist() if isinstance(some, pa.ChunkedArray) else some
 
 
 def cut_test(raw: RawData, share: float, seed: int) -> RawData:

@@ -1,13 +1,16 @@
-"""Tables in files, .csv, .tsv, .jsonl (each also .gz) and .parquet: one reader a kind, some megabytes at a time.
+"""Lines and tables of files from outside: .csv, .tsv, .jsonl (each also .gz) and .parquet, one reader a kind.
 
-What is wrong with a row goes to a `Report`, which notes it or raises.
+Files are read once from front to back: never more in memory than some megabytes and a row, whatever they hold. What is
+wrong with a row goes to a `Report`, which notes it or raises.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from unidec.data.bounded import DEFAULT_BOUNDS, check_unpacked, read_lines, row_too_long
 from unidec.errors import DataError
 from unidec.sections import RawBounds
 
@@ -23,6 +25,9 @@ T = TypeVar("T")
 Report = Callable[[str, int, object], None]
 """Takes what is wrong, the line (1-based), and what was found."""
 
+ALWAYS_UNPACKED = 64 << 20  # bytes that any compressed file may unpack to, whatever its own size
+BOM = b"\xef\xbb\xbf"
+DEFAULT_BOUNDS = RawBounds()
 NOT_UTF8 = "text that is not UTF-8"
 BLOCK_BYTES = 1 << 20  # of lines that are held as Python objects
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
@@ -51,6 +56,55 @@ def decode(line: bytes, number: int, report: Report) -> str:
     except UnicodeDecodeError as error:
         report(NOT_UTF8, number, f"byte {error.start + 1} is {line[error.start]:#04x}")
         return line.decode("utf-8", "replace")
+
+
+def check_unpacked(path: Path, num_bytes: int, bounds: RawBounds) -> None:
+    """Refuse a compressed file that unpacks to so many bytes: more than `max_unpack_ratio` times its own size."""
+    size = path.stat().st_size
+    if num_bytes > max(ALWAYS_UNPACKED, bounds.max_unpack_ratio * size):
+        raise DataError(
+            "a compressed file that unpacks to too much",
+            where=str(path),
+            got=f"{size:,} bytes unpack to {num_bytes:,} or more",
+            expected=f"at most {bounds.max_unpack_ratio} times its size",
+            fix="check the file; if the raw data is right as it is, raise raw.max_unpack_ratio",
+        )
+
+
+def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple[int, bytes]]:
+    """Number (1-based) and bytes of each line, without its line feed and a byte order mark; .gz is unpacked.
+
+    Raises:
+        DataError: a line of more than `bounds.max_row_bytes`, or a file that cannot be opened, is a damaged gzip file,
+            or unpacks to more than it may.
+    """
+    packed = path.suffix.lower() == ".gz"
+    total = number = 0
+    try:
+        with gzip.open(path, "rb") if packed else open(path, "rb") as file:
+            if file.read(len(BOM)) != BOM:
+                file.seek(0)
+            while line := file.readline(bounds.max_row_bytes + 2):
+                total, number = total + len(line), number + 1
+                if packed and total > ALWAYS_UNPACKED:
+                    check_unpacked(path, total, bounds)
+                line = line.removesuffix(b"\n")
+                if len(line) > bounds.max_row_bytes:
+                    raise row_too_long(path, number, bounds)
+                yield number, line
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError("a damaged gzip file", where=str(path), got=str(error), fix="fetch it again") from error
+    except OSError as error:
+        raise DataError("a file that cannot be read", where=str(path), got=error.strerror or error) from error
+
+
+def row_too_long(path: Path, number: int, bounds: RawBounds, hint: str = "") -> DataError:
+    """The error for a line or row beyond its bound."""
+    return DataError(
+        f"a row of more than {bounds.max_row_bytes:,} bytes{hint}",
+        where=f"{path}:{number}",
+        fix="correct the row; if the raw data is right as it is, raise raw.max_row_bytes",
+    )
 
 
 def to_numbers(column: pa.Array | pa.ChunkedArray) -> np.ndarray:

@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unidec.config import nearest
 from unidec.errors import ConfigError, Refused
-from unidec.problems import nearest
 from unidec.tracking.registry import HASH_TAG, tracking_to, verify_version
 from unidec.tracking.store import UnlessMissing, open_client, sqlite_path, tracking_uri, user
 

@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from unidec.data.bounded import DEFAULT_BOUNDS
 from unidec.data.formats import beir, tables, xmc_json, xmc_text
 from unidec.data.formats.files import Lines, Source
 from unidec.data.formats.pairs import rows_of
 from unidec.data.raw import RawData, cut_test, make_slice
 from unidec.data.storage import file_sha256, swap_folder
+from unidec.data.table_file import DEFAULT_BOUNDS
 from unidec.errors import DataError
 from unidec.sections import Data, RawBounds
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from unidec.data.bounded import DEFAULT_BOUNDS, read_lines
-from unidec.data.table_file import Report, decode, in_blocks
+from unidec.data.table_file import DEFAULT_BOUNDS, Report, decode, in_blocks, read_lines
 from unidec.errors import DataError
 from unidec.sections import RawBounds
 

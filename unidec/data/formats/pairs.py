@@ -15,9 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
-from unidec.data.bounded import check_unpacked
 from unidec.data.formats.files import Lines, Source, next_line
-from unidec.data.table_file import to_numbers
+from unidec.data.table_file import check_unpacked, to_numbers
 from unidec.errors import DataError
 
 _TOKEN = r"^(?P<label>-?\d{1,18}):(?P<value>[^\s:]+)$"
