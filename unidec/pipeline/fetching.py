@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,10 +57,7 @@ def fetch(params: Params) -> dict[str, Any]:
 def _of_folder(root: Path) -> dict[str, Path]:
     """Name -> file; hidden files are no data."""
     if not root.is_dir():
-        raise DataError(
-            "no such folder", where=str(root), expected="the folder that source.path names",
-            fix="mount it, or mend source.path; nothing was trained",
-        )  # fmt: skip
+        raise DataError("no such folder", where=str(root), fix="mount it, or mend source.path; nothing was trained")
     files = _listed(root)
     if not files:
         raise DataError("an empty folder", where=str(root), fix="wait for the export, or mend source.path")
@@ -69,14 +65,10 @@ def _of_folder(root: Path) -> dict[str, Path]:
 
 
 def _listed(root: Path) -> dict[str, Path]:
-    found = {}
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith("."):
-                path = Path(folder, name)
-                found[path.relative_to(root).as_posix()] = path
-    return found
+    files = {path.relative_to(root): path for path in sorted(root.rglob("*")) if path.is_file()}
+    return {
+        name.as_posix(): path for name, path in files.items() if not any(part.startswith(".") for part in name.parts)
+    }
 
 
 def _of_tables(source: Source) -> dict[str, Path]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+import torch
 
 from unidec import errors
 from unidec.config import Params
@@ -32,6 +33,7 @@ from unidec.errors import ConfigError, TrainingError, UnidecError
 from unidec.pipeline.parent_watch import GRACE_S, LAUNCHER, watch
 from unidec.progress import silence
 from unidec.training.distributed import Ranks
+from unidec.training.precision import choose_device
 from unidec.training.stop import stop_signals
 
 HANGS_S = 10.0  # from a rank's error to SIGKILL for ranks that do not notice: they hang
@@ -42,7 +44,7 @@ Work = Callable[[Ranks, Job], dict[str, Any]]
 
 
 class Launcher(Protocol):
-    """Runs a phase of training on all ranks."""
+    """Runs phases of training on all ranks."""
 
     def run(self, name: str, params: Params, run_dir: Path, accept: Collection[str]) -> dict[str, Any]:
         """Run "refresh" or "train_round" on all ranks; returns the report of the first.
@@ -52,11 +54,6 @@ class Launcher(Protocol):
             TrainingError: a process died.
             UnidecError: the error of a rank.
         """
-
-
-def launcher_of(params: Params) -> Launcher | None:
-    """torchrun for `run.devices` above 1; None: one process suffices."""
-    return Torchrun() if params.run.devices > 1 else None
 
 
 def _job(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> Job:
@@ -137,17 +134,12 @@ class Torchrun:
 
 
 def _check_devices(params: Params) -> None:
-    from unidec.training.precision import choose_device
-
-    if choose_device(params.device).type == "cuda":
-        import torch
-
-        if params.run.devices > torch.cuda.device_count():
-            raise ConfigError(
-                "more devices than this machine has", where="run.devices", got=params.run.devices,
-                expected=f"at most {torch.cuda.device_count()}",
-                fix="fewer, or torchrun on several machines: docs/scale.md",
-            )  # fmt: skip
+    here = torch.cuda.device_count()
+    if choose_device(params.device).type == "cuda" and params.run.devices > here:
+        raise ConfigError(
+            "more devices than this machine has", where="run.devices", got=params.run.devices,
+            expected=f"at most {here}", fix="fewer, or torchrun on several machines: docs/scale.md",
+        )  # fmt: skip
 
 
 def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
@@ -182,7 +174,10 @@ def _wait(process: subprocess.Popen[bytes], stop: Any, folder: Path | None) -> i
 
 def _end(process: subprocess.Popen[bytes], grace: float) -> None:
     """SIGTERM, which saves a checkpoint; what is left `grace` seconds later is killed, workers included."""
-    family = _family(process.pid)
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        family = [parent, *parent.children(recursive=True)]
     if process.poll() is None and grace:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -191,13 +186,6 @@ def _end(process: subprocess.Popen[bytes], grace: float) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
     process.wait()
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(pid)
-        return [parent, *parent.children(recursive=True)]
-    return []
 
 
 def _result(folder: Path, code: int) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from unidec.training.memory import (
     estimate,
     gib,
 )
+from unidec.training.precision import autocast_type, choose_device
 from unidec.training.step_sizes import Sizes
 
 # what is trained is saved before the index is built, which can be done on another machine
@@ -200,8 +201,6 @@ def process_bytes() -> int:
 
 def _device(params: Params, given: bool) -> tuple[bool, bool]:
     """Whether the plan is for a GPU, and whether transformers compute in bfloat16 there."""
-    from unidec.training.precision import autocast_type, choose_device
-
     if given:
         return True, params.optim.precision != "fp32"
     device = choose_device(params.device)
@@ -228,10 +227,9 @@ def check_fits(params: Params, free: Free | None = None) -> Planned | None:
     advice = planned.advice
     if advice is None:
         return planned
-    fix = f"{advice}, or a larger machine"
+    first, fix = planned.short[0], f"{advice}, or a larger machine"
     if not advice.fits:
         fix = f"a larger machine: the smallest known settings ({advice}) do not fit either"
-    first = planned.short[0]
     raise ConfigError(
         "the training does not fit into memory", where="unidec plan", got="; ".join(map(str, planned.short)),
         expected=f"at most {gib(first.free)} of {PLACES[first.place]}, of which {MARGIN:.0%} stays free",
@@ -264,15 +262,12 @@ def plan_command(
     as_json: bool,
     terms: bool = False,
 ) -> bool:
-    """Print what `unidec plan` prints.
+    """Print what `unidec plan` prints; returns whether the training fits.
 
     Args:
         by_hand: "labels", "queries", "tokens", "pairs" of a data set that is not here; all None: the ingested one.
         free: "device", "host", "disk" of another machine, as "16GiB".
         terms: print every amount also of a small training, which otherwise takes one line.
-
-    Returns:
-        Whether it fits.
 
     Raises:
         ConfigError: some sizes are given but not all, or a size cannot be read.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -17,14 +18,8 @@ FIX = "retrain.start: cold"
 
 
 class StartFile(BaseModel):
-    """The content of data/start.json.
-
-    Attributes:
-        kind: from nothing, or from a registered model.
-        model, version: where that was when it was chosen.
-        bundle_sha256: which one it is, wherever it is now.
-        generation: warm starts in a row, this one counted.
-    """
+    """The content of data/start.json: from nothing, or from a registered model (where it was when it was chosen, and
+    its hash, which finds it wherever it is now) and the number of warm starts in a row, this one counted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -70,12 +65,9 @@ def read_start() -> StartFile:
 
 def write_start(start: StartFile) -> bool:
     """Write data/start.json, unless it has this content; returns whether it was written. Equal starts, equal bytes."""
-    if START.is_file():
-        try:
-            if read_start() == start:
-                return False
-        except ArtifactError:
-            pass  # replaced
+    with contextlib.suppress(ArtifactError):  # a damaged one is replaced
+        if START.is_file() and read_start() == start:
+            return False
     write_bytes_atomic(START, json.dumps(start.as_dict(), indent=2).encode() + b"\n")
     return True
 

@@ -228,7 +228,13 @@ def start_run(
     if path is None:
         other = runs.others_unfinished(folder, identity)
         lines += [other] if other else []
-    run = Run(params, folder, runs.accepted_keys(folder), state, launcher or launch.launcher_of(params))
+    run = Run(
+        params,
+        folder,
+        runs.accepted_keys(folder),
+        state,
+        launcher or (launch.Torchrun() if params.run.devices > 1 else None),
+    )
     if not run.finished:
         check_fits(params)
     lines += [f"checkpoint passed over: {reason}" for reason in refused]
@@ -357,25 +363,19 @@ def _record_round(params: Params, run_dir: Path, trainer: Trainer, report: dict[
     validation_seconds = time.perf_counter() - begin
     before = [line for line in read_json_lines(run_dir / ROUNDS) if line["epoch"] < trainer.epoch]
     last = before[-1] if before else {}
-    # a line of an older version has neither
-    steps = trainer.step - int(last.get("step", trainer.step - report.get("steps", 0)) if last else 0)
-    before_it = last.get("trained_seconds", trainer.seconds) if last else 0.0
-    seconds = max(report.get("train_seconds", 0.0), trainer.seconds - before_it)
+    steps = trainer.step - int(last.get("step", 0))
+    seconds = max(report.get("train_seconds", 0.0), trainer.seconds - last.get("trained_seconds", 0.0))
+    a_round = params.pool.refresh
     report = report | {
         "step": trainer.step, "steps": steps, "train_seconds": seconds, "trained_seconds": trainer.seconds,
-        "steps_per_s": steps / max(seconds, 1e-9), "round": -(-trainer.epoch // params.pool.refresh),
+        "steps_per_s": steps / max(seconds, 1e-9), "round": -(-trainer.epoch // a_round),
         "validation": metrics, "validation_seconds": validation_seconds,
-        "refresh": _refresh_report(run_dir, _round_begin(trainer.epoch, params.pool.refresh)),
+        "refresh": _refresh_report(run_dir, (trainer.epoch - 1) // a_round * a_round),  # epochs when the round began
         "seconds": seconds + validation_seconds,
     }  # fmt: skip
     lines = [json.dumps(line) for line in [*before, report]]
     write_bytes_atomic(run_dir / ROUNDS, "".join(f"{line}\n" for line in lines).encode())
     return report
-
-
-def _round_begin(epoch: int, a_round: int) -> int:
-    """Finished epochs when the round began that ended after `epoch`."""
-    return (epoch - 1) // a_round * a_round
 
 
 # -- MLflow run and messages ------------------------------------------------------------------------------------------
@@ -387,15 +387,12 @@ def _open_tracking(params: Params, run_dir: Path, state: dict[str, Any], lines: 
     facts = {key: meta[key] for key in ("num_queries", "num_labels", "num_pairs")}
     tags = code_tags() | {"dataset.sha256": dataset.sha256, "run.folder": run_dir.name} | start_tags()
     accepted = [line.removeprefix("accepted: ") for line in lines if line.startswith("accepted: ")]
-    if accepted:
-        tags |= {"accepted": "; ".join(accepted)[:5000]}
+    experiment = os.environ.get("DVC_EXP_NAME", "")  # set by `dvc exp run` and `dvc queue`
+    tags |= {"accepted": "; ".join(accepted)[:5000], "dvc_experiment": experiment}
+    tags[f"{DVC_TAG}{paths.DATASET}"] = dvc_hash(str(paths.DATASET)) or ""
+    tags = {name: value for name, value in tags.items() if value}
     about = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET), **facts}
     tracker = Tracker(params.tracking.experiment)
-    if known := dvc_hash(str(paths.DATASET)):
-        tags[f"{DVC_TAG}{paths.DATASET}"] = known
-    experiment = os.environ.get("DVC_EXP_NAME", "")  # set by `dvc exp run` and `dvc queue`
-    if experiment:
-        tags["dvc_experiment"] = experiment
     name = f"{dataset.name} {params.recipe or params.model.heads} {experiment or run_dir.name[:6]}"
     run_id = state.get("notes", {}).get("mlflow_run_id")
     logged = model_params(flatten(params) | {"data.path": paths.from_project(params.data.path)}, read_start().warm)
