@@ -16,7 +16,7 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 # isort: split
 from prefect import flow
 
-from flows import artifacts, decide, lifecycle, publish, source, steps
+from flows import artifacts, decide, lifecycle, publish, source, steps, summary
 from unidec import pipeline
 from unidec.config import Params, load_params
 
@@ -56,7 +56,7 @@ def _refresh(params: Params, promote: bool | None) -> dict[str, Any]:
         return {**done, "skipped": done["reason"]}
     lifecycle.say(done["reason"])
     registered = steps.run("register", pipeline.register, params, done["bundle"], retry=True)
-    done |= {"version": registered["version"], "run_url": registered.get("run")}
+    done |= {"model": params.tracking.model_name, "version": registered["version"], "run_url": registered.get("run")}
     done |= decide.decide(params, done["version"], promote)
     artifacts.show_result(done["run_url"], done["version"], params.tracking.model_name)
     return done | decide.share(params, done["version"], done)
@@ -66,13 +66,7 @@ def in_words(done: dict[str, Any]) -> str:
     """What came of a refresh, in plain lines for a terminal."""
     if "skipped" in done:
         return f"labels: no change, {done['skipped']}"
-    if done.get("promoted") or done["gate"].get("already"):
-        ending = "is the champion"
-    elif "refused" in done:
-        ending = f"is not promoted: {' '.join(done['refused'].split())}"
-    else:
-        ending = "passed the gate and is not promoted: `unidec models promote` does it"
-    return f"labels: {done['reason']}\nversion {done['version']} {ending}"
+    return f"labels: {done['reason']}\n{summary.outcome(done)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

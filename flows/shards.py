@@ -1,14 +1,7 @@
-"""Work in shards, mapped over processes of this machine, over Dask or over Ray; one setting chooses which.
+"""Work in shards, mapped over processes or threads of this machine, Dask or Ray; one setting chooses (`SYNTAX`).
 
-    runner      where shards are written
-    processes   this machine, a process for each core; `processes:4` for four (the default)
-    threads     threads of this process
-    dask        a Dask cluster that is started here for the run; `dask:2` for two workers
-    dask://host:8786    a Dask cluster that is there
-    ray, ray://host:10001   the same with Ray
-
-Given as a parameter, or in the environment as UNIDEC_RUNNER. Workers receive a folder and a number; they import this
-module by its name, and must see the same folders.
+It is given as a parameter, or in the environment as UNIDEC_RUNNER; docs/scale.md has a table of its values. Workers
+receive a folder and a number; they import this module by its name, and must see the same folders.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import sys
 import types
 from pathlib import Path
 
-import pandas as pd
+import pyarrow as pa
 import pytest
 import yaml
 
@@ -182,13 +182,14 @@ class FakeBundle:
             raise ArtifactError("no such bundle", where=str(path), fix="make train")
         return cls()
 
-    def predict_frame(self, frame: pd.DataFrame, k: int) -> pd.DataFrame:
+    def predict_table(self, texts: list[str], k: int) -> pa.Table:
+        names = ["query_row", "query", "rank", "label", "title", "score"]
         rows = [
-            (text, rank, f"uid{rank}", f"title [bold]{rank}", 1 / rank)
-            for text in frame["query"]
+            (row, text, rank, f"uid{rank}", f"title [bold]{rank}", 1 / rank)
+            for row, text in enumerate(texts)
             for rank in range(1, k + 1)
         ]
-        return pd.DataFrame(rows, columns=["query", "rank", "label", "title", "score"])
+        return pa.Table.from_pylist([dict(zip(names, row, strict=True)) for row in rows])
 
 
 @pytest.fixture
@@ -214,7 +215,7 @@ def test_predict_prints_labels_with_scores(run, bundle: Path) -> None:
 def test_predictions_on_a_terminal_are_tables_and_titles_are_no_markup(capsys, monkeypatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
-    commands.show_predictions(FakeBundle().predict_frame(pd.DataFrame({"query": ["q [red]"]}), k=2))
+    commands.show_predictions(FakeBundle().predict_table(["q [red]"], 2).drop_columns(["query_row"]).to_pandas())
     out = capsys.readouterr().out
     assert "q [red]" in out
     assert "title [bold]2" in out

@@ -57,7 +57,7 @@ def test_it_is_the_bundles_own_table(rng, tmp_path) -> None:
     write_tiny_bundle(tmp_path / "b", rng, vote="softmax")
     frame = pd.DataFrame({"text": TEXTS})
     answers = TableAnswerer.open(tmp_path / "b", "torch")
-    got, expected = answers.predict(frame), Bundle.load(tmp_path / "b").predict_frame(frame)
+    got, expected = answers.predict(frame), Bundle.load(tmp_path / "b").predict_table(TEXTS).to_pandas()
     columns = ["query", "rank", "label", "title"]
     assert got[columns].values.tolist() == expected[columns].values.tolist() and len(got) == 25
     np.testing.assert_allclose(got["score"], expected["score"], rtol=1e-5)

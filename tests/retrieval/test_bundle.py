@@ -125,23 +125,9 @@ def test_wrong_input_is_refused(rng, tmp_path):
         lambda: bundle.predict(["red", None]),  # type: ignore[list-item]
         lambda: bundle.predict(["a", "b"], exclude=[["L0"]]),
         lambda: bundle.predict(["\ud800"]),
-        lambda: bundle.predict_frame(pd.DataFrame({"txt": ["a"]})),
     ):
         with pytest.raises(DataError):
             wrong()
-
-
-def test_frame_has_the_columns_that_the_signature_names(rng, tmp_path):
-    write_tiny_bundle(tmp_path / "b", rng)
-    bundle = Bundle.load(tmp_path / "b")
-    frame = bundle.predict_frame(pd.DataFrame({"other": [1, 2], "query": ["red car", "old house"]}, index=[7, 9]), k=3)
-    assert list(frame.columns) == ["query", "rank", "label", "title", "score"]
-    assert frame["query"].tolist() == ["red car"] * 3 + ["old house"] * 3
-    assert frame["rank"].tolist() == [1, 2, 3] * 2 and frame["rank"].dtype == np.int64
-    assert frame["score"].dtype == np.float64
-    first = bundle.predict(["old house"], k=3)[0]
-    assert frame["label"].tolist()[3:] == first.labels and frame["title"].tolist()[3:] == first.titles
-    assert bundle.predict_frame(pd.DataFrame({"text": ["red"]}), k=1)["query"].tolist() == ["red"]
 
 
 def _write_queries(path, ending: str, texts: list[str], column: str) -> None:

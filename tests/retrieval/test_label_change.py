@@ -130,12 +130,12 @@ def test_every_format_gives_the_same(name: str, tmp_path: Path) -> None:
     assert [(item.uid, item.text, item.title) for item in found] == [tuple(row.values()) for row in ROWS]
     lines = {"csv": [2, 4, 5], "tsv": [2, 4, 5], "jsonl": [1, 2, 3], "parquet": [0, 1, 2]}[name.split(".")[1]]
     assert [item.where for item in found] == [f"{name}:{line}" for line in lines]
-    assert [item.uid for item in read_labels(tmp_path / name, texts=False)] == ["a", "7", "c d"]
+    assert [item.uid for item in read_labels(tmp_path / name)] == ["a", "7", "c d"]
 
 
 def test_uids_alone_and_other_names(tmp_path: Path) -> None:
     (tmp_path / "gone.csv").write_text("\ufeffid,why\nx,old\n\ny,\n", encoding="utf-8")
-    assert [item.uid for item in read_labels(tmp_path / "gone.csv", texts=False)] == ["x", "y"]
+    assert [item.uid for item in read_labels(tmp_path / "gone.csv")] == ["x", "y"]
     (tmp_path / "gone.jsonl").write_text('{"label": 5, "title": "five"}\n\n')
     assert read_labels(tmp_path / "gone.jsonl") == [LabelText("5", "five", "five", "gone.jsonl:1")]
 

@@ -101,9 +101,7 @@ def predict(
         show("predict", {"queries": count, "output": str(target)}, as_json)
         return
     loaded.encoder = _encoder(loaded, runtime)
-    import pandas as pd
-
-    frame = loaded.predict_frame(pd.DataFrame({"query": texts}), k=k)
+    frame = loaded.predict_table(texts or [], k).drop_columns(["query_row"]).to_pandas().astype({"score": float})
     if as_json:
         print(frame.to_json(orient="records", lines=True, force_ascii=False), end="")
     else:

@@ -129,11 +129,11 @@ def _change(
     return change_labels(params, bundle, out=out, register=register, dry_run=dry_run, **edit)
 
 
-def _read(file: Path | None, texts: bool = True) -> list[LabelText]:
+def _read(file: Path | None) -> list[LabelText]:
     from unidec.retrieval.label_change import read_labels
 
-    return [] if file is None else read_labels(file, texts)
+    return [] if file is None else read_labels(file)
 
 
 def _uids(file: Path | None) -> list[str]:
-    return [item.uid for item in _read(file, texts=False)]
+    return [item.uid for item in _read(file)]

@@ -44,11 +44,8 @@ from unidec.retrieval.encoded import Encoded, ModelEncoder, QueryEncoder
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, read_neighbours
 from unidec.retrieval.scoring_space import Space, head_scores, pair_scores, query_vectors
-from unidec.retrieval.text_file import text_column
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from unidec.retrieval.words import WordSpace
 
 Floats = npt.NDArray[np.float32]
@@ -257,20 +254,6 @@ class Bundle:
             parts.append((ranked.rows, ranked.scores, *self.parts(asked, ranked.rows), ranked.votes))
         joined: list[Any] = [None if each[0] is None else np.concatenate(each) for each in zip(*parts, strict=True)]
         return Predictions(*joined)
-
-    def predict_frame(self, frame: Any, k: int = 5, column: str | None = None, batch_size: int = 256) -> pd.DataFrame:
-        """A table of predictions: columns query, rank (from 1), label, title, score.
-
-        Args:
-            frame: DataFrame with a text column `query` or `text`, or the name given as `column`.
-
-        Raises:
-            DataError: no such column, or a value that is not a string.
-        """
-        names = list(getattr(frame, "columns", []))
-        name = text_column(names, column, "the table")
-        table = self.predict_table(frame[name].tolist(), k, batch_size=batch_size)
-        return table.drop_columns(["query_row"]).to_pandas().astype({"score": np.float64})
 
     def predict_table(self, texts: Sequence[str], k: int = 5, *, first_row: int = 0, batch_size: int = 256) -> pa.Table:
         """Arrow table `query_row` (int64, counted from `first_row`), `query`, `rank` (int64, from 1), `label`, `title`,

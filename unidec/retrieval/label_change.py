@@ -209,12 +209,11 @@ def _listed(problems: Sequence[str]) -> str:
     return "\n    ".join(["", *problems[:MOST_SHOWN]]) + more
 
 
-def read_labels(path: Path, texts: bool = True) -> list[LabelText]:
+def read_labels(path: Path) -> list[LabelText]:
     """The labels of a file with the columns uid, text and, where another text is shown, title.
 
     Args:
         path: .csv, .tsv and .jsonl (these also with .gz) or .parquet.
-        texts: False: only uids are read.
 
     Raises:
         DataError: as `read_rows`, or rows without uid or text: all of them at once, by line.
@@ -222,8 +221,8 @@ def read_labels(path: Path, texts: bool = True) -> list[LabelText]:
     found, problems = [], []
     for line, row in read_rows(path, (*UID_COLUMNS, *TEXT_COLUMNS)):
         uid = next((row[name] for name in UID_COLUMNS if row.get(name) is not None), None)
-        text = next((row[name] for name in TEXT_COLUMNS if row.get(name) is not None), "") if texts else ""
-        title = (row.get("title") or "") if texts else ""
+        text = next((row[name] for name in TEXT_COLUMNS if row.get(name) is not None), "")
+        title = row.get("title") or ""
         uid = str(uid) if type(uid) is int else uid
         if not isinstance(uid, str):
             problems.append(f"{path}:{line}: no uid in {', '.join(map(str, row))[:80] or 'an empty row'}")
