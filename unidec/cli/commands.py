@@ -64,8 +64,8 @@ def command(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: a command of `app` with the options that its function needs.
 
-    A function with an argument `params` gets the loaded parameters, and the command --params and --set; one that
-    returns a result gets --json, and its result is printed.
+    A function with an argument `params: Params` gets the loaded parameters, and the command --params and --set; one
+    that returns a result gets --json, and its result is printed.
 
     Args:
         examples: command lines for the help.
@@ -78,7 +78,8 @@ def command(
         signature = inspect.signature(function, eval_str=True)
         prints, called = signature.return_annotation is not None, name or function.__name__.replace("_", "-")
         more: dict[str, tuple[Any, Any]] = {}
-        if "params" in signature.parameters:
+        needs_params = "params" in signature.parameters and signature.parameters["params"].annotation is Params
+        if needs_params:
             more |= {"params": (ParamsFile, DEFAULT_PARAMS), "assignments": (Assignments, None)}
         if prints:
             more["as_json"] = (AsJson, False)
@@ -86,7 +87,7 @@ def command(
         @functools.wraps(function)
         def run(**given: Any) -> None:
             as_json = given.pop("as_json") if prints else False
-            if "params" in given:
+            if needs_params:
                 given["params"] = loads(given["params"], given.pop("assignments"))
             result = function(**given)
             if prints and result:
