@@ -23,8 +23,7 @@ from unidec.evaluation.comparison_input import (
     Task,
     summary,
 )
-from unidec.evaluation.comparison_page import render_comparison, write_comparison
-from unidec.evaluation.comparison_tables import best_of, difference_to, ranked
+from unidec.evaluation.comparison_page import best_of, difference_to, ranked, render_comparison, write_comparison
 from unidec.evaluation.significance import Comparison
 
 HOSTILE = "</td></table><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\ud800"

@@ -156,11 +156,9 @@ def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text, coun
             "query's: the metrics reward remembering them. Remove them from the test split, or from training."
         )
     perfect = [name for name, value in metrics.items() if "/" not in name and "@" in name and value >= PERFECT]
-    trivial = [name for name in perfect if _is_trivial(name, dataset.num_labels)]
-    if trivial:
+    if trivial := [name for name in perfect if _is_trivial(name, dataset.num_labels)]:
         found.append(f"{', '.join(trivial)}: 100.0 because the data set has only {dataset.num_labels:,} labels.")
-    surprising = [name for name in perfect if name not in trivial]
-    if surprising:
+    if surprising := [name for name in perfect if name not in trivial]:
         found.append(
             f"{', '.join(surprising)}: 100.0. Real data is hardly ever that easy: look for test queries among the "
             "training queries, for labels named in the texts, and at the number of test queries."

@@ -69,7 +69,7 @@ def evaluate(params: Params) -> dict[str, Any]:
     _write_predictions(paths.PREDICTIONS, dataset, ranking.rows, scores, labels)
     history, rounds = (read_json_lines(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds"))
     plots_csv(history, rounds, result["test"], paths.PLOTS)
-    found = Evaluated(bundle, ranking, truth, scores, labels, result, baselines, compared, warned)
+    found = Evaluated(bundle, ranking, scores, labels, result, baselines, compared)
     write_report(paths.REPORT, report_input(params, found, history, rounds))
     _track(params, dataset, result)
     return {

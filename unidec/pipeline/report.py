@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 import torch
 
 from unidec.config import Params, flatten
@@ -46,20 +45,17 @@ class Evaluated:
     """A bundle's answers on the test split, and what was measured of them.
 
     Attributes:
-        truth: bool csr [n, L], filtered pairs removed. scores, labels: [n, K] as searched, -1 where there is no label.
-        result: what outputs/metrics.json holds.
-        compared: the bundle beside the baselines. warnings: why its figures may say little.
+        scores, labels: [n, K] as searched, -1 where there is no label. result: what outputs/metrics.json holds.
+        compared: the bundle beside the baselines.
     """
 
     bundle: Bundle
     ranking: Ranking
-    truth: sp.csr_matrix
     scores: np.ndarray
     labels: np.ndarray
     result: dict[str, Any]
     baselines: Baselines
     compared: list[Comparison]
-    warnings: list[str]
 
 
 def report_input(
@@ -68,7 +64,9 @@ def report_input(
     """Everything the page shows. history, rounds: the records of training."""
     bundle, result, labels = found.bundle, found.result, found.labels
     dataset = found.ranking.dataset
-    correct = np.asarray(found.truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()).astype(bool)
+    correct = np.asarray(found.ranking.truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()).astype(
+        bool
+    )
     correct &= labels >= 0
     right, wrong = _examples(found, correct)
     card, distributions = _card(params, dataset)
@@ -82,7 +80,7 @@ def report_input(
         baselines={BASELINES[name]: headline(dict(own)) for name, own in found.baselines.metrics.items()},
         baseline_note=found.baselines.about,
         verdict=verdict(found.compared),
-        warnings=found.warnings,
+        warnings=result["warnings"],
         comparison=found.compared,
         history=history,
         rounds=rounds,
@@ -151,7 +149,7 @@ def _pools(params: Params, bundle: Bundle, dataset: XMCDataset, run_dir: Path) -
 
 def _examples(found: Evaluated, correct: np.ndarray) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Seeded draws of queries whose first label is right, and of queries none of whose shown labels is."""
-    none = ~correct[:, :SHOWN].any(axis=1) & (np.diff(found.truth.indptr) > 0)
+    none = ~correct[:, :SHOWN].any(axis=1) & (np.diff(found.ranking.truth.indptr) > 0)
     rng = np.random.default_rng(0)
     chosen = [rng.permutation(np.flatnonzero(mask))[:EXAMPLES] for mask in (correct[:, 0], none)]
     right, wrong = ([_example(found, correct, int(i)) for i in pick] for pick in chosen)
@@ -171,7 +169,7 @@ def _example(found: Evaluated, correct: np.ndarray, i: int) -> dict[str, Any]:
     if found.bundle.neighbours is not None and info.knn is not None:
         votes = one.votes(found.bundle.neighbours, info.knn.neighbours)
         parts["knn"] = votes[:, np.maximum(shown[0], 0)].toarray()[0]
-    true_rows, answered = found.truth[i].indices, shown[0][shown[0] >= 0]
+    true_rows, answered = found.ranking.truth[i].indices, shown[0][shown[0] >= 0]
     missed = np.setdiff1d(true_rows, answered)
     uids, titles = dataset.label_uids(answered), dataset.label_texts(answered)
     predictions = [
