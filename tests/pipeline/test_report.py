@@ -23,23 +23,23 @@ from unidec.pipeline import report as stage
 
 @pytest.mark.parametrize("gandalf", [False, True])
 def test_pools_are_drawn_as_the_last_round_drew_them(
-    open_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, gandalf: bool
+    open_trainer: Callable[..., Any], tiny_params: Callable[..., Params], monkeypatch: pytest.MonkeyPatch, gandalf: bool
 ) -> None:
-    trainer = open_trainer(**{"pool.gandalf": gandalf})
+    trainer, params = open_trainer(**{"pool.gandalf": gandalf}), tiny_params(**{"pool.gandalf": gandalf})
     trainer.refresh()
     trainer.train_round()
     dataset, bundle = trainer.dataset, SimpleNamespace(model=trainer.model)
     graph = soft_targets(dataset.relevance[dataset.rows("train")], 0.1)
     monkeypatch.setattr(stage.paths, "open_label_graph", lambda params: graph if gandalf else None)
-    study = stage._pools(trainer.params, bundle, dataset, trainer.run_dir)
-    pool = trainer.params.pool
+    study = stage._pools(params, bundle, dataset, trainer.run_dir)
+    pool = params.pool
     assert (study["beta"], study["eta"], study["size"]) == (pool.beta, pool.eta, pool.size)
     own = [row for row in study["grid"] if (row["beta"], row["eta"]) == (pool.beta, pool.eta)]
     assert sum(study["histogram"]) == round(study["queries"] * study["batches"]) and len(own) == 1
     # the trainer's own batches of that epoch, their pools counted one by one
     batches = trainer.batches
     refresh = stage.Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
-    drawn = refresh.batches(batches.rows, pool.batch_size, trainer.params.seed, 0)
+    drawn = refresh.batches(batches.rows, pool.batch_size, params.seed, 0)
     chosen = np.unique(np.linspace(0, len(drawn) - 1, min(12, len(drawn))).round().astype(int))
     pools = [batches.sampler.batch(drawn[i], epoch=0, step=int(i), shortlist_NH=refresh.negatives) for i in chosen]
     queries = sum(len(batch.rows_B) for batch in pools)
@@ -48,16 +48,19 @@ def test_pools_are_drawn_as_the_last_round_drew_them(
 
 
 def test_without_pools_or_without_their_clusters_nothing_is_drawn(
-    open_trainer: Callable[..., Any], tmp_path: Path
+    open_trainer: Callable[..., Any], tiny_params: Callable[..., Params], tmp_path: Path
 ) -> None:
-    whole = open_trainer("whole", **{"model.heads": "clf", "pool.clf_labels": "all"})
+    all_labels = {"model.heads": "clf", "pool.clf_labels": "all"}
+    whole = open_trainer("whole", **all_labels)
     whole.refresh()
-    assert stage._pools(whole.params, SimpleNamespace(model=whole.model), whole.dataset, whole.run_dir) == {}
-    other = open_trainer("other")
-    assert stage._pools(other.params, SimpleNamespace(model=other.model), other.dataset, tmp_path / "gone") == {}
+    assert (
+        stage._pools(tiny_params(**all_labels), SimpleNamespace(model=whole.model), whole.dataset, whole.run_dir) == {}
+    )
+    other, params = open_trainer("other"), tiny_params()
+    assert stage._pools(params, SimpleNamespace(model=other.model), other.dataset, tmp_path / "gone") == {}
     damaged = other.run_dir / "refresh" / "epoch-00000"
     damaged.mkdir(parents=True)
-    assert stage._pools(other.params, SimpleNamespace(model=other.model), other.dataset, other.run_dir) == {}
+    assert stage._pools(params, SimpleNamespace(model=other.model), other.dataset, other.run_dir) == {}
 
 
 def test_the_card_against_loops(
