@@ -19,8 +19,7 @@ from unidec.errors import ArtifactError, ConfigError
 from unidec.model.arrays import GRAPH, INT8_GRAPH, KIND, VERSION, ModelConfig
 from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle_model import write_model
-from unidec.retrieval.encoded import ModelEncoder
-from unidec.retrieval.query_encoder import CHUNK_TEXTS, FastEncoder, open_encoder
+from unidec.retrieval.query_encoder import CHUNK_TEXTS, FastEncoder, ModelEncoder, open_encoder
 from unidec.sections import Encoder, Model
 
 pytest.importorskip("onnxruntime")

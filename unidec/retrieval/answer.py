@@ -17,8 +17,8 @@ import numpy.typing as npt
 from unidec.data.tokens import Piece
 from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle, Prediction, Predictions
-from unidec.retrieval.encoded import Encoded, QueryEncoder
 from unidec.retrieval.neighbours import VOTES, Candidates, Ranked
+from unidec.retrieval.query_encoder import Encoded, QueryEncoder
 from unidec.retrieval.scoring_space import SPACES, Space, exact_scores
 
 Labels = npt.NDArray[np.int64]

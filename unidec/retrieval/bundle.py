@@ -40,9 +40,9 @@ from unidec.retrieval.bundle_folder import (
     read_labels,
     read_vectors,
 )
-from unidec.retrieval.encoded import Encoded, ModelEncoder, QueryEncoder
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, read_neighbours
+from unidec.retrieval.query_encoder import Encoded, ModelEncoder, QueryEncoder
 from unidec.retrieval.scoring_space import Space, head_scores, pair_scores, query_vectors
 
 if TYPE_CHECKING:

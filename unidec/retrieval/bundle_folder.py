@@ -233,18 +233,14 @@ def write_bundle(
         if neighbours is not None:
             neighbours.write(out.path)
         info = BundleInfo(
-            space=scoring.space,
-            clf_weight=float(scoring.clf_weight),
-            clf_normalize=scoring.clf_normalize,
             num_labels=index.num_labels,
             dim=dim,
             width=index.dim,
             vectors={name: list(array.shape) for name, array in vectors.items()},
             estimated=list(labels.estimated),
-            knn=scoring.knn,
+            **vars(scoring),
+            **vars(facts),
             **_write_index(out.path, index),
-            **{name: dict(getattr(facts, name)) for name in ("dataset", "metrics", "params", "card")},
-            text=facts.text,
         )
         write_json(out.path / "bundle.json", info.model_dump())
         out.meta.update(space=scoring.space, num_labels=index.num_labels, index=index.kind)
@@ -359,7 +355,7 @@ def _read_nodes(root: Path, info: BundleInfo) -> npt.NDArray[np.int64] | None:
         )  # fmt: skip
     if wanted is None:
         return None
-    nodes = np.array(load_array(where, np.int64, ndim=1, mmap=True))
+    nodes = load_array(where, np.int64, ndim=1, mmap=False)
     alive = np.sort(nodes[nodes >= 0])
     if len(nodes) != wanted or nodes.min() < -1 or not np.array_equal(alive, np.arange(info.num_labels)):
         raise ArtifactError(

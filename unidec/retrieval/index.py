@@ -7,6 +7,7 @@ whose vectors are new; nodes: vectors in a graph, those of labels that left amon
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unidec.errors import ArtifactError, UnidecError
+from unidec.data.storage import write_file
+from unidec.errors import UnidecError
 from unidec.retrieval.faiss_file import read_index_file
 from unidec.retrieval.index_kinds import (
     COMPRESSED,
@@ -236,20 +238,12 @@ class LabelIndex:
         return other
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index in faiss's format, in one piece (beside, flushed, renamed); `nodes` are the caller's to
-        write."""
-        final = Path(path)
-        beside = final.with_name(f".{final.name}-{os.getpid()}")
-        try:
-            faiss_module().write_index(self.stored, str(beside))
-            with beside.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(beside, final)
-        except (OSError, RuntimeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)[-200:]
-            raise ArtifactError("the index cannot be written", where=str(final), got=reason) from error
-        finally:
-            beside.unlink(missing_ok=True)
+        """Write the index in faiss's format, in one piece (`write_file`); `nodes` are the caller's to write."""
+        with write_file(path) as file:
+            try:
+                faiss_module().write_index(self.stored, file.name)
+            except RuntimeError as error:
+                raise OSError(errno.EIO, str(error)[-200:]) from error
 
     @classmethod
     def load(
@@ -302,10 +296,8 @@ class LabelIndex:
             return faiss.SearchParametersIVF(nprobe=min(lists, max(self.options.num_probes(lists), enough)))
         if self.kind not in GRAPHS:
             return None
-        width = max(self.options.search, num)
-        if self._alive is None:
-            return faiss.SearchParametersHNSW(efSearch=width)
-        return faiss.SearchParametersHNSW(efSearch=width * self._index.ntotal // self.num_labels, sel=self._alive)
+        width = max(self.options.search, num) * self._index.ntotal // self.num_labels
+        return faiss.SearchParametersHNSW(efSearch=width, sel=self._alive)
 
     def _slices(self, num_queries: int) -> int:
         """Threads for a flat scan by few queries; faiss itself gives each query one thread."""

@@ -11,58 +11,71 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from scipy.sparse import csr_matrix
 
-from unidec.data.tokens import Tokens, length_chunks, load_tokenizer
+from unidec.data.tokens import TextTokenizer, Tokens, encode_texts, length_chunks, load_tokenizer
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.model.arrays import GRAPH, INT8_GRAPH, ModelConfig, misfit, read_arrays
 from unidec.model.words import with_words
-from unidec.retrieval.encoded import Encoded, ModelEncoder, QueryEncoder, as_encoded
 from unidec.retrieval.words import WordSpace
-
-if TYPE_CHECKING:
-    from unidec.retrieval.bundle import Bundle
 
 Runtime = Literal["auto", "torch", "onnx", "onnx-int8"]
 AUTO: Runtime = "onnx-int8"
 CHUNK_TEXTS = 8  # texts that go through a transformer together: measured: benchmarks/results/query-path.md
 Floats = npt.NDArray[np.float32]
+Counts = npt.NDArray[np.int64]
 Part = Callable[[Tokens], Floats]
 log = logging.getLogger(__name__)
 
 
-def open_encoder(bundle: Bundle, runtime: Runtime = "auto", threads: int = 0) -> QueryEncoder:
-    """The encoder of a bundle's queries.
+@dataclass(frozen=True)
+class Encoded:
+    """B query texts, ready for the search in a bundle.
 
-    Args:
-        runtime: "torch": the model itself; "onnx": onnxruntime for its transformer, numpy for the rest; "onnx-int8":
-            the transformer's linear layers in 8 bits; "auto": `AUTO` on a CPU, torch on a GPU or without a graph or
-            onnxruntime. A bag of tokens without a transformer is encoded in numpy by all but "torch".
-        threads: of one call; 0: as many as this process has cores.
-
-    Raises:
-        ConfigError: "onnx" or "onnx-int8" without a graph in the bundle, or onnxruntime is not installed.
-        ArtifactError: weights are damaged, or do not match the model's configuration or tokenizer.
+    Attributes:
+        de_BD: float32 [B, D], unit length; None without a dual-encoder head.
+        clf_BD: float32 [B, D], as the classifier's head gives them; None without one.
+        words_BF: CSR of `WordSpace.vectors`, where training queries are compared by words; else None.
+        num_tokens_B: int64 [B], tokens without the special ones, after cutting.
+        unknown_B: int64 [B], how many of them are the unknown token.
     """
-    threads = threads or usable_cores()
-    if runtime != "torch" and (runtime != "auto" or str(getattr(bundle.about, "device", "cpu")) == "cpu"):
-        about = bundle.about
-        int8 = (AUTO if runtime == "auto" else runtime) == "onnx-int8"
-        try:
-            config = about if isinstance(about, ModelConfig) else ModelConfig.read(bundle.path / "model")
-            return FastEncoder(config, bundle.words, int8=int8, threads=threads)
-        except UnidecError as error:
-            if runtime != "auto" or isinstance(error, ArtifactError):
-                raise
-            log.warning("queries are encoded by torch: %s", str(error).replace("\n", ";"))
-    import torch
 
-    torch.set_num_threads(threads)
-    return ModelEncoder(bundle.model, bundle.words)
+    de_BD: Floats | None
+    clf_BD: Floats | None
+    words_BF: csr_matrix | None
+    num_tokens_B: Counts
+    unknown_B: Counts
+
+    def __len__(self) -> int:
+        return len(self.num_tokens_B)
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Encoded:
+        """Some of the texts."""
+        parts = (self.de_BD, self.clf_BD, self.words_BF, self.num_tokens_B, self.unknown_B)
+        taken: list[Any] = [None if part is None else part[rows] for part in parts]
+        return Encoded(*taken)
+
+
+class ModelEncoder:
+    """The model itself (`UniDEC`), by torch; words: of the training queries, where they are compared by words."""
+
+    name = "torch"
+
+    def __init__(self, model: Any, words: WordSpace | None) -> None:
+        self._model, self._words = model, words
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Vectors of some texts; a DataError for what is not valid Unicode text."""
+        tokens = encode_texts(texts, self._model.tokenizer_folder, self._model.max_length)
+        de_BD, clf_BD = self._model.encode_queries(tokens, np.arange(len(texts)), batch_size=max(1, len(texts)))
+        tokenizer = load_tokenizer(self._model.tokenizer_folder, self._model.max_length)
+        return _encoded(tokens, tokenizer, self._words, de_BD, clf_BD)
 
 
 def usable_cores() -> int:
@@ -111,10 +124,10 @@ class FastEncoder:
             raise misfit(about.folder, error) from error
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """See `QueryEncoder.encode`."""
+        """Vectors of some texts; a DataError for what is not valid Unicode text."""
         tokens = self._tokens(*self._tokenizer.encode(texts))
         found = self._heads_of(tokens)
-        return as_encoded(tokens, self._tokenizer, self._words, found.get("de"), found.get("clf"))
+        return _encoded(tokens, self._tokenizer, self._words, found.get("de"), found.get("clf"))
 
     def _tokens(self, ids_F: npt.NDArray[Any], lengths_B: Sequence[int] | npt.NDArray[np.int64]) -> Tokens:
         offsets = np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int64)
@@ -129,6 +142,41 @@ class FastEncoder:
         if "de" in found:
             found["de"] = _normalised(np.tanh(found["de"]))
         return found
+
+
+QueryEncoder = ModelEncoder | FastEncoder
+"""Encoding is thread-safe; the vectors of a text do not depend on the other texts (except for rounding)."""
+
+
+def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> QueryEncoder:
+    """The encoder of a bundle's queries.
+
+    Args:
+        bundle: a `Bundle`.
+        runtime: "torch": the model itself; "onnx": onnxruntime for its transformer, numpy for the rest; "onnx-int8":
+            the transformer's linear layers in 8 bits; "auto": `AUTO` on a CPU, torch on a GPU or without a graph or
+            onnxruntime. A bag of tokens without a transformer is encoded in numpy by all but "torch".
+        threads: of one call; 0: as many as this process has cores.
+
+    Raises:
+        ConfigError: "onnx" or "onnx-int8" without a graph in the bundle, or onnxruntime is not installed.
+        ArtifactError: weights are damaged, or do not match the model's configuration or tokenizer.
+    """
+    threads = threads or usable_cores()
+    if runtime != "torch" and (runtime != "auto" or str(getattr(bundle.about, "device", "cpu")) == "cpu"):
+        about = bundle.about
+        int8 = (AUTO if runtime == "auto" else runtime) == "onnx-int8"
+        try:
+            config = about if isinstance(about, ModelConfig) else ModelConfig.read(bundle.path / "model")
+            return FastEncoder(config, bundle.words, int8=int8, threads=threads)
+        except UnidecError as error:
+            if runtime != "auto" or isinstance(error, ArtifactError):
+                raise
+            log.warning("queries are encoded by torch: %s", str(error).replace("\n", ";"))
+    import torch
+
+    torch.set_num_threads(threads)
+    return ModelEncoder(bundle.model, bundle.words)
 
 
 def _transformer_part(graph: Path, width: int, threads: int) -> Part:
@@ -213,3 +261,13 @@ def _gelu(x: Floats) -> Floats:
     from scipy.special import erf
 
     return (x * 0.5 * (1 + erf(x / np.sqrt(2)))).astype(np.float32)
+
+
+def _encoded(
+    tokens: Tokens, tokenizer: TextTokenizer, words: WordSpace | None, de_BD: Floats | None, clf_BD: Floats | None
+) -> Encoded:
+    """Tokenised texts and their vectors as `Encoded`."""
+    flat_F, offsets = tokens.ids, tokens.offsets
+    unknown_B = np.diff(np.concatenate([[0], np.cumsum(flat_F == tokenizer.unknown_id)])[offsets])
+    words_BF = None if words is None else words.vectors(flat_F.astype(np.int64), offsets)
+    return Encoded(de_BD, clf_BD, words_BF, np.diff(offsets) - tokenizer.num_specials, unknown_B)
