@@ -25,9 +25,7 @@ from unidec.sections import Data, RawBounds
 if TYPE_CHECKING:
     from unidec.data.dataset import XMCDataset
 
-__all__ = [
-    "LAYOUTS", "RawData", "find_rows", "make_slice", "read_raw", "read_section", "write_raw",
-]  # fmt: skip
+__all__ = ["LAYOUTS", "RawData", "find_rows", "make_slice", "read_raw", "read_section", "write_raw"]
 
 LAYOUTS: dict[str, Any] = {
     "xmc-json": xmc_json,
@@ -36,7 +34,7 @@ LAYOUTS: dict[str, Any] = {
     "beir": beir,
     "tables": tables,
 }
-"""Layout -> module or object with EXPECTED, fits(source), read(source), write(raw, out)."""
+"""Layout -> module or object with EXPECTED, NEEDS (names of files, one of each), read(source), write(raw, out)."""
 
 
 def read_raw(
@@ -127,7 +125,8 @@ def write_raw(data: RawData | XMCDataset, path: str | os.PathLike[str], format: 
 
 
 def _detect(root: Path) -> str:
-    fitting = [name for name, layout in LAYOUTS.items() if layout.fits(Source(root))]
+    source = Source(root)
+    fitting = [name for name, layout in LAYOUTS.items() if all(source.find(*names) for names in layout.NEEDS)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

@@ -20,14 +20,10 @@ from unidec.data.raw import RawData, text_table
 from unidec.data.table_file import json_blocks, json_texts
 
 EXPECTED = "corpus.jsonl, queries.jsonl, qrels/train.tsv (and qrels/dev.tsv, qrels/test.tsv)"
+NEEDS = (("corpus.jsonl",), ("queries.jsonl",))
 KEEPS_VALIDATION = True
 QRELS = {"train": "train", "validation": "dev", "test": "test"}
 _UIDS = ("query-id", "corpus-id")
-
-
-def fits(source: Source) -> bool:
-    """Whether the folder has files of this layout."""
-    return bool(source.find("corpus.jsonl") and source.find("queries.jsonl"))
 
 
 def read(source: Source) -> RawData:

@@ -29,6 +29,10 @@ from unidec.errors import DataError
 EXPECTED = "queries, labels and pairs, each .csv, .tsv, .parquet or .jsonl"
 KEEPS_VALIDATION = True
 KINDS = ("csv", "tsv", "parquet", "jsonl")
+QUERIES, LABELS, PAIRS, FILTERS = (
+    [f"{stem}.{kind}" for kind in KINDS] for stem in ("queries", "labels", "pairs", "filters")
+)
+NEEDS = (QUERIES, LABELS, PAIRS)
 _SPLIT_NAMES = {split: split for split in SPLITS} | {
     "trn": "train",
     "tst": "test",
@@ -66,20 +70,11 @@ class Table:
         return text_table(self.columns["id"], self.columns["text"], self.columns.get("content"))
 
 
-def fits(source: Source) -> bool:
-    """Whether the folder has files of this layout."""
-    return all(source.find(*_names(stem)) for stem in ("queries", "labels", "pairs"))
-
-
-def _names(stem: str) -> list[str]:
-    return [f"{stem}.{kind}" for kind in KINDS]
-
-
 def read(source: Source) -> RawData:
     """Read the layout; faults are noted in the source."""
-    labels = read_table(source, source.need(*_names("labels")), ("id", "text"), ("content",))
-    queries = read_table(source, source.need(*_names("queries")), ("id", "text"), ("content", "split"))
-    pairs = read_table(source, source.need(*_names("pairs")), ("query_id", "label_id"), ("relevance", "split"))
+    labels = read_table(source, source.need(*LABELS), ("id", "text"), ("content",))
+    queries = read_table(source, source.need(*QUERIES), ("id", "text"), ("content", "split"))
+    pairs = read_table(source, source.need(*PAIRS), ("query_id", "label_id"), ("relevance", "split"))
     source.stop()  # ids cannot be looked up in tables with faults
     label_texts, query_texts = labels.texts(source, "label"), queries.texts(source, "query")
     found = pairs.pairs(source, query_texts, label_texts)
@@ -90,7 +85,7 @@ def read(source: Source) -> RawData:
     for split, rows in rows_by_split.items():
         source.queries_at[split] = (file, lines(rows).__getitem__)
     source.labels_at = labels.at
-    filters = source.find(*_names("filters"))
+    filters = source.find(*FILTERS)
     return RawData(
         source.root.name,
         {split: query_texts.take(rows) for split, rows in rows_by_split.items()},

@@ -24,11 +24,7 @@ FILTERS = {
 }
 FILES = {"train": "trn.json", "test": "tst.json"}
 EXPECTED = "trn.json, lbl.json (and tst.json)"
-
-
-def fits(source: Source) -> bool:
-    """Whether the folder has files of this layout."""
-    return bool(source.find("trn.json") and source.find("lbl.json"))
+NEEDS = (("trn.json",), ("lbl.json",))
 
 
 def read(source: Source) -> RawData:

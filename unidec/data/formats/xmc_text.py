@@ -5,6 +5,7 @@ Both have one text for a query and no uids: the text is the title, the row numbe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +32,9 @@ class TextLayout:
     queries: tuple[str, ...]
     pairs: tuple[str, ...]
 
-    def fits(self, source: Source) -> bool:
-        """Whether the folder has files of this layout."""
-        return bool(source.find(*self.labels) and source.find(*_named(self.queries + self.pairs, "trn")))
+    @property
+    def NEEDS(self) -> tuple[Sequence[str], ...]:  # noqa: N802 (the other layouts are modules)
+        return self.labels, _named(self.queries + self.pairs, "trn")
 
     def read(self, source: Source) -> RawData:
         """Read the layout; faults of single lines are noted in the source."""
