@@ -46,7 +46,7 @@ def test_collectives(ranked, tmp_path):
     found = ranked.run(2, "collectives", tmp_path)
     for rank, values in enumerate(found):
         facts = {key: value for key, value in values.items() if value.shape == () and value.dtype == bool}
-        assert len(facts) == 23 and all(facts.values()), (rank, [k for k, v in facts.items() if not v])
+        assert len(facts) == 22 and all(facts.values()), (rank, [k for k, v in facts.items() if not v])
         assert values["sums"].tolist() == [3] * 6 + [0, 1, 2, 3] + [5] * 2 + [2] * 3
         for width in (3, 1):
             assert values[f"rows of {width}"].tolist() == [0, 1, 4, 7]

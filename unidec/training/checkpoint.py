@@ -19,17 +19,19 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unidec.data.storage import (
     MANIFEST,
+    Folder,
     NewerFormatError,
     file_sha256,
     read_manifest,
@@ -116,27 +118,20 @@ class CheckpointWriter:
         Raises:
             ArtifactError: this one or the one before cannot be written; those on the disk are untouched.
         """
-        with self._held_up():
-            self._join()
-            self._begun = time.perf_counter()
-            if self.ranks.world > 1 or 2 * checkpoint.num_bytes > available_host():
-                self._write(checkpoint)
-            else:
-                self._saving = self._executor.submit(self._write, _snapshot(checkpoint))
+        begin = self._begun = time.perf_counter()
+        self._join()
+        if self.ranks.world > 1 or 2 * checkpoint.num_bytes > available_host():
+            self._write(checkpoint)
+        else:
+            self._saving = self._executor.submit(self._write, _snapshot(checkpoint))
+        self.seconds += time.perf_counter() - begin
 
     def wait(self) -> Path | None:
         """Wait until the last checkpoint is durable: its folder, None where none was saved; raises as `save`."""
-        with self._held_up():
-            self._join()
-        return self._last
-
-    @contextlib.contextmanager
-    def _held_up(self) -> Iterator[None]:
         begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - begin
+        self._join()
+        self.seconds += time.perf_counter() - begin
+        return self._last
 
     def _join(self) -> None:
         saving, self._saving = self._saving, None
@@ -145,26 +140,22 @@ class CheckpointWriter:
 
     def _write(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint; several ranks do it together, on a file system that all of them see."""
-        ranks, path = self.ranks, self.root / _name(checkpoint)
+        ranks, path = self.ranks, self.root / f"step-{checkpoint.state['step']:010d}"
         beside = None if ranks.alone else f".{path.name}.ranks.tmp"
+        folder: contextlib.AbstractContextManager[Folder] = contextlib.nullcontext(Folder(self.root / str(beside)))
         if ranks.is_first:
             remove_stale(self.root)
             for left in self.root.glob(".*.ranks.tmp"):
                 shutil.rmtree(left, ignore_errors=True)
-            with write_folder(path, KIND, VERSION, num_bytes=checkpoint.num_bytes, beside=beside) as out:
-                ranks.barrier()  # the folder is there
-                written = _write_rows(out.path, checkpoint, 0) | _write_dense(out.path, checkpoint)
-                ranks.barrier()  # all files are written
+            folder = write_folder(path, KIND, VERSION, num_bytes=checkpoint.num_bytes, beside=beside)
+        with folder as out:
+            ranks.barrier()  # the folder is there
+            written = _write_rows(out.path, checkpoint, ranks.rank)
+            hashes = ranks.gather_array(np.array(list(written.values())))
+            out.hashes |= {_rows_name(rank): str(digest) for rank, digest in enumerate(hashes)}
+            if ranks.is_first:
+                written |= _write_dense(out.path, checkpoint)
                 out.hashes |= written
-                for note in sorted(out.path.glob("*.sha256")):
-                    out.hashes[note.stem] = note.read_text(encoding="ascii")
-                    note.unlink()
-        else:
-            ranks.barrier()
-            written = _write_rows(self.root / str(beside), checkpoint, ranks.rank)
-            for name, digest in written.items():
-                (self.root / str(beside) / f"{name}.sha256").write_text(digest, encoding="ascii")
-            ranks.barrier()
         ranks.barrier()  # it has its name; each rank reads back what it wrote
         self._read_back(path, written)
         ranks.barrier()
@@ -200,9 +191,7 @@ class CheckpointWriter:
 
 
 def load_checkpoint(
-    run_dir: Path,
-    row_ranges: RowRanges | None = None,
-    check: Callable[[dict[str, Any]], None] | None = None,
+    run_dir: Path, row_ranges: RowRanges | None = None, check: Callable[[dict[str, Any]], None] | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole, and what was wrong with newer ones; None where there is none at all.
 
@@ -270,12 +259,18 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
         raise ArtifactError("not the state of a checkpoint", where=str(path / "state.json"), got=repr(error)) from error
     # what version 1 does not know
     state = {"epoch_step": 0, "refresh": None, "identity": {}, "notes": {}} | state
-    if verify and state["refresh"] is not None:
-        try:
-            find_refresh(run_dir, str(state["refresh"]))
-        except ArtifactError as error:
-            raise ArtifactError("the checkpoint lies within a round", where=str(path), got=str(error)) from error
+    if verify and state["refresh"] is not None and not _has_refresh(run_dir, state["refresh"]):
+        what = "the checkpoint lies within a round whose refresh is missing or damaged"
+        raise ArtifactError(what, where=str(path), expected=f"{run_dir / 'refresh'} with sha256 {state['refresh']}")
     return state | known
+
+
+def _has_refresh(run_dir: Path, sha256: str) -> bool:
+    for manifest in (run_dir / "refresh").glob(f"epoch-*/{MANIFEST}"):
+        with contextlib.suppress(ArtifactError):
+            if file_sha256(manifest) == sha256 and read_manifest(manifest.parent, refresh.KIND, refresh.VERSION):
+                return True
+    return False
 
 
 def _is_whole(run_dir: Path, path: Path) -> bool:
@@ -286,20 +281,8 @@ def _is_whole(run_dir: Path, path: Path) -> bool:
     return True
 
 
-def find_refresh(run_dir: Path, sha256: str) -> Path:
-    """The folder of the refresh whose manifest has this hash; an ArtifactError where it is missing or damaged."""
-    for path in sorted((run_dir / "refresh").glob("epoch-*"), reverse=True):
-        manifest = path / MANIFEST
-        if manifest.is_file() and file_sha256(manifest) == sha256:
-            read_manifest(path, refresh.KIND, refresh.VERSION)
-            return path
-    raise ArtifactError(
-        "the refresh of its round is missing or damaged", where=str(run_dir / "refresh"), expected=f"sha256 {sha256}"
-    )
-
-
-def _name(checkpoint: Checkpoint) -> str:
-    return f"step-{checkpoint.state['step']:010d}"
+def _rows_name(rank: int) -> str:
+    return f"rows-{rank:05d}.safetensors"
 
 
 def _snapshot(checkpoint: Checkpoint) -> Checkpoint:
@@ -327,7 +310,7 @@ def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, st
     parts = {t: part for t, part in checkpoint.rows.items() if rank == 0 or part.held < part.num_rows or part.held == 1}
     tensors = {f"{table}/{name}": x for table, part in parts.items() for name, x in part.tensors.items()}
     ranges = {table: [part.first_row, part.held, part.num_rows] for table, part in parts.items()}
-    name = f"rows-{rank:05d}.safetensors"
+    name = _rows_name(rank)
     return {name: write_tensors(folder / name, tensors, {"ranges": json.dumps(ranges, sort_keys=True)})}
 
 

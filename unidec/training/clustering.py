@@ -31,12 +31,8 @@ MAX_ITERATIONS = 100
 
 @dataclass(frozen=True)
 class Clusters:
-    """`order_N[offsets[c] : offsets[c + 1]]` are the members of cluster c, as positions in what was clustered.
-
-    Attributes:
-        objective: mean cosine of the points to their cluster's centre.
-        seconds: how long it took.
-    """
+    """`order_N[offsets[c] : offsets[c + 1]]`, int64, are the members of cluster c, as positions in what was clustered;
+    `objective` is the mean cosine of the points to their cluster's centre."""
 
     order_N: np.ndarray
     offsets: np.ndarray
@@ -45,11 +41,7 @@ class Clusters:
 
 
 def balanced_clusters(
-    vectors_ND: np.ndarray,
-    max_size: int,
-    seed: int,
-    device: str | torch.device | None = None,
-    ranks: Ranks = ALONE,
+    vectors_ND: np.ndarray, max_size: int, seed: int, device: str | torch.device | None = None, ranks: Ranks = ALONE
 ) -> Clusters:
     """Splits points into 2^depth clusters of at most `max_size` points whose sizes differ by at most one.
 
@@ -61,9 +53,6 @@ def balanced_clusters(
         seed: seed of the two points each split starts from.
         device: where to compute; None: the CPU. It holds the vectors, and up to half of them again.
         ranks: processes that share the work; each has all vectors, and gets all clusters.
-
-    Returns:
-        order_N int64 [N] and offsets int64 [C + 1], with what was reached.
 
     Raises:
         DataError: values that are not finite.
@@ -99,10 +88,9 @@ def _levels(clusters: int) -> int:
 def _split(
     unit_ND: Tensor, slot_CM: Tensor, size_C: Tensor, seed: int, levels: range, first: int = 0
 ) -> tuple[Tensor, Tensor, float]:
-    """Clusters of the first of the levels, numbered from `first`, down through all of them.
+    """Split clusters of the first of the levels, numbered from `first`, down through all of them.
 
-    Returns:
-        slots and sizes of their parts, and these clusters' share of the mean cosine that the last level reached.
+    Gives slots and sizes of their parts, and these clusters' share of the mean cosine that the last level reached.
     """
     num_points, device = unit_ND.shape[0], unit_ND.device
     objective = float(unit_ND.mean(0).norm()) if num_points else 1.0

@@ -261,16 +261,6 @@ class Ranks:
                     dist.broadcast(piece, group=self._patient, group_src=rank)
         return result
 
-    def collect(self, array: np.ndarray, to: int) -> list[np.ndarray] | None:
-        """Arrays of all ranks, of the same type and shape, on rank `to`; None on the others."""
-        if self.alone:
-            return [array]
-        own = torch.from_numpy(np.ascontiguousarray(array))
-        parts = [torch.empty_like(own) for _ in range(self.world)] if self.rank == to else None
-        with _translated():
-            dist.gather(own, parts, group=self._patient, group_dst=to)
-        return None if parts is None else [part.numpy() for part in parts]
-
     def close(self) -> None:
         """Leave the process group."""
         if not self.alone:

@@ -54,14 +54,7 @@ class TextChunks:
 
 
 def cut_texts(parts: TextParts, build: InputBuilder, size: int, device: torch.device) -> TextChunks:
-    """Cut a step's texts into chunks of at most `size`.
-
-    Args:
-        parts: (name of the source, its tokens, rows int64) each, as `InputBuilder` takes them.
-        build: makes each chunk's input.
-        size: at least 1.
-        device: of places and ids.
-    """
+    """Cut a step's texts, (name of the source, its tokens, rows int64) each, into chunks of at most `size`."""
     texts = TextChunks(0, ())
     for name, tokens, rows in parts:
         cut = length_chunks(tokens.lengths(rows), size)

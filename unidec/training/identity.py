@@ -100,16 +100,8 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 
 def check_same(old: Mapping[str, str], new: Mapping[str, str], accepted: Collection[str], where: str) -> None:
-    """Refuse to resume a run under another identity.
-
-    Args:
-        old: as the checkpoint has it; empty for one of version 1, which has none (its folder's name says it).
-        new: as it is now.
-        accepted: keys that may differ.
-        where: the run's folder.
-
-    Raises:
-        ConfigError: lists every key that differs.
+    """Refuse to resume a run, in the folder `where`, under another identity: a ConfigError that lists every key that
+    differs and is not accepted. A checkpoint of version 1 has none (its folder's name is a hash of it): `old` is empty.
     """
     lines = {line.partition(":")[0]: line for line in differences(old, new)} if old else {}
     changed = [key for key in lines if key not in accepted]

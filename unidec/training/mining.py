@@ -6,8 +6,8 @@ pairs.
 Source: UniDEC, H_i = top-k of a search without P_i (exact here), refreshed every T epochs, |H_i| = eta x T. Filter
 pairs (the query is the label itself) must leave it too: such a label scores best and is no negative (spec, detail 6).
 
-Several ranks: each scores all queries against its own part of the labels; the best of the parts are merged, block by
-block, by the ranks in turn. Of equal scores the lower label comes first, so the parts do not decide what is found.
+Several ranks: each mines whole blocks of the queries among all labels. Of equal scores the lower label comes first, so
+the tiles of labels do not decide what is found.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from unidec.training.distributed import ALONE, Ranks
 from unidec.training.sampler import contains, row_entries
 
 BLOCK = 512  # queries compared with all labels at a time
+_SPARE = 32  # candidates beyond those wanted, to tell equal scores apart
 
 
 def mine_hard_negatives(
@@ -62,17 +63,16 @@ def mine_hard_negatives(
     """
     begin_time = time.perf_counter()
     shortlist = np.full((relevance.shape[0], num_negatives), -1, dtype=np.int32)
-    sums, mined = np.zeros(8), [np.empty(0, dtype=np.int64)]
+    sums, label_LD = np.zeros(8), ranks.gather_array(label_LD)
     width_N = np.diff(relevance.indptr)[query_rows_N] + np.diff(filter_pairs.indptr)[query_rows_N] + num_negatives
-    # the same blocks on every rank: those of the largest part
-    block = query_block(max(ranks.sizes(relevance.shape[1])), BLOCK)
-    blocks = _exact_blocks(query_ND, label_LD, width_N, block, device)
-    with progress(total=len(query_rows_N), desc="mine hard negatives", unit="query") as bar:
-        for begin, end, score_BK, label_BK in _merged(blocks, width_N, ranks.part(relevance.shape[1])[0], ranks):
+    # blocks are those of one rank: their bits, and how far they look, depend on their size
+    block = query_block(len(label_LD), BLOCK)
+    own = slice(*(min(block * number, len(query_ND)) for number in ranks.part(-(-len(query_ND) // block))))
+    own_rows = query_rows_N[own]
+    with progress(total=len(own_rows), desc="mine hard negatives", unit="query") as bar:
+        for begin, end, score_BK, label_BK in _exact_blocks(query_ND[own], label_LD, width_N[own], block, device):
             bar.update(end - begin)
-            if score_BK is None or label_BK is None:  # another rank's turn
-                continue
-            rows_B = query_rows_N[begin:end]
+            rows_B = own_rows[begin:end]
             positive_BK = _is_pair(relevance, rows_B, label_BK)
             aside_BK = (_is_pair(filter_pairs, rows_B, label_BK) & ~positive_BK) | (label_BK < 0)
             # a stable sort of the flags brings what is kept to the front, in the order of the scores
@@ -84,11 +84,8 @@ def mine_hard_negatives(
             has_positive_B = relevance.indptr[rows_B + 1] > relevance.indptr[rows_B]
             short, score = (kept_BH.sum(1) < num_negatives).sum(), score_BH[kept_BH].sum(dtype=np.float64)
             sums += [len(rows_B), short, kept_BH.sum(), score, *_positive_sums(positive_BK, aside_BK, has_positive_B)]
-            mined.append(rows_B)
     if not ranks.alone:
-        own = np.concatenate(mined)
-        rows_N = ranks.gather_array(own)
-        shortlist[rows_N] = ranks.gather_array(shortlist[own])
+        shortlist[query_rows_N] = ranks.gather_array(shortlist[own_rows])
         sums = ranks.gather_array(sums[None]).sum(0)
     queries, short_rows, negatives, score, positives, found, first, rank = sums.tolist()
     report = {
@@ -107,40 +104,9 @@ def _positive_sums(positive_BK: np.ndarray, aside_BK: np.ndarray, has_positive_B
     return [has_positive_B.sum(), found_B.sum(), (found_B & (rank_B == 1)).sum(), rank_B[has_positive_B].sum()]
 
 
-Block = tuple[int, int, np.ndarray, np.ndarray]
-_SPARE = 32  # candidates beyond those wanted, to tell equal scores apart
-
-
-def _merged(
-    blocks: Iterator[Block], width_N: np.ndarray, first_label: int, ranks: Ranks
-) -> Iterator[tuple[int, int, np.ndarray | None, np.ndarray | None]]:
-    """The best candidates of all ranks' labels, each block on the rank whose turn it is and None on the others."""
-    for number, (begin, end, score_BK, label_BK) in enumerate(blocks):
-        if ranks.alone:
-            yield begin, end, score_BK, label_BK
-            continue
-        width = int(width_N[begin:end].max())
-        # scores and labels in one message: both are 4 bytes wide
-        own = np.full((2, end - begin, width), -1, dtype=np.int32)
-        own[0].view(np.float32)[:] = -np.inf
-        own[0, :, : score_BK.shape[1]] = score_BK.astype(np.float32).view(np.int32)
-        own[1, :, : score_BK.shape[1]] = np.where(label_BK >= 0, label_BK + first_label, -1)
-        parts = ranks.collect(own, number % ranks.world)
-        if parts is None:
-            yield begin, end, None, None
-            continue
-        joined = np.concatenate(parts, axis=2)
-        score_BJ, label_BJ = joined[0].view(np.float32), joined[1].astype(np.int64)
-        best_BK = np.lexsort((label_BJ, -score_BJ), axis=1)[:, :width]
-        score_BK, label_BK = (np.take_along_axis(x, best_BK, axis=1) for x in (score_BJ, label_BJ))
-        # as one rank finds them: no more columns than there are labels
-        filled = int((label_BK >= 0).any(0).sum())
-        yield begin, end, score_BK[:, :filled], label_BK[:, :filled]
-
-
 def _exact_blocks(
     query_ND: np.ndarray, label_LD: np.ndarray, width_N: np.ndarray, block: int, device: str | torch.device | None
-) -> Iterator[Block]:
+) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
     num_labels, before = label_LD.shape[0], (torch.empty(0, 0), torch.empty(0, 0))
     for begin, end, first, score_BT in score_tiles(query_ND, label_LD, block, device):
         width = int(width_N[begin:end].max())

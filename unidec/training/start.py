@@ -58,11 +58,8 @@ class Start:
 def start_bag(model: UniDEC, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> None:
     """Weigh the bag's tokens by how many training texts have them; nothing without a bag, or with another's weights.
 
-    Draws no random numbers and gives the same weights each time, so that a resumed run may begin with it too.
-
-    Args:
-        model: with `encoder.start` its bag keeps the weights that it was given.
-        parts: (source, tokens, rows int64) of all training texts.
+    Draws no random numbers and gives the same weights each time, so that a resumed run may begin with it too. `parts`
+    are (source, tokens, rows int64) of all training texts.
     """
     bag = model.encoder.bag
     if bag is None or model.encoder_settings.start:
@@ -87,9 +84,7 @@ def document_frequency(tokens: Tokens, rows: np.ndarray, vocab: int, features: F
 def take_model(model: UniDEC, start: Start) -> None:
     """Give a new model the start's encoder, heads and (where they are learnt) temperatures.
 
-    Raises:
-        ArtifactError: the start is damaged.
-        ConfigError: it has another tokenizer, encoder or width.
+    Raises ArtifactError: the start is damaged; ConfigError: it has another tokenizer, encoder or width.
     """
     take_start(model, start.model, where="data/start.json", fix=_FIX)
     if model.settings.learn_temperature:

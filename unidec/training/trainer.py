@@ -52,13 +52,7 @@ LOG_EVERY = 10  # steps between two lines of history; each step waits for the de
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a training reads.
-
-    Attributes:
-        dataset: queries, labels and relevance.
-        query_tokens, label_tokens: token caches in the data set's order.
-        label_graph: csr [L, L], soft targets of Gandalf; only needed with `pool.gandalf`.
-    """
+    """What a training reads: a data set, its token caches, and with `pool.gandalf` soft targets, csr [L, L]."""
 
     dataset: XMCDataset
     query_tokens: TokenCache
@@ -70,12 +64,8 @@ class Trainer:
     """One training run in one folder; opened again it resumes from its newest checkpoint, also inside a round.
 
     Args:
-        settings: what of the parameters a training reads.
-        data: what is trained on.
-        run_dir: the run's folder.
         cache_dir: where a frozen transformer's outputs are kept between runs.
         accept: keys of the run's identity (`unidec.training.identity`) that may differ from the checkpoint's.
-        ranks: the processes that train together.
         start: the earlier model to start from, in place of a new one.
 
     Attributes:
