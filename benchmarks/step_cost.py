@@ -219,7 +219,7 @@ def open_trainer(params: Params, run_dir: Path) -> Trainer:
         trainer.device,
     )
     trainer.made, _ = make_refresh(
-        trainer.settings, trainer.rows, trainer.sampler, clusters,
+        trainer.settings, trainer.rows, trainer.batches.sampler, clusters,
         lambda: lexical_vectors(tokens["labels"], np.arange(len(tokens["labels"])), embedding_VD), trainer.device,
     )  # fmt: skip
     trainer.model.train()

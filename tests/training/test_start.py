@@ -174,9 +174,9 @@ def test_a_residual_step_is_that_of_a_dense_reference(open_trainer):
 
 def test_a_residual_classifier_is_whole_wherever_it_is_looked_at(open_trainer, tmp_path):
     trainer = train(open_trainer(**{"model.clf_residual": True}))
-    x_LW = trainer._encode("labels", None, None)
+    x_LW = trainer._encode_labels(0, trainer.dataset.num_labels)
     head = trainer.model.head_clf[0]
-    text_LD = F.normalize(torch.from_numpy(x_LW) @ head.weight.T + head.bias, dim=1).detach()
+    text_LD = F.normalize(x_LW @ head.weight.T + head.bias, dim=1).detach()
     free_LD = trainer.model.table.weight
     assert free_LD.any()
     rows_LD = trainer.model.classifier_table()[0]
@@ -190,12 +190,14 @@ def test_a_residual_classifier_is_whole_wherever_it_is_looked_at(open_trainer, t
 def test_tail_positives_are_drawn_by_inverse_propensity(open_trainer, tiny_dataset):
     trainer: Trainer = open_trainer(**{"pool.positives": "tail", "pool.beta": 1, "pool.eta": 0})
     count_L = np.asarray((tiny_dataset.relevance[tiny_dataset.rows("train")] > 0).sum(0)).ravel()
-    weight_L = trainer.sampler.weight_L
+    weight_L = trainer.batches.sampler.weight_L
     assert (np.diff(weight_L[np.argsort(count_L)]) <= 1e-12).all() and weight_L.min() >= 1
     drawn = {"tail": 0.0, "uniform": 0.0}
     for name in drawn:
         sampler = (
-            trainer.sampler if name == "tail" else open_trainer("uniform", **{"pool.beta": 1, "pool.eta": 0}).sampler
+            trainer.batches.sampler
+            if name == "tail"
+            else open_trainer("uniform", **{"pool.beta": 1, "pool.eta": 0}).batches.sampler
         )
         for step in range(40):
             batch = sampler.batch(trainer.rows, epoch=0, step=step, shortlist_NH=None)

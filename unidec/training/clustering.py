@@ -66,7 +66,7 @@ def balanced_clusters(
     if ranks.is_first:  # one rank: should processors round differently, no point is lost or doubled
         slot_CM, size_C, objective = _split(unit_ND, slot_CM, size_C, seed, range(common))
     slot_CM, size_C = (
-        torch.from_numpy(ranks.share_array(x.cpu().numpy() if ranks.is_first else None)).to(unit_ND.device)
+        torch.from_numpy(ranks.gather_array(x.cpu().numpy() if ranks.is_first else None)).to(unit_ND.device)
         for x in (slot_CM, size_C)
     )
     objective = ranks.share(objective)

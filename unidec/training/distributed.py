@@ -101,7 +101,7 @@ class Ranks:
 
     @property
     def is_first_here(self) -> bool:
-        """Whether this process is the first one of its machine: the one that checks what all of them read there."""
+        """Whether this process is its machine's first: the one that verifies what all of them read there."""
         return self.rank % self.local_world == 0
 
     # -- who has what -------------------------------------------------------------------------------------------------
@@ -236,10 +236,6 @@ class Ranks:
         with _translated():
             dist.broadcast_object_list(box, group=self._patient, group_src=0)
         return box[0]
-
-    def share_array(self, array: np.ndarray | None) -> np.ndarray:
-        """The first rank's array on every rank."""
-        return self.gather_array(array if self.is_first else None)
 
     def gather_array(self, array: np.ndarray | None) -> np.ndarray:
         """Arrays of all ranks, alike but for their first axis, joined along it; None: this rank has no rows."""

@@ -23,6 +23,8 @@ from torch.optim.adamw import adamw
 from unidec.model.row_table import RowTable
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+State = dict[str, Tensor]  # by name
+Scale = Tensor | float  # of the gradient
 
 
 class RowOptimiser:
@@ -42,7 +44,7 @@ class RowOptimiser:
             table.add_state(name, *([table.weight.shape[1]] if wide else []))
 
     @torch.no_grad()
-    def step(self, step: int, factor: float, scale: Tensor | float = 1.0) -> None:
+    def step(self, step: int, factor: float, scale: Scale = 1.0) -> None:
         """Update the gathered rows from their leaf's gradient, then forget them.
 
         Args:
@@ -62,16 +64,14 @@ class RowOptimiser:
             weight = round_to_bfloat16(weight, row_noise(rows_U, weight.shape[1], f"{self.seed} {step}"))
         self.table.write_back(weight, state)
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float, scale: Tensor | float
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Scale) -> None:
         """Change weight [U, D] and state in place; the gradient may be used up."""
         if isinstance(scale, Tensor):
             weight.addcmul_(grad, scale.to(grad.dtype), value=-lr)
         else:
             weight.add_(grad, alpha=-lr * scale)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> State:
         """State of all rows [R, ...] by name: the tensors themselves."""
         self.table.flush()
         return {name: self.table.state[name] for name in self.columns}
@@ -86,9 +86,7 @@ class RowAdam(RowOptimiser):
         super().__init__(table, lr, seed)
         self._count = torch.zeros((), dtype=torch.float32, device=table.device)
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float, scale: Tensor | float
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Scale) -> None:
         self._count.fill_(step - 1)
         adamw(  # one pass over gradient, moments and weight
             [weight], [grad.mul_(scale)], [state["first"]], [state["second"]], [], [self._count], fused=True,
@@ -104,9 +102,7 @@ class RowAdagrad(RowOptimiser):
 
     columns: ClassVar = {"sum": False}
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float, scale: Tensor | float
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Scale) -> None:
         norm_U = torch.linalg.vector_norm(grad, dim=1).mul_(scale)  # reads the gradient once, makes no [U, D]
         sum_U = state["sum"].addcmul_(norm_U, norm_U, value=1 / grad.shape[1])
         rate_U = sum_U.sqrt().add_(EPS).reciprocal_().mul_(scale)

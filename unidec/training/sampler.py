@@ -64,13 +64,10 @@ def contains(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 def _canonical_csr(matrix: sp.csr_matrix) -> sp.csr_matrix:
     """The same matrix with rows sorted by label and each pair once; shares memory where it already is so."""
-    # Plain arrays: fancy indexing of a np.memmap wraps every result again.
-    parts = (np.asarray(matrix.data), np.asarray(matrix.indices), np.asarray(matrix.indptr))
-    plain = sp.csr_matrix(parts, shape=matrix.shape, copy=False)
-    if not plain.has_canonical_format:
-        plain = plain.copy()
-        plain.sum_duplicates()
-    return plain
+    if not matrix.has_canonical_format:
+        matrix = matrix.copy()
+        matrix.sum_duplicates()
+    return matrix
 
 
 class PoolSampler:

@@ -43,7 +43,7 @@ from unidec.training.optim import Optimisers
 from unidec.training.precision import autocast_type, choose_device
 from unidec.training.random_streams import random_states, restore_random_states, start_stream
 from unidec.training.refresh import Clusters, Refresh, make_clusters, make_refresh
-from unidec.training.sampler import PoolSampler, num_clusters
+from unidec.training.sampler import num_clusters
 from unidec.training.start import Start, start_bag, take_model, take_rows
 from unidec.training.stop import stop_signals
 
@@ -134,11 +134,6 @@ class Trainer:
     def rows(self) -> np.ndarray:
         """int64 [n]: training rows."""
         return self.batches.rows
-
-    @property
-    def sampler(self) -> PoolSampler:
-        """Draws the pools."""
-        return self.batches.sampler
 
     # -- start and resume ---------------------------------------------------------------------------------------------
 
@@ -264,7 +259,7 @@ class Trainer:
         clusters, self._clusters = self._clusters, None
         assert clusters is not None
         made, report = make_refresh(
-            self.settings, self.rows, self.sampler, clusters, self._label_vectors, self.device, self.ranks
+            self.settings, self.rows, self.batches.sampler, clusters, self._label_vectors, self.device, self.ranks
         )
         if self.ranks.is_first:
             made.save(self._refresh_folder(self.epoch), self.epoch)
