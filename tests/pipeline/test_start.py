@@ -222,9 +222,9 @@ def test_a_damaged_file_is_named(work, text):
 
 def test_a_warm_training_from_choice_to_bundle(work):
     params = work.params()
-    cold = paths.run_folder(params)
+    cold = paths.run_identity(params)
     pipeline.choose_start(params)
-    assert paths.run_folder(params) != cold
+    assert paths.run_identity(params) != cold
     begun = pipeline.start_run(params)
     assert (begun.epochs, begun.num_rounds, begun.a_round) == (1, 1, 2) and read_start().version == "1"
     assert "starts from unidec version 1" in begun.lines[0]

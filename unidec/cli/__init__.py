@@ -20,13 +20,14 @@ from typing import Annotated, Any
 
 import typer
 
-from unidec.cli import bundles, data, init, labels, models
+from unidec.cli import bundles, data, init, labels, models  # noqa: F401  init adds its command
 from unidec.cli.commands import (
     DEFAULT_PARAMS,
     AsJson,
     Assignments,
     ParamsFile,
     add_stage,
+    app,
     command,
     group,
     load,
@@ -36,16 +37,6 @@ from unidec.config import Params, describe, parse_overrides, recipe_names, to_ya
 from unidec.errors import ConfigError, Stopped, UnidecError, without_credentials
 from unidec.version import __version__
 
-app = typer.Typer(
-    name="unidec",
-    help="Extreme multi-label classification with a dual encoder and a classifier trained together.",
-    epilog="In a checkout, `make train` runs all stages, and only those that are out of date.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 config_app = group("Show, check and explain the parameters.")
 runs_app = group("List training runs, and find and repair what a crash left.")
 
@@ -60,8 +51,6 @@ def _options(
 
 
 # -- training and evaluation ------------------------------------------------------------------------------------------
-
-init.add_to(app)
 
 
 @command(
@@ -91,7 +80,6 @@ add_stage(
     app, "evaluate", "evaluate", "Compute every metric on the test split; report and plots in outputs/.",
     "unidec evaluate --json",
 )  # fmt: skip
-bundles.add_to(app)
 
 
 @command(

@@ -18,6 +18,7 @@ from unidec.cli.commands import (
     BundleAddress,
     ParamsFile,
     add_stage,
+    app,
     bundle_folder,
     command,
     group,
@@ -53,18 +54,10 @@ index_app = group("Build a bundle's search index, and choose its kind by measure
 export_app = group("Write a bundle's parts for other programs: label vectors, the query encoder (docs/bundles.md).")
 
 
-def add_to(app: typer.Typer) -> None:
-    """The commands that belong to no group."""
-    command(
-        app, 'unidec predict "editor for tables" -k 5',
-        "unidec predict --input queries.csv --output predictions.parquet",
-        "unidec predict --input q.parquet --output p.parquet --bundle models:/unidec@champion --runtime auto",
-    )(predict)  # fmt: skip
-    command(
-        app, "unidec serve", "unidec serve models:/unidec@champion --port 9000", "unidec serve --set serve.max_k=20"
-    )(serve)  # fmt: skip
-
-
+@command(
+    app, 'unidec predict "editor for tables" -k 5', "unidec predict --input queries.csv --output predictions.parquet",
+    "unidec predict --input q.parquet --output p.parquet --bundle models:/unidec@champion --runtime auto",
+)  # fmt: skip
 def predict(
     texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="queries")] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="labels for each query")] = 5,
@@ -122,6 +115,9 @@ def _encoder(bundle: Bundle, runtime: Runtime) -> QueryEncoder:
         return open_encoder(bundle, "torch")
 
 
+@command(
+    app, "unidec serve", "unidec serve models:/unidec@champion --port 9000", "unidec serve --set serve.max_k=20"
+)  # fmt: skip
 def serve(
     source: Annotated[
         str, typer.Argument(metavar="[BUNDLE]", help="folder, models:/name@alias (followed) or models:/name/version")

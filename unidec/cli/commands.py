@@ -19,6 +19,16 @@ from unidec.config import Params, load_params, parse_overrides
 if TYPE_CHECKING:
     import pandas as pd
 
+app = typer.Typer(
+    name="unidec",
+    help="Extreme multi-label classification with a dual encoder and a classifier trained together.",
+    epilog="In a checkout, `make train` runs all stages, and only those that are out of date.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 DEFAULT_PARAMS = Path("params.yaml")
 DEFAULT_BUNDLE = Path("outputs/bundle")
 ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="parameter file")]

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode
 
-from unidec.cli.commands import command
+from unidec.cli.commands import app, command
 from unidec.config import Params, load_params, recipe_names
 from unidec.errors import ConfigError
 from unidec.version import PACKAGE
@@ -30,11 +30,7 @@ _FILES = ("dvc.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore"
 DEFAULTS = {"recipe": "unidec", "data.path": "data/raw/mine", "data.format": "auto"}
 
 
-def add_to(app: typer.Typer) -> None:
-    """The command of this file."""
-    command(app, "unidec init --data-path data/raw/shop", "unidec init my-project --format tables")(init)
-
-
+@command(app, "unidec init --data-path data/raw/shop", "unidec init my-project --format tables")
 def init(
     folder: Annotated[Path, typer.Argument(help="of params.yaml; this folder, if it is not given")] = Path("."),
     data_path: Annotated[

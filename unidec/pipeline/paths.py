@@ -90,17 +90,12 @@ def _made_of(made: Made, num_rows: int, which: str, path: Path, command: str) ->
 
 
 def run_identity(params: Params) -> dict[str, str]:
-    """What decides the training that these parameters, this data, this code and this start make."""
+    """What decides the training that these parameters, this data, this code and this start make.
+
+    What only decides where it runs or is shown (`device`, `run`, `tracking`, `index`) is no part of it.
+    """
     start = read_start().bundle_sha256 or None
     return identity.run_identity(
         effective(params).model_dump(), open_dataset(), open_tokens("queries"), open_tokens("labels"), start,
         open_label_graph(params),
     )  # fmt: skip
-
-
-def run_folder(params: Params) -> Path:
-    """The folder of that training.
-
-    What only decides where it runs or is shown (`device`, `run`, `tracking`, `index`) leaves the name as it is.
-    """
-    return RUNS / identity.identity_sha256(run_identity(params))[:16]
