@@ -54,16 +54,12 @@ def export_sentence_transformers(
             is something else.
     """
     model, score = bundle.model, Scored.of(bundle.info, head)
-    if reasons := beyond_modules(model, score):
-        alone = [
-            name
-            for name in ("de", "clf")
-            if name in bundle.info.vectors and not beyond_modules(model, Scored.of(bundle.info, name))
-        ]
+    beyond = _beyond_modules(model)
+    if beyond or score.head == "both":
         raise ConfigError(
             "modules of sentence-transformers cannot express this encoder", where=str(bundle.path),
-            got="; ".join(reasons),
-            fix=f"--head {' or '.join(alone)} exports one head" if alone else "unidec export onnx",
+            got="; ".join(beyond + ["both heads side by side"] * (score.head == "both")),
+            fix="unidec export onnx" if beyond else "--head de or clf exports one head",
         )  # fmt: skip
     refuse_foreign(Path(folder))
     if importlib.util.find_spec("sentence_transformers") is None:
@@ -80,8 +76,8 @@ def export_sentence_transformers(
     return {"head": score.head, "width": score.width, "modules": names, "output": str(folder)}
 
 
-def beyond_modules(model: UniDEC, score: Scored) -> list[str]:
-    """What of an encoder and a score modules in a row cannot express; empty: nothing."""
+def _beyond_modules(model: UniDEC) -> list[str]:
+    """What of an encoder modules in a row cannot express; empty: nothing."""
     bag, reasons = model.encoder.bag, []
     if bag is not None and model.encoder.transformer is not None:
         reasons.append("a transformer and a bag of tokens side by side (encoder.kind: both)")
@@ -89,8 +85,6 @@ def beyond_modules(model: UniDEC, score: Scored) -> list[str]:
         reasons.append("a second bag of each text's first tokens (encoder.bag_head)")
     if bag is not None and bag.num_words:
         reasons.append("words of several pieces as further tokens (encoder.bag_words)")
-    if score.head == "both":
-        reasons.append("both heads side by side")
     return reasons
 
 
