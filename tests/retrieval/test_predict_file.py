@@ -203,7 +203,8 @@ def test_vectors_of_shards_are_the_vectors(rng, tmp_path, texts):
     assert (tmp_path / "other.vectors" / "de.npy").read_bytes() == (output / "de.npy").read_bytes()
     (tmp_path / "empty.csv").write_text("query\n")
     with pytest.raises(DataError, match="without queries"):
-        plan(tmp_path / "b", tmp_path / "empty.csv", output)
+        predict_file(bundle, tmp_path / "empty.csv", tmp_path / "empty.vectors")
+    assert not list(tmp_path.glob("empty.vectors*"))
 
 
 def test_the_runtime_that_was_asked_for_encodes_every_shard(rng, tmp_path, texts, monkeypatch):

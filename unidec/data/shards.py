@@ -151,11 +151,9 @@ def alone(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
         if not (folder / PLAN).exists():  # nothing was begun, or all is done
-            with contextlib.suppress(OSError):
-                (folder / ".lock").unlink(missing_ok=True)
-                folder.rmdir()
+            shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
 
 
 def cuts(num_rows: int, shards: int, batch_size: int) -> tuple[int, ...]:
