@@ -118,8 +118,8 @@ def _ranges(cells: Sequence[Cell], metric: str) -> Chart | None:
     for cell in ranked(cells, metric):
         of = cell.summary(metric)
         ends = (of.mean - of.spread, of.mean + of.spread) if of.count > 1 else None
-        colour = PEER_COLOUR if cell.kind == "peer" else 0
-        rows.append(Range(cell.name, of.mean, ends, cell.values(metric) if ends else (), colour))
+        seeds = cell.values(metric) if ends else ()
+        rows.append(Range(cell.name, of.mean, ends, seeds, PEER_COLOUR if cell.kind == "peer" else 0))
     return range_chart(f"{metric}, test split", rows, "percent; grey: peers")
 
 

@@ -10,6 +10,7 @@ Shape suffixes: N queries of a reference, n of a window, R resampled windows, D 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -110,18 +111,18 @@ def low_score_noise(low: float, reference_size: int, window_size: int) -> float:
     return float(betabinom.ppf(QUANTILE, window_size, rank, reference_size + 1 - rank)) / max(window_size, 1)
 
 
+@dataclass(frozen=True)
 class Noise:
     """Noise by window size, as `text_noise` and `served_noise` measured it."""
 
-    def __init__(self, stored: Mapping[str, Sequence[float]]) -> None:
-        self._values = {name: np.asarray(values, dtype=np.float64) for name, values in stored.items()}
+    measured: Mapping[str, Sequence[float]]
 
     def at(self, name: str, size: float) -> float:
         """What chance explains for a window of `size` queries; 0 where it was not measured.
 
         Interpolated in logarithms; the last value beyond the largest size, growing as a root below the smallest.
         """
-        values = self._values.get(name)
+        values = self.measured.get(name)
         if values is None or size <= 0:
             return 0.0
         if size < SIZES[0]:

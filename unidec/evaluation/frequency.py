@@ -92,9 +92,5 @@ def doubling_histogram(count: Any) -> dict[str, int]:
     """
     count = np.asarray(count, dtype=np.int64)
     power = np.where(count > 0, np.ceil(np.log2(np.maximum(count, 1))).astype(np.int64) + 1, 0)
-    bars = np.bincount(power, minlength=1)
-
-    def name(i: int) -> str:
-        return str(i) if i < 3 else f"{2 ** (i - 2) + 1}–{2 ** (i - 1)}"
-
-    return {name(i): int(bar) for i, bar in enumerate(bars.tolist())}
+    bars = np.bincount(power, minlength=1).tolist()
+    return {str(i) if i < 3 else f"{2 ** (i - 2) + 1}–{2 ** (i - 1)}": bar for i, bar in enumerate(bars)}
