@@ -344,10 +344,9 @@ def _check_change(source_L: Labels, fresh_S: Labels, shape: tuple[int, int], bef
     if source_L.shape != (num_labels,) or not num_labels or dim != before[1]:
         raise ValueError(f"source_L of shape {source_L.shape}, vectors {shape}, the index is {before[1]} wide")
     kept = source_L[source_L >= 0]
-    if len(kept) and (kept.max() >= before[0] or len(np.unique(kept)) != len(kept)):
+    if not np.isin(kept, np.arange(before[0])).all() or len(np.unique(kept)) != len(kept):
         raise ValueError(f"source_L must name each of {before[0]} rows at most once")
-    inside = not len(fresh_S) or 0 <= fresh_S[0] <= fresh_S[-1] < num_labels
-    if fresh_S.ndim != 1 or (np.diff(fresh_S) <= 0).any() or not inside:
+    if not np.isin(fresh_S, np.arange(num_labels)).all() or (np.diff(fresh_S) <= 0).any():
         raise ValueError(f"fresh_S must be ascending rows of {num_labels} labels")
     if not np.isin(np.flatnonzero(source_L < 0), fresh_S).all():
         raise ValueError("a label without a row before is not among fresh_S")

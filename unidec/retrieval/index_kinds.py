@@ -211,8 +211,7 @@ def changed_codes(index: Any, kind: Kind, source_L: Rows, vectors: LabelRows, fr
 
 def owned_copy(index: Any) -> Any:
     """A copy that can be changed: an index that was mapped into memory has views into the file."""
-    faiss = faiss_module()
-    return faiss.deserialize_index(faiss.serialize_index(index))
+    return faiss_module().deserialize_index(faiss_module().serialize_index(index))
 
 
 def blocks(rows: Rows, size: int = ROWS_AT_ONCE) -> Iterator[Rows]:

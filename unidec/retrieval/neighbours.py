@@ -175,8 +175,8 @@ class Neighbours:
     @property
     def num_bytes(self) -> int:
         """Size of what `write` writes, about."""
-        own = self.vectors_MD.nbytes if self.words is None else 6 * self.vectors_MD.nnz + 12 * self.words.num_features
-        return own + 4 * self.labels_ML.nnz + 16 * self.num_queries + self.titles.nbytes
+        own = self.vectors_MD.nbytes if self.words is None else 6 * self.vectors_MD.nnz
+        return own + 4 * self.labels_ML.nnz + self.titles.nbytes
 
 
 def read_neighbours(
