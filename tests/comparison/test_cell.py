@@ -237,18 +237,17 @@ def test_results_of_other_code_are_shown_and_counted(
     real = code_sha256
     monkeypatch.setattr(workspace, "code_sha256", lambda parts: "other" if "model" in parts[0] else real(parts))
     found = results.gather(project.workspace)
-    assert all(entry.result is not None for entry in found)
+    assert len(found) == 5
     page = results.page_input(project.workspace, found)
     assert page.notes == ["4 of 5 results were made by another version of the code."]
-    step = project.workspace.step(found[0].job)
+    step = project.workspace.step(project.workspace.comparison.job("d/first/0"))
     assert not step.is_done() and step.is_done(accept_code=True)
 
 
 def test_other_inputs_have_another_folder(project: SimpleNamespace) -> None:
     other = open_workspace(project.folder, **{"pool.beta": 1})
-    found = {entry.job.cell: entry for entry in results.gather(other)}
-    assert found["first"].result is None and found["kNN"].result is not None  # a peer has no such parameter
-    assert found["second"].step.folder != cell_folder(project, "second")
+    assert list(results.gather(other)) == ["d/kNN/0"]  # a peer has no such parameter
+    assert other.folder(other.comparison.job("d/second/0")) != cell_folder(project, "second")
     same = open_workspace(project.folder, **{"run.checkpoint_minutes": 3.0, "device": "cpu"})  # decide nothing
     assert all(same.step(job).is_done() for job in same.comparison.jobs)
     start = open_workspace(project.folder, **{"label_graph.share": 0.5})  # only where there is a label graph

@@ -55,7 +55,6 @@ def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> 
     if run_dir is not None:
         costs["train_seconds"] = float(sum(line["train_seconds"] for line in curve))
         costs["refresh_seconds"] = float(sum(line.get("refresh", {}).get("refresh_seconds", 0) for line in curve))
-        costs["validation_seconds"] = float(sum(line.get("validation_seconds", 0) for line in curve))
     parts = {name: headline(metrics[name]) for name in ("de", "clf", "heads", "knn") if name in metrics}
     tracker = Tracker.resume(run_dir) if run_dir is not None else None
     return {

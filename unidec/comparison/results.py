@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,19 +37,11 @@ from unidec.progress import progress
 REPORT, SUMMARY = "report.html", "summary.json"
 TESTED = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@100")
 TABLE = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100")
+Results = Mapping[str, dict[str, Any]]  # result.json of each job that has one, by the job's key
 NOTE = (
     "Paired randomisation test over the test queries, scores of a system averaged over its seeds, Holm's "
     "correction over all tests of a table at 5 %."
 )
-
-
-@dataclass(frozen=True)
-class Found:
-    """A job, its step, and its result.json; None where there is none for these inputs."""
-
-    job: Job
-    step: Step
-    result: dict[str, Any] | None
 
 
 def write_report(workspace: Workspace) -> Path:
@@ -98,45 +89,44 @@ def write_metrics(path: Path, step: Step) -> None:
     write_json(path, {"run": step.name, **figures, "train_seconds": seconds})
 
 
-def gather(workspace: Workspace) -> list[Found]:
-    """Every job of the comparison with its result, if there is one."""
-    steps = [(job, workspace.step(job)) for job in workspace.comparison.jobs]
-    return [Found(job, step, step.result()) for job, step in steps]
+def gather(workspace: Workspace) -> Results:
+    """The results that there are for these inputs."""
+    steps = [workspace.step(job) for job in workspace.comparison.jobs]
+    return {step.name: result for step in steps if (result := step.result()) is not None}
 
 
 def page_input(
-    workspace: Workspace, found: Sequence[Found], contrasts: Mapping[str, Sequence[PairedTest]] | None = None
+    workspace: Workspace, found: Results, contrasts: Mapping[str, Sequence[PairedTest]] | None = None
 ) -> ComparisonInput:
     """Everything that the page shows."""
     comparison, file = workspace.comparison, workspace.comparison.file
-    results = [entry.result for entry in found if entry.result is not None]
-    old = sum(entry.result is not None and entry.result["code"] != entry.step.spec["code"] for entry in found)
-    cards = {entry.job.data: entry.result["dataset"] for entry in reversed(found) if entry.result is not None}
+    done = [job for job in comparison.jobs if job.key in found]
+    old = sum(found[job.key]["code"] != workspace.step(job).spec["code"] for job in done)
+    cards = {job.data: found[job.key]["dataset"] for job in reversed(done)}
     return ComparisonInput(
         title=file.title or f"Comparison {file.name}",
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         about=file.about,
-        notes=[f"{old} of {len(results)} results were made by another version of the code."] if old else [],
+        notes=[f"{old} of {len(done)} results were made by another version of the code."] if old else [],
         tasks=[Task(name, entry.about, cards.get(name, {})) for name, entry in file.data.items()],
         cells=_cells(comparison, found),
         contrasts=contrasts or {},
         contrast_note=NOTE if contrasts else "",
         groups=[Group(title, group.base, group.cells, group.about) for title, group in file.groups.items()],
-        failures=[_failure(entry) for entry in found if entry.result is None],
+        failures=[_failure(job, workspace.step(job)) for job in comparison.jobs if job.key not in found],
         common=comparison.common,
-        lineage=_lineage(comparison, results),
+        lineage=_lineage(comparison, list(found.values())),
     )
 
 
-def contrasts(workspace: Workspace, found: Sequence[Found]) -> dict[str, list[PairedTest]]:
+def contrasts(workspace: Workspace, found: Results) -> dict[str, list[PairedTest]]:
     """Every system against the best peer of each metric, and the cells of each group against its base."""
     done: dict[str, list[PairedTest]] = {}
     for data in progress(list(workspace.comparison.file.data), desc="tests", unit="data set"):
-        entries = [entry for entry in found if entry.job.data == data and entry.result is not None]
-        scores, tests = _scores(workspace, entries), done.setdefault(data, [])
-        rivals = list(
-            dict.fromkeys(one.job.cell for one in entries if one.job.kind == "peer" and one.job.cell in scores)
-        )
+        jobs = [job for job in workspace.comparison.jobs if job.data == data and job.key in found]
+        scores, tests = _scores(workspace, jobs), done.setdefault(data, [])
+        peers = {job.cell for job in jobs if job.kind == "peer"}
+        rivals = [name for name in scores if name in peers]
         if rivals and len(scores) > 1:
             tests += compare_systems(scores, best_systems(scores, rivals, TESTED), TESTED)
         for group in workspace.comparison.file.groups.values():
@@ -169,15 +159,14 @@ def _write_summary(path: Path, page: ComparisonInput) -> None:
     write_json(path, {"title": page.title, "cells": cells, "tests": tests, "failures": failures})
 
 
-def _cells(comparison: Comparison, found: Sequence[Found]) -> list[Cell]:
+def _cells(comparison: Comparison, found: Results) -> list[Cell]:
     cells = []
-    by_key = {one.job.key: one for one in found}
     for data in comparison.file.data:
         for name, entry in comparison.file.cells.items():
-            mine = [one for one in found if one.job.data == data and one.job.cell == name]
-            if not mine:
+            jobs = [job for job in comparison.jobs if job.data == data and job.cell == name]
+            if not jobs:
                 continue
-            job, runs = mine[0].job, [_run(one, by_key) for one in mine if one.result is not None]
+            job, runs = jobs[0], [_run(comparison, one, found) for one in jobs if one.key in found]
             settings = {key: value for key, value in job.settings.items() if key != "encoder.start"}
             if job.needs is not None:
                 settings["model of" if job.kind == "model_of" else "after"] = job.needs.split("/")[1]
@@ -188,20 +177,18 @@ def _cells(comparison: Comparison, found: Sequence[Found]) -> list[Cell]:
     return cells
 
 
-def _run(entry: Found, others: Mapping[str, Found]) -> Run:
+def _run(comparison: Comparison, job: Job, found: Results) -> Run:
     """One seed; the seconds of the trainings that it builds on are counted with its own."""
-    result = entry.result
-    assert result is not None
+    result = found[job.key]
     costs, curve = dict(result["costs"]), [dict(line) for line in result["curve"]]
-    needed = others.get(entry.job.needs or "")
-    if needed is not None and needed.result is not None:
-        earlier = _run(needed, others).costs
+    if job.needs is not None and job.needs in found:
+        earlier = _run(comparison, comparison.job(job.needs), found).costs
         for name in ("train_seconds", "refresh_seconds", "total_seconds"):
             costs[name] = costs.get(name, 0.0) + earlier.get(name, 0.0)
         if curve:
             curve[0]["train_seconds"] += earlier.get("train_seconds", 0.0) + earlier.get("refresh_seconds", 0.0)
     same = {name: result[name] for name in ("metrics", "validation", "parts", "history", "bins")}
-    return Run(entry.job.seed, costs=costs, curve=curve, **same)
+    return Run(job.seed, costs=costs, curve=curve, **same)
 
 
 def _lineage(comparison: Comparison, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -213,8 +200,8 @@ def _lineage(comparison: Comparison, results: Sequence[Mapping[str, Any]]) -> di
     return lineage
 
 
-def _failure(entry: Found) -> Failure:
-    job, reason, log = entry.job, entry.step.failure(), entry.step.folder / LOG
+def _failure(job: Job, step: Step) -> Failure:
+    reason, log = step.failure(), step.folder / LOG
     place = Path(*log.parts[-5:]).as_posix() if log.is_file() else ""
     return Failure(job.data, job.cell, job.seed, "failed" if reason else "not run", reason, place)
 
@@ -229,19 +216,21 @@ def _what(job: Job) -> str:
     return f"recipe {job.params.recipe}{after}" + (f" with {settings}" if settings else "")
 
 
-def _scores(workspace: Workspace, entries: Sequence[Found]) -> dict[str, list[QueryParts]]:
+def _scores(workspace: Workspace, jobs: Sequence[Job]) -> dict[str, list[QueryParts]]:
     """Scores of each query under each system of one data set, a list over seeds."""
-    folder = workspace.data_step(entries[0].job).folder / "data" if entries else Path()
-    measured = [entry for entry in entries if (entry.step.folder / PREDICTIONS).is_file()]
+    folder = workspace.data_step(jobs[0]).folder / "data" if jobs else Path()
+    files = [(job.cell, workspace.folder(job) / PREDICTIONS) for job in jobs]
     scores: dict[str, list[QueryParts]] = {}
-    if measured and (folder / "dataset").is_dir():
+    if any(file.is_file() for _, file in files) and (folder / "dataset").is_dir():
         dataset = XMCDataset.open(folder / "dataset")
         rows = dataset.rows("test")
         truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
         inverse_L = load_propensity(folder / "propensity").inverse_L
-        for entry in measured:
-            labels = load_array(entry.step.folder / PREDICTIONS, np.int32, ndim=2)
-            scores.setdefault(entry.job.cell, []).append(by_query(labels, truth, TESTED, inverse_L))
+        for cell, file in files:
+            if file.is_file():
+                scores.setdefault(cell, []).append(
+                    by_query(load_array(file, np.int32, ndim=2), truth, TESTED, inverse_L)
+                )
     return scores
 
 
