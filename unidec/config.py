@@ -32,12 +32,12 @@ _NOT_OF_A_RECIPE = {
 
 
 class ParamsError(ConfigError):
-    """All that is wrong with the parameters, found in one go; `problems` holds one text for each."""
+    """All that is wrong with the parameters or another file, found in one go; `problems` holds one text for each."""
 
-    def __init__(self, problems: list[str], where: str) -> None:
+    def __init__(self, problems: list[str], where: str, what: str = "parameters") -> None:
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"{count} in the parameters", *problems]), where=where)
+        super().__init__("\n".join([f"{count} in the {what}", *problems]), where=where)
 
 
 def valid_values(detail: ErrorDetails) -> str:

@@ -78,7 +78,7 @@ def test_tf_idf_scores_equal_loops(tiny_dataset, folder, name):
         np.testing.assert_allclose(scores[i][found], want[i][labels[i][found]], rtol=1e-5)
         assert (np.diff(scores[i][found]) <= 0).all() and (scores[i][~found] == -np.inf).all()
         assert set(labels[i][found]) == set(np.flatnonzero(want[i] > 0)), "each label with a score, none without"
-    assert all(outcome.costs[cost] > 0 for cost in ("parameters", "train_seconds", "search_ms"))
+    assert all(outcome.costs[cost] > 0 for cost in ("parameters_classifier", "train_seconds", "search_ms"))
     assert outcome.predictions["validation"][0].shape == (5, 40)
     assert not list(folder.iterdir())
 
@@ -160,7 +160,9 @@ def test_a_script_gets_task_and_settings_and_its_predictions_come_back(plt, tiny
     outcome = run_peer("plt", tiny_dataset, SETTINGS)
     labels, scores = outcome.predictions["test"]
     assert labels[0].tolist() == [*range(39, 0, -1), -1] and scores[0, 0] == 39
-    assert outcome.version == "plt 9.9" and outcome.costs["peak_rss_bytes"] == 77 and outcome.costs["search_ms"] == 2.0
+    assert (
+        outcome.version == "plt 9.9" and outcome.costs["peak_memory_bytes"] == 77 and outcome.costs["search_ms"] == 2.0
+    )
     assert outcome.costs["train_seconds"] > 1.5, "the features are part of it"
     assert not (folder / "peer-output").exists() and not (folder / "peer-task").exists()
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
-from unidec.config import nearest, problem, short, valid_values
+from unidec.config import ParamsError, nearest, problem, short, valid_values
 from unidec.errors import ConfigError
 from unidec.sections import Count, Section, Seed
 from unidec.strict_yaml import read_yaml
@@ -68,15 +68,6 @@ class ComparisonFile(Section):
     groups: dict[str, GroupEntry] = Field({}, description="ablations by title")
 
 
-class ComparisonError(ConfigError):
-    """Everything that is wrong with a comparison file; `problems` holds one text for each."""
-
-    def __init__(self, problems: list[str], where: str) -> None:
-        self.problems = problems
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"{count} in the comparison file", *problems]), where=where)
-
-
 def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
     """Read a comparison file and check its form.
 
@@ -84,7 +75,7 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
         The file, and the line of each key path, in words.
 
     Raises:
-        ConfigError: no such file, or not YAML. ComparisonError: unknown keys and wrong values, all of them.
+        ConfigError: no such file, or not YAML. ParamsError: unknown keys and wrong values, all of them.
     """
     path = Path(path)
     if not path.is_file():
@@ -100,7 +91,7 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
         return ComparisonFile.model_validate(raw), origin
     except ValidationError as error:
         problems = [_explain(detail, origin) for detail in error.errors(include_url=False)]
-        raise ComparisonError(problems, str(path)) from None
+        raise ParamsError(problems, str(path), "comparison file") from None
 
 
 def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:

@@ -83,14 +83,10 @@ def of_peer(params: Params, name: str, outcome: PeerOutcome) -> dict[str, Any]:
         if split == "test":
             bins = frequency_bins(labels, truth, propensity.counts_L, propensity.inverse_L)
             np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
-    costs = dict(outcome.costs)
-    costs["peak_memory_bytes"] = costs.pop("peak_rss_bytes", float(host_peak()))
-    if "parameters" in costs:
-        costs["parameters_classifier"] = costs.pop("parameters")
-    lineage = _lineage() | {name: outcome.version}
     result = {
         "metrics": figures["test"], "validation": figures.get("validation", {}), "parts": {}, "bins": bins,
-        "costs": costs, "curve": [], "history": [], "dataset": _card(params), "lineage": lineage,
+        "costs": {"peak_memory_bytes": float(host_peak())} | dict(outcome.costs), "curve": [], "history": [],
+        "dataset": _card(params), "lineage": _lineage() | {name: outcome.version},
     }  # fmt: skip
     return result | {"mlflow_run": _tracked(params, name, result)}
 
@@ -141,13 +137,13 @@ def _sizes(bundle: Any, folder: Path) -> dict[str, float]:
     """Numbers of parameters by part, those that do not train included, and the bundle's bytes."""
     model = bundle.model
     heads = [head for head in (model.head_de, model.head_clf) if head is not None]
-    count = {
-        "parameters_encoder": sum(parameter.numel() for parameter in model.encoder.parameters()),
-        "parameters_heads": sum(parameter.numel() for head in heads for parameter in head.parameters()),
-        "parameters_classifier": sum(bundle.vectors[name].size for name in ("clf", "bias") if name in bundle.vectors),
+    stored = [bundle.vectors[name].size for name in ("clf", "bias") if name in bundle.vectors]
+    return {
+        "parameters_encoder": float(sum(parameter.numel() for parameter in model.encoder.parameters())),
+        "parameters_heads": float(sum(parameter.numel() for head in heads for parameter in head.parameters())),
+        "parameters_classifier": float(sum(stored)),
+        "bundle_bytes": float(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())),
     }
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return {name: float(value) for name, value in count.items()} | {"bundle_bytes": float(size)}
 
 
 def _card(params: Params) -> dict[str, Any]:

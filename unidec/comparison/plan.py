@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from unidec.comparison.file import (
     CellEntry,
-    ComparisonError,
     ComparisonFile,
     DataEntry,
     flat,
@@ -86,13 +85,13 @@ def load_comparison(path: str | Path, overrides: Mapping[str, Any] | None = None
         overrides: parameters by key path over everything that the file sets, for all cells (`--set`).
 
     Raises:
-        ComparisonError: everything that is wrong, at once, with key path, line, what was expected and the nearest name.
+        ParamsError: everything that is wrong, at once, with key path, line, what was expected and the nearest name.
     """
     file, origin = read_file(path)
     planner = _Planner(file, origin, dict(overrides or {}))
     jobs = planner.jobs()
     if planner.problems:
-        raise ComparisonError(list(dict.fromkeys(planner.problems)), str(path))
+        raise ParamsError(list(dict.fromkeys(planner.problems)), str(path), "comparison file")
     return Comparison(Path(path), file, tuple(jobs), flat(file.common) | dict(overrides or {}))
 
 

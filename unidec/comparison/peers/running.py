@@ -62,7 +62,8 @@ class PeerOutcome:
 
     Attributes:
         predictions: split -> labels int64 [n, K], best first, -1 where there is none, filtered pairs still in; and
-            scores float32. costs: train_seconds, search_ms (a test query), parameters, peak_rss_bytes, where known.
+            scores float32. costs: train_seconds, search_ms (a test query), and where known parameters_classifier and
+            peak_memory_bytes.
         version: of its package.
     """
 
@@ -88,7 +89,8 @@ def run_peer(name: str, dataset: XMCDataset, settings: Settings) -> PeerOutcome:
     else:
         predictions, facts = _tfidf(name, splits, width)
     shutil.rmtree(TASK)
-    costs: dict[str, float] = {key: facts[key] for key in ("parameters", "peak_rss_bytes") if key in facts}
+    names = {"parameters": "parameters_classifier", "peak_rss_bytes": "peak_memory_bytes"}
+    costs: dict[str, float] = {name: facts[key] for key, name in names.items() if key in facts}
     costs |= {"train_seconds": facts["train_seconds"] + feature_seconds, "search_ms": facts["search_ms"]["test"]}
     return PeerOutcome(predictions, costs, facts["version"])
 
