@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,6 @@ from unidec.config import Params, load_params
 from unidec.errors import UnidecError, without_credentials
 from unidec.tracking.lineage import LOCK_COMMIT_TAG
 from unidec.tracking.store import open_client, tracking_uri
-
-log = logging.getLogger("unidec.flows")
 
 RECORDED = ("dvc.lock", "data/start.json", "outputs/metrics.json", "outputs/plots")
 _SECONDS = 60  # for a git command

@@ -101,9 +101,7 @@ def test_runs_models_and_aliases_behind_the_server(helper, mlflow, tmp_path, mon
     assert register(bundle, tracker.run_id, "unidec") == version  # the same bundle again
     client = open_client(mlflow)
     run = client.get_run(tracker.run_id)
-    assert (
-        run.info.status == "FINISHED" and run.data.metrics["test/P_at_1"] == 41.0 and run.data.params == {"seed": "0"}
-    )
+    assert run.info.status == "FINISHED" and run.data.metrics["test/P_at_1"] == 41.0 and run.data.params["seed"] == "0"
     assert run.info.artifact_uri.startswith("mlflow-artifacts:/")
     points = client.get_metric_history(tracker.run_id, "loss")
     assert sorted((p.step, p.value) for p in points) == [(s, s / 7) for s in range(1500)]
