@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from unidec.model.row_table import RowTable
 from unidec.training.precision import choose_device
 
 STEP_TIMEOUT = timedelta(seconds=25)  # torchrun takes 30 s more to kill what hangs: 60 s in all (fault 9)
+_HEAD_BYTES = 256  # type and shape of an array, as text
 PATIENCE = timedelta(hours=2)  # a refresh, a checkpoint, the first rank's own work between rounds
 
 
@@ -229,25 +231,26 @@ class Ranks:
                 dist.barrier(group=self._patient)
 
     def share(self, value: Any = None) -> Any:
-        """The first rank's value on every rank."""
+        """The first rank's value (JSON) on every rank."""
         if self.alone:
             return value
-        box = [value]
-        with _translated():
-            dist.broadcast_object_list(box, group=self._patient, group_src=0)
-        return box[0]
+        text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8) if self.is_first else None
+        return json.loads(self.gather_array(text).tobytes())
 
     def gather_array(self, array: np.ndarray | None) -> np.ndarray:
         """Arrays of all ranks, alike but for their first axis, joined along it; None: this rank has no rows."""
         if self.alone:
             assert array is not None
             return array
-        heads: list[Any] = [None] * self.world
+        # torch's collectives of objects would unpickle what comes over the network
+        head = json.dumps(None if array is None else [array.dtype.str, array.shape]).encode().ljust(_HEAD_BYTES)
+        parts = [torch.empty(_HEAD_BYTES, dtype=torch.uint8) for _ in range(self.world)]
         with _translated():
-            dist.all_gather_object(heads, None if array is None else (array.dtype, array.shape), group=self._patient)
+            dist.all_gather(parts, torch.frombuffer(bytearray(head), dtype=torch.uint8), group=self._patient)
+        heads = [json.loads(part.numpy().tobytes()) for part in parts]
         dtype, (_, *tail) = next(head for head in heads if head is not None)
         ends = np.cumsum([0 if head is None else head[1][0] for head in heads]).tolist()
-        result = np.empty((ends[-1], *tail), dtype)
+        result = np.empty((ends[-1], *tail), np.dtype(dtype))
         for rank, (begin, end) in enumerate(itertools.pairwise([0, *ends])):
             if rank == self.rank and array is not None:
                 result[begin:end] = array
