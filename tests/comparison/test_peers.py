@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -18,7 +19,7 @@ import pytest
 import scipy.sparse as sp
 
 from unidec.comparison.peers import PEERS, running
-from unidec.comparison.peers.running import Settings, requirements, run_peer, start_command, write_task
+from unidec.comparison.peers.running import Settings, find_uv, requirements, run_peer, start_command, write_task
 from unidec.errors import ArtifactError, DataError, TrainingError
 
 SETTINGS = Settings("title", 16, "", "mean", 3, 8, 1, 4)
@@ -125,9 +126,25 @@ def test_how_a_script_is_started(folder, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(running.shutil, "which", lambda name, path: f"there/{name}")
             assert start_command(script) == ["there/uv", "run", "--no-progress", "--script", str(script)]
-            patch.setattr(running.shutil, "which", lambda name, path: None)
-            with pytest.raises(ArtifactError, match=rf"{missing}[\s\S]*pip install uv"):
-                start_command(script)
+
+
+def test_uv_is_installed_once_where_there_is_none(folder, monkeypatch):
+    steps = []
+
+    def run(step, **_):
+        steps.append(step)
+        if "pip" in step and len(steps) > 2:
+            (folder / "unidec" / "uv" / "bin").mkdir(parents=True)
+            (folder / "unidec" / "uv" / "bin" / "uv").touch()
+        return SimpleNamespace(returncode=len(steps) == 2, stderr="no network")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(running.shutil, "which", lambda name, path: None)
+    monkeypatch.setattr(running.subprocess, "run", run)
+    with pytest.raises(ArtifactError, match=r"no network[\s\S]*pip install uv"):
+        find_uv()
+    assert find_uv() == find_uv() == str(folder / "unidec" / "uv" / "bin" / "uv")
+    assert [step[-1] for step in steps] == [str(folder / "unidec" / "uv"), "uv"] * 2
 
 
 # -- scripts ----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+from filelock import FileLock
 from numpy.typing import NDArray
 from packaging.requirements import Requirement
 
@@ -174,7 +175,7 @@ def start_command(script: Path) -> list[str]:
     """How to start a script: by this interpreter where it has all packages, else by `uv run`.
 
     Raises:
-        ArtifactError: packages are missing, and there is no uv.
+        ArtifactError: packages are missing, and uv cannot be installed.
     """
     try:
         wanted = requirements(script)
@@ -182,13 +183,30 @@ def start_command(script: Path) -> list[str]:
             return [sys.executable, str(script)]
     except metadata.PackageNotFoundError:
         pass
-    uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-    if uv is None:
-        raise ArtifactError(
-            f"{script.name} needs packages of its own", expected=", ".join(map(str, wanted)),
-            fix="pip install uv, which installs them for this script alone; or leave this peer out",
-        )  # fmt: skip
-    return [uv, "run", "--no-progress", "--script", str(script)]
+    return [find_uv(), "run", "--no-progress", "--script", str(script)]
+
+
+def find_uv() -> str:
+    """uv beside this Python or on the path; else from an environment that is made for it, once, in the user's cache.
+
+    Raises:
+        ArtifactError: pip cannot install it.
+    """
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    if uv := shutil.which("uv", path=path):
+        return uv
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unidec", "uv")
+    root.parent.mkdir(parents=True, exist_ok=True)
+    steps = ([sys.executable, "-m", "venv", "--clear", str(root)], [f"{root}/bin/python", "-m", "pip", "install", "uv"])
+    with FileLock(f"{root}.lock"):
+        for step in () if (root / "bin" / "uv").is_file() else steps:
+            done = subprocess.run(step, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise ArtifactError(
+                    "uv, which installs a peer's packages, cannot be installed", where=str(root),
+                    got=done.stderr.strip()[-400:], fix="pip install uv; or leave this peer out",
+                )  # fmt: skip
+    return str(root / "bin" / "uv")
 
 
 def run_script(command: Sequence[str], threads: int) -> None:
