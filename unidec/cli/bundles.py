@@ -160,7 +160,7 @@ add_stage(
 )  # fmt: skip
 def tune(
     recall: Annotated[
-        float, typer.Option("--recall", min=0, max=1, help="share of the exact results that is to be found")
+        float, typer.Option("--recall", min=0, max=1, help="target recall against the exact search")
     ] = 0.98,
     k: Annotated[int, typer.Option("-k", min=1, help="results of a search")] = 100,
     bundle: BundleAddress = str(DEFAULT_BUNDLE),

@@ -87,7 +87,7 @@ def main(folder: str) -> int:
         watch(int(os.environ[PARENT]))
     step = Step("", Path(), json.loads(Path(SPEC).read_text(encoding="utf-8")))
     try:
-        with FileLock(".lock"):  # another comparison may be at work on the same cell
+        with FileLock(".lock"):  # another comparison may be running the same cell
             if not step.is_done(step.spec["accept_code"]):
                 _make(step)
     except Stopped as stopped:

@@ -54,7 +54,7 @@ def target_blocks(
     - "glas": sigmoid(S_ji), S_ji = (P(i | j) + P(j | i)) / 2 being at least the threshold (section 1.3.2);
     - "self": the label itself alone, 1 (Z' of table 1.2).
 
-    A label's own target is 1 (with "glas", as its formula says, sigmoid(1)), also for one without a training query.
+    A label's own target is 1 (with "glas" sigmoid(1), by its formula), also for one without a training query.
     Nothing L x L is ever held: copies of the pairs' columns (two; three for a share or random walks), and a block.
 
     Args:

@@ -393,7 +393,7 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
 
 
 def temporary_beside(final: Path) -> Path:
-    """A new name beside a folder or file that is to be written: host, process and a random number."""
+    """A temporary name beside a folder or file: host, process and a random number."""
     path = final.parent / f".{final.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     _ours.add(path.name)
     return path

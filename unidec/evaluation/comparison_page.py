@@ -25,7 +25,7 @@ from unidec.evaluation.report import VOLUME, bin_name, colour, interval_and_p
 from unidec.evaluation.significance import ALPHA, Comparison
 from unidec.metric_names import GROUPS
 
-CURVES = 12  # systems in a chart of curves: more cannot be told apart
+CURVES = 12  # systems in a chart of curves: more cannot be distinguished
 PEER_COLOUR = 5
 BIN_METRICS = ("P@5", "PSP@5")
 BINS = 6  # systems in a chart of bins

@@ -51,7 +51,7 @@ QueryParts = dict[str, tuple[Floats, Floats]]
 
 
 def _shape(matrix: csr_matrix) -> tuple[int, int]:
-    return cast("tuple[int, int]", matrix.shape)  # scipy's annotation says that it may be None
+    return cast("tuple[int, int]", matrix.shape)  # it may be None by scipy's annotation
 
 
 def pair_keys(matrix: csr_matrix, positive_only: bool = False) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from unidec.errors import ConfigError
 
 # Stands for minus infinity: exp of it is exactly 0 beside any real logit, and a row that holds nothing else still has
-# a finite logsumexp, hence a loss and gradients of exactly 0 where minus infinity gives NaN. Fits float32 and
+# a finite logsumexp, so a loss and gradients of exactly 0 where minus infinity gives NaN. Fits float32 and
 # float64.
 MASKED = -1e30
 

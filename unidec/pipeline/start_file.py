@@ -73,7 +73,7 @@ def write_start(start: StartFile) -> bool:
 
 
 def effective(params: Params) -> Params:
-    """The parameters that a training runs with: those of params.yaml, with section `warm` at work in a warm start.
+    """The parameters that a training runs with: those of params.yaml, with section `warm` applied in a warm start.
 
     Applied to its own result it changes nothing.
 

@@ -7,7 +7,7 @@ names its sha256, and is not whole without it).
 
 A save goes: temporary folder beside, files, fsync, manifest, fsync, rename, fsync of the parent, read back, `latest`,
 and then all but the newest two that are whole are removed. Readers take the newest that is whole, whatever `latest`
-says: a process killed before it moved `latest` has lost nothing.
+names: a process killed before it moved `latest` has lost nothing.
 
 Versions: 1 (`epoch-00005/`: model, optimisers, state; at the end of a round only) is still read; 2 is written.
 """

@@ -141,7 +141,7 @@ def _halves(slot_CM: Tensor, size_C: Tensor) -> tuple[Tensor, Tensor]:
     width = (slot_CM.shape[1] + 1) // 2
     column_M = torch.arange(width, device=slot_CM.device)
     last = slot_CM.shape[1] - 1
-    # A place past the end repeats some member; size_C says that the slot is empty.
+    # A place past the end repeats some member; by size_C the slot is empty.
     second_CM = slot_CM.gather(1, (first_C.unsqueeze(1) + column_M).clamp_max(last))
     slot_C2M = torch.stack([slot_CM[:, :width], second_CM], dim=1)
     return slot_C2M.reshape(-1, width), torch.stack([first_C, second_C], dim=1).reshape(-1)

@@ -83,7 +83,7 @@ class Ranks:
         with _translated():
             if not dist.is_initialized():
                 store, rank, world = next(dist.rendezvous("env://", timeout=PATIENCE))
-                # torchrun keeps its store when it starts all anew: addresses of those that died must not be found there
+                # torchrun keeps its store when it restarts all ranks: addresses of dead ones must not be found there
                 store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
             steps = dist.new_group(backend=backend, timeout=STEP_TIMEOUT)

@@ -51,7 +51,7 @@ def run_identity(
         "tokenizer" and "code", and as "encoder.start", "start" and "label_graph" where there is one.
 
     Raises:
-        ArtifactError: there is no model where `encoder.start` says.
+        ArtifactError: there is no model at `encoder.start`.
     """
     pool = parameters["pool"]
     deciding = {name: parameters[name] for name in (*SECTIONS, *(["label_graph"] if pool["gandalf"] else []))}
@@ -110,7 +110,7 @@ def check_same(old: Mapping[str, str], new: Mapping[str, str], accepted: Collect
         accept = " ".join(f"--accept {key}" for key in changed)
         raise ConfigError(
             "the run was begun with other " + kinds, where=where, got="\n       ".join(lines[key] for key in changed),
-            fix=f"put it back as it was, or go on all the same ({accept}), or train anew in another folder",
+            fix=f"put it back as it was, or resume all the same ({accept}), or train in another folder",
         )  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def best_labels(score_BL: Tensor, width: int) -> tuple[Tensor, Tensor]:
             above_TL, equal_TL = score_TL > last_T1, score_TL == last_T1
             room_T1 = width - above_TL.sum(1, keepdim=True)
             taken_TL = above_TL | (equal_TL & (equal_TL.cumsum(1, dtype=torch.int32) <= room_T1))
-            # what stands behind `width` sorts last and is cut off below
+            # what is behind `width` sorts last and is cut off below
             found_TW = taken_TL.nonzero()[:, 1].view(-1, width)
             score_BK[rows_T, :width], score_BK[rows_T, width:] = score_TL.gather(1, found_TW), -torch.inf
             label_BK[rows_T, :width] = found_TW

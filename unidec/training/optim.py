@@ -22,8 +22,8 @@ class Optimisers:
     """Everything that changes weights: AdamW groups, a row-sparse optimiser a table, warm-up and cosine, clipping.
 
     Groups (spec, detail 9): transformer, heads (with the residual network and temperatures), bag, classifier table;
-    weight decay on matrices of the dense groups only. The bag's tables train by Adam, the classifier's by what
-    `clf_state` says.
+    weight decay on matrices of the dense groups only. The bag's tables train by Adam, the classifier's by
+    `clf_state`.
 
     Args:
         model: on its device.

@@ -103,9 +103,9 @@ def take_rows(
     """Give the classifier the start's rows and biases, by label uid; block by block, wherever the table lives.
 
     A row begins as `keep` of what was learnt and the rest of the label's own text: its embedding through the started
-    model, at unit length or the mean length of the kept rows, whichever is shorter (longer, and labels that nobody has
-    seen would push out those that were learnt). A label that the start does not have begins as its text alone,
-    whatever `model.clf_init` says; biases likewise, with their mean in place of the text. A residual classifier's free
+    model, at unit length or the mean length of the kept rows, whichever is shorter (if longer, unseen labels
+    would push out those that were learnt). A label that the start does not have begins as its text alone, whatever
+    `model.clf_init` is; biases likewise, with their mean in place of the text. A residual classifier's free
     vectors are what is left of the whole rows without their texts.
 
     Source: shrinking what was learnt (Ash and Adams 2020, On Warm-Starting Neural Network Training), towards the text.

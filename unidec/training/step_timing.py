@@ -114,7 +114,7 @@ def _step_seconds(params: Params, sizes: Sizes, batch: Batch, folder: Path, part
     if of_de == "all":  # whose texts take the time: a part of them
         num_labels = max(1, sizes.num_labels // part)
     data = random_data(folder / f"data-{part}", queries * steps, num_labels, sizes, small)
-    # caches of frozen outputs stay zeros: a step takes as long, and nobody waits for them to be filled
+    # caches of frozen outputs stay zeros: a step takes as long, and there is no wait to fill them
     with patch.object(frozen.FrozenCaches, "_own_share", return_value=()):
         trainer = Trainer(small.training, data, folder / f"run-{part}", folder / "cache")
         with patch.object(trainer, "save", lambda: None):  # a step is timed, not a disk

@@ -54,7 +54,7 @@ class Stop:
 def stop_signals() -> Iterator[Stop]:
     """Within, the first SIGINT or SIGTERM only sets `stop.asked`; a second one acts at once, as it would outside.
 
-    `with stop_signals() as stop:` train; when `stop.asked`: save, then `stop.leave()`. A signal that nobody looked at
+    `with stop_signals() as stop:` train; when `stop.asked`: save, then `stop.leave()`. A signal that was not handled
     is passed on at the end; where the block ends by an error, that error is raised instead. Python hands signals to the
     main thread only: in another one nothing is changed, and none ever comes.
     """

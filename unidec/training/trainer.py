@@ -330,7 +330,7 @@ class Trainer:
                         self.writer.wait()  # counted in steps, an interval leaves no step for a writer beside
                 if stopping:
                     self.writer.wait()
-                    stop.asked = stop.asked or signal.SIGTERM  # all ranks leave, also those that nobody asked
+                    stop.asked = stop.asked or signal.SIGTERM  # all ranks leave, also those without a signal
                     stop.leave()
         if wait or self.finished:
             self.writer.wait()

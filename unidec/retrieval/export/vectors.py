@@ -88,8 +88,8 @@ def export_vectors(
             file.writelines(block.tobytes() for block in blocks())
         with write_file(path.with_name(f"{path.stem}.labels.jsonl")) as file:
             file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n".encode() for row in labels.to_pylist())
-    told = {"labels": info.num_labels, "width": score.width, "head": score.head, "dtype": dtype}
-    return told | {"bytes": path.stat().st_size, "output": str(path)}
+    facts = {"labels": info.num_labels, "width": score.width, "head": score.head, "dtype": dtype}
+    return facts | {"bytes": path.stat().st_size, "output": str(path)}
 
 
 def _write_parquet(
