@@ -14,9 +14,9 @@ from typing import Any
 
 from unidec.config import Params
 from unidec.data.storage import write_json
+from unidec.pipeline.memory import gib
 from unidec.pipeline.plan import TRAINING, plan_memory
-from unidec.training.memory import gib
-from unidec.training.step_sizes import Sizes
+from unidec.pipeline.step_sizes import Sizes
 
 ENCODER = {"name": "distilbert-base-uncased", "kind": "transformer", "trainable_layers": -1}
 AMAZON = {"encoder": ENCODER, "model": {"dim": 256}, "pool": {"batch_size": 1098, "size": 3000, "beta": 3, "eta": 6},

@@ -163,6 +163,14 @@ def test_files_and_functions_keep_to_the_house_rules() -> None:
                 assert node.type is not None, f"{path.name}:{node.lineno}: bare except"
 
 
+def test_parameters_stop_at_the_pipeline() -> None:
+    """Below it functions take sections of the parameters, or plain values."""
+    for folder in ("data", "model", "training", "retrieval", "evaluation", "tracking", "validation", "serving"):
+        for path in (ROOT / "unidec" / folder).rglob("*.py"):
+            names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+            assert "Params" not in names, path.name
+
+
 def test_config_and_command_line_import_nothing_heavy() -> None:
     code = (
         "import sys, unidec.cli, unidec.config, unidec.progress\n"

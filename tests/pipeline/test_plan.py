@@ -10,11 +10,10 @@ from unidec import cli
 from unidec.config import Params, with_settings
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import data as data_stages
-from unidec.pipeline import paths
+from unidec.pipeline import paths, step_timing
+from unidec.pipeline.memory import empty_encoder, estimate
 from unidec.pipeline.plan import REMEDIES, TRAINING, advise, check_fits, memory_figures, plan_memory, stored_sizes
-from unidec.training import step_timing
-from unidec.training.memory import empty_encoder, estimate
-from unidec.training.step_sizes import Sizes
+from unidec.pipeline.step_sizes import Sizes
 
 BY_HAND = ["--labels", "1300000", "--queries", "2248619", "--tokens", "32", "--no-measure"]
 GIB = 1 << 30

@@ -15,8 +15,7 @@ from unidec.config import Params, with_settings
 from unidec.errors import ConfigError
 from unidec.machine import available_device, available_disk, available_host, device_peak, host_peak, resident
 from unidec.pipeline import paths
-from unidec.pipeline.start_file import effective
-from unidec.training.memory import (
+from unidec.pipeline.memory import (
     GIB,
     MARGIN,
     PHASES,
@@ -30,8 +29,9 @@ from unidec.training.memory import (
     estimate,
     gib,
 )
+from unidec.pipeline.start_file import effective
+from unidec.pipeline.step_sizes import Sizes
 from unidec.training.precision import autocast_type, choose_device
-from unidec.training.step_sizes import Sizes
 
 # what is trained is saved before the index is built, which can be done on another machine
 TRAINING: tuple[Phase, ...] = tuple(phase for phase in PHASES if phase != "index")
@@ -283,7 +283,7 @@ def plan_command(
     planned = plan_memory(params, sizes, encoder_config=encoder_config, free=there)
     result, times = planned.as_dict(), []
     if measured and "device" not in there and "host" not in (shortage.place for shortage in planned.short):
-        from unidec.training.step_timing import measure
+        from unidec.pipeline.step_timing import measure
 
         found = measure(params, sizes, encoder_config)
         times, result["times"] = found.lines(), asdict(found)

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from unidec.config import Params
+from unidec.data.dataset import write_dataset
+from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model import full_bce, hinge
 from unidec.model.encoder import InputBuilder, TransformerEncoder, length_chunks
-from unidec.training import memory
-from unidec.training import trainer as trainer_module
-from unidec.training.memory import (
+from unidec.pipeline import memory
+from unidec.pipeline.memory import (
     MARGIN,
     STATE,
     Amount,
@@ -29,15 +30,28 @@ from unidec.training.memory import (
     state_amounts,
     step_amounts,
 )
-from unidec.training.step_sizes import Sizes, Texts, batch_sizes, training_rows, typical_lengths
+from unidec.pipeline.step_sizes import Sizes, Texts, batch_sizes, training_rows, typical_lengths
+from unidec.training import trainer as trainer_module
 
 ALL, ONE, FROZEN = ({"encoder.kind": "transformer", "encoder.trainable_layers": layers} for layers in (-1, 1, 0))
 
 
 @pytest.fixture(scope="module")
-def data(plan_data):
-    """1,080 training queries, 400 labels: steps large enough to drown what every step has."""
-    return plan_data(1200, 100, 400)
+def data(helper, tiny_bert, tmp_path_factory):
+    """1,080 training queries, 400 labels and their token caches: steps large enough to drown what every step has."""
+    root = tmp_path_factory.mktemp("memory")
+    dataset = write_dataset(root / "dataset", helper("conftest").make_raw(1200, 100, 400, seed=1), validation_share=0.1)
+    tokens = [
+        TokenCache.open(build_token_cache(dataset.text_batches(name), tiny_bert, 16, root / name, size))
+        for name, size in (("queries", dataset.num_queries), ("labels", dataset.num_labels))
+    ]
+    return dataset, tokens
+
+
+@pytest.fixture
+def live(helper):
+    """Counts the bytes of tensors that live."""
+    return helper("training/live_bytes").LiveBytes()
 
 
 def setting(params, dataset, tokens):
@@ -411,9 +425,9 @@ from pathlib import Path
 from unidec.config import Params
 from unidec.machine import host_peak
 from unidec.pipeline.plan import TRAINING, process_bytes
-from unidec.training.memory import empty_encoder, estimate
-from unidec.training.step_sizes import Sizes
-from unidec.training.step_timing import random_data
+from unidec.pipeline.memory import empty_encoder, estimate
+from unidec.pipeline.step_sizes import Sizes
+from unidec.pipeline.step_timing import random_data
 from unidec.training.trainer import Trainer
 
 root, bert = Path(sys.argv[1]), sys.argv[2]

@@ -23,9 +23,9 @@ from unidec.errors import ConfigError
 from unidec.model.encoder import TextEncoder, transformer_options
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
+from unidec.pipeline.step_sizes import Batch, Sizes, batch_sizes, training_rows
 from unidec.training.needs import head_labels, weighs_by_propensity
 from unidec.training.row_optim import bytes_per_row
-from unidec.training.step_sizes import Batch, Sizes, batch_sizes, training_rows
 
 Place = Literal["device", "host", "disk"]
 Phase = Literal["always", "step", "refresh", "index"]

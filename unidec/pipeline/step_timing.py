@@ -27,9 +27,9 @@ from unidec.data.tokens import KIND, VERSION, TokenCache
 from unidec.errors import ArtifactError
 from unidec.model import frozen
 from unidec.model.sources import PACKAGED, resolve_encoder
-from unidec.training.memory import KNOWN, empty_encoder
+from unidec.pipeline.memory import KNOWN, empty_encoder
+from unidec.pipeline.step_sizes import Batch, Sizes, batch_sizes, typical_lengths
 from unidec.training.needs import head_labels
-from unidec.training.step_sizes import Batch, Sizes, batch_sizes, typical_lengths
 from unidec.training.trainer import Trainer, TrainingData
 
 STEPS = 3
