@@ -59,9 +59,8 @@ class Work:
         return found
 
     def checkpoint(self) -> str:
-        """The newest checkpoint's name."""
-        names = [path.name for path in self.folder.glob("runs/*/checkpoints/step-*")]
-        return max(names, default="")
+        """The newest checkpoint's name; all ranks are done with it."""
+        return max((path.read_text() for path in self.folder.glob("runs/*/checkpoints/latest")), default="")
 
     def wait_for_checkpoint(self, process: subprocess.Popen, after: str = "") -> str:
         end = time.monotonic() + 300
