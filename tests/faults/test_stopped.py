@@ -226,6 +226,12 @@ def test_a_second_ctrl_c_leaves_at_once(project: Project) -> None:
     assert "Traceback" not in project.log
 
 
+def sigterm_waits(process: int) -> bool:
+    """Whether a stopped process has a SIGTERM that it could not take yet (Linux)."""
+    status = dict(line.split(":\t") for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return bool(int(status["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 @pytest.mark.slow
 def test_a_cancelled_flow_run(
     project: Project, never_stopped: dict[str, Any], helper: Callable[[str], Any], tmp_path: Path
@@ -246,8 +252,15 @@ def test_a_cancelled_flow_run(
         server.command("deployment", "run", "unidec/train", "--param", "steps=train")
         server.wait(project.checkpoints, "checkpoint", 180)
         (run,) = (r for r in server.ask("flow_runs/filter", {}) if r["state_type"] == "RUNNING")  # others are scheduled
-        sent = time.time()
+        # training would be over before the worker sends its signal: it waits until then
+        processes = set(server.left()) - before
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
         server.command("flow-run", "cancel", run["id"])
+        server.wait(lambda: any(sigterm_waits(process) for process in processes), "SIGTERM", 60, every=0.1)
+        sent = time.time()
+        for process in processes:
+            os.kill(process, signal.SIGCONT)
         ended = server.wait(
             lambda: [r for r in server.ask("flow_runs/filter", {}) if r["state_type"] == "CANCELLED"],
             "cancelled run",
