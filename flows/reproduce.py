@@ -28,7 +28,7 @@ _NOISE = re.compile(  # DVC's own lines around those of a stage
 
 
 class CommandError(RuntimeError):
-    """A command that failed in a way that trying again may mend (a lock held by another process, a full table)."""
+    """A command that failed and may succeed when retried (a lock held by another process, a full table)."""
 
 
 def check_repository() -> None:

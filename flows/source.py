@@ -73,7 +73,7 @@ def fetch(params: Params, say: Callable[[str], None]) -> dict[str, Any]:
             raise reproduce.CommandError(f"dvc ended with {code} for {target}: {output}")
         raise DataError(
             "DVC cannot bring this data", where=str(target), got=output,
-            fix="dvc push it from where it is whole, or mend the remote (dvc remote list); nothing was trained",
+            fix="run dvc push where the data is complete, or fix the remote (dvc remote list); nothing was trained",
         )  # fmt: skip
     after = yaml.safe_load(target.read_text(encoding="utf-8"))
     for out in after["outs"]:

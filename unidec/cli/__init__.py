@@ -258,7 +258,7 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def main() -> None:
-    """Entry point: an error that a user can mend is a message and an exit code, not a traceback."""
+    """Entry point: an error that a user can fix is a message and an exit code, not a traceback."""
     debug = "--debug" in sys.argv[1:]
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
     run: Callable[..., Any] = app

@@ -1,5 +1,5 @@
 """What commands share: options, how they become parameters, and what is printed: a table on a terminal, plain lines
-otherwise, JSON where it is asked for."""
+otherwise, JSON with --json."""
 
 from __future__ import annotations
 

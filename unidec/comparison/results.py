@@ -125,10 +125,10 @@ def contrasts(workspace: Workspace, found: Results) -> dict[str, list[PairedTest
     for data in progress(list(workspace.comparison.file.data), desc="tests", unit="data set"):
         jobs = [job for job in workspace.comparison.jobs if job.data == data and job.key in found]
         scores, tests = _scores(workspace, jobs), done.setdefault(data, [])
-        peers = {job.cell for job in jobs if job.kind == "peer"}
-        rivals = [name for name in scores if name in peers]
-        if rivals and len(scores) > 1:
-            tests += compare_systems(scores, best_systems(scores, rivals, TESTED), TESTED)
+        kinds = {job.cell: job.kind for job in jobs}
+        peers = [name for name in scores if kinds[name] == "peer"]
+        if peers and len(scores) > 1:
+            tests += compare_systems(scores, best_systems(scores, peers, TESTED), TESTED)
         for group in workspace.comparison.file.groups.values():
             members = {name: scores[name] for name in (group.base, *group.cells) if name in scores}
             if group.base in members and len(members) > 1:

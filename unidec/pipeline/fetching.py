@@ -57,10 +57,10 @@ def fetch(params: Params) -> dict[str, Any]:
 def _of_folder(root: Path) -> dict[str, Path]:
     """Name -> file; hidden files are no data."""
     if not root.is_dir():
-        raise DataError("no such folder", where=str(root), fix="mount it, or mend source.path; nothing was trained")
+        raise DataError("no such folder", where=str(root), fix="mount it, or correct source.path; nothing was trained")
     files = _listed(root)
     if not files:
-        raise DataError("an empty folder", where=str(root), fix="wait for the export, or mend source.path")
+        raise DataError("an empty folder", where=str(root), fix="wait for the export, or correct source.path")
     return files
 
 
@@ -83,7 +83,7 @@ def _of_tables(source: Source) -> dict[str, Path]:
                 "not a table that can be read", where=f"source.{stem}", got=str(path), expected=" ".join(endings)
             )
         if not path.is_file():
-            raise DataError("no such file", where=str(path), fix=f"export it, or mend source.{stem}")
+            raise DataError("no such file", where=str(path), fix=f"export it, or correct source.{stem}")
         files[f"{stem}{ending}"] = path
     return files
 
