@@ -43,9 +43,8 @@ def plots_csv(
         for k in DEFAULT_KS
         if f"P@{k}" in metrics
     ]
-    of_group = {g: {key[len(g) + 1 :]: value for key, value in metrics.items() if key.startswith(f"{g}/")}
-                for g in GROUPS}  # fmt: skip
-    groups = [{"group": group} | own for group, own in of_group.items() if own]
+    of_group = by_group(metrics)
+    groups = [{"group": group} | own for group, own in of_group.items()]
     files: dict[str, tuple[Sequence[str], Records]] = {
         "training.csv": ([name for name in TRAINING if any(name in row for row in history)] or TRAINING[:1], history),
         "validation.csv": (["epoch", "round", "seconds", *(n for n in measured if "/" not in n)], validation),
@@ -55,6 +54,12 @@ def plots_csv(
     for name, (columns, rows) in files.items():
         write_bytes_atomic(Path(out_dir) / name, _csv(columns, rows).encode())
     return [Path(out_dir) / name for name in files]
+
+
+def by_group(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The metrics of each frequency group that has any, without the group in their names."""
+    found = {g: {key[len(g) + 1 :]: value for key, value in metrics.items() if key.startswith(f"{g}/")} for g in GROUPS}
+    return {group: own for group, own in found.items() if own}
 
 
 def validation_records(rounds: Records) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import numpy as np
 from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
 from unidec.evaluation.page import Shown, Table, number, write_page
 from unidec.evaluation.page import render as render_page
-from unidec.evaluation.plots import AFTER, Records, finite, round_parts, validation_records
+from unidec.evaluation.plots import AFTER, Records, by_group, finite, round_parts, validation_records
 from unidec.evaluation.significance import Comparison
 from unidec.metric_names import BASELINES, DEFAULT_KS
 
@@ -157,8 +157,7 @@ def colour(one: Comparison | None) -> str:
 
 def _of_groups(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Metrics of each frequency group that was measured; without test queries of a group all its figures are 0."""
-    found = {g: {key[len(g) + 1 :]: value for key, value in metrics.items() if key.startswith(f"{g}/")} for g in GROUPS}
-    return {group: own for group, own in found.items() if own and own.get("num_queries", 1) > 0}
+    return {group: own for group, own in by_group(metrics).items() if own.get("num_queries", 1) > 0}
 
 
 def _groups(systems: Systems) -> dict[str, Any]:
