@@ -16,6 +16,7 @@ from unidec import cli
 from unidec.cli import commands
 from unidec.config import Params, known_keys, load_params
 from unidec.errors import ArtifactError, ConfigError, DataError, Stopped
+from unidec.retrieval import predict_file as predict_files  # before a fake takes the bundle's place
 
 ROOT = Path(__file__).resolve().parents[1]
 SIMPLE = {
@@ -229,7 +230,7 @@ def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPat
         calls.append((type(loaded), request.input, request.output, request.k, request.column, request.runtime))
         return 7
 
-    monkeypatch.setattr("unidec.retrieval.predict_file.predict_file", predict_file)
+    monkeypatch.setattr(predict_files, "predict_file", predict_file)
     words = ["predict", "--input", "in.csv", "--output", "out.parquet"]
     code, out, _ = run(*words, "-k", "3", "--column", "body")
     assert code == 0
