@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from unidec.evaluation.drift_checks import Check
+from unidec.evaluation.drift import Check
 from unidec.validation.change_suite import run_change_suite
 
 

@@ -1,219 +1,273 @@
-"""How far two collections of queries are apart, and how far they would be by chance.
+"""Drift: later data, or a window of queries, beside what a model was trained on.
 
-A distance grows as a window shrinks, also where nothing changed. So each is judged against its noise: the quantile
-`QUANTILE` of the distances of windows that are drawn with replacement from held-out queries of the reference (whole
-queries: words of one query come together). It is measured once, for some window sizes, and kept with the reference.
+One method for all figures. Each has a change or a distance, and a bound from section `drift` of the parameters that is
+never below what chance explains in 99 of 100 draws of that size: 2.58 standard errors of a share, a mean or a metric;
+of a distance of histograms its quantile over draws from the reference's histogram (parametric bootstrap, Efron and
+Tibshirani 1993). Of a data set Great Expectations judges the checks (`unidec.validation.change_suite`).
 
-Shape suffixes: N queries of a reference, n of a window, R resampled windows, D width of the embeddings, B bins.
+Shape legend: N queries, D width of the embeddings, B bins, R draws.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
-from scipy.sparse import csr_matrix
 from scipy.special import rel_entr
 
-from unidec.data.profile import DatasetProfile, spaced
+from unidec.sections import Drift
 
-Floats = npt.NDArray[np.floating[Any]]
-Statistic = Callable[[Floats], Floats]  # weights of a pool's queries in each window [R, N] -> a figure of each, [R]
+Unit = Literal["count", "mean", "share", "distance", "shift", "metric"]
+Bounds = tuple[float | None, float | None]
+State = Literal["ok", "warning", "stop"]
+Levels = tuple[float, float | None]
+"""How far a figure may move before it warns, and before it stops; None: it never does."""
 
-QUANTILE = 0.99
-SIZES = (50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000)  # of windows for which noise is measured
-RESAMPLED = 200
-POOL = 2000  # held-out queries that windows are drawn from
-SCORE_QUANTILES = 101
-SCORE_BINS = 20
-_DIGITS = 6  # of what is stored
+QUANTILE, Z = 0.99, 2.58  # of a draw that chance explains; the same of a two-sided normal interval
+DRAWS = 200
+TOKENS_TOGETHER = 2  # so many tokens count as one draw, since those of a text come together (design effect, Kish 1965)
+SHARE_FLOOR = 0.1  # a smaller share may grow as much as this one: twice next to nothing is next to nothing
+SCORE_QUANTILES, SCORE_BINS = 101, 20
+NO_LIMIT: Bounds = (None, None)
+_FORMATS = {"count": "{:,.0f}", "mean": "{:,.2f}", "metric": "{:,.2f}", "shift": "{:.3f} sd", "distance": "{:.3f}"}
+
+_COUNTS = {"train": "training queries", "validation": "validation queries", "test": "test queries", "labels": "labels",
+           "pairs": "pairs"}  # fmt: skip
+_SHARES = {
+    "empty_queries": "queries without text",
+    "empty_labels": "labels without text",
+    "repeated_queries": "training queries whose text another has",
+    "repeated_labels": "labels whose text another has",
+    "test_texts_in_train": "test queries whose text is a training query's (leak)",
+    "queries_without_positives": "queries without positives",
+    "labels_without_training_points": "labels without training points",
+    "unseen_labels": "labels of held-out queries without training points",
+}
+_STRANGE = {"unknown_tokens": "tokens that the tokenizer does not know", "unseen_words": "words that training lacked"}
 
 
-def js_distance(first_B: Any, second_B: Any) -> Floats:
-    """Jensen-Shannon distance of two histograms (Lin, 1991), or of several to one, [..., B]: root of the divergence in
-    bits, 0 (the same) to 1 (nothing shared). Two empty histograms are the same.
+@dataclass(frozen=True)
+class Check:
+    """One figure, earlier and later.
+
+    Attributes:
+        key, name: for machines and for people. old, new: the figure; a distance has no earlier one.
+        unit: a share is 0 to 1, a distance Jensen-Shannon's, a shift in standard deviations, a metric in percent.
+        warn, stop: (at least, at most), None: no limit. noise: change that chance explains, where that is known.
     """
-    first, second = np.asarray(first_B, dtype=np.float64), np.asarray(second_B, dtype=np.float64)
-    total, other = first.sum(axis=-1), second.sum(axis=-1)
-    p, q = first / np.maximum(total, 1e-300)[..., None], second / np.maximum(other, 1e-300)[..., None]
+
+    key: str
+    name: str
+    unit: Unit
+    old: float | None
+    new: float
+    warn: Bounds
+    stop: Bounds = NO_LIMIT
+    noise: float | None = None
+
+    @property
+    def state(self) -> State:
+        """ok, warning or stop."""
+        return "stop" if _outside(self.new, self.stop) else "warning" if _outside(self.new, self.warn) else "ok"
+
+    @property
+    def words(self) -> str:
+        """One sentence for people."""
+        before = "" if self.old is None else f"{self.shown(self.old)} before, "
+        change = f" now ({self.new / self.old - 1:+.1%})" if self.old and self.unit in ("count", "mean") else ""
+        now = f"{self.name}: {before}{self.shown(self.new)}{change or (' now' if before else '')}"
+        bounds = self.stop if self.state == "stop" else self.warn
+        return f"{now}; {self.within(bounds)} expected" if self.state != "ok" else now
+
+    def shown(self, value: float | None) -> str:
+        """A figure of this unit as people read it."""
+        if value is None:
+            return "–"
+        if self.unit == "share":
+            return f"{value:.2%}" if value < 0.1 else f"{value:.1%}"
+        return _FORMATS[self.unit].format(value)
+
+    def within(self, bounds: Bounds) -> str:
+        """Bounds as people read them; "" for no limit."""
+        low, high = bounds
+        if low is None:
+            return "" if high is None else f"at most {self.shown(high)}"
+        return f"at least {self.shown(low)}" if high is None else f"{self.shown(low)} to {self.shown(high)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able; "check" is the key, "value" the new figure, "drifted" whether it warns or stops."""
+        fields = asdict(self) | {"warn": list(self.warn), "stop": list(self.stop)}
+        named = {"check": fields.pop("key"), "value": fields.pop("new")}
+        return {**named, **fields, "state": self.state, "drifted": self.state != "ok", "words": self.words}
+
+
+def order(checks: Sequence[Check]) -> list[Check]:
+    """What stops first, then what warns, then the rest; else as they were."""
+    return sorted(checks, key=lambda check: ("stop", "warning", "ok").index(check.state))
+
+
+def served_facts(vectors_ND: Any, scores_N: Any, edges: Sequence[float] | None = None) -> dict[str, Any] | None:
+    """Facts of queries as a bundle sees them, JSON-able; None without queries.
+
+    Args:
+        vectors_ND: in the searched space. scores_N: of each query's best label.
+        edges: of the histogram of scores: those of the reference; None: `SCORE_BINS` bins of equal volume.
+    """
+    if not len(scores_N):
+        return None
+    vectors, scores = np.asarray(vectors_ND, dtype=np.float64), np.asarray(scores_N, dtype=np.float64)
+    if edges is None:
+        edges = np.unique(_rounded(np.quantile(scores, np.arange(1, SCORE_BINS) / SCORE_BINS))).tolist()
+    return {
+        "count": len(scores),
+        "mean": _rounded(vectors.mean(axis=0)),
+        "std": _rounded(vectors.std(axis=0)),
+        "score_quantiles": _rounded(np.quantile(scores, np.linspace(0, 1, SCORE_QUANTILES))),
+        "score_edges": list(edges),
+        "score_histogram": np.bincount(np.searchsorted(edges, scores, side="right"), minlength=len(edges) + 1).tolist(),
+    }
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> list[Check]:
+    """All figures that both sides have.
+
+    Args:
+        old: figures of `profile_dataset`; also "served" (`served_facts`) and "metrics" ({name: percent}), if known.
+        new: the same of a later data set, also "label_changes" ({"left", "new"}: share of the earlier labels that are
+            gone, of the later ones that are new); or a window of queries, on which nothing stops: "queries"
+            (`Measured.summary`), "held_out" (`Measured.strangeness`), "served" (with the edges of `old`), "metrics"
+            ({name: (percent, its standard error)}) and "unknown_labels" (a share).
+    """
+    whole = "rows" in new
+    change: Levels = (limits.warn_change, limits.stop_change if whole else None)
+    distance: Levels = (limits.warn_distance, limits.stop_distance if whole else None)
+    checks = _of_data_set(old, new, change) if whole else []
+    for side in ("queries", "labels") if whole else ("queries",):
+        for what, part, together in (("length", "histogram", 1), ("tokens", "buckets", TOKENS_TOGETHER)):
+            key, name = f"{side}_{what}_distance"[0 if whole else 8 :], f"distribution of the {what} of {side}"
+            checks.append(_distance(key, name, old[side][what][part], new[side][what][part], distance, together))
+    for key, name in _STRANGE.items() if old["held_out"] and new["held_out"] else ():
+        checks.append(_share(key, name, old["held_out"][key], new["held_out"][key], change))
+    if old.get("served") and new.get("served"):
+        checks += _of_answers(old["served"], new["served"], limits)
+    if "unknown_labels" in new:
+        for name in ("P@1", "nDCG@5"):
+            if name in old["metrics"] and name in new["metrics"]:
+                before, (value, error) = old["metrics"][name], new["metrics"][name]
+                checks.append(_band(name.replace("@", "_at_"), name, "metric", before, value, change, Z * error))
+        missing, name = new["unknown_labels"], "labels of the window that the model does not know"
+        noise = _noise(0.25, missing["of"])
+        checks.append(_growth("unknown_labels", name, "share", None, missing["share"], change, noise))
+    return checks
+
+
+def _of_data_set(old: Mapping[str, Any], new: Mapping[str, Any], change: Levels) -> list[Check]:
+    checks = [_band(key, name, "count", old["rows"][key], new["rows"][key], change) for key, name in _COUNTS.items()]
+    checks.append(_band("positives", "positives a query", "mean", old["positives"], new["positives"], change))
+    for key, side, what in (("query_length", "queries", "length"), ("query_tokens", "queries", "tokens"),
+                            ("label_length", "labels", "length")):  # fmt: skip
+        name = f"{'tokens' if what == 'tokens' else 'characters'} a {key.partition('_')[0]}"
+        checks.append(_band(key, name, "mean", old[side][what]["mean"], new[side][what]["mean"], change))
+    for which, name in (("left", "labels that are gone"), ("new", "labels that are new")):
+        if "label_changes" in new:
+            checks.append(_growth(f"labels_{which}", name, "share", None, new["label_changes"][which], change))
+    checks += [_share(key, name, old["shares"][key], new["shares"][key], change) for key, name in _SHARES.items()]
+    return [*checks, _share("cut", "texts that are cut", old["queries"]["cut"], new["queries"]["cut"], change)]
+
+
+def _of_answers(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> list[Check]:
+    sizes, low = (old["count"], new["count"]), limits.low_score_quantile
+    std, later = np.asarray(old["std"]), np.asarray(new["std"])
+    spread = float((later**2).sum() / max((std**2).sum(), 1e-300))
+    below = float(np.interp(low, np.linspace(0, 1, SCORE_QUANTILES), old["score_quantiles"]))
+    share = float((np.asarray(new["score_quantiles"]) < below).mean())
+    shift = mean_shift(old["mean"], new["mean"], std)
+    return [
+        _growth("shift", "shift of the mean embedding", "shift", None, shift, (limits.warn_shift, None),
+                _noise(1.0, *sizes)),
+        _band("spread", "variance of the embeddings (reference: 1)", "mean", 1.0, spread, (limits.warn_change, None),
+              _noise(2.0, *sizes)),
+        _distance("score_distance", "distribution of the top score", old["score_histogram"], new["score_histogram"],
+                  (limits.warn_distance, None)),
+        _growth("low_score", f"queries with a top score below {below:.3f}", "share", low, share,
+                (limits.warn_low_score - low, None), _noise(low * (1 - low), *sizes)),
+    ]  # fmt: skip
+
+
+def _band(
+    key: str, name: str, unit: Unit, old: float, new: float, levels: Levels, noise: float = 0.0
+) -> Check:  # fmt: skip
+    """May move by a share of itself either way, a metric only up; where there was nothing there is no comparison."""
+    warn, stop = (
+        NO_LIMIT if level is None or not old
+        else (max(0.0, old - max(level * old, noise)), None if unit == "metric" else old + max(level * old, noise))
+        for level in levels
+    )  # fmt: skip
+    return Check(key, name, unit, old, new, warn, stop, noise or None)
+
+
+def _growth(
+    key: str, name: str, unit: Unit, old: float | None, new: float, levels: Levels, noise: float = 0.0
+) -> Check:  # fmt: skip
+    """May grow by so much and by what chance explains; no limit where no share can be above it."""
+    limits = [None if level is None else (old or 0.0) + max(level, noise) for level in levels]
+    warn, stop = (None if limit is None or (unit == "share" and limit >= 1) else limit for limit in limits)
+    return Check(key, name, unit, old, new, (None, warn), (None, stop), noise or None)
+
+
+def _share(key: str, name: str, old: Mapping[str, float], new: Mapping[str, float], levels: Levels) -> Check:
+    """A share of something bad may grow by a share of itself."""
+    before, likely = old["share"], (old["share"] * old["of"] + 1) / (old["of"] + 2)
+    grown = (None if level is None else level * max(before, SHARE_FLOOR) for level in levels)
+    noise = _noise(likely * (1 - likely), old["of"], new["of"])
+    return _growth(key, name, "share", before, new["share"], tuple(grown), noise)  # type: ignore[arg-type]
+
+
+def _distance(
+    key: str, name: str, old_B: Sequence[int], new_B: Sequence[int], levels: Levels, together: int = 1
+) -> Check:  # fmt: skip
+    sizes, noise = [math.ceil(sum(side) / together) for side in (old_B, new_B)], 0.0
+    if all(sizes):
+        share_B = np.asarray(old_B, dtype=np.float64) / sum(old_B)
+        first_RB, second_RB = (np.random.default_rng(i).multinomial(n, share_B, DRAWS) for i, n in enumerate(sizes))
+        noise = float(np.quantile(js_distance(first_RB, second_RB), QUANTILE))
+    return _growth(key, name, "distance", None, float(js_distance(old_B, new_B)), levels, noise)
+
+
+def js_distance(first_B: Any, second_B: Any) -> Any:
+    """Jensen-Shannon distance of histograms, [..., B] (Lin, 1991): root of the divergence in bits, 0 (the same) to 1
+    (nothing shared). Two empty histograms are the same.
+    """
+    sides = [np.asarray(side, dtype=np.float64) for side in (first_B, second_B)]
+    p, q = (side / np.maximum(side.sum(axis=-1, keepdims=True), 1.0) for side in sides)
     divergence = (rel_entr(p, (p + q) / 2) + rel_entr(q, (p + q) / 2)).sum(axis=-1) / (2 * np.log(2))
-    empty = (total == 0).astype(float) + (other == 0)
-    return np.where(empty > 0, empty == 1, np.sqrt(np.clip(divergence, 0.0, 1.0)))
+    one_is_empty = p.any(axis=-1) != q.any(axis=-1)
+    return np.where(one_is_empty, 1.0, np.sqrt(np.clip(divergence, 0.0, 1.0)))
 
 
-def mean_shift(mean_D: Any, other_D: Any, std_D: Any) -> Floats:
-    """How far a mean moved ([..., D]: several): the root mean square over the dimensions of its change in standard
-    deviations.
+def mean_shift(mean_D: Any, other_D: Any, std_D: Any) -> float:
+    """How far a mean moved: the root mean square over the dimensions of its change in standard deviations.
 
     0.1 is a tenth of the spread of single queries. Dimensions that are constant in the reference count nothing.
     """
     std, change = np.asarray(std_D, dtype=np.float64), np.asarray(other_D, dtype=np.float64) - np.asarray(mean_D)
     real = std > 1e-6 * std.max(initial=0.0)
-    return (
-        np.sqrt(np.mean((change[..., real] / std[real]) ** 2, axis=-1)) if real.any() else np.zeros(change.shape[:-1])
-    )
+    return float(np.sqrt(np.mean((change[real] / std[real]) ** 2))) if real.any() else 0.0
 
 
-def served_facts(vectors_ND: Floats, scores_N: Floats) -> dict[str, Any] | None:
-    """Facts of queries as a bundle sees them, JSON-able: of their vectors in the searched space and of the best label's
-    score. None without queries.
-    """
-    if not len(scores_N):
-        return None
-    vectors, scores = np.asarray(vectors_ND, dtype=np.float64), np.asarray(scores_N, dtype=np.float64)
-    quantiles = np.quantile(scores, np.linspace(0, 1, SCORE_QUANTILES))
-    edges = np.unique(_rounded(np.quantile(scores, np.arange(1, SCORE_BINS) / SCORE_BINS)))
-    return {
-        "count": len(scores),
-        "mean": _rounded(vectors.mean(axis=0)).tolist(),
-        "std": _rounded(vectors.std(axis=0)).tolist(),
-        "score_quantiles": _rounded(quantiles).tolist(),
-        "score_edges": edges.tolist(),
-        "score_histogram": _histogram(scores, edges).tolist(),
-    }
+def _noise(variance: float, *sizes: float) -> float:
+    """99 of 100 differences of means of samples of these sizes are below this."""
+    return Z * math.sqrt(variance * sum(1 / max(size, 1) for size in sizes))
 
 
-def compare_served(reference: Mapping[str, Any], vectors_ND: Floats, scores_N: Floats, low: float) -> dict[str, Any]:
-    """A window's queries beside `served_facts` of a reference.
-
-    Args:
-        low: scores below this quantile of the reference's count as low.
-
-    Returns:
-        "shift" (`mean_shift`), "spread" (its variance over the reference's, summed over dimensions, minus 1), "score"
-        (`js_distance` over the reference's bins), "low_score" (share of the window) and "low_score_below".
-    """
-    vectors, scores = np.asarray(vectors_ND, dtype=np.float64), np.asarray(scores_N, dtype=np.float64)
-    std = np.asarray(reference["std"])
-    below = float(np.interp(low, np.linspace(0, 1, SCORE_QUANTILES), reference["score_quantiles"]))
-    histogram = _histogram(scores, np.asarray(reference["score_edges"]))
-    spread = vectors.var(axis=0).sum() / max(float((std**2).sum()), 1e-300) - 1
-    return {
-        "shift": float(mean_shift(reference["mean"], vectors.mean(axis=0), std)),
-        "spread": float(spread),
-        "score": float(js_distance(histogram, reference["score_histogram"])),
-        "low_score": float((scores < below).mean()),
-        "low_score_below": below,
-    }
+def _outside(value: float, bounds: Bounds) -> bool:
+    low, high = bounds
+    return not ((low is None or value >= low) and (high is None or value <= high))
 
 
-def low_score_noise(low: float, reference_size: int, window_size: int) -> float:
-    """Share of a window below the reference's quantile `low` that chance explains, at `QUANTILE`.
-
-    How many of n fall below an order statistic of N others is beta-binomial whatever the distribution (Wilks, 1941).
-    """
-    from scipy.stats import betabinom  # takes half a second to import
-
-    rank = low * (reference_size - 1) + 1  # from 1; between two where the quantile is
-    return float(betabinom.ppf(QUANTILE, window_size, rank, reference_size + 1 - rank)) / max(window_size, 1)
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Noise by window size, as `text_noise` and `served_noise` measured it."""
-
-    measured: Mapping[str, Sequence[float]]
-
-    def at(self, name: str, size: float) -> float:
-        """What chance explains for a window of `size` queries; 0 where it was not measured.
-
-        Interpolated in logarithms; the last value beyond the largest size, growing as a root below the smallest.
-        """
-        values = self.measured.get(name)
-        if values is None or size <= 0:
-            return 0.0
-        if size < SIZES[0]:
-            return float(values[0] * np.sqrt(SIZES[0] / size))
-        return float(np.exp(np.interp(np.log(size), np.log(SIZES), np.log(np.maximum(values, 1e-12)))))
-
-
-def text_noise(profile: DatasetProfile, seed: int = 0) -> dict[str, list[float]]:
-    """Noise of "length" and "tokens" (`js_distance` to the training queries), and of the shares "unknown_tokens" and
-    "unseen_words" (to the held-out queries' own), by `SIZES`.
-    """
-    reference, held = profile.queries, profile.held_out
-    rows = spaced(np.arange(len(held)), POOL)
-    if not len(rows):
-        return {}
-    bins = len(profile.figures["queries"]["length"]["histogram"])
-    length, lengths_B = _one_hot(held.length_bins[rows], bins), np.bincount(reference.length_bins, minlength=bins)
-    tokens, tokens_B = held.bucket_NB[rows], np.asarray(reference.bucket_NB.sum(axis=0)).ravel()
-    statistics = {
-        "length": lambda w_RN: js_distance(w_RN @ length, lengths_B),
-        "tokens": lambda w_RN: js_distance(w_RN @ tokens, tokens_B),
-    }
-    own = len(reference) if held is reference else None  # then what is drawn is compared with what it is drawn from
-    shares = {
-        "unknown_tokens": _share_change(held.unknown_N[rows], held.tokens_N[rows]),
-        "unseen_words": _share_change(held.unseen_N[rows], held.words_N[rows]),
-    }
-    return _resample(statistics, len(rows), own, seed) | _resample(shares, len(rows), len(held), seed + 1)
-
-
-def served_noise(vectors_ND: Floats, scores_N: Floats, seed: int = 0) -> dict[str, list[float]]:
-    """Noise of "shift", "spread" and "score" as `compare_served` counts them, by `SIZES`."""
-    reference = served_facts(vectors_ND, scores_N)
-    if reference is None:
-        return {}
-    rows = spaced(np.arange(len(scores_N)), POOL)
-    vectors = np.asarray(vectors_ND, dtype=np.float64)[rows]
-    vectors -= vectors.mean(axis=0)
-    std, squares_N = vectors.std(axis=0), (vectors**2).sum(axis=1)
-    edges, total = np.asarray(reference["score_edges"]), max(float((std**2).sum()), 1e-300)
-    place = np.searchsorted(edges, np.asarray(scores_N, dtype=np.float64)[rows], side="right")
-    bins = _one_hot(place, len(edges) + 1)
-
-    def spread(w_RN: Floats) -> Floats:
-        count_R = w_RN.sum(axis=1)
-        mean_RD = w_RN @ vectors / count_R[:, None]
-        return np.abs((w_RN @ squares_N / count_R - (mean_RD**2).sum(axis=1)) / total - 1)
-
-    statistics = {
-        "shift": lambda w_RN: mean_shift(0.0, w_RN @ vectors / w_RN.sum(axis=1, keepdims=True), std),
-        "spread": spread,
-        "score": lambda w_RN: js_distance(w_RN @ bins, reference["score_histogram"]),
-    }
-    return _resample(statistics, len(rows), len(scores_N), seed)
-
-
-def _one_hot(place_N: Any, size: int) -> csr_matrix:
-    return csr_matrix((np.ones(len(place_N)), (np.arange(len(place_N)), place_N)), shape=(len(place_N), size))
-
-
-def _share_change(part_N: Any, whole_N: Any) -> Statistic:
-    """Change of a share of all words (or tokens) from the pool's own."""
-    share = part_N.sum() / max(whole_N.sum(), 1)
-    return lambda w_RN: np.abs(w_RN @ part_N / np.maximum(w_RN @ whole_N, 1) - share)
-
-
-def _resample(
-    statistics: Mapping[str, Statistic], pool: int, reference: int | None, seed: int
-) -> dict[str, list[float]]:  # fmt: skip
-    """`QUANTILE` of each statistic over `RESAMPLED` windows of each size, drawn from a pool of queries.
-
-    Where the pool is a part of the reference (its size is given), a window of n and a reference of N differ as a sample
-    of n N / (n + N) does from what it is drawn from.
-    """
-    rng = np.random.default_rng(seed)
-    found: dict[str, list[float]] = {name: [] for name in statistics}
-    for size in SIZES:
-        drawn = size if reference is None else max(1, round(size * reference / (size + reference)))
-        weight_RN = rng.multinomial(drawn, np.full(pool, 1 / pool), size=RESAMPLED).astype(np.float64)
-        for name, statistic in statistics.items():
-            found[name].append(float(_rounded(np.quantile(statistic(weight_RN), QUANTILE))))
-    return found
-
-
-def _histogram(values_N: Floats, edges: Floats) -> npt.NDArray[np.int64]:
-    return np.bincount(np.searchsorted(edges, values_N, side="right"), minlength=len(edges) + 1)
-
-
-def _rounded(values: Any) -> Any:
-    """To a few significant digits: what the last bits depend on is no fact."""
-    values = np.asarray(values, dtype=np.float64)
-    size = np.where(values == 0, 1.0, np.abs(values))
-    scale = 10.0 ** (_DIGITS - 1 - np.floor(np.log10(size)))
-    return np.where(values == 0, 0.0, np.round(values * scale) / scale)
+def _rounded(values_N: Any) -> list[float]:
+    """To six significant digits: what the last bits depend on is no fact."""
+    return [float(f"{value:.6g}") for value in values_N]

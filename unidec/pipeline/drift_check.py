@@ -1,5 +1,5 @@
 """Drift: the data beside what the champion was trained on (stage `data_change`), any two versions of the data, and a
-window of live queries (stage `monitor`).
+window of live queries (stage `monitor`). All three compare two sides by `unidec.evaluation.drift.compare`.
 
 Legend: n queries, D' width of the searched space.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,7 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.profile import Vocabulary, measure_texts, profile_dataset, share, spaced
 from unidec.data.storage import MANIFEST, file_sha256, swap_folder, write_json
 from unidec.errors import ArtifactError, DataError
-from unidec.evaluation.drift import SCORE_QUANTILES, Noise, compare_served, text_noise
-from unidec.evaluation.drift_checks import (
-    Check,
-    compare_answers,
-    compare_datasets,
-    compare_quality,
-    compare_texts,
-    order,
-)
+from unidec.evaluation.drift import compare, order, served_facts
 from unidec.evaluation.drift_page import DriftReport, render
 from unidec.evaluation.metrics import by_query
 from unidec.model.sources import resolve_encoder
@@ -46,42 +37,14 @@ BATCH = 1024
 K = 100
 _METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "R@10", "R@100", "MRR")
 _PAGE = "index.html"
-
-
-@dataclass(frozen=True)
-class _Reference:
-    """The earlier side of a comparison: figures of its data, with what chance explains, and its tokenizer's folder."""
-
-    figures: Mapping[str, Any]
-    tokenizer: Path
-
-    @classmethod
-    def of_bundle(cls, bundle: Path, source: str) -> _Reference:
-        profile = read_profile(bundle)
-        if profile is None:
-            fix = "unidec index build writes one"
-            raise ArtifactError("a bundle without a profile of its data", where=source, fix=fix)
-        return cls(profile, bundle / "model" / "tokenizer")
-
-    @property
-    def noise(self) -> Noise:
-        return Noise(self.figures["noise"])
-
-    def profile(self, dataset: XMCDataset) -> Mapping[str, Any]:
-        """Figures of a later data set."""
-        return profile_dataset(dataset, self.tokenizer, self.figures["max_length"], self.figures["text"]).figures
-
-    def summary(self, texts: Sequence[str]) -> dict[str, Any]:
-        """Figures of later queries."""
-        vocabulary = Vocabulary.from_json(self.figures["vocabulary"])
-        return measure_texts(texts, self.tokenizer, self.figures["max_length"], vocabulary).summary()
-
-
-# -- data_change ------------------------------------------------------------------------------------------------------
+Side = Mapping[str, Any]
+"""One side of a comparison, as `unidec.evaluation.drift.compare` takes it."""
 
 
 def data_change(params: Params) -> dict[str, Any]:
     """The data set beside the profile of the data that the champion was trained on -> data/change.
+
+    Great Expectations judges the figures.
 
     Returns:
         {"accepted": {"model", "version", "dataset_sha256"} or None, "reason": why nothing was compared, or "", "stops",
@@ -91,71 +54,43 @@ def data_change(params: Params) -> dict[str, Any]:
         DataError: something changed more than section `drift` allows.
         ArtifactError: the champion's bundle is damaged.
     """
+    from unidec.validation.change_suite import run_change_suite
+
     model, dataset = params.tracking.model_name, paths.open_dataset()
-    version = find_alias(model, "champion")
     accepted, reason = None, f"{model} has no champion yet: nothing to compare with"
-    checks: list[Check] = []
-    old: Mapping[str, Any] = {}
-    new: Mapping[str, Any] = {}
-    if version is not None:
-        bundle = fetch_bundle(f"models:/{model}/{version.version}", paths.BUNDLES)
+    old: Side = {}
+    new: Side = {}
+    if (champion := find_alias(model, "champion")) is not None:
+        bundle = fetch_bundle(f"models:/{model}/{champion.version}", paths.BUNDLES)
         trained_on = str(read_info(bundle).dataset.get("sha256"))
-        accepted = {"model": model, "version": str(version.version), "dataset_sha256": trained_on}
+        accepted = {"model": model, "version": str(champion.version), "dataset_sha256": trained_on}
         profile, reason = read_profile(bundle), ""
         if profile is None:
-            reason = f"version {version.version} of {model} has no profile that this code can read"
+            reason = f"version {champion.version} of {model} has no profile that this code can read"
         elif profile["sha256"] == dataset.sha256:
             reason = "the data is the very data that the champion was trained on"
         else:
-            reference = _Reference.of_bundle(bundle, str(bundle))
-            old, new = reference.figures, reference.profile(dataset)
-            checks = compare_datasets(old, new, reference.noise, params.drift, _label_changes(bundle, dataset))
-    report = DriftReport(
-        title=f"Change of {dataset.name}", verdict=reason, judged=bool(checks), names=("accepted", "now"),
-        checks=checks, old=old.get("queries", {}), new=new.get("queries", {}),
-        labels=(old.get("labels", {}), new.get("labels", {})),
-        facts={"accepted": accepted or "none", "now": {"dataset_sha256": dataset.sha256}},
-        links=[("docs/index.html", "Data Docs of Great Expectations")] if checks else [],
-    )  # fmt: skip
-    result = _write_change(report, {"accepted": accepted, "reason": reason}, dataset.sha256)
-    if result["stops"]:
-        fix = "correct the source; or, if this is what the data is now, raise drift.stop_change or drift.stop_distance"
-        got = "; ".join(result["stops"])
-        raise DataError("the data changed more than it may", where=result["page"], got=got, fix=fix)
-    return result
-
-
-def _label_changes(bundle: Path, dataset: XMCDataset) -> dict[str, float]:
-    """Share of the champion's labels that are gone, and of the data's that are new; by uid."""
-    before = np.unique(read_labels(bundle, read_info(bundle).num_labels)["uid"].to_numpy().astype(str))
-    now = np.unique(np.asarray(dataset.label_uids()).astype(str))
-    kept = len(np.intersect1d(before, now, assume_unique=True))
-    return {"left": 1 - kept / max(len(before), 1), "new": 1 - kept / max(len(now), 1)}
-
-
-def _write_change(report: DriftReport, result: dict[str, Any], dataset_sha256: str) -> dict[str, Any]:
-    """data/change: the verdict of Great Expectations on the report's checks, as result.json, page and Data Docs."""
-    from unidec.validation.change_suite import run_change_suite
-
-    checks = report.checks
+            old, new = profile, _later_data(profile, bundle / _TOKENIZER, dataset)
+            new["label_changes"] = _label_changes(bundle, dataset)
+    checks, docs = compare(old, new, params.drift) if old else [], "docs/index.html" if old else ""
+    facts = {"accepted": accepted or "none", "now": {"dataset_sha256": dataset.sha256}}
+    report = DriftReport(f"Change of {dataset.name}", ("accepted", "now"), checks, old, new, facts, reason, docs)
     with swap_folder(paths.CHANGE) as folder:
         expectations = run_change_suite(checks, folder / "docs") if checks else []
-        failed = {(r["severity"], r["key"]) for r in expectations if not r["success"]}
-        stops = [check.words for check in checks if ("critical", check.key) in failed]
-        warned = [check for check in checks if ("warning", check.key) in failed]
-        warnings = [check.words for check in warned if ("critical", check.key) not in failed]
-        verdict = report.verdict or "nothing changed more than it may"
-        if stops or warnings:
-            verdict = f"{len(stops or warnings)} of {len(checks)} figures {'stop a retraining' if stops else 'warn'}"
-        result |= {"stops": stops, "warnings": warnings}
+        stopped, warned = ({one["key"] for one in expectations if one["severity"] == severity and not one["success"]}
+                           for severity in ("critical", "warning"))  # fmt: skip
+        stops, warnings = (
+            [check.words for check in checks if check.key in some] for some in (stopped, warned - stopped)
+        )
+        result = {"accepted": accepted, "reason": reason, "stops": stops, "warnings": warnings}
         stored = {"checks": [check.to_json() for check in checks], "expectations": expectations}
-        write_json(folder / "result.json", result | {"dataset_sha256": dataset_sha256} | stored)
-        (folder / _PAGE).write_text(render(replace(report, verdict=verdict)), encoding="utf-8")
-    docs = str(paths.CHANGE / "docs" / _PAGE) if checks else ""
-    return result | {"page": str(paths.CHANGE / _PAGE), "docs": docs}
-
-
-# -- drift ------------------------------------------------------------------------------------------------------------
+        write_json(folder / "result.json", result | {"dataset_sha256": dataset.sha256} | stored)
+        (folder / _PAGE).write_text(render(report), encoding="utf-8")
+    page = str(paths.CHANGE / _PAGE)
+    if stops:
+        fix = "correct the source; or, if this is what the data is now, raise drift.stop_change or drift.stop_distance"
+        raise DataError("the data changed more than it may", where=page, got="; ".join(stops), fix=fix)
+    return result | {"page": page, "docs": docs and str(paths.CHANGE / docs)}
 
 
 def drift(
@@ -175,56 +110,20 @@ def drift(
     Raises:
         DataError, ArtifactError: something that is neither, or that cannot be read.
     """
-    reference = _first_side(params, first)
-    old = reference.figures
-    labels: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    facts: dict[str, Any] = {"earlier": str(first), "later": str(second), "earlier data": _brief(old)}
-    if (Path(second) / MANIFEST).is_file():
-        new = reference.profile(XMCDataset.open(second))
-        checks, later = compare_datasets(old, new, reference.noise, params.drift), new["queries"]
-        labels, facts["later data"] = (old["labels"], new["labels"]), _brief(new)
+    source, later = os.fspath(first), Path(second)
+    if source.startswith("models:") or (Path(source) / "bundle.json").is_file():
+        old, tokenizer = _of_bundle(fetch_bundle(source, paths.BUNDLES), source)
     else:
-        later = reference.summary(read_window(Path(second), column).texts)
-        checks, facts["later queries"] = compare_texts(old, later, reference.noise, params.drift), later["count"]
-    drifted = sum(check.state != "ok" for check in checks)
-    verdict = f"{drifted} of {len(checks)} figures changed" if drifted else "nothing changed"
-    report = DriftReport(
-        title=f"Drift from {old['name']}", judged=True, names=("earlier", "later"), checks=checks, old=old["queries"],
-        new=later, labels=labels, facts=facts, verdict=f"{verdict} more than it may",
-    )  # fmt: skip
+        tokenizer, tokens = resolve_encoder(params.encoder.name), params.tokens
+        old = profile_dataset(XMCDataset.open(source), tokenizer, tokens.max_length, tokens.text).figures
+    if (later / MANIFEST).is_file():
+        new = _later_data(old, tokenizer, XMCDataset.open(later))
+    else:
+        new = _later_texts(old, tokenizer, read_window(later, column).texts)
+    facts = {"earlier": source, "later": str(second), "earlier data": old["rows"], "later data": new.get("rows", {})}
+    checks = compare(old, new, params.drift)
+    report = DriftReport(f"Drift from {old['name']}", ("earlier", "later"), checks, old, new, facts)
     return _write_report(out or paths.DRIFT / _hash(f"{first}\n{second}")[:12], report, {})
-
-
-def _first_side(params: Params, source: str | os.PathLike[str]) -> _Reference:
-    text = os.fspath(source)
-    if text.startswith("models:") or (Path(text) / "bundle.json").is_file():
-        return _Reference.of_bundle(fetch_bundle(text, paths.BUNDLES), text)
-    tokenizer = resolve_encoder(params.encoder.name)
-    profile = profile_dataset(XMCDataset.open(text), tokenizer, params.tokens.max_length, params.tokens.text)
-    return _Reference(profile.figures | {"noise": text_noise(profile)}, tokenizer)
-
-
-def _brief(figures: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": figures["name"], "sha256": figures["sha256"], **figures["rows"]}
-
-
-def _write_report(target: Path, report: DriftReport, more: dict[str, Any]) -> dict[str, Any]:
-    """drift.json and index.html; the result: whether something drifted, the findings, `more`, and the files' paths."""
-    findings = [check.to_json() for check in order(report.checks)]
-    for finding in findings:
-        finding["drifted"] &= report.judged
-    result = {"drifted": any(finding["drifted"] for finding in findings), "findings": findings, **more}
-    with swap_folder(target) as folder:
-        write_json(folder / "drift.json", result)
-        (folder / _PAGE).write_text(render(report), encoding="utf-8")
-    return result | {"page": str(target / _PAGE), "result": str(target / "drift.json")}
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-# -- monitor ----------------------------------------------------------------------------------------------------------
 
 
 def monitor(
@@ -246,44 +145,65 @@ def monitor(
     Raises:
         ConfigError: no such model. DataError: a file that cannot be read. ArtifactError: a bundle without a profile.
     """
-    limits, source = params.drift, bundle or f"models:/{params.tracking.model_name}@champion"
+    source = bundle or f"models:/{params.tracking.model_name}@champion"
     folder = fetch_bundle(source, paths.BUNDLES)
-    reference = _Reference.of_bundle(folder, source)
-    profile = reference.figures
+    old, tokenizer = _of_bundle(folder, source)
     window = read_window(Path(queries_path), column, labels_column)
     total = len(window.texts)
     if not total:
         raise DataError("a window without queries", where=queries_path)
     window = window.sample(spaced(np.arange(total), MAX_QUERIES))
     loaded = Bundle.load(folder)
-    summary = reference.summary(window.texts)
-    checks = compare_texts(profile, summary, reference.noise, limits)
-    curves: tuple[Sequence[float], Sequence[float]] = ((), ())
-    if profile["served"] is not None:
-        vectors, scores = _answers(loaded, window.texts)
-        answers = compare_served(profile["served"], vectors, scores, limits.low_score_quantile)
-        checks += compare_answers(profile["served"], answers, len(scores), reference.noise, limits)
-        quantiles = np.quantile(scores, np.linspace(0, 1, SCORE_QUANTILES))
-        curves = (profile["served"]["score_quantiles"], quantiles.tolist())
+    new = _later_texts(old, tokenizer, window.texts)
+    if old["served"] is not None:
+        new["served"] = served_facts(*_answers(loaded, window.texts), old["served"]["score_edges"])
     metrics = None
     if window.labels is not None:
-        metrics, errors, unknown = _quality(loaded, window)
-        if metrics:
-            checks += compare_quality(loaded.info.metrics.get("validation", {}), metrics, errors, unknown, limits)
-    drifted, judged = [check.name for check in order(checks) if check.state != "ok"], total >= limits.min_window
-    verdict = f"drifted: {'; '.join(drifted)}" if drifted else "no drift"
-    report = DriftReport(
-        title=f"Window of {total:,} queries", judged=judged, names=("trained on", "window"), checks=checks,
-        verdict=verdict if judged else f"not judged: fewer queries than drift.min_window ({limits.min_window})",
-        old=profile["queries"], new=summary, scores=curves,
-        facts={"queries": total, "looked at": len(window.texts), "bundle": loaded.sha256, "data set": profile["name"],
-               "data set sha256": profile["sha256"], "metrics": metrics or {}},
-    )  # fmt: skip
+        measured, new["unknown_labels"] = _quality(loaded, window)
+        new["metrics"], metrics = measured, {name: value for name, (value, _) in measured.items()}
+    checks = compare({**old, "metrics": loaded.info.metrics.get("validation", {})}, new, params.drift)
+    judged, least = total >= params.drift.min_window, params.drift.min_window
+    reason = "" if judged else f"not judged: fewer queries than drift.min_window ({least})"
+    facts = {"queries": total, "looked at": len(window.texts), "bundle": loaded.sha256, "data set": old["name"],
+             "data set sha256": old["sha256"], "metrics": metrics or {}}  # fmt: skip
+    names = ("trained on", "window")
+    report = DriftReport(f"Window of {total:,} queries", names, checks, old, new, facts, reason)
     model = {"source": source, "bundle_sha256": loaded.sha256}
     name = f"{Path(queries_path).name.partition('.')[0]}-{_hash(file_sha256(queries_path) + loaded.sha256)[:8]}"
     more = {"judged": judged, "queries": total, "model": model, "metrics": metrics}
     result = _write_report(out or paths.MONITOR / name, report, more)
     return result | {"run_url": _track(params, result, name)}
+
+
+# -- sides -------------------------------------------------------------------------------------------------------------
+
+
+_TOKENIZER = Path("model", "tokenizer")  # in a bundle
+
+
+def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
+    """The profile in a bundle, and its tokenizer's folder."""
+    profile = read_profile(folder)
+    if profile is None:
+        fix = "unidec index build writes one"
+        raise ArtifactError("a bundle without a profile of its data", where=source, fix=fix)
+    return profile, folder / _TOKENIZER
+
+
+def _later_data(old: Side, tokenizer: Path, dataset: XMCDataset) -> dict[str, Any]:
+    return profile_dataset(dataset, tokenizer, old["max_length"], old["text"]).figures
+
+
+def _later_texts(old: Side, tokenizer: Path, texts: Sequence[str]) -> dict[str, Any]:
+    measured = measure_texts(texts, tokenizer, old["max_length"], Vocabulary.from_json(old["vocabulary"]))
+    return {"queries": measured.summary(), "held_out": measured.strangeness()}
+
+
+def _label_changes(bundle: Path, dataset: XMCDataset) -> dict[str, float]:
+    """Share of the champion's labels that are gone, and of the data's that are new; by uid."""
+    before = set(read_labels(bundle, read_info(bundle).num_labels)["uid"].to_pylist())
+    now = set(dataset.label_uids())
+    return {"left": len(before - now) / max(len(before), 1), "new": len(now - before) / max(len(now), 1)}
 
 
 def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -296,24 +216,39 @@ def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarr
     return np.concatenate(vectors), np.concatenate(scores)
 
 
-def _quality(bundle: Bundle, window: Window) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Metrics of the queries that have labels in percent ({}: none has), their standard errors, and the share of labels
-    that the bundle does not know; such a label is missed."""
-    asked = [(text, list(dict.fromkeys(uids))) for text, uids in zip(window.texts, window.labels or [], strict=True)]
-    asked = [(text, uids) for text, uids in asked if uids]
-    if not asked:
-        return {}, {}, {}
-    row_of = dict(bundle.row_of)
-    place = [row for row, (_, uids) in enumerate(asked) for _ in uids]
+def _quality(bundle: Bundle, window: Window) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+    """Metrics in percent with their standard errors, of the queries that have labels ({}: none has), and the share of
+    labels that the bundle does not know; such a label is missed."""
+    asked = [(text, set(uids)) for text, uids in zip(window.texts, window.labels or [], strict=True) if uids]
+    row_of, place = dict(bundle.row_of), [row for row, (_, uids) in enumerate(asked) for _ in uids]
     columns = [row_of.setdefault(uid, len(row_of)) for _, uids in asked for uid in uids]
+    unknown = share(sum(column >= bundle.num_labels for column in columns), len(columns))
+    if not asked:
+        return {}, unknown
     truth = sp.csr_matrix((np.ones(len(place), np.float32), (place, columns)), shape=(len(asked), len(row_of)))
-    truth.sort_indices()
-    missing = share(sum(column >= bundle.num_labels for column in columns), len(columns))
     found = bundle.predict_arrays([text for text, _ in asked], min(K, bundle.num_labels)).rows
     parts = by_query(found, truth, _METRICS, np.ones(len(row_of)))
     percent = {name: 100.0 * above_N / below_N.mean() for name, (above_N, below_N) in parts.items()}
-    errors = {name: float(of.std() / np.sqrt(len(of))) for name, of in percent.items()}
-    return {name: float(of.mean()) for name, of in percent.items()}, errors, missing
+    return {name: (float(of.mean()), float(of.std() / np.sqrt(len(of)))) for name, of in percent.items()}, unknown
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def _write_report(target: Path, report: DriftReport, more: dict[str, Any]) -> dict[str, Any]:
+    """drift.json and index.html; the result: whether something drifted, the findings, `more`, and the files' paths."""
+    findings = [check.to_json() for check in order(report.checks)]
+    for finding in findings:
+        finding["drifted"] &= not report.reason
+    result = {"drifted": any(finding["drifted"] for finding in findings), "findings": findings, **more}
+    with swap_folder(target) as folder:
+        write_json(folder / "drift.json", result)
+        (folder / _PAGE).write_text(render(report), encoding="utf-8")
+    return result | {"page": str(target / _PAGE), "result": str(target / "drift.json")}
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _track(params: Params, result: dict[str, Any], name: str) -> str | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from unidec.config import Params
 from unidec.data.profile import VERSION, profile_dataset
-from unidec.evaluation.drift import served_facts, served_noise, text_noise
+from unidec.evaluation.drift import served_facts
 from unidec.pipeline.ranking import Blend, Ranking
 from unidec.retrieval.bundle_folder import read_info
 from unidec.retrieval.index import LabelIndex
@@ -26,16 +26,13 @@ KEY = "profile"
 def training_profile(
     params: Params, model: UniDEC, ranking: Ranking, index: LabelIndex, blend: Blend, neighbours: Neighbours | None
 ) -> dict[str, Any]:
-    """`profile_dataset` of the data set; "served": vectors and top scores of the validation queries (None without
-    any); "noise": what chance explains, by window size.
+    """`profile_dataset` of the data set; "served": vectors and top scores of the validation queries (None without any).
 
     Args:
         ranking: of the validation split. index, blend, neighbours: as the bundle serves them.
     """
     profile = profile_dataset(ranking.dataset, model.tokenizer_folder, model.max_length, params.tokens.text)
-    vectors, scores = _served(params, ranking, index, blend, neighbours)
-    noise = text_noise(profile) | served_noise(vectors, scores)
-    return profile.figures | {"served": served_facts(vectors, scores), "noise": noise}
+    return profile.figures | {"served": served_facts(*_served(params, ranking, index, blend, neighbours))}
 
 
 def read_profile(bundle: Path) -> dict[str, Any] | None:

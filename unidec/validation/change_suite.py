@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from unidec.evaluation.drift_checks import Check
+from unidec.evaluation.drift import Check
 from unidec.validation.checkpoint import raised, run_checkpoint
 
 TABLE = "data_change"
