@@ -27,7 +27,6 @@ __all__ = ["Answer", "Client", "Label", "ServerError", "Unavailable"]
 
 _RETRIED = (429, 502, 503, 504)  # of a server, or a proxy before it, that is busy or away
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
-_MAX_ANSWER = 256 << 20  # bytes
 
 
 class ServerError(Exception):
@@ -37,12 +36,13 @@ class ServerError(Exception):
         status: HTTP status. what, where, got, expected, fix: from the server's JSON; "" where it is empty.
     """
 
-    def __init__(self, status: int, what: str, where: str = "", got: str = "", expected: str = "", fix: str = ""):
-        self.status, self.what, self.where, self.got, self.expected, self.fix = status, what, where, got, expected, fix
-        parts = {"where": where, "got": got, "expected": expected, "fix": fix}
-        super().__init__(
-            "\n".join([f"{status}: {what}", *(f"  {name}: {text}" for name, text in parts.items() if text)])
-        )
+    what = where = got = expected = fix = ""
+
+    def __init__(self, status: int, **parts: str) -> None:
+        self.status = status
+        vars(self).update(parts)
+        lines = (f"  {name}: {text}" for name, text in parts.items() if name != "what" and text)
+        super().__init__("\n".join([f"{status}: {self.what}", *lines]))
 
 
 class Unavailable(ServerError):
@@ -51,8 +51,8 @@ class Unavailable(ServerError):
 
 @dataclass(frozen=True)
 class Label:
-    """One label of an answer: `score` is what it is ranked by; de, clf, knn are its parts before their weights, None
-    where the model has no such part."""
+    """`score` is what labels are ranked by; de, clf, knn are its parts before their weights, None where the model has
+    no such part."""
 
     uid: str
     title: str
@@ -106,7 +106,8 @@ class Client:
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._timeout, self._retries, self._deadline = timeout, retries, deadline
         self._headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        self._idle: dict[int, list[http.client.HTTPConnection]] = {}  # by process: a fork has its own
+        self._idle: list[http.client.HTTPConnection] = []
+        self._process = os.getpid()
 
     def __enter__(self) -> Client:
         return self
@@ -116,9 +117,8 @@ class Client:
 
     def close(self) -> None:
         """Close the connections that are kept. A later call opens a new one."""
-        idle = self._idle.get(os.getpid(), [])
-        while idle:
-            idle.pop().close()
+        while self._idle:
+            self._idle.pop().close()
 
     # -- routes -------------------------------------------------------------------------------------------------------
 
@@ -171,8 +171,7 @@ class Client:
     def labels(self, prefix: str = "", limit: int | None = None) -> list[dict[str, Any]]:
         """Labels whose uid or title begins so, or has a word that does."""
         query = {"prefix": prefix} | ({} if limit is None else {"limit": str(limit)})
-        found: list[dict[str, Any]] = self._request("GET", f"/labels?{urlencode(query)}")["labels"]
-        return found
+        return list(self._request("GET", f"/labels?{urlencode(query)}")["labels"])
 
     def version(self) -> dict[str, Any]:
         """What serves: the model's hash and version, the data's hash, the runtime."""
@@ -194,19 +193,20 @@ class Client:
         end = time.monotonic() + seconds
         while not self.ready():
             if time.monotonic() >= end:
-                raise Unavailable(0, f"not ready after {seconds:g} s", where=self._url, fix="look at the server's log")
+                what, fix = f"not ready after {seconds:g} s", "look at the server's log"
+                raise Unavailable(0, what=what, where=self._url, fix=fix)
             time.sleep(0.1)
 
     # -- one request --------------------------------------------------------------------------------------------------
 
     def _request(self, method: str, path: str, body: Any = None, retries: int | None = None) -> dict[str, Any]:
         """The JSON of an answer; retried where that may help."""
-        data, headers = None, self._headers
+        data, headers = None, dict(self._headers)
         if body is not None:
             given = {name: value for name, value in body.items() if value is not None}
             text = json.dumps(given, ensure_ascii=False, allow_nan=False)
             data = text.encode("utf-8", "surrogatepass")  # the server refuses lone surrogates
-            headers = headers | {"Content-Type": "application/json"}
+            headers["Content-Type"] = "application/json"
         end = math.inf if self._deadline is None else time.monotonic() + self._deadline
         left, pause = self._retries if retries is None else retries, _FIRST_PAUSE
         while True:
@@ -218,7 +218,7 @@ class Client:
                 wait, error = max(wait, retry_after), _refusal(status, answer)
             except (OSError, http.client.HTTPException) as lost:
                 error = Unavailable(
-                    0, "the server does not answer", where=self._url, got=f"{type(lost).__name__}: {lost}",
+                    0, what="the server does not answer", where=self._url, got=f"{type(lost).__name__}: {lost}",
                     fix="is it running, and is this its address?",
                 )  # fmt: skip
             if not isinstance(error, Unavailable) or not left or time.monotonic() + wait > end:
@@ -226,37 +226,27 @@ class Client:
             time.sleep(wait)
             left, pause = left - 1, min(2 * pause, _LONGEST_PAUSE)
 
-    def _attempt(
-        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str]
-    ) -> tuple[int, bytes, float]:
+    def _attempt(self, method: str, path: str, data: bytes | None, headers: dict[str, str]) -> tuple[int, bytes, float]:
         """Status, body, and the seconds of Retry-After; the connection is kept when the answer was read to its end."""
-        idle = self._idle.setdefault(os.getpid(), [])
+        if self._process != os.getpid():  # a fork has connections of its own
+            self._process, self._idle = os.getpid(), []
         while True:
             try:
-                connection, was_idle = idle.pop(), True
+                connection, was_idle = self._idle.pop(), True
             except IndexError:
                 connection, was_idle = self._kind(self._host, self._port, timeout=self._timeout), False
-            kept = False
             try:
-                connection.request(method, path, body=data, headers=dict(headers))
+                connection.request(method, path, body=data, headers=headers)
                 response = connection.getresponse()
-                answer = response.read(_MAX_ANSWER + 1)
-                if len(answer) > _MAX_ANSWER:
-                    raise http.client.HTTPException(f"an answer of more than {_MAX_ANSWER} bytes")
-                if kept := not response.will_close:
-                    idle.append(connection)
-                return response.status, answer, _seconds(response.getheader("Retry-After"))
-            except (ConnectionError, http.client.BadStatusLine):
-                if not was_idle:  # else the server had closed an idle connection: no failed attempt
+                answer, asked = response.read(), response.getheader("Retry-After") or ""
+            except Exception as error:
+                connection.close()
+                # an idle connection that the server had closed is no failed attempt
+                if not was_idle or not isinstance(error, (ConnectionError, http.client.BadStatusLine)):
                     raise
-            finally:
-                if not kept:
-                    connection.close()
-
-
-def _seconds(header: str | None) -> float:
-    """Retry-After in seconds, bounded; a date or nonsense counts as 0."""
-    return min(float(header), _LONGEST_PAUSE) if header and header.isdecimal() else 0.0
+            else:
+                self._idle.append(connection)  # opens again if the server closes it after this answer
+                return response.status, answer, min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0
 
 
 def _json(answer: bytes) -> dict[str, Any]:
@@ -265,7 +255,8 @@ def _json(answer: bytes) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ServerError(200, "not an answer of unidec serve", got=repr(answer[:200]), fix="is the address right?")
+        what, got = "not an answer of unidec serve", repr(answer[:200])
+        raise ServerError(200, what=what, got=got, fix="is the address right?")
     return found
 
 

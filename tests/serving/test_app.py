@@ -88,13 +88,13 @@ def test_every_answer_is_as_the_openapi_says(asgi: Any, engine: Engine) -> None:
                 assert scores == pytest.approx(
                     [getattr(label, one) for label in answer.predictions[0].labels], abs=1e-5
                 )
-            why = await of(schemas.ExplainAnswer, "/explain", what={"query": text, "k": 3})
-            assert why.nearest and [token.piece for token in why.tokens] == text.split()
-            for label in why.labels:
-                parts = {"de": label.de, "clf": label.clf, "knn": label.knn}
-                assert label.score == pytest.approx(sum(why.weights[n] * (v or 0) for n, v in parts.items()), abs=1e-5)
-            assert (await of(schemas.LabelAnswer, "/labels/L3")).row == 3
-            assert (await of(schemas.LabelsAnswer, "/labels", query="prefix=l1&limit=4")).more
+            why = (await server.ask("/explain", {"query": text, "k": 3}, headers=head)).json
+            assert why["nearest"] and [token["piece"] for token in why["tokens"]] == text.split()
+            for label in why["labels"]:
+                parts = sum(weight * (label[name] or 0) for name, weight in why["weights"].items())
+                assert label["score"] == pytest.approx(parts, abs=1e-5)
+            assert (await server.ask("/labels/L3", headers=head)).json["row"] == 3
+            assert (await server.ask("/labels", headers=head, query="prefix=l1&limit=4")).json["more"]
             await of(schemas.ErrorAnswer, "/labels/nope", 404)
             version = (await server.ask("/version", headers=head)).json
             assert version["model"]["sha256"] == engine.bundle.sha256 and list(version) == VERSION_KEYS

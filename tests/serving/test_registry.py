@@ -16,7 +16,7 @@ from mlflow.exceptions import MlflowException
 from unidec.data.storage import folder_sha256
 from unidec.errors import ArtifactError, ConfigError
 from unidec.serving.engine import Identity
-from unidec.serving.registry import Registry, RegistryAway
+from unidec.serving.follow import Registry, RegistryAway
 from unidec.tracking.fetch import Address, fetch_bundle, parse_address
 from unidec.tracking.store import open_client
 
@@ -62,23 +62,20 @@ def test_what_is_found(shop, tmp_path):
 def test_what_is_fetched(shop, tmp_path):
     sha256 = folder_sha256(shop.root / "two" / "artifacts" / "bundle")
     for _ in range(2):
-        folder = registry(shop, tmp_path).fetch(Identity(sha256, version="2"), 1 << 20)
+        folder = registry(shop, tmp_path).fetch(Identity(sha256, version="2"))
         assert folder == (tmp_path / sha256[:16]).resolve()
         assert (folder / "labels.json").read_text() == '["two"]'
 
 
-def refused(client: Registry, version: str, max_bytes: int = 1 << 20) -> str:
+def refused(client: Registry, version: str) -> str:
     with pytest.raises(ArtifactError) as caught:
-        client.fetch(Identity("", version=version), max_bytes)
+        client.fetch(Identity("", version=version))
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("version", "max_bytes", "why"),
-    [("1", 10, "too large"), ("3", 1 << 20, "another bundle"), ("4", 1 << 20, "no bundle")],
-)
-def test_what_is_refused(shop, tmp_path, version, max_bytes, why):
-    assert why in refused(registry(shop, tmp_path), version, max_bytes)
+@pytest.mark.parametrize(("version", "why"), [("3", "another bundle"), ("4", "no bundle")])
+def test_what_is_refused(shop, tmp_path, version, why):
+    assert why in refused(registry(shop, tmp_path), version)
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")], "nothing is left"
 
 
@@ -104,15 +101,15 @@ def test_a_version_whose_files_are_gone_is_refused_and_a_registry_that_is_gone_i
     client = registry(shop, tmp_path, name="gone")
     assert "cannot be fetched" in refused(client, "1") or "no bundle" in refused(client, "1")
 
-    def lost(*args: Any) -> Any:
+    def lost(*args: Any, **options: Any) -> Any:
         raise MlflowException("connection refused")
 
     monkeypatch.setattr("unidec.tracking.promotion.version_of", lost)
     with pytest.raises(RegistryAway, match="connection refused"):
         client.find()
-    monkeypatch.setattr("unidec.serving.registry.stored_bytes", lost)
+    monkeypatch.setattr("unidec.serving.follow.fetch_bundle", lost)
     with pytest.raises(RegistryAway):
-        client.fetch(Identity("", version="1"), 1 << 20)
+        client.fetch(Identity("", version="1"))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +144,7 @@ def test_what_the_registry_does_not_have_is_answered_with_what_it_has(shop, tmp_
     assert error.fix == f"did you mean {meant}?" if meant else "`unidec models list`" in error.fix
 
 
-def test_a_server_with_a_bad_address_never_says_that_it_listens(shop, tmp_path):
+def test_a_server_with_a_bad_address_ends_with_the_fix(shop, tmp_path):
     for source, code, said in (
         (f"models:/{NAME}@champoin", 2, f"did you mean models:/{NAME}@champion?"),
         (f"model:/{NAME}@champion", 2, f"did you mean models:/{NAME}@champion?"),
@@ -157,7 +154,7 @@ def test_a_server_with_a_bad_address_never_says_that_it_listens(shop, tmp_path):
             [sys.executable, "-m", "unidec.cli", "serve", source, "--port", "0"], cwd=tmp_path, text=True,
             env=os.environ | {"MLFLOW_TRACKING_URI": shop.uri}, capture_output=True, timeout=120,
         )  # fmt: skip
-        assert done.returncode == code and said in done.stderr and "listening" not in done.stdout, done
+        assert done.returncode == code and said in done.stderr and "ready" not in done.stdout, done
         assert "Traceback" not in done.stderr
 
 

@@ -65,7 +65,7 @@ def test_every_metric_on_the_page_exists() -> None:
     service.metrics.error("overload")
     known = {line.split()[2] for line in service.metrics.page().decode().splitlines() if line.startswith("# TYPE")}
     known |= {"unidec_model_info", "unidec_model_labels"}  # there once a model is
-    known |= {"unidec_follow_last_swap_seconds", "unidec_follow_look_age_seconds"}  # ... once there was one
+    known |= {"unidec_follow_look_age_seconds"}  # ... once it was asked
     rows = "\n".join(row[0] for row in table("| name | what"))
     names = set(re.findall(r"`((?:unidec|process)_\w+)", rows))
     names |= {f"unidec_follow{name}" for name in re.findall(r"`(_\w+)`", rows)}

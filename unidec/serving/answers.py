@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 NUM_EXAMPLES = 6
 LABELS_SHOWN = 10  # of a training query
-MAX_TEXT, MAX_FACTS, MAX_QUANTILES, LARGEST = 500, 200, 1001, 2.0**53  # of a card
+MAX_TEXT = 500  # characters of an example
+LIMITS = ("max_k", "max_query_chars", "max_queries", "max_filter_labels")
 
 
 class Answer(NamedTuple):
@@ -80,59 +81,37 @@ def _facts(prediction: Prediction) -> dict[str, Any]:
 
 
 def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
-    """What the page shows of a bundle, without what the server adds: model, runtime, api_key.
-
-    A bundle may hold anything under `card`, `metrics`, `params` and `dataset`: values of another type are left out,
-    and everything is bounded.
-    """
+    """What the page shows of a bundle, without what the server adds: model, runtime, api_key."""
     info = bundle.info
-    profile = _object(info.card.get("profile"))
     shown = dict.fromkeys((2 * i + 1) * bundle.num_labels // (2 * NUM_EXAMPLES) for i in range(NUM_EXAMPLES))
     weights = {"de": 1.0, "clf": info.clf_weight, "knn": info.knn.weight if info.knn is not None else 0.0}
     if info.space != "both":
         weights["de"], weights["clf"] = float(info.space == "de"), float(info.space == "clf")
-    splits = [(split, _numbers(values)) for split, values in info.metrics.items() if len(split) <= MAX_TEXT]
-    limits = ("max_k", "max_query_chars", "max_queries", "max_filter_labels")
     return {
         "unidec": __version__,
         "index": {"kind": info.index_kind, "width": info.width},
-        "encoder": _text(_object(info.params.get("encoder")).get("name")),
-        "recipe": _text(info.params.get("recipe")),
+        "encoder": _at(info.params, "encoder", "name"),
+        "recipe": _at(info.params, "recipe"),
         "data": {
-            "name": _text(info.dataset.get("name")),
-            "sha256": _text(info.dataset.get("sha256")),
-            "rows": _numbers(profile.get("rows")) or None,
+            "name": _at(info.dataset, "name"),
+            "sha256": _at(info.dataset, "sha256"),
+            "rows": _at(info.card, "profile", "rows"),
         },
         "num_labels": bundle.num_labels,
         "num_neighbours": info.knn.num_queries if info.knn is not None else 0,
-        "text": info.text[:MAX_TEXT],
+        "text": info.text,
         "heads": [name for name in ("de", "clf") if name in info.vectors],
         "space": info.space,
         "weights": weights,
-        "metrics": {split: numbers for split, numbers in splits[:MAX_FACTS] if numbers},
-        "score_quantiles": _quantiles(_object(profile.get("served")).get("score_quantiles")),
+        "metrics": info.metrics,
+        "score_quantiles": _at(info.card, "profile", "served", "score_quantiles"),
         "examples": [bundle.titles[row].as_py()[:MAX_TEXT] for row in shown],
-        "limits": {name: getattr(settings, name) for name in limits},
+        "limits": {name: getattr(settings, name) for name in LIMITS},
     }
 
 
-def _object(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _text(value: object) -> str | None:
-    return value[:MAX_TEXT] if isinstance(value, str) and value else None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST  # no NaN either
-
-
-def _numbers(values: object) -> dict[str, float]:
-    numbers = {name: value for name, value in _object(values).items() if _is_number(value) and len(name) <= MAX_TEXT}
-    return dict(list(numbers.items())[:MAX_FACTS])
-
-
-def _quantiles(values: object) -> list[float] | None:
-    is_list = isinstance(values, list) and 2 <= len(values) <= MAX_QUANTILES and all(map(_is_number, values))
-    return values if is_list else None  # type: ignore[return-value]
+def _at(facts: Any, *keys: str) -> Any:
+    """A value of a bundle's free-form facts; None where there is none."""
+    for key in keys:
+        facts = facts.get(key) if isinstance(facts, dict) else None
+    return facts

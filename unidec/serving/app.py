@@ -81,10 +81,10 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
     models = routes.models
     add("/predict", routes.predict, "The best labels of each query", schemas.PredictAnswer,
         **post(models.predict, schemas.PREDICT_EXAMPLE))  # fmt: skip
-    add("/explain", routes.explain, "The labels of one query, and where their scores come from", schemas.ExplainAnswer,
+    add("/explain", routes.explain, "The labels of one query, and where their scores come from", schemas.Facts,
         **post(models.explain, schemas.EXPLAIN_EXAMPLE))  # fmt: skip
-    add("/labels", routes.labels, "Labels by prefix", schemas.LabelsAnswer)
-    add("/labels/{uid:path}", routes.label, "A label", schemas.LabelAnswer)
+    add("/labels", routes.labels, "Labels by prefix", schemas.Facts)
+    add("/labels/{uid:path}", routes.label, "A label", schemas.Facts)
     add("/healthz", routes.healthz, "Whether the process answers", schemas.Facts, dependencies=[])
     add("/readyz", routes.readyz, "Whether a model answers, and which", schemas.Facts, dependencies=[],
         responses=not_ready)  # fmt: skip

@@ -1,8 +1,8 @@
 """Queries of many requests are answered together, by one thread, while the event loop reads and writes.
 
-While the model works, requests gather; when it is done, what has gathered becomes the next batch. An idle model waits
-(`wait_seconds`) only for as many queries as came together just before, so a client that is alone never waits. A lone
-query that takes a few milliseconds is answered in the event loop itself: waking another thread takes a third longer.
+While the model works, requests gather; when it is done, what has gathered becomes the next batch. After a batch of
+several queries an idle model waits `wait_seconds` for more. A lone query that takes a few milliseconds is answered in
+the event loop itself: waking another thread, and having it wake the loop, takes a third longer.
 
 - Bounded: at most `queue_queries` queries wait, and none is accepted that could not be answered in time at the current
   pace. A request that timed out, or whose client disconnected, leaves the queue.
@@ -14,7 +14,6 @@ query that takes a few milliseconds is answered in the event loop itself: waking
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -24,28 +23,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from unidec.serving.errors import ClientGone, RequestError
+
 log = logging.getLogger(__name__)
 
 Work = Callable[[Any, Sequence[Any]], Sequence[Any]]
-WATCH_SECONDS = 0.1  # a request that takes longer is watched: is its client still connected?
-_FORGET_SECONDS = 0.25  # how long after a batch others are still expected to come together
 _PACE = 0.2  # weight of the newest batch in the moving average
-_LONE_SECONDS = 0.004  # how long a lone query may keep the event loop
-
-
-class Overloaded(Exception):
-    """The queue is full, or too slow to answer in time; `retry_after` is in whole seconds."""
-
-    def __init__(self, retry_after: int) -> None:
-        self.retry_after = retry_after
-
-
-class TooLate(Exception):
-    """The request timed out."""
-
-
-class ClientGone(Exception):
-    """The client disconnected."""
+_LONE_SECONDS = 0.015  # how long a lone query may keep the event loop
 
 
 @dataclass(eq=False)
@@ -60,6 +44,10 @@ class _Job:
 
     def left(self) -> int:
         return len(self.queries) - self.next
+
+    def lose(self, error: Exception) -> None:
+        if not self.answers.done():
+            self.answers.set_exception(error)
 
 
 _Batch = list[tuple[_Job, int]]  # a job, and the place of one of its queries
@@ -92,8 +80,8 @@ class Batcher:
         self.waiting = 0  # queries in no batch yet
         self.pace = 0.0  # moving average of seconds a batch; too low after small ones, then more is accepted
         self.busy_since: float | None = None
-        self._lone_pace = math.inf  # moving average of seconds a lone query; unknown before the first
-        self._together, self._ended = 1, -math.inf  # queries of the last batch, and when it ended
+        self._together = 1  # queries of the last batch
+        self._lone_seconds = math.inf  # of the last lone query; unknown before the first
         self._jobs: deque[_Job] = deque()
         self._arrived = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -101,46 +89,52 @@ class Batcher:
         self._task = self._loop.create_task(self._run())
 
     async def answer(
-        self, engine: Any, queries: Sequence[Any], disconnected: Callable[[], Awaitable[None]] | None = None
+        self, engine: Any, queries: Sequence[Any], disconnected: Callable[[], Awaitable[Any]] | None = None
     ) -> list[Any]:
         """The answers, in the order of the queries.
 
         Args:
-            disconnected: returns when the client disconnects; it is called where the answer takes a while.
+            disconnected: returns when the client disconnects.
 
         Raises:
-            Overloaded: the request is not accepted now. TooLate, ClientGone: it was given up. Whatever `work` raises.
+            RequestError: 503, the request is not accepted now, or timed out. ClientGone. Whatever `work` raises.
         """
         if not queries:
             return []
         ahead = self.waiting + len(queries)
         if self.waiting and (ahead > self.queue_queries or self._seconds(ahead) > self.timeout_seconds):
-            raise Overloaded(self.retry_after())
+            raise self._unavailable(
+                "overload", "too many queries wait", got=f"{self.waiting} queries",
+                expected=f"at most {self.queue_queries}, none longer than {self.timeout_seconds:g} s",
+            )  # fmt: skip
         job = _Job(engine, queries, self._loop.create_future())
         self._jobs.append(job)
         self.waiting = ahead
         self._arrived.set()
-        gone: asyncio.Future[None] | None = None
+        gone = None if disconnected is None else asyncio.ensure_future(disconnected())
+        if gone is not None:
+            gone.add_done_callback(lambda _: job.lose(ClientGone()))
         try:
-            await asyncio.wait([job.answers], timeout=min(WATCH_SECONDS, self.timeout_seconds))
-            if not job.answers.done():
-                gone = None if disconnected is None else asyncio.ensure_future(disconnected())
-                both = [future for future in (job.answers, gone) if future is not None]
-                left = max(self.timeout_seconds - WATCH_SECONDS, 0)
-                await asyncio.wait(both, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not job.answers.done():
-                raise ClientGone if gone is not None and gone.done() else TooLate
-            return job.answers.result()
+            async with asyncio.timeout(self.timeout_seconds):
+                return await job.answers
+        except TimeoutError:
+            raise self.too_late() from None
         finally:
             if gone is not None:
                 gone.cancel()
-            if not job.answers.done():
-                self._drop(job)
-                job.answers.cancel()
+            self.waiting -= job.left()  # what is given up is skipped when its turn comes
+            job.next = len(queries)
+            if len(job.found) < len(queries):
+                self.on_drop(len(queries) - len(job.found))
 
-    def retry_after(self) -> int:
-        """Whole seconds until the queries that wait now will be answered, 1 to 30."""
-        return min(max(math.ceil(self._seconds(self.waiting)), 1), 30)
+    def too_late(self) -> RequestError:
+        """The error of a request that timed out."""
+        return self._unavailable("timeout", "no answer in time", expected=f"one within {self.timeout_seconds:g} s")
+
+    def _unavailable(self, kind: str, what: str, **parts: Any) -> RequestError:
+        """With Retry-After: whole seconds until the queries that wait now will be answered, 1 to 30."""
+        seconds = min(max(math.ceil(self._seconds(self.waiting)), 1), 30)
+        return RequestError(503, kind, what, fix="try again after Retry-After seconds", retry_after=seconds, **parts)
 
     def is_stuck(self, seconds: float) -> bool:
         """Whether the current batch has taken longer than this."""
@@ -160,7 +154,8 @@ class Batcher:
     async def _run(self) -> None:
         while True:
             await self._arrived.wait()
-            await self._wait_for_others()
+            if self.wait_seconds and self._together > 1:
+                await asyncio.sleep(self.wait_seconds)
             batch = self._next_batch()
             self.waiting -= len(batch)
             if not self.waiting:
@@ -168,31 +163,18 @@ class Batcher:
             if not batch:
                 continue
             self.busy_since = time.monotonic()
-            if len(batch) == 1 and not self.waiting and self._lone_pace < _LONE_SECONDS:
+            if len(batch) == 1 and not self.waiting and self._lone_seconds < _LONE_SECONDS:
                 outcomes, seconds = self._timed(batch)
             else:
                 outcomes, seconds = await self._loop.run_in_executor(self._executor, self._timed, batch)
-            self.busy_since = None
-            self._together, self._ended = len(batch), self._loop.time()
+            self.busy_since, self._together = None, len(batch)
             self.pace += _PACE * (seconds - self.pace)
             if len(batch) == 1:
-                before = seconds if self._lone_pace == math.inf else self._lone_pace
-                self._lone_pace = before + _PACE * (seconds - before)
+                self._lone_seconds = seconds
             for (job, place), outcome in outcomes:
-                self._deliver(job, place, outcome)
+                _deliver(job, place, outcome)
             self.on_batch(len(batch), seconds)
             del batch, outcomes, job, outcome  # hold no engine while the queue is empty
-
-    async def _wait_for_others(self) -> None:
-        end = self._loop.time() + self.wait_seconds
-        if not self.wait_seconds or self._loop.time() - self._ended > _FORGET_SECONDS:
-            return
-        expected = min(self._together, self.batch_queries)
-        while 0 < self.waiting < expected and (left := end - self._loop.time()) > 0:
-            self._arrived.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._arrived.wait(), left)
-        self._arrived.set()
 
     def _next_batch(self) -> _Batch:
         """Queries of waiting jobs for one engine, one of each job in turn."""
@@ -209,23 +191,6 @@ class Batcher:
                     self._jobs.append(job)
         self._jobs.extendleft(reversed(other_engines))
         return batch
-
-    def _deliver(self, job: _Job, place: int, outcome: Any) -> None:
-        if job.answers.done():
-            return
-        if isinstance(outcome, Exception):
-            self._drop(job)
-            job.answers.set_exception(outcome)
-            return
-        job.found[place] = outcome
-        if len(job.found) == len(job.queries):
-            job.answers.set_result([job.found[i] for i in range(len(job.queries))])
-
-    def _drop(self, job: _Job) -> None:
-        """Take a job out of the queue: it is skipped when its turn comes."""
-        self.waiting -= job.left()
-        job.next = len(job.queries)
-        self.on_drop(len(job.queries) - len(job.found))
 
     def _timed(self, batch: _Batch) -> tuple[list[tuple[tuple[_Job, int], Any]], float]:
         """Each query with its answer or error, and the model's seconds, without what waking a thread takes."""
@@ -245,3 +210,12 @@ class Batcher:
             log.warning("a batch of %d requests failed (%s); each is retried alone", len(jobs), error)
             alone = ([entry for entry in batch if entry[0] is job] for job in jobs.values())
             return [outcome for part in alone for outcome in self._answers_of(part)]
+
+
+def _deliver(job: _Job, place: int, outcome: Any) -> None:
+    if isinstance(outcome, Exception):
+        job.lose(outcome)
+        return
+    job.found[place] = outcome
+    if len(job.found) == len(job.queries) and not job.answers.done():
+        job.answers.set_result([job.found[i] for i in range(len(job.queries))])

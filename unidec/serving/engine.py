@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
-import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,9 +27,6 @@ if TYPE_CHECKING:
     from unidec.retrieval.answer import Answerer, Request
     from unidec.retrieval.bundle import Bundle, Prediction
     from unidec.sections import Serve
-
-_BLOCK, _BLOCKS = 4096, 16  # bytes of a sample, samples of a file; a file of up to 64 KiB is read whole
-_CHECK_SECONDS = 1.0  # at least between two comparisons of the files
 
 
 @dataclass(frozen=True)
@@ -142,10 +136,8 @@ class LabelSearch:
         self._uids, self._titles = pc.utf8_lower(uids), pc.utf8_lower(titles)
 
     def find(self, prefix: str, limit: int) -> tuple[list[dict[str, str]], bool]:
-        """At most `limit` labels {"uid", "title"}, and whether there are more.
-
-        First those whose uid or title begins so, then those with a word that does, each in the order of rows.
-        """
+        """At most `limit` labels {"uid", "title"}, and whether there are more: those that begin so first, then those
+        with a word that does, each in the order of rows."""
         wanted = prefix.lower()
         begins = pc.or_(pc.starts_with(self._uids, wanted), pc.starts_with(self._titles, wanted))
         rows = pc.indices_nonzero(begins)[: limit + 1].to_pylist()
@@ -157,7 +149,7 @@ class LabelSearch:
 
 
 class MappedFiles:
-    """All files of a bundle, held open, with their sizes and a hash of blocks sampled from each.
+    """All files of a bundle, held open, with their sizes and times of change.
 
     A file that is edited in place changes answers; one that gets shorter ends the process with SIGBUS. A file or folder
     replaced by renaming does neither: the old one is still mapped, and is what is compared here.
@@ -166,32 +158,15 @@ class MappedFiles:
     def __init__(self, folder: Path) -> None:
         opened = contextlib.ExitStack()
         weakref.finalize(self, opened.close)
-        self._files: dict[str, BinaryIO] = {
-            path.relative_to(folder).as_posix(): opened.enter_context(path.open("rb", buffering=0))
-            for path in sorted(folder.rglob("*")) if path.is_file()
-        }  # fmt: skip
-        self._seen = {name: _sample(file) for name, file in self._files.items()}
-        self._lock, self._checked, self._changed = threading.Lock(), 0.0, ""
+        paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+        files = {path.relative_to(folder).as_posix(): opened.enter_context(path.open("rb")) for path in paths}
+        self._files = {name: (file, _size_and_time(file)) for name, file in files.items()}
 
     def changed(self) -> str:
-        """Name of a file that changed since it was loaded, "" where none did; reads at most once a second."""
-        with self._lock:
-            if time.monotonic() - self._checked >= _CHECK_SECONDS:
-                changed = (name for name, file in self._files.items() if _sample(file) != self._seen[name])
-                self._changed = next(changed, "")
-                self._checked = time.monotonic()
-            return self._changed
+        """Name of a file that changed since it was loaded, "" where none did."""
+        return next((name for name, (file, seen) in self._files.items() if _size_and_time(file) != seen), "")
 
 
-def _sample(file: BinaryIO) -> tuple[int, bytes]:
-    """Size, and a hash of blocks at equal distances, the first and the last among them; -1 where it cannot be read."""
-    digest = hashlib.sha256()
-    try:
-        size = os.fstat(file.fileno()).st_size
-        last = max(0, size - _BLOCK)
-        for start in sorted({last * i // (_BLOCKS - 1) for i in range(_BLOCKS)}):
-            file.seek(start)
-            digest.update(file.read(_BLOCK))
-    except OSError:
-        return -1, b""
-    return size, digest.digest()
+def _size_and_time(file: BinaryIO) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns

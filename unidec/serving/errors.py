@@ -9,6 +9,10 @@ from typing import Any
 MAX_SHOWN = 100  # characters of a value: an answer never echoes a large request
 
 
+class ClientGone(Exception):
+    """The client disconnected."""
+
+
 class RequestError(Exception):
     """A request that is answered with an error.
 

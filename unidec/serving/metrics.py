@@ -101,14 +101,12 @@ def model_metrics(engine: Any, queue_queries: int) -> Iterable[Any]:
 
 def follow_metrics(state: dict[str, Any]) -> Iterable[Any]:
     """What a `Follower` does, from its `state()`."""
-    counts = {"swaps": "versions that were loaded and now serve", "swaps_back": "returns to the previous version",
-              "refusals": "versions that were refused"}  # fmt: skip
+    counts = {"swaps": "changes of the model that serves", "refusals": "versions that were refused"}
     for name, about in counts.items():
         yield CounterMetricFamily(f"unidec_follow_{name}", about, value=state[name])
     for name, about, value in (
         ("registry_up", "1: the registry answered the last request", state["registry"] == "up"),
         ("refused", "1: the version that the alias names was refused", state["refused"] is not None),
-        ("last_swap_seconds", "from seeing a version to answering with it", state["last_swap_seconds"]),
         ("look_age_seconds", "since the last request to the registry", state["looked_seconds_ago"]),
     ):
         if value is not None:

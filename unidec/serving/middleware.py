@@ -1,7 +1,7 @@
 """Checks before every route: the host name, the API key, a body's size and time; errors as JSON; request metrics.
 
-Plain ASGI, outside FastAPI's own handling, so a refused request costs next to nothing. Sizes of heads, broken HTTP and
-the number of connections are bounded by uvicorn's own options (`run.py`); slow clients are a reverse proxy's work.
+Plain ASGI, outside FastAPI's own handling, so a refused request costs next to nothing. Heads, broken HTTP and the
+number of connections are bounded by uvicorn's own options (`run.py`); slow clients are a reverse proxy's work.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from unidec.sections import Serve
-from unidec.serving.batching import ClientGone
-from unidec.serving.errors import RequestError
+from unidec.serving.errors import ClientGone, RequestError
 from unidec.serving.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -31,8 +30,6 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY = "unidec.body"  # key of the scope under which a route finds the request's body
-BODIES_HELD = 32  # times max_body_bytes: the bodies of all requests in flight
-HEAD_BYTES, HEAD_FIELDS = 65_536, 100  # of a request
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 
 
@@ -59,7 +56,6 @@ class Guard:
         self.max_body, self.seconds = settings.max_body_bytes, settings.timeout_seconds
         self.key_digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
         self.key_env = settings.api_key_env
-        self.held = 0  # bytes of bodies that are in flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -71,25 +67,21 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            try:
-                await send(message)
-            except RuntimeError as error:  # uvloop's, where the client reset the connection a moment ago
-                if "handler is closed" not in str(error):
-                    raise
-                await asyncio.sleep(0.01)  # until uvicorn has noticed: it then expects no rest of the answer
-                raise ClientGone from error
+            await send(message)
 
         self.metrics.in_flight.inc()
         try:
-            await self._answer(scope, receive, counted_send)
-        except ClientGone:
-            self.metrics.error("client_gone")
-            status = 499  # nginx's code for a client that closed the request
-        except RequestError as error:
-            self.metrics.error(error.kind)
-            with contextlib.suppress(ClientGone):
+            try:
+                await self._answer(scope, receive, counted_send)
+            except RequestError as error:
+                self.metrics.error(error.kind)
                 await _refuse(error, receive, counted_send, self.seconds)
-        except Exception:
+        except Exception as error:
+            if isinstance(error, ClientGone) or "handler is closed" in str(error):  # uvloop's: the client has reset it
+                self.metrics.error("client_gone")
+                status = 499  # nginx's code for a client that closed the request
+                await asyncio.sleep(0.01)  # until uvicorn has noticed: it then expects no rest of the answer
+                return
             log.exception("%s %s failed", scope["method"], scope["path"])
             self.metrics.error("internal")
             if status:
@@ -101,14 +93,7 @@ class Guard:
             self.metrics.request(self._route(scope["path"]), status, time.perf_counter() - begun)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        fields = scope["headers"]
-        if len(fields) > HEAD_FIELDS or sum(len(name) + len(value) for name, value in fields) > HEAD_BYTES:
-            expected, fix = f"at most {HEAD_FIELDS} headers, {HEAD_BYTES} bytes", "send fewer headers"
-            raise RequestError(431, "large_head", "the head is too large", expected=expected, fix=fix, close=True)
-        headers = dict(fields)
-        if b"transfer-encoding" in headers and b"content-length" in headers:  # two lengths: request smuggling
-            what, fix = "both Transfer-Encoding and Content-Length", "leave one out"
-            raise RequestError(400, "broken_http", what, where="headers", fix=fix, close=True)
+        headers = dict(scope["headers"])
         if self.hosts is not None and not _is_host(headers.get(b"host", b""), self.hosts):
             raise RequestError(
                 421, "wrong_host", "this server does not answer to that name", where="header Host",
@@ -117,17 +102,10 @@ class Guard:
             )  # fmt: skip
         if self.key_digest is not None and scope["path"] not in self.free:
             self._check_key(headers)
-        body = b""
+        scope[BODY] = b""
         if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
-            body = await self._body(headers, receive)
-        size = len(body)
-        scope[BODY] = body
-        del body  # the route takes it out of the scope
-        self.held += size
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            self.held -= size
+            scope[BODY] = await self._body(headers, receive)
+        await self.app(scope, receive, send)
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         """In constant time: the time it takes reveals nothing about the key."""
@@ -155,11 +133,6 @@ class Guard:
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
                     self._check_size(len(body), f"more than {self.max_body} bytes")
-                    if self.held and self.held + len(body) > BODIES_HELD * self.max_body:
-                        fix = "try again after Retry-After seconds, with smaller requests"
-                        raise RequestError(
-                            503, "overload", "too many bytes of requests at once", fix=fix, retry_after=1, close=more
-                        )
         except TimeoutError:
             raise RequestError(
                 408, "slow_body", "the body did not arrive in time", where="body", got=f"{len(body)} bytes",

@@ -22,18 +22,16 @@ from unidec.retrieval.answer import Request as Asked
 from unidec.sections import Serve
 from unidec.serving import schemas
 from unidec.serving.answers import Answer, answer_of, explain_json, predict_json
-from unidec.serving.batching import Batcher, Overloaded, TooLate
+from unidec.serving.batching import Batcher
 from unidec.serving.engine import Engine, Service
 from unidec.serving.errors import RequestError
 from unidec.serving.metrics import model_metrics
 from unidec.serving.middleware import BODY, NO_SNIFFING
 from unidec.version import __version__
 
-SIDE_REQUESTS = 64  # label searches and explanations that may wait
 MAX_LABELS = 50
 CACHED_BYTES = 4096  # room for each cached answer; one of five labels takes 800. Longer requests are not cached
 STUCK_SECONDS = 60.0
-_AGAIN = "try again after Retry-After seconds"
 
 _JSON = [(b"content-type", b"application/json"), NO_SNIFFING]
 
@@ -58,7 +56,6 @@ class Routes:
         )
         self.batcher: Batcher | None = None
         self.side_thread = ThreadPoolExecutor(1, "unidec-side")
-        self.side_requests = 0
         self.figures.watch(lambda: model_metrics(self.service.current, self.batcher.waiting if self.batcher else 0))
 
     @contextlib.asynccontextmanager
@@ -121,23 +118,8 @@ class Routes:
 
         try:
             return await self.batcher.answer(engine, queries, disconnected)
-        except Overloaded as error:
-            raise RequestError(
-                503, "overload", "too many queries wait", got=f"{self.batcher.waiting} queries",
-                expected=f"at most {self.batcher.queue_queries}, none longer than {self.settings.timeout_seconds:g} s",
-                fix=_AGAIN, retry_after=error.retry_after,
-            ) from None  # fmt: skip
-        except TooLate:
-            raise self._timed_out() from None
         except DataError as error:
             raise _not_answerable(error) from error
-
-    def _timed_out(self) -> RequestError:
-        assert self.batcher is not None
-        return RequestError(
-            503, "timeout", "no answer in time", expected=f"one within {self.settings.timeout_seconds:g} s",
-            fix=_AGAIN, retry_after=self.batcher.retry_after(),
-        )  # fmt: skip
 
     def _count(self, query: Asked, answers: list[Answer]) -> None:
         figures = self.figures
@@ -174,16 +156,12 @@ class Routes:
 
     async def _aside(self, work: Callable[[], Any]) -> Any:
         """Work in a thread of its own, beside the model's."""
-        if self.side_requests >= SIDE_REQUESTS:
-            raise RequestError(503, "overload", "too many requests wait", fix=_AGAIN, retry_after=1)
-        self.side_requests += 1
+        assert self.batcher is not None
         try:
             running = asyncio.get_running_loop().run_in_executor(self.side_thread, work)
             return await asyncio.wait_for(running, self.settings.timeout_seconds)
         except TimeoutError:
-            raise self._timed_out() from None
-        finally:
-            self.side_requests -= 1
+            raise self.batcher.too_late() from None
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
@@ -194,11 +172,11 @@ class Routes:
         return JsonBytes(b'{"status":"alive"}')
 
     async def readyz(self) -> Response:
-        """503 until a model is loaded and warm, and where a file that it maps was edited: sizes and sampled blocks are
-        compared, at most once a second. `follow`: the registry's state; an old model is ready."""
+        """503 until a model is loaded and warm, and where a file that it maps was edited (another size or time of
+        change). `follow`: the registry's state; an old model is ready."""
         engine, follow = self.service.current, self._follow()
         model = None if engine is None else asdict(engine.identity)
-        changed = "" if engine is None else await asyncio.to_thread(engine.files.changed)
+        changed = "" if engine is None else engine.files.changed()
         if engine is not None and not changed:
             return JsonBytes(orjson.dumps({"ready": True, "model": model, "follow": follow}))
         error = _not_ready()

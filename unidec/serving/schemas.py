@@ -6,7 +6,6 @@ by hand (`answers.py`) and not checked again: their models here are documentatio
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
@@ -80,8 +79,7 @@ def parse_request(model: Any, body: bytes) -> Any:
     """A request's body as an instance of its model.
 
     Raises:
-        RequestError: 400: not UTF-8, not JSON, nested too deep, NaN, or a key that appears twice; 422: what does not
-            fit the model.
+        RequestError: 400: not UTF-8, not JSON, nested too deep, or NaN; 422: what does not fit the model.
     """
     try:
         value = orjson.loads(body)
@@ -91,18 +89,9 @@ def parse_request(model: Any, body: bytes) -> Any:
     if isinstance(value, dict) and len(value) > MAX_KEYS:
         raise _broken("the body has too many keys", "body", f"{len(value)} keys")
     try:
-        request = model.model_validate(value)
+        return model.model_validate(value)
     except ValidationError as error:
         raise wrong_values(error.errors(include_url=False)) from None
-    if _num_keys(body) != len(value):  # now it is known to be one flat object
-        raise _broken("a key appears twice", "body", "")
-    return request
-
-
-def _num_keys(body: bytes) -> int:
-    counts: list[int] = []
-    json.loads(body, object_pairs_hook=lambda pairs: counts.append(len(pairs)))
-    return counts[0]
 
 
 def _broken(what: str, where: str, got: str) -> RequestError:
@@ -160,49 +149,10 @@ class PredictAnswer(_Answer):
     predictions: list[QueryAnswer]
 
 
-class LabelName(_Answer):
-    uid: str
-    title: str
-
-
-class LabelAnswer(LabelName):
-    """A label, and its row in the bundle."""
-
-    row: int
-
-
-class LabelsAnswer(_Answer):
-    """Labels whose uid or title begins so, then those with a word that does."""
-
-    labels: list[LabelName]
-    more: bool
-
-
-class NearQuery(LabelName):
-    cosine: float
-    vote: float | None
-    labels: list[LabelName]
-
-
-class Token(_Answer):
-    piece: str
-    unknown: bool
-
-
-class ExplainAnswer(QueryAnswer):
-    """The labels, and where their scores come from: score = the sum of weight x part."""
-
-    model: Model
-    weights: dict[str, float]
-    nearest: list[NearQuery]
-    tokens: list[Token]
-    truncated: bool = Field(description="the text was longer than the encoder reads")
-
-
 class ErrorAnswer(_Answer):
     """Every answer of the application that is not 2xx; what is not known is an empty string."""
 
     error: Error
 
 
-Facts = dict[str, Any]  # answers for people and probes: docs/serving.md
+Facts = dict[str, Any]  # all other answers: docs/serving.md
