@@ -98,7 +98,7 @@ def test_terminated_and_started_again(project: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, printed = process.communicate(timeout=120)
     assert process.returncode == 143 and "run the same command again" in printed
-    (run,) = cells.glob("0-*/runs/*/run.json")
+    (run,) = cells.glob("0-*/runs/*/rounds.jsonl")
     folder = run.parents[2]
     before = (run.parent / "rounds.jsonl").read_text().splitlines()
     assert 0 < len(before) < 20 and not (folder / "result.json").exists()

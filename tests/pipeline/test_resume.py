@@ -206,13 +206,10 @@ def test_other_parameters_are_refused_with_every_key_and_accepted_by_name(
         train(other, resume=run.name[:4], accept=["optim.lr_heads"])
     assert "optim.lr_heads" not in str(refused.value)
     accept = ["optim.lr_heads", "loss.balance"]
-    result, said = train(other, resume=str(run), accept=accept)
+    result, said = train(other, resume=run.name, accept=accept)
     assert (
         result["run_dir"] == str(run) and result["epoch"] == EPOCHS and sum("accepted: " in line for line in said) == 2
     )
-    noted = json.loads((run / "run.json").read_text())
-    assert {entry["key"] for entry in noted["accepted"]} == set(accept)
-    assert noted["identity"]["loss.balance"] == "0.25" and runs.accepted_keys(run)
     tags = open_client(f"sqlite:///{work.folder}/mlflow.db").get_run(Tracker.resume(run).run_id).data.tags
     assert "loss.balance: 0.5 when the run began" in tags["accepted"]
     assert "is trained" in train(other, resume=run.name)[1][-1]  # accepted once is enough
@@ -237,9 +234,8 @@ def test_runs_by_name(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="no unfinished run"):
         runs.choose_run("")
     for name in ("ab12", "ab34"):
-        (paths.RUNS / name).mkdir(parents=True)
-        (paths.RUNS / name / "run.json").write_text("{}")
-    assert runs.choose_run("ab1") == paths.RUNS / "ab12" and runs.choose_run("runs/ab34") == paths.RUNS / "ab34"
+        (paths.RUNS / name / "checkpoints").mkdir(parents=True)
+    assert runs.choose_run("ab1") == paths.RUNS / "ab12"
     for wrong, words in (("ab", "several runs"), ("zz", "no such run")):
         with pytest.raises(ConfigError, match=words):
             runs.choose_run(wrong)
@@ -281,11 +277,10 @@ def test_the_list_of_runs(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     cut_training(monkeypatch, work.params(), Trainer, "train_step", 5)
     result, _ = train(work.params(seed=5))
     running = pipeline.start_run(work.params(seed=6))
-    infos = {Path(info.folder).name: info for info in runs.list_runs()}
+    infos = {info.name: info for info in runs.list_runs()}
     finished = infos.pop(Path(result["run_dir"]).name)
     assert (finished.state, finished.epoch, finished.epochs, finished.unfinished) == ("finished", EPOCHS, EPOCHS, False)
-    assert finished.checkpoint_bytes and finished.checkpoint_age is not None and finished.checkpoint_age < 600
-    assert set(finished.validation) == {"P@1", "nDCG@5", "PSP@5"}
+    assert finished.checkpoint_age is not None and finished.checkpoint_age < 600
     assert finished.mlflow_run == Tracker.resume(result["run_dir"]).run_id
     at_work = infos.pop(running.folder.name)
     assert (at_work.state, at_work.checkpoint) == ("running", None)
@@ -293,7 +288,7 @@ def test_the_list_of_runs(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     assert (cut_off.state, cut_off.step, cut_off.unfinished) == ("stopped", 3, True)
     columns, rows = runs.rows_of([finished, at_work, cut_off])
     assert all(len(row) == len(columns) for row in rows) and rows[1][4] == "none yet"
-    json.dumps([info.as_dict() for info in runs.list_runs()])
+    json.dumps([vars(info) for info in runs.list_runs()])
 
 
 def test_a_training_ends_as_what_happened(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,8 +334,3 @@ def test_the_export_of_a_finished_run_needs_no_room_for_a_training(
     assert read_manifest(paths.MODEL, "model", 1) == whole
     with pytest.raises(ConfigError, match="does not fit"):
         train(work.params(seed=4))
-
-
-@pytest.mark.parametrize(("seconds", "words"), [(40, "40 s"), (150, "2 min"), (9000, "2.5 h"), (2e5, "2.3 days")])
-def test_ages_in_words(seconds: float, words: str) -> None:
-    assert runs.in_words(seconds) == words

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from unidec.config import Params, flatten
 from unidec.evaluation.metrics import evaluate
-from unidec.pipeline.run_tracking import description, model_params, refresh_figures, split_figures, step_figures
+from unidec.pipeline.evaluation import split_figures
+from unidec.pipeline.training import model_params, step_figures
 from unidec.sections import Warm
 
 FLAT = flatten(Params())
@@ -25,14 +26,11 @@ def test_parameters_are_those_that_decide_the_model():
     assert {"optim", "pool", "loss", "encoder", "model", "data", "tokens", "index", "seed", "recipe"} <= sections
     assert not sections & {"run", "source", "retrain", "gate", "drift", "serve", "tracking", "warm"}
     assert warm.keys() - cold.keys() == {f"warm.{key}" for key in Warm.model_fields}
-    assert all(FLAT[key] == value for key, value in warm.items())
+    assert all(FLAT[key] == value for key, value in warm.items()) and "data.path" not in warm
 
 
-def test_figures_of_steps_and_refreshes_have_a_place():
+def test_figures_of_steps_have_a_place():
     assert step_figures({"step": 7, "loss": 0.5, "lr_clf": 1e-3}) == {"training/loss": 0.5, "training/lr_clf": 1e-3}
-    report = {"epoch": 4, "refresh_seconds": 12, "cluster_cosine": 0.5, "clusters": 64, "reason": "due"}
-    assert refresh_figures(report) == {"refresh/seconds": 12.0, "refresh/cluster_cosine": 0.5}
-    assert refresh_figures({"epoch": 0}) == {}
 
 
 def test_few_figures_of_the_test_split():
@@ -50,11 +48,3 @@ def test_few_figures_of_the_test_split():
 def test_a_group_without_labels_and_a_head_that_is_not_there_are_left_out():
     figures = split_figures({"test": {"P@1": 1.0, "num_queries": 3.0}, "index": {}})
     assert figures == {"test/P@1": 1.0}
-
-
-def test_the_description_says_what_and_where():
-    text = description(
-        {"test": {"P@1": 47.046, "nDCG@5": 45.8}, "validation": {}}, {"data": "lf-debian", "recipe": None}
-    )
-    assert "**data**: lf-debian" in text and "recipe" not in text and "validation |" not in text
-    assert "| test | 47.05 |  | 45.80 |  |  |" in text and "`report.html`" in text

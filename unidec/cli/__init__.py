@@ -171,7 +171,7 @@ def list_runs(as_json: AsJson = False) -> None:
 
     found = list_runs()
     if as_json:
-        print(json.dumps([run.as_dict() for run in found], indent=2))
+        print(json.dumps([vars(run) for run in found], indent=2))
     elif not found:
         print("no runs yet: unidec train begins one")
     else:

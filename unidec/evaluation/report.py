@@ -28,7 +28,6 @@ HEADS = {
 }
 GROUPS = {"tail": "tail (< 10)", "torso": "torso (10 to 100)", "head": "head (> 100)"}
 GROUP_CHARTS = ("P@1", "PSP@5", "R@10", "R@100")
-SCORES = {"score": "score", "de": "DE", "clf": "CLF", "knn": "votes"}
 VOLUME = "training queries of a label; bins of equal volume, head to tail"
 BINS = {"labels": "labels", "mean_frequency": "training queries, mean", "test_pairs": "test pairs",
         "P@5": "adds to P@5", "PSP@5": "adds to PSP@5", "recall@5": "its pairs found in the first 5, percent",
@@ -55,7 +54,7 @@ class ReportInput:
         date: as it shall read. dataset, model: one line about each.
         metrics: {"both" | "de" | "clf" | "knn" | any name: {metric: percent}}, what is served first; group metrics as
             "tail/R@10". baselines: the same; baseline_note: where they come from.
-        history, rounds: lines of history.jsonl and rounds.jsonl. bins: of `frequency_bins`. pools: of `pool_study`.
+        history, rounds: lines of history.jsonl and rounds.jsonl. bins: of `frequency_bins`.
         index: facts about the index, such as {"recall@10": 99.8}.
         calibration: {"score": [any shape], "correct": [same shape]} of predictions.
         right, wrong: examples {"query", "truth": [title], "predictions": [{"label", "title", "score", "de", "clf",
@@ -76,7 +75,6 @@ class ReportInput:
     history: Records = ()
     rounds: Records = ()
     bins: Records = ()
-    pools: Mapping[str, Any] = field(default_factory=dict)
     index: Mapping[str, Any] = field(default_factory=dict)
     calibration: Mapping[str, Any] | None = None
     right: Records = ()
@@ -117,13 +115,19 @@ def render(report: ReportInput) -> str:
         **_bins(report.bins),
         **_coverage(systems),
         curves=_curves(report.history, report.rounds),
-        **_pools(report.history, report.pools),
+        pool_charts=[
+            _by_step("Labels in the pool", report.history, {"pool_size": "labels in the pool"}, "labels"),
+            _by_step(
+                "Positives a query in the pool",
+                report.history,
+                {"positives_per_query": "positives a query"},
+                "positives, mean",
+            ),
+        ],
         **_costs(report.rounds),
         index=Table(["figure", "value"], list(facts.items())),
         has_recall=any(str(name).startswith("recall") for name in facts),
         **_calibration(report.calibration),
-        score_names=SCORES,
-        score_parts=lambda rows: [name for name in SCORES if any(row.get(name) is not None for row in rows)],
         score=lambda value: f"{value:.3f}" if value is not None and math.isfinite(value) else number(None),
         distributions=drawn,
     )
@@ -277,36 +281,6 @@ def _lines(records: Records, x: str, names: Mapping[str, str], dots: bool = Fals
 
 def _column(records: Records, name: str) -> list[float]:
     return [float(value) if (value := record.get(name)) is not None else math.nan for record in records]
-
-
-def _pools(history: Records, study: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of pools and positives a query by step, and the study of other settings."""
-    charts = [
-        _by_step("Labels in the pool", history, {"pool_size": "labels in the pool"}, "labels"),
-        _by_step("Positives a query in the pool", history, {"positives_per_query": "positives a query"},
-                 "positives, mean"),
-    ]  # fmt: skip
-    if not study:
-        return {"pool_charts": charts, "study": {}, "pools": None}
-    counts, grid, own = list(study["histogram"]), study["grid"], (study["beta"], study["eta"])
-    shown = max((i for i, count in enumerate(counts) if count), default=0) + 1
-    names = [f"{i}+" if i == len(counts) - 1 else str(i) for i in range(shown)]
-    shares = [100.0 * count / max(sum(counts), 1) for count in counts[:shown]]
-    by_eta = [
-        Line(f"eta {eta}", [row["pool_size"] for row in rows], [row["positives"] for row in rows], dots=True)
-        for eta in sorted({row["eta"] for row in grid})
-        if (rows := [row for row in grid if row["eta"] == eta])
-    ]
-    charts += [
-        bar_chart("Queries by their true labels in the pool, this run's setting", names, [("queries", shares)],
-                  "queries, percent", x_label="true labels of the query in the pool"),
-        line_chart("Positives a query for other settings of beta and eta", by_eta, "labels in the pool, mean",
-                   "positives a query, mean", y_from_zero=True),
-    ]  # fmt: skip
-    settings = {f"beta {row['beta']}, eta {row['eta']}": row for row in grid}
-    kinds = ["base" if (row["beta"], row["eta"]) == own else "" for row in grid]
-    heads = {"pool_size": "labels in the pool", "positives": "positives a query"}
-    return {"pool_charts": charts, "study": study, "pools": Table.of("setting", settings, heads, kinds=kinds)}
 
 
 def _costs(rounds: Records) -> dict[str, Any]:

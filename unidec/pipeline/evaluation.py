@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,25 +10,27 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from unidec.config import Params
-from unidec.data.dataset import XMCDataset
-from unidec.data.storage import read_json_lines, read_manifest, write_bytes_atomic, write_json
+from unidec.data.storage import read_json_lines, write_bytes_atomic, write_json
 from unidec.evaluation.baselines import COMPARED, compare_with_baselines, measure_baselines, verdict, warnings
 from unidec.evaluation.frequency import frequency_bins
 from unidec.evaluation.metrics import pair_keys
 from unidec.evaluation.plots import plots_csv
 from unidec.evaluation.report import write_report
+from unidec.metric_names import GROUPS
 from unidec.model.search import exact_search
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking, headline
 from unidec.pipeline.report import Evaluated, report_input
-from unidec.pipeline.run_tracking import PARTS, description, split_figures
+from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.start_file import read_start
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import recall
 from unidec.retrieval.scoring_space import Space
-from unidec.tracking.run import Tracker
 
 SINGLE_HEADS: tuple[Space, ...] = ("de", "clf")
+PARTS = ("de", "clf", "heads", "knn")  # each head, their blend, the votes
+_OF_PART, _OF_GROUP = ("P@1", "nDCG@5", "PSP@5", "R@100"), ("R@10", "nDCG@5", "PSP@5")
+_PAGES = "`report.html`: by frequency, curves, examples; `gate/gate.html`: against the champion."
 ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
 
 
@@ -66,12 +67,20 @@ def evaluate(params: Params) -> dict[str, Any]:
     }  # fmt: skip
     shown = {name: headline(result[name]) for name in PARTS if name in result}
     write_json(paths.METRICS, result | shown)
-    _write_predictions(paths.PREDICTIONS, dataset, ranking.rows, scores, labels)
+    _write_predictions(ranking, scores, labels)
     history, rounds = (read_json_lines(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds"))
     plots_csv(history, rounds, result["test"], paths.PLOTS)
-    found = Evaluated(bundle, ranking, scores, labels, result, baselines, compared)
+    tracker = tracker_of_model()
+    found = Evaluated(bundle, ranking, scores, labels, result, baselines, compared, tracker)
     write_report(paths.REPORT, report_input(params, found, history, rounds))
-    _track(params, dataset, result)
+    start = read_start()
+    origin = f"version {start.version} of {start.model}" if start.warm else "from nothing"
+    about = f"{dataset.name}, {dataset.num_labels:,} labels; recipe {params.recipe or '-'}; start: {origin}. {_PAGES}"
+    tracker.log_final(split_figures(result))
+    tracker.set_tags({"mlflow.note.content": about})
+    tracker.log_files([paths.REPORT, paths.METRICS])
+    tracker.log_files([paths.PLOTS], "plots")
+    tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results and Data Docs
     return {
         "metrics": headline(result["test"]), "baselines": result["baselines"],
         "against_baselines": verdict(compared), "warnings": warned,
@@ -99,34 +108,27 @@ def _against_exact(bundle: Bundle, ranking: Ranking) -> dict[str, float]:
     return {f"recall@{n}": 100 * recall(found[:, :n], exact[:, :n]) for n in (10, K) if n <= k}
 
 
-def _write_predictions(
-    path: Path, dataset: XMCDataset, rows: np.ndarray, scores: np.ndarray, labels: np.ndarray
-) -> None:
+def _write_predictions(ranking: Ranking, scores: np.ndarray, labels: np.ndarray) -> None:
     """One row a query: uid, label rows best first, scores."""
     keep = labels >= 0
     offsets = pa.array(np.concatenate([[0], np.cumsum(keep.sum(1))]).astype(np.int32))
     table = pa.table({
-        "query": pa.array(dataset.query_uids(rows)),
-        "query_row": pa.array(rows),
+        "query": pa.array(ranking.dataset.query_uids(ranking.rows)),
+        "query_row": pa.array(ranking.rows),
         "labels": pa.ListArray.from_arrays(offsets, pa.array(labels[keep].astype(np.int32))),
         "scores": pa.ListArray.from_arrays(offsets, pa.array(scores[keep].astype(np.float32))),
     })  # fmt: skip
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
-    write_bytes_atomic(path, sink.getvalue().to_pybytes())
+    write_bytes_atomic(paths.PREDICTIONS, sink.getvalue().to_pybytes())
 
 
-def _track(params: Params, dataset: XMCDataset, result: dict[str, Any]) -> None:
-    """Figures, plots, files and a description into the MLflow run that trained the model."""
-    run = read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
-    tracker = Tracker.resume(paths.RUNS / run)
-    tracker.log_final(split_figures(result))
-    start = read_start()
-    facts = {
-        "data": f"{dataset.name}, {dataset.num_labels:,} labels", "recipe": params.recipe,
-        "start": f"version {start.version} of {start.model}" if start.warm else "from nothing",
-    }  # fmt: skip
-    tracker.set_tags({"mlflow.note.content": description(result, facts)})
-    tracker.log_files([paths.REPORT, paths.METRICS])
-    tracker.log_files([paths.PLOTS], "plots")
-    tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results and Data Docs
+def split_figures(result: dict[str, Any]) -> dict[str, float]:
+    """Of outputs/metrics.json what people compare: the headline, groups of labels, parts of the result."""
+    test = result["test"]
+    of_groups = {f"{group}/{name}" for group in GROUPS for name in _OF_GROUP} & test.keys()
+    named = headline(test) | {name: test[name] for name in sorted(of_groups)}
+    figures = {f"test/{name}": value for name, value in named.items()}
+    for part in PARTS:
+        figures |= {f"{part}/{name}": value for name, value in result.get(part, {}).items() if name in _OF_PART}
+    return figures | {f"index/{name}": value for name, value in result["index"].items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,14 +39,6 @@ METRICS = Path("outputs/metrics.json")
 PLOTS = Path("outputs/plots")
 PREDICTIONS = Path("outputs/predictions.parquet")
 REPORT = Path("outputs/report.html")
-
-
-def from_project(path: str) -> str:
-    """A path inside the project, relative to it, as every run logs it: a trial works in `runs/own/<fingerprint>/`."""
-    here = Path.cwd()
-    project = here.parents[2] if here.parts[-3:-1] == ("runs", "own") else here
-    full = Path(os.path.abspath(path))
-    return full.relative_to(project).as_posix() if full.is_relative_to(project) else str(full)
 
 
 def open_dataset(verify: bool = True) -> XMCDataset:

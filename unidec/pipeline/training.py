@@ -11,15 +11,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from unidec.config import Params, flatten
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_folder, write_json
-from unidec.errors import ArtifactError
+from unidec.errors import ArtifactError, ConfigError
 from unidec.interrupt import signals_raise
 from unidec.model.unidec import KIND, VERSION
 from unidec.pipeline import launch, paths, runs
@@ -27,7 +25,6 @@ from unidec.pipeline.launch import LAUNCHER, Launcher
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.plan import check_fits, memory_figures, process_bytes
 from unidec.pipeline.ranking import Ranking, headline, validation_metrics
-from unidec.pipeline.run_tracking import model_params, refresh_figures, step_figures
 from unidec.pipeline.start import open_start, start_lines
 from unidec.pipeline.start_file import effective, read_start, start_tags
 from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash
@@ -35,13 +32,17 @@ from unidec.tracking.run import Tracker
 from unidec.training.checkpoint import newest_state
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import fit
-from unidec.training.identity import identity_sha256
-from unidec.training.random_streams import random_state, restore_random_state
+from unidec.training.identity import check_same, differences, identity_sha256
 from unidec.training.trainer import Trainer, TrainingData
 
 REFRESH, HISTORY, ROUNDS = "refresh.json", "history.jsonl", "rounds.jsonl"
 _AGAIN = "run the same command again to resume from the last checkpoint"
 _FAREWELL = "stopped at once; the last whole checkpoint is kept"
+_OF_REFRESH = {
+    "refresh_seconds": "seconds", "cluster_cosine": "cluster_cosine", "mine_positive_found": "positive_found",
+    "mine_positive_rank": "positive_rank", "mine_negative_score": "negative_score",
+}  # fmt: skip
+_NOT_THE_MODELS = ("raw", "validation", "run", "source", "retrain", "gate", "drift", "serve", "tracking")
 
 
 def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = (), ranks: Ranks = ALONE) -> Trainer:
@@ -84,7 +85,6 @@ class Run:
         self.epochs, self.a_round = params.optim.epochs, params.pool.refresh
         self.lines: list[str] = []
         self._trainer: Trainer | None = None
-        self._random: dict[str, Tensor] = {}
         self._trained: dict[str, Any] = {}
 
     @property
@@ -125,44 +125,57 @@ class Run:
         self.epoch, self.epoch_step, self.step = int(self._trained["epoch"]), 0, int(self._trained["step"])
         return self._trained
 
+    @property
+    def lacks_validation(self) -> bool:
+        """A round was trained but not measured before a kill."""
+        ended = self.step > 0 and self.epoch_step == 0 and (self.finished or self.epoch % self.a_round == 0)
+        return ended and not any(line["epoch"] == self.epoch for line in read_json_lines(self.folder / ROUNDS))
+
     def validate(self) -> dict[str, Any]:
         """Measure the validation split, and add the round's line to rounds.jsonl.
+
+        A round that was cut off counts as a whole: its steps since the round before, the seconds of those steps.
 
         Returns:
             {"epoch", "finished", "round", "validation", "refresh", ...}.
         """
         with self._opened() as trainer:
-            report = _record_round(self.params, self.folder, trainer, self._trained)
-            if self.launcher is None:
-                report["memory"] = memory_figures(self.params)
+            begin = time.perf_counter()
+            ranking = Ranking.of_model(trainer.model, trainer.dataset, "validation", self.params.optim.precision)
+            metrics = validation_metrics(ranking, self.params)
+            validation_seconds = time.perf_counter() - begin
+        before = [line for line in read_json_lines(self.folder / ROUNDS) if line["epoch"] < self.epoch]
+        last = before[-1] if before else {}
+        steps = self.step - int(last.get("step", 0))
+        seconds = max(self._trained.get("train_seconds", 0.0), trainer.seconds - last.get("trained_seconds", 0.0))
+        report = self._trained | {
+            "epoch": self.epoch, "finished": self.finished, "step": self.step, "steps": steps,
+            "train_seconds": seconds, "trained_seconds": trainer.seconds, "steps_per_s": steps / max(seconds, 1e-9),
+            "round": -(-self.epoch // self.a_round), "validation": metrics, "validation_seconds": validation_seconds,
+            # the refresh after as many epochs as were done when the round began
+            "refresh": _refresh_report(self.folder, (self.epoch - 1) // self.a_round * self.a_round),
+            "seconds": seconds + validation_seconds,
+        }  # fmt: skip
+        lines = [json.dumps(line) for line in [*before, report]]
+        write_bytes_atomic(self.folder / ROUNDS, "".join(f"{line}\n" for line in lines).encode())
         tracker = Tracker.resume(self.folder)
-        tracker.log(report["step"], {f"memory/{name}": value for name, value in report.get("memory", {}).items()})
         tracker.catch_up(_records(self.folder))
         tracker.flush()
         return report
 
-    def validate_if_missing(self) -> None:
-        """Measure a round that was trained but not measured before a kill."""
-        round_ended = self.step > 0 and self.epoch_step == 0 and (self.finished or self.epoch % self.a_round == 0)
-        measured = any(line["epoch"] == self.epoch for line in read_json_lines(self.folder / ROUNDS))
-        if round_ended and not measured:
-            with self._opened() as trainer:
-                report = {"epoch": trainer.epoch, "finished": trainer.finished, "measured_after_restart": True}
-                _record_round(self.params, self.folder, trainer, report)
-            self.lines.append(f"epoch {self.epoch} was trained but not validated before the kill: validated now")
-
     def export(self) -> dict[str, Any]:
         """Write the model to outputs/model, with the records of its training, and release the trainer's memory."""
         start = read_start()
-        with self._opened() as trainer:
-            with write_folder(paths.MODEL, KIND, VERSION, {"run": self.folder.name}) as out:
-                trainer.model.save_into(out, {"start": start.as_dict()} if start.warm else None)
-                for name in (HISTORY, ROUNDS):
-                    if (self.folder / name).is_file():
-                        shutil.copyfile(self.folder / name, out.path / name)
-            exported = {"model": str(paths.MODEL), "epoch": trainer.epoch, "steps": trainer.step}
+        with (
+            self._opened() as trainer,
+            write_folder(paths.MODEL, KIND, VERSION, {"run": self.folder.name}) as out,
+        ):
+            trainer.model.save_into(out, {"start": start.as_dict()} if start.warm else None)
+            for name in (HISTORY, ROUNDS):
+                if (self.folder / name).is_file():
+                    shutil.copyfile(self.folder / name, out.path / name)
         self.close()
-        return exported
+        return {"model": str(paths.MODEL), "epoch": self.epoch, "steps": self.step}
 
     def close(self) -> None:
         """Release the trainer, once its last checkpoint is durable."""
@@ -175,21 +188,13 @@ class Run:
             self.close()  # the ranks write newer checkpoints
             return self.launcher.run(name, self.params, self.folder, self.accept)
         with self._opened() as trainer:
-            report = work(name, trainer)
-            if name == "train_round":
-                self._random = random_state(trainer.device)
-        return report
+            return work(name, trainer, self.params)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Trainer]:
-        """The trainer, with torch's random states as one opened at the newest checkpoint would have them.
-
-        After an error it is closed: the next use opens it at the newest checkpoint.
-        """
+        """The trainer; after an error it is closed: the next use opens it at the newest checkpoint."""
         if self._trainer is None:
             self._trainer = open_trainer(self.params, self.folder, self.accept)
-            self._random = random_state(self._trainer.device)
-        restore_random_state(self._random, self._trainer.device)
         try:
             yield self._trainer
         except BaseException:
@@ -210,7 +215,7 @@ def start_run(
     Args:
         params: all parameters, as params.yaml has them; what is trained with is `effective` of them.
         resume: a run to resume in place of the one that these parameters name; "": the newest unfinished one.
-        accept: keys of the run's identity that may differ from what it was begun with.
+        accept: keys of the run's identity that may differ from its newest checkpoint's.
         launcher: runs phases on several ranks; None: as `run.devices` asks.
         track: log to MLflow; without it the run's records are in its folder only.
 
@@ -218,35 +223,38 @@ def start_run(
         ConfigError: it does not fit into memory, or the run to resume was begun with other data, parameters,
             tokenizer or code: every key that differs is listed.
     """
-    params = effective(params)
-    lines = start_lines(open_start())
+    params, start = effective(params), open_start()
     identity = paths.run_identity(params)
+    if unknown := sorted(set(accept) - identity.keys()):
+        raise ConfigError(
+            "not a key of a run's identity", where="--accept", got=", ".join(unknown),
+            expected="a key that the refusal lists, such as optim.lr_clf, data, tokenizer or code",
+        )  # fmt: skip
     folder = runs.choose_run(resume) if resume is not None else paths.RUNS / identity_sha256(identity)[:16]
-    lines += [f"accepted: {line}" for line in runs.claim(folder, identity, accept)]
+    checkpoint, state, refused = newest_state(folder)
+    begun = state.get("identity") or identity
+    check_same(begun, identity, accept, str(folder))
+    accepted = differences(begun, identity)
     paths.open_propensity()  # with what the identity read, all that this training reads is verified now
-    path, state, refused = newest_state(folder)
-    if path is None:
-        other = runs.others_unfinished(folder, identity)
-        lines += [other] if other else []
-    run = Run(
-        params,
-        folder,
-        runs.accepted_keys(folder),
-        state,
-        launcher or (launch.Torchrun() if params.run.devices > 1 else None),
-    )
+    run = Run(params, folder, accept, state, launcher or (launch.Torchrun() if params.run.devices > 1 else None))
     if not run.finished:
         check_fits(params)
-    lines += [f"checkpoint passed over: {reason}" for reason in refused]
-    lines += _where_it_resumes(folder, path, state, params.optim.epochs)
-    crashed = runs.reconcile_crashed_runs(folder)
-    lines += [f"MLflow run of {name} ended as KILLED: its process is gone" for name in crashed]
-    run.lines = lines
-    tracker = _open_tracking(params, folder, state, lines) if track else Tracker.resume(folder)
+    run.lines = [
+        *start_lines(start),
+        *(f"accepted: {line}" for line in accepted),
+        *(runs.others_unfinished(folder, identity) if checkpoint is None else ()),
+        *(f"checkpoint passed over: {reason}" for reason in refused),
+        _where_it_resumes(run, checkpoint),
+        *(f"MLflow run of {name} ended as KILLED: its process is gone" for name in runs.reconcile_crashed_runs(folder)),
+    ]
+    tracker = Tracker(params.tracking.experiment) if track else Tracker.resume(folder)
     try:
-        run.validate_if_missing()
+        if track:
+            _begin_tracking(tracker, params, folder, state.get("notes", {}).get("mlflow_run_id"), accepted)
         tracker.catch_up(_records(folder))
-        tracker.flush(force=True)
+        if run.lacks_validation:
+            run.validate()
+            run.lines.append(f"epoch {run.epoch} was trained but not validated before the kill: validated now")
     except BaseException as error:
         runs.close_tracking(folder, "FAILED" if isinstance(error, Exception) else "KILLED")
         raise
@@ -263,11 +271,8 @@ def train(
     """Train to the last epoch and export the model; killed or stopped, the same call resumes from the checkpoint.
 
     Args:
-        params: all parameters.
-        resume: a run to resume, by its name; "": the newest unfinished one; None: the one of these parameters.
-        accept: keys of the run's identity that may differ.
+        params, resume, accept, track: as `start_run` takes them.
         say: receives lines for people: where training resumes.
-        track: log to MLflow.
 
     Returns:
         {"run_dir", "epoch", "step", "model", ...}; {} on ranks that only follow (under torchrun).
@@ -298,28 +303,47 @@ def work_on_rank(ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
     process_bytes()  # before anything is read
     trainer = open_trainer(params, job["run_dir"], tuple(job["accept"]), ranks)
     try:
-        report = work(job["name"], trainer)
+        return work(job["name"], trainer, params)
     finally:
         with contextlib.suppress(ArtifactError):
             trainer.writer.wait()
-    return report | {"memory": memory_figures(params)} if job["name"] == "train_round" else report
 
 
-def work(name: str, trainer: Trainer) -> dict[str, Any]:
+def work(name: str, trainer: Trainer, params: Params) -> dict[str, Any]:
     """A phase of training: "cluster", "refresh" or "train_round". Only the first rank writes records."""
-    if name == "cluster":
-        return {"epoch": trainer.epoch, **trainer.cluster()} if trainer.refresh_due else {}
-    return _refresh(trainer) if name == "refresh" else _train(trainer)
-
-
-def _refresh(trainer: Trainer) -> dict[str, Any]:
+    if name == "train_round":
+        return _train(trainer, params)
     if not trainer.refresh_due:
-        return _refresh_report(trainer.run_dir, trainer.epoch - trainer.epoch % trainer.settings.pool.refresh)
+        begin = trainer.epoch - trainer.epoch % trainer.settings.pool.refresh
+        return {} if name == "cluster" else _refresh_report(trainer.run_dir, begin)
+    if name == "cluster":
+        return {"epoch": trainer.epoch, **trainer.cluster()}
     report = {"epoch": trainer.epoch, **trainer.refresh()}
     if trainer.ranks.is_first:
         write_json(trainer.run_dir / REFRESH, report)
-        Tracker.resume(trainer.run_dir).log(trainer.step, refresh_figures(report))
+        figures = {f"refresh/{name}": float(report[key]) for key, name in _OF_REFRESH.items() if key in report}
+        Tracker.resume(trainer.run_dir).log(trainer.step, figures)
     return report
+
+
+def _train(trainer: Trainer, params: Params) -> dict[str, Any]:
+    """The rest of the round; its figures are sent to MLflow meanwhile."""
+    if not trainer.ranks.is_first:
+        return trainer.train_round()
+    tracker = Tracker.resume(trainer.run_dir)
+    # where the folder's own note is lost, the run continues in the same MLflow run
+    trainer.notes |= {"mlflow_run_id": tracker.run_id}
+    try:
+        with tracker.system_metrics(), tracker.live():
+            report = trainer.train_round(lambda step, figures: tracker.log(step, step_figures(figures)), wait=False)
+        memory = memory_figures(params)
+        tracker.log(trainer.step, {f"memory/{name}": value for name, value in memory.items()})
+    finally:
+        tracker.flush()  # not forced: stopping a training does not wait for a store that does not answer
+    return report | {"step": trainer.step, "memory": memory}
+
+
+# -- records and messages ---------------------------------------------------------------------------------------------
 
 
 def _refresh_report(run_dir: Path, epoch: int) -> dict[str, Any]:
@@ -331,94 +355,52 @@ def _refresh_report(run_dir: Path, epoch: int) -> dict[str, Any]:
     return {"epoch": epoch}
 
 
-def _train(trainer: Trainer) -> dict[str, Any]:
-    """The rest of the round; its figures are sent to MLflow meanwhile."""
-    if not trainer.ranks.is_first:
-        return trainer.train_round()
-    tracker = Tracker.resume(trainer.run_dir)
-    # where the folder's own note is lost, the run continues in the same MLflow run
-    trainer.notes |= {"mlflow_run_id": tracker.run_id}
-    tracker.catch_up(_records(trainer.run_dir))
-    try:
-        with tracker.system_metrics(), tracker.live():
-            report = trainer.train_round(lambda step, figures: tracker.log(step, step_figures(figures)), wait=False)
-    except BaseException:
-        tracker.flush()  # not forced: stopping a training does not wait for a store that does not answer
-        raise
-    tracker.flush()
-    return report | {"step": trainer.step, "trained_seconds": trainer.seconds}
-
-
-# -- records ----------------------------------------------------------------------------------------------------------
-
-
-def _record_round(params: Params, run_dir: Path, trainer: Trainer, report: dict[str, Any]) -> dict[str, Any]:
-    """Measure the validation split and add a finished round's line to rounds.jsonl.
-
-    A round that was cut off counts as a whole: its steps since the round before, the seconds of those steps.
-    """
-    begin = time.perf_counter()
-    ranking = Ranking.of_model(trainer.model, trainer.dataset, "validation", params.optim.precision)
-    metrics = validation_metrics(ranking, params)
-    validation_seconds = time.perf_counter() - begin
-    before = [line for line in read_json_lines(run_dir / ROUNDS) if line["epoch"] < trainer.epoch]
-    last = before[-1] if before else {}
-    steps = trainer.step - int(last.get("step", 0))
-    seconds = max(report.get("train_seconds", 0.0), trainer.seconds - last.get("trained_seconds", 0.0))
-    a_round = params.pool.refresh
-    report = report | {
-        "step": trainer.step, "steps": steps, "train_seconds": seconds, "trained_seconds": trainer.seconds,
-        "steps_per_s": steps / max(seconds, 1e-9), "round": -(-trainer.epoch // a_round),
-        "validation": metrics, "validation_seconds": validation_seconds,
-        "refresh": _refresh_report(run_dir, (trainer.epoch - 1) // a_round * a_round),  # epochs when the round began
-        "seconds": seconds + validation_seconds,
-    }  # fmt: skip
-    lines = [json.dumps(line) for line in [*before, report]]
-    write_bytes_atomic(run_dir / ROUNDS, "".join(f"{line}\n" for line in lines).encode())
-    return report
-
-
-# -- MLflow run and messages ------------------------------------------------------------------------------------------
-
-
-def _open_tracking(params: Params, run_dir: Path, state: dict[str, Any], lines: list[str]) -> Tracker:
-    dataset = paths.open_dataset()
-    meta = dataset.manifest["meta"]
-    facts = {key: meta[key] for key in ("num_queries", "num_labels", "num_pairs")}
-    tags = code_tags() | {"dataset.sha256": dataset.sha256, "run.folder": run_dir.name} | start_tags()
-    accepted = [line.removeprefix("accepted: ") for line in lines if line.startswith("accepted: ")]
-    experiment = os.environ.get("DVC_EXP_NAME", "")  # set by `dvc exp run` and `dvc queue`
-    tags |= {"accepted": "; ".join(accepted)[:5000], "dvc_experiment": experiment}
-    tags[f"{DVC_TAG}{paths.DATASET}"] = dvc_hash(str(paths.DATASET)) or ""
-    tags = {name: value for name, value in tags.items() if value}
-    about = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET), **facts}
-    tracker = Tracker(params.tracking.experiment)
-    name = f"{dataset.name} {params.recipe or params.model.heads} {experiment or run_dir.name[:6]}"
-    run_id = state.get("notes", {}).get("mlflow_run_id")
-    logged = model_params(flatten(params) | {"data.path": paths.from_project(params.data.path)}, read_start().warm)
-    tracker.start(run_dir, logged, tags, about, run_name=name, run_id=run_id)
-    tracker.log_files([paths.VALIDATION / "index.html"], "validation")
-    return tracker
-
-
-def _where_it_resumes(run_dir: Path, path: Path | None, state: dict[str, Any], epochs: int) -> list[str]:
-    if path is None:
-        return [f"run {run_dir.name} begins"]
-    if state["epoch"] >= epochs:
-        return [f"run {run_dir.name} is trained: {state['epoch']} epochs, {state['step']} steps"]
-    inside = f" and {state['epoch_step']} steps of the next" if state["epoch_step"] else ""
-    age = max(0.0, time.time() - path.stat().st_mtime)
-    return [
-        f"run {run_dir.name} resumes after epoch {state['epoch']} of {epochs}{inside} (step {state['step']}), "
-        f"from the checkpoint of {runs.in_words(age)} ago"
-    ]
+def step_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's figures: "loss" -> "training/loss"; what it is the step of is no figure."""
+    return {f"training/{name}": value for name, value in figures.items() if name != "step"}
 
 
 def _records(run_dir: Path) -> list[dict[str, float]]:
     """All that the run's own files have for the tracker: figures of steps, then of rounds."""
-    rounds = [line for line in read_json_lines(run_dir / ROUNDS) if "step" in line and line.get("validation")]
     steps = [{"step": line["step"], **step_figures(line)} for line in read_json_lines(run_dir / HISTORY)]
     return steps + [
         {"step": line["step"], **{f"validation/{k}": v for k, v in headline(line["validation"]).items()}}
-        for line in rounds
+        for line in read_json_lines(run_dir / ROUNDS)
     ]
+
+
+def model_params(flat: Mapping[str, Any], is_warm: bool) -> dict[str, Any]:
+    """Of all parameters (dotted keys), those that decide the model; `warm.` where it starts from another."""
+    left_out = _NOT_THE_MODELS if is_warm else (*_NOT_THE_MODELS, "warm")
+    return {key: value for key, value in flat.items() if key.partition(".")[0] not in left_out and key != "data.path"}
+
+
+def _begin_tracking(
+    tracker: Tracker, params: Params, run_dir: Path, run_id: str | None, accepted: Collection[str]
+) -> None:
+    """Begin or continue the MLflow run of this training."""
+    dataset = paths.open_dataset()
+    experiment = os.environ.get("DVC_EXP_NAME", "")  # set by `dvc exp run` and `dvc queue`
+    tags = code_tags() | start_tags() | {
+        "dataset.sha256": dataset.sha256, "run.folder": run_dir.name, "accepted": "; ".join(accepted)[:5000],
+        "dvc_experiment": experiment, f"{DVC_TAG}{paths.DATASET}": dvc_hash(str(paths.DATASET)) or "",
+    }  # fmt: skip
+    about = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET)}
+    about |= {key: dataset.manifest["meta"][key] for key in ("num_queries", "num_labels", "num_pairs")}
+    tracker.start(
+        run_dir, model_params(flatten(params), read_start().warm), {name: tag for name, tag in tags.items() if tag},
+        about, f"{dataset.name} {params.recipe or params.model.heads} {experiment or run_dir.name[:6]}", run_id,
+    )  # fmt: skip
+
+
+def _where_it_resumes(run: Run, checkpoint: Path | None) -> str:
+    name = run.folder.name
+    if checkpoint is None:
+        return f"run {name} begins"
+    if run.finished:
+        return f"run {name} is trained: {run.epoch} epochs, {run.step} steps"
+    inside = f" and {run.epoch_step} steps of the next" if run.epoch_step else ""
+    return (
+        f"run {name} resumes after epoch {run.epoch} of {run.epochs}{inside} (step {run.step}), "
+        f"from the checkpoint of {runs.in_words(runs.age(checkpoint))} ago"
+    )
