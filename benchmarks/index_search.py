@@ -34,7 +34,7 @@ from unidec.progress import progress
 from unidec.retrieval.index import IndexOptions, Kind, LabelIndex, recall
 from unidec.retrieval.index_kinds import faiss_threads
 from unidec.retrieval.index_tune import exact_labels
-from unidec.retrieval.label_rows import as_rows
+from unidec.retrieval.scoring_space import as_rows
 
 RESULT = Path(__file__).resolve().parent / "results" / "index-search.json"
 AT_ONCE = 1 << 16

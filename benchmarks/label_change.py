@@ -24,8 +24,9 @@ from measure import machine
 
 from unidec.data.storage import write_json
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
-from unidec.retrieval.label_rows import LabelRows
+from unidec.retrieval.scoring_space import LabelRows
 from unidec.tracking.fetch import fetch_bundle
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,10 +72,9 @@ def measure(bundle: Bundle, make: Callable[[], LabelChange], folder: Path) -> di
     files = [path for path in folder.rglob("*") if path.is_file()]
     sizes = {links: sum(p.stat().st_size for p in files if (p.stat().st_nlink > 1) == links) for links in (True, False)}
     after = Bundle.load(folder, verify=False)
-    rows = LabelRows(after.vectors, after.info.space, after.info.clf_normalize)
-    changed, only = timed(lambda: bundle.index.changed(change.source_L, rows, change.encoded_S))
+    rows, kind = LabelRows(after.vectors, after.info.space, after.info.clf_normalize), after.index.kind
+    _, only = timed(lambda: LabelIndex.build(rows, kind, **after.index.options.model_dump()))
     shutil.rmtree(folder)
-    assert changed.num_labels == len(change.uids)
     return took | {"index_seconds": only["seconds"], "written_mb": round(sizes[False] / 1e6, 1),
                    "linked_mb": round(sizes[True] / 1e6, 1), "labels": len(change.uids)}  # fmt: skip
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from unidec.metric_names import metric_names
@@ -34,6 +34,16 @@ def _known_metric(name: str) -> str:
 
 
 Metric = Annotated[str, AfterValidator(_known_metric)]
+
+
+def _kept_kind(kind: object) -> object:
+    instead = {"sq8": "pq", "hnsw-sq8": "pq or hnsw", "ivf-sq8": "ivf-pq"}.get(str(kind))
+    if instead:
+        raise PydanticCustomError("index_kind", "{text}", {"text": f"{instead}, which takes its place"})
+    return kind
+
+
+IndexKind = Annotated[Literal["flat", "pq", "hnsw", "ivf-pq"], BeforeValidator(_kept_kind)]
 
 
 def key(default: Any, about: str) -> Any:
@@ -254,9 +264,7 @@ class Optim(Section):
 class Index(Section):
     """The label index and how both heads' scores are blended."""
 
-    kind: Literal["flat", "sq8", "pq", "hnsw", "hnsw-sq8", "ivf-sq8", "ivf-pq"] = key(
-        "flat", "faiss kind; `unidec index tune` measures all"
-    )
+    kind: IndexKind = key("flat", "faiss kind; `unidec index tune` measures all")
     space: Literal["both", "de", "clf"] = key("both", "which head's vectors are searched")
     hnsw_links: Count = key(32, "M of HNSW")
     hnsw_build: Count = key(200, "efConstruction of HNSW")

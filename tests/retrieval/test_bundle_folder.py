@@ -1,4 +1,4 @@
-"""A bundle with another index: same answers, same files; the rows of a graph; what is refused."""
+"""A bundle with another index: same answers, same files; what is refused."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 
 import numpy as np
 import pytest
-from tiny_bundle import TITLES, write_tiny_bundle
+from tiny_bundle import write_tiny_bundle
 
 from unidec.data.storage import MANIFEST, read_manifest, write_manifest
 from unidec.errors import ArtifactError
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import INDEX, NODES, write_with_index
+from unidec.retrieval.bundle_folder import INDEX, write_with_index
 from unidec.retrieval.index import KINDS, LabelIndex
-from unidec.retrieval.label_rows import LabelRows
+from unidec.retrieval.scoring_space import LabelRows
 
 pytest.importorskip("faiss")
 pytestmark = pytest.mark.usefixtures("stub_model")
@@ -55,59 +55,6 @@ def test_an_index_of_other_labels_is_refused(rng, tmp_path):
             bundle.path, bundle.info, tmp_path / "other", LabelIndex.build(_rows(bundle).take(np.arange(11)))
         )
     assert not (tmp_path / "other").exists()
-
-
-@pytest.fixture
-def grown(rng, tmp_path):
-    """A bundle whose graph has nodes of labels that left: each label indexed again, in a graph of two nodes more."""
-    write_tiny_bundle(tmp_path / "bundle", rng)
-    bundle = Bundle.load(tmp_path / "bundle")
-    rows = _rows(bundle)
-    before = np.concatenate([rows.take(np.arange(12)), rng.normal(size=(2, rows.shape[1])).astype(np.float32)])
-    index = LabelIndex.build(before, "hnsw", links=4).changed(np.arange(12), rows, np.array([3]))
-    assert index.nodes is not None and index.nodes.tolist() == [0, 1, 2, -1, *range(4, 12), -1, -1, 3]
-    return bundle, write_with_index(bundle.path, bundle.info, tmp_path / "grown", index)
-
-
-def test_the_rows_of_a_graph_are_kept(grown):
-    bundle, path = grown
-    after = Bundle.load(path)
-    assert after.info.index_nodes == 15 and after.num_labels == len(TITLES)
-    assert [one.labels for one in after.predict(QUERIES, k=12)] == [one.labels for one in bundle.predict(QUERIES, k=12)]
-    plain = write_with_index(after.path, after.info, path.with_name("plain"), LabelIndex.build(_rows(after), "pq"))
-    assert not (plain / NODES).exists() and Bundle.load(plain).info.index_nodes is None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda rows: rows[:-1],
-        lambda rows: np.where(rows == 5, 99, rows),
-        lambda rows: np.where(rows == 5, -7, rows),
-        lambda rows: np.where(rows == 5, 6, rows),
-        lambda rows: np.where(rows == 5, -1, rows),
-        lambda rows: rows.astype(np.int32),
-        lambda rows: rows[None],
-        None,
-    ],
-)
-def test_rows_that_are_not_the_labels_are_refused(grown, change):
-    path = grown[1]
-    if change is None:
-        (path / NODES).unlink()
-    else:
-        np.save(path / NODES, change(np.load(path / NODES)))
-    _seal(path)
-    with pytest.raises(ArtifactError, match=NODES):
-        Bundle.load(path)
-
-
-def test_rows_without_a_graph_are_refused(rng, tmp_path):
-    write_tiny_bundle(tmp_path / "bundle", rng)
-    np.save(tmp_path / "bundle" / NODES, np.arange(12))
-    _seal(tmp_path / "bundle")
-    with pytest.raises(ArtifactError, match=NODES):
-        Bundle.load(tmp_path / "bundle")
 
 
 def test_options_that_do_not_fit_the_file_are_refused(rng, tmp_path):

@@ -13,7 +13,7 @@ from unidec.retrieval import index_tune
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import KINDS, LabelIndex, recall
 from unidec.retrieval.index_tune import default_kinds, exact_labels, like_queries, search_settings, tune
-from unidec.retrieval.label_rows import as_rows
+from unidec.retrieval.scoring_space import as_rows
 
 pytest.importorskip("faiss")
 
@@ -30,7 +30,7 @@ def test_the_fastest_that_finds_enough_is_chosen(rng, monkeypatch):
     """Times are made up: a search costs what it looks at."""
     monkeypatch.setattr(index_tune, "_WARM_UP", 0)
     clock = [0.0]
-    cost = {"flat": 1.0, "sq8": 0.4, "pq": 0.01}
+    cost = {"flat": 1.0, "hnsw": 0.4, "pq": 0.01}
 
     def search(self: LabelIndex, queries: np.ndarray, k: int):
         clock[0] += cost[self.kind] * (self.options.rescore if self.kind == "pq" else 1)
@@ -40,7 +40,7 @@ def test_the_fastest_that_finds_enough_is_chosen(rng, monkeypatch):
     monkeypatch.setattr(LabelIndex, "search", search)
     monkeypatch.setattr(index_tune.time, "perf_counter", lambda: clock[0])
     vectors, queries = (rng.normal(size=(n, 32)).astype(np.float32) for n in (2500, 12))
-    measured, best = tune(as_rows(vectors), queries, 100, 0.97, ["flat", "sq8", "pq"])
+    measured, best = tune(as_rows(vectors), queries, 100, 0.97, ["flat", "hnsw", "pq"])
     assert best is not None and best.kind == "pq"
     enough = [one for one in measured if one.recall >= 0.97]
     chosen = min(enough, key=lambda one: one.p50_ms)
@@ -86,7 +86,7 @@ def test_the_command(rng, tmp_path, monkeypatch, capsys):
             cli.main()
         return int(ended.value.code or 0)
 
-    assert run("--kinds", "pq,sq8", "--out", "new", "--json", "--queries", "9") == 0
+    assert run("--kinds", "pq,flat", "--out", "new", "--json", "--queries", "9") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["out"] == "new" and found["chosen"]["recall"] == 1.0 and "no data set" in found["queries"]
     assert found["params"]["index.kind"] == found["chosen"]["kind"]

@@ -13,7 +13,6 @@ import pytest
 import tiny_bundle as tiny
 
 from unidec.errors import DataError
-from unidec.retrieval import label_change
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.label_change import MOST_SHOWN, LabelChange, LabelText, estimated_rows, read_labels
 from unidec.retrieval.scoring_space import unit_rows
@@ -81,7 +80,7 @@ def test_all_mistakes_at_once(bundle: Bundle) -> None:
     for words in (
         "8 problems in a change of labels; nothing was written", "new.csv:2: 'L1' is in the bundle already",
         "'N' has no text",
-        "'N': add twice", "a label without a uid", "no label 'L22'; did you mean 'L2'?", "'L2': remove twice",
+        "'N': add twice", "a label without a uid", "no label 'L22'", "'L2': remove twice",
         "'L2': remove and update", "no label 'nothing alike'\n",
     ):  # fmt: skip
         assert words in message, words
@@ -195,14 +194,11 @@ def arrays(rng: np.random.Generator, num: int, scale: float = 1.0) -> dict[str, 
 
 
 @pytest.mark.parametrize("cosine", [False, True])
-@pytest.mark.parametrize("block", [1, 4, 1 << 15])
 @pytest.mark.parametrize("with_de", [True, False])
 @pytest.mark.parametrize(("num", "scale"), [(40, 1.0), (40, 0.1), (2, 1.0), (1, 1.0)])
 def test_the_text_and_what_is_near(
-    num: int, scale: float, with_de: bool, block: int, cosine: bool, rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(label_change, "_ROWS_AT_ONCE", block)
+    num: int, scale: float, with_de: bool, cosine: bool, rng: np.random.Generator
+) -> None:
     vectors = arrays(rng, num, scale)
     trained = np.flatnonzero(rng.random(num) < 0.7) if num > 2 else np.arange(num)
     clf, de = rng.normal(size=(9, 6)).astype(np.float32), unit_rows(rng.normal(size=(9, 6)))
@@ -221,11 +217,7 @@ def test_a_row_does_not_depend_on_what_else_is_new(rng: np.random.Generator) -> 
     np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-6)
 
 
-@pytest.mark.parametrize("block", [2, 100])
-def test_of_equally_near_labels_the_first_count(
-    block: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(label_change, "_ROWS_AT_ONCE", block)
+def test_of_equally_near_labels_the_first_count(rng: np.random.Generator) -> None:
     vectors = arrays(rng, 12)
     vectors["de"][:] = np.eye(6, dtype=np.float32)[0]  # products without rounding
     clf, de = rng.normal(size=(1, 6)).astype(np.float32), vectors["de"][:1]

@@ -78,17 +78,16 @@ def test_only_the_heads_that_are_needed(rng):
 def test_rows_of_zeros_stay_zeros():
     rows = np.array([[0, 0], [3, 4]], dtype=np.float32)
     assert np.array_equal(unit_rows(rows), np.array([[0, 0], [0.6, 0.8]], dtype=np.float32))
-    assert np.array_equal(
-        head_scores(rows[1:], rows, np.array([[0, 1]]), normalize=True), np.array([[0, 1]], dtype=np.float32)
-    )
+    found = head_scores(rows[1:], np.array([[0, 1]]), {"clf": rows}, "clf", True)
+    assert np.array_equal(found, np.array([[0, 1]], dtype=np.float32))
+    assert head_scores(None, np.array([[0]]), {"clf": rows}, "clf", True) is None
 
 
-@pytest.mark.parametrize("block", [1, 40, 1 << 24])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_head_scores_are_those_of_the_found_labels(rng, normalize, block):
+def test_head_scores_are_those_of_the_found_labels(rng, normalize):
     _, _, clf_BD, clf_LD, bias_L = _vectors(rng)
     labels_BK = rng.integers(-1, 11, size=(7, 4))
-    got = head_scores(clf_BD, clf_LD, labels_BK, bias_L=bias_L, normalize=normalize, block=block)
+    got = head_scores(clf_BD, labels_BK, {"clf": clf_LD, "bias": bias_L}, "clf", normalize)
     assert got.dtype == np.float32
     for b in range(7):
         for k, label in enumerate(labels_BK[b]):

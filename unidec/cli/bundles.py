@@ -199,7 +199,7 @@ def _show_tuned(found: dict[str, Any]) -> None:
     show_table(columns, rows)
     print(f"asked: {found['queries']}, {found['labels']} labels")
     if found["chosen"] is None:
-        print(f"nothing that was measured finds {found['wanted']:.2%} of the first {found['k']}: try --kinds flat,sq8")
+        print(f"nothing that was measured finds {found['wanted']:.2%} of the first {found['k']}: try --kinds flat")
         return
     keys = ", ".join(f"{key.removeprefix('index.')}: {value}" for key, value in found["params"].items())
     print(f"for params.yaml: index: {{{keys}}}")

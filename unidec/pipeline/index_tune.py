@@ -20,7 +20,7 @@ from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION, write_with_index
 from unidec.retrieval.index import KINDS, Kind
 from unidec.retrieval.index_tune import default_kinds, like_queries, tune
-from unidec.retrieval.label_rows import LabelRows
+from unidec.retrieval.scoring_space import LabelRows
 
 _ENCODED_AT_ONCE = 256
 

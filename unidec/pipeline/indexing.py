@@ -11,7 +11,7 @@ from unidec.pipeline.profile import KEY, training_profile
 from unidec.pipeline.ranking import Ranking, headline, training_neighbours, tuned_blend
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.label_rows import LabelRows
+from unidec.retrieval.scoring_space import LabelRows
 from unidec.training.precision import choose_device
 
 OPTION_KEYS = {

@@ -19,7 +19,7 @@ from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle, Prediction, Predictions
 from unidec.retrieval.neighbours import VOTES, Candidates, Ranked
 from unidec.retrieval.query_encoder import Encoded, QueryEncoder
-from unidec.retrieval.scoring_space import SPACES, Space, exact_scores
+from unidec.retrieval.scoring_space import SPACES, Space, pair_scores
 
 Labels = npt.NDArray[np.int64]
 BATCH = 256  # requests answered at once
@@ -176,13 +176,15 @@ class Answerer:
         """The k best of some labels by their exact scores; rows ascend."""
         bundle, info = self.bundle, self.bundle.info
         query_BD = bundle.searched(asked.de_BD, asked.clf_BD, head)
-        heads_BA = exact_scores(query_BD, rows_A, bundle.vectors, info.space, info.clf_normalize)
         votes_BL = bundle.votes(asked.de_BD, asked.clf_BD, asked.words_BF) if head == "both" else None
-        votes_BA = np.zeros_like(heads_BA) if votes_BL is None else votes_BL[:, rows_A].toarray()
         query_P, label_P = np.repeat(np.arange(len(asked)), len(rows_A)), np.tile(rows_A, len(asked))
         kept_P = ~np.isin(query_P * bundle.num_labels + label_P, excluded)
-        heads_P, votes_P = heads_BA.ravel()[kept_P], votes_BA.ravel()[kept_P]
-        candidates = Candidates(query_P[kept_P], label_P[kept_P], heads_P, votes_P, len(asked))
+        query_P, label_P = query_P[kept_P], label_P[kept_P]
+        heads_P = pair_scores(query_BD, query_P, label_P, bundle.vectors, info.space, info.clf_normalize)
+        votes_P = np.zeros_like(heads_P)
+        if votes_BL is not None and len(query_P):
+            votes_P[:] = np.asarray(votes_BL[query_P, label_P]).ravel()
+        candidates = Candidates(query_P, label_P, heads_P, votes_P, len(asked))
         found = candidates.top(0.0 if info.knn is None else info.knn.weight, k)
         return found if votes_BL is not None else replace(found, votes=None)
 

@@ -324,14 +324,9 @@ class Bundle:
     def parts(self, encoded: Encoded, rows_BK: Labels) -> tuple[Floats | None, Floats | None]:
         """Each head's own score of some labels, float32 [B, K] (NaN where the row is -1); None for a head that is not
         there."""
-        de, clf, vectors = None, None, self.vectors
-        if encoded.de_BD is not None and "de" in vectors:
-            de = head_scores(encoded.de_BD, vectors["de"], rows_BK)
-        if encoded.clf_BD is not None and "clf" in vectors:
-            clf = head_scores(
-                encoded.clf_BD, vectors["clf"], rows_BK, bias_L=vectors.get("bias"), normalize=self.info.clf_normalize
-            )
-        return de, clf
+        vectors, normalize = self.vectors, self.info.clf_normalize
+        de = head_scores(encoded.de_BD, rows_BK, vectors, "de", normalize)
+        return de, head_scores(encoded.clf_BD, rows_BK, vectors, "clf", normalize)
 
     def _search(self, query_BD: Floats, k: int, excluded: Labels) -> tuple[Labels, Floats]:
         """The k best labels that are not excluded: some more are searched, and many more where those were excluded."""

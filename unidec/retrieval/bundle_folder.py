@@ -1,7 +1,7 @@
 """The bundle's folder: what `bundle.json` holds, how the folder is written, and what is checked before any of it is
 used. `bundle.py` lists the files.
 
-Legend: L labels, D width of a head; nodes: vectors in a graph, those of labels that left among them.
+Legend: L labels, D width of a head.
 """
 
 from __future__ import annotations
@@ -22,25 +22,22 @@ from unidec.data.storage import MANIFEST, load_array, read_manifest, write_folde
 from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_texts_table, text_array, write_texts_table
 from unidec.retrieval.bundle_model import place, typical_texts, write_model
-from unidec.retrieval.index import IndexOptions, Kind, LabelIndex
-from unidec.retrieval.index_kinds import GRAPHS
-from unidec.retrieval.label_rows import LabelRows
+from unidec.retrieval.index import LabelIndex
+from unidec.retrieval.index_kinds import REPLACED, IndexOptions, Kind, OldKind
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
 from unidec.retrieval.neighbours import Neighbours, Vote
-from unidec.retrieval.scoring_space import Space, space_rows, width
+from unidec.retrieval.scoring_space import LabelRows, Space, width
 
 KIND = "bundle"
 VERSION = 4  # 1 had no neighbours, 2 none that are compared by words, 3 flat and hnsw indexes only
 MAX_INFO_BYTES = 16 << 20
 LABEL_SCHEMA = pa.schema([pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)])
-INDEX, NODES = "index.faiss", "index_rows.npy"
+INDEX = "index.faiss"
 
 Floats = npt.NDArray[np.float32]
-Ready = tuple[Path, str]
-"""A file with the bytes that are wanted, and their sha256."""
 
 _FILES = {"bundle.json", "labels.arrow", INDEX}
-_OPTIONAL = {NODES}
+_OLD = {"index_rows.npy"}  # labels of a graph's nodes, for one that some labels left: such an index is built again
 _VECTORS = {"vectors/de.npy", "vectors/clf.npy", "vectors/bias.npy"}
 _FIX = "write the bundle again: unidec index build"
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
@@ -91,7 +88,7 @@ class BundleInfo(BaseModel):
         index_kind, index_search: kind of index, and efSearch of HNSW.
         index_bytes: size of index.faiss.
         index_options: how it was built and is searched; None in a bundle of before format 4.
-        index_nodes: nodes of a graph some of whose labels left (index_rows.npy); None: as many as labels.
+        index_nodes: not used; nodes of a graph some of whose labels left, in older bundles.
         estimated: row ranges [begin, end) of labels that came after the training: their classifier rows and biases are
             estimates (label_change.py).
         knn: the votes of similar training queries; None where there are none.
@@ -110,7 +107,7 @@ class BundleInfo(BaseModel):
     dim: Count
     width: Count
     vectors: dict[Literal["de", "clf", "bias"], list[Count]]
-    index_kind: Kind
+    index_kind: Kind | OldKind
     index_search: Count
     index_bytes: Count
     index_options: IndexOptions | None = None
@@ -187,7 +184,7 @@ def write_bundle(
     scoring: Scoring,
     facts: Facts = Facts(),
     neighbours: Neighbours | None = None,
-    ready: Mapping[str, Ready] | None = None,
+    link: bool = False,
 ) -> Path:
     """Write a bundle; an existing folder is replaced when all is written. The same input gives the same bytes.
 
@@ -195,8 +192,7 @@ def write_bundle(
         model_path: a trained model's folder; checked and copied, without the records of its training.
         index: built over the labels' vectors in the space of `scoring`.
         neighbours: training queries that vote, as `scoring.knn` describes them.
-        ready: files of the bundle that are written already, by their names in it: linked, or copied. With them the
-            model is a bundle's whose hashes were checked, and its files are linked too.
+        link: the model is a bundle's whose hashes were checked; its files are linked where the file system can.
 
     Returns:
         The folder's path.
@@ -205,44 +201,37 @@ def write_bundle(
         ValueError: parts that do not fit together.
         ArtifactError: the model's folder is damaged, or the bundle cannot be written.
     """
-    ready = ready or {}
     vectors = {
         name: np.ascontiguousarray(array, dtype=np.float32)
         for name in ("de", "clf", "bias")
         if (array := labels.vectors.get(name)) is not None
     }
     table = pa.table([text_array(texts, pa.string()) for texts in (labels.uids, labels.titles)], schema=LABEL_SCHEMA)
-    dim = _check_parts(index, table, vectors, scoring, neighbours)
-    if (scoring.knn is None) != (neighbours is None and NEIGHBOURS.isdisjoint(ready)):
-        raise ValueError("training queries that vote need both neighbours and `Scoring.knn`")
+    info = BundleInfo(
+        num_labels=index.num_labels,
+        dim=next(array.shape[1] for array in vectors.values() if array.ndim == 2),
+        width=index.dim,
+        vectors={name: list(array.shape) for name, array in vectors.items()},
+        estimated=list(labels.estimated),
+        **_index_facts(index),
+        **vars(scoring),
+        **vars(facts),
+    )
+    _check_parts(info, table, neighbours)
     size = sum(array.nbytes for array in vectors.values()) + 4 * index.num_labels * index.dim
     size += neighbours.num_bytes if neighbours is not None else 0
     with write_folder(path, KIND, VERSION, num_bytes=size) as out:
-        count, link = (index.num_labels, True) if ready else (None, False)
         texts = typical_texts(table["title"], None if neighbours is None else neighbours.titles)
+        count = index.num_labels if link else None
         hashes = write_model(Path(model_path), out.path / "model", count, verify=not link, link=link, texts=texts)
         out.hashes.update({f"model/{name}": digest for name, digest in hashes.items()})
         (out.path / "vectors").mkdir()
-        for name, (file, digest) in ready.items():
-            (out.path / name).parent.mkdir(exist_ok=True)
-            out.hashes[name] = place(file, out.path / name, digest, link=True)
         for name, array in vectors.items():
-            if (own := f"vectors/{name}.npy") not in ready:
-                out.hashes[own] = write_array(out.path / own, array)
+            out.hashes[f"vectors/{name}.npy"] = write_array(out.path / "vectors" / f"{name}.npy", array)
         write_texts_table(out.path / "labels.arrow", table)
         if neighbours is not None:
             neighbours.write(out.path)
-        info = BundleInfo(
-            num_labels=index.num_labels,
-            dim=dim,
-            width=index.dim,
-            vectors={name: list(array.shape) for name, array in vectors.items()},
-            estimated=list(labels.estimated),
-            **vars(scoring),
-            **vars(facts),
-            **_write_index(out.path, index),
-        )
-        write_json(out.path / "bundle.json", info.model_dump())
+        _write_index(out.path, index, info)
         out.meta.update(space=scoring.space, num_labels=index.num_labels, index=index.kind)
     return Path(path)
 
@@ -263,11 +252,10 @@ def write_with_index(source: Path, info: BundleInfo, path: str | os.PathLike[str
     manifest = read_manifest(source, KIND, VERSION, verify=True)
     with write_folder(path, KIND, VERSION, manifest["meta"] | {"index": index.kind}) as out:
         for name, entry in manifest["files"].items():
-            if name not in (INDEX, NODES, "bundle.json"):
+            if name not in (INDEX, "bundle.json", *_OLD):
                 (out.path / name).parent.mkdir(parents=True, exist_ok=True)
                 out.hashes[name] = place(source / name, out.path / name, entry["sha256"], link=True)
-        changes = _write_index(out.path, index)
-        write_json(out.path / "bundle.json", info.model_copy(update=changes).model_dump())
+        _write_index(out.path, index, info)
     return Path(path)
 
 
@@ -280,7 +268,7 @@ def check_names(root: Path, files: Iterable[str]) -> None:
     names = set(files)
     for missing in sorted((_FILES | {f"model/{MANIFEST}"}) - names):
         raise ArtifactError("a file of a bundle is missing", where=str(root / missing), fix=_FIX)
-    for name in sorted(names - _FILES - _OPTIONAL - _VECTORS - NEIGHBOURS):
+    for name in sorted(names - _FILES - _OLD - _VECTORS - NEIGHBOURS):
         if not name.startswith("model/") or name.endswith((".pkl", ".pickle", ".pt", ".pth", ".bin", ".py")):
             raise ArtifactError(
                 "a file that has no place in a bundle", where=str(root / name), fix="do not use this bundle"
@@ -338,68 +326,44 @@ def read_vectors(root: Path, info: BundleInfo, verify: bool = True) -> dict[str,
 
 def read_index(root: Path, info: BundleInfo, vectors: Mapping[str, Floats]) -> LabelIndex:
     """The index of a bundle, mapped into memory, checked against bundle.json; `vectors`: of `read_vectors`, on which a
-    compressed index scores its candidates. An ArtifactError names a file that is missing, damaged, or does not fit."""
+    compressed index scores its candidates. One of a kind that there is no more, or a graph that some labels left, is
+    built again of the vectors: seconds for 100,000 labels.
+
+    Raises:
+        ArtifactError: naming a file that is missing, damaged, or does not fit.
+    """
     options = info.index_options or IndexOptions(search=info.index_search)
     rows = LabelRows(vectors, info.space, info.clf_normalize)
-    nodes = _read_nodes(root, info)
-    return LabelIndex.load(root / INDEX, info.num_labels, info.width, info.index_kind, options, rows, nodes)
+    kind: Any = REPLACED.get(info.index_kind, "pq" if info.index_nodes is not None else info.index_kind)
+    if kind != info.index_kind:
+        return LabelIndex.build(rows, kind, **options.model_dump())
+    return LabelIndex.load(root / INDEX, info.num_labels, info.width, kind, options, rows)
 
 
-def _read_nodes(root: Path, info: BundleInfo) -> npt.NDArray[np.int64] | None:
-    """int64 [nodes]: the label row of each node of a graph, -1 where the label left; None where nodes are rows."""
-    where, wanted = root / NODES, info.index_nodes
-    if (wanted is not None) != where.is_file() or (wanted is not None and info.index_kind not in GRAPHS):
-        raise ArtifactError(
-            "a graph's rows and bundle.json differ", where=str(where), got=f"{wanted} nodes of {info.index_kind}",
-            expected="a file of rows where bundle.json has index_nodes, for a graph", fix=_FIX,
-        )  # fmt: skip
-    if wanted is None:
-        return None
-    nodes = load_array(where, np.int64, ndim=1, mmap=False)
-    alive = np.sort(nodes[nodes >= 0])
-    if len(nodes) != wanted or nodes.min() < -1 or not np.array_equal(alive, np.arange(info.num_labels)):
-        raise ArtifactError(
-            "rows of a graph that are not the bundle's labels", where=str(where), got=f"{len(nodes)} nodes",
-            expected=f"{wanted}, and each of {info.num_labels} labels once", fix=_FIX,
-        )  # fmt: skip
-    return nodes
+def _index_facts(index: LabelIndex) -> dict[str, Any]:
+    """What `BundleInfo` holds of an index, before it is written."""
+    options = index.options
+    return {"index_kind": index.kind, "index_search": options.search, "index_options": options, "index_bytes": 1}
 
 
-def _write_index(root: Path, index: LabelIndex) -> dict[str, Any]:
-    """Write the files of the index; returns what `BundleInfo` holds of it."""
+def _write_index(root: Path, index: LabelIndex, info: BundleInfo) -> None:
+    """The files of the index, and bundle.json with it."""
     index.save(root / INDEX)
-    if index.nodes is not None:
-        np.save(root / NODES, index.nodes, allow_pickle=False)
-    return {
-        "index_kind": index.kind, "index_search": index.options.search, "index_options": index.options,
-        "index_bytes": (root / INDEX).stat().st_size,
-        "index_nodes": None if index.nodes is None else len(index.nodes),
-    }  # fmt: skip
+    size = (root / INDEX).stat().st_size
+    changes = _index_facts(index) | {"index_bytes": size, "index_nodes": None}
+    write_json(root / "bundle.json", info.model_copy(update=changes).model_dump())
 
 
-def _check_parts(
-    index: LabelIndex, labels: pa.Table, vectors: Mapping[str, Floats], scoring: Scoring, voters: Neighbours | None
-) -> int:
-    """The width of a head; ValueError: parts that do not fit together."""
-    matrices = [vectors[name] for name in ("de", "clf") if name in vectors]
-    if len({array.shape for array in matrices}) != 1:
-        raise ValueError(f"heads of different shapes: {[array.shape for array in matrices]}")
-    dim = matrices[0].shape[1]
-    counts = {"index": index.num_labels, "labels": labels.num_rows, **{n: len(v) for n, v in vectors.items()}}
+def _check_parts(info: BundleInfo, labels: pa.Table, voters: Neighbours | None) -> None:
+    """ValueError: parts that do not fit together."""
+    counts = {"index": info.num_labels, "labels": labels.num_rows}
+    if (info.knn is None) != (voters is None):
+        raise ValueError("training queries that vote need both neighbours and `Scoring.knn`")
     if voters is not None:
         counts["neighbours"] = voters.num_labels
-        if voters.words is None and voters.vectors_MD.shape[1] != dim:
-            raise ValueError(f"neighbours of width {voters.vectors_MD.shape[1]}, the heads are {dim} wide")
+        if voters.words is None and voters.vectors_MD.shape[1] != info.dim:
+            raise ValueError(f"neighbours of width {voters.vectors_MD.shape[1]}, the heads are {info.dim} wide")
     if len(set(counts.values())) != 1:
         raise ValueError(f"parts differ in their number of labels: {counts}")
-    sample = np.unique(np.linspace(0, index.num_labels - 1, 16).astype(np.int64))
-    expected = space_rows(vectors, sample, scoring.space, scoring.clf_normalize)
-    if index.dim != expected.shape[1]:
-        raise ValueError(f"the index is {index.dim} wide, space {scoring.space!r} {expected.shape[1]}")
     if len(labels["uid"].unique()) != labels.num_rows:
         raise ValueError("label uids are not unique")
-    scores, _ = index.search(expected, 1)
-    own = np.einsum("bd,bd->b", expected, expected)
-    if index.kind == "flat" and (scores[:, 0] < own - 1e-3 * np.maximum(1.0, own)).any():
-        raise ValueError("the index holds other vectors than those of the labels")
-    return dim

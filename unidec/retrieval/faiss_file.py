@@ -20,20 +20,17 @@ import numpy as np
 from unidec.errors import ArtifactError
 from unidec.retrieval.index_kinds import IndexOptions, Kind, faiss_module
 
-_MAGIC: dict[Kind, bytes] = {
-    "flat": b"IxFI", "sq8": b"IxSQ", "pq": b"IxPq", "hnsw": b"IHNf", "hnsw-sq8": b"IHNs", "ivf-sq8": b"IwSq",
-    "ivf-pq": b"IwPQ",
-}  # fmt: skip
+_MAGIC: dict[Kind, bytes] = {"flat": b"IxFI", "pq": b"IxPq", "hnsw": b"IHNf", "ivf-pq": b"IwPQ"}
 _LEAST_LIST_BYTES = 48  # that a list needs in memory; in a sound file it needs more
 _CHECKED_AT_ONCE = 1 << 22
 _limits = threading.Lock()
 
 
-def read_index_file(where: Path, kind: Kind, num_vectors: int, width: int, options: IndexOptions) -> tuple[Any, Any]:
+def read_index_file(where: Path, kind: Kind, num_vectors: int, dim: int, options: IndexOptions) -> tuple[Any, Any]:
     """A faiss index, and the bytes that it has views into; a file that takes its place later does not show.
 
     Args:
-        num_vectors, width: what it must hold, the width as faiss has it (`IndexOptions.width`).
+        num_vectors, dim: what it must hold; in lists of older bundles each vector is twice.
         options: as it was built: dimensions that share a code of 4 bits.
 
     Raises:
@@ -50,12 +47,11 @@ def read_index_file(where: Path, kind: Kind, num_vectors: int, width: int, optio
             index = faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE | faiss.IO_FLAG_READ_ONLY)
         if reader.rp_ != data.size:
             raise RuntimeError(f"{data.size - reader.rp_} bytes behind its end")
-        like = faiss.index_factory(width, options.factory(kind, width, num_vectors), faiss.METRIC_INNER_PRODUCT)
-        _check(index, like, num_vectors)
+        _check(index, options.empty(kind, dim, num_vectors), num_vectors)
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error)[-200:]
         raise ArtifactError(
-            "a damaged index", where=str(where), got=reason, expected=f"{num_vectors} vectors of width {width}",
+            "a damaged index", where=str(where), got=reason, expected=f"{num_vectors} vectors of width {dim}",
             fix="build the index again: unidec index build",
         ) from error  # fmt: skip
     return index, data
@@ -89,46 +85,29 @@ def _check(index: Any, like: Any, num_vectors: int) -> None:
         raise RuntimeError(f"{index.ntotal} vectors")
     if hasattr(index, "hnsw"):
         _check_links(index.hnsw)
-    for numbers in _floats(inner):
-        starts = range(0, numbers.size, _CHECKED_AT_ONCE)
-        if not all(np.isfinite(numbers[start : start + _CHECKED_AT_ONCE]).all() for start in starts):
+    flat = faiss.downcast_index(index.quantizer) if hasattr(index, "invlists") else inner
+    numbers = [] if hasattr(flat, "pq") else [faiss.rev_swig_ptr(flat.get_xb(), flat.ntotal * flat.d)]
+    numbers += [faiss.vector_to_array(index.pq.centroids)] if hasattr(index, "pq") else []
+    for array in numbers:
+        starts = range(0, array.size, _CHECKED_AT_ONCE)
+        if not all(np.isfinite(array[start : start + _CHECKED_AT_ONCE]).all() for start in starts):
             raise RuntimeError("numbers that are not finite")
 
 
 def _layout(index: Any) -> list[Any]:
     """What is the same in all indexes of one kind, width and code."""
     faiss = faiss_module()
-    found: list[Any] = [
-        type(index).__name__.removesuffix("IP"),
-        index.d,
-        index.metric_type,
-        getattr(index, "code_size", 0),
-    ]
+    name, size = type(index).__name__.removesuffix("IP"), getattr(index, "code_size", 0)
+    found: list[Any] = [name, index.d, index.metric_type, size]
     if hasattr(index, "hnsw"):
         found.append(_layout(faiss.downcast_index(index.storage)))
     if hasattr(index, "invlists"):
         lists = faiss.downcast_InvertedLists(index.invlists)
         found += [type(lists).__name__, lists.code_size, index.by_residual, index.direct_map.type]
         found.append(_layout(faiss.downcast_index(index.quantizer)))
-    for name in ("sq", "pq"):
-        if (own := getattr(index, name, None)) is not None:
-            found += [own.d, own.code_size, own.qtype if name == "sq" else (own.M, own.nbits)]
+    if hasattr(index, "pq"):
+        found += [index.pq.d, index.pq.code_size, index.pq.M, index.pq.nbits]
     return found
-
-
-def _floats(index: Any) -> Iterator[np.ndarray]:
-    faiss = faiss_module()
-    if hasattr(index, "invlists"):
-        yield from _floats(faiss.downcast_index(index.quantizer))
-    if hasattr(index, "sq"):
-        ranges = faiss.vector_to_array(index.sq.trained)
-        if ranges.size != 2 * index.d:
-            raise RuntimeError(f"ranges of {ranges.size // 2} dimensions")
-        yield ranges
-    elif hasattr(index, "pq"):
-        yield faiss.vector_to_array(index.pq.centroids)
-    else:
-        yield faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d)
 
 
 def _check_links(graph: Any) -> None:

@@ -1,19 +1,15 @@
-"""The kinds of label index: the faiss index of each, how it is trained and filled, and changed for other labels.
+"""The kinds of label index: the faiss index of each, and how it is trained and filled.
 
     kind       held for each label                    exact?  which labels are compared
     flat       float32                                yes     all
-    sq8        a byte a dimension                     two     all
     pq         4 bits for `code_dims` dimensions      two     all
     hnsw       float32 and a graph                    scores  those that a walk through the graph meets
-    hnsw-sq8   a byte a dimension and a graph         two     the same
-    ivf-sq8    a byte a dimension, in lists           two     those in the `probes` nearest lists
-    ivf-pq     4 bits for `code_dims`, in lists       two     the same
+    ivf-pq     4 bits for `code_dims`, in lists       two     those in the `probes` nearest lists
 
-"two": two stages. The compressed vectors choose candidates, which are scored exactly on the float32 vectors
-(`label_rows.py`). Codes of 4 bits are searched with faiss's fast scan; a file holds them in faiss's plain layout, and
-they are packed when it is loaded.
+"two": two stages. The codes choose candidates, which are scored exactly on the float32 vectors (`LabelRows`). They are
+searched with faiss's fast scan; a file holds them in faiss's plain layout, and they are packed when it is loaded.
 
-Legend: L labels, P rows, S rows whose vectors are new, X bytes of a code; width: of the vectors as faiss has them.
+Legend: L labels, P rows; width: of the vectors as faiss has them.
 """
 
 from __future__ import annotations
@@ -30,14 +26,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unidec.errors import UnidecError
 from unidec.progress import progress
-from unidec.retrieval.label_rows import LabelRows
+from unidec.retrieval.scoring_space import LabelRows
 
-Kind = Literal["flat", "sq8", "pq", "hnsw", "hnsw-sq8", "ivf-sq8", "ivf-pq"]
+Kind = Literal["flat", "pq", "hnsw", "ivf-pq"]
+OldKind = Literal["sq8", "hnsw-sq8", "ivf-sq8"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-COMPRESSED: frozenset[Kind] = frozenset({"sq8", "pq", "hnsw-sq8", "ivf-sq8", "ivf-pq"})
-GRAPHS: frozenset[Kind] = frozenset({"hnsw", "hnsw-sq8"})
-LISTS: frozenset[Kind] = frozenset({"ivf-sq8", "ivf-pq"})
-PACKED: frozenset[Kind] = frozenset({"pq", "ivf-pq"})
+REPLACED: dict[str, Kind] = {"sq8": "pq", "hnsw-sq8": "pq", "ivf-sq8": "ivf-pq"}
+"""Kinds of older bundles, and what takes their place."""
+COMPRESSED: frozenset[Kind] = frozenset({"pq", "ivf-pq"})
 
 FLAT_CENTROIDS = 1024
 """Up to so many centroids of lists are trained at once and compared one by one."""
@@ -124,36 +120,33 @@ class IndexOptions(BaseModel):
         """Lists that a search looks into: `probes`, or a 12th of them, at least 8."""
         return min(self.probes or max(8, num_lists // 12), num_lists)
 
-    def width(self, kind: Kind, dim: int) -> int:
-        """Of the vectors as faiss has them: padded with zeros to a multiple of `code_dims` where codes are packed."""
-        return -(-dim // self.code_dims) * self.code_dims if kind in PACKED else dim
+    def empty(self, kind: Kind, dim: int, num_labels: int) -> Any:
+        """An empty faiss index for vectors of width `dim`, padded to a multiple of `code_dims` where they are coded.
 
-    def factory(self, kind: Kind, dim: int, num_labels: int) -> str:
-        """What `faiss.index_factory` makes the index from."""
-        product = f"PQ{self.width(kind, dim) // self.code_dims}x4np"
-        lists = f"IVF{self.num_lists(num_labels)}"
-        strings: dict[Kind, str] = {
-            "flat": "Flat", "sq8": "SQ8", "pq": product, "hnsw": f"HNSW{self.links},Flat",
-            "hnsw-sq8": f"HNSW{self.links},SQ8", "ivf-sq8": f"{lists},SQ8", "ivf-pq": f"{lists},{product}",
-        }  # fmt: skip
+        Raises:
+            ValueError: an unknown kind.
+        """
+        faiss, pieces = faiss_module(), -(-dim // self.code_dims)
+        product, lists = f"PQ{pieces}x4np", f"IVF{self.num_lists(num_labels)}"
+        strings = {"flat": "Flat", "pq": product, "hnsw": f"HNSW{self.links},Flat", "ivf-pq": f"{lists},{product}"}
         if kind not in strings:
             raise ValueError(f"unknown kind of index {kind!r}, expected one of {', '.join(KINDS)}")
-        return strings[kind]
+        width = pieces * self.code_dims if kind in COMPRESSED else dim
+        return faiss.index_factory(width, strings[kind], faiss.METRIC_INNER_PRODUCT)
 
 
 def build_index(vectors: LabelRows, kind: Kind, options: IndexOptions, threads: int = 1, show: bool = False) -> Any:
     """A faiss index over all rows, in the form that is written to a file; arguments as of `LabelIndex.build`."""
-    faiss, (num_labels, dim) = faiss_module(), vectors.shape
-    string = options.factory(kind, dim, num_labels)
-    index = faiss.index_factory(options.width(kind, dim), string, faiss.METRIC_INNER_PRODUCT)
-    if kind in GRAPHS:
+    num_labels, dim = vectors.shape
+    index = options.empty(kind, dim, num_labels)
+    if kind == "hnsw":
         index.hnsw.efConstruction, index.hnsw.efSearch = options.build, options.search
     with faiss_threads(threads), contextlib.ExitStack() as stack:
         if not index.is_trained:
             _train(index, kind, vectors)
         bar = stack.enter_context(progress(total=num_labels, desc=f"index {kind}", unit="label")) if show else None
-        for rows in blocks(np.arange(num_labels), _GRAPH_ROWS_AT_ONCE if kind in GRAPHS else ROWS_AT_ONCE):
-            index.add(checked_rows(vectors, rows, index.d))
+        for rows in blocks(np.arange(num_labels), _GRAPH_ROWS_AT_ONCE if kind == "hnsw" else ROWS_AT_ONCE):
+            index.add(_checked_rows(vectors, rows, index.d))
             if bar is not None:
                 bar.update(len(rows))
     return index
@@ -179,84 +172,37 @@ def searcher(index: Any, kind: Kind) -> Any:
     return packed
 
 
-def changed_codes(index: Any, kind: Kind, source_L: Rows, vectors: LabelRows, fresh_S: Rows) -> Any:
-    """sq8, pq and ivf: the codes of labels that stay, moved to their new rows, and those of fresh rows.
-
-    Args: as of `LabelIndex.changed`; index: the old one, only read.
-    """
-    faiss, new = faiss_module(), owned_copy(index)
-    old_rows = source_L.copy()
-    old_rows[fresh_S] = -1
-    kept = np.flatnonzero(old_rows >= 0)
-    if kind in LISTS:
-        row_of_old = np.full(index.ntotal, -1, dtype=np.int64)
-        row_of_old[old_rows[kept]] = kept
-        new.remove_ids(np.flatnonzero(row_of_old < 0))
-        for number in range(new.nlist):
-            if size := new.invlists.list_size(number):
-                ids = faiss.rev_swig_ptr(new.invlists.get_ids(number), size)
-                ids[:] = row_of_old[ids]
-        for some in blocks(fresh_S):
-            new.add_with_ids(checked_rows(vectors, some, new.d), some)
-        return new
-    new.reset()
-    old_LX = faiss.rev_swig_ptr(index.codes.data(), index.ntotal * index.code_size).reshape(index.ntotal, -1)
-    codes_LX = np.empty((len(source_L), index.code_size), dtype=np.uint8)
-    codes_LX[kept] = old_LX[old_rows[kept]]
-    for some in blocks(fresh_S):
-        codes_LX[some] = index.sa_encode(checked_rows(vectors, some, index.d))
-    new.add_sa_codes(codes_LX)
-    return new
-
-
-def owned_copy(index: Any) -> Any:
-    """A copy that can be changed: an index that was mapped into memory has views into the file."""
-    return faiss_module().deserialize_index(faiss_module().serialize_index(index))
-
-
 def blocks(rows: Rows, size: int = ROWS_AT_ONCE) -> Iterator[Rows]:
     """So many rows at a time; one empty block where there are none."""
     for start in range(0, max(1, len(rows)), size):
         yield rows[start : start + size]
 
 
-def checked_rows(vectors: LabelRows, rows_P: Rows, width: int) -> Floats:
-    """float32 [P, width], contiguous, padded with zeros.
+def padded(array_PD: Floats, width: int) -> Floats:
+    """float32 [P, width], contiguous: zeros behind the columns that are there."""
+    return np.ascontiguousarray(np.pad(array_PD, ((0, 0), (0, width - array_PD.shape[1]))))
 
-    Raises:
-        ValueError: a number that is not finite.
-    """
+
+def _checked_rows(vectors: LabelRows, rows_P: Rows, width: int) -> Floats:
+    """float32 [P, width], contiguous, padded with zeros; a ValueError for a number that is not finite."""
     array = vectors.take(rows_P)
-    check_finite(array, "vectors_LD", rows_P)
+    if not (finite_P := np.isfinite(array).all(axis=1)).all():
+        raise ValueError(f"vectors_LD must be finite, row {rows_P[np.argmin(finite_P)]} is not")
     return padded(array, width)
 
 
-def check_finite(array: Floats, name: str, rows: Rows | None = None) -> None:
-    """ValueError: a row is not finite; `rows`: their numbers."""
-    if not (is_finite := np.isfinite(array).all(axis=1)).all():
-        row = int(np.flatnonzero(~is_finite)[0])
-        raise ValueError(f"{name} must be finite, row {row if rows is None else rows[row]} is not")
-
-
-def padded(array_PD: Floats, width: int) -> Floats:
-    """float32 [P, width], contiguous: zeros behind the columns that are there."""
-    missing = width - array_PD.shape[1]
-    return np.pad(array_PD, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(array_PD)
-
-
 def _train(index: Any, kind: Kind, vectors: LabelRows) -> None:
-    """Learn centroids and ranges of a sample of the rows (always the same one)."""
+    """Learn centroids of a sample of the rows (always the same one)."""
     num_labels = vectors.shape[0]
-    wanted = max(_TRAINING_ROWS, _ROWS_A_LIST * index.nlist if kind in LISTS else 0)
+    wanted = max(_TRAINING_ROWS, _ROWS_A_LIST * index.nlist if kind == "ivf-pq" else 0)
     rows = np.arange(num_labels)
     if wanted < num_labels:
         rows = np.sort(np.random.default_rng(0).choice(num_labels, wanted, replace=False))
-    sample = checked_rows(vectors, rows, index.d)
-    if kind in PACKED:
-        index.pq.cp.niter, index.pq.cp.min_points_per_centroid = _ROUNDS, 1
-        if len(sample) < _CODES:
-            sample = np.resize(sample, (_CODES, index.d))  # faiss wants a row for each centroid
-    if kind in LISTS:
+    sample = _checked_rows(vectors, rows, index.d)
+    if len(sample) < _CODES:
+        sample = np.resize(sample, (_CODES, index.d))  # faiss wants a row for each centroid
+    index.pq.cp.niter, index.pq.cp.min_points_per_centroid = _ROUNDS, 1
+    if kind == "ivf-pq":
         index.cp.niter, index.cp.min_points_per_centroid = _ROUNDS, 1
         if index.nlist > FLAT_CENTROIDS:  # a k-means of k-means
             from faiss.contrib.clustering import two_level_clustering

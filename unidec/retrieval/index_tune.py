@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from unidec.progress import progress
 from unidec.retrieval.index import LabelIndex, recall
-from unidec.retrieval.index_kinds import COMPRESSED, GRAPHS, KINDS, LISTS, Kind, blocks, faiss_module
-from unidec.retrieval.label_rows import LabelRows
+from unidec.retrieval.index_kinds import KINDS, Kind, blocks, faiss_module
+from unidec.retrieval.scoring_space import LabelRows
 
 GRAPH_LABELS = 200_000
 """With more labels than this graphs are measured only where they are asked for: they take hours to build."""
@@ -53,7 +53,7 @@ class Measured:
 
 def default_kinds(num_labels: int) -> tuple[Kind, ...]:
     """Kinds worth measuring on so many labels."""
-    left_out = (GRAPHS if num_labels > GRAPH_LABELS else set()) | (LISTS if num_labels < LIST_LABELS else set())
+    left_out = {"hnsw"} if num_labels > GRAPH_LABELS else {"ivf-pq"} if num_labels < LIST_LABELS else set()
     return tuple(kind for kind in KINDS if kind not in left_out)
 
 
@@ -80,7 +80,8 @@ def tune(
         for kind, build in builds:
             start = time.perf_counter()
             index = LabelIndex.build(vectors, kind, threads, False, **build)
-            seconds, num_bytes = time.perf_counter() - start, index.num_bytes
+            seconds = time.perf_counter() - start
+            num_bytes = int(faiss_module().serialize_index(index.stored).nbytes)
             index.threads = threads
             for line in search_settings(index, k):
                 for settings in line:
@@ -101,15 +102,15 @@ def tune(
 def search_settings(index: LabelIndex, k: int) -> list[list[dict[str, int]]]:
     """Lines of search settings, each from quick to thorough: faiss's ranges (`ParameterSpace`) for probes and efSearch,
     and how many candidates are scored exactly."""
-    if index.kind not in GRAPHS | LISTS:
-        return [[{"rescore": factor} for factor in RESCORED]] if index.kind in COMPRESSED else [[{}]]
-    if index.kind in GRAPHS:
-        line = [{"search": 1 << i} for i in range(2, 10) if 1 << i >= k] or [{"search": k}]
-    else:
-        least, lists = max(1, index.stored.nlist // 64), index.stored.nlist
-        line = [{"probes": 1 << i} for i in range(13) if least <= 1 << i < lists] or [{"probes": least}]
-    factors = RESCORED[:4] if index.kind in COMPRESSED else ()
-    return [[setting | {"rescore": factor} for setting in line] for factor in factors] or [line]
+    if index.kind == "flat":
+        return [[{}]]
+    if index.kind == "pq":
+        return [[{"rescore": factor} for factor in RESCORED]]
+    if index.kind == "hnsw":
+        return [[{"search": 1 << i} for i in range(2, 10) if 1 << i >= k] or [{"search": k}]]
+    least, lists = max(1, index.stored.nlist // 64), index.stored.nlist
+    probes = [1 << i for i in range(13) if least <= 1 << i < lists] or [least]
+    return [[{"probes": number, "rescore": factor} for number in probes] for factor in RESCORED[:4]]
 
 
 def exact_labels(vectors: LabelRows, queries_ND: Floats, k: int) -> Labels:

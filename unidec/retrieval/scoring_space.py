@@ -1,6 +1,7 @@
 """The vector space that is searched: both heads side by side, or one of them.
 
-Legend: L labels, B queries, K results, P pairs of both, A and U some labels, D width of a head; D' width of the space.
+Legend: L labels, B queries, C candidates, K results, P pairs or rows, A and U some labels, D width of a head; D' width
+of the space.
 
 A search by inner product in this space ranks labels by
 
@@ -43,6 +44,14 @@ def label_vectors(
     Raises:
         ValueError: a part that the space needs is not given, or the parts differ in number of labels.
     """
+    parts = _parts(de_LD, clf_LD, bias_L, space, clf_normalize)
+    return np.ascontiguousarray(np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0])
+
+
+def _parts(
+    de_LD: Floats | None, clf_LD: Floats | None, bias_L: Floats | None, space: Space, clf_normalize: bool
+) -> list[Floats]:
+    """What stands side by side in `label_vectors`, float32 [L, D] each, the biases [L, 1]."""
     given: dict[str, Floats | None] = {"de": de_LD, "clf": clf_LD}
     if space not in SPACES:
         raise ValueError(f"unknown space {space!r}, expected one of {', '.join(SPACES)}")
@@ -59,7 +68,44 @@ def label_vectors(
         parts.append(np.asarray(bias_L, dtype=np.float32).reshape(-1, 1))
     if len({len(part) for part in parts}) > 1:
         raise ValueError(f"parts of {space!r} differ in their number of rows: {[len(part) for part in parts]}")
-    return np.ascontiguousarray(np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0])
+    return parts
+
+
+class LabelRows:
+    """Rows of `label_vectors`, made of the heads' own arrays, which may be memory-mapped, as they are asked for.
+
+    Args:
+        vectors: "de" and "clf" float32 [L, D], "bias" float32 [L]; those that exist.
+        space, clf_normalize: as for `label_vectors`, and its errors.
+
+    Attributes:
+        shape: (L, D').
+    """
+
+    def __init__(self, vectors: Mapping[str, Floats], space: Space, clf_normalize: bool) -> None:
+        self._space, self._normalize = space, clf_normalize
+        self._vectors = {name: np.asarray(array) for name, array in vectors.items()}
+        counts = sorted({len(array) for array in self._vectors.values()})
+        if len(counts) > 1:
+            raise ValueError(f"parts differ in their number of labels: {counts}")
+        self.shape = (counts[0], self.take(np.zeros(0, dtype=np.int64)).shape[1])
+
+    def take(self, rows_P: Rows | slice) -> Floats:
+        """float32 [P, D'], contiguous: `label_vectors(...)[rows_P]`."""
+        return space_rows(self._vectors, rows_P, self._space, self._normalize)
+
+    def scores(self, query_D: Floats, rows_C: Rows) -> Floats:
+        """float32 [C], inner products of one query [D'] with these rows, the heads' parts added."""
+        out, at = np.zeros(len(rows_C), dtype=np.float32), 0
+        for part_CD in _parts(*_taken(self._vectors, rows_C), self._space, self._normalize):
+            out += part_CD @ query_D[at : at + part_CD.shape[1]]
+            at += part_CD.shape[1]
+        return out
+
+
+def as_rows(vectors: LabelRows | npt.NDArray) -> LabelRows:
+    """An array [L, D], float32 or float16, as rows of a space; what is some already stays as it is."""
+    return LabelRows({"de": vectors}, "de", False) if isinstance(vectors, np.ndarray) else vectors
 
 
 def space_rows(vectors: Mapping[str, Floats], rows_A: Rows | slice, space: Space, clf_normalize: bool) -> Floats:
@@ -68,8 +114,12 @@ def space_rows(vectors: Mapping[str, Floats], rows_A: Rows | slice, space: Space
     Args:
         vectors: arrays of all labels by name: de, clf [L, D], bias [L]; those that exist.
     """
+    return label_vectors(*_taken(vectors, rows_A), space, clf_normalize)
+
+
+def _taken(vectors: Mapping[str, Floats], rows_A: Rows | slice) -> tuple[Floats | None, Floats | None, Floats | None]:
     de, clf, bias = (None if name not in vectors else vectors[name][rows_A] for name in ("de", "clf", "bias"))
-    return label_vectors(de, clf, bias, space, clf_normalize)
+    return de, clf, bias
 
 
 def query_vectors(
@@ -99,31 +149,21 @@ def width(dim: int, space: Space, clf_normalize: bool, has_bias: bool) -> int:
 
 
 def head_scores(
-    query_BD: Floats, label_LD: Floats, labels_BK: Rows, *,
-    bias_L: Floats | None = None, normalize: bool = False, block: int = 1 << 24,
-) -> Floats:  # fmt: skip
-    """One head's own score of the labels that were found, float32 [B, K]; NaN where `labels_BK` is -1.
+    query_BD: Floats | None, labels_BK: Rows, vectors: Mapping[str, Floats], head: Space, normalize: bool
+) -> Floats | None:
+    """One head's own score of the labels that were found, float32 [B, K], NaN where `labels_BK` is -1; None where the
+    model has no such head.
 
     Args:
-        query_BD, label_LD: that head's vectors.
-        bias_L: added to the product (not with `normalize`).
-        normalize: cosine instead of the product.
-        block: at most so many floats are gathered at once.
+        query_BD: that head's vectors, as the model gives them.
+        vectors, normalize: as `vectors` and `clf_normalize` of `pair_scores`.
     """
-    num_queries, k = labels_BK.shape
-    query = unit_rows(query_BD) if normalize else np.asarray(query_BD, dtype=np.float32)
-    out = np.full((num_queries, k), np.nan, dtype=np.float32)
-    step = max(1, block // max(1, k * query.shape[1]))
-    for start in range(0, num_queries, step):
-        labels = labels_BK[start : start + step]
-        rows = label_LD[np.maximum(labels, 0)]
-        scores = np.matmul(rows, query[start : start + step, :, None])[..., 0]
-        if normalize:
-            length = np.sqrt(np.einsum("bkd,bkd->bk", rows, rows))
-            scores = np.divide(scores, length, out=np.zeros_like(scores), where=length > 0)
-        elif bias_L is not None:
-            scores = scores + bias_L[np.maximum(labels, 0)]
-        out[start : start + step] = np.where(labels >= 0, scores, np.float32(np.nan))
+    if query_BD is None or head not in vectors:
+        return None
+    query = query_vectors(query_BD, query_BD, head, 1.0, normalize, "bias" in vectors)
+    out = np.full(labels_BK.shape, np.nan, dtype=np.float32)
+    query_P, _ = np.nonzero(labels_BK >= 0)
+    out[labels_BK >= 0] = pair_scores(query, query_P, labels_BK[labels_BK >= 0], vectors, head, normalize)
     return out
 
 
@@ -146,17 +186,6 @@ def pair_scores(
             score_BU = query_BD[first : first + _QUERIES_AT_ONCE] @ space_rows(vectors, some, space, clf_normalize).T
             here = np.flatnonzero((place_P >= start) & (place_P < start + _LABELS_AT_ONCE))
             out[begin + here] = score_BU[query_P[begin + here] - first, place_P[here] - start]
-    return out
-
-
-def exact_scores(
-    query_BD: Floats, rows_A: Rows, vectors: Mapping[str, Floats], space: Space, clf_normalize: bool
-) -> Floats:
-    """Scores of all queries [B, D'] with some labels, float32 [B, A]; arguments as for `pair_scores`."""
-    out = np.empty((len(query_BD), len(rows_A)), dtype=np.float32)
-    for start in range(0, len(rows_A), _LABELS_AT_ONCE):
-        some = slice(start, start + _LABELS_AT_ONCE)
-        out[:, some] = query_BD @ space_rows(vectors, rows_A[some], space, clf_normalize).T
     return out
 
 
