@@ -14,16 +14,20 @@ import numpy as np
 import pytest
 from html_page import Page
 
-from unidec.evaluation.comparison_input import (
+from unidec.evaluation.comparison_page import (
     Cell,
     ComparisonInput,
     Failure,
     Group,
     Run,
     Task,
+    best_of,
+    difference_to,
+    ranked,
+    render_comparison,
     summary,
+    write_comparison,
 )
-from unidec.evaluation.comparison_page import best_of, difference_to, ranked, render_comparison, write_comparison
 from unidec.evaluation.significance import Comparison
 
 HOSTILE = "</td></table><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\ud800"
@@ -41,12 +45,8 @@ def _run(seed: int, level: float, text: str = "x", peer: bool = False) -> Run:
         return Run(seed, metrics, validation={"P@1": level, "PSP@5": level, "R@100": level}, costs=costs)
     curve = [{"round": r, "train_seconds": 60.0, "refresh": {"refresh_seconds": 30.0},
               "validation": {"P@1": level * r / 3, "PSP@5": level, "R@100": level}} for r in (1, 2, 3)]  # fmt: skip
-    history = [{"step": s, "pool_size": 400 + s, "positives_per_query": 2.0} for s in (0, 10)]
-    bins = [
-        {"bin": b, "labels": 5, "most": 20 // b, "least": 10 // b, "P@5": level / b, "PSP@5": level} for b in (1, 2)
-    ]
     parts = {"de": {"P@1": level - 1}, "clf": {"P@1": level - 2}, "heads": {"P@1": level}, text: {"P@1": 0.0}}
-    return Run(seed, metrics, parts=parts, costs=costs, curve=curve, history=history, bins=bins)
+    return Run(seed, metrics, parts=parts, costs=costs, curve=curve)
 
 
 def _full(text: str = "some text", tasks: int = 2) -> ComparisonInput:
@@ -92,11 +92,10 @@ def test_every_text_is_escaped(tmp_path):
 def test_all_parts_are_there(undrawn):
     page = Page(render_comparison(_full()))
     content, *anchors = [value for name, value in page.attributes if name == "id"]
-    assert anchors == ["results", "time", "costs", "frequency", "parts", "ablations", "pools", "tests", "failures",
+    assert anchors == ["results", "time", "costs", "frequency", "parts", "ablations", "tests", "failures",
                        "settings", "data", "lineage"]  # fmt: skip
     assert [v for n, v in page.attributes if n == "href"] == [f"#{anchor}" for anchor in (content, *anchors)]
-    # a range chart and a chart of curves for 3 metrics, charts of bins (all, and of the group); for each task
-    assert page.tags.count("svg") == 2 * (3 + 3 + 2 + 2)
+    assert page.tags.count("svg") == 2 * (3 + 3)  # ranges and curves of 3 metrics, for each task
 
 
 def test_the_headline_table(undrawn):
@@ -109,9 +108,8 @@ def test_the_headline_table(undrawn):
     assert page.row("some text peer peer", "1")[2] == "41.50"
     order = [row[0].split()[2] for row in page.rows if row[1] in ("1", "3")]
     assert order == ["c", "peer", "b", "a"]  # by P@1; what failed is not in it
-    best = page.row("P@1", "some text c")
-    assert best[2] == "some text peer" and best[5] == f"{mean - 41.5:+.2f}" and best[6] == "+0.10 to +1.10"
-    assert best[7] == "0.010"
+    tested = Page(_section(render_comparison(_full(tasks=1)), "tests")).row("some text 0", "some text c")
+    assert tested[2:] == ["some text peer", "P@1", "+0.60", "+0.10 to +1.10", "0.010"]
     bold = re.findall(r'<b class="best">([^<]*)</b>', _section(render_comparison(_full(tasks=1)), "results"))
     assert bold[0] == f"{mean:.2f}" and "recipe" not in bold and len(bold) == len(METRICS)
 
@@ -128,9 +126,6 @@ def test_ablations_are_differences_to_the_base():
     assert page.row("some text b", "3")[2:4] == ["+1.00 ± 0.00 ▲", "+1.00 ± 0.00"]
     assert page.row("some text c", "3")[2] == "+2.00 ± 0.00"
     assert "no such cell" not in page.words
-    tips = [f"10 to 20, some text {name}: {value:.1f}" for name, value in (("a", 40.0), ("b", 41.0), ("c", 42.0))]
-    assert all(tip in page.words for tip in tips)  # the base's bins first, then the others'
-    assert page.words.index(tips[0]) < page.words.index(tips[1])
 
 
 def test_differences_seed_by_seed():
@@ -144,11 +139,10 @@ def test_differences_seed_by_seed():
     assert math.isnan(difference_to(Cell("t", "none"), base, "m").mean)
 
 
-def test_costs_curves_pools_and_parts():
+def test_costs_curves_and_parts():
     html = render_comparison(_full(tasks=1))
     row = Page(_section(html, "costs")).row("some text a")
     assert row[1:] == ["140", "200", "0.25", "500", "123,456"]
-    assert Page(_section(html, "pools")).row("some text a")[1:] == ["405.00", "2.00", "202.50"]
     parts = Page(_section(html, "parts"))
     assert parts.row("some text a, dual encoder alone")[1] == "39.00"
     assert parts.row("some text a, without votes")[1] == "40.00"
@@ -163,13 +157,6 @@ def test_a_system_has_one_colour_in_all_charts_of_curves():
     html = _section(render_comparison(ComparisonInput(cells=[*cells, Cell("t", "odd", runs=[odd])])), "time")
     keys = re.findall(r'<div class="legend">(.*?)</div>', html)
     assert len(keys) == 3 and len(set(keys)) == 1 and keys[0].index("cell 3") < keys[0].index("cell 0")
-
-
-def test_bins_are_means_over_seeds():
-    page = Page(_section(render_comparison(_full(tasks=1)), "frequency"))
-    assert page.row("some text a", "40.00", "20.00")[3:] == ["40.00", "40.00"]
-    assert "10 to 20" in page.words and "5 to 10" in page.words
-    assert page.row("some text a", "41.50", "42.50", "43.50")
 
 
 @pytest.mark.parametrize("missing", [f.name for f in dataclasses.fields(ComparisonInput)])
@@ -192,7 +179,7 @@ def test_odd_input(undrawn):
     assert Page(html).open == [] and "nan" not in html.lower().replace("finance", "")
     many = [Cell("t", f"cell {i}", runs=[_run(0, 10.0 + i)]) for i in range(30)]
     html = render_comparison(ComparisonInput(cells=many))
-    assert "The 12 best by P@1 are drawn; 18 more are in the tables." in html and "The 6 best are drawn." in html
+    assert "The 8 best by P@1 are drawn." in html
 
 
 def test_groups_of_labels_that_the_test_does_not_have_are_left_out():

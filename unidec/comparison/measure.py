@@ -6,7 +6,6 @@ Legend: n test queries, K labels a query.
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import time
@@ -24,7 +23,6 @@ K = 100
 TIMED_QUERIES = 512  # queries whose prediction is timed, in batches of 256
 PREDICTIONS = "labels.npy"
 _TIMED_K = 10
-_HISTORY_LINES = 200
 
 
 def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> dict[str, Any]:
@@ -48,9 +46,8 @@ def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> 
         labels[row, : min(len(found), K)] = found[:K]
     np.save(PREDICTIONS, labels, allow_pickle=False)
     records = paths.MODEL if run_dir is None else run_dir
-    curve, history = (read_json_lines(records / f"{name}.jsonl") for name in ("rounds", "history"))
+    curve = read_json_lines(records / "rounds.jsonl")
     bundle = Bundle.load(paths.BUNDLE, verify=False)
-    step = max(1, math.ceil(len(history) / _HISTORY_LINES))
     costs = costs | _search_times(bundle, params) | _sizes(bundle, paths.BUNDLE)
     if run_dir is not None:
         costs["train_seconds"] = float(sum(line["train_seconds"] for line in curve))
@@ -59,21 +56,18 @@ def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> 
     tracker = Tracker.resume(run_dir) if run_dir is not None else None
     return {
         "metrics": metrics["test"], "validation": metrics.get("validation", {}), "parts": parts,
-        "bins": metrics.get("frequency_bins", []), "costs": costs, "curve": curve if run_dir is not None else [],
-        "history": history[::step], "params": flatten(params), "dataset": _card(params), "lineage": _lineage(),
-        "mlflow_run": tracker.run_id if tracker is not None else None,
+        "costs": costs, "curve": curve if run_dir is not None else [], "params": flatten(params),
+        "dataset": _card(params), "lineage": _lineage(), "mlflow_run": tracker.run_id if tracker is not None else None,
     }  # fmt: skip
 
 
 def of_peer(params: Params, name: str, outcome: PeerOutcome) -> dict[str, Any]:
     """Result of a peer: filtered pairs are removed from its predictions, which are then measured as ours are."""
-    from unidec.evaluation.frequency import frequency_bins
     from unidec.evaluation.metrics import evaluate, filtered_truth, remove_filtered
     from unidec.pipeline import paths
 
     dataset, propensity = paths.open_dataset(), paths.open_propensity()
     figures: dict[str, dict[str, float]] = {}
-    bins: list[dict[str, float]] = []
     for split, (found, _) in outcome.predictions.items():
         rows = dataset.rows(split)
         filters = dataset.filter_pairs[rows]
@@ -81,11 +75,10 @@ def of_peer(params: Params, name: str, outcome: PeerOutcome) -> dict[str, Any]:
         truth = filtered_truth(dataset.relevance[rows], filters)
         figures[split] = evaluate(labels, truth, propensity.inverse_L, propensity.group_L)
         if split == "test":
-            bins = frequency_bins(labels, truth, propensity.counts_L, propensity.inverse_L)
             np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
     result = {
-        "metrics": figures["test"], "validation": figures.get("validation", {}), "parts": {}, "bins": bins,
-        "costs": {"peak_memory_bytes": float(host_peak())} | dict(outcome.costs), "curve": [], "history": [],
+        "metrics": figures["test"], "validation": figures.get("validation", {}), "parts": {},
+        "costs": {"peak_memory_bytes": float(host_peak())} | dict(outcome.costs), "curve": [],
         "dataset": _card(params), "lineage": _lineage() | {name: outcome.version},
     }  # fmt: skip
     return result | {"mlflow_run": _tracked(params, name, result)}

@@ -20,7 +20,7 @@ from unidec.comparison.workspace import LOG, Step, Workspace
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
 from unidec.data.storage import load_array, write_json
-from unidec.evaluation.comparison_input import (
+from unidec.evaluation.comparison_page import (
     Cell,
     ComparisonInput,
     Failure,
@@ -28,6 +28,7 @@ from unidec.evaluation.comparison_input import (
     Run,
     Task,
     summary,
+    write_comparison,
 )
 from unidec.evaluation.metrics import QueryParts, by_query, filtered_truth
 from unidec.evaluation.significance import Comparison as PairedTest
@@ -46,8 +47,6 @@ NOTE = (
 
 def write_report(workspace: Workspace) -> Path:
     """Write report.html and summary.json of everything that the workspace holds, whatever was asked for last."""
-    from unidec.evaluation.comparison_page import write_comparison
-
     found = gather(workspace)
     page = page_input(workspace, found, contrasts(workspace, found))
     workspace.root.mkdir(parents=True, exist_ok=True)
@@ -187,7 +186,7 @@ def _run(comparison: Comparison, job: Job, found: Results) -> Run:
             costs[name] = costs.get(name, 0.0) + earlier.get(name, 0.0)
         if curve:
             curve[0]["train_seconds"] += earlier.get("train_seconds", 0.0) + earlier.get("refresh_seconds", 0.0)
-    same = {name: result[name] for name in ("metrics", "validation", "parts", "history", "bins")}
+    same = {name: result[name] for name in ("metrics", "validation", "parts")}
     return Run(job.seed, costs=costs, curve=curve, **same)
 
 

@@ -1,40 +1,171 @@
-"""The page of a comparison: one HTML file that loads nothing, readable on a light and a dark screen and on paper."""
+"""The page of a comparison, and what it shows as plain values: one HTML file that loads nothing."""
 
 from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from unidec.evaluation.comparison_input import (
-    COSTS,
-    HEADLINE,
-    Cell,
-    ComparisonInput,
-    Group,
-    Run,
-    Summary,
-    Task,
-    summary,
-)
-from unidec.evaluation.figures import Chart, Line, Range, bar_chart, line_chart, range_chart
+from unidec.evaluation.figures import Chart, Line, Range, line_chart, range_chart
 from unidec.evaluation.page import Shown, Table, number, render, write_page
-from unidec.evaluation.plots import validation_records
-from unidec.evaluation.report import VOLUME, bin_name, colour, interval_and_p
+from unidec.evaluation.plots import Records, validation_records
+from unidec.evaluation.report import colour, interval_and_p
 from unidec.evaluation.significance import ALPHA, Comparison
 from unidec.metric_names import GROUPS
 
-CURVES = 12  # systems in a chart of curves: more cannot be distinguished
+HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100", "coverage@5")
+COSTS = {
+    "train_seconds": "training, s", "refresh_seconds": "refreshes, s", "total_seconds": "whole cell, s",
+    "search_ms": "search, ms a query", "encode_ms": "encoding, ms a query", "peak_memory_bytes": "peak memory, MB",
+    "parameters_encoder": "encoder, parameters", "parameters_heads": "heads, parameters",
+    "parameters_classifier": "classifier, parameters", "bundle_bytes": "bundle, MB",
+}  # fmt: skip
+"""Keys of `Run.costs` that are shown, and their column heads; a name that ends in `_bytes` is shown in MB."""
+
+CURVES = 8  # systems in a chart of curves: as many as there are colours
 PEER_COLOUR = 5
-BIN_METRICS = ("P@5", "PSP@5")
-BINS = 6  # systems in a chart of bins
 MARKS = {"right": " ▲", "wrong": " ▼", "": ""}
-MEGABYTE = 1e6
-MAIN = ("P@1", "PSP@5", "R@100")  # compared with the best peer, and drawn
+MAIN = ("P@1", "PSP@5", "R@100")  # drawn
 GROUP_METRICS = ("P@5", "PSP@5", "R@10", "coverage@5")
 PARTS = {"de": "dual encoder alone", "clf": "classifier alone", "heads": "without votes", "knn": "votes alone"}
 PART_METRICS = ("P@1", "nDCG@5", "PSP@5", "R@100")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set with a choice of text: name (unique), one line about it, and facts (nested mappings allowed)."""
+
+    name: str
+    about: str = ""
+    card: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One seed of a cell.
+
+    Attributes:
+        metrics: of the test split in percent, named as `metrics.evaluate` does. validation: of the validation split.
+        parts: {"de" | "clf" | "knn": metrics of the test split with that score alone}.
+        costs: keys of `COSTS`; what was not measured is left out.
+        curve: lines of rounds.jsonl; peers have none.
+    """
+
+    seed: int
+    metrics: Mapping[str, float]
+    validation: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
+    curve: Records = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean (NaN without a value), standard deviation of a sample (n - 1; NaN below two values) and number of values."""
+
+    mean: float
+    spread: float
+    count: int
+
+    def shown(self, mark: str = "", kind: str = "", form: str = "") -> Shown:
+        """ "45.12 ± 0.10", compared by the mean."""
+        spread = f" ± {self.spread:.2f}" if math.isfinite(self.spread) else ""
+        return Shown(f"{self.mean:{form}}" if form and math.isfinite(self.mean) else number(self.mean), self.mean,
+                     spread + mark, kind)  # fmt: skip
+
+
+def summary(values: Sequence[float]) -> Summary:
+    """Mean, sample standard deviation and number of the finite values."""
+    finite = [float(value) for value in values if math.isfinite(value)]
+    mean = statistics.fmean(finite) if finite else math.nan
+    return Summary(mean, statistics.stdev(finite) if len(finite) > 1 else math.nan, len(finite))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system on one task, all its seeds.
+
+    Attributes:
+        task: name of its task. name: unique within the task.
+        kind: "recipe" is trained by us, "peer" comes from outside or needs no training.
+        about: one line. recipe: its recipe's name. settings: what is set beyond the recipe and the common settings.
+        runs: the seeds that ended well, may be empty.
+    """
+
+    task: str
+    name: str
+    kind: Literal["recipe", "peer"] = "recipe"
+    about: str = ""
+    recipe: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    runs: Sequence[Run] = ()
+
+    def values(self, metric: str) -> list[float]:
+        """A metric of each seed that has it, finite."""
+        found = [float(run.metrics[metric]) for run in self.runs if metric in run.metrics]
+        return [value for value in found if math.isfinite(value)]
+
+    def summary(self, metric: str) -> Summary:
+        """A metric over the seeds."""
+        return summary(self.values(metric))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that differ in one thing, shown as a small table of differences to the base.
+
+    Attributes:
+        base: name of the cell the others are compared with. cells: the others, in order.
+        about: which table of which paper this repeats.
+    """
+
+    title: str
+    base: str
+    cells: Sequence[str]
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run without a result. state: "failed" or "not run"; reason: its last message; log: relative path."""
+
+    task: str
+    cell: str
+    seed: int | None = None
+    state: str = "failed"
+    reason: str = ""
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class ComparisonInput:
+    """All that the page shows; a part that is not given is left out.
+
+    Attributes:
+        date: as it shall read. about: one line. notes: paragraphs under the heading: what was found.
+        tasks, cells: shown in this order; a cell's task that is not among `tasks` gets a table without a card.
+        contrasts: paired tests of each task; `contrast_note`: which test, how corrected.
+        groups: ablation tables, shown for each task that has their cells. failures: runs without a result.
+        common: settings that all recipes share. lineage: commit, hashes, machine, commands.
+    """
+
+    title: str = "Comparison"
+    date: str = ""
+    about: str = ""
+    notes: Sequence[str] = ()
+    tasks: Sequence[Task] = ()
+    cells: Sequence[Cell] = ()
+    contrasts: Mapping[str, Sequence[Comparison]] = field(default_factory=dict)
+    contrast_note: str = ""
+    groups: Sequence[Group] = ()
+    failures: Sequence[Failure] = ()
+    common: Mapping[str, Any] = field(default_factory=dict)
+    lineage: Mapping[str, Any] = field(default_factory=dict)
+
+
 Contrasts = Mapping[tuple[str, str, str, str], Comparison]
 """By (task, cell, against, metric)."""
 
@@ -51,66 +182,44 @@ def render_comparison(comparison: ComparisonInput) -> str:
         tasks.setdefault(cell.task, Task(cell.task))
     cells = {name: [cell for cell in comparison.cells if cell.task == name] for name in tasks}
     contrasts = {(task, c.system, c.against, c.metric): c for task, own in comparison.contrasts.items() for c in own}
+    tests = [[*names, f"{c.difference:+.2f}", *interval_and_p(c)] for names, c in contrasts.items()]
     failures = [[f.task, f.cell, number(f.seed), f.state, f.reason, f.log] for f in comparison.failures]
-    groups = [
-        (group, [(table, _group_bins(group, own)) for name, own in cells.items()
-                 if (table := _group_table(group, name, own, contrasts))])
-        for group in comparison.groups
-    ]  # fmt: skip
+    groups = [(group, [table for name, own in cells.items() if (table := _group_table(group, name, own, contrasts))])
+              for group in comparison.groups]  # fmt: skip
     return render(
         "comparison",
         comparison=comparison,
-        head_cards=_cards(comparison, len(tasks)),
         overview=_overview(list(tasks.values()), comparison.cells),
         tasks=[(task, _of_task(cells[name], contrasts)) for name, task in tasks.items()],
         groups=[(group, shown) for group, shown in groups if shown],
-        contrasts=_all_contrasts(comparison.contrasts),
+        contrasts=Table(["task", "system", "against", "metric", "difference", "95 % interval", "p, corrected"], tests,
+                        text_columns=4),
         failures=Table(["task", "system", "seed", "state", "why", "log"], failures, text_columns=6),
         settings=_settings(comparison.cells),
         better=MARKS["right"].strip(),
         worse=MARKS["wrong"].strip(),
         alpha=ALPHA,
-        limits={"curves": CURVES, "bins": BINS, "first": MAIN[0]},
-    )
+        limit=f"The {CURVES} best by {MAIN[0]} are drawn.",
+    )  # fmt: skip
 
 
 def _of_task(cells: Sequence[Cell], contrasts: Contrasts) -> dict[str, Any]:
-    """Tables and charts of one task's cells."""
-    curves, left_out = _curves(cells)
-    binned = _with_bins(ranked(cells, MAIN[0]))
-    names, numbers = _bins_of(binned)
-    heads = [f"{metric}, {name}" for metric in BIN_METRICS for name in names]
+    """Tables and charts of one task's cells, best first."""
+    cells = ranked(cells, MAIN[0])
+    timed = [cell for cell in cells if any(_curve(cell, metric).x for metric in MAIN)]
     return {
         "headline": _headline(cells, contrasts),
-        "against": _recipe_against_peer(cells, contrasts),
         "ranges": [_ranges(cells, metric) for metric in MAIN],
-        "curves": curves,
-        "left_out": left_out,
+        "curves": [
+            line_chart(f"{metric}, validation split", [_curve(cell, metric) for cell in timed[:CURVES]],
+                       "minutes of training and refreshes", "percent", x_from_zero=True)
+            for metric in MAIN
+        ],
+        "more_curves": len(timed) > CURVES,
         "costs": _costs(cells),
         "by_group": _by_group(cells),
-        "bin_charts": _bin_charts(binned),
-        "bins": _of_systems(
-            binned, heads, lambda cell: [_bin(cell, b, metric) for metric in BIN_METRICS for b in numbers], best=True
-        ),
         "parts": _parts(cells),
-        "pools": _pools(cells),
-    }
-
-
-def _cards(comparison: ComparisonInput, num_tasks: int) -> list[Any]:
-    runs = [run for cell in comparison.cells for run in cell.runs]
-    if not runs:
-        return []
-    seconds = [run.costs.get("total_seconds", math.nan) for run in runs]
-    hours = sum(second for second in seconds if math.isfinite(second)) / 3600
-    figures = {
-        "data sets": num_tasks,
-        "systems": len({cell.name for cell in comparison.cells}),
-        "runs": len(runs),
-        "without a result": len(comparison.failures),
-    }
-    cards = [(f"{value:,}", name, "") for name, value in figures.items()]
-    return cards + ([(f"{hours:.1f}", "hours of work", "")] if hours > 0 else [])
+    }  # fmt: skip
 
 
 def _ranges(cells: Sequence[Cell], metric: str) -> Chart | None:
@@ -123,28 +232,10 @@ def _ranges(cells: Sequence[Cell], metric: str) -> Chart | None:
     return range_chart(f"{metric}, test split", rows, "percent; grey: peers")
 
 
-def _curves(cells: Sequence[Cell]) -> tuple[list[Chart | None], int]:
-    """Validation metrics against minutes of training and refreshes, means over seeds; peers are dots. The same systems
-    in the same colours in each chart; how many are left out.
-    """
-    lines = {metric: {cell.name: line for cell in cells if (line := _curve(cell, metric))} for metric in MAIN}
-    names = [cell.name for cell in cells if any(cell.name in of for of in lines.values())]
-    first = lines[MAIN[0]]
-    names.sort(key=lambda name: -max(first[name].y) if name in first else math.inf)
-    charts = [
-        line_chart(f"{metric}, validation split", [of.get(name, Line(name, [], [])) for name in names[:CURVES]],
-                   "minutes of training and refreshes", "percent", x_from_zero=True)
-        for metric, of in lines.items()
-    ]  # fmt: skip
-    return charts, max(0, len(names) - CURVES)
-
-
-def _curve(cell: Cell, metric: str) -> Line | None:
+def _curve(cell: Cell, metric: str) -> Line:
+    """Means over seeds of a validation metric against time; the first seed that ends, ends the line."""
     seeds = [points for run in cell.runs if (points := _points(run, metric))]
-    if not seeds:
-        return None
-    # a seed that stopped early ends the mean
-    x, y = ([summary(values).mean for values in zip(*([point[axis] for point in points] for points in seeds))]
+    x, y = ([statistics.fmean(point[axis] for point in points) for points in zip(*seeds, strict=False)]
             for axis in (0, 1))  # fmt: skip
     return Line(cell.name, x, y, dots=True)
 
@@ -155,38 +246,6 @@ def _points(run: Run, metric: str) -> list[tuple[float, float]]:
     if not points and metric in run.validation and "train_seconds" in run.costs:
         points = [(run.costs["train_seconds"] / 60, run.validation[metric])]
     return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
-
-
-def _with_bins(cells: Sequence[Cell]) -> list[Cell]:
-    return [cell for cell in cells if any(run.bins for run in cell.runs)]
-
-
-def _bins_of(cells: Sequence[Cell]) -> tuple[list[str], list[int]]:
-    """Names and numbers of the bins: those of a task's labels, the same for all its cells."""
-    bins = next((run.bins for cell in cells for run in cell.runs if run.bins), ())
-    return [bin_name(row) for row in bins], [row["bin"] for row in bins]
-
-
-def _bin_charts(cells: Sequence[Cell]) -> list[Chart | None]:
-    """Contributions of the bins to P@5 and PSP@5, at most `BINS` cells."""
-    names, numbers = _bins_of(cells)
-    return [
-        bar_chart(f"Contribution to {metric}, test split", names,
-                  [(cell.name, [_bin(cell, b, metric) for b in numbers]) for cell in cells[:BINS]],
-                  "percentage points", x_label=VOLUME)
-        for metric in BIN_METRICS
-    ]  # fmt: skip
-
-
-def _bin(cell: Cell, number_of_bin: int, metric: str) -> float:
-    return summary([row[metric] for run in cell.runs for row in run.bins if row["bin"] == number_of_bin]).mean
-
-
-def _group_bins(group: Group, cells: Sequence[Cell]) -> list[Chart | None]:
-    """The base's and the others' contributions by label frequency."""
-    by_name = {cell.name: cell for cell in cells}
-    members = _with_bins([by_name[name] for name in (group.base, *group.cells) if name in by_name])
-    return _bin_charts(members) if len(members) > 1 else []
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -215,54 +274,24 @@ def _of_systems(
 def _headline(cells: Sequence[Cell], contrasts: Contrasts) -> Table:
     """Mean and spread of each cell, marked where it differs from the best peer."""
     columns = [metric for metric in HEADLINE if any(cell.values(metric) for cell in cells)]
-    shown = [cell for cell in ranked(cells, columns[0]) if cell.runs] if columns else []
+    shown = [cell for cell in cells if cell.runs and columns]
     peers = {metric: best_of(cells, "peer", metric) for metric in columns}
 
     def values(cell: Cell) -> list[Any]:
-        found: list[Any] = [str(len(cell.runs))]
-        for metric, peer in peers.items():
-            contrast = contrasts.get((cell.task, cell.name, peer.name, metric)) if peer else None
-            found.append(_mean_and_spread(cell.summary(metric), MARKS[colour(contrast)]))
-        return found
+        tests = {m: contrasts.get((cell.task, cell.name, peer.name, m)) if peer else None for m, peer in peers.items()}
+        return [str(len(cell.runs)), *(cell.summary(m).shown(MARKS[colour(test)]) for m, test in tests.items())]
 
     return _of_systems(shown, ["seeds", *columns], values, best=True)
 
 
-def _mean_and_spread(of: Summary, mark: str = "") -> Shown:
-    """ "45.12 ± 0.10", compared by the mean."""
-    return Shown(number(of.mean), of.mean, _spread(of) + mark)
-
-
-def _spread(of: Summary) -> str:
-    return f" ± {of.spread:.2f}" if math.isfinite(of.spread) else ""
-
-
-def _recipe_against_peer(cells: Sequence[Cell], contrasts: Contrasts) -> Table:
-    """The best recipe and the best peer on each metric."""
-    rows = []
-    for metric in MAIN:
-        recipe, peer = best_of(cells, "recipe", metric), best_of(cells, "peer", metric)
-        if recipe is None or peer is None:
-            continue
-        ours, theirs = recipe.summary(metric), peer.summary(metric)
-        contrast = contrasts.get((recipe.task, recipe.name, peer.name, metric))
-        difference = Shown(f"{ours.mean - theirs.mean:+.2f}", kind=colour(contrast))
-        test = interval_and_p(contrast) if contrast else [None, None]
-        rows.append(
-            [metric, recipe.name, peer.name, _mean_and_spread(ours), _mean_and_spread(theirs), difference, *test]
-        )
-    header = ["metric", "best recipe", "best peer", "recipe", "peer", "difference", "95 % interval", "p, corrected"]
-    return Table(header, rows, text_columns=3)
-
-
 def _costs(cells: Sequence[Cell]) -> Table:
     """Means over seeds of time, memory, parameters and search time."""
-    shown = [cell for cell in ranked(cells, MAIN[0]) if any(run.costs for run in cell.runs)]
+    shown = [cell for cell in cells if any(run.costs for run in cell.runs)]
     columns = [key for key in COSTS if any(key in run.costs for cell in shown for run in cell.runs)]
 
     def cost(cell: Cell, key: str) -> str:
         value = summary([run.costs[key] for run in cell.runs if key in run.costs]).mean
-        value /= MEGABYTE if key.endswith("_bytes") else 1
+        value /= 1e6 if key.endswith("_bytes") else 1
         if not math.isfinite(value):
             return number(None)
         return f"{value:,.0f}" if value >= 100 or key.startswith("parameters") else f"{value:.3g}"
@@ -274,39 +303,20 @@ def _by_group(cells: Sequence[Cell]) -> Table:
     """Metrics of tail, torso and head labels, means over seeds."""
     columns = {f"{group}/{metric}": f"{metric} {group}" for metric in GROUP_METRICS for group in GROUPS}
     columns = {name: head for name, head in columns.items() if any(any(cell.values(name)) for cell in cells)}  # 0: none
-    shown = [cell for cell in ranked(cells, MAIN[0]) if any(cell.values(name) for name in columns)]
+    shown = [cell for cell in cells if any(cell.values(name) for name in columns)]
     return _of_systems(shown, columns.values(), lambda cell: [cell.summary(name).mean for name in columns], best=True)
 
 
 def _parts(cells: Sequence[Cell]) -> Table:
-    """Each score alone, for cells whose predictions blend several; means over seeds."""
-    rows: dict[str, dict[str, float]] = {}
-    kinds = []
-    for cell in ranked(cells, MAIN[0]):
-        names = [name for name in PARTS if any(name in run.parts for run in cell.runs)]
-        if names:
-            rows[f"{cell.name}, as served"] = {metric: cell.summary(metric).mean for metric in PART_METRICS}
-            kinds += ["base", *("" for _ in names)]
-        for name in names:
-            found = [run.parts[name] for run in cell.runs if name in run.parts]
-            rows[f"{cell.name}, {PARTS[name]}"] = {
-                metric: summary([part[metric] for part in found if metric in part]).mean for metric in PART_METRICS
-            }
-    return Table.of("system", rows, PART_METRICS, kinds=kinds)
-
-
-def _pools(cells: Sequence[Cell]) -> Table:
-    """Labels in the pool and positives a query, means over logged steps and seeds."""
-
-    def mean(cell: Cell, key: str) -> float:
-        runs = [[float(line[key]) for line in run.history if line.get(key) is not None] for run in cell.runs]
-        return summary([summary(values).mean for values in runs]).mean
-
-    means = [(cell.name, mean(cell, "pool_size"), mean(cell, "positives_per_query")) for cell in cells]
-    rows = [[name, size, positives, size / positives if positives else math.nan]
-            for name, size, positives in means if math.isfinite(size) or math.isfinite(positives)]  # fmt: skip
-    header = ["system", "labels in the pool", "positives a query in the pool", "pool labels for one positive"]
-    return Table(header, rows)
+    """Each score alone below the cell that blends them; means over seeds."""
+    shown = []
+    for cell in cells:
+        alone = [Cell(cell.task, f"{cell.name}, {about}",
+                      runs=[Run(run.seed, run.parts[part]) for run in cell.runs if part in run.parts])
+                 for part, about in PARTS.items()]  # fmt: skip
+        if any(part.runs for part in alone):
+            shown += [cell, *(part for part in alone if part.runs)]
+    return _of_systems(shown, PART_METRICS, lambda cell: [cell.summary(metric).mean for metric in PART_METRICS])
 
 
 def _group_table(group: Group, task: str, cells: Sequence[Cell], contrasts: Contrasts) -> Table | None:
@@ -316,14 +326,13 @@ def _group_table(group: Group, task: str, cells: Sequence[Cell], contrasts: Cont
     if base is None or not others:
         return None
     columns = [metric for metric in HEADLINE if base.values(metric)]
-    first = [base.name, str(len(base.runs)), *(_mean_and_spread(base.summary(metric)) for metric in columns)]
+    first = [base.name, str(len(base.runs)), *(base.summary(metric).shown() for metric in columns)]
     rows: list[list[Any]] = [first]
     for cell in others:
         differences = []
         for metric in columns:
-            of, contrast = difference_to(cell, base, metric), contrasts.get((task, cell.name, base.name, metric))
-            text, kind = f"{of.mean:+.2f}" if math.isfinite(of.mean) else number(None), colour(contrast)
-            differences.append(Shown(text, of.mean, _spread(of) + MARKS[kind], kind))
+            kind = colour(contrasts.get((task, cell.name, base.name, metric)))
+            differences.append(difference_to(cell, base, metric).shown(MARKS[kind], kind, "+.2f"))
         rows.append([cell.name, str(len(cell.runs)), *differences])
     return Table(["system", "seeds", *columns], rows, kinds=["base"], caption=task, dense=True)
 
@@ -337,14 +346,6 @@ def difference_to(cell: Cell, base: Cell, metric: str) -> Summary:
         return summary([ours[seed] - theirs[seed] for seed in sorted(ours)])
     difference = cell.summary(metric).mean - base.summary(metric).mean
     return Summary(difference, math.nan, min(len(ours), len(theirs)))
-
-
-def _all_contrasts(contrasts: Mapping[str, Sequence[Comparison]]) -> Table:
-    """Every paired test."""
-    rows = [[task, c.system, c.against, c.metric, f"{c.difference:+.2f}", *interval_and_p(c)]
-            for task, own in contrasts.items() for c in own]  # fmt: skip
-    header = ["task", "system", "against", "metric", "difference", "95 % interval", "p, corrected"]
-    return Table(header, rows, text_columns=4)
 
 
 def _overview(tasks: Sequence[Task], cells: Sequence[Cell]) -> Table | None:
