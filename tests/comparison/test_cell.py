@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from raw_files import write_raw
 
 from unidec import pipeline
 from unidec.comparison import cell, results, workspace
@@ -20,7 +21,6 @@ from unidec.comparison.plan import load_comparison
 from unidec.comparison.workspace import Step, Workspace, code_sha256
 from unidec.config import nested
 from unidec.data.dataset import XMCDataset
-from unidec.data.formats import write_raw
 from unidec.data.storage import write_json
 from unidec.errors import TrainingError
 from unidec.evaluation.metrics import filtered_truth

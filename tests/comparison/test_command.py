@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-
-from unidec.data.formats import write_raw
+from raw_files import write_raw
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -166,16 +166,6 @@ def test_a_validation_split_in_the_data_is_kept(tiny_raw: RawData, tmp_path: Pat
     dataset = write_dataset(tmp_path / "d", named, validation_share=0.3)
     assert dataset.query_uids(dataset.rows("validation")) == ["v"]
     assert dataset.rows("validation").tolist() == [48]
-    assert dataset.to_raw().queries["validation"].num_rows == 1
-
-
-def test_to_raw_is_the_way_back(tiny_raw: RawData, tiny_dataset: XMCDataset) -> None:
-    back = tiny_dataset.to_raw(keep_validation=False)
-    for split in ("train", "test"):
-        assert back.queries[split].equals(tiny_raw.queries[split])
-        np.testing.assert_array_equal(back.relevance[split].toarray(), tiny_raw.relevance[split].toarray())
-    kept = tiny_dataset.to_raw()
-    assert kept.queries["validation"].num_rows == tiny_dataset.rows("validation").size > 0
 
 
 def test_slices_keep_the_labels_that_occur(slice_raw: RawData) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from raw_files import write_raw
 
 from unidec import pipeline
 from unidec.config import Params
-from unidec.data.formats import write_raw
 from unidec.data.storage import MANIFEST, read_manifest, write_manifest
 from unidec.errors import ArtifactError
 from unidec.pipeline import doctor, paths, training

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from unidec.data.formats import read_raw
-from unidec.data.table_file import CsvFile
+from unidec.data.table_file import read_rows
 from unidec.errors import DataError
 from unidec.retrieval.text_file import read_texts
 from unidec.sections import RawBounds
@@ -200,8 +200,7 @@ def test_a_row_of_a_table_beyond_its_bound(tmp_path: Path) -> None:
     text = "word " * 300
     path = tmp_path / "queries.csv"
     path.write_text(f'id,text\nq1,a\nq2,"{text}\n{text}"\nq3,b\n')
-    assert len(list(CsvFile(path).rows())) == 3
-    file = CsvFile(path, RawBounds(max_row_bytes=2000))
+    assert len(list(read_rows(path, ["id"]))) == 3
     with pytest.raises(DataError, match="a row of more than 2,000 bytes") as caught:
-        list(file.rows())
+        list(read_rows(path, ["id"], bounds=RawBounds(max_row_bytes=2000)))
     assert caught.value.where == f"{path}:3"

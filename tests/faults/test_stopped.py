@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raw_files import write_raw
 
 from unidec import pipeline
 from unidec.config import load_params, to_yaml
-from unidec.data.formats import write_raw
 from unidec.data.storage import read_manifest
 from unidec.tracking.store import prepare_store
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import yaml
+from raw_files import write_raw
 from scipy.sparse import csr_matrix
 
-from unidec.data.formats import make_slice, read_raw, write_raw
+from unidec.data.formats import make_slice, read_raw
 from unidec.data.raw import RawData
 
 ROOT = Path(__file__).resolve().parents[2]

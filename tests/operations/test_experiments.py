@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from unidec.data.formats import write_raw
+from raw_files import write_raw
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from raw_files import write_raw
 
 from unidec.config import Params
-from unidec.data.formats import write_raw
 from unidec.data.raw import RawData
 
 

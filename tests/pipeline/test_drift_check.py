@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from raw_files import write_raw
 from typer.testing import CliRunner
 
 from unidec import pipeline
 from unidec.config import Params
-from unidec.data.formats import make_slice, read_raw, write_raw
+from unidec.data.formats import make_slice, read_raw
 from unidec.data.raw import RawData
 from unidec.errors import ArtifactError, ConfigError, DataError
 from unidec.pipeline import paths, training

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raw_files import write_raw
 
 from unidec import pipeline
 from unidec.config import Params
-from unidec.data.formats import write_raw
 from unidec.data.raw import RawData
 from unidec.errors import TrainingError
 from unidec.pipeline import lock

@@ -11,11 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from mlflow import MlflowClient
+from raw_files import write_raw
 
 from unidec import pipeline
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.formats import read_raw, write_raw
+from unidec.data.formats import read_raw
 from unidec.data.raw import RawData
 from unidec.data.storage import folder_sha256
 from unidec.errors import ConfigError

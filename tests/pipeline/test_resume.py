@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from raw_files import write_raw
 
 from unidec import pipeline
 from unidec.config import Params
-from unidec.data.formats import write_raw
 from unidec.data.raw import RawData
 from unidec.data.storage import read_json_lines, read_manifest
 from unidec.errors import ConfigError, Stopped, TrainingError

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from raw_files import write_raw
 
 from unidec import pipeline
 from unidec.data.dataset import XMCDataset
-from unidec.data.formats import write_raw
 from unidec.data.label_graph import load_label_graph
 from unidec.data.storage import read_json_lines, read_manifest
 from unidec.model.unidec import UniDEC

@@ -12,11 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from mlflow.exceptions import MlflowException
+from raw_files import write_raw
 from scipy.sparse import csr_matrix
 
 from unidec import pipeline
 from unidec.config import Params
-from unidec.data.formats import write_raw
 from unidec.data.raw import RawData
 from unidec.data.storage import read_json_lines, read_manifest
 from unidec.errors import ArtifactError, ConfigError

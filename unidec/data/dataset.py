@@ -110,17 +110,6 @@ class XMCDataset:
         for start in range(0, table.num_rows, batch_size):
             yield _texts(table.slice(start, batch_size), text).to_pylist()
 
-    def to_raw(self, keep_validation: bool = True) -> RawData:
-        """Back to raw data; without `keep_validation`, train has the validation queries, in their raw order."""
-        rows = {split: self.rows(split) for split in SPLITS}  # type: ignore[arg-type]
-        if not keep_validation:
-            rows["train"] = np.flatnonzero(self.split_N < SPLITS.index("test"))
-        if not keep_validation or not rows["validation"].size:
-            del rows["validation"]
-        queries = {split: self.queries.take(own) for split, own in rows.items()}
-        relevance, filters = ({s: m[own] for s, own in rows.items()} for m in (self.relevance, self.filter_pairs))
-        return RawData(self.name, queries, self.labels, relevance, filters)
-
     def __repr__(self) -> str:
         sizes = ", ".join(f"{self.rows(split).size:,} {split}" for split in SPLITS)  # type: ignore[arg-type]
         return f"XMCDataset({self.name!r}: {sizes}; {self.num_labels:,} labels; {self.relevance.nnz:,} pairs)"

@@ -42,16 +42,6 @@ class RawData:
     def num_labels(self) -> int:
         return self.labels.num_rows
 
-    def merged(self) -> RawData:
-        """The same with validation queries behind the training queries, for layouts of train and test."""
-        if "validation" not in self.queries:
-            return self
-        merged: dict[str, Any] = {}
-        for name, join in (("queries", pa.concat_tables), ("relevance", stack), ("filter_pairs", stack)):
-            parts = dict(getattr(self, name))
-            merged[name] = parts | {"train": join([parts["train"], parts.pop("validation")])}
-        return replace(self, **merged)
-
     def take(self, rows: dict[str, np.ndarray]) -> RawData:
         """The queries of these splits at these rows (of train, where a split is new), and their pairs."""
         taken: dict[str, Any] = {}
@@ -64,17 +54,19 @@ class RawData:
         return replace(self, **taken)
 
 
-def text_table(
-    uids: Sequence[str] | pa.Array, titles: Sequence[str] | pa.Array, contents: Sequence[str] | pa.Array | None = None
-) -> pa.Table:
-    """Columns to a table uid, title, content; without contents they are empty strings."""
-    if contents is None:
-        contents = pa.repeat(pa.scalar("", pa.large_string()), len(uids))
-    columns = [
-        column.cast(pa.large_string()) if isinstance(column, pa.Array | pa.ChunkedArray) else column
-        for column in (uids, titles, contents)
-    ]
-    return pa.table(dict(zip(TEXT_SCHEMA.names, columns, strict=True)), schema=TEXT_SCHEMA)
+def text_table(uids: Any, titles: Any = None, contents: Any = None) -> pa.Table:
+    """Columns (lists or Arrow arrays of texts) to a table uid, title, content; None: empty texts."""
+    none = pa.repeat(pa.scalar("", pa.large_string()), len(uids))
+    columns = [none if column is None else column for column in (uids, titles, contents)]
+    return pa.table(
+        [column.cast(pa.large_string()) if hasattr(column, "cast") else pa.array(column, pa.large_string())
+         for column in columns], schema=TEXT_SCHEMA,
+    )  # fmt: skip
+
+
+def row_uids(first: int, count: int) -> pa.Array:
+    """Row numbers from `first` on, as the uids of texts that have none."""
+    return pa.array(np.arange(first, first + count)).cast(pa.large_string())
 
 
 def stack(parts: Sequence[csr_matrix]) -> csr_matrix:

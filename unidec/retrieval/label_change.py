@@ -24,6 +24,7 @@ import pyarrow as pa
 from scipy.sparse import csr_matrix
 
 from unidec.data.storage import read_manifest
+from unidec.data.table_file import read_rows
 from unidec.data.tokens import encode_texts
 from unidec.errors import ConfigError, DataError
 from unidec.retrieval.bundle import Bundle
@@ -31,7 +32,6 @@ from unidec.retrieval.bundle_folder import KIND, VERSION, BundleLabels, Facts, K
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.scoring_space import LabelRows, unit_rows
-from unidec.retrieval.text_file import read_rows
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unidec.data.table_file import read_rows
 from unidec.errors import DataError
-from unidec.retrieval.text_file import read_rows, read_texts
+from unidec.retrieval.text_file import read_texts
 
 
 @dataclass(frozen=True)

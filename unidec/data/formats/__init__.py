@@ -1,4 +1,4 @@
-"""Raw data in, raw data out: one reader and one writer for every layout (docs/data.md shows each)."""
+"""Raw data in: one reader for every layout (docs/data.md shows each)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,15 +17,12 @@ from unidec.data.formats import beir, tables, xmc_json, xmc_text
 from unidec.data.formats.files import Lines, Source
 from unidec.data.formats.pairs import rows_of
 from unidec.data.raw import RawData, cut_test, make_slice
-from unidec.data.storage import file_sha256, swap_folder
+from unidec.data.storage import file_sha256
 from unidec.data.table_file import DEFAULT_BOUNDS
 from unidec.errors import DataError
 from unidec.sections import Data, RawBounds
 
-if TYPE_CHECKING:
-    from unidec.data.dataset import XMCDataset
-
-__all__ = ["LAYOUTS", "RawData", "find_rows", "make_slice", "read_raw", "read_section", "write_raw"]
+__all__ = ["LAYOUTS", "RawData", "find_rows", "make_slice", "read_raw", "read_section"]
 
 LAYOUTS: dict[str, Any] = {
     "xmc-json": xmc_json,
@@ -34,7 +31,7 @@ LAYOUTS: dict[str, Any] = {
     "beir": beir,
     "tables": tables,
 }
-"""Layout -> module or object with EXPECTED, NEEDS (names of files, one of each), read(source), write(raw, out)."""
+"""Layout -> module or object with EXPECTED, NEEDS (names of files, one of each), read(source)."""
 
 
 def read_raw(
@@ -103,25 +100,6 @@ def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple
     _check(source, raw)
     source.stop()
     return source, replace(raw, format=layout)
-
-
-def write_raw(data: RawData | XMCDataset, path: str | os.PathLike[str], format: str, **options: str) -> None:
-    """Write raw files of a layout into a new folder; "tables" takes the option kind: csv, tsv, parquet or jsonl.
-
-    What a layout cannot hold is left out (docs/data.md); validation queries become training queries then.
-
-    Raises:
-        DataError: an unknown layout, or a folder that is not empty.
-    """
-    if format not in LAYOUTS:
-        raise DataError("an unknown layout", where=str(path), got=format, expected=", ".join(LAYOUTS))
-    target = Path(path)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DataError("there is something already", where=str(target), fix="choose a new folder")
-    keep = getattr(LAYOUTS[format], "KEEPS_VALIDATION", False)
-    raw = data if isinstance(data, RawData) else data.to_raw(keep_validation=keep)
-    with swap_folder(target) as out:
-        LAYOUTS[format].write(raw if keep else raw.merged(), out, **options)
 
 
 def _detect(root: Path) -> str:

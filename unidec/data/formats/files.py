@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,9 @@ class Source:
 
     def note_rows(self, kind: str, at: tuple[str, Lines], rows: np.ndarray, detail: str, *columns: Any) -> None:
         """Faults at many rows of a file; `detail` is a format for the columns' values at a row."""
-        file, lines = at
         first = rows[:MAX_SAMPLES]
-        for row, line in zip(first.tolist(), lines(first).tolist() if len(first) else (), strict=True):
-            self.note(kind, file, line, detail.format(*(column[row] for column in columns)))
+        for row, line in zip(first.tolist(), at[1](first).tolist() if len(first) else (), strict=True):
+            self.note(kind, at[0], line, detail.format(*(column[row] for column in columns)))
         if len(rows) > MAX_SAMPLES:
             self.count[kind] += len(rows) - MAX_SAMPLES
 
@@ -100,14 +99,9 @@ class Source:
         name = self.name(path)
         return lambda what, line, got: self.note(what, name, line, got)
 
-    def line_blocks(self, path: Path) -> Iterator[tuple[int, pa.Array]]:
-        """The number of the first line, and a text a line (large_string), some megabytes at a time."""
+    def texts(self, path: Path) -> pa.ChunkedArray:
+        """A text a line, as large_string."""
         report = self.report(path)
         lines = read_lines(path, self.bounds)
-        rows = ((number, len(line), decode(line, number, report).removesuffix("\r")) for number, line in lines)
-        for numbers, texts in in_blocks(rows):
-            yield numbers[0], pa.array(texts, pa.large_string())
-
-    def texts(self, path: Path) -> pa.ChunkedArray:
-        """A text a line."""
-        return pa.chunked_array([texts for _, texts in self.line_blocks(path)], pa.large_string())
+        texts = (decode(line, number, report).removesuffix("\r") for number, line in lines)
+        return pa.chunked_array([pa.array(block, pa.large_string()) for block in in_blocks(texts)], pa.large_string())

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
+from array import array
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
 from unidec.data.formats.files import Lines, Source
 from unidec.data.formats.pairs import Pairs, read_filter_text
-from unidec.data.formats.tables import check_uids, write_objects
-from unidec.data.raw import TEXT_SCHEMA, RawData
-from unidec.data.table_file import json_blocks, json_texts
+from unidec.data.formats.tables import check_uids, read_table
+from unidec.data.raw import RawData, row_uids, text_table
 
-CHUNK = 16_384
 FILTERS = {
     "train": ("filter_labels_train.txt", "trn_filter_labels.txt"),
     "test": ("filter_labels_test.txt", "tst_filter_labels.txt"),
@@ -28,7 +26,7 @@ NEEDS = (("trn.json",), ("lbl.json",))
 
 
 def read(source: Source) -> RawData:
-    """Read the layout; faults are noted in `source.problems`."""
+    """Read the layout; faults are noted in the source."""
     labels, source.labels_at, _ = _read_objects(source, source.need("lbl.json"), "label", 0)
     queries, relevance, filters = {}, {}, {}
     offset = 0
@@ -52,31 +50,26 @@ def read_filters(source: Source, split: str, shape: tuple[int, int]) -> csr_matr
 
 def _read_objects(source: Source, path: Path, what: str, offset: int) -> tuple[pa.Table, tuple[str, Lines], Pairs]:
     """Texts, where they are, and the targets of queries; a row without a uid has its number from `offset` on."""
-    report, chunks = source.report(path), []
-    line_blocks, count_blocks = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    label_blocks, value_blocks = [np.zeros(0, np.int64)], [np.zeros(0)]
-    for lines, items in json_blocks(path, source.bounds, report):
-        uids = pa.array([str(item.get("uid", row)) for row, item in enumerate(items, offset)], pa.large_string())
-        texts = [json_texts(items, lines, name, report) for name in ("title", "content")]
-        chunks.append(pa.table([uids, *texts], TEXT_SCHEMA))
-        line_blocks.append(np.asarray(lines))
-        ind, rel = [], []
-        for item, line in zip(items, lines, strict=True) if what == "query" else ():
-            fault, labels, values = _targets(item)
-            if fault:
-                report(fault, line, "")
-            ind.append(labels)
-            rel.append(values)
-        count_blocks.append(np.fromiter(map(len, ind), np.int64, len(ind)))
-        label_blocks.append(np.fromiter(chain.from_iterable(ind), np.int64))
-        value_blocks.append(np.fromiter(chain.from_iterable(rel), np.float64))
-        offset += len(items)
-    line_N, counts = np.concatenate(line_blocks), np.concatenate(count_blocks)
-    table, at = pa.concat_tables([TEXT_SCHEMA.empty_table(), *chunks]), (source.name(path), line_N.__getitem__)
-    check_uids(source, table["uid"], at, what)
-    query_P = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    label_P, value_P = np.concatenate(label_blocks), np.concatenate(value_blocks)
-    return table, at, Pairs(source, (at[0], lambda p: line_N[query_P[p]]), query_P, label_P, value_P)
+    report, counts, labels, values = source.report(path), array("q"), array("q"), array("d")
+
+    def add_targets(item: dict[str, Any], line: int) -> None:
+        fault, ind, rel = _targets(item) if what == "query" else ("", [], [])
+        if fault:
+            report(fault, line, "")
+        counts.append(len(ind))
+        labels.extend(ind)
+        values.extend(rel)
+
+    found = read_table(source, path, (), ("uid", "title", "content"), add_targets)
+    numbers = row_uids(offset, found.num_rows)
+    uids = found.columns.get("uid", numbers)
+    texts = text_table(
+        pc.if_else(pc.equal(uids, ""), numbers, uids), found.columns.get("title"), found.columns.get("content")
+    )
+    check_uids(source, texts["uid"], found.at, what)
+    query_P = np.repeat(np.arange(found.num_rows, dtype=np.int32), np.asarray(counts))
+    at = (found.at[0], lambda p: found.at[1](query_P[p]))
+    return texts, found.at, Pairs(source, at, query_P, np.asarray(labels), np.asarray(values))
 
 
 def _targets(item: dict[str, Any]) -> tuple[str, list[int], list[float]]:
@@ -95,30 +88,3 @@ def _targets(item: dict[str, Any]) -> tuple[str, list[int], list[float]]:
 
 def _is_small(value: Any) -> bool:
     return type(value) is int and abs(value) < 2**62
-
-
-def write(raw: RawData, out: Path) -> None:
-    """Write the layout, byte-identically for the same data."""
-    write_objects(out / "lbl.json.gz", _objects(raw.labels, None))
-    for split, file in FILES.items():
-        if split in raw.queries:
-            write_objects(out / f"{file}.gz", _objects(raw.queries[split], raw.relevance[split]))
-    write_filters(raw, out)
-
-
-def _objects(table: pa.Table, relevance: Any) -> Iterator[dict[str, Any]]:
-    for start in range(0, table.num_rows, CHUNK):
-        for row, item in enumerate(table.slice(start, CHUNK).to_pylist(), start):
-            if relevance is not None:
-                own = slice(relevance.indptr[row], relevance.indptr[row + 1])
-                item["target_ind"] = relevance.indices[own].tolist()
-                item["target_rel"] = relevance.data[own].tolist()
-            yield item
-
-
-def write_filters(raw: RawData, out: Path) -> None:
-    """Write the filter files of train and test."""
-    for split, names in FILTERS.items():
-        if split in raw.filter_pairs:
-            pairs = raw.filter_pairs[split].tocoo()
-            np.savetxt(out / names[0], np.column_stack((pairs.row, pairs.col)), fmt="%d")

@@ -9,15 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from scipy.sparse import csr_matrix, save_npz
 
 from unidec.data.formats.files import Source, next_line
 from unidec.data.formats.pairs import read_npz, read_sparse_text
-from unidec.data.formats.xmc_json import read_filters, write_filters
-from unidec.data.raw import RawData, text_table
+from unidec.data.formats.xmc_json import read_filters
+from unidec.data.raw import RawData, row_uids, text_table
 from unidec.errors import DataError
 
 SHORT = {"train": "trn", "test": "tst"}
@@ -25,7 +22,7 @@ SHORT = {"train": "trn", "test": "tst"}
 
 @dataclass(frozen=True)
 class TextLayout:
-    """Names of the files, the first of each is written; {} is trn or tst. X.*.npz holds features: not read."""
+    """Names of the files; {} is trn or tst. X.*.npz holds features: not read."""
 
     EXPECTED: str
     labels: tuple[str, ...]
@@ -64,15 +61,6 @@ class TextLayout:
             offset += shape[0]
         return RawData(source.root.name, queries, labels, relevance, filters)
 
-    def write(self, raw: RawData, out: Path) -> None:
-        """Write the layout; line breaks in texts become spaces, contents and uids are left out."""
-        _write_texts(out / self.labels[0], raw.labels)
-        for split, short in SHORT.items():
-            if split in raw.queries:
-                _write_texts(out / self.queries[0].format(short), raw.queries[split])
-                _write_pairs(out / self.pairs[0].format(short), raw.relevance[split])
-        write_filters(raw, out)
-
 
 XMC_TEXT = TextLayout(
     "trn_X.txt, Y.txt (also in raw/), trn_X_Y.txt or Y.trn.npz (and the same with tst)",
@@ -94,20 +82,4 @@ def _named(patterns: tuple[str, ...], short: str) -> list[str]:
 
 def _table(source: Source, path: Path, offset: int) -> pa.Table:
     texts = source.texts(path)
-    return text_table(pc.cast(pa.array(np.arange(offset, offset + len(texts))), pa.large_string()), texts)
-
-
-def _write_texts(path: Path, table: pa.Table) -> None:
-    titles = pc.replace_substring_regex(table["title"], r"[\r\n]+", " ")
-    path.write_bytes("".join(f"{title}\n" for title in titles.to_pylist()).encode())
-
-
-def _write_pairs(path: Path, matrix: csr_matrix) -> None:
-    with open(path, "wb") as file:
-        if path.suffix == ".npz":
-            save_npz(file, matrix)  # zip entries have a fixed date: the same bytes
-            return
-        file.write(f"{matrix.shape[0]} {matrix.shape[1]}\n".encode())
-        pairs = [f"{i}:{v:.9g}" for i, v in zip(matrix.indices.tolist(), matrix.data.tolist(), strict=True)]
-        for first, last in zip(matrix.indptr[:-1].tolist(), matrix.indptr[1:].tolist(), strict=True):
-            file.write((" ".join(pairs[first:last]) + "\n").encode())
+    return text_table(row_uids(offset, len(texts)), texts)
