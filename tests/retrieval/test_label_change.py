@@ -127,7 +127,7 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 def test_every_format_gives_the_same(name: str, tmp_path: Path) -> None:
     found = read_labels(write(tmp_path / name, ROWS))
     assert [(item.uid, item.text, item.title) for item in found] == [tuple(row.values()) for row in ROWS]
-    lines = {"csv": [2, 4, 5], "tsv": [2, 4, 5], "jsonl": [1, 2, 3], "parquet": [0, 1, 2]}[name.split(".")[1]]
+    lines = {"csv": [2, 4, 5], "tsv": [2, 4, 5], "jsonl": [1, 2, 3], "parquet": [1, 2, 3]}[name.split(".")[1]]
     assert [item.where for item in found] == [f"{name}:{line}" for line in lines]
     assert [item.uid for item in read_labels(tmp_path / name)] == ["a", "7", "c d"]
 
