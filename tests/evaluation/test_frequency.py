@@ -9,7 +9,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 from unidec.errors import DataError
-from unidec.evaluation.frequency import doubling_histogram, frequency_bins, volume_bins
+from unidec.evaluation.frequency import frequency_bins, volume_bins
 from unidec.evaluation.metrics import evaluate
 
 
@@ -97,14 +97,3 @@ def test_what_does_not_fit_is_refused(change):
               "inverse_propensity_L": np.ones(2)} | change  # fmt: skip
     with pytest.raises(DataError, match="fit together"):
         frequency_bins(**values)
-
-
-def test_doubling_histogram_against_a_loop():
-    counts = [0, 0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 1024, 1025]
-    bars = doubling_histogram(counts)
-    assert sum(bars.values()) == len(counts)
-    for name, bar in bars.items():
-        low, _, high = name.partition("–")
-        assert bar == sum(int(low) <= count <= int(high or low) for count in counts), name
-    assert list(bars)[:6] == ["0", "1", "2", "3–4", "5–8", "9–16"] and list(bars)[-1] == "1025–2048"
-    assert doubling_histogram([]) == {"0": 0}

@@ -16,7 +16,7 @@ ROUNDS = [{"round": r, "epoch": 5 * r, "seconds": 60.0, "refresh": REFRESH, "tra
 
 
 def test_parts_of_a_round():
-    parts = {"cluster": [2.0] * 3, "mine": [3.0] * 3, "other refresh": [4.0] * 3, "train": [50.0] * 3}
+    parts = {"cluster": [2.0] * 3, "mine": [3.0] * 3, "train": [50.0] * 3}
     assert round_parts(ROUNDS) == parts and list(round_parts(ROUNDS)) == list(parts)
     assert round_parts([{"refresh": {"refresh_seconds": 2.0}, "train_seconds": 5.0}]) == {
         "refresh": [2.0],

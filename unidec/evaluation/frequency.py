@@ -82,15 +82,3 @@ def volume_bins(count_L: Any, num_bins: int) -> np.ndarray:
     bin_of_value = np.minimum((middle * num_bins).astype(np.int64), num_bins - 1)
     bin_of_value[values == 0] = num_bins - 1
     return bin_of_value[place_L]
-
-
-def doubling_histogram(count: Any) -> dict[str, int]:
-    """How many of the counts are 0, 1, 2, 3 to 4, 5 to 8, 9 to 16, ...: {"0": 7, "1": 3, "2": 0, "3–4": 5}.
-
-    Args:
-        count: int [any length], at least 0.
-    """
-    count = np.asarray(count, dtype=np.int64)
-    power = np.where(count > 0, np.ceil(np.log2(np.maximum(count, 1))).astype(np.int64) + 1, 0)
-    bars = np.bincount(power, minlength=1).tolist()
-    return {str(i) if i < 3 else f"{2 ** (i - 2) + 1}–{2 ** (i - 1)}": bar for i, bar in enumerate(bars)}

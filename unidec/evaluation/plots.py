@@ -17,7 +17,6 @@ TRAINING = (
     "step", "epoch", "seconds", "loss", "loss_de", "loss_clf", "lr_heads", "lr_clf", "lr_encoder", "lr_bag",
     "grad_norm", "pool_size", "positives_per_query", "texts_per_s", "tokens_per_s",
 )  # fmt: skip
-AFTER = ("train", "validation")  # parts of a round that follow its refresh
 
 
 def plots_csv(
@@ -76,19 +75,15 @@ def validation_records(rounds: Records) -> list[dict[str, Any]]:
 
 
 def round_parts(rounds: Records) -> dict[str, list[float]]:
-    """Seconds of each part of each round, by the part's name.
-
-    The parts of a refresh are its keys that end in "_seconds"; what they leave of `refresh_seconds` is "other refresh".
-    Then come "train" and "validation".
+    """Seconds of each part of each round, by the part's name: those of its refresh (keys that end in "_seconds"; the
+    whole where there are no others), then "train" and "validation".
     """
     refreshes = [r.get("refresh") or {} for r in rounds]
     keys = dict.fromkeys(key for refresh in refreshes for key in refresh if key.endswith("_seconds"))
-    keys.pop("refresh_seconds", None)
+    if len(keys) > 1:
+        keys.pop("refresh_seconds", None)
     parts = {key.removesuffix("_seconds").replace("_", " "): [finite(r, key) for r in refreshes] for key in keys}
-    rest = [max(0.0, finite(r, "refresh_seconds") - sum(finite(r, key) for key in keys)) for r in refreshes]
-    if any(second > 0.05 for second in rest):
-        parts["other refresh" if keys else "refresh"] = rest
-    for name in AFTER:
+    for name in ("train", "validation"):
         if any(f"{name}_seconds" in r for r in rounds):
             parts[name] = [finite(r, f"{name}_seconds") for r in rounds]
     return parts

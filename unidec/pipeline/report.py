@@ -14,7 +14,6 @@ import numpy as np
 from unidec.config import Params, flatten
 from unidec.data.dataset import XMCDataset
 from unidec.evaluation.baselines import Baselines, verdict
-from unidec.evaluation.frequency import doubling_histogram
 from unidec.evaluation.report import ReportInput
 from unidec.evaluation.significance import Comparison
 from unidec.metric_names import BASELINES, GROUPS
@@ -84,7 +83,6 @@ def report_input(
         right=_examples(found, correct, correct[:, 0]),
         wrong=_examples(found, correct, wrong),
         card=_card(params, dataset),
-        distributions=_distributions(dataset),
         params=flatten(params),
         lineage={key: value for key, value in lineage.items() if value},
     )
@@ -110,17 +108,6 @@ def _card(params: Params, dataset: XMCDataset) -> dict[str, Any]:
         "labels without a training query": int((propensity.counts_L == 0).sum()),
         "propensity A, B": f"{params.data.propensity_a}, {params.data.propensity_b}",
     }  # fmt: skip
-
-
-def _distributions(dataset: XMCDataset) -> list[dict[str, Any]]:
-    """How labels and training queries are distributed."""
-    train_N = np.diff(dataset.relevance.indptr)[dataset.rows("train")]
-    return [
-        {"title": "Labels by their training queries", "x": "training queries", "y": "labels",
-         "bars": doubling_histogram(paths.open_propensity().counts_L)},
-        {"title": "Training queries by their labels", "x": "labels", "y": "queries",
-         "bars": doubling_histogram(train_N)},
-    ]  # fmt: skip
 
 
 def _examples(found: Evaluated, correct: np.ndarray, mask: np.ndarray) -> list[dict[str, Any]]:
