@@ -67,8 +67,13 @@ def host_peak() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, kilobytes elsewhere
 
 
-def device_peak() -> int | None:
-    """The most bytes that tensors took on the GPU at once; None without one."""
+def memory_used() -> dict[str, float]:
+    """The most memory that this process, and its tensors on the GPU, took at once: GiB by "host_used_gib" and
+    "device_used_gib". The host's includes pages of memory-mapped files and the copy that a checkpoint is written from.
+    """
     import torch
 
-    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else None
+    used = {"host_used_gib": host_peak()}
+    if torch.cuda.is_available():
+        used["device_used_gib"] = torch.cuda.max_memory_allocated()
+    return {name: peak / (1 << 30) for name, peak in used.items()}

@@ -1,22 +1,296 @@
-"""`unidec plan` and the check before a training: on a working folder, and by hand for data that is not here."""
+"""`unidec plan` and the check before a training: state to the byte, steps against what tensors take, what would fit."""
 
 import json
 import sys
-from pathlib import Path
 
+import numpy as np
 import pytest
 
 from unidec import cli
 from unidec.config import Params, with_settings
+from unidec.data.dataset import write_dataset
+from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ArtifactError, ConfigError
+from unidec.model import full_bce, hinge
+from unidec.model.encoder import TransformerEncoder
 from unidec.pipeline import data as data_stages
-from unidec.pipeline import paths, step_timing
-from unidec.pipeline.memory import empty_encoder, estimate
-from unidec.pipeline.plan import REMEDIES, TRAINING, advise, check_fits, memory_figures, plan_memory, stored_sizes
-from unidec.pipeline.step_sizes import Sizes
+from unidec.pipeline import paths, plan
+from unidec.pipeline.plan import (
+    MARGIN,
+    REMEDIES,
+    TRAINING,
+    Amount,
+    Estimate,
+    Formulas,
+    Sizes,
+    advise,
+    check_fits,
+    empty_encoder,
+    estimate,
+    plan_memory,
+    stored_sizes,
+)
+from unidec.training import trainer as trainer_module
 
-BY_HAND = ["--labels", "1300000", "--queries", "2248619", "--tokens", "32", "--no-measure"]
+ALL, ONE, FROZEN = ({"encoder.kind": "transformer", "encoder.trainable_layers": layers} for layers in (-1, 1, 0))
+BY_HAND = ["--labels", "1300000", "--queries", "2248619", "--tokens", "32"]
 GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def data(helper, tiny_bert, tmp_path_factory):
+    """1,080 training queries, 400 labels and their token caches: steps large enough to drown what every step has."""
+    root = tmp_path_factory.mktemp("memory")
+    dataset = write_dataset(root / "dataset", helper("conftest").make_raw(1200, 100, 400, seed=1), validation_share=0.1)
+    tokens = [
+        TokenCache.open(build_token_cache(dataset.text_batches(name), tiny_bert, 16, root / name, size))
+        for name, size in (("queries", dataset.num_queries), ("labels", dataset.num_labels))
+    ]
+    return dataset, tokens
+
+
+@pytest.fixture
+def live(helper):
+    """Counts the bytes of tensors that live."""
+    return helper("training/live_bytes").LiveBytes()
+
+
+def formulas(params, dataset, tokens):
+    half = params.optim.precision == "bf16"
+    return Formulas(params, Sizes.of(dataset, *tokens), empty_encoder(params.encoder.name), False, half)
+
+
+def by_name(amounts):
+    return {amount.name: amount.num_bytes for amount in amounts}
+
+
+# -- state: exact ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"model.clf_bias": True},
+        {"model.heads": "de", "encoder.residual": True},
+        {"model.heads": "clf", "optim.clf_state": "adagrad", "model.learn_temperature": True},
+        {"model.clf_dtype": "bf16", "optim.clf_state": "sgd", "pool.clf_labels": "all"},
+        {"model.clf_dtype": "bf16", "optim.clf_state": "adam", "model.clf_bias": True, **FROZEN},
+        {"model.clf_dtype": "bf16", "optim.clf_state": "adagrad", "run.table_place": "disk", **ONE},
+        {"run.table_place": "host", "encoder.kind": "both", "encoder.trainable_layers": -1},
+        {"encoder.kind": "both", "encoder.frozen": True},
+        {"encoder.kind": "both", "encoder.bag_words": 77},
+        {"encoder.kind": "both", "encoder.trainable_layers": 2, "distilbert": True},
+        {**ALL, "distilbert": True, "run.recompute": True},
+    ],
+    ids=str,
+)
+def test_weights_and_state_are_exact(overrides, open_trainer, tiny_distilbert):
+    overrides = dict(overrides)
+    if overrides.pop("distilbert", False):
+        overrides["encoder.name"] = str(tiny_distilbert)
+    trainer = open_trainer(**overrides, **{"optim.epochs": 1, "pool.refresh": 1})
+    trainer.refresh()
+    trainer.train_round()
+    params = Params.model_validate(trainer.settings.everything)
+    found = formulas(params, trainer.dataset, list(trainer.tokens.values()))
+
+    weights = dict(trainer.model.named_parameters())
+    dense = [p for name, p in weights.items() if not name.endswith(plan._TABLES)]
+    adamw = trainer.optimisers.adamw.state
+    moments = sum(adamw[p][key].nbytes for p in dense if p in adamw for key in ("exp_avg", "exp_avg_sq"))
+    rows = trainer.optimisers.row_states()
+    of_rows = {name: sum(x.nbytes for x in tensors.values()) for name, tensors in rows.items()}
+    bag = sum(size for name, size in of_rows.items() if name.startswith("encoder."))
+    real = {
+        "encoder and heads": sum(p.nbytes for p in dense) + moments,
+        "token table": bag,
+        "classifier rows": sum(of_rows.values()) - bag,
+    }
+    assert by_name(found.state()) == real
+    gradients = sum(p.nbytes for p in dense if p.requires_grad)
+    assert by_name(found.step())["gradients"] == gradients
+    assert trainer.model.encoder.width == found.width
+    # a checkpoint holds these tensors, AdamW's step counts and torch's random state
+    trainer.writer.wait()
+    newest = max((trainer.run_dir / "checkpoints").glob("step-*"))
+    stored = sum(file.stat().st_size for file in newest.glob("*.safetensors"))
+    assert sum(real.values()) < stored < sum(real.values()) + 40_000
+
+
+@pytest.mark.parametrize(("name", "millions"), [("distilbert-base-uncased", 66.4), ("bert-base-uncased", 108.9)])
+def test_parameters_of_the_known_encoders(name, millions):
+    """As their model cards state them, without the pooling head."""
+    count = sum(p.numel() for p in empty_encoder(name).parameters())
+    assert round(count / 1e6, 1) == millions
+    with pytest.raises(ConfigError, match="more layers"):
+        TransformerEncoder(empty_encoder(name), "mean", 13)
+
+
+def test_encoders_by_folder(tmp_path, tiny_bert):
+    found = empty_encoder(str(tiny_bert))
+    assert found.config.num_hidden_layers == 3 and all(p.device.type == "meta" for p in found.parameters())
+    with pytest.raises(ArtifactError):
+        empty_encoder(str(tmp_path))
+
+
+def test_ranks_share_the_classifier_alone(data, tiny_params):
+    alone, three = (by_name(formulas(tiny_params(**{"run.devices": n}), *data).state()) for n in (1, 3))
+    assert three.pop("classifier rows") == 134 * 16 * 12 and alone.pop("classifier rows") == 400 * 16 * 12
+    assert alone == three  # 134 of 400 labels: the largest part
+
+
+# -- a step: an upper estimate -----------------------------------------------------------------------------------------
+
+PEAKS = {
+    "bag": {},
+    "bag, dual encoder": {"model.heads": "de"},
+    "bag, all labels": {"pool.clf_labels": "all", "model.heads": "clf", "pool.eta": 0},
+    "frozen": FROZEN,
+    "both": {"encoder.kind": "both", "encoder.trainable_layers": -1},
+    "bert": ALL,
+    "bert, recomputed": {**ALL, "run.recompute": True},
+    "bert, one layer": ONE,
+    "distilbert, half": {**ALL, "distilbert": True, "optim.precision": "bf16"},
+    "residual": {"encoder.residual": True, "encoder.dropout": 0.1},
+    "half rows, adagrad": {"model.clf_dtype": "bf16", "optim.clf_state": "adagrad"},
+    "all labels' texts": {"model.heads": "de", "pool.de_labels": "all"},
+    "all labels' texts, bert": {"model.heads": "de", "pool.de_labels": "all", **ALL},
+    "bert, cached": {"pool.de_labels": "all", "optim.encode_chunk": 64, **ALL},
+    "bert, cached, recomputed": {"optim.encode_chunk": 64, "run.recompute": True, **ALL},
+    "bag, cached": {"pool.de_labels": "all", "optim.encode_chunk": 64},
+    "bce over all labels": {"model.heads": "clf", "pool.clf_labels": "all", "loss.clf": "bce", "loss.clf_bce": 0.0},
+    "residual rows": {"model.heads": "clf", "model.clf_residual": True},
+    "soft top-k": {"model.heads": "de", "loss.de": "softtopk", "loss.de_forward": 1.0, "pool.de_labels": "all"},
+    "hinge": {"model.heads": "clf", "loss.clf": "hinge", "loss.clf_bce": 0.0, "pool.clf_labels": "all"},
+    "frozen bag": {"encoder.frozen": True, "model.heads": "clf", "pool.clf_labels": "all"},
+    "frozen both, dropout": {"encoder.kind": "both", "encoder.frozen": True, "encoder.dropout": 0.2},
+    "a bag of the start": {"encoder.kind": "both", "encoder.bag_head": 4, "encoder.dropout": 0.2},
+    "triplet": {"model.heads": "de", "loss.de": "triplet"},
+    "hardest": {"model.heads": "de", "loss.de": "triplet", "loss.triplet_negatives": "hardest"},
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_of_training_steps(name, data, live, tiny_params, tiny_distilbert, tmp_path, monkeypatch):
+    """All tensors of two steps on a processor: estimated at most 5% too low, and at most three times too high."""
+    monkeypatch.setattr(trainer_module, "LOG_EVERY", 1)
+    overrides = {"pool.batch_size": 300, "optim.epochs": 1, "pool.refresh": 1, "run.checkpoint_minutes": 0.0}
+    overrides |= PEAKS[name]
+    if overrides.pop("distilbert", False):
+        overrides["encoder.name"] = str(tiny_distilbert)
+    params, (dataset, tokens) = tiny_params(**overrides), data
+    trainer = trainer_module.Trainer(
+        params.training, trainer_module.TrainingData(dataset, *tokens), tmp_path / "run", tmp_path / "cache"
+    )
+    trainer.refresh()
+    trainer.made = trainer_module.Refresh.load(trainer._refresh_folder(0), 0)
+    trainer.model.train()
+    batches = sorted(trainer.made.batches(trainer.rows, params.pool.batch_size, 0, 0), key=len)[-2:]
+    for rows in trainer.optimisers.row_states().values():
+        for tensor in rows.values():
+            live.add(tensor)
+    for tensor in trainer.model.parameters():
+        live.add(tensor)
+    pools = []
+    with live:
+        for number, rows in enumerate(batches):  # the second with AdamW's moments
+            batch = trainer.prepare(rows, number)
+            pools.append(len(batch.pool.pool_S))
+            trainer.train_step(batch)
+            trainer.step += 1
+            del batch
+
+    found = formulas(params, dataset, tokens)
+    assert np.diff(trainer.made.offsets).max() <= found.queries
+    assert max(pools) <= max(found.de_labels, found.clf_labels)
+    planned = sum(amount.num_bytes for amount in (*found.state(), *found.step()))
+    assert 0.95 * live.peak <= planned <= 3 * live.peak
+
+
+def test_constants_of_the_code():
+    assert plan._FULL_BCE_CHUNK == full_bce.CHUNK
+    assert plan._TRIPLET_BLOCK == hinge._TripletAll.BLOCK
+
+
+def test_a_frozen_transformer_keeps_nothing(data, tiny_params):
+    assert not by_name(formulas(tiny_params(**FROZEN), *data).step())["activations"]
+
+
+def test_logits_of_all_labels_are_not_counted_if_they_are_not_held(tiny_params):
+    sizes, shape = Sizes.given(1_000_000, 100_000, 8), empty_encoder("distilbert-base-uncased")
+    of_all = {"model.heads": "clf", "pool.clf_labels": "all", "pool.batch_size": 512, "loss.clf_bce": 0.0}
+    bce, softmax = (
+        by_name(Formulas(tiny_params(**of_all, **{"loss.clf": loss}), sizes, shape, True, False).step())
+        for loss in ("bce", "ds")
+    )
+    assert bce["logits and losses"] < 0.03 * softmax["logits and losses"]
+
+
+def test_sizes_follow_what_the_heads_see(data, tiny_params):
+    num_labels = data[0].num_labels
+
+    def found(**overrides):
+        return formulas(tiny_params(**overrides), *data)
+
+    plain, every = found(), found(**{"pool.de_labels": "all"})
+    assert plain.de_labels < every.de_labels == num_labels
+    assert plain.clf_labels == every.clf_labels == plain.de_labels
+    assert every.texts - plain.texts == every.de_labels - plain.de_labels
+    assert plain.shortlist > 0 and not found(**{"pool.de_labels": "all", "model.heads": "de"}).shortlist
+    alone = found(**{"model.heads": "clf"})
+    assert alone.texts == alone.queries
+    assert found(**{"model.heads": "clf", "model.clf_residual": True}).texts == alone.queries + alone.clf_labels
+    part = found(**{"pool.de_labels": "all", "optim.encode_chunk": 50})
+    assert part.texts == every.texts and part.held == 50 and every.held == every.texts
+    assert part.held_padded == 50 * max(int(lengths.lengths().max()) for lengths in data[1])
+    half = found(**{"pool.gandalf": True, "label_graph.share": 0.5})
+    assert half.rows == plain.rows + num_labels // 2
+
+
+def test_degenerate_sizes(tiny_params):
+    params = tiny_params(**{"pool.batch_size": 512})
+    shape = empty_encoder(params.encoder.name)
+    for labels, queries, tokens in ((1, 1, 1), (1, 5000, 512), (10**9, 1, 32)):
+        found = estimate(params, Sizes.given(labels, queries, tokens), shape, cuda=True, half=True, process=1)
+        assert all(amount.num_bytes > 0 for amount in found.amounts)
+
+
+def test_places(tiny_params, data):
+    """Without a GPU nothing is on a device; a table moves with its optimiser state."""
+    sizes = Sizes.of(data[0], *data[1])
+
+    def planned(cuda, **overrides):
+        params = tiny_params(**overrides)
+        return estimate(params, sizes, empty_encoder(params.encoder.name), cuda=cuda, half=False, process=1000)
+
+    here, there = planned(False), planned(True)
+    assert here.peak("device")[1] == 0 and there.peak("device")[1] > 0
+    assert here.state_bytes == there.state_bytes
+    for place in ("host", "disk"):
+        moved = planned(True, **{"run.table_place": place})
+        assert next(i.place for i in moved.amounts if i.name == "classifier rows") == place
+        assert moved.peak("device")[1] < there.peak("device")[1]
+
+
+def test_places_and_phases_of_an_estimate():
+    found = Estimate(
+        (Amount("a", "device", 100), Amount("b", "device", 50, "step"),
+         Amount("c", "device", 70, "refresh"), Amount("d", "disk", 7)), "cuda",
+    )  # fmt: skip
+    assert found.peak("device") == ("refresh", 170)
+    assert found.peak("device", ["step", "always"]) == ("step", 150)
+    assert found.peak("host")[1] == 0 and found.peak("disk")[1] == 7
+    exact = int(170 / (1 - MARGIN)) + 1
+    assert found.shortages({"device": exact - 2, "disk": 1000}) == {"device": 170 / (exact - 2)}
+    assert not found.shortages({"device": exact, "disk": 1000}) and not found.shortages({"device": None})
+    assert not found.shortages({"device": 160}, ["step"])
+
+
+def test_amounts_in_words():
+    assert plan.gib(0) == "0.00 MiB" and plan.gib(1 << 30) == "1.00 GiB" and plan.gib(5 << 20) == "5.00 MiB"
+
+
+# -- on a working folder, and by hand ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -42,11 +316,18 @@ def run_cli(monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def papers(tmp_path, monkeypatch):
+    """A folder with the papers' setting, and no data."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu\nmodel: {dim: 256}\npool: {batch_size: 1098}\n")
+
+
 def test_the_training_here_fits(ingested):
     params = ingested.params()
-    planned = check_fits(params)
-    assert planned is not None and not planned.short
-    assert planned.estimate.device == "cpu"
+    check_fits(params)
+    planned = plan_memory(params)
+    assert not planned.short and planned.estimate.device == "cpu" and planned.lines()[-1] == "fits"
     sizes = stored_sizes(params)
     assert (sizes.num_queries, sizes.num_train, sizes.num_labels) == (2500, 1900, 4497)
 
@@ -54,46 +335,24 @@ def test_the_training_here_fits(ingested):
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_what_does_not_fit_is_refused_with_what_would(ingested, place):
     params = ingested.params(**{"pool.batch_size": 2048})
-    plan = plan_memory(params).estimate
-    needed = plan.peak(place, phases=TRAINING)[1]  # the index is made later, on another machine if need be
+    needed = plan_memory(params).estimate.peak(place, TRAINING)[
+        1
+    ]  # the index is made later, on another machine if need be
     enough = int(needed / 0.95) + (64 << 20)
     check_fits(params, {place: enough})
     with pytest.raises(ConfigError) as error:
-        check_fits(params, {place: needed - 1})
+        check_fits(params, {place: needed - (64 << 20)})
     assert all(word in str(error.value) for word in ("does not fit", "got:", "expected:", "fix:", "unidec plan"))
-    assert check_fits(with_settings(params, {"run.check_memory": False}), {"host": 1}) is None
+    check_fits(with_settings(params, {"run.check_memory": False}), {"host": 1})
 
 
 def test_advice_of_the_error_makes_it_fit(ingested):
     """A GPU by its size alone: the error names a setting, and with it the check passes."""
-    params = ingested.params(**{"pool.batch_size": 2048, "encoder.kind": "transformer", "encoder.trainable_layers": -1})
+    params = ingested.params(**{"pool.batch_size": 2048, **ALL})
     needed = plan_memory(params, free={"device": 1}).estimate.peak("device")[1]
     with pytest.raises(ConfigError, match="recompute=true"):
         check_fits(params, {"device": needed})
     check_fits(with_settings(params, {"run.recompute": True}), {"device": needed})
-
-
-def test_used_beside_planned(ingested):
-    figures = memory_figures(ingested.params())
-    assert set(figures) == {"host_planned_gib", "host_used_gib"}
-    assert all(value > 0.01 for value in figures.values())
-
-
-def test_a_small_training_is_one_line(ingested, run_cli):
-    import yaml
-
-    Path("small.yaml").write_text(yaml.safe_dump(ingested.params().model_dump(mode="json")))
-    command = ["plan", "--params", "small.yaml", "--no-measure", "--host-memory", "64GiB", "--disk", "64GiB"]
-    code, out, _ = run_cli(*command)
-    (line,) = out.splitlines()
-    assert code == 0 and line.startswith("fits: host memory ") and " of 64.00 GiB" in line and "--terms" in line
-    code, whole, _ = run_cli(*command, "--terms")
-    assert code == 0 and "classifier table" in whole and whole.rstrip().endswith("fits")
-    code, out, _ = run_cli(*command, "--json")
-    assert code == 0 and json.loads(out)["fits"] is True
-    needed = json.loads(out)["peaks"]["host"]["needed_bytes"]
-    code, tight, _ = run_cli(*command[:-4], "--host-memory", f"{int(1.5 * needed)}B", "--disk", "64GiB")
-    assert code == 0 and "classifier table" in tight, "more than half of what is free: every amount"
 
 
 def test_nothing_ingested(tmp_path, monkeypatch, in_work):
@@ -102,65 +361,27 @@ def test_nothing_ingested(tmp_path, monkeypatch, in_work):
         plan_memory(in_work.params(**{"encoder.name": str(in_work.folder / "bert")}))
 
 
-def test_by_hand(run_cli, tmp_path, monkeypatch):
+def test_by_hand(run_cli, papers):
     """The papers' 1.3M setting needs no data and no encoder here; what is too large ends with exit code 1."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu\nmodel: {dim: 256}\npool: {batch_size: 1098}\n")
-    roomy = ["--host-memory", "256GiB", "--disk", "1TB"]
-    code, out, _ = run_cli("plan", *BY_HAND, *roomy, "--device-memory", "44.7GiB")
-    assert code == 0 and out.rstrip().endswith("fits")
-    assert "classifier table" in out and "GPU memory: " in out
-    code, out, _ = run_cli("plan", *BY_HAND, *roomy, "--device-memory", "16GiB")
+    code, out, _ = run_cli("plan", *BY_HAND, "--device-memory", "44.7GiB")
+    assert code == 0 and out.splitlines()[-1] == "fits" and "classifier rows" in out and "GPU memory: " in out
+    code, out, _ = run_cli("plan", *BY_HAND, "--device-memory", "16GiB")
     lines = out.splitlines()
     assert code == 1 and lines[-2].startswith("does not fit: GPU memory")
-    assert lines[-1].startswith("would fit:  --set run.recompute=true")
-    code, out, _ = run_cli("plan", *BY_HAND, *roomy, "--device-memory", "16GiB", "--json")
+    assert lines[-1] == "fix: --set run.recompute=true"
+    code, out, _ = run_cli("plan", *BY_HAND, "--device-memory", "16GiB", "--json")
     result = json.loads(out)
-    assert code == 1 and result["advice"] == {"settings": {"run.recompute": True}, "fits": True}
-    assert 4 < result["state_bytes"] / GIB < 6 and result["facts"]["batch_queries"] == 1098
-    assert {item["place"] for item in result["amounts"]} == {"device", "host", "disk"}
+    assert code == 1 and result["advice"] == {"run.recompute": True} and not result["fits"]
+    assert 4 < result["state_bytes"] / GIB < 6 and result["peaks"]["device"]["phase"] == "step"
+    assert {item["place"] for item in result["estimate"]["amounts"]} == {"device", "host", "disk"}
 
 
-def test_mistakes_by_hand(run_cli, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu\n")
+def test_mistakes_by_hand(run_cli, papers):
     code, _, errors = run_cli("plan", "--labels", "5")
     assert code == 2 and "--queries" in errors
-    code, _, errors = run_cli("plan", *BY_HAND, "--device-memory", "much")
-    assert code == 2 and "16GiB" in errors
-    (tmp_path / "config.json").write_text("{}")
-    code, _, errors = run_cli("plan", *BY_HAND, "--encoder-config", "config.json")
-    assert code == 2 and "not a transformer" in errors
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {},
-        {"encoder.kind": "both"},
-        {"encoder.kind": "transformer", "encoder.trainable_layers": 1, "model.heads": "de", "index.clf_weight": 1.0},
-        {"pool.de_labels": "all", "pool.clf_labels": "pool", "optim.encode_chunk": 16, "model.clf_residual": True},
-        {"encoder.frozen": True, "encoder.residual": False, "encoder.bag_dropout": 0.0, "pool.cluster_start": 4},
-    ],
-    ids=str,
-)
-def test_measured_times(in_work, overrides, monkeypatch):
-    """Real steps on random ids, without data."""
-    monkeypatch.setattr(step_timing, "SECONDS", 1e9)  # whole batches, however busy the machine is
-    params = in_work.params(**overrides, **{"pool.batch_size": 32, "pool.size": 64})
-    found = step_timing.measure(params, Sizes.given(500, 320, 6, vocab_size=400))
-    assert found.how.startswith("measured") and found.step > 0
-    assert found.epoch == pytest.approx(16 * found.step)  # clusters of 20
-    assert found.total == pytest.approx(params.optim.epochs * found.epoch)
-    assert [line.partition(":")[0] for line in found.lines()] == ["step", "epoch", "all epochs"]
-
-
-def test_mistakes_in_sizes(run_cli, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu\n")
-    for text in ("GiB", "16XB", "16 gigs"):
+    for text in ("much", "GiB", "16XB", "16 gigs"):
         code, _, errors = run_cli("plan", *BY_HAND, "--device-memory", text)
-        assert code == 2 and "not a size of memory" in errors
+        assert code == 2 and "not a size of memory" in errors and "16GiB" in errors
 
 
 # -- advice ------------------------------------------------------------------------------------------------------------
@@ -170,15 +391,9 @@ PAPER = Sizes.given(1_300_000, 2_248_619, 32)
 
 def paper_params(**overrides):
     """LF-AmazonTitles-1.3M as the papers train it."""
-    values = {
-        "encoder": {"name": "distilbert-base-uncased", "kind": "transformer", "trainable_layers": -1},
-        "model": {"dim": 256},
-        "pool": {"batch_size": 1098, "size": 3000},
-    }
-    for key, value in overrides.items():
-        section, name = key.split(".")
-        values.setdefault(section, {})[name] = value
-    return Params.model_validate(values)
+    values = {"encoder.name": "distilbert-base-uncased", **ALL, "model.dim": 256, "pool.batch_size": 1098,
+              "pool.size": 3000}  # fmt: skip
+    return with_settings(Params(), values | overrides)
 
 
 def plan_of(params, sizes=PAPER):
@@ -192,27 +407,29 @@ def roomy(device_gib):
 
 def test_the_papers_setting():
     """1,098 queries, 3,000 labels; the state is some 5 GiB, the step fits the 48 GB card of the papers."""
-    plan = plan_of(paper_params())
-    assert (plan.facts["batch_queries"], plan.facts["pool_labels"]) == (1098, 3000)
-    assert 4 * GIB < plan.state_bytes < 6 * GIB
-    assert not plan.shortages(roomy(44.7)) and plan.shortages(roomy(24))
+    found = plan_of(paper_params())
+    assert found.step == "1,098 queries, 3,000 labels, bf16"
+    assert 4 * GIB < found.state_bytes < 6 * GIB
+    assert not found.shortages(roomy(44.7)) and found.shortages(roomy(24))
 
 
-@pytest.mark.parametrize("device", [0.1, 2, 4, 5, 8, 12, 16])
+@pytest.mark.parametrize("device", [0.1, 3, 5, 8, 12, 16])
 @pytest.mark.parametrize("sizes", [PAPER, Sizes.given(20_000_000, 100_000, 16)], ids=["1.3M", "20M"])
 def test_taking_the_advice_makes_it_fit(device, sizes):
     """The mildest single setting that is enough, else several."""
     free, params = roomy(device), paper_params(**{"pool.eta": 0, "pool.batches": "random"})
+
+    def fits(settings):
+        changed = with_settings(params, settings)
+        return changed is not None and not plan_of(changed, sizes).shortages(free, TRAINING)
+
     advised = advise(params, free, lambda other: plan_of(other, sizes), TRAINING)
-    changed = plan_of(with_settings(params, advised.settings), sizes)
-    assert changed == advised.estimate
-    assert bool(changed.shortages(free, TRAINING)) != advised.fits
-    assert advised.fits == (device >= 2)
-    single = [remedy for remedy in REMEDIES if (other := with_settings(params, remedy))
-              and not plan_of(other, sizes).shortages(free, TRAINING)]  # fmt: skip
-    assert not single or advised.settings == single[0]
+    assert (advised is not None) == (device >= 3)
+    assert advised is None or fits(advised)
+    single = next((remedy for remedy in REMEDIES if fits(remedy)), advised)
+    assert advised == single
     if device == 12 and sizes is PAPER:
-        assert str(advised) == "--set run.recompute=true"
+        assert advised == {"run.recompute": True}
 
 
 def test_450_million_labels_on_one_card():
@@ -221,13 +438,13 @@ def test_450_million_labels_on_one_card():
               "pool.batch_size": 2048, "model.clf_init": "normal"}  # fmt: skip
     card = {"device": int(141e9)}
     for state, gigabytes in (("adagrad", 59.4), ("sgd", 57.6)):
-        plan = plan_of(paper_params(**common, **{"model.clf_dtype": "bf16", "optim.clf_state": state}), sizes)
-        assert plan.named("classifier table", "classifier state") == pytest.approx(gigabytes * 1e9, rel=0.001)
-        assert not plan.shortages(card)
+        found = plan_of(paper_params(**common, **{"model.clf_dtype": "bf16", "optim.clf_state": state}), sizes)
+        assert by_name(found.amounts)["classifier rows"] == pytest.approx(gigabytes * 1e9, rel=0.001)
+        assert not found.shortages(card)
     adam = paper_params(**common)
     assert plan_of(adam, sizes).shortages(card)
     advised = advise(adam, card, lambda params: plan_of(params, sizes), TRAINING)
-    assert advised.fits and not plan_of(with_settings(adam, advised.settings), sizes).shortages(card)
+    assert advised is not None and not plan_of(with_settings(adam, advised), sizes).shortages(card)
 
 
 def test_every_remedy_is_a_valid_setting_that_shrinks_something():
@@ -244,4 +461,3 @@ def test_every_remedy_is_a_valid_setting_that_shrinks_something():
         assert (
             after.peak("device", ["step"]) < before.peak("device", ["step"]) or after.state_bytes < before.state_bytes
         )
-    assert with_settings(params, {"pool.size": 3}) is None  # in conflict with the batch

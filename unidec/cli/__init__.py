@@ -130,35 +130,22 @@ def compare(
 
 @command(
     app, "unidec plan", "unidec plan --set run.table_place=host --json",
-    "unidec plan --set recipe=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB "
-    "--no-measure",
+    "unidec plan --set recipe=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB",
 )  # fmt: skip
 def plan(
     params: Params,
     labels: Annotated[int | None, typer.Option(min=1, help="sizes by hand instead of data/dataset: labels")] = None,
     queries: Annotated[int | None, typer.Option(min=1, help="training queries")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="tokens of each text")] = None,
-    pairs: Annotated[int | None, typer.Option(min=0, help="positive pairs; by default 5 a query")] = None,
-    encoder_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="config.json of an encoder that is not on this machine")
-    ] = None,
     device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="plan for a GPU of this size: 16GiB")
+        str | None, typer.Option(metavar="SIZE", help="compare with a GPU of this size alone: 16GiB")
     ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="host memory, instead of what is free")
-    ] = None,
-    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="disk, instead of what is free")] = None,
-    measure: Annotated[bool, typer.Option(help="time a few real steps on random ids, on this machine")] = True,
-    terms: Annotated[bool, typer.Option("--terms", help="every amount, also of a training that fits easily")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Memory and time of a training before it starts, term by term, and what would fit; exit code 1: too large."""
-    from unidec.pipeline.plan import Place, plan_command
+    """Memory of a training before it starts, and settings that would fit; exit code 1: too large."""
+    from unidec.pipeline.plan import plan_command
 
-    sizes = {"labels": labels, "queries": queries, "tokens": tokens, "pairs": pairs}
-    free: dict[Place, str | None] = {"device": device_memory, "host": host_memory, "disk": disk}
-    sys.exit(0 if plan_command(params, sizes, free, encoder_config, measure, as_json, terms) else 1)
+    sys.exit(0 if plan_command(params, labels, queries, tokens, device_memory, as_json) else 1)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -1,44 +1,64 @@
-"""The memory of a training: estimated (`unidec plan`), checked before it starts, compared with what was used."""
+"""Memory of a training: what it needs, whether that fits here, and settings that would fit (`unidec plan`).
+
+Weights, tables and their optimisers' state are exact: counted on the model itself, built without memory. All the rest
+is an upper estimate: parts are added up although some never coincide. Memory-mapped files are not counted, since the
+system drops their pages if needed.
+
+Legend: L labels, n training queries, H mined negatives a query, D width of a head, W width of the encoder, h and i
+widths of the transformer and of its feed-forward layers.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
-from functools import cache
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from unidec.config import Params, with_settings
+from unidec.data.dataset import XMCDataset
+from unidec.data.tokens import CHUNK_TEXTS, Tokens
 from unidec.errors import ConfigError
-from unidec.machine import available_device, available_disk, available_host, device_peak, host_peak, resident
+from unidec.machine import available_device, available_disk, available_host, resident
+from unidec.model.encoder import TextEncoder, transformer_options
+from unidec.model.sources import resolve_encoder
+from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
-from unidec.pipeline.memory import (
-    GIB,
-    MARGIN,
-    PHASES,
-    PLACES,
-    Estimate,
-    Free,
-    Phase,
-    Place,
-    Shortage,
-    empty_encoder,
-    estimate,
-    gib,
-)
 from unidec.pipeline.start_file import effective
-from unidec.pipeline.step_sizes import Sizes
+from unidec.training.needs import draws_pools, encoded_labels, head_labels
 from unidec.training.precision import autocast_type, choose_device
+from unidec.training.row_optim import bytes_per_row
 
-# what is trained is saved before the index is built, which can be done on another machine
-TRAINING: tuple[Phase, ...] = tuple(phase for phase in PHASES if phase != "index")
-# Memory that the CUDA context, its libraries and cuBLAS's workspaces take. An assumption, used only for a GPU that is
-# given by its size: the free memory that a GPU here reports excludes them.
-CONTEXT_BYTES = 512 << 20
-# mildest first: those that change nothing that is learnt, then precision, then data
+Place = Literal["device", "host", "disk"]
+Phase = Literal["always", "step", "refresh", "index"]
+Free = Mapping[Place, int | None]
+PLACES: dict[Place, str] = {"device": "GPU memory", "host": "host memory", "disk": "disk"}
+PHASES: dict[Phase, str] = {"always": "all the time", "step": "a training step", "refresh": "clustering and mining",
+                            "index": "validation and indexing"}  # fmt: skip
+# the index can be built on another machine
+TRAINING: tuple[Phase, ...] = ("always", "step", "refresh")
+STATE = ("encoder and heads", "token table", "classifier rows")
+MARGIN = 0.05  # of what is free: allocators round up and fragment, other processes need some
+SHOWN = 5  # largest amounts of a place, for people
+GIB = 1 << 30
+FP32, BF16, INT32, INT64 = 4, 2, 4, 8
+CONTEXT_BYTES = 512 << 20  # the GPU's driver, its libraries and cuBLAS's workspaces: an assumption
+_ROW_SETS = 4  # classifier rows in flight: fetched ahead, in use, and row_store.WRITES_AHEAD being written
+_FULL_BCE_CHUNK = 8192  # labels at once in unidec.model.full_bce
+_TRIPLET_BLOCK = 1 << 22  # triplets at once in unidec.model.hinge
+_BLOCK = 1 << 16  # rows that are encoded, projected or scored together
+_TABLES = ("table.weight", "bias.weight", "bag.embedding.weight", "bag.log_weight.weight")  # counted by rows
+KNOWN = {"distilbert-base-uncased": "distilbert", "bert-base-uncased": "bert"}  # plans for them need no files
+# tried in this order, mildest first: those that change nothing that is learnt, then precision, then data
 REMEDIES: tuple[dict[str, Any], ...] = (
     {"run.recompute": True}, {"optim.encode_chunk": 256}, {"run.table_place": "host"}, {"run.table_place": "disk"},
     {"model.clf_dtype": "bf16"}, {"optim.clf_state": "adagrad"}, {"optim.clf_state": "sgd"},
@@ -47,261 +67,405 @@ REMEDIES: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class Advice:
-    """Other settings by key path; fits: they are enough, otherwise they need least of all that are known."""
+class Sizes:
+    """Sizes of a data set.
 
-    settings: dict[str, Any]
-    estimate: Estimate
-    fits: bool
-
-    def __str__(self) -> str:
-        return " ".join(f"--set {key}={str(v).lower() if v is True else v}" for key, v in self.settings.items())
-
-
-def advise(params: Params, free: Free, estimate_of: Callable[[Params], Estimate], phases: Collection[Phase]) -> Advice:
-    """The first of `REMEDIES`, or of smaller batches, with which a training fits; else those that help, together.
-
-    Args:
-        params: all parameters, of a training that does not fit.
-        free: bytes that are free.
-        estimate_of: the estimate for other parameters, same sizes.
-        phases: those that have to fit.
+    Attributes:
+        num_queries: of all splits; num_train: n; num_labels: L; num_pairs: stored query-label pairs.
+        query_tokens, label_tokens: tokens of a text: on average, and of the longest.
+        vocab_size: of the tokenizer.
+        num_graph_pairs: entries of the label graph; 0: unknown.
     """
 
-    def missing(found: Estimate) -> float:
-        return sum(shortage.needed / max(shortage.free, 1) for shortage in found.shortages(free, phases))
+    num_queries: int
+    num_train: int
+    num_labels: int
+    num_pairs: int
+    query_tokens: tuple[float, int]
+    label_tokens: tuple[float, int]
+    vocab_size: int = 30522
+    num_graph_pairs: int = 0
 
-    pool, remedies = params.pool, list(REMEDIES)
-    size, batch = pool.size or pool.batch_size * (pool.beta + pool.eta), pool.batch_size
-    while batch > 32:  # the pool keeps its size relative to the batch
-        batch, size = batch // 2, max(size // 2, batch // 2)
-        remedies.append({"pool.batch_size": batch, "pool.size": size})
-    for remedy in remedies:
-        changed = with_settings(params, remedy)
-        if changed is not None and not missing(found := estimate_of(changed)):
-            return Advice(remedy, found, True)
-    best = Advice({}, estimate_of(params), False)
-    for remedy in remedies:
-        changed = with_settings(params, best.settings | remedy)
-        if changed is not None and missing(found := estimate_of(changed)) < missing(best.estimate):
-            best = Advice(best.settings | remedy, found, not missing(found))
-            if best.fits:
-                break
-    return best
+    @classmethod
+    def of(cls, dataset: XMCDataset, query_tokens: Tokens, label_tokens: Tokens, num_graph_pairs: int = 0) -> Sizes:
+        """Of a data set and its token caches."""
+        lengths = [of.lengths() for of in (query_tokens, label_tokens)]
+        queries, labels = ((float(of.mean()), int(of.max())) if len(of) else (0.0, 0) for of in lengths)
+        counts = dataset.num_queries, len(dataset.rows("train")), dataset.num_labels, int(dataset.relevance.nnz)
+        return cls(*counts, queries, labels, query_tokens.vocab_size, num_graph_pairs)
+
+    @classmethod
+    def given(cls, labels: int, queries: int, tokens: int, pairs: int | None = None) -> Sizes:
+        """From counts alone; without `pairs` each query has 5 labels (the sets of the papers have 2 to 22)."""
+        length = (float(tokens), tokens)
+        return cls(queries, queries, labels, 5 * queries if pairs is None else pairs, length, length)
+
+
+@lru_cache(maxsize=4)
+def empty_encoder(name: str) -> Any:
+    """A transformer without memory for its weights (torch's device "meta"): of a name that `resolve_encoder` finds, or
+    of `KNOWN`.
+
+    Raises:
+        ArtifactError: there is none. ConfigError: not a transformer's config.
+    """
+    from transformers import AutoConfig, AutoModel
+
+    known = None if Path(name).is_dir() else KNOWN.get(name.rpartition("/")[2])
+    file = "" if known else str(resolve_encoder(name) / "config.json")
+    try:
+        config = AutoConfig.for_model(known) if known else AutoConfig.from_pretrained(file)
+        with torch.device("meta"):
+            return AutoModel.from_config(config, **transformer_options(config))
+    except (OSError, ValueError) as error:
+        raise ConfigError("not a transformer's config.json", where=file, got=str(error)[:200]) from error
+
+
+# -- amounts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Amount:
+    """An amount of memory: its name, where it is held, its bytes, and when it is held."""
+
+    name: str
+    place: Place
+    num_bytes: int
+    phase: Phase = "always"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory of one training: all amounts, "cuda" or "cpu", and for people the sizes of the largest step."""
+
+    amounts: tuple[Amount, ...]
+    device: str
+    step: str = ""
+
+    def peak(self, place: Place, phases: Collection[Phase] = tuple(PHASES)) -> tuple[Phase, int]:
+        """The phase that needs most memory at a place, and its bytes (what is always held included)."""
+
+        def total(phase: Phase) -> int:
+            return sum(a.num_bytes for a in self.amounts if a.place == place and a.phase in ("always", phase))
+
+        phase = max(phases, key=total)
+        return phase, total(phase)
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, tables and their optimisers' state of one rank on a GPU, of all ranks on a CPU."""
+        return sum(amount.num_bytes for amount in self.amounts if amount.name in STATE)
+
+    def shortages(self, free: Free, phases: Collection[Phase] = tuple(PHASES)) -> dict[Place, float]:
+        """Places where the training does not fit: what it needs in units of what is free. A place of unknown size
+        counts as large enough."""
+        needed = {place: self.peak(place, phases)[1] for place in PLACES}
+        return {place: needed[place] / max(size, 1) for place, size in free.items()
+                if size is not None and needed[place] > (1 - MARGIN) * size}  # fmt: skip
+
+
+class Formulas:
+    """Amounts of one rank, by phase. `transformer` is that of `empty_encoder`; the device is a GPU where `cuda`;
+    transformers compute in bfloat16 where `half`. Raises ConfigError: more layers to train than the encoder has."""
+
+    def __init__(self, params: Params, sizes: Sizes, transformer: Any, cuda: bool, half: bool):
+        self.params, self.sizes, self.config, self.cuda, self.half = params, sizes, transformer.config, cuda, half
+        encoder, model, pool, ranks = params.encoder, params.model, params.pool, params.run.devices
+        with torch.device("meta"):
+            own = deepcopy(transformer) if encoder.kind != "bag" else None  # which of its layers train is set on it
+            settings = encoder.model_copy(update={"bag_words": 0})
+            empty = UniDEC(settings, model, 1, TextEncoder(settings, own, 1, self.config.hidden_size))
+        self.width, weights = empty.encoder.width, empty.named_parameters()
+        self.dense = [(name, p.numel(), p.requires_grad) for name, p in weights if not name.endswith(_TABLES)]
+        self.trains_bag = encoder.kind != "transformer" and not encoder.frozen
+        layers = self.config.num_hidden_layers
+        self.all_layers = encoder.kind != "bag" and encoder.trainable_layers < 0
+        self.trained_layers = 0 if encoder.kind == "bag" else layers if self.all_layers else encoder.trainable_layers
+        self.intermediate = getattr(self.config, "intermediate_size", None) or self.config.hidden_dim  # DistilBERT's
+        self.row_bytes = bytes_per_row(model.clf_dtype, params.optim.clf_state, model.dim)
+        self.rows = sizes.num_train + math.ceil(params.label_graph.share * sizes.num_labels) * pool.gandalf
+        # the largest step
+        self.queries = min(pool.batch_size, self.rows)
+        mines = pool.eta > 0 and draws_pools(model, pool)
+        self.shortlist = INT32 * (sizes.num_queries + sizes.num_labels * pool.gandalf) * pool.eta * pool.refresh * mines
+        positives = pool.beta if pool.gandalf else min(pool.beta, sizes.num_pairs / sizes.num_queries)
+        sampled = math.ceil(self.queries * (positives + pool.eta * mines))
+        count = {"none": 0, "pool": max(1, min(sampled, sizes.num_labels, pool.size or sampled))}
+        count["all"] = sizes.num_labels
+        self.de_labels, self.clf_labels = (count[labels] for labels in head_labels(model, pool))
+        # texts that one rank encodes; sorted by length, a chunk is padded to no more than the next one's shortest
+        counts = (math.ceil(self.queries / ranks), math.ceil(count[encoded_labels(model, pool)] / ranks))
+        most = params.tokens.max_length
+        lengths = [(min(mean, most), min(top, most)) for mean, top in (sizes.query_tokens, sizes.label_tokens)]
+        self.texts, self.longest, padded, self.tokens = sum(counts), max(top for _, top in lengths), 0.0, 0
+        for number, (mean, top) in zip(counts, lengths, strict=True):
+            self.tokens += math.ceil(number * mean)
+            padded += min(number * top, number * mean + CHUNK_TEXTS * top)
+        # those whose activations are in memory at once
+        chunk = min(params.optim.encode_chunk or self.texts, CHUNK_TEXTS if params.run.recompute else self.texts)
+        self.held, self.held_padded = chunk, math.ceil(min(padded, chunk * self.longest))
+        encoded_rows = max(sizes.vocab_size, self.config.vocab_size) + encoder.bag_words
+        self.token_table = FP32 * encoded_rows * (self.config.hidden_size + 1) * (encoder.kind != "transformer")
+
+    def state(self) -> list[Amount]:
+        """What is kept from step to step, exact to the byte."""
+        params, model = self.params, self.params.model
+        values = sum((3 if trained else 1) * count for _, count, trained in self.dense)  # with Adam's moments
+        rows = math.ceil(self.sizes.num_labels / params.run.devices) * (model.heads != "de")
+        bias = bytes_per_row("fp32", params.optim.clf_state, 1) if model.clf_bias else (0, 0)
+        return [
+            Amount("encoder and heads", "device", FP32 * values),
+            Amount("token table", "device", self.token_table * (3 if self.trains_bag else 1)),
+            Amount("classifier rows", params.run.table_place, rows * sum(self.row_bytes + bias)),
+        ]
+
+    def step(self) -> list[Amount]:
+        """What a step allocates and frees."""
+        params, model, n, width = self.params, self.params.model, self.texts, self.width
+        # in bfloat16 the transformer has casts of its weights and gradients too
+        cast = [2 * BF16 * self.half * name.startswith("encoder.transformer.") for name, _, _ in self.dense]
+        gradients = sum((FP32 + more) * n * trained for more, (_, n, trained) in zip(cast, self.dense, strict=True))
+        # text vectors [n, W] with their gradients and copies (dropout, residual), and the heads' outputs [n, D]
+        wide = 5 + (params.encoder.dropout > 0) + 5 * (params.encoder.residual and not params.encoder.frozen)
+        values = (self.held * wide + 2 * (n - self.held)) * width
+        values += 5 * (n + self.queries + model.clf_residual * self.clf_labels) * model.dim
+        # rows of the token table, their gradients and moments; a token's place, text and weight
+        rows = min(self.tokens, self.sizes.vocab_size) + min(params.encoder.bag_words, self.tokens // 2)
+        of_bag = (4 * FP32 * rows * (self.config.hidden_size + 1) + 32 * self.tokens) * self.trains_bag
+        # classifier rows in float32, their gradients and state; in flight where the table is not on the device
+        fetched, bf16 = self.cuda and params.run.table_place != "device", model.clf_dtype == "bf16"
+        gathered = params.pool.clf_labels != "all" or fetched
+        row = (FP32 * (1 + (gathered or bf16)) + 14 * bf16) * model.dim + gathered * self.row_bytes[1]
+        in_flight = fetched * _ROW_SETS * self.clf_labels * sum(self.row_bytes)
+        return [
+            Amount("gradients", "device", gradients, "step"),
+            Amount("activations", "device", self._activations() if self.trained_layers else 0, "step"),
+            Amount("logits and losses", "device", self._logits(), "step"),
+            Amount("text vectors", "device", FP32 * values, "step"),
+            Amount("token rows of a step", "device", of_bag, "step"),
+            Amount("classifier rows of a step", "device", self.clf_labels * row + in_flight, "step"),
+            Amount("classifier rows in flight", "host", in_flight, "step"),
+        ]
+
+    def _activations(self) -> int:
+        """A layer keeps 10 h (14 h in bfloat16, parts of it twice) and 2 i values a token, and on a processor, where
+        attention is not fused, its scores."""
+        h, padded, value = self.config.hidden_size, self.held_padded, BF16 if self.half else FP32
+        token = ((14 if self.half else 10) * h + 2 * self.intermediate) * value
+        scores = 0 if self.cuda else self.longest * self.config.num_attention_heads * (2 * FP32 + value)
+        embedded = FP32 * h * (2 * padded + self.config.vocab_size) * self.all_layers
+        backward = 3 * value * min(padded, 1 << 13) * (self.intermediate + h)
+        inputs = self.texts * self.longest * (INT64 if self.all_layers else FP32 * h)
+        return padded * self.trained_layers * (token + scores) + embedded + backward + inputs
+
+    def _logits(self) -> int:
+        """A loss holds five matrices of the size of the logits at once, forward and backward; pairs, triplets."""
+        loss, of_clf = self.params.loss, self.clf_labels
+        pairs = int(self.queries * self.sizes.num_pairs / self.sizes.num_queries) + 1
+        if loss.clf == "bce" and self.params.pool.clf_labels == "all":
+            of_clf = min(of_clf, _FULL_BCE_CHUNK)
+        triplets = "triplet" in (loss.de, loss.clf) and loss.triplet_negatives == "all"
+        blocks = triplets * 9 * min(pairs * max(self.de_labels, of_clf), _TRIPLET_BLOCK)
+        return 5 * FP32 * self.queries * (self.de_labels + of_clf) + 80 * pairs + blocks
+
+    def _vectors(self, rows: int) -> int:
+        """One head's vectors of texts, and a block of encoder outputs while they are computed."""
+        dim = self.params.model.dim
+        return FP32 * (rows * dim + min(rows, _BLOCK) * (self.width + dim))
+
+    def refresh(self) -> list[Amount]:
+        """Clustering copies up to half of the points, a GPU holds all of them; mining has all vectors on a GPU, and a
+        tile of scores."""
+        n, dim, labels = self.rows, self.params.model.dim, self.sizes.num_labels * (self.shortlist > 0)
+        clusters = self.params.pool.batches == "clustered"
+        if not (clusters or labels):
+            return []
+        heads = 0 if self.cuda else self.config.num_attention_heads
+        token = 4 * self.config.hidden_size + 2 * self.intermediate + 3 * self.longest * heads
+        encoding = FP32 * CHUNK_TEXTS * self.longest * token * (self.params.encoder.kind != "bag")
+        points = max(n // 2, 3 * min(n, 1 << (20 if self.cuda else 16))) + n * self.cuda
+        mining = FP32 * (512 * min(labels, _BLOCK) + (n + labels) * dim * self.cuda) + _BLOCK * dim
+        compared = max(clusters * (FP32 * points * dim + 48 * n), mining)
+        return [
+            Amount("query and label vectors", "host", self._vectors(n) + self._vectors(labels), "refresh"),
+            Amount("clustering, mining", "device", encoding + self._vectors(3 * 1024) + compared, "refresh"),
+            Amount("hard negatives", "host", self.shortlist, "refresh"),
+        ]
+
+    def index(self) -> list[Amount]:
+        """Label vectors and the index while it is built (whole vectors, with the links of a graph or the ids of lists;
+        a quantised one is smaller); files; the sampler."""
+        sizes, model, encoder, labels = self.sizes, self.params.model, self.params.encoder, self.sizes.num_labels
+        index, heads = self.params.index, 2 if model.heads == "both" else 1
+        width = (2 if index.space == "both" else 1) * model.dim + model.clf_bias
+        stored = labels * (FP32 * width + 2 * INT32 * index.hnsw_links + 2 * INT64)
+        vectors = FP32 * labels * model.dim * (heads + (model.heads != "de" and index.clf_normalize))
+        ranked = vectors + self._vectors(min(labels, _BLOCK)) + FP32 * 512 * _BLOCK
+        names = math.ceil(labels * (57 + 8 * sizes.label_tokens[0]))  # 57: a Python string; 8: characters of a token
+        texts = sizes.num_queries + labels
+        graph = 16 * (sizes.num_pairs + sizes.num_graph_pairs + texts) * self.params.pool.gandalf
+        state, table, rows = (amount.num_bytes for amount in self.state())
+        whole, cached = state + table + rows * self.params.run.devices, 0
+        if encoder.frozen or (encoder.kind != "bag" and self.trained_layers < self.config.num_hidden_layers):
+            tokens = sizes.num_queries * sizes.query_tokens[0] + labels * sizes.label_tokens[0]
+            cached = math.ceil(tokens if self.trained_layers else texts) * self.width
+        return [
+            Amount("sampler", "host", INT64 * (2 * labels + self.rows) + sizes.num_queries + graph),
+            Amount("label vectors and index", "host", ranked + 2 * stored, "index"),
+            Amount("label names", "host", 2 * names, "index"),
+            Amount("checkpoints", "disk", 3 * (whole + INT64 * self.rows + self.shortlist)),  # two are kept
+            Amount("model and bundle", "disk", 2 * whole + vectors + stored + names),
+            Amount("cached outputs of frozen layers", "disk", 2 * cached),  # float16
+        ]
+
+
+def estimate(params: Params, sizes: Sizes, transformer: Any, *, cuda: bool, half: bool, process: int) -> Estimate:
+    """See `Formulas`; ranks are processes on one machine, a device each. `process`: bytes of one at its start."""
+    found, ranks = Formulas(params, sizes, transformer, cuda, half), params.run.devices
+    amounts = [*found.state(), *found.step(), *found.refresh(), *found.index(), Amount("process", "host", process),
+               Amount("driver and libraries", "device", CONTEXT_BYTES * cuda)]  # fmt: skip
+    if not cuda:
+        amounts = [replace(amount, place="host") if amount.place == "device" else amount for amount in amounts]
+    amounts = [replace(a, num_bytes=ranks * a.num_bytes) if a.place == "host" else a for a in amounts if a.num_bytes]
+    labels = max(found.de_labels, found.clf_labels)
+    step = f"{found.queries:,} queries, {labels:,} labels, {'bf16' if half else 'fp32'}"
+    return Estimate(tuple(amounts), "cuda" if cuda else "cpu", step)
+
+
+# -- what fits ---------------------------------------------------------------------------------------------------------
+
+
+def advise(
+    params: Params, free: Free, estimate_of: Callable[[Params], Estimate], phases: Collection[Phase]
+) -> dict[str, Any] | None:
+    """The first of `REMEDIES`, then of smaller batches, with which a training fits; else the first of those that help,
+    one after another together; None: not even all of them do."""
+
+    def missing(settings: dict[str, Any]) -> float:
+        changed = with_settings(params, settings)
+        return math.inf if changed is None else sum(estimate_of(changed).shortages(free, phases).values())
+
+    pool, now = params.pool, missing({})
+    batch, size = pool.batch_size, pool.size or pool.batch_size * (pool.beta + pool.eta)
+    halves = range(1, batch.bit_length() - 4)
+    smaller = [{"pool.batch_size": batch >> half, "pool.size": size >> half} for half in halves]
+    single = [(remedy, missing(remedy)) for remedy in (*REMEDIES, *smaller)]
+    together = itertools.accumulate((remedy for remedy, left in single if left < now), operator.or_)
+    tried = itertools.chain(single, ((remedy, missing(remedy)) for remedy in together))
+    return next((remedy for remedy, left in tried if not left), None)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The estimate of a training, what is free on the machine, and settings that would fit it."""
+    """The estimate of a training, what is free, and where it is too large: settings that fit, None: none are known."""
 
     estimate: Estimate
     free: Free
-    short: list[Shortage]
-    advice: Advice | None
+    short: list[str]
+    advice: dict[str, Any] | None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; bytes are whole numbers."""
-        found, advice = self.estimate, self.advice
-        peaks = {place: found.peak(place) for place in self._places}
-        return {
-            "device": found.device, "fits": not self.short, "state_bytes": found.state_bytes, "facts": found.facts,
-            "peaks": {place: {"phase": phase, "needed_bytes": needed, "free_bytes": self.free.get(place)}
-                      for place, (phase, needed) in peaks.items()},
-            "amounts": [asdict(amount) for amount in found.amounts], "short": list(map(str, self.short)),
-            "advice": {"settings": advice.settings, "fits": advice.fits} if advice else None,
-        }  # fmt: skip
+        peaks = {place: dict(zip(("phase", "bytes"), self.estimate.peak(place), strict=True)) for place in PLACES}
+        return {"fits": not self.short, "state_bytes": self.estimate.state_bytes, "peaks": peaks, **asdict(self)}
 
     def lines(self) -> list[str]:
-        """For people: facts, and a table for each place."""
-        found = self.estimate
-        facts = (f"{key.replace('_', ' ')} {f'{value:,}' if isinstance(value, int) else value}"
-                 for key, value in found.facts.items())  # fmt: skip
-        lines = [f"device: {found.device}, {', '.join(facts)}"]
-        for place in self._places:
-            phase, needed = found.peak(place)
-            free = self.free.get(place)
-            of = "" if free is None else f", {gib(free)} free"
-            lines += ["", str(Shortage(place, phase, needed, 0)).rpartition(", ")[0] + of]
-            amounts = sorted((a for a in found.amounts if a.place == place), key=lambda a: -a.num_bytes)
-            lines += [f"  {a.name:<32} {gib(a.num_bytes):>12}  {PHASES[a.phase]}" for a in amounts]
-        return [*lines, "", f"training state (weights, tables, their optimisers): {gib(found.state_bytes)}"]
-
-    def verdict(self) -> list[str]:
-        """Whether it fits, and settings that would."""
-        if self.advice is None:
-            return ["fits"]
-        needs = ", ".join(f"{PLACES[place]} {gib(self.advice.estimate.peak(place)[1])}" for place in self._places)
-        which = "would fit: " if self.advice.fits else "the smallest known settings do not fit either:"
-        return [f"does not fit: {'; '.join(map(str, self.short))}", f"{which} {self.advice}    ({needs})"]
-
-    def line(self) -> str | None:
-        """All of it in one line, if it fits and takes at most half of what is free everywhere."""
-        parts = []
-        for place in self._places:
-            needed, free = self.estimate.peak(place)[1], self.free.get(place)
-            if free is not None and needed > free / 2:
-                return None
-            parts.append(f"{PLACES[place]} {gib(needed)}" + (f" of {gib(free)}" if free else ""))
-        return f"fits: {', '.join(parts)}"
+        """For people: the largest amounts of each place, whether it fits, and settings that would."""
+        lines = [f"largest step: {self.estimate.step}"]
+        for place, name in PLACES.items():
+            phase, needed = self.estimate.peak(place)
+            amounts = [a for a in self.estimate.amounts if a.place == place and a.phase in ("always", phase)]
+            if amounts:
+                free = self.free.get(place)
+                lines.append(f"{name}: {gib(needed)}{f' of {gib(free)} free' if free else ''}, {PHASES[phase]}")
+            amounts.sort(key=lambda amount: -amount.num_bytes)
+            lines += [f"  {amount.name:<32}{gib(amount.num_bytes):>12}" for amount in amounts[:SHOWN]]
+        return lines + (["does not fit: " + "; ".join(self.short), f"fix: {self.fix}"] if self.short else ["fits"])
 
     @property
-    def _places(self) -> list[Place]:
-        return [place for place in PLACES if place != "device" or self.estimate.device == "cuda"]
+    def fix(self) -> str:
+        """What to change where it does not fit."""
+        if self.advice is None:
+            return "a larger machine: no known setting fits"
+        return " ".join(f"--set {key}={str(v).lower() if v is True else v}" for key, v in self.advice.items())
+
+
+def gib(num_bytes: float) -> str:
+    """ "1.23 GiB", small amounts in MiB."""
+    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / (1 << 20):,.2f} MiB"
+
+
+def plan_memory(
+    params: Params, sizes: Sizes | None = None, free: Free | None = None, phases: Collection[Phase] = tuple(PHASES)
+) -> Planned:
+    """Estimate the memory of a training and compare it with what is free.
+
+    Args:
+        params: all parameters.
+        sizes: of the data; None: of the ingested data.
+        free: bytes of another machine's "device" (plans for a GPU, whatever is here), "host" and "disk" in place of
+            this one's; with a device nothing of this machine counts.
+        phases: those that have to fit.
+    """
+    given, sizes = free or {}, sizes or stored_sizes(params)
+    transformer, process = empty_encoder(params.encoder.name), resident()
+    cuda, half = True, params.optim.precision != "fp32"
+    here: dict[Place, int | None] = {}
+    if "device" not in given:
+        device = choose_device(params.device)
+        cuda, half = device.type == "cuda", autocast_type(params.optim.precision, device) is not None
+        here = {"device": available_device(), "host": available_host() + process, "disk": available_disk(paths.RUNS)}
+
+    def estimate_of(other: Params) -> Estimate:
+        return estimate(other, sizes, transformer, cuda=cuda, half=half, process=process)
+
+    found, there, short = estimate_of(params), here | {**given}, []
+    for place in found.shortages(there, phases):
+        phase, needed = found.peak(place, phases)
+        short.append(f"{PLACES[place]}: {gib(needed)} needed, {gib(there[place] or 0)} free ({PHASES[phase]})")
+    return Planned(found, there, short, advise(params, there, estimate_of, phases) if short else None)
 
 
 def stored_sizes(params: Params) -> Sizes:
     """Sizes of the ingested data set and its token caches."""
     graph = paths.open_label_graph(params) if paths.LABEL_GRAPH.is_dir() else None
-    edges = int(graph.nnz) if graph is not None else 0
-    return Sizes.of(paths.open_dataset(), paths.open_tokens("queries"), paths.open_tokens("labels"), edges)
+    tokens = paths.open_tokens("queries"), paths.open_tokens("labels")
+    return Sizes.of(paths.open_dataset(), *tokens, 0 if graph is None else int(graph.nnz))
 
 
-def plan_memory(
-    params: Params,
-    sizes: Sizes | None = None,
-    *,
-    encoder_config: Path | None = None,
-    free: Free | None = None,
-    phases: Collection[Phase] = tuple(PHASES),
-) -> Planned:
-    """Estimate the memory of a training and compare it with this machine, or with another one.
-
-    Args:
-        params: all parameters.
-        sizes: of the data; None: of the ingested data.
-        encoder_config: a config.json, if the encoder itself is not on this machine.
-        free: bytes of another machine: "device" (plans for a GPU, whatever is here), "host", "disk".
-        phases: those that have to fit.
-    """
-    given = {place: size for place, size in (free or {}).items() if size is not None}
-    sizes, transformer = sizes or stored_sizes(params), empty_encoder(params.encoder.name, encoder_config)
-    cuda, half = _device(params, "device" in given)
-    process, context = process_bytes(), CONTEXT_BYTES if "device" in given else 0
-    here: dict[Place, int | None] = {"host": available_host() + resident(), "disk": available_disk(paths.RUNS)}
-    if cuda and "device" not in given:
-        here["device"] = available_device()
-
-    def estimate_of(other: Params) -> Estimate:
-        return estimate(other, sizes, transformer, cuda=cuda, half=half, process=process, context=context)
-
-    found, there = estimate_of(params), here | given
-    short = found.shortages(there, phases)
-    return Planned(found, there, short, advise(params, there, estimate_of, phases) if short else None)
-
-
-@cache
-def process_bytes() -> int:
-    """Memory of a process that has loaded the libraries that a training loads, measured at the first call."""
-    import torch
-    import transformers
-
-    _ = transformers.AutoModel, transformers.BertModel, torch.ones(64, 64) @ torch.ones(64, 64)
-    return resident()
-
-
-def _device(params: Params, given: bool) -> tuple[bool, bool]:
-    """Whether the plan is for a GPU, and whether transformers compute in bfloat16 there."""
-    if given:
-        return True, params.optim.precision != "fp32"
-    device = choose_device(params.device)
-    return device.type == "cuda", autocast_type(params.optim.precision, device) is not None
-
-
-def check_fits(params: Params, free: Free | None = None) -> Planned | None:
-    """Refuse to start a training that does not fit; does nothing if `run.check_memory` is false.
-
-    Args:
-        params: all parameters.
-        free: bytes by place, instead of the measured ones.
-
-    Raises:
-        ConfigError: it does not fit; the fix names settings that would, if any are known.
-    """
-    process_bytes()  # before anything is read
+def check_fits(params: Params, free: Free | None = None) -> None:
+    """Refuse to start a training that does not fit (a ConfigError with settings that would), unless `run.check_memory`
+    is false. `free` are bytes by place, in place of the measured ones."""
     if not params.run.check_memory:
-        return None
+        return
     reused = (paths.CACHE, paths.MODEL, paths.BUNDLE, paths.RUNS)  # a run replaces or reuses their files
     reusable = sum(file.stat().st_size for folder in reused for file in folder.rglob("*") if file.is_file())
-    disk: Free = {"disk": available_disk(paths.RUNS) + reusable}
-    planned = plan_memory(params, free={**disk, **(free or {})}, phases=TRAINING)
-    advice = planned.advice
-    if advice is None:
-        return planned
-    first, fix = planned.short[0], f"{advice}, or a larger machine"
-    if not advice.fits:
-        fix = f"a larger machine: the smallest known settings ({advice}) do not fit either"
-    raise ConfigError(
-        "the training does not fit into memory", where="unidec plan", got="; ".join(map(str, planned.short)),
-        expected=f"at most {gib(first.free)} of {PLACES[first.place]}, of which {MARGIN:.0%} stays free",
-        fix=f"{fix}; `unidec plan` shows every amount, run.check_memory: false skips this check",
-    )  # fmt: skip
-
-
-def memory_figures(params: Params) -> dict[str, float]:
-    """Estimated memory beside what this process has used so far, in GiB, for a round's report and the tracker.
-
-    The used host memory includes pages of memory-mapped files and the copy that a checkpoint is written from.
-    """
-    cuda, half = _device(params, False)
-    transformer = empty_encoder(params.encoder.name)
-    found = estimate(params, stored_sizes(params), transformer, cuda=cuda, half=half, process=process_bytes())
-    used: dict[Place, int | None] = {"host": host_peak(), "device": device_peak() if cuda else None}
-    return {
-        f"{place}_{what}_gib": size / GIB
-        for place, peak in used.items() if peak is not None
-        for what, size in (("planned", found.peak(place, TRAINING)[1]), ("used", peak))
-    }  # fmt: skip
+    planned = plan_memory(params, None, {"disk": available_disk(paths.RUNS) + reusable, **(free or {})}, TRAINING)
+    if planned.short:
+        raise ConfigError(
+            "the training does not fit into memory", where="unidec plan", got="; ".join(planned.short),
+            expected=f"{MARGIN:.0%} of what is free stays free",
+            fix=f"{planned.fix}; `unidec plan` shows the amounts, run.check_memory: false skips this check",
+        )  # fmt: skip
 
 
 def plan_command(
-    params: Params,
-    by_hand: dict[str, int | None],
-    free: dict[Place, str | None],
-    encoder_config: Path | None,
-    measured: bool,
-    as_json: bool,
-    terms: bool = False,
+    params: Params, labels: int | None, queries: int | None, tokens: int | None, device: str | None, as_json: bool
 ) -> bool:
-    """Print what `unidec plan` prints; returns whether the training fits.
-
-    Args:
-        by_hand: "labels", "queries", "tokens", "pairs" of a data set that is not here; all None: the ingested one.
-        free: "device", "host", "disk" of another machine, as "16GiB".
-        terms: print every amount also of a small training, which otherwise takes one line.
-
-    Raises:
-        ConfigError: some sizes are given but not all, or a size cannot be read.
-    """
-    given = {name: value for name, value in by_hand.items() if value is not None}
-    if given and not given.keys() >= {"labels", "queries", "tokens"}:
+    """Print what `unidec plan` prints; returns whether the training fits. Sizes are those of a data set that is not
+    here, `device` is the memory of a GPU, as "16GiB", in place of this machine's; None: what is here."""
+    sizes = None
+    if labels and queries and tokens:
+        sizes = Sizes.given(labels, queries, tokens)
+    elif labels or queries or tokens:
         raise ConfigError("sizes of other data require all three", where="unidec plan",
                           expected="--labels, --queries, --tokens")  # fmt: skip
-    there = {place: _bytes(text, f"--{place}") for place, text in free.items() if text}
-    if not given:
-        params = effective(params)
-    sizes = Sizes.given(**given) if given else stored_sizes(params)
-    planned = plan_memory(params, sizes, encoder_config=encoder_config, free=there)
-    result, times = planned.as_dict(), []
-    if measured and "device" not in there and "host" not in (shortage.place for shortage in planned.short):
-        from unidec.pipeline.step_timing import measure
-
-        found = measure(params, sizes, encoder_config)
-        times, result["times"] = found.lines(), asdict(found)
-    elif measured:
-        times = ["time: not measured: " + ("another machine" if "device" in there else "it does not fit here")]
-    if as_json:
-        print(json.dumps(result, indent=2))
-    elif (line := planned.line()) and not planned.short and not given and not terms:
-        print("; ".join([line, *times[-1:], "--terms shows every amount"]))
-    else:
-        print("\n".join([*planned.lines(), *times, *planned.verdict()]))
-    return not planned.short
-
-
-def _bytes(text: str, where: str) -> int:
-    """ "16GiB", "141GB" -> bytes."""
     try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
+        free: Free = {"device": int(TypeAdapter(ByteSize).validate_python(device))} if device else {}
     except ValidationError as error:
-        expected = "e.g. 16GiB, 141GB, 800MiB"
-        raise ConfigError("not a size of memory", where=where, got=text, expected=expected) from error
+        raise ConfigError(
+            "not a size of memory", where="--device-memory", got=device, expected="e.g. 16GiB, 141GB"
+        ) from error
+    planned = plan_memory(params if sizes else effective(params), sizes, free)
+    print(json.dumps(planned.as_dict(), indent=2) if as_json else "\n".join(planned.lines()))
+    return not planned.short

@@ -19,11 +19,12 @@ from unidec.config import Params, flatten
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_folder, write_json
 from unidec.errors import ArtifactError, ConfigError
 from unidec.interrupt import signals_raise
+from unidec.machine import memory_used
 from unidec.model.unidec import KIND, VERSION
 from unidec.pipeline import launch, paths, runs
 from unidec.pipeline.launch import LAUNCHER, Launcher
 from unidec.pipeline.lock import one_at_a_time
-from unidec.pipeline.plan import check_fits, memory_figures, process_bytes
+from unidec.pipeline.plan import check_fits
 from unidec.pipeline.ranking import Ranking, headline, validation_metrics
 from unidec.pipeline.start import open_start, start_lines
 from unidec.pipeline.start_file import effective, read_start, start_tags
@@ -188,7 +189,7 @@ class Run:
             self.close()  # the ranks write newer checkpoints
             return self.launcher.run(name, self.params, self.folder, self.accept)
         with self._opened() as trainer:
-            return work(name, trainer, self.params)
+            return work(name, trainer)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Trainer]:
@@ -300,19 +301,18 @@ def train(
 def work_on_rank(ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
     """One phase, on one of several ranks: each opens its trainer at the newest checkpoint; the first one reports."""
     params = Params.model_validate(job["params"])
-    process_bytes()  # before anything is read
     trainer = open_trainer(params, job["run_dir"], tuple(job["accept"]), ranks)
     try:
-        return work(job["name"], trainer, params)
+        return work(job["name"], trainer)
     finally:
         with contextlib.suppress(ArtifactError):
             trainer.writer.wait()
 
 
-def work(name: str, trainer: Trainer, params: Params) -> dict[str, Any]:
+def work(name: str, trainer: Trainer) -> dict[str, Any]:
     """A phase of training: "cluster", "refresh" or "train_round". Only the first rank writes records."""
     if name == "train_round":
-        return _train(trainer, params)
+        return _train(trainer)
     if not trainer.refresh_due:
         begin = trainer.epoch - trainer.epoch % trainer.settings.pool.refresh
         return {} if name == "cluster" else _refresh_report(trainer.run_dir, begin)
@@ -326,7 +326,7 @@ def work(name: str, trainer: Trainer, params: Params) -> dict[str, Any]:
     return report
 
 
-def _train(trainer: Trainer, params: Params) -> dict[str, Any]:
+def _train(trainer: Trainer) -> dict[str, Any]:
     """The rest of the round; its figures are sent to MLflow meanwhile."""
     if not trainer.ranks.is_first:
         return trainer.train_round()
@@ -336,7 +336,7 @@ def _train(trainer: Trainer, params: Params) -> dict[str, Any]:
     try:
         with tracker.system_metrics(), tracker.live():
             report = trainer.train_round(lambda step, figures: tracker.log(step, step_figures(figures)), wait=False)
-        memory = memory_figures(params)
+        memory = memory_used()
         tracker.log(trainer.step, {f"memory/{name}": value for name, value in memory.items()})
     finally:
         tracker.flush()  # not forced: stopping a training does not wait for a store that does not answer
