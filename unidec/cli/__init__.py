@@ -172,11 +172,11 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Look for what a crash or a full disk leaves behind; exit code 0: nothing wrong, 1: warnings, 4: broken."""
-    from unidec.pipeline.doctor import examine, exit_code, report, rows_of
+    from unidec.pipeline.doctor import examine, exit_code, rows_of
 
     findings = examine(deep=deep, fix=fix)
     if as_json:
-        print(json.dumps(report(findings), indent=2))
+        print(json.dumps([vars(finding) for finding in findings], indent=2))
     elif findings:
         show_table(*rows_of(findings))
     else:

@@ -15,7 +15,7 @@ from unidec.config import Params
 from unidec.errors import ConfigError, Refused
 
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="kept with the version")]
-Which = Annotated[str | None, typer.Argument(metavar="[VERSION]", help="number or alias; challenger if not given")]
+Which = Annotated[str, typer.Argument(metavar="[VERSION]", help="number or alias")]
 
 models_app = group("List, compare, promote and trace registered models.")
 
@@ -35,7 +35,7 @@ def list_models(params: Params, as_json: AsJson = False) -> None:
 
 
 @command(models_app, "unidec models gate", "unidec models gate 7 --set gate.margin=0.2 --json")
-def gate(params: Params, version: Which = None, as_json: AsJson = False) -> None:
+def gate(params: Params, version: Which = "challenger", as_json: AsJson = False) -> None:
     """Compare a version with the champion and see whether it can be served: outputs/gate.html; exit code 6: refused."""
     from unidec import pipeline
 
@@ -54,7 +54,7 @@ def gate(params: Params, version: Which = None, as_json: AsJson = False) -> None
 @command(models_app, "unidec models promote", 'unidec models promote 7 --force --reason "the labels moved"')
 def promote(
     params: Params,
-    version: Which = None,
+    version: Which = "challenger",
     allow_dirty: Annotated[
         bool, typer.Option("--allow-dirty", help="also a version made with uncommitted changes; recorded in a tag")
     ] = False,

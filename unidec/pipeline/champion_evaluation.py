@@ -5,8 +5,6 @@ Legend: N test queries, K places, L labels of the data set, B labels of a bundle
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from unidec.data.dataset import XMCDataset
@@ -19,27 +17,14 @@ _AT_ONCE = 1024  # queries between two steps of the progress line
 _MOST_REMOVED = 3 * K  # labels that the data set has no more: so many places are searched beyond K at most
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """A bundle's answers to the test queries.
-
-    Attributes:
-        labels: int32 [N, K], rows of the data set's labels, best first, -1 = none.
-        unknown: labels of the data set that the bundle does not know. removed: labels of it that the data set lacks.
-    """
-
-    labels: np.ndarray
-    unknown: int
-    removed: int
-
-
-def contestant(bundle: Bundle, dataset: XMCDataset) -> Contestant:
-    """The bundle's first `K` labels for each test query, filtered pairs left out."""
+def rank_test_split(bundle: Bundle, dataset: XMCDataset) -> tuple[np.ndarray, dict[str, int]]:
+    """The bundle's first `K` labels for each test query, as `ranked` has them, and {"unknown": labels of the data set
+    that the bundle does not know, "removed": labels of the bundle that the data set lacks}."""
     row_of = {uid: row for row, uid in enumerate(dataset.label_uids())}
     row_of_B = np.array([row_of.get(uid, -1) for uid in bundle.uids.to_pylist()], dtype=np.int64)
     removed = int((row_of_B < 0).sum())
-    labels = ranked(bundle, dataset, dataset.rows("test"), row_of_B, removed)
-    return Contestant(labels, dataset.num_labels - (len(row_of_B) - removed), removed)
+    unknown = dataset.num_labels - (len(row_of_B) - removed)
+    return ranked(bundle, dataset, dataset.rows("test"), row_of_B), {"unknown": unknown, "removed": removed}
 
 
 def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str]:
@@ -47,11 +32,12 @@ def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str
     return dataset.query_texts(rows, "title+content" if bundle.info.text == "title+content" else "title")
 
 
-def ranked(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray, row_of_B: np.ndarray, removed: int) -> np.ndarray:
-    """The first `K` labels of some queries, int32 [N, K] as in `Contestant`; `row_of_B`: the data set's row of each."""
+def ranked(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray, row_of_B: np.ndarray) -> np.ndarray:
+    """The first `K` labels of some queries without filtered pairs: int32 [N, K], rows of the data set's labels, best
+    first, -1 = none; `row_of_B`: the data set's row of each of the bundle's labels, -1 = it has none."""
     texts = own_texts(bundle, dataset, rows)
     filtered, uids = dataset.filter_pairs[rows], dataset.labels["uid"]
-    width = K + min(removed, _MOST_REMOVED)
+    width = K + min(int((row_of_B < 0).sum()), _MOST_REMOVED)
     parts = [np.zeros((0, K), dtype=np.int32)]
     with progress(total=len(texts), desc=f"queries by {bundle.sha256[:8]}", unit="query") as bar:
         for start in range(0, len(texts), _AT_ONCE):

@@ -6,21 +6,18 @@ only what cannot lose data.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from unidec.data.dataset import XMCDataset
 from unidec.data.label_graph import load_label_graph
 from unidec.data.propensity import load_propensity
-from unidec.data.storage import is_stale, read_manifest
+from unidec.data.storage import is_stale, read_manifest, remove_folder
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError
-from unidec.machine import available_disk
 from unidec.model import frozen, unidec
 from unidec.pipeline import paths
 from unidec.pipeline.lock import is_held
@@ -30,27 +27,28 @@ from unidec.tracking.outbox import Outbox
 from unidec.tracking.run import STATE, Tracker, has_died, tracking_state
 from unidec.training.checkpoint import checkpoint_folders, read_state
 
-_ROOTS = ("data", "outputs", "runs")
 _EXIT_CODES = {"warning": 1, "broken": 4}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Finding:
     """One thing that is not as it should be.
 
     Attributes:
         severity: "warning" (something is lost or in the way) or "broken" (something will fail).
         what: one sentence; where: path; fix: what to do.
-        repair: does it, where that cannot lose data; returns what was done.
-        done: what `repair` returned.
+        fixable: `examine(fix=True)` does it; done: what it did.
     """
 
     severity: Literal["warning", "broken"]
     what: str
     where: str
     fix: str
-    repair: Callable[[], str] | None = None
+    fixable: bool = False
     done: str | None = None
+
+
+Repair = Callable[[], str] | None  # does the fix where that cannot lose data; returns what was done
 
 
 def examine(deep: bool = False, fix: bool = False, root: Path = Path(".")) -> list[Finding]:
@@ -63,20 +61,17 @@ def examine(deep: bool = False, fix: bool = False, root: Path = Path(".")) -> li
     """
     bases = [root, *sorted((root / paths.RUNS / "own").glob("*"))]  # runs with parameters of their own
     run_dirs = [path for base in bases for path in run_folders(base / paths.RUNS)]
-    findings = [
-        *_half_written(root, is_held(root / paths.RUNS)),
-        *(finding for base in bases for finding in _artifacts(base, deep)),
-        *(finding for run_dir in run_dirs for finding in _checkpoints(run_dir, deep)),
-        *(finding for run_dir in run_dirs for finding in _tracking(run_dir)),
-        *_disk(root, run_dirs),
-    ]
-    if fix:
-        for finding in findings:
-            if finding.repair is not None:
-                try:
-                    finding.done = finding.repair()
-                except OSError as error:
-                    finding.fix = f"{finding.fix} (tried: {error})"
+    found = list(_half_written(root))
+    found += [one for base in bases for one in _artifacts(base, deep)]
+    found += [one for run_dir in run_dirs for check in (_checkpoints, _tracking) for one in check(run_dir, deep)]
+    findings = []
+    for finding, repair in found:
+        if fix and repair is not None:
+            try:
+                finding = replace(finding, done=repair())
+            except OSError as error:
+                finding = replace(finding, fix=f"{finding.fix} (tried: {error})")
+        findings.append(replace(finding, fixable=repair is not None))
     return sorted(findings, key=lambda finding: -_EXIT_CODES[finding.severity])
 
 
@@ -85,45 +80,32 @@ def exit_code(findings: Collection[Finding]) -> int:
     return max((_EXIT_CODES[finding.severity] for finding in findings if finding.done is None), default=0)
 
 
-def report(findings: Collection[Finding]) -> list[dict[str, Any]]:
-    """For JSON."""
-    found = [vars(finding) | {"fixable": finding.repair is not None} for finding in findings]
-    return [{key: value for key, value in one.items() if key != "repair"} for one in found]
-
-
 def rows_of(findings: Collection[Finding]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the table that people read."""
     rows = []
-    for finding in findings:
-        how = f"done: {finding.done}" if finding.done else finding.fix + (" (--fix does)" if finding.repair else "")
-        rows.append([finding.severity, finding.what, finding.where, how])
+    for one in findings:
+        how = f"done: {one.done}" if one.done else one.fix + (" (--fix does)" if one.fixable else "")
+        rows.append([one.severity, one.what, one.where, how])
     return ["severity", "what", "where", "fix"], rows
 
 
-def _half_written(root: Path, at_work: bool) -> Iterator[Finding]:
+def _half_written(root: Path) -> Iterator[tuple[Finding, Repair]]:
     """Temporary folders and files whose writer is gone."""
-    for top in _ROOTS:
-        for folder, subfolders, files in os.walk(root / top):
-            found = [name for name in subfolders + files if name.startswith(".") and name.endswith(".tmp")]
-            subfolders[:] = [name for name in subfolders if name not in found]
-            for path in (Path(folder, name) for name in found):
-                # those of several ranks, and of an interrupted removal, name no process
-                is_nameless = path.name.endswith((".ranks.tmp", ".gone.0.00000000.tmp"))
-                if (is_nameless and not at_work) or (not is_nameless and is_stale(path)):
-                    size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) or path.lstat().st_size
-                    what = f"half-written, its writer is gone ({size:,} bytes)"
-                    yield Finding("warning", what, str(path), "remove it", partial(_remove, path))
+    at_work = is_held(root / paths.RUNS)
+
+    def remove(path: Path) -> str:
+        remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
+        return "removed"
+
+    found = {path for top in ("data", "outputs", "runs") for path in (root / top).rglob(".*.tmp")}
+    for path in sorted(path for path in found if found.isdisjoint(path.parents)):
+        # those of several ranks, and of an interrupted removal, name no process
+        nameless = path.name.endswith((".ranks.tmp", ".gone.0.00000000.tmp"))
+        if (not at_work) if nameless else is_stale(path):
+            yield Finding("warning", "half-written, its writer is gone", str(path), "remove it"), partial(remove, path)
 
 
-def _remove(path: Path) -> str:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-    return "removed"
-
-
-def _artifacts(base: Path, deep: bool) -> Iterator[Finding]:
+def _artifacts(base: Path, deep: bool) -> Iterator[tuple[Finding, Repair]]:
     """Damaged artifacts of the stages; what a training reads is always hashed, as the training itself does."""
     opened: dict[Path, Callable[[Path], object]] = {
         paths.DATASET: XMCDataset.open,
@@ -134,72 +116,53 @@ def _artifacts(base: Path, deep: bool) -> Iterator[Finding]:
         paths.MODEL: lambda path: read_manifest(path, unidec.KIND, unidec.VERSION, deep),
         paths.BUNDLE: lambda path: read_manifest(path, bundle_folder.KIND, bundle_folder.VERSION, deep),
     }
-    for name, opens in opened.items():
-        yield from _damage(base / name, opens, f"dvc checkout {name}, or run its stage again")
     for path in sorted((base / paths.CACHE).glob("[!.]*-*")):
-        yield from _damage(
-            path, lambda path: read_manifest(path, frozen.KIND, frozen.VERSION, True), "delete it: it is computed again"
-        )
+        opened[path] = lambda path: read_manifest(path, frozen.KIND, frozen.VERSION, True)
+    for name, opens in opened.items():
+        try:
+            if (base / name).is_dir():
+                opens(base / name)
+        except ArtifactError as error:
+            got = f", got: {error.got}" if error.got is not None else ""
+            fix = f"dvc checkout {name}, or run its stage again"
+            if name.parent.name == "cache":
+                fix = "delete it: it is computed again"
+            yield Finding("broken", f"damaged: {error.what}{got}", error.where or str(base / name), fix), None
 
 
-def _damage(path: Path, opens: Callable[[Path], object], fix: str) -> Iterator[Finding]:
-    if not path.is_dir():
-        return
-    try:
-        opens(path)
-    except ArtifactError as error:
-        got = f", got: {error.got}" if error.got is not None else ""
-        yield Finding("broken", f"damaged: {error.what}{got}", error.where or str(path), fix)
-
-
-def _checkpoints(run_dir: Path, deep: bool) -> Iterator[Finding]:
-    damaged: dict[Path, str] = {}
-    folders = checkpoint_folders(run_dir)
+def _checkpoints(run_dir: Path, deep: bool) -> Iterator[tuple[Finding, Repair]]:
+    damaged, folders = {}, checkpoint_folders(run_dir)
     for path in folders:
         try:
             read_state(run_dir, path, verify=deep)
         except ArtifactError as error:
-            damaged[path] = str(error).splitlines()[0]
-    for path, why in damaged.items():
-        what = f"a damaged checkpoint: {why.rpartition(': ')[2]}"
-        if len(damaged) < len(folders):
-            fix = "none: the newest whole one is used, and the next save removes this"
-            yield Finding("warning", what, str(path), fix)
-        else:
-            fix = "no other is whole: delete the run's folder to train from the start"
-            yield Finding("broken", what, str(path), fix)
+            damaged[path] = f"a damaged checkpoint: {error.what}"
+    severity: Literal["warning", "broken"] = "warning"
+    fix = "none: the newest whole one is used, and the next save removes this"
+    if len(damaged) == len(folders):
+        severity, fix = "broken", "no other is whole: delete the run's folder to train from the start"
+    for path, what in damaged.items():
+        yield Finding(severity, what, str(path), fix), None
 
 
-def _tracking(run_dir: Path) -> Iterator[Finding]:
+def _tracking(run_dir: Path, _deep: bool) -> Iterator[tuple[Finding, Repair]]:
     """An MLflow run that was never ended, and what was never sent to its store."""
-    if (run_dir / STATE).exists() and not tracking_state(run_dir):
+
+    def end() -> str:
+        Tracker.resume(run_dir).finish("KILLED")
+        return "noted as KILLED; the store is away and is updated later" if Outbox(run_dir) else "ended as KILLED"
+
+    def send() -> str:
+        return "sent" if Tracker.resume(run_dir).flush(force=True) else "the store is away: it is kept"
+
+    state = tracking_state(run_dir)
+    if (run_dir / STATE).exists() and not state:
         fix = "delete it: the next start finds the run by its checkpoint"
-        yield Finding("warning", "a damaged note of the MLflow run", str(run_dir / STATE), fix)
+        yield Finding("warning", "a damaged note of the MLflow run", str(run_dir / STATE), fix), None
     elif has_died(run_dir):
-        what = f"MLflow run {tracking_state(run_dir).get('run_id')} was never ended, and its process is gone"
+        what = f"MLflow run {state.get('run_id')} was never ended, and its process is gone"
         fix = "end it as KILLED; a training that resumes opens it again"
-        yield Finding("warning", what, str(run_dir), fix, partial(_end, run_dir))
-    elif Outbox(run_dir) and tracking_state(run_dir).get("status"):
+        yield Finding("warning", what, str(run_dir), fix), end
+    elif Outbox(run_dir) and state.get("status"):
         what = "not everything that was logged was sent to the tracking store"
-        yield Finding("warning", what, str(run_dir), "send it", partial(_send, run_dir))
-
-
-def _end(run_dir: Path) -> str:
-    Tracker.resume(run_dir).finish("KILLED")
-    return "noted as KILLED; the store is away and is updated later" if Outbox(run_dir) else "ended as KILLED"
-
-
-def _send(run_dir: Path) -> str:
-    return "sent" if Tracker.resume(run_dir).flush(force=True) else "the store is away: it is kept"
-
-
-def _disk(root: Path, run_dirs: Collection[Path]) -> Iterator[Finding]:
-    """Whether there is room for what the newest run saves."""
-    newest = next((path for run_dir in run_dirs for path in checkpoint_folders(run_dir)[:1]), None)
-    if newest is None:
-        return
-    size, free = sum(file.stat().st_size for file in newest.iterdir()), available_disk(root)
-    if free < 2 * size:  # the checkpoint that is written beside the one that is kept
-        what = f"{free:,} bytes are free; 2 checkpoints take {2 * size:,}"
-        severity: Literal["warning", "broken"] = "warning" if free >= size else "broken"
-        yield Finding(severity, what, str(root / paths.RUNS), "free some space before training")
+        yield Finding("warning", what, str(run_dir), "send it"), send

@@ -5,22 +5,23 @@ Both bundles are fetched from the registry, hashes checked, and rank the same te
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unidec.config import Params, fingerprint
+from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import remove_folder, write_json
+from unidec.data.storage import files_sha256, remove_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.evaluation.challenge import Check, challenge
 from unidec.evaluation.gate_page import render_gate
 from unidec.evaluation.metrics import filtered_truth
 from unidec.evaluation.page import write_page
 from unidec.pipeline import paths
-from unidec.pipeline.champion_evaluation import contestant
+from unidec.pipeline.champion_evaluation import rank_test_split
 from unidec.pipeline.ranking import headline
 from unidec.pipeline.servable import probe_texts, servability
 from unidec.retrieval.bundle import Bundle
@@ -40,18 +41,17 @@ if TYPE_CHECKING:
 GATE_JSON = Path("outputs/gate.json")
 GATE_PAGE = Path("outputs/gate.html")
 _ENOUGH = 10  # copies of bundles kept
-_REFRESHED = "refresh"  # tag start.kind of a version whose labels alone changed
 
 log = logging.getLogger(__name__)
 
 
-def gate(params: Params, version: str | int | None = None) -> dict[str, Any]:
+def gate(params: Params, version: str | int = CHALLENGER) -> dict[str, Any]:
     """Compare a version with the champion, see whether it can be served, and say so in files, tags and the MLflow run.
 
     A first model has no champion to be compared with: it must be servable. One that is champion already passes unseen.
 
     Args:
-        version: number or alias; None: `challenger`.
+        version: number or alias.
 
     Returns:
         {"passed", "already" (it is the champion), "model", "challenger", "champion" (versions), "reasons": [{"check",
@@ -61,48 +61,41 @@ def gate(params: Params, version: str | int | None = None) -> dict[str, Any]:
         ConfigError: no such version. DataError, ArtifactError: no data set, or the champion's bundle is damaged. A
             challenger that is worse, damaged or does not load raises nothing: it does not pass.
     """
-    name, client = params.tracking.model_name, open_client(tracking_uri())
-    challenger = _with_commit(client, known_version(client, name, CHALLENGER if version is None else version))
+    name, client, rules = params.tracking.model_name, open_client(tracking_uri()), params.gate
+    challenger = _with_commit(client, known_version(client, name, version))
     champion = version_of(client, name, CHAMPION)
-    dataset = paths.open_dataset()
     already = champion is not None and champion.version == challenger.version
-    verdict: dict[str, Any] = {
-        "model": name, "passed": False, "already": already, "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "challenger": _about(challenger), "champion": champion and _about(champion),
-        "data": {"name": dataset.name, "sha256": dataset.sha256, "test queries": len(dataset.rows("test"))},
-        "settings": params.gate.model_dump(),
-    }  # fmt: skip
+    about: dict[str, Any] = {}
     if already:
         checks = [Check("champion", True, None, None, "it is the champion already")]
     else:
-        rules = params.gate
-        if challenger.tags.get("start.kind") == _REFRESHED:  # its labels alone changed: not worse is enough
+        dataset = paths.open_dataset()
+        if challenger.tags.get("start.kind") == "refresh":  # its labels alone changed: not worse is enough
             rules = rules.model_copy(update={"margin": min(rules.margin, -rules.tolerance)})
         checks = _provenance(challenger, champion, rules)
-        found, more = _judged(challenger, champion, dataset, rules, params.device)
-        checks, verdict = checks + found, verdict | more
-    verdict |= {"passed": all(check.passed for check in checks), "reasons": [asdict(check) for check in checks]}
-    write_json(GATE_JSON, verdict)
-    write_page(GATE_PAGE, render_gate(verdict))
+        found, about = _judged(challenger, champion, dataset, rules, params.device)
+        checks += found
+    reasons, passed = [asdict(check) for check in checks], all(check.passed for check in checks)
+    if not already:
+        about |= {
+            "model": name, "passed": passed, "reasons": reasons, "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "challenger": _about(challenger), "champion": champion and _about(champion),
+            "data": {"name": dataset.name, "sha256": dataset.sha256, "test queries": len(dataset.rows("test"))},
+            "settings": params.gate.model_dump(),
+        }  # fmt: skip
+        write_json(GATE_JSON, about)
+        write_page(GATE_PAGE, render_gate(about))
+        question = _question(params, challenger, champion)
+        promotion.record_verdict(client, challenger, about, question, [GATE_JSON, GATE_PAGE])
+        _purge({version.tags.get(HASH_TAG, "")[:16] for version in (challenger, champion) if version is not None})
     for check in checks:
         log.log(logging.INFO if check.passed else logging.WARNING, "gate: %s: %s", check.check, check.words)
-    if not already:
-        promotion.record_verdict(client, challenger, verdict, settings_sha256(params), [GATE_JSON, GATE_PAGE])
-        _purge({version.tags.get(HASH_TAG, "")[:16] for version in (challenger, champion) if version is not None})
-    metrics = {who: headline(values) for who, values in verdict.get("metrics", {}).items()}
-    return {key: verdict[key] for key in ("passed", "already", "model", "reasons")} | {
+    return {
+        "passed": passed, "already": already, "model": name, "reasons": reasons,
         "challenger": str(challenger.version), "champion": str(champion.version) if champion else None,
-        "metrics": metrics, "page": str(GATE_PAGE), "run": challenger.run_id or None,
+        "metrics": {who: headline(values) for who, values in about.get("metrics", {}).items()},
+        "page": str(GATE_PAGE), "run": challenger.run_id or None,
     }  # fmt: skip
-
-
-def _purge(kept: set[str]) -> None:
-    """The newest copies of bundles stay, and those that were compared just now; the registry has the others."""
-    folders = [path for path in paths.BUNDLES.glob("*") if path.is_dir() and path.name[0] != "."]
-    folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in folders[_ENOUGH:]:
-        if path.name not in kept:
-            remove_folder(path)
 
 
 def needs_gate(params: Params, version: str | int) -> bool:
@@ -115,29 +108,18 @@ def needs_gate(params: Params, version: str | int) -> bool:
     challenger, champion = known_version(client, name, version), version_of(client, name, CHAMPION)
     if champion is None:
         return True
-    tags = challenger.tags
-    if champion.version == challenger.version or ROLLED_BACK[0] in tags:
+    if champion.version == challenger.version or ROLLED_BACK[0] in challenger.tags:
         return False
-    if "code" in tags.get("gate.failed", "").split(", ") and not uncommitted(tags):
-        return True
-    seen = {
-        "gate.passed": "false", "gate.champion": str(champion.version),
-        "gate.dataset.sha256": paths.open_dataset().sha256, "gate.settings": settings_sha256(params),
-    }  # fmt: skip
-    return any(tags.get(key) != value for key, value in seen.items())
+    refused = challenger.tags.get("gate.passed") == "false"
+    return not refused or challenger.tags.get("gate.settings") != _question(params, challenger, champion)
 
 
 def promote(
-    params: Params,
-    version: str | int | None = None,
-    *,
-    allow_dirty: bool = False,
-    force: bool = False,
-    reason: str = "",
+    params: Params, version: str | int = CHALLENGER, *, allow_dirty: bool = False, force: bool = False, reason: str = ""
 ) -> dict[str, Any]:
-    """A version (None: `challenger`) becomes champion, the champion previous: `unidec.tracking.promotion.promote`."""
-    which, dirty = CHALLENGER if version is None else version, allow_dirty or params.gate.allow_dirty
-    return promotion.promote(params.tracking.model_name, which, allow_dirty=dirty, force=force, reason=reason)
+    """A version becomes champion, the champion previous: `unidec.tracking.promotion.promote`."""
+    dirty = allow_dirty or params.gate.allow_dirty
+    return promotion.promote(params.tracking.model_name, version, allow_dirty=dirty, force=force, reason=reason)
 
 
 def rollback(params: Params, *, reason: str = "") -> dict[str, Any]:
@@ -145,19 +127,18 @@ def rollback(params: Params, *, reason: str = "") -> dict[str, Any]:
     return promotion.rollback(params.tracking.model_name, reason=reason)
 
 
-def settings_sha256(params: Params) -> str:
-    """What a verdict depends on beside models and data."""
-    return fingerprint(params, "gate")[:16]
+def _question(params: Params, challenger: ModelVersion, champion: ModelVersion | None) -> str:
+    """What a verdict depends on beside the model, as a hash."""
+    facts = {
+        "champion": champion and str(champion.version), "data": paths.open_dataset().sha256,
+        "settings": params.gate.model_dump(), "uncommitted": bool(uncommitted(challenger.tags)),
+    }  # fmt: skip
+    return files_sha256({key: json.dumps(value) for key, value in facts.items()})[:16]
 
 
 def _about(version: ModelVersion) -> dict[str, Any]:
-    tags = version.tags
-    return {
-        "version": str(version.version), "bundle sha256": tags.get(HASH_TAG, ""),
-        "data set sha256": tags.get("dataset.sha256", ""), "commit": tags.get(COMMIT_TAG, ""),
-        "uncommitted changes": tags.get(DIRTY_TAG, "") == "true", "start": tags.get("start.kind", ""),
-        "run": version.run_id or "",
-    }  # fmt: skip
+    shown = (HASH_TAG, "dataset.sha256", COMMIT_TAG, DIRTY_TAG, "start.kind")
+    return {"version": str(version.version), "run": version.run_id} | {key: version.tags.get(key) for key in shown}
 
 
 def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gate) -> list[Check]:
@@ -166,6 +147,8 @@ def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gat
     A first champion replaces nothing, so it has no such requirements.
     """
     tags = version.tags
+    commit = tags.get(COMMIT_TAG, "")[:12]
+    checks = [Check("code", True, commit or None, None, f"commit {commit or 'unknown'}")]
     if left := uncommitted(tags):
         words = f"made with uncommitted changes ({', '.join(left[:5])}{', ...' if len(left) > 5 else ''})"
         fix = f": commit them and run `make train`, or run `unidec models promote {version.version} --allow-dirty`"
@@ -175,9 +158,6 @@ def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gat
         elif rules.allow_dirty:
             fix = ", which gate.allow_dirty accepts"
         checks = [Check("code", champion is None or rules.allow_dirty, "dirty", "clean", words + fix)]
-    else:
-        commit = tags.get(COMMIT_TAG, "")[:12]
-        checks = [Check("code", True, commit or None, None, f"commit {commit or 'unknown'}")]
     if ROLLED_BACK[0] in tags:
         words = f"{rolled_back_words(tags)}; `unidec models promote {version.version} --force` overrules that"
         checks.append(Check("rolled back", False, tags[ROLLED_BACK[0]], None, words))
@@ -199,37 +179,42 @@ def _judged(
     challenger: ModelVersion, champion: ModelVersion | None, dataset: XMCDataset, rules: Gate, device: str
 ) -> tuple[list[Check], dict[str, Any]]:
     """The checks on the bundle itself, and what the page shows of them."""
-    champion_path = _fetch(champion) if champion is not None else None
+    others = {} if champion is None else {"champion": _fetch(champion)}
     sha256, checks = challenger.tags.get(HASH_TAG, ""), []
     try:
         path = _fetch(challenger)
         checks.append(Check("hash", True, sha256, sha256, f"sha256 {sha256[:16]}, as registered"))
-        bundle = Bundle.load(path)
+        texts = probe_texts(dataset, Bundle.load(path), rules.probes)
     except ArtifactError as error:
-        limit = None if checks else sha256
-        failed = Check("loads" if checks else "hash", False, None, limit, str(error).replace("\n", " "))
-        return [*checks, failed], {}
-    found, probes = servability(path, champion_path, probe_texts(dataset, bundle, rules.probes), rules)
+        return [*checks, Check("loads" if checks else "hash", False, None, None, str(error).replace("\n", " "))], {}
+    folders = {"challenger": path} | others
+    found, probes = servability(folders, texts, rules)
     about: dict[str, Any] = {"probes": {who: probe.figures() for who, probe in probes.items()}}
     checks += found
-    if not probes or champion_path is None:
+    if not probes or champion is None:
         return checks, about
     rows = dataset.rows("test")
     if not len(rows):
         words = "the data set has no test queries on which it could be compared with the champion"
         return [*checks, Check(rules.metric, False, None, None, words)], about
-    place, both = choose_device(device).type, {}
-    for who, folder in (("challenger", path), ("champion", champion_path)):  # hashes were checked by fetching
-        both[who] = contestant(Bundle.load(folder, verify=False, device=place), dataset)
+    place, answers, about["labels"] = choose_device(device).type, {}, {}
+    for who, folder in folders.items():  # hashes were checked by fetching
+        answers[who], about["labels"][who] = rank_test_split(Bundle.load(folder, verify=False, device=place), dataset)
     propensity, truth = paths.open_propensity(), filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
-    mine, its = both["challenger"].labels, both["champion"].labels
-    result = asdict(challenge(mine, its, truth, propensity.inverse_L, propensity.group_L, rules))
+    both = (answers["challenger"], answers["champion"])
+    result = asdict(challenge(*both, truth, propensity.inverse_L, propensity.group_L, rules))
     checks += [Check(**check) for check in result.pop("checks")]
-    about["metrics"] = {who: result.pop(who) for who in both}
-    about["comparison"] = result
-    about["labels"] = {who: {"unknown": one.unknown, "removed": one.removed} for who, one in both.items()}
+    about |= {"metrics": {who: result.pop(who) for who in folders}, "comparison": result}
     return checks, about
 
 
 def _fetch(version: ModelVersion) -> Path:
     return fetch_bundle(f"models:/{version.name}/{version.version}", paths.BUNDLES)
+
+
+def _purge(kept: set[str]) -> None:
+    """The newest copies of bundles stay, and those that were compared just now; the registry has the others."""
+    folders = [path for path in paths.BUNDLES.glob("[!.]*") if path.is_dir()]
+    for path in sorted(folders, key=lambda path: -path.stat().st_mtime)[_ENOUGH:]:
+        if path.name not in kept:
+            remove_folder(path)

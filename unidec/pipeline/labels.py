@@ -143,7 +143,7 @@ def _measured(bundle: Bundle, dataset: XMCDataset, change: LabelChange, params: 
     if not len(rows):
         return {}
     truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
-    labels_NK = ranked(bundle, dataset, rows, np.arange(bundle.num_labels), 0)  # its rows are the data set's
+    labels_NK = ranked(bundle, dataset, rows, np.arange(bundle.num_labels))  # its rows are the data set's
     counted = np.flatnonzero(dataset.split_N != SPLITS.index("test"))
     counts_L = label_counts(dataset.relevance, counted)
     inverse_L = inverse_propensity(counts_L, len(counted), params.data.propensity_a, params.data.propensity_b)
