@@ -46,16 +46,15 @@ def test_vectors(run, bundle) -> None:
     told = json.loads(out)
     assert code == 0 and (told["labels"], told["width"], told["head"]) == (6, 48, "both")
     assert pq.read_table("v/labels.parquet").num_rows == 6
-    words = ["--head", "de", "--dtype", "float16", "--output", "labels.npy"]
-    assert run("export", "vectors", "--bundle", str(bundle), *words)[0] == 0
-    assert np.load("labels.npy", allow_pickle=False).dtype == np.float16
     assert run("export", "vectors", "--bundle", str(bundle), "--output", "labels.txt")[0] == 3
     assert run("export", "vectors", "--bundle", "nowhere")[0] == 4
     code, _, said = run("export", "vectors", "--bundle", "models:/unidec")
     assert code == 2 and "models:/name@alias" in said
 
 
-def test_sentence_transformers(run, bundle) -> None:
+def test_sentence_transformers(run, helper, tiny_bert, tmp_path) -> None:
+    real = helper("retrieval/export/real_model")
+    bundle = real.real_bundle(tmp_path, tiny_bert, kind="transformer", trainable_layers=0).path
     code, _, said = run("export", "sentence-transformers", "--bundle", str(bundle))
     assert code == 2 and "both heads" in said and "--head de or clf" in said
     assert not Path("sentence-transformers").exists()

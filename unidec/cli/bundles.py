@@ -211,18 +211,17 @@ def _show_tuned(found: dict[str, Any]) -> None:
 
 @command(
     export_app, "unidec export vectors --output labels.parquet",
-    "unidec export vectors --output labels.npy --head de --dtype float16 --bundle models:/unidec@champion",
+    "unidec export vectors --head de --bundle models:/unidec@champion",
 )  # fmt: skip
 def vectors(
-    target: Annotated[Path, typer.Option("--output", metavar="FILE", help=".parquet or .npy")] = Path("labels.parquet"),
+    target: Annotated[Path, typer.Option("--output", metavar="FILE", help=".parquet")] = Path("labels.parquet"),
     head: Head = None,
-    dtype: Annotated[Literal["float32", "float16"], typer.Option("--dtype", help="of the numbers")] = "float32",
     bundle: BundleAddress = str(DEFAULT_BUNDLE),
 ) -> dict[str, Any]:
     """Write uid, title and vector of every label, for a vector database with inner product."""
-    from unidec.retrieval.export.vectors import export_vectors
+    from unidec.retrieval.export.heads import export_vectors
 
-    return export_vectors(bundle_folder(bundle), target, head=head, dtype=dtype)
+    return export_vectors(bundle_folder(bundle), target, head=head)
 
 
 @command(export_app, "unidec export onnx --output onnx", "unidec export onnx --head de --bundle models:/unidec/7")

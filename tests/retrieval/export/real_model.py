@@ -64,4 +64,4 @@ def one_by_one(bundle: Bundle, texts: list[str]) -> tuple[np.ndarray | None, np.
 
 def queries(score: Any, de_BD: np.ndarray | None, clf_BD: np.ndarray | None) -> np.ndarray:
     """The query side of an exported score."""
-    return query_vectors(de_BD, clf_BD, score.head, score.clf_weight, score.clf_normalize, score.has_bias)
+    return query_vectors(de_BD, clf_BD, score.space, score.clf_weight, score.clf_normalize, "bias" in score.vectors)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unidec.errors import ConfigError, DataError
-from unidec.retrieval.export.heads import Scored
+from unidec.retrieval.export.heads import scored_by
 from unidec.retrieval.export.onnx_folder import export_onnx
 from unidec.retrieval.scoring_space import space_rows
 
@@ -46,7 +46,7 @@ def test_every_encoder_in_onnxruntime(world, tmp_path, name, normalize, bias) ->
     de, clf = world.real.one_by_one(bundle, texts)
     together, alone = run(tmp_path / "out", texts), run(tmp_path / "out", [texts[1]])
     assert list(together) == told["outputs"] == ["de", "clf", "vector"]
-    expected = {"de": de, "clf": clf, "vector": world.real.queries(Scored.of(bundle.info), de, clf)}
+    expected = {"de": de, "clf": clf, "vector": world.real.queries(scored_by(bundle.info), de, clf)}
     for output, vectors in expected.items():
         assert together[output].dtype == np.float32 and together[output].shape == vectors.shape
         np.testing.assert_allclose(together[output], vectors, rtol=1e-4, atol=1e-4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unidec.errors import ConfigError
-from unidec.retrieval.export.heads import Scored
+from unidec.retrieval.export.heads import scored_by
 from unidec.retrieval.export.sentence import export_sentence_transformers
 
 pytest.importorskip("sentence_transformers")
@@ -19,9 +19,6 @@ STOCK = {
     "mean": {"kind": "transformer", "trainable_layers": -1},
     "cls, unit length": {"kind": "transformer", "trainable_layers": 0, "pooling": "cls"},
     "distilbert": {"kind": "transformer", "trainable_layers": -1, "source": "distilbert"},
-    "residual": {"kind": "transformer", "trainable_layers": -1, "residual": True},
-    "bag": {"kind": "bag", "trainable_layers": 0},
-    "bag, residual": {"kind": "bag", "trainable_layers": 0, "residual": True},
 }
 
 
@@ -35,7 +32,7 @@ def test_stock_modules_give_the_models_vectors(world, tmp_path, name, head) -> N
     assert not list((tmp_path / "out").rglob("*.py"))
     model = SentenceTransformer(str(tmp_path / "out"), device="cpu", local_files_only=True)
     got = model.encode(world.real.TEXTS)
-    expected = world.real.queries(Scored.of(bundle.info, head), *world.real.one_by_one(bundle, world.real.TEXTS))
+    expected = world.real.queries(scored_by(bundle.info, head), *world.real.one_by_one(bundle, world.real.TEXTS))
     assert got.dtype == np.float32 and got.shape == expected.shape == (7, told["width"])
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     assert np.abs(expected[0] - expected[1]).max() > 0.01  # texts differ: the comparison says something
@@ -45,13 +42,13 @@ def test_stock_modules_give_the_models_vectors(world, tmp_path, name, head) -> N
 @pytest.mark.parametrize(
     ("encoder", "head", "reasons"),
     [
-        ({"kind": "both", "trainable_layers": 0}, "de", ["kind: both"]),
-        ({"kind": "both", "trainable_layers": 0, "bag_words": 8, "bag_head": 2}, "both",
-         ["kind: both", "bag_head", "bag_words", "both heads"]),
+        ({"kind": "both", "trainable_layers": 0}, "de", ["a bag of tokens", "unidec export onnx"]),
+        ({"kind": "bag", "trainable_layers": 0}, "both", ["a bag of tokens"]),
+        ({"kind": "transformer", "trainable_layers": -1, "residual": True}, "de", ["a residual layer"]),
         ({"kind": "transformer", "trainable_layers": -1}, "both", ["both heads", "--head de or clf"]),
     ],
-    ids=["both parts", "everything", "both heads"],
-)  # fmt: skip
+    ids=["both parts", "bag", "residual", "both heads"],
+)
 def test_what_modules_in_a_row_cannot_express_is_refused(world, tmp_path, encoder, head, reasons) -> None:
     with pytest.raises(ConfigError) as caught:
         export_sentence_transformers(world(**encoder), tmp_path / "out", head=head)
@@ -60,7 +57,7 @@ def test_what_modules_in_a_row_cannot_express_is_refused(world, tmp_path, encode
 
 
 def test_a_folder_of_something_else_is_not_replaced(world, tmp_path) -> None:
-    bundle = world(kind="bag", trainable_layers=0)
+    bundle = world(kind="transformer", trainable_layers=-1)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(ConfigError, match="no earlier export"):

@@ -1,4 +1,4 @@
-"""Which score an export is about, and what every exported folder has.
+"""Which score an export is about, what every exported folder has, and the label side as a file.
 
 Every export of vectors has a head: "de", "clf", or "both" as the bundle ranks. What is exported of queries and of
 labels with the same head has that score as its inner product (`scoring_space.py`), without the votes of training
@@ -8,62 +8,64 @@ queries.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
+from unidec.data.storage import folder_sha256, read_manifest, write_file
 from unidec.errors import ConfigError, DataError
+from unidec.progress import Progress, progress
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import BundleInfo
-from unidec.retrieval.scoring_space import Space, width
+from unidec.retrieval.bundle_folder import (
+    KIND,
+    LABEL_SCHEMA,
+    VERSION,
+    BundleInfo,
+    check_names,
+    read_info,
+    read_labels,
+    read_vectors,
+)
+from unidec.retrieval.scoring_space import LabelRows, width
+
+BLOCK_BYTES = 32 << 20  # of one block of rows, and of a Parquet row group: what is held at once
 
 
-@dataclass(frozen=True)
-class Scored:
-    """One score of a bundle as an inner product.
+def scored_by(info: BundleInfo, head: str | None = None) -> BundleInfo:
+    """`bundle.json` as if the bundle ranked by a head alone; None: by what it does rank.
 
-    Attributes:
-        head: "both", "de" or "clf".
-        clf_weight: of the classifier's part; 1 where it is alone.
-        clf_normalize: the classifier's score is a cosine.
-        has_bias: labels have a bias, for which queries have one more dimension.
-        dim: width of a head. width: of the vectors.
+    Its `space` is the head; `clf_weight` is 1 where the classifier is alone; a "bias" is among its `vectors` only where
+    it counts: queries then have one more dimension.
+
+    Raises:
+        DataError: an unknown head, or one that the bundle does not have.
     """
-
-    head: Space
-    clf_weight: float
-    clf_normalize: bool
-    has_bias: bool
-    dim: int
-    width: int
-
-    @classmethod
-    def of(cls, info: BundleInfo, head: str | None = None) -> Scored:
-        """The score of a head; None: what the bundle ranks by.
-
-        Raises:
-            DataError: an unknown head, or one that the bundle does not have.
-        """
-        there: dict[str, Space] = {name: name for name in ("de", "clf") if name in info.vectors}
-        if info.space == "both":
-            there["both"] = "both"
-        chosen = there.get(head or info.space)
-        if chosen is None:
-            expected = " or ".join(sorted(there))
-            raise DataError("the bundle has no such head", where="--head", got=head, expected=expected)
-        has_bias = "bias" in info.vectors and chosen != "de" and not info.clf_normalize
-        weight = info.clf_weight if chosen == "both" else 1.0
-        wide = width(info.dim, chosen, info.clf_normalize, has_bias)
-        return cls(chosen, weight, info.clf_normalize, has_bias, info.dim, wide)
-
-    def facts(self) -> dict[str, Any]:
-        """For a file's metadata."""
-        facts: dict[str, Any] = {"head": self.head, "clf_weight": self.clf_weight, "clf_normalize": self.clf_normalize}
-        return facts | {"width": self.width, "similarity": "inner product"}
+    chosen: Any = head or info.space
+    there = [*sorted(info.vectors.keys() - {"bias"}), *(["both"] if info.space == "both" else [])]
+    if chosen not in there:
+        raise DataError("the bundle has no such head", where="--head", got=head, expected=" or ".join(there))
+    has_bias = "bias" in info.vectors and chosen != "de" and not info.clf_normalize
+    changes = {
+        "space": chosen, "clf_weight": info.clf_weight if chosen == "both" else 1.0,
+        "width": width(info.dim, chosen, info.clf_normalize, has_bias),
+        "vectors": {name: shape for name, shape in info.vectors.items() if name != "bias" or has_bias},
+    }  # fmt: skip
+    return info.model_copy(update=changes)
 
 
-def write_readme(folder: Path, bundle: Bundle, score: Scored, outputs: Sequence[str] = (), opset: int = 0) -> None:
+def facts(score: BundleInfo) -> dict[str, Any]:
+    """Of a score, for a file's metadata."""
+    return {
+        "head": score.space, "clf_weight": score.clf_weight, "clf_normalize": score.clf_normalize, "width": score.width,
+        "similarity": "inner product",
+    }  # fmt: skip
+
+
+def write_readme(folder: Path, bundle: Bundle, score: BundleInfo, outputs: Sequence[str] = (), opset: int = 0) -> None:
     """What an exported folder is and how it is loaded; `outputs`: of its ONNX graph, if it has one."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -88,3 +90,51 @@ def refuse_foreign(folder: Path) -> None:
         raise ConfigError(
             "the folder exists and is no earlier export", where=str(folder), fix="name a new folder, or remove this one"
         )
+
+
+def export_vectors(
+    bundle: str | os.PathLike[str], target: str | os.PathLike[str], *, head: str | None = None
+) -> dict[str, Any]:
+    """Write the label side of a score; the query side comes from the other exports with the same head.
+
+    Memory does not grow with the number of labels (but for uids and titles). The same bundle gives the same bytes.
+
+    Args:
+        bundle: a bundle's folder; its model and index are not loaded.
+        target: .parquet: columns `uid`, `title` and `vector` (float32, a list of fixed size) in the bundle's order;
+            facts in the schema's metadata under `unidec`.
+        head: "both", "de" or "clf"; None: what the bundle ranks by.
+
+    Returns:
+        {"labels", "width", "head", "bytes", "output"}.
+
+    Raises:
+        DataError: an unknown ending or head.
+        ArtifactError: the bundle is damaged, or the file cannot be written.
+    """
+    import pyarrow.parquet as pq
+
+    path, root = Path(target), Path(bundle)
+    if path.suffix.lower() != ".parquet":
+        raise DataError("an output of unknown format", where=str(path), expected=".parquet")
+    check_names(root, read_manifest(root, KIND, VERSION)["files"])  # checks every file's hash
+    info = read_info(root)
+    score, labels = scored_by(info, head), read_labels(root, info.num_labels)
+    rows = LabelRows(read_vectors(root, info), score.space, score.clf_normalize)
+    kind = pa.list_(pa.field("element", pa.float32(), nullable=False), score.width)
+    schema = LABEL_SCHEMA.append(pa.field("vector", kind, nullable=False))
+    about = {"dtype": "float32", "bundle_sha256": folder_sha256(root), **facts(score)}
+    schema = schema.with_metadata({"unidec": json.dumps(about, sort_keys=True)})
+    # vectors hardly compress, and a dictionary of them would only cost time
+    options: dict[str, Any] = {"compression": {"uid": "zstd", "title": "zstd", "vector.list.element": "none"}}
+    step = max(1, BLOCK_BYTES // (4 * score.width))
+    bar: Progress[None] = progress(total=info.num_labels, desc="vectors", unit="label")
+    with bar, write_file(path) as file, pq.ParquetWriter(file, schema, use_dictionary=False, **options) as writer:
+        for begin in range(0, info.num_labels, step):
+            some = labels.slice(begin, step).combine_chunks()
+            block = rows.take(np.arange(begin, begin + some.num_rows))
+            values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), type=kind)
+            writer.write_table(pa.table([*some.columns, values], schema=schema), row_group_size=len(block))
+            bar.update(len(block))
+    told = {"labels": info.num_labels, "width": score.width, "head": score.space}
+    return told | {"bytes": path.stat().st_size, "output": str(path)}

@@ -22,7 +22,8 @@ from unidec.model.encoder import BagEncoder
 from unidec.model.onnx_export import MAX_BYTES, OPSET, TransformerGraph, export_graph
 from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.export.heads import Scored, refuse_foreign, write_readme
+from unidec.retrieval.bundle_folder import BundleInfo
+from unidec.retrieval.export.heads import facts, refuse_foreign, scored_by, write_readme
 
 KIND = "onnx-export"
 VERSION = 1
@@ -50,7 +51,7 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
     if importlib.util.find_spec("onnx") is None:
         fix = "pip install 'unidec-xmc[serve]'"
         raise ConfigError("onnx is not installed", where="unidec export onnx", fix=fix)
-    score, model = Scored.of(bundle.info, head), bundle.model
+    score, model = scored_by(bundle.info, head), bundle.model
     refuse_foreign(Path(folder))
     bag = model.encoder.bag
     if bag is not None and bag.num_words:  # its rows are found by 64-bit hashes, for which ONNX has no operators
@@ -65,7 +66,7 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
             "one ONNX file cannot hold this", where=str(bundle.path), got=size, expected=MAX_BYTES, fix=fix
         )
     graph = QueryGraph(model, score)
-    meta = {"bundle_sha256": bundle.sha256, "outputs": graph.outputs, **score.facts()}
+    meta = {"bundle_sha256": bundle.sha256, "outputs": graph.outputs, **facts(score)}
     with write_folder(folder, KIND, VERSION, meta, num_bytes=size) as out:
         file = out.path / "model.onnx"
         export_graph(graph, file, graph.outputs)
@@ -79,7 +80,7 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
         write_json(out.path / "config.json", meta | {"max_length": model.max_length, "opset": OPSET})
         write_readme(out.path, bundle, score, graph.outputs, OPSET)
     return {
-        "head": score.head, "width": score.width, "outputs": graph.outputs, "opset": OPSET, "bytes": size,
+        "head": score.space, "width": score.width, "outputs": graph.outputs, "opset": OPSET, "bytes": size,
         "output": str(folder),
     }  # fmt: skip
 
@@ -91,7 +92,7 @@ class QueryGraph(nn.Module):
         outputs: names of what it returns: the heads' vectors, and last `vector`.
     """
 
-    def __init__(self, model: UniDEC, score: Scored) -> None:
+    def __init__(self, model: UniDEC, score: BundleInfo) -> None:
         super().__init__()
         self.model, self.score = model, score
         self.transformer = None if model.encoder.transformer is None else TransformerGraph(model.encoder)
@@ -110,11 +111,11 @@ class QueryGraph(nn.Module):
     def _vector(self, de: Tensor | None = None, clf: Tensor | None = None) -> Tensor:
         """`scoring_space.query_vectors`."""
         score, parts = self.score, []
-        if de is not None and score.head != "clf":
+        if de is not None and score.space != "clf":
             parts.append(de)
-        if clf is not None and score.head != "de":
+        if clf is not None and score.space != "de":
             parts.append((F.normalize(clf, dim=-1) if score.clf_normalize else clf) * score.clf_weight)
-            if score.has_bias:  # one more dimension, in which labels have their bias
+            if "bias" in score.vectors:  # one more dimension, in which labels have their bias
                 parts.append(torch.full_like(clf[:, :1], score.clf_weight))
         return torch.cat(parts, dim=-1)
 

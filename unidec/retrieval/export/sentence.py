@@ -1,10 +1,7 @@
 """The query encoder as a folder that sentence-transformers loads: `SentenceTransformer(folder).encode(texts)`.
 
-Only modules of sentence-transformers are used, which run one after the other. A transformer, or a bag of tokens alone,
-with one head is expressed by them exactly; what is side by side is refused: a transformer beside a bag, a bag of the
-text's first tokens, words of several pieces, both heads.
-
-Legend: V tokens, W width of the encoder, D width of a head, D' width of what comes out.
+Only modules of sentence-transformers are used, which run one after the other: a transformer with one head is expressed
+by them exactly. A bag of tokens, a residual layer, or both heads side by side are refused.
 """
 
 from __future__ import annotations
@@ -16,17 +13,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from unidec.data.storage import write_folder
 from unidec.data.tokens import load_tokenizer
 from unidec.errors import ConfigError
-from unidec.model.encoder import BagEncoder
 from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.export.heads import Scored, refuse_foreign, write_readme
+from unidec.retrieval.bundle_folder import BundleInfo
+from unidec.retrieval.export.heads import facts, refuse_foreign, scored_by, write_readme
 
 KIND = "sentence-transformers"
 VERSION = 1
@@ -53,13 +49,13 @@ def export_sentence_transformers(
         ConfigError: an encoder that these modules cannot express, sentence-transformers is not installed, a folder that
             is something else.
     """
-    model, score = bundle.model, Scored.of(bundle.info, head)
-    beyond = _beyond_modules(model)
-    if beyond or score.head == "both":
+    model, score = bundle.model, scored_by(bundle.info, head)
+    plain = model.encoder.transformer is not None and model.encoder.bag is None and model.encoder.residual is None
+    if not plain or score.space == "both":
         raise ConfigError(
             "modules of sentence-transformers cannot express this encoder", where=str(bundle.path),
-            got="; ".join(beyond + ["both heads side by side"] * (score.head == "both")),
-            fix="unidec export onnx" if beyond else "--head de or clf exports one head",
+            got="both heads side by side" if plain else "a bag of tokens or a residual layer",
+            fix="--head de or clf exports one head" if plain else "unidec export onnx",
         )  # fmt: skip
     refuse_foreign(Path(folder))
     if importlib.util.find_spec("sentence_transformers") is None:
@@ -68,49 +64,31 @@ def export_sentence_transformers(
     from sentence_transformers import SentenceTransformer
 
     modules = _modules(model, score)
-    with write_folder(folder, KIND, VERSION, {"bundle_sha256": bundle.sha256, **score.facts()}) as out:
+    with write_folder(folder, KIND, VERSION, {"bundle_sha256": bundle.sha256, **facts(score)}) as out:
         whole = SentenceTransformer(modules=modules, device="cpu", similarity_fn_name="dot")
         whole.save(str(out.path), create_model_card=False)
         write_readme(out.path, bundle, score)
     names = [type(module).__name__ for module in modules]
-    return {"head": score.head, "width": score.width, "modules": names, "output": str(folder)}
+    return {"head": score.space, "width": score.width, "modules": names, "output": str(folder)}
 
 
-def _beyond_modules(model: UniDEC) -> list[str]:
-    """What of an encoder modules in a row cannot express; empty: nothing."""
-    bag, reasons = model.encoder.bag, []
-    if bag is not None and model.encoder.transformer is not None:
-        reasons.append("a transformer and a bag of tokens side by side (encoder.kind: both)")
-    if bag is not None and bag.head:
-        reasons.append("a second bag of each text's first tokens (encoder.bag_head)")
-    if bag is not None and bag.num_words:
-        reasons.append("words of several pieces as further tokens (encoder.bag_words)")
-    return reasons
-
-
-def _modules(model: UniDEC, score: Scored) -> list[nn.Module]:
+def _modules(model: UniDEC, score: BundleInfo) -> list[nn.Module]:
     from sentence_transformers.base.modules import Normalize
     from sentence_transformers.sentence_transformer.modules import Pooling
 
-    encoder = model.encoder
-    if encoder.transformer is not None:
-        modules = [_transformer(model, encoder.transformer.transformer)]
-        modules.append(Pooling(encoder.transformer.width, encoder.settings.pooling))
-        modules += [Normalize()] if encoder.unit_vectors else []
-    else:
-        assert encoder.bag is not None
-        modules = [_transformer(model, _token_table(encoder.bag, model.max_length))]
-        modules += [Pooling(encoder.bag.width, "mean"), Normalize()]
-    if encoder.residual is not None:
-        modules += _residual(encoder.residual)
-    if score.head == "de":
+    encoder, normalize = model.encoder, Normalize()
+    assert encoder.transformer is not None
+    modules = [_transformer(model, encoder.transformer.transformer)]
+    modules.append(Pooling(encoder.transformer.width, encoder.settings.pooling))
+    modules += [normalize] if encoder.unit_vectors else []
+    if score.space == "de":
         assert model.head_de is not None
-        return [*modules, _dense(*_weights(model.head_de[0]), nn.Tanh()), Normalize()]
+        return [*modules, _dense(*_weights(model.head_de[0]), nn.Tanh()), normalize]
     assert model.head_clf is not None
     weight, bias = _weights(model.head_clf[0])
-    if score.has_bias:  # one more output, always 1: labels have their bias there
+    if "bias" in score.vectors:  # one more output, always 1: labels have their bias there
         weight, bias = torch.cat([weight, torch.zeros(1, weight.shape[1])]), torch.cat([bias, torch.ones(1)])
-    return [*modules, _dense(weight, bias, nn.Identity()), *([Normalize()] if score.clf_normalize else [])]
+    return [*modules, _dense(weight, bias, nn.Identity()), *([normalize] if score.clf_normalize else [])]
 
 
 def _weights(layer: nn.Module) -> tuple[Tensor, Tensor]:
@@ -146,31 +124,3 @@ def _transformer(model: UniDEC, transformer: Any) -> nn.Module:
         tokenizer.save_pretrained(folder)
         pooler = {"add_pooling_layer": False} if hasattr(transformer, "pooler") else {}
         return Transformer(folder, max_seq_length=model.max_length, model_kwargs=pooler)
-
-
-def _token_table(bag: BagEncoder, max_length: int) -> nn.Module:
-    """A bag's `exp(w_t) e_t` as a GPT of no layers whose positions are zeros; their mean has the direction of the sum.
-
-    It is the one module that looks tokens up and cuts long texts as we do, special tokens kept (`StaticEmbedding` and
-    `WordEmbeddings` drop them).
-    """
-    from transformers import OpenAIGPTConfig, OpenAIGPTModel
-
-    weighted_VD = torch.from_numpy(bag.embedding.numpy() * np.exp(bag.log_weight.numpy())).float()
-    num_tokens, width = weighted_VD.shape
-    config = OpenAIGPTConfig(
-        vocab_size=num_tokens, n_positions=max_length, n_embd=width, n_layer=0, n_head=1, embd_pdrop=0.0
-    )
-    table = OpenAIGPTModel(config)
-    with torch.no_grad():
-        table.tokens_embed.weight.copy_(weighted_VD)
-        table.positions_embed.weight.zero_()
-    return table
-
-
-def _residual(residual: nn.Sequential) -> list[nn.Module]:
-    """`x + B gelu(A x)` as two layers: x itself goes through the first one as gelu(x) - gelu(-x), which is x."""
-    (weight_A, bias_A), (weight_B, bias_B) = _weights(residual[0]), _weights(residual[3])
-    eye = torch.eye(weight_A.shape[1])
-    first = _dense(torch.cat([weight_A, eye, -eye]), torch.cat([bias_A, torch.zeros(2 * len(eye))]), nn.GELU())
-    return [first, _dense(torch.cat([weight_B, eye, -eye], dim=1), bias_B, nn.Identity())]

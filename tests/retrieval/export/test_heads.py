@@ -12,8 +12,8 @@ import pytest
 from unidec.data.storage import folder_sha256
 from unidec.errors import ArtifactError, DataError
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.export import vectors
-from unidec.retrieval.export.vectors import export_vectors
+from unidec.retrieval.export import heads
+from unidec.retrieval.export.heads import export_vectors, scored_by
 
 
 @pytest.fixture
@@ -43,36 +43,28 @@ def slow_scores(parts: dict, weight: float, normalize: bool, head: str, de_D: np
     return np.array(scores)
 
 
-@pytest.mark.parametrize("ending", [".parquet", ".npy"])
 @pytest.mark.parametrize("head", ["both", "de", "clf"])
 @pytest.mark.parametrize(("normalize", "bias"), [(True, False), (False, True), (False, False)])
-def test_inner_products_are_the_heads_scores(
-    tmp_path, rng, tiny, real, monkeypatch, ending, head, normalize, bias
-) -> None:
-    monkeypatch.setattr(vectors, "BLOCK_BYTES", 5 * 4 * 13)  # several blocks, the last one smaller
+def test_inner_products_are_the_heads_scores(tmp_path, rng, tiny, real, monkeypatch, head, normalize, bias) -> None:
+    monkeypatch.setattr(heads, "BLOCK_BYTES", 5 * 4 * 13)  # several blocks, the last one smaller
     options = {"clf_normalize": normalize, "bias": bias, "clf_weight": 0.7}
     parts = tiny.write_tiny_bundle(tmp_path / "bundle", rng, **options)
-    target = tmp_path / f"labels{ending}"
+    target = tmp_path / "labels.parquet"
     told = export_vectors(tmp_path / "bundle", target, head=head)
-    if ending == ".npy":
-        got = np.load(target, allow_pickle=False)
-        rows = [json.loads(line) for line in (tmp_path / "labels.labels.jsonl").read_text("utf-8").splitlines()]
-    else:
-        table = pq.read_table(target)
-        got = np.stack(table["vector"].to_numpy())
-        rows = table.drop_columns(["vector"]).to_pylist()
+    table = pq.read_table(target)
+    got = np.stack(table["vector"].to_numpy())
+    rows = table.drop_columns(["vector"]).to_pylist()
     assert got.dtype == np.float32 and got.shape == (12, told["width"]) and told["labels"] == 12
     expected = [{"uid": u, "title": t} for u, t in zip(tiny.UIDS, tiny.TITLES, strict=True)]
     assert rows == expected
     assert told["bytes"] == target.stat().st_size
 
     from unidec.retrieval.bundle_folder import read_info
-    from unidec.retrieval.export.heads import Scored
 
     de_BD = rng.normal(size=(3, tiny.DIM)).astype(np.float32)
     de_BD /= np.linalg.norm(de_BD, axis=1, keepdims=True)
     clf_BD = rng.normal(size=(3, tiny.DIM)).astype(np.float32)
-    query = real.queries(Scored.of(read_info(tmp_path / "bundle"), head), de_BD, clf_BD)
+    query = real.queries(scored_by(read_info(tmp_path / "bundle"), head), de_BD, clf_BD)
     for b in range(3):
         want = slow_scores(parts, 0.7, normalize, head, de_BD[b], clf_BD[b])
         np.testing.assert_allclose(got @ query[b], want, rtol=1e-5, atol=1e-5)
@@ -88,11 +80,10 @@ def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng, tiny, re
     assert facts["head"] == "both" and facts["clf_weight"] == 0.9 and facts["dtype"] == "float32"
 
     from unidec.data.tokens import encode_texts
-    from unidec.retrieval.export.heads import Scored
 
     texts = ["red car", "old blue boat"]
-    heads = bundle.model.encode_queries(encode_texts(texts, bundle.model.tokenizer_folder, 8), np.arange(2))
-    query_BW = real.queries(Scored.of(bundle.info), *heads)
+    encoded = bundle.model.encode_queries(encode_texts(texts, bundle.model.tokenizer_folder, 8), np.arange(2))
+    query_BW = real.queries(scored_by(bundle.info), *encoded)
     scores = query_BW @ np.stack(table["vector"].to_numpy()).T
     for row, prediction in enumerate(bundle.predict(texts, k=4)):
         best = np.argsort(-scores[row], kind="stable")[:4]
@@ -100,34 +91,22 @@ def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng, tiny, re
         np.testing.assert_allclose(scores[row][best], prediction.scores, rtol=1e-5)
 
 
-def test_float16_and_the_same_bytes_twice(tmp_path, rng, tiny) -> None:
-    parts = tiny.write_tiny_bundle(tmp_path / "bundle", rng)
-    for name in ("a.parquet", "b.parquet", "a.npy", "b.npy"):
-        export_vectors(tmp_path / "bundle", tmp_path / name, head="de", dtype="float16")
+def test_the_same_bytes_twice(tmp_path, rng, tiny) -> None:
+    tiny.write_tiny_bundle(tmp_path / "bundle", rng)
+    for name in ("a.parquet", "b.parquet"):
+        export_vectors(tmp_path / "bundle", tmp_path / name, head="de")
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
-    assert (tmp_path / "a.npy").read_bytes() == (tmp_path / "b.npy").read_bytes()
-    table = pq.read_table(tmp_path / "a.parquet")
-    assert table.schema.field("vector").type == pa.list_(pa.field("element", pa.float16(), nullable=False), tiny.DIM)
-    got = np.stack([np.asarray(row) for row in table["vector"].to_pylist()]).astype(np.float32)
-    np.testing.assert_array_equal(got, parts["de_LD"].astype(np.float16).astype(np.float32))
-    np.testing.assert_array_equal(np.load(tmp_path / "a.npy", allow_pickle=False), parts["de_LD"].astype(np.float16))
-
-
-def test_a_value_beyond_float16_is_refused_and_nothing_is_left(tmp_path, rng, tiny, monkeypatch) -> None:
-    tiny.write_tiny_bundle(tmp_path / "bundle", rng, heads="clf", space="clf", clf_normalize=False)
-    monkeypatch.setattr("unidec.retrieval.export.vectors.space_rows", lambda *a: np.full((12, 6), 7e4, np.float32))
-    with pytest.raises(DataError, match="float16"):
-        export_vectors(tmp_path / "bundle", tmp_path / "out" / "labels.npy", dtype="float16")
-    assert list((tmp_path / "out").iterdir()) == []
+    schema = pq.read_schema(tmp_path / "a.parquet")
+    assert schema.field("vector").type == pa.list_(pa.field("element", pa.float32(), nullable=False), tiny.DIM)
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path, rng, tiny) -> None:
     tiny.write_tiny_bundle(tmp_path / "bundle", rng, heads="de", space="de")
     with pytest.raises(DataError, match=r"no such head[\s\S]*got: both[\s\S]*expected: de"):
-        export_vectors(tmp_path / "bundle", tmp_path / "labels.npy", head="both")
+        export_vectors(tmp_path / "bundle", tmp_path / "labels.parquet", head="both")
     with pytest.raises(DataError, match="unknown format"):
-        export_vectors(tmp_path / "bundle", tmp_path / "labels.csv")
+        export_vectors(tmp_path / "bundle", tmp_path / "labels.npy")
     (tmp_path / "bundle" / "vectors" / "de.npy").write_bytes(b"x")
     with pytest.raises(ArtifactError, match=r"de\.npy"):
-        export_vectors(tmp_path / "bundle", tmp_path / "labels.npy")
+        export_vectors(tmp_path / "bundle", tmp_path / "labels.parquet")
     assert not list(tmp_path.glob("labels*"))
