@@ -34,7 +34,7 @@ def _stub(stub_model):
 def test_a_row_for_each_label_of_each_query(rng, tmp_path, monkeypatch, told) -> None:
     monkeypatch.setattr(answer, "BATCH", 2)
     write_tiny_bundle(tmp_path / "b", rng)
-    answers = TableAnswerer.open(tmp_path / "b", "torch")
+    answers = TableAnswerer(tmp_path / "b", "torch")
     got = answers.predict(pd.DataFrame({"id": range(5), "query": TEXTS}), **told)
     rows = []
     for text in TEXTS:
@@ -56,7 +56,7 @@ def test_a_row_for_each_label_of_each_query(rng, tmp_path, monkeypatch, told) ->
 def test_it_is_the_bundles_own_table(rng, tmp_path) -> None:
     write_tiny_bundle(tmp_path / "b", rng, vote="softmax")
     frame = pd.DataFrame({"text": TEXTS})
-    answers = TableAnswerer.open(tmp_path / "b", "torch")
+    answers = TableAnswerer(tmp_path / "b", "torch")
     got, expected = answers.predict(frame), Bundle.load(tmp_path / "b").predict_table(TEXTS).to_pandas()
     columns = ["query", "rank", "label", "title"]
     assert got[columns].values.tolist() == expected[columns].values.tolist() and len(got) == 25
@@ -66,7 +66,7 @@ def test_it_is_the_bundles_own_table(rng, tmp_path) -> None:
 
 def test_no_queries_and_what_is_no_query(rng, tmp_path) -> None:
     write_tiny_bundle(tmp_path / "b", rng)
-    answers = TableAnswerer.open(tmp_path / "b", "torch")
+    answers = TableAnswerer(tmp_path / "b", "torch")
     empty = answers.predict(pd.DataFrame({"query": []}))
     assert len(empty) == 0 and empty["rank"].dtype == np.int64
     with pytest.raises(DataError, match="request 1"):
@@ -76,4 +76,4 @@ def test_no_queries_and_what_is_no_query(rng, tmp_path) -> None:
     with pytest.raises(DataError, match="head"):
         answers.predict(pd.DataFrame({"query": ["a"]}), head="tail")
     with pytest.raises(ArtifactError):
-        TableAnswerer.open(tmp_path / "nowhere")
+        TableAnswerer(tmp_path / "nowhere")

@@ -28,7 +28,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.profile import read_profile
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import read_info, read_labels
-from unidec.retrieval.window import Window, read_window
+from unidec.retrieval.text_file import Window, read_window
 from unidec.tracking.fetch import fetch_bundle, find_alias
 from unidec.tracking.run import Tracker
 

@@ -17,34 +17,24 @@ if TYPE_CHECKING:
 
 
 class TableAnswerer:
-    """Answers tables of queries. Safe from several threads at once."""
+    """Answers tables of queries. Safe from several threads at once.
 
-    def __init__(self, answerer: Answerer) -> None:
-        self.answerer = answerer
+    Args:
+        bundle: its folder; every file's hash is checked first.
+        runtime, threads: see `open_encoder`.
 
-    @classmethod
-    def open(cls, bundle: str | os.PathLike[str], runtime: Runtime = "auto", threads: int = 0) -> TableAnswerer:
-        """Opens a bundle's folder; every file's hash is checked first.
+    Raises:
+        ArtifactError: the bundle is missing or damaged.
+    """
 
-        Args:
-            runtime, threads: see `open_encoder`.
-
-        Raises:
-            ArtifactError: the bundle is missing or damaged.
-        """
+    def __init__(self, bundle: str | os.PathLike[str], runtime: Runtime = "auto", threads: int = 0) -> None:
         loaded = Bundle.load(bundle, lazy=True)
-        return cls(Answerer(loaded, open_encoder(loaded, runtime, threads)))
+        self.answerer = Answerer(loaded, open_encoder(loaded, runtime, threads))
 
     def predict(
-        self,
-        frame: Any,
-        k: int = 5,
-        *,
-        allow: Sequence[str] = (),
-        deny: Sequence[str] = (),
-        min_score: float | None = None,
-        head: Space = "both",
-    ) -> pd.DataFrame:
+        self, frame: Any, k: int = 5, *, allow: Sequence[str] = (), deny: Sequence[str] = (),
+        min_score: float | None = None, head: Space = "both",
+    ) -> pd.DataFrame:  # fmt: skip
         """The best labels of each query: columns query, rank (int64, from 1), label, title, score (float64); queries in
         order, best label first.
 
@@ -59,12 +49,10 @@ class TableAnswerer:
         import pandas as pd
 
         texts = frame[text_column(list(getattr(frame, "columns", [])), None, "the table")].tolist()
-        found = self.answerer.answer(
-            [Request(text, k, tuple(allow) or None, tuple(deny), min_score, head) for text in texts]
-        )
+        requests = [Request(text, k, tuple(allow) or None, tuple(deny), min_score, head) for text in texts]
         rows = [
             (text, rank, *named)
-            for text, one in zip(texts, found, strict=True)
+            for text, one in zip(texts, self.answerer.answer(requests), strict=True)
             for rank, named in enumerate(zip(one.labels, one.titles, one.scores, strict=True), 1)
         ]
         table = pd.DataFrame(rows, columns=["query", "rank", "label", "title", "score"])

@@ -74,28 +74,22 @@ def text_array(values: Iterable[str] | pa.Array | pa.ChunkedArray, kind: pa.Data
     return pa.array(list(values), kind)
 
 
-def _is_compressed(metadata: bytes) -> bool:
+def _is_compressed(data: bytes) -> bool:
     """Whether the flatbuffer of a record batch's message has the field that names a codec."""
+
+    def field(table: int, number: int) -> int:
+        """Where a field of a table lies; 0: it is not set."""
+        vtable = table - struct.unpack_from("<i", data, table)[0]
+        if vtable < 0:
+            raise ValueError("a message that points outside")
+        (size,) = struct.unpack_from("<H", data, vtable)
+        offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0] if 6 + 2 * number <= size else 0
+        return table + offset if offset else 0
+
     try:
-        (message,) = struct.unpack_from("<I", metadata)
-        place = _field(metadata, message, _HEADER_FIELD)
-        if place is None:
+        header = field(struct.unpack_from("<I", data)[0], _HEADER_FIELD)
+        if not header:
             raise ValueError("a message without a header")
-        (offset,) = struct.unpack_from("<I", metadata, place)
-        return _field(metadata, place + offset, _COMPRESSION_FIELD) is not None
+        return field(header + struct.unpack_from("<I", data, header)[0], _COMPRESSION_FIELD) > 0
     except struct.error as error:
         raise ValueError("a message cut short") from error
-
-
-def _field(data: bytes, table: int, number: int) -> int | None:
-    """Where a field of a flatbuffer table lies; None where it is not set."""
-    (back,) = struct.unpack_from("<i", data, table)
-    vtable = table - back
-    if vtable < 0:
-        raise ValueError("a message that points outside")
-    (size,) = struct.unpack_from("<H", data, vtable)
-    at = 4 + 2 * number
-    if at + 2 > size:
-        return None
-    (offset,) = struct.unpack_from("<H", data, vtable + at)
-    return table + offset if offset else None

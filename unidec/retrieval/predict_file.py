@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, get_args
+from typing import IO, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -235,8 +235,9 @@ def merge(work: Work) -> Path:
     if target.suffix.lower() == VECTORS:
         _merge_vectors(work, shards, target)
     else:
+        group = max(1, GROUP_ROWS // (work.settings["batch_size"] * work.settings["k"]))
         with write_file(target) as file:
-            _write_tables(file, target.suffix.lower(), _tables(work, shards))
+            _write_tables(file, target.suffix.lower(), _tables(shards, group))
     work.remove()
     return target
 
@@ -247,46 +248,34 @@ def _merge_vectors(work: Work, shards: Sequence[Path], target: Path) -> None:
     with write_folder(target, "vectors", 1, meta, num_bytes=size) as out:
         for name in sorted(path.name for path in shards[0].glob("*.npy")):
             arrays = [load_array(shard / name, np.float32, ndim=2) for shard in shards]
-            whole = np.lib.format.open_memmap(
-                out.path / name, "w+", np.float32, shape=(work.num_rows, arrays[0].shape[1])
-            )
+            shape = (work.num_rows, arrays[0].shape[1])
+            whole = np.lib.format.open_memmap(out.path / name, "w+", np.float32, shape=shape)
             for number, array in enumerate(arrays):
                 whole[slice(*work.rows(number))] = array
 
 
-def _tables(work: Work, shards: Sequence[Path]) -> Iterator[pa.Table]:
-    """The predictions of a like number of batches at a time, wherever shards begin."""
-    waiting: list[pa.RecordBatch] = []
-    most = max(1, GROUP_ROWS // (work.settings["batch_size"] * work.settings["k"]))
-    bar: Progress[None] = progress(total=work.num_rows, desc="merge", unit="query")
-    with bar:
-        for number, shard in enumerate(shards):
-            with pa.memory_map(str(shard / "predictions.arrow")) as source, pa.ipc.open_file(source) as reader:
-                for place in range(reader.num_record_batches):
-                    waiting.append(reader.get_batch(place))
-                    if len(waiting) == most:
-                        yield pa.Table.from_batches(waiting).combine_chunks()
-                        waiting = []
-            bar.update(work.size(number))
-    if waiting:
-        yield pa.Table.from_batches(waiting).combine_chunks()
+def _tables(shards: Sequence[Path], group: int) -> Iterator[pa.Table]:
+    """The predictions of so many batches at a time, wherever shards begin."""
+    files = (pa.ipc.open_file(pa.memory_map(str(shard / "predictions.arrow"))) for shard in shards)
+    batches = (file.get_batch(place) for file in files for place in range(file.num_record_batches))
+    while some := list(islice(batches, group)):
+        yield pa.Table.from_batches(some).combine_chunks()
 
 
 def _write_tables(file: IO[bytes], kind: str, tables: Iterator[pa.Table]) -> None:
     """Tables of `PREDICTION_SCHEMA` as .parquet (a row group each), .csv, .tsv or .jsonl."""
+    import pyarrow.csv as pv
+    import pyarrow.parquet as pq
+
     if kind == ".jsonl":
         for table in tables:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist()).encode())
+            file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n".encode() for row in table.to_pylist())
         return
-    if kind == ".parquet":
-        import pyarrow.parquet as pq
-
-        opened: Any = pq.ParquetWriter(file, PREDICTION_SCHEMA, compression="zstd")
-    else:
-        import pyarrow.csv as pv
-
-        options = pv.WriteOptions(delimiter="," if kind == ".csv" else "\t")
-        opened = pv.CSVWriter(file, PREDICTION_SCHEMA, write_options=options)
-    with opened as writer:
+    options = pv.WriteOptions(delimiter="\t" if kind == ".tsv" else ",")
+    with (
+        pq.ParquetWriter(file, PREDICTION_SCHEMA, compression="zstd")
+        if kind == ".parquet"
+        else pv.CSVWriter(file, PREDICTION_SCHEMA, write_options=options)
+    ) as writer:
         for table in tables:
             writer.write_table(table)

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,12 +30,10 @@ from unidec import machine
 from unidec.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from unidec.retrieval.answer import Answerer
     from unidec.retrieval.bundle import Bundle, Prediction
     from unidec.retrieval.query_encoder import Runtime
 
 WARM_UP = 8  # queries answered before the clock counts
-TURNS = 2  # of all queries; each one's better time counts: what else runs on the machine only adds
 CLOSE = 1e-5  # scores that differ by less, relative to 1 or their size, are the same
 NUM_TITLES, LONGEST_TITLE = 16, 400  # of `known_texts`; characters
 _ODD_TEXTS = ("zzyzx ⸘ 42", "a " * 100)  # nothing known, and longer than a model reads
@@ -131,27 +129,24 @@ def answers(
     bundle: Bundle, texts: Sequence[str], k: int, runtime: Runtime = "auto", threads: int = 0
 ) -> tuple[list[list[str]], list[list[float]]]:
     """uids and scores of each text's answer, one text at a time, by the code that answers in the fresh process."""
-    answerer = _answerer(bundle, runtime, threads)
-    found = [_timed(answerer, text, k)[0] for text in texts]
+    ask = _asker(bundle, k, runtime, threads)
+    found = [ask(text)[0] for text in texts]
     return [one.labels for one in found], [one.scores for one in found]
 
 
 def num_different(probe: Probe, labels: Sequence[Sequence[str]], scores: Sequence[Sequence[float]]) -> int:
     """Queries answered differently here and there: another score, or another label where the scores do not tie."""
-    pairs = zip(labels, scores, probe.labels, probe.scores, strict=True)
-    return sum(not _same(*both) for both in pairs)
-
-
-def _same(labels: Sequence[str], scores: Sequence[float], other: Sequence[str], other_scores: Sequence[float]) -> bool:
-    if len(labels) != len(other):
-        return False
-    # equal scores may come in any order: at each place the label must be one that has this score there too
-    score_of = dict(zip(other, other_scores, strict=True))
-    last = scores[-1] if len(scores) else 0.0  # a label that fell out at the end ties with the last
-    return all(
-        max(abs(score - there), abs(score - score_of.get(label, last))) <= CLOSE * max(1.0, abs(score))
-        for label, score, there in zip(labels, scores, other_scores, strict=True)
-    )
+    different = 0
+    for label_K, score_K, their_label_K, their_score_K in zip(labels, scores, probe.labels, probe.scores, strict=True):
+        # equal scores may come in any order: at each place the label must be one that has this score there too; a label
+        # that fell out at the end ties with the last
+        score_of = dict(zip(their_label_K, their_score_K, strict=True))
+        same = len(label_K) == len(their_label_K) and all(
+            max(abs(score - there), abs(score - score_of.get(label, score_K[-1]))) <= CLOSE * max(1.0, abs(score))
+            for label, score, there in zip(label_K, score_K, their_score_K, strict=True)
+        )
+        different += not same
+    return different
 
 
 # -- the fresh process -------------------------------------------------------------------------------------------------
@@ -173,42 +168,39 @@ def _probe(job: dict[str, Any]) -> Probe:
     if job["max_bytes"]:
         with contextlib.suppress(OSError, AttributeError):
             os.nice(_NICE)
-        _import_libraries()
-        bound_memory(job["max_bytes"])
-    folder, k = Path(job["bundle"]), job["k"]
+        _bound_memory(job["max_bytes"])
+    folder = Path(job["bundle"])
     bundle = Bundle.load(folder, lazy=True)
     texts = job["texts"] if job["texts"] is not None else known_texts(bundle)
-    answerer = _answerer(bundle, job["runtime"], job["threads"])
-    _timed(answerer, texts[0], k)
+    ask = _asker(bundle, job["k"], job["runtime"], job["threads"])
+    ask(texts[0])
     load_seconds, load_cpu_seconds = time.time() - job["began"], time.process_time()
     for text in texts[:WARM_UP]:
-        _timed(answerer, text, k)
-    turns = [[_timed(answerer, text, k) for text in texts] for _ in range(TURNS)]
-    # [queries, 2]: each one's better time by the wall clock and of the processor
-    milliseconds = 1000 * np.sort(np.min([[seconds for _, seconds in turn] for turn in turns], axis=0), axis=0)
+        ask(text)
+    found = [ask(text) for text in texts]
+    milliseconds = 1000 * np.sort([seconds for _, *seconds in found], axis=0)  # [queries, 2]: wall clock, processor
     (p50_ms, _), (p95_ms, p95_cpu_ms) = milliseconds[[len(texts) // 2, int(0.95 * (len(texts) - 1))]].tolist()
     return Probe(
         bundle.sha256, load_seconds, load_cpu_seconds, p50_ms, p95_ms, p95_cpu_ms, machine.host_peak() / 1e6,
         sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6,
-        [found.labels for found, _ in turns[0]], [found.scores for found, _ in turns[0]], texts,
+        [one.labels for one, *_ in found], [one.scores for one, *_ in found], texts,
     )  # fmt: skip
 
 
-def _answerer(bundle: Bundle, runtime: Runtime, threads: int) -> Answerer:
-    from unidec.retrieval.answer import Answerer
+def _asker(bundle: Bundle, k: int, runtime: Runtime, threads: int) -> Callable[[str], tuple[Prediction, float, float]]:
+    """What answers a text, and tells the seconds that it took by the wall clock and of the processor."""
+    from unidec.retrieval.answer import Answerer, Request
     from unidec.retrieval.query_encoder import open_encoder
 
     bundle.index.threads = threads
-    return Answerer(bundle, open_encoder(bundle, runtime, threads))
+    answerer = Answerer(bundle, open_encoder(bundle, runtime, threads))
 
+    def ask(text: str) -> tuple[Prediction, float, float]:
+        began, used = time.perf_counter(), time.process_time()
+        (found,) = answerer.answer([Request(text, k)])
+        return found, time.perf_counter() - began, time.process_time() - used
 
-def _timed(answerer: Answerer, text: str, k: int) -> tuple[Prediction, tuple[float, float]]:
-    """A text's answer, and the seconds that it took by the wall clock and of the processor."""
-    from unidec.retrieval.answer import Request
-
-    began, used = time.perf_counter(), time.process_time()
-    (found,) = answerer.answer([Request(text, k)])
-    return found, (time.perf_counter() - began, time.process_time() - used)
+    return ask
 
 
 def _end_with(parent: int) -> None:
@@ -219,9 +211,11 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _import_libraries() -> None:
-    """Everything that loading imports, with thread pools started: before the bound, so that it counts for the bundle
-    alone."""
+def _bound_memory(more: int) -> None:
+    """From now on this process may allocate at most `more` bytes beside what it has (Linux); mapped files do not count.
+
+    Everything that loading imports is imported first, with thread pools started, so that the bundle alone counts.
+    """
     import faiss
     import torch
 
@@ -230,16 +224,10 @@ def _import_libraries() -> None:
     torch.zeros(8) @ torch.zeros(8)
     rows, index = np.zeros((10_000, 8), dtype=np.float32), faiss.IndexFlatIP(8)
     index.add(rows)
-    index.search(rows[:1], 1)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: index.search(rows[:1], 1), range(2)))
     with contextlib.suppress(ImportError):
         importlib.import_module("onnxruntime")
-
-
-def bound_memory(more: int) -> None:
-    """From now on this process may allocate at most `more` bytes beside what it has (Linux); mapped files do not
-    count."""
     with contextlib.suppress(ImportError, OSError, ValueError, AttributeError):
         import resource
 

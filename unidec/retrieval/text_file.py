@@ -1,9 +1,11 @@
-"""The texts of a column of a table of any known format."""
+"""The texts of a column of a table of any known format, and windows of queries with their labels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unidec.data.table_file import read_rows
 from unidec.errors import DataError
@@ -41,3 +43,43 @@ def text_column(names: Sequence[str], column: str | None, where: str) -> str:
         "no column of queries", where=where, got=", ".join(map(str, names))[:300] or "no columns",
         expected=" or ".join(wanted), fix="rename the column, or name it: --column NAME",
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Window:
+    """Queries in the order of the file, and the label uids of each that turned out to be right; None: it has none."""
+
+    texts: list[str]
+    labels: list[list[str]] | None = None
+
+    def sample(self, rows: Any) -> Window:
+        """The queries at these rows."""
+        labels = None if self.labels is None else [self.labels[row] for row in rows]
+        return Window([self.texts[row] for row in rows], labels)
+
+
+def read_window(path: Path, column: str | None = None, labels_column: str | None = None) -> Window:
+    """A file of queries, and the labels that turned out to be right.
+
+    Args:
+        column: of the texts; default: `query`, else `text`.
+        labels_column: of the labels, which must be there; default: `labels`, where there is one. A list of uids, or
+            (.csv and .tsv always) uids with white space between.
+
+    Raises:
+        DataError: no such file or column, or something in it that is neither text nor labels.
+    """
+    texts, name = list(read_texts(path, column)), labels_column or "labels"
+    rows = [row for _, row in read_rows(path, [name])]
+    if not any(name in row for row in rows):
+        if labels_column is not None:
+            raise DataError("no column of labels", where=str(path), expected=labels_column)
+        return Window(texts)
+    labels: list[list[str]] = []
+    for place, value in enumerate(row.get(name) for row in rows):
+        uids = value.split() if isinstance(value, str) else [] if value is None else value
+        if not isinstance(uids, list) or not all(isinstance(uid, str) for uid in uids):
+            where, expected = f"{path}, row {place}", "a list of uids, or uids as text"
+            raise DataError("not labels", where=where, got=repr(uids)[:80], expected=expected)
+        labels.append(uids)
+    return Window(texts, labels)

@@ -29,7 +29,7 @@ class _Calls:
 
         options = context.model_config or {}
         runtime, threads = options.get("runtime", "auto"), int(options.get("threads", 0))
-        self._answers = TableAnswerer.open(context.artifacts["bundle"], runtime, threads)
+        self._answers = TableAnswerer(context.artifacts["bundle"], runtime, threads)
 
     # without type hints, and inherited below: MLflow would make a schema of them, beside the signature it is given
     def predict(self, context, model_input, params=None):

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from unidec.errors import DataError
-from unidec.retrieval.window import read_window
+from unidec.retrieval.text_file import read_window
 
 TEXTS, LABELS = ["red car", "a, b\nc", "zwei größer"], [["L1", "L2"], [], ["L3"]]
 ROWS = [{"query": text, "labels": labels} for text, labels in zip(TEXTS, LABELS, strict=True)]
