@@ -22,12 +22,13 @@ import socket
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import numpy as np
+import psutil
+from pydantic import BaseModel, ConfigDict, StrictInt
 
 from unidec.errors import ArtifactError
 from unidec.version import __version__
@@ -37,11 +38,25 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20  # some 7,000 files; parsing JSON takes ten times its size
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 _SEAL = re.compile(rb',\n "sha256": "([^"]{64})"\n}\n\Z')  # how a manifest ends: the sha256 of the bytes before it
+_STALE_S = 24 * 3600.0
 _SETTLED_S = 1.0  # a file changed more recently may change again within the resolution of its time stamp
-_HASH_THREADS = min(8, os.cpu_count() or 1)
 _verified: dict[str, Signature] = {}  # folders that this process verified: the files that it saw
 _ours: set[str] = set()  # names of what this process is writing, or wrote
 REBUILD = "delete the folder and run the stage that writes it again"
+
+
+class _File(BaseModel):
+    size: StrictInt
+    sha256: str
+
+
+class _Manifest(BaseModel):
+    model_config = ConfigDict(extra="allow")  # of a newer version, or a seal out of place
+    kind: str
+    version: StrictInt
+    unidec: str
+    meta: dict[str, Any]
+    files: dict[str, _File]
 
 
 class NewerFormatError(ArtifactError):
@@ -88,9 +103,7 @@ def write_folder(
 
 
 @contextlib.contextmanager
-def swap_folder(
-    path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str | None = None
-) -> Iterator[Path]:  # fmt: skip
+def swap_folder(path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str | None = None) -> Iterator[Path]:
     """`write_folder` without a manifest, for folders that others read: yields the temporary folder."""
     final = Path(os.path.abspath(path))
     try:
@@ -98,21 +111,22 @@ def swap_folder(
         remove_stale(final.parent, glob.escape(final.name))
         if num_bytes > shutil.disk_usage(final.parent).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        temporary = temporary_beside(final) if beside is None else final.parent / beside
-        if beside is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        temporary = _temporary(final) if beside is None else final.parent / beside
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
     except OSError as error:
         raise _storage_error(final, error, num_bytes) from error
     try:
         yield temporary
-        _fsync_tree(temporary)
+        for name in (*_files(temporary), *(folder for folder, _, _ in os.walk(temporary))):
+            _fsync(temporary / name)
         _replace(temporary, final)
         _fsync(final.parent)
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
-        raise _storage_error(final, error, max(num_bytes, _size(temporary))) from error
+        size = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
+        raise _storage_error(final, error, max(num_bytes, size)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -122,12 +136,10 @@ def write_manifest(
     hashes: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Write `manifest.json` over every file in the folder, flushed to the disk; `hashes` are known."""
-    root = Path(path)
-    known = hashes or {}
-    files = {}
+    root, files = Path(path), {}
     for name in _files(root):
         if name != MANIFEST:
-            digest = known.get(name) or file_sha256(root / name)
+            digest = (hashes or {}).get(name) or file_sha256(root / name)
             files[name] = {"size": (root / name).stat().st_size, "sha256": digest}
     manifest = {"kind": kind, "version": version, "unidec": __version__, "meta": dict(meta), "files": files}
     body = _json(manifest).removesuffix(b"\n}\n")
@@ -144,17 +156,17 @@ def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, ver
             NewerFormatError: of a newer version than this code reads.
     """
     root = Path(path)
-    where = root / MANIFEST
+    where = str(root / MANIFEST)
     if not root.is_dir():
         raise ArtifactError(f"no {kind} here", where=str(root), fix="run the pipeline stage that writes it")
     manifest = _parse_manifest(root)
     if manifest["kind"] != kind:
-        raise ArtifactError("a folder of another kind", where=str(where), got=str(manifest["kind"])[:80], expected=kind)
+        raise ArtifactError("a folder of another kind", where=where, got=str(manifest["kind"])[:80], expected=kind)
     if not 1 <= manifest["version"] <= max_version:
         error = NewerFormatError if manifest["version"] > max_version else ArtifactError
         raise error(
             f"version {manifest['version']} of {kind} cannot be read by unidec {__version__}",
-            where=str(where),
+            where=where,
             got=f"version {manifest['version']}, written by unidec {manifest['unidec']}",
             expected=f"a version from 1 to {max_version}",
             fix=f"install unidec {manifest['unidec']} or newer, or {REBUILD}",
@@ -163,23 +175,20 @@ def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, ver
     for name, entry in manifest["files"].items():
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts or any(sign in name for sign in "\\\0:"):
-            raise ArtifactError("a manifest names a file outside its folder", where=str(where), got=repr(name)[:200])
+            raise ArtifactError("a manifest names a file outside its folder", where=where, got=repr(name)[:200])
         if name not in found:
             raise _damaged("a file is missing", root / name)
         size = (root / name).stat().st_size
         if size != entry["size"]:
             raise _damaged("a file is damaged", root / name, f"{size} bytes", f"{entry['size']} bytes")
-    extra = sorted(found - set(manifest["files"]))
-    if extra:
+    if extra := sorted(found - set(manifest["files"])):
         raise ArtifactError("a file that the manifest does not list", where=str(root / extra[0]), fix="remove it")
-    if not manifest.keys() <= {"kind", "version", "unidec", "meta", "files"}:
-        # a seal in its place was checked and taken off
-        raise _damaged("a damaged manifest", where, "changed after it was written")
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashlib works outside of Python's lock
-        names = manifest["files"] if verify else ()
-        for name, digest in zip(names, pool.map(file_sha256, [root / name for name in names]), strict=True):
-            if digest != manifest["files"][name]["sha256"]:
-                raise _damaged("a file is damaged", root / name, f"sha256 {digest}", manifest["files"][name]["sha256"])
+    if manifest.keys() - _Manifest.model_fields.keys():
+        raise _damaged("a damaged manifest", root / MANIFEST, "changed after it was written")
+    for name, entry in manifest["files"].items() if verify else ():
+        digest = file_sha256(root / name)
+        if digest != entry["sha256"]:
+            raise _damaged("a file is damaged", root / name, f"sha256 {digest}", entry["sha256"])
     return manifest
 
 
@@ -230,7 +239,7 @@ def write_file(path: str | os.PathLike[str], mode: int = 0o666, num_bytes: int =
         ArtifactError: it cannot be written.
     """
     final = Path(os.path.abspath(path))
-    temporary = temporary_beside(final)
+    temporary = _temporary(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -297,11 +306,9 @@ def folder_sha256(path: str | os.PathLike[str]) -> str:
     root = Path(path)
     if not root.is_dir():
         raise ArtifactError("no such folder", where=str(root))
-    if (root / MANIFEST).is_file():
-        with contextlib.suppress(ArtifactError):
-            return files_sha256({name: entry["sha256"] for name, entry in _parse_manifest(root)["files"].items()})
-    names = [name for name in _files(root) if not any(part.startswith(".") for part in PurePosixPath(name).parts)]
-    return files_sha256({name: file_sha256(root / name) for name in names})
+    with contextlib.suppress(ArtifactError):
+        return files_sha256({name: entry["sha256"] for name, entry in _parse_manifest(root)["files"].items()})
+    return files_sha256({name: file_sha256(root / name) for name in _files(root) if "/." not in f"/{name}"})
 
 
 def _parse_manifest(root: Path) -> dict[str, Any]:
@@ -316,41 +323,22 @@ def _parse_manifest(root: Path) -> dict[str, Any]:
     try:
         if seal and hashlib.sha256(data[: seal.start()]).hexdigest().encode() != seal[1]:
             raise ValueError("other bytes than were written")
-        manifest = json.loads(data)
-        kinds = {"kind": str, "version": int, "unidec": str, "meta": dict}
-        well_formed = all(type(manifest[key]) is kind for key, kind in kinds.items()) and all(
-            type(entry["size"]) is int and type(entry["sha256"]) is str for entry in manifest["files"].values()
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _Manifest.model_validate_json(data[: seal.start()] + b"}" if seal else data).model_dump()
+    except ValueError as error:
         raise _damaged("a damaged manifest", where, repr(error)[:200]) from error
-    if not well_formed:
-        raise _damaged("a damaged manifest", where, "fields of a wrong type")
-    if seal:
-        del manifest["sha256"]
-    return manifest
 
 
 def _files(root: Path) -> list[str]:
     """Sorted relative paths of all regular files; links and anything else that is not a plain file are refused."""
     names = []
-    for folder, subfolders, files in os.walk(root):
-        for entry in subfolders + files:
-            mode = os.lstat(os.path.join(folder, entry)).st_mode
-            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-                raise ArtifactError(
-                    "a link or special file",
-                    where=os.path.join(folder, entry),
-                    fix="keep plain files only (DVC: cache.type copy)",
-                )
-        names += [Path(folder, file).relative_to(root).as_posix() for file in files]
+    for path in root.rglob("*"):
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode):
+            names.append(path.relative_to(root).as_posix())
+        elif not stat.S_ISDIR(mode):
+            fix = "keep plain files only (DVC: cache.type copy)"
+            raise ArtifactError("a link or special file", where=str(path), fix=fix)
     return sorted(names)
-
-
-def _fsync_tree(root: Path) -> None:
-    for name in _files(root):
-        _fsync(root / name)
-    for folder, _, _ in os.walk(root):
-        _fsync(Path(folder))
 
 
 def _replace(temporary: Path, final: Path) -> None:
@@ -360,7 +348,7 @@ def _replace(temporary: Path, final: Path) -> None:
     elif _exchange(temporary, final):
         _remove(temporary)
     else:
-        old = temporary_beside(final)
+        old = _temporary(final)
         os.rename(final, old)
         os.rename(temporary, final)
         _remove(old)
@@ -386,63 +374,44 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
     """Remove a folder; its name is gone at once, so that half of it is never found. Raises OSError: no permission."""
-    final = Path(os.path.abspath(path))
-    temporary = temporary_beside(final)
-    os.rename(final, temporary)
+    temporary = _temporary(Path(os.path.abspath(path)))
+    os.rename(path, temporary)
     _remove(temporary)
 
 
-def temporary_beside(final: Path) -> Path:
-    """A temporary name beside a folder or file: host, process and a random number."""
+def _temporary(final: Path) -> Path:
+    """A name beside a folder or file while it is written: host, process and a random number."""
     path = final.parent / f".{final.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     _ours.add(path.name)
     return path
 
 
-def remove_stale(folder: str | os.PathLike[str], name: str = "*", hours: float = 24) -> list[str]:
-    """Remove what processes that were killed left half-written in a folder; the names of what was removed.
-
-    Args:
-        name: of what was to be written (a pattern).
-        hours: what another machine wrote is stale when nothing was added to it for so long.
-    """
-    removed = []
-    for left in sorted(Path(folder).glob(f".{name}.*.tmp")):
+def remove_stale(folder: str | os.PathLike[str], name: str = "*") -> None:
+    """Remove what killed processes left half-written of `name` (a pattern) in a folder."""
+    for left in Path(folder).glob(f".{name}.*.tmp"):
         with contextlib.suppress(OSError):  # another process may remove it at the same time
-            if is_stale(left, hours):
+            if is_stale(left):
                 _remove(left)
-                removed.append(left.name)
-    return removed
 
 
-def is_stale(left: Path, hours: float = 24) -> bool:
-    """Whether the writer of a temporary folder or file is gone; see `remove_stale`."""
+def is_stale(left: Path) -> bool:
+    """Whether the writer of a temporary folder or file is gone; one on another machine after a day without change."""
     named = re.search(r"\.(\d+)\.[0-9a-f]{8}\.tmp$", left.name)
     if named is None:
         return False
     if not left.name[: named.start()].endswith(f".{socket.gethostname()}"):
-        return time.time() - left.lstat().st_mtime > 3600 * hours
+        return time.time() - left.lstat().st_mtime > _STALE_S
     if int(named[1]) == os.getpid():  # in a container the one killed often had the number of the one that runs now
         return left.name not in _ours
-    try:
-        os.kill(int(named[1]), 0)
-    except OSError as error:
-        return isinstance(error, ProcessLookupError)
-    return False
+    return not psutil.pid_exists(int(named[1]))
 
 
 def _fsync(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():  # Windows cannot open folders
-        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _size(root: Path) -> int:
-    return sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(root) for f in files)
 
 
 def _storage_error(path: Path, error: OSError, num_bytes: int) -> ArtifactError:
