@@ -134,31 +134,6 @@ class Model:
         figures = evaluate(predicted, truth[rows].astype(bool), *nothing)
         return {name: value for name, value in figures.items() if "/" not in name and not name.startswith("PS")}
 
-    def change_labels(
-        self,
-        folder: str | Path,
-        *,
-        add: Mapping[str, str] | None = None,
-        remove: Sequence[str] = (),
-        update: Mapping[str, str] | None = None,
-    ) -> Model:
-        """A model with other labels, without training; this one stays as it is.
-
-        Args:
-            folder: of the new bundle, which must not be this one's.
-            add, update: text by uid. remove: uids.
-
-        Raises:
-            DataError: an unknown uid, or one that exists already.
-            ConfigError: the folder is this model's.
-        """
-        from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
-
-        bundle = self._answerer.bundle
-        added, updated = ([LabelText(*item) for item in (texts or {}).items()] for texts in (add, update))
-        change = LabelChange.edit(bundle, added, list(remove), updated)
-        return Model(with_labels(bundle, folder, change), self.runtime)
-
     def save(self, folder: str | Path) -> Path:
         """Copy the model to a new folder, which `unidec.load` opens.
 
@@ -168,9 +143,7 @@ class Model:
         target = Path(folder)
         if target.exists():
             raise ConfigError("exists already", where=str(target), fix="remove it, or name another folder")
-        target.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}-") as scratch:
-            shutil.copytree(self.folder, Path(scratch) / "bundle").rename(target)
+        shutil.copytree(self.folder, target)
         return target
 
 

@@ -213,9 +213,10 @@ class Client:
             wait = pause * (0.5 + random.random())  # clients that were refused together do not come back together
             try:
                 status, answer, retry_after = self._attempt(method, self._base + path, data, headers)
-                if status == 200:
-                    return _json(answer)
-                wait, error = max(wait, retry_after), _refusal(status, answer)
+                found = _json(answer)
+                if status == 200 and found:
+                    return found
+                wait, error = max(wait, retry_after), _refusal(status, found.get("error"), answer)
             except (OSError, http.client.HTTPException) as lost:
                 error = Unavailable(
                     0, what="the server does not answer", where=self._url, got=f"{type(lost).__name__}: {lost}",
@@ -253,18 +254,15 @@ def _json(answer: bytes) -> dict[str, Any]:
     try:
         found = json.loads(answer)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        what, got = "not an answer of unidec serve", repr(answer[:200])
-        raise ServerError(200, what=what, got=got, fix="is the address right?")
-    return found
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _refusal(status: int, answer: bytes) -> ServerError:
-    """The error that the server sent."""
-    try:
-        sent = json.loads(answer)["error"]
+def _refusal(status: int, sent: Any, answer: bytes) -> ServerError:
+    """The error that the server sent, as far as it is one."""
+    if isinstance(sent, dict):
         parts = {name: str(sent.get(name) or "") for name in ("what", "where", "got", "expected", "fix")}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        parts = {"what": http.client.responses.get(status, "an error"), "got": answer[:200].decode("utf-8", "replace")}
+    else:
+        what = "not an answer of unidec serve" if status == 200 else http.client.responses.get(status, "an error")
+        parts = {"what": what, "got": answer[:200].decode("utf-8", "replace")}
     return (Unavailable if status in _RETRIED else ServerError)(status, **parts)

@@ -1,17 +1,15 @@
 """Row tables: what is gathered, of which type, and where the rows live."""
 
 import copy
-import time
-from concurrent.futures import ThreadPoolExecutor
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
 from unidec.errors import ArtifactError
-from unidec.model import row_store
-from unidec.model.row_store import FetchedRows, zeros_on_disk
-from unidec.model.row_table import Placement, RowTable
+from unidec.model import row_table
+from unidec.model.row_table import Placement, RowTable, zeros_on_disk
 from unidec.training.row_optim import ROW_OPTIMISERS
 
 ROWS, WIDTH = 30, 5
@@ -148,31 +146,18 @@ class Batches:
         self.rows[3] = self.rows[2].copy()  # the very rows again
         self.grads = [torch.from_numpy(rng.normal(size=(len(r), WIDTH))).float() for r in self.rows]
 
-    def train(self, kind, table, ahead=1, give_up=()):
-        """Train; as in the trainer, another thread fetches `ahead` batches ahead of the steps (0: none)."""
+    def train(self, kind, table):
         optimiser = ROW_OPTIMISERS[kind](table, 0.05, "seed")
-        ids = [torch.from_numpy(rows).to(table.device) for rows in self.rows]
-        coming = {}
-        with ThreadPoolExecutor(1) as thread:
-            for step in range(len(ids)):
-                for number in range(step, min(step + ahead, len(ids))):
-                    if number not in coming:
-                        coming[number] = thread.submit(table.prefetch, self.rows[number], ids[number])
-                if step in coming:
-                    coming[step].result()
-                if ahead and step + ahead < len(ids):  # while this step works
-                    coming[step + ahead] = thread.submit(table.prefetch, self.rows[step + ahead], ids[step + ahead])
-                if step in give_up:
-                    thread.submit(table.prefetch, self.rows[0], ids[0].clone())  # never taken
-                table.gather(ids[step]).grad = self.grads[step].to(table.device)
-                optimiser.step(step + 1, 1.0)
+        for step, rows in enumerate(self.rows):
+            table.gather(torch.from_numpy(rows).to(table.device)).grad = self.grads[step].to(table.device)
+            optimiser.step(step + 1, 1.0)
         table.flush()
         return [table.weight.detach().cpu(), *(tensor.cpu() for tensor in optimiser.state().values())]
 
 
 def fetching(table):
-    """The table as on a GPU: its rows are fetched, patched and written back, here from host memory to host memory."""
-    table.store = FetchedRows(table._columns, torch.device("cpu"))
+    """The table as on a GPU: its rows are fetched and written back, here from host memory to host memory."""
+    table._is_away = True
     return table
 
 
@@ -188,75 +173,18 @@ def test_on_a_cpu_every_place_gives_the_same_bits(rng, tmp_path, kind, dtype):
     for place in ("host", "disk"):
         table = make_table(batches.start, dtype, Placement(place, tmp_path))
         assert equal(batches.train(kind, table), device), place
-        assert table.store is None  # a CPU needs no fetching
+        assert not table._is_away  # a CPU needs no fetching
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", sorted(ROW_OPTIMISERS))
-def test_fetched_rows_train_as_if_they_were_there(rng, kind, ahead):
+def test_fetched_rows_train_as_if_they_were_there(rng, kind):
     batches = Batches(rng)
     for dtype in (torch.float32, torch.bfloat16):
         device = batches.train(kind, make_table(batches.start, dtype))
-        table = fetching(make_table(batches.start, dtype))
-        assert equal(batches.train(kind, table, ahead, give_up=(4, 5)), device)
+        assert equal(batches.train(kind, fetching(make_table(batches.start, dtype))), device)
 
 
-@pytest.mark.parametrize("delay", ["writes", "reads"])
-def test_whatever_the_order_of_writes_and_reads(rng, monkeypatch, delay):
-    """Writes that land late, and rows that are read late: the patch makes up for either."""
-    waits = iter(rng.integers(0, 4, 1000) / 1000)
-    name = "_write" if delay == "writes" else "fetch"
-    whole = getattr(FetchedRows, name)
-
-    def late(self, *args):
-        time.sleep(next(waits))
-        return whole(self, *args)
-
-    monkeypatch.setattr(FetchedRows, name, late)
-    patched = []
-    patch = FetchedRows._patch
-    monkeypatch.setattr(FetchedRows, "_patch", lambda *args: (patched.append(1), patch(*args)))
-    batches = Batches(rng, steps=40)
-    device = batches.train("adam", make_table(batches.start))
-    assert equal(batches.train("adam", fetching(make_table(batches.start)), ahead=2), device)
-    assert patched or delay == "reads"
-
-
-def test_without_the_patch_rows_would_be_stale(rng, monkeypatch):
-    """The test above can fail: what the patch is for."""
-    monkeypatch.setattr(FetchedRows, "_patch", lambda *args: None)
-    batches = Batches(rng)
-    write = FetchedRows._write
-    monkeypatch.setattr(FetchedRows, "_write", lambda *args: (time.sleep(0.01), write(*args)))
-    device = batches.train("adam", make_table(batches.start))
-    assert not equal(batches.train("adam", fetching(make_table(batches.start)), ahead=2), device)
-
-
-def test_updates_are_kept_no_longer_than_needed(rng):
-    batches = Batches(rng, steps=60)
-    table = fetching(make_table(batches.start))
-    batches.train("adam", table, ahead=2, give_up=(3,))
-    assert len(table.store._updates) <= row_store.WRITES_AHEAD + 3
-
-
-def test_a_failed_write_is_raised(rng, monkeypatch):
-    table = fetching(make_table(torch.zeros(ROWS, WIDTH)))
-    optimiser = ROW_OPTIMISERS["sgd"](table, 0.1)
-
-    def fail(*args):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(FetchedRows, "_write", fail)
-    leaf = table.gather(torch.tensor([1, 2]))
-    leaf.grad = torch.ones_like(leaf)
-    optimiser.step(1, 1.0)
-    with pytest.raises(OSError, match="Input/output"):
-        table.state_dict()
-
-
-def test_reading_waits_for_what_is_being_written(rng, monkeypatch):
-    write = FetchedRows._write
-    monkeypatch.setattr(FetchedRows, "_write", lambda *args: (time.sleep(0.05), write(*args)))
+def test_reading_waits_for_what_is_being_written():
     table = fetching(make_table(torch.zeros(ROWS, WIDTH)))
     optimiser = ROW_OPTIMISERS["sgd"](table, 1.0)
     readers = {
@@ -294,7 +222,7 @@ def test_a_file_holds_zeros_and_has_no_name(tmp_path, shape, dtype):
 
 
 def test_its_space_is_reserved_and_given_back(tmp_path):
-    free = lambda: row_store.shutil.disk_usage(tmp_path).free  # noqa: E731
+    free = lambda: shutil.disk_usage(tmp_path).free  # noqa: E731
     before = free()
     zeros = zeros_on_disk(tmp_path, (64 << 20,), torch.float32)
     held = before - free()
@@ -306,28 +234,12 @@ def test_its_space_is_reserved_and_given_back(tmp_path):
 
 
 def test_no_room_is_said_before_training(tmp_path, monkeypatch):
-    import collections
-
-    usage = collections.namedtuple("usage", "total used free")
-    monkeypatch.setattr(row_store.shutil, "disk_usage", lambda _: usage(100, 99, 1))
-    with pytest.raises(
-        ArtifactError, match=r"no room for a table on disk\n  got: 1 bytes free .*\n  expected: 600 bytes"
-    ):
-        RowTable(ROWS, WIDTH, placement=Placement("disk", tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("errno", [28, 95])
-def test_a_file_system_that_cannot_reserve_is_used_all_the_same(tmp_path, monkeypatch, errno):
     def refuse(*args):
-        raise OSError(errno, "refused")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(row_store.os, "posix_fallocate", refuse)
-    if errno == 28:  # no space
-        with pytest.raises(ArtifactError, match="no room"):
-            zeros_on_disk(tmp_path, (4, 4), torch.float32)
-    else:
-        assert zeros_on_disk(tmp_path, (4, 4), torch.float32).shape == (4, 4)
+    monkeypatch.setattr(row_table.os, "posix_fallocate", refuse)
+    with pytest.raises(ArtifactError, match=r"no room for a table on disk\n  got: No space .*\n  expected: 600 bytes"):
+        RowTable(ROWS, WIDTH, placement=Placement("disk", tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -350,10 +262,9 @@ def test_state_is_where_the_weight_is(tmp_path):
 def test_on_a_gpu_every_place_gives_the_same_bits(rng, tmp_path, place, kind, dtype):
     batches = Batches(rng, steps=50, rows=3000, count=2000)
     device = batches.train(kind, make_table(batches.start, dtype).to("cuda"))
-    for ahead in (0, 1, 2):
-        table = make_table(batches.start, dtype, Placement(place, tmp_path)).to("cuda")
-        assert table.weight.device.type == "cpu" and table.store is not None
-        assert equal(batches.train(kind, table, ahead), device)
+    table = make_table(batches.start, dtype, Placement(place, tmp_path)).to("cuda")
+    assert table.weight.device.type == "cpu" and table._is_away
+    assert equal(batches.train(kind, table), device)
 
 
 @CUDA

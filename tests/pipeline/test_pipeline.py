@@ -249,17 +249,13 @@ def other_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("other_outputs")
-@pytest.mark.parametrize("trainable_layers", [0, 1])
-def test_frozen_layers_are_computed_once_for_all_stages(done: SimpleNamespace, trainable_layers: int) -> None:
+def test_a_frozen_transformer_is_computed_once_for_all_stages(done: SimpleNamespace) -> None:
     before = set(paths.CACHE.glob("*"))
-    params = done.params(**{
-        "encoder.kind": "both", "encoder.trainable_layers": trainable_layers, "optim.epochs": 1,
-        "optim.lr_encoder": 1e-3,
-    })  # fmt: skip
+    params = done.params(**{"encoder.kind": "both", "optim.epochs": 1})
     run = pipeline.start_run(params)
     fit(run)
     made = set(paths.CACHE.glob("*")) - before
-    assert sorted(folder.name.split("-")[0] for folder in made) == ["hidden" if trainable_layers else "vectors"] * 2
+    assert sorted(folder.name.split("-")[0] for folder in made) == ["vectors"] * 2
     run.export()
     pipeline.index(params)
     assert pipeline.evaluate(params)["metrics"]["P@1"] > 1

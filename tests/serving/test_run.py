@@ -248,5 +248,5 @@ def test_what_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyP
 
 
 def test_no_address_to_listen_at() -> None:
-    with pytest.raises(ConfigError, match="no address to listen at"):
+    with pytest.raises(ConfigError, match="cannot listen there"):
         run._listen(Serve(host="no.such.host.invalid"))

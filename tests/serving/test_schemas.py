@@ -34,7 +34,6 @@ def test_what_is_not_given_has_its_default() -> None:
     asked = parsed({"queries": ["a"]})
     assert (asked.k, asked.allow, asked.deny, asked.min_score, asked.head) == (5, None, [], None, "both")
     assert parsed({"queries": ["a"]}, schemas.request_models(Serve(max_k=2)).predict).k == 2, "never above max_k"
-    assert parsed({"queries": ["a"], "k": 6.0}).k == 6, "an integer according to JSON Schema"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_what_is_not_given_has_its_default() -> None:
         ({"k": True}, "k", "integer"),
         ({"k": "5"}, "k", "integer"),
         ({"k": 2.5}, "k", "integer"),
-        ({"k": 1e300}, "k", "equal to 7"),
+        ({"k": 6.0}, "k", "integer"),
         ({"allow": ["a", 1]}, "allow[1]", "string"),
         ({"allow": ["a"] * 5}, "allow", "at most 4"),
         ({"deny": [""]}, "deny[0]", "at least 1 character"),

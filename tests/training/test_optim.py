@@ -11,7 +11,6 @@ from torch.nn.utils import get_total_norm as total_norm
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
 from unidec.model.encoder import InputBuilder
-from unidec.model.row_store import FetchedRows
 from unidec.model.row_table import Placement
 from unidec.model.unidec import UniDEC
 from unidec.training.optim import Optimisers
@@ -38,7 +37,7 @@ def loss_of(model, rows, labels=(0, 3, 4)):
     """A loss that reaches every part of the model."""
     tokens = encode_texts(TEXTS, model.tokenizer_folder, 16)
     x_BW = model.encoder(InputBuilder(model.encoder, CPU)([("queries", tokens, np.asarray(rows))]))
-    labels = torch.as_tensor(labels)  # what `prefetch` gave stays that tensor
+    labels = torch.as_tensor(labels)
     loss = x_BW.new_zeros(())
     if model.heads != "clf":
         loss = loss + 10 * model.de(x_BW)[:, 0].sum() * model.log_scale[0].exp()
@@ -283,7 +282,7 @@ def test_the_seed_decides_how_bfloat16_is_rounded(tiny_bert, tiny_params):
 
 @pytest.mark.parametrize("place", ["host", "disk"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_prefetched_rows_train_the_same_in_every_place(tiny_bert, tiny_params, tmp_path, place, dtype):
+def test_fetched_rows_train_the_same_in_every_place(tiny_bert, tiny_params, tmp_path, place, dtype):
     params = tiny_params(**quiet(**{"model.clf_dtype": dtype}))
     states = []
     for placement in (Placement(), Placement(place, tmp_path)):
@@ -294,10 +293,9 @@ def test_prefetched_rows_train_the_same_in_every_place(tiny_bert, tiny_params, t
         model.start_table(torch.randn(NUM_LABELS, model.encoder.width, generator=torch.Generator().manual_seed(2)))
         optimisers = Optimisers(model, params.optim, 5)
         for table in (model.table, model.bias):
-            if placement.place != "device":  # as on a GPU
-                table.store = FetchedRows(table._columns, CPU)
+            table._is_away = placement.place != "device"  # as on a GPU
         for step in range(6):
-            labels = optimisers.prefetch(np.array([step % 3, 5, 8 - step % 2]))
+            labels = torch.tensor([step % 3, 5, 8 - step % 2])
             loss_of(model, [0, 1, 2], labels).backward()
             optimisers.step(step, total_norm(optimisers.gradients()))
         states.append({f"{name}.{k}": t for name, of in optimisers.row_states().items() for k, t in of.items()})

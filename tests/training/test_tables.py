@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from unidec.model.row_store import FetchedRows
 from unidec.model.row_table import RowTable
 
 TIMES = ("seconds", "texts_per_s", "tokens_per_s")
@@ -51,14 +50,10 @@ def test_rows_that_are_fetched_as_on_a_gpu_train_the_same(open_trainer, monkeypa
     values = {**SMALL, "model.clf_dtype": dtype, "model.clf_bias": True, "run.checkpoint_steps": 3}
     device = run(open_trainer("device", **values))
 
-    def open_store(table):
-        if table.placement.place != "device":
-            table.store = FetchedRows(table._columns, torch.device("cpu"))
-
-    fetched, take = [], FetchedRows.take
-    monkeypatch.setattr(RowTable, "_open_store", open_store)
-    monkeypatch.setattr(FetchedRows, "take", lambda *args: fetched.append(1) or take(*args))
+    fetched, fetch = [], RowTable._fetch
+    monkeypatch.setattr(RowTable, "_fetch", lambda *args: fetched.append(1) or fetch(*args))
     trainer = open_trainer("host", **values, **{"run.table_place": "host"})
+    trainer.model.table._is_away = trainer.model.bias._is_away = True
     assert_same(run(trainer), device)
     assert len(fetched) == 2 * trainer.step  # table and bias
 

@@ -4,14 +4,12 @@ Legend: B texts, T tokens of the longest text, F tokens in all, U distinct token
 parts.
 
 A part of the encoder is either trained or frozen. What is frozen is computed once for each text
-(`unidec.model.frozen`) and given to the encoder as input: the whole transformer's vectors, or the hidden states below
-the layers that train; of an encoder that is frozen as a whole, its output.
+(`unidec.model.frozen`) and given to the encoder as input: the whole transformer's vectors, or of an encoder that is
+frozen as a whole its output.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,8 +35,8 @@ class EncoderInput:
 
     Attributes:
         num_texts: B.
-        chunks: of the transformer, each (places int64 [b], ids int64 [b, t] or hidden states float [b, t, D], mask bool
-            [b, t]), texts of similar length together.
+        chunks: of the transformer, each (places int64 [b], ids int64 [b, t], mask bool [b, t]), texts of similar length
+            together.
         vector_BD: frozen transformer's pooled outputs.
         output_BW: what a frozen encoder makes of the texts; no other field is set then.
         unique_U: distinct token ids of the bag, each once; local_F: place in it of each token; offsets_B: where each
@@ -64,24 +62,12 @@ def pool_tokens(hidden_BTD: Tensor, mask_BT: Tensor, pooling: str) -> Tensor:
     return (hidden_BTD * weight_BT1).sum(1) / weight_BT1.sum(1).clamp_min(1)
 
 
-class _GivenEmbeddings(nn.Module):
-    """Stands in for a transformer's embeddings when the hidden states below its top layers are given."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = kwargs.get("inputs_embeds", kwargs.get("input_embeds"))
-        if given is None:
-            given = next(a for a in args if isinstance(a, Tensor) and a.is_floating_point())
-        return given
-
-
-def _layers(transformer: Any) -> tuple[Any, str, nn.ModuleList]:
-    """The module that holds the stack of layers, the attribute's name, and the stack."""
-    for holder, name in (
-        (getattr(transformer, "encoder", None), "layer"),
-        (getattr(transformer, "transformer", None), "layer"),
-    ):
-        if holder is not None and isinstance(getattr(holder, name, None), nn.ModuleList):
-            return holder, name, getattr(holder, name)
+def _layers(transformer: Any) -> nn.ModuleList:
+    """The stack of layers."""
+    for name in ("encoder", "transformer"):
+        layers = getattr(getattr(transformer, name, None), "layer", None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
     raise ConfigError(
         f"{type(transformer).__name__} has no stack of layers known here",
         where="encoder.trainable_layers",
@@ -98,6 +84,7 @@ class TransformerEncoder(nn.Module):
         self.width = int(transformer.config.hidden_size)  # type: ignore[union-attr,arg-type]
         self.requires_grad_(trainable_layers == -1)
         self.num_frozen_layers = 0
+        self._top: list[nn.Module] = [transformer]  # what trains
         if trainable_layers >= 0:
             num_layers = int(transformer.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
             if trainable_layers > num_layers:
@@ -106,45 +93,20 @@ class TransformerEncoder(nn.Module):
                     got=trainable_layers, expected=f"-1 to {num_layers}",
                 )  # fmt: skip
             self.num_frozen_layers = num_layers - trainable_layers
-        # plain attributes: views on the same layers, not further submodules
-        self._views: dict[str, nn.Module] = {}
-        if trainable_layers > 0:
-            _layers(transformer)[2][self.num_frozen_layers :].requires_grad_(True)
+            self._top = list(_layers(transformer)[self.num_frozen_layers :]) if trainable_layers else []
+        for layer in self._top:
+            layer.requires_grad_(True)
 
-    @property
-    def partly_frozen(self) -> bool:
-        """Some layers train, those below do not."""
-        return self.num_frozen_layers > 0 and any(p.requires_grad for p in self.parameters())
+    def train(self, mode: bool = True) -> TransformerEncoder:
+        super().train(False)
+        self.training = mode
+        for layer in self._top:  # what is frozen has no dropout
+            layer.train(mode)
+        return self
 
-    def _view(self, which: str) -> Any:
-        """The transformer with only its lower or its upper layers, sharing their weights."""
-        if which not in self._views:
-            view = copy.copy(self.transformer)
-            view._modules = dict(self.transformer._modules)
-            holder, name, layers = _layers(self.transformer)
-            part = copy.copy(holder)
-            part._modules = dict(holder._modules)
-            upper = which == "upper"
-            setattr(part, name, layers[self.num_frozen_layers :] if upper else layers[: self.num_frozen_layers])
-            view._modules["encoder" if "encoder" in view._modules else "transformer"] = part
-            if upper:
-                view._modules["embeddings"] = _GivenEmbeddings()
-            self._views[which] = view
-        view = self._views[which]
-        view.training = self.training
-        return view
-
-    @torch.no_grad()
-    def lower(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Hidden states below the layers that train, [B, T, D]."""
-        return self._view("lower")(input_ids=ids_BT, attention_mask=mask_BT.long()).last_hidden_state
-
-    def forward(self, states: Tensor, mask_BT: Tensor) -> Tensor:
-        """Token ids [B, T], or hidden states [B, T, D] below the layers that train, to float32 [B, D]."""
-        if states.is_floating_point():
-            hidden = self._view("upper")(inputs_embeds=states, attention_mask=mask_BT.long()).last_hidden_state
-        else:
-            hidden = self.transformer(input_ids=states, attention_mask=mask_BT.long()).last_hidden_state
+    def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Token ids [B, T] to float32 [B, D]."""
+        hidden = self.transformer(input_ids=ids_BT, attention_mask=mask_BT.long()).last_hidden_state
         return pool_tokens(hidden, mask_BT, self.pooling)
 
 
@@ -259,8 +221,6 @@ class TextEncoder(nn.Module):
         for part in (self.transformer, self.bag, self.residual) if self.frozen else ():
             if part is not None:
                 part.eval()  # no dropout but of the output
-        if self.takes_vectors and self.transformer is not None:
-            self.transformer.eval()  # frozen: no dropout either
         return self
 
     def forward(self, batch: EncoderInput) -> Tensor:
@@ -306,7 +266,6 @@ class InputBuilder:
     Args:
         encoder: whose parts decide what is needed.
         frozen_vectors: float [N, D] for each source, where the transformer is frozen as a whole and cached.
-        frozen_hidden: float [all tokens, D] for each source, where its lower layers are frozen and cached.
         frozen_outputs: float [N, W] for each source, where the whole encoder is frozen and cached.
     """
 
@@ -315,12 +274,10 @@ class InputBuilder:
         encoder: TextEncoder,
         device: torch.device,
         frozen_vectors: dict[str, np.ndarray] | None = None,
-        frozen_hidden: dict[str, np.ndarray] | None = None,
         frozen_outputs: dict[str, np.ndarray] | None = None,
     ):
         self.encoder, self.device = encoder, device
-        self.frozen_vectors, self.frozen_hidden = frozen_vectors or {}, frozen_hidden or {}
-        self.frozen_outputs = frozen_outputs or {}
+        self.frozen_vectors, self.frozen_outputs = frozen_vectors or {}, frozen_outputs or {}
         self._pin = device.type == "cuda"
 
     def __call__(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> EncoderInput:
@@ -343,8 +300,8 @@ class InputBuilder:
         num_texts = sum(len(rows) for _, _, rows in parts)
         vector_BD: Tensor | None = None
         chunks: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
-        if encoder.transformer is not None and encoder.takes_vectors:
-            vector_BD = self._vectors(parts)
+        if encoder.takes_vectors and all(name in self.frozen_vectors for name, _, _ in parts):
+            vector_BD = self._to(np.concatenate([self.frozen_vectors[name][rows] for name, _, rows in parts]))
         elif encoder.transformer is not None:
             chunks = tuple(self._chunks(parts))
         if encoder.bag is None:
@@ -369,51 +326,26 @@ class InputBuilder:
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
-    def _vectors(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> Tensor:
-        if all(name in self.frozen_vectors for name, _, _ in parts):
-            return self._to(np.concatenate([self.frozen_vectors[name][rows] for name, _, rows in parts]))
-        transformer = self.encoder.transformer
-        assert transformer is not None
-        with torch.no_grad():
-            chunks = list(self._chunks(parts))
-            vectors = [transformer(states, mask) for _, states, mask in chunks]
-            if not chunks:
-                return torch.zeros(0, transformer.width, device=self.device)
-            return torch.cat(vectors)[torch.argsort(torch.cat([places for places, _, _ in chunks]))]
-
     def _chunks(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         first = 0
-        for name, tokens, rows in parts:
-            hidden = self.frozen_hidden.get(name)
+        for _, tokens, rows in parts:
             for places in length_chunks(tokens.lengths(rows)):
                 ids_BT, mask_BT = tokens.batch(rows[places])
-                states, mask = self._to(ids_BT), self._to(mask_BT)
-                transformer = self.encoder.transformer
-                if transformer is not None and transformer.partly_frozen:
-                    if hidden is None:
-                        states = transformer.lower(states, mask)
-                    else:
-                        states = self._to(_padded_states(hidden, tokens, rows[places], mask_BT))
-                yield self._to(places + first), states, mask
+                yield self._to(places + first), self._to(ids_BT), self._to(mask_BT)
             first += len(rows)
-
-
-def _padded_states(hidden: np.ndarray, tokens: Tokens, rows: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
-    """Cached hidden states of some texts, float32 [B, T, D], zeros in the padding."""
-    states_BTD = np.zeros((*mask_BT.shape, hidden.shape[1]), dtype=np.float32)
-    states_BTD[mask_BT] = hidden[tokens.places(rows)]
-    return states_BTD
 
 
 def load_transformer(folder: Path) -> nn.Module:
     """A transformer from a local folder that `resolve_encoder` checked (safetensors only), without an unused pooling
     head."""
     from transformers import AutoConfig, AutoModel
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # no report of the pooling head that is left out
+    logging.disable_progress_bar()
     options = transformer_options(AutoConfig.from_pretrained(folder))
-    with _quiet():
-        # float32 whatever the file holds: half-precision weights would lose most of their updates
-        return AutoModel.from_pretrained(folder, use_safetensors=True, **options).float()
+    # float32 whatever the file holds: half-precision weights would lose most of their updates
+    return AutoModel.from_pretrained(folder, use_safetensors=True, **options).float()
 
 
 def empty_transformer(config_folder: Path) -> nn.Module:
@@ -422,21 +354,6 @@ def empty_transformer(config_folder: Path) -> nn.Module:
 
     config = AutoConfig.from_pretrained(config_folder)
     return AutoModel.from_config(config, **transformer_options(config)).float()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the loading bar and the report of the pooling head that is left out."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        logging.enable_progress_bar()
 
 
 def transformer_options(config: Any) -> dict[str, Any]:

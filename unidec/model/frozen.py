@@ -1,13 +1,10 @@
 """Outputs of a frozen transformer, or of a frozen encoder, for each text: computed once and kept on disk.
 
-Legend: N texts, F tokens in all, D width of the transformer, W of the encoder.
+Legend: N texts, D width of the transformer, W of the encoder.
 
-A transformer frozen as a whole: its pooled vector of each text, float16 [N, D]. Frozen in its lower layers: the hidden
-state of each token below the layers that train, float16 [F, D]. An encoder frozen as a whole, bag of tokens and all:
-its output for each text, float16 [N, W]. A cache is named by what decides its content: weights, tokens, pooling, ...
-
-Several processes fill one memory-mapped file, each its share of the chunks of texts, and the first one seals it. Only
-those of the first machine do: pages that two machines map and write over a network file system can be lost.
+A transformer frozen as a whole: its pooled vector of each text, float16 [N, D]. An encoder frozen as a whole, bag of
+tokens and all: its output for each text, float16 [N, W]. A cache is named by what decides its content: weights, tokens,
+pooling, ... Of several processes the first one computes, the others wait.
 """
 
 from __future__ import annotations
@@ -30,36 +27,19 @@ from unidec.model.weights import output_settings
 from unidec.progress import progress
 
 KIND, VERSION = "encoder-cache", 2
-What = Literal["vectors", "hidden", "outputs"]
+What = Literal["vectors", "outputs"]
 TEXTS_AT_ONCE = 16384  # sorted by length within such a slice: memory stays bounded for any N
 
 
 class Together(Protocol):
-    """Processes that fill a cache together (`unidec.training.distributed.Ranks`)."""
+    """Processes that all need the caches (`unidec.training.distributed.Ranks`)."""
 
     @property
     def rank(self) -> int:
         """Number of this process, from 0."""
 
-    @property
-    def local_world(self) -> int:
-        """How many of them are on the first one's machine; their numbers come first."""
-
-    def share(self, value: Any = None) -> Any:
-        """The first one's value."""
-
     def barrier(self) -> None:
         """Wait for all."""
-
-
-class _Alone:
-    rank, local_world = 0, 1
-
-    def share(self, value: Any = None) -> Any:
-        return value
-
-    def barrier(self) -> None:
-        pass
 
 
 def cached_inputs(
@@ -75,19 +55,23 @@ def cached_inputs(
     Training, index and evaluation share the caches: what is frozen has the same weights in all of them.
 
     Args:
-        together: processes that all call this, and share the work.
+        together: processes that all call this.
     """
-    caches, transformer = FrozenCaches(folder, device, amp, together or _Alone()), encoder.transformer
+    caches, transformer = FrozenCaches(folder, device, amp), encoder.transformer
+    if not (encoder.frozen or encoder.takes_vectors):
+        return InputBuilder(encoder, device)
+    if together is not None and together.rank > 0:
+        together.barrier()
     if encoder.frozen:
         outputs = {name: caches.outputs(encoder, name, cache) for name, cache in tokens.items()}
-        return InputBuilder(encoder, device, frozen_outputs=outputs)
-    if transformer is not None and encoder.takes_vectors:
-        vectors = {name: caches.states(transformer, cache, "vectors") for name, cache in tokens.items()}
-        return InputBuilder(encoder, device, vectors)
-    if transformer is not None and transformer.partly_frozen:
-        hidden = {name: caches.states(transformer, cache, "hidden") for name, cache in tokens.items()}
-        return InputBuilder(encoder, device, frozen_hidden=hidden)
-    return InputBuilder(encoder, device)
+        build = InputBuilder(encoder, device, frozen_outputs=outputs)
+    else:
+        assert transformer is not None
+        vectors = {name: caches.vectors(transformer, cache) for name, cache in tokens.items()}
+        build = InputBuilder(encoder, device, vectors)
+    if together is not None and together.rank == 0:
+        together.barrier()
+    return build
 
 
 def frozen_sha256(encoder: TransformerEncoder | TextEncoder) -> str:
@@ -109,33 +93,26 @@ class FrozenCaches:
     Attributes:
         folder: where caches are kept, one folder each.
         device: where to compute. amp: autocast to this type, or None.
-        together: processes that all make the same calls, and share the work.
     """
 
     folder: Path
     device: torch.device
     amp: torch.dtype | None
-    together: Together = field(default_factory=_Alone)
     _hashes: dict[int, str] = field(default_factory=dict)  # of encoders' weights, by id
 
-    def states(self, encoder: TransformerEncoder, tokens: TokenCache, what: What) -> np.ndarray:
-        """A transformer's "vectors" [N, D], or "hidden" states [F, D] below the layers that train."""
-        facts = {"pooling": encoder.pooling, "frozen_layers": encoder.num_frozen_layers, "what": what}
-        num_rows = tokens.num_texts if what == "vectors" else int(tokens.offsets[-1])
+    def vectors(self, encoder: TransformerEncoder, tokens: TokenCache) -> np.ndarray:
+        """A transformer's vectors [N, D]."""
+        facts = {"pooling": encoder.pooling, "frozen_layers": encoder.num_frozen_layers, "what": "vectors"}
 
         def fill(values: np.ndarray) -> None:
             encoder.to(self.device).eval()
-            for rows in self._own_share(_chunks(tokens), tokens.num_texts, what):
+            for rows in self._shown(_chunks(tokens), tokens.num_texts, "vectors"):
                 ids_BT, mask_BT = tokens.batch(rows)
                 ids, mask = torch.from_numpy(ids_BT).to(self.device), torch.from_numpy(mask_BT).to(self.device)
                 with self._autocast():
-                    output = encoder(ids, mask) if what == "vectors" else encoder.lower(ids, mask)
-                if what == "vectors":
-                    values[rows] = output.float().cpu().numpy()
-                else:
-                    values[tokens.places(rows)] = output.float().cpu().numpy()[mask_BT]
+                    values[rows] = encoder(ids, mask).float().cpu().numpy()
 
-        return self._kept(what, facts, encoder, tokens, (num_rows, encoder.width), fill)
+        return self._kept("vectors", facts, encoder, tokens, fill)
 
     def outputs(self, encoder: TextEncoder, name: str, tokens: TokenCache) -> np.ndarray:
         """Outputs [N, W] of an encoder that is frozen as a whole, and on the device.
@@ -146,30 +123,23 @@ class FrozenCaches:
             name: of the texts' source.
         """
         facts = {"settings": output_settings(encoder.settings), "unit": encoder.unit_vectors, "what": "outputs"}
-        num_texts = tokens.num_texts
-        vectors: dict[str, np.ndarray] = {}
-
-        def prepare() -> None:
-            if encoder.transformer is not None:
-                vectors[name] = self.states(encoder.transformer, tokens, "vectors")
 
         def fill(values: np.ndarray) -> None:
-            build = InputBuilder(encoder, self.device, vectors)
+            vectors = {} if encoder.transformer is None else {name: self.vectors(encoder.transformer, tokens)}
+            build, num_texts = InputBuilder(encoder, self.device, vectors), tokens.num_texts
             slices = (np.arange(i, min(i + TEXTS_AT_ONCE, num_texts)) for i in range(0, num_texts, TEXTS_AT_ONCE))
-            for rows in self._own_share(slices, num_texts, "outputs"):
+            for rows in self._shown(slices, num_texts, "outputs"):
                 texts = build.texts([(name, tokens, rows)])
                 with self._autocast():
                     values[rows] = encoder.frozen_output(texts).float().cpu().numpy()
 
-        return self._kept("outputs", facts, encoder, tokens, (num_texts, encoder.width), fill, prepare)
+        return self._kept("outputs", facts, encoder, tokens, fill)
 
-    def _own_share(self, chunks: Iterable[np.ndarray], num_texts: int, what: What) -> Iterator[np.ndarray]:
-        """This process's chunks of rows; the chunks are the same for any number of processes."""
+    def _shown(self, chunks: Iterable[np.ndarray], num_texts: int, what: What) -> Iterator[np.ndarray]:
         with progress(total=num_texts, desc=f"encode once ({what})", unit="text") as bar:
-            for number, rows in enumerate(chunks):
+            for rows in chunks:
                 bar.update(len(rows))
-                if number % self.together.local_world == self.together.rank:
-                    yield rows
+                yield rows
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None)
@@ -180,42 +150,22 @@ class FrozenCaches:
         facts: dict[str, Any],
         encoder: TransformerEncoder | TextEncoder,
         tokens: TokenCache,
-        shape: tuple[int, int],
         fill: Callable[[np.ndarray], None],
-        prepare: Callable[[], None] = lambda: None,
     ) -> np.ndarray:
-        """The cache that is named by some facts, by the weights and by the tokens.
-
-        Where it is not there yet, all processes prepare, and those on the first one's machine fill it.
-        """
+        """The cache that is named by some facts, by the weights and by the tokens."""
         manifest = read_manifest(tokens.path, "tokens", 1, verify=False)
         if id(encoder) not in self._hashes:
             self._hashes[id(encoder)] = frozen_sha256(encoder)
         facts |= {"weights": self._hashes[id(encoder)], "tokens": manifest["files"], "amp": str(self.amp)}
         key = hashlib.sha256(json.dumps(facts | {"version": VERSION}, sort_keys=True).encode()).hexdigest()
-        path = self.folder / f"{what}-{key[:16]}"
+        path, shape = self.folder / f"{what}-{key[:16]}", (tokens.num_texts, encoder.width)
         meta = {"key": key, "num_rows": shape[0], "width": shape[1]}
-        is_first = self.together.rank == 0
-
-        def fill_file(file: str) -> None:
-            prepare()
-            if self.together.rank < self.together.local_world:
-                values = np.load(file, mmap_mode="r+", allow_pickle=False)
-                with torch.no_grad():
-                    fill(values)
-                values.flush()
-            self.together.barrier()
-
-        if not self.together.share(path.is_dir() if is_first else None):
-            if is_first:
-                with write_folder(path, KIND, VERSION, meta) as out:
-                    file = str(out.path / "values.npy")
-                    np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=shape).flush()
-                    fill_file(self.together.share(file))
-            else:
-                fill_file(self.together.share())
-            self.together.barrier()
-        with verify_once(path, verify=is_first) as needed:
+        if not path.is_dir():
+            with write_folder(path, KIND, VERSION, meta) as out, torch.no_grad():
+                mapped = np.lib.format.open_memmap(out.path / "values.npy", mode="w+", dtype=np.float16, shape=shape)
+                fill(mapped)
+                mapped.flush()
+        with verify_once(path) as needed:
             found = read_manifest(path, KIND, VERSION, verify=needed)["meta"]
         values = load_array(path / "values.npy", np.float16, ndim=2)
         if found != meta or values.shape != shape:

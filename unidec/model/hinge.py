@@ -6,51 +6,21 @@ masked pairs. The contract is that of `unidec.model.losses`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from unidec.errors import ConfigError
 from unidec.model.pairs import Pairs, entry_count, loss_dtype, mask_, mean_over_rows
 
+BLOCK = 1 << 22  # entries of the largest temporary, 16 MB of float32
 
-class _TripletAll(torch.autograd.Function):
-    """sum_P weight_P * sum_{negatives n of the row} [s_n - s_p + margin]_+, in blocks of pairs; the gradient is made
-    on the way.
-    """
 
-    BLOCK = 1 << 22  # entries of the largest temporary, 16 MB of float32
-
-    @staticmethod
-    def forward(ctx: Any, logit_BS: Tensor, pairs: Pairs, margin: float) -> Tensor:
-        row_P, col_P, weight_P, *_ = pairs
-        x_BS = logit_BS.to(loss_dtype(logit_BS))
-        s_P = x_BS[row_P, col_P]
-        x_BS = mask_(x_BS.clone(), *pairs.masked("ds"))
-        grad_BS = torch.zeros_like(x_BS)
-        grad_P = torch.zeros_like(s_P)
-        loss = s_P.new_zeros(())
-        step = max(1, _TripletAll.BLOCK // max(x_BS.shape[1], 1))
-        for begin in range(0, row_P.shape[0], step):
-            part = slice(begin, begin + step)
-            hinge_PS = (x_BS[row_P[part]] - (s_P[part] - margin).unsqueeze(1)).clamp_min_(0)
-            loss += (hinge_PS.sum(1) * weight_P[part]).sum()
-            active_PS = (hinge_PS > 0).to(x_BS.dtype).mul_(weight_P[part].unsqueeze(1))
-            grad_P[part] = -active_PS.sum(1)
-            grad_BS.index_add_(0, row_P[part], active_PS)
-        grad_BS.index_put_((row_P, col_P), grad_P, accumulate=True)
-        ctx.save_for_backward(grad_BS)
-        ctx.dtype = logit_BS.dtype
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_BS,) = ctx.saved_tensors
-        return (grad_BS * grad).to(ctx.dtype), None, None
+def _hinges(x_BS: Tensor, s_P: Tensor, row_P: Tensor, weight_P: Tensor, margin: float) -> Tensor:
+    """sum_P weight_P * sum_{negatives n of the row} [s_n - s_p + margin]_+ of some pairs."""
+    over_PS = F.relu(x_BS.index_select(0, row_P) - (s_P - margin).unsqueeze(1))
+    return (over_PS.sum(1) * weight_P).sum()
 
 
 def triplet(logit_BS: Tensor, pairs: Pairs, *, margin: float = 0.3, negatives: str = "all") -> Tensor:
@@ -67,44 +37,27 @@ def triplet(logit_BS: Tensor, pairs: Pairs, *, margin: float = 0.3, negatives: s
     Raises:
         ConfigError: another value of `negatives`.
     """
-    row_P, weight_P = pairs.row_P, pairs.weight_P.to(loss_dtype(logit_BS))
+    x_BS = logit_BS.to(loss_dtype(logit_BS))
+    row_P, weight_P = pairs.row_P, pairs.weight_P.to(x_BS.dtype)
     if negatives == "all":
-        total = _TripletAll.apply(logit_BS, pairs._replace(weight_P=weight_P), margin)
+        s_P = x_BS[row_P, pairs.col_P]
+        other_BS = mask_(x_BS.clone(), *pairs.masked("ds"))
+        step = max(1, BLOCK // max(x_BS.shape[1], 1))
+        total = s_P.sum() * 0
+        for begin in range(0, row_P.shape[0], step):  # what a block compares is computed again for its gradient
+            part = slice(begin, begin + step)
+            total = total + checkpoint(
+                _hinges, other_BS, s_P[part], row_P[part], weight_P[part], margin, use_reentrant=False,
+                preserve_rng_state=False,
+            )  # fmt: skip
         total_B = weight_P.new_zeros(logit_BS.shape[0]).index_add_(0, row_P, weight_P)
         return total / (total_B > 0).sum().clamp_min(1)
     if negatives != "hardest":
         raise ConfigError("unknown choice of negatives", where="triplet", got=negatives, expected="all, hardest")
-    x_BS = logit_BS.to(loss_dtype(logit_BS))
     if x_BS.shape[1] == 0:
         return x_BS.sum()
     hardest_B = mask_(x_BS.clone(), *pairs.masked("ds")).max(dim=1).values
     return mean_over_rows(F.relu(hardest_B[row_P] - x_BS[row_P, pairs.col_P] + margin), weight_P, row_P, x_BS.shape[0])
-
-
-class _SquaredHinge(torch.autograd.Function):
-    """sum over rows of `active_B * sum over unmasked entries of [margin + x]_+^2`, where over the positive pairs
-    `target * up * [margin - x]_+^2 + (1 - target) * [margin + x]_+^2` replaces it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logit_BS: Tensor, pairs: Pairs, up_P: Tensor, active_B: Tensor, margin: float) -> Tensor:
-        row_P, col_P, target_P, *ignored = pairs
-        x_BS = mask_(logit_BS.to(target_P.dtype, copy=True), *ignored)
-        x_P = x_BS[row_P, col_P]
-        above_P, below_P = (x_P + margin).clamp_min_(0), (margin - x_P).clamp_min_(0)
-        over_BS = x_BS.add_(margin).clamp_min_(0)  # the mask's share is exactly 0
-        ctx.save_for_backward(over_BS, row_P, col_P, target_P * (above_P + up_P * below_P), active_B)
-        ctx.dtype = logit_BS.dtype
-        positive = (target_P * (up_P * below_P.square() - above_P.square())).sum()
-        return (torch.linalg.vecdot(over_BS, over_BS) * active_B).sum() + positive
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        over_BS, row_P, col_P, pull_P, active_B = ctx.saved_tensors
-        grad_BS = over_BS * (2 * active_B * grad).unsqueeze(1)
-        grad_BS.index_put_((row_P, col_P), -2 * pull_P * grad, accumulate=True)
-        return grad_BS.to(ctx.dtype), *(None,) * 4
 
 
 def squared_hinge(
@@ -128,4 +81,8 @@ def squared_hinge(
     pairs = pairs._replace(weight_P=pairs.weight_P.to(loss_dtype(logit_BS)).clamp(0, 1))
     up_P = torch.ones_like(pairs.weight_P) if importance_P is None else importance_P.to(pairs.weight_P.dtype)
     active_B, count = entry_count(pairs.weight_P, pairs.row_P, logit_BS.shape, pairs.row_F, normalise)
-    return _SquaredHinge.apply(logit_BS, pairs, up_P, active_B, margin) / count
+    x_BS = mask_(logit_BS.to(pairs.weight_P.dtype, copy=True), pairs.row_F, pairs.col_F)
+    x_P = x_BS[pairs.row_P, pairs.col_P]
+    every = ((x_BS + margin).clamp_min(0).square().sum(1) * active_B).sum()  # the mask's share is exactly 0
+    instead_P = up_P * (margin - x_P).clamp_min(0).square() - (x_P + margin).clamp_min(0).square()
+    return (every + (pairs.weight_P * instead_P).sum()) / count

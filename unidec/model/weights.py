@@ -121,7 +121,14 @@ def take_start(
 
     folder = Path(folder)
     read_manifest(folder, KIND, VERSION)
-    _check_texts(model, folder, where, fix)
+    differing = start_differences(model.encoder_settings, model.config_folder, model.tokenizer_folder, folder)
+    if differing:
+        raise ConfigError(
+            "the model to start from is on another transformer, or has another encoder", where=where,
+            got=f"{folder}: another {', '.join(differing[:5])}", fix=fix,
+        )  # fmt: skip
+    config = _json(folder / "config.json")
+    model.encoder.unit_vectors = bool(config.get("unit_vectors", Encoder(**config["encoder"]).unit_vectors))
     own = dict(model.state_dict())
     with torch.no_grad(), open_tensors(folder / WEIGHTS) as file:
         shapes = {name: file.shape(name) for name in file.names}
@@ -140,30 +147,9 @@ def take_start(
             copy_into({name: own[name] for name in sources if name in own}, there, read)
         except RuntimeError as error:
             raise ConfigError(
-                "the model to start from has another encoder or another width of its heads",
-                where=where,
-                got=f"{folder}: {error}"[:300],
-                fix=fix,
-            ) from error
-
-
-def _check_texts(model: Any, folder: Path, where: str, fix: str) -> None:
-    """The same tokens, and the same encoder around the weights: checked, and its scale taken over.
-
-    Raises:
-        ConfigError: another tokenizer or architecture.
-        ArtifactError: one of the files is not readable.
-    """
-    assert model.config_folder is not None
-    differing = start_differences(model.encoder_settings, model.config_folder, model.tokenizer_folder, folder)
-    if differing:
-        raise ConfigError(
-            "the model to start from is on another transformer, or has another encoder", where=where,
-            got=f"{folder}: another {', '.join(differing[:5])}", fix=fix,
-        )  # fmt: skip
-    config = _json(folder / "config.json")
-    given = Encoder(**config["encoder"])
-    model.encoder.unit_vectors = bool(config.get("unit_vectors", given.unit_vectors))
+                "the model to start from has another encoder or another width of its heads", where=where,
+                got=f"{folder}: {error}"[:300], fix=fix,
+            ) from error  # fmt: skip
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -154,18 +154,16 @@ async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -
 
 def _listen(settings: Serve) -> socket.socket:
     """The socket, bound before anything is loaded: an address in use shows at once."""
-    place = f"{settings.host}:{settings.port}"
     try:
         family, *_, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except OSError as error:
-        raise ConfigError("no address to listen at", where="serve.host", got=f"{place}: {error}") from error
-    try:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        fix = "another --port; --port 0 takes any free one"
-        raise ConfigError("cannot listen there", where="serve.port", got=f"{place}: {error}", fix=fix) from error
+        raise ConfigError(
+            "cannot listen there", where="serve.host, serve.port", got=f"{settings.host}:{settings.port}: {error}",
+            fix="another --port; --port 0 takes any free one",
+        ) from error  # fmt: skip
 
 
 def _address(listener: socket.socket) -> str:

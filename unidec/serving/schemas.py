@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from unidec.sections import Serve
 from unidec.serving.errors import RequestError, wrong_values
@@ -18,11 +18,6 @@ Head = Literal["both", "de", "clf"]
 Uid = Annotated[str, Field(min_length=1)]
 DEFAULT_K = 5
 MAX_KEYS = 50  # of a body
-
-
-def _whole(value: Any) -> Any:
-    """To JSON Schema 5.0 is an integer."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class RequestBase(BaseModel):
@@ -47,7 +42,7 @@ def request_models(settings: Serve) -> RequestModels:
     text: Any = Annotated[str, Field(max_length=settings.max_query_chars, pattern=r"\S")]
     queries: Any = Annotated[list[text], Field(min_length=1, max_length=settings.max_queries, fail_fast=True)]
     uids: Any = Annotated[list[Uid], Field(max_length=settings.max_filter_labels, fail_fast=True)]
-    k: Any = Annotated[int, Field(ge=1, le=settings.max_k), BeforeValidator(_whole)]
+    k: Any = Annotated[int, Field(ge=1, le=settings.max_k)]
     shared: dict[str, Any] = {
         "k": (k, Field(min(DEFAULT_K, settings.max_k), description="labels a query; fewer where fewer are left")),
         "allow": (uids | None, Field(

@@ -8,7 +8,7 @@ l of the label graph, soft targets in (0, 1]. A label whose row is empty is no q
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -74,7 +74,6 @@ class Batches:
         inverse_L: float64 [L], inverse propensities by the training queries alone, where something is weighted by
             them, else None.
         sampler: draws pools.
-        rows_to_device: puts ids of table rows on the device, and may begin to fetch the rows.
 
     Raises:
         DataError: no training query has a positive.
@@ -114,7 +113,6 @@ class Batches:
             weight_L=self.inverse_L if pool.positives == "tail" else None,
         )  # fmt: skip
         self._all_labels: TextChunks | None = None  # their chunks are made once: every step has them
-        self.rows_to_device: Callable[[np.ndarray], Tensor] = lambda ids: torch.from_numpy(ids).to(device)
 
     def parts(self, rows: np.ndarray) -> TextParts:
         """Texts of training rows; rows of labels follow those of queries."""
@@ -176,7 +174,7 @@ class Batches:
             return None, self.ranks.sizes(num_labels), None
         sizes = self.ranks.sizes_among(clf_pool.pool_S, num_labels)
         first = sum(sizes[: self.ranks.rank])
-        ids = self.rows_to_device(clf_pool.pool_S[first : first + sizes[self.ranks.rank]])
+        ids = torch.from_numpy(clf_pool.pool_S[first : first + sizes[self.ranks.rank]]).to(self.device)
         places = None
         if self.settings.model.clf_residual and len(encoded) > len(clf_pool.pool_S):
             places = torch.from_numpy(np.searchsorted(encoded, clf_pool.pool_S)).to(self.device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -96,19 +95,6 @@ class Optimisers:
         self.adamw.zero_grad(set_to_none=True)
         for row in self.row.values():
             row.table.forget()
-
-    def prefetch(self, rows_S: np.ndarray) -> Tensor:
-        """Ids of the classifier's rows that a coming step uses, on the device; begins to fetch rows that are not.
-
-        They are int64 [S], each once, of rows held here; the tables' `gather` takes the result as it is.
-        """
-        ids_S = torch.from_numpy(rows_S)
-        if self.device.type == "cuda":
-            ids_S = ids_S.pin_memory().to(self.device, non_blocking=True)
-        for name, row in self.row.items():
-            if not name.startswith("encoder."):
-                row.table.prefetch(rows_S, ids_S)
-        return ids_S
 
     def dense_state(self) -> dict[str, Tensor]:
         """AdamW's moments and step counts, "adamw.<number of the parameter>.<key>"; empty before the first step."""

@@ -120,7 +120,6 @@ class Trainer:
         if settings.pool.batches == "clustered":
             self.steps_per_epoch = num_clusters(len(self.rows), batch_size)
         self.optimisers = Optimisers(self.model, settings.optim, self.steps_per_epoch, seed=settings.seed)
-        self.batches.rows_to_device = self.optimisers.prefetch
         self.writer = CheckpointWriter(run_dir, ranks)
         self.epoch = self.epoch_step = self.step = 0
         self.made = Refresh()
@@ -142,7 +141,7 @@ class Trainer:
 
     def _encode_some_labels(self, rows: np.ndarray) -> Tensor:
         with self._autocast():
-            output_LW = self.model.encode("labels", self.tokens["labels"], rows, self.build, desc=None)
+            output_LW = self.model.encode("labels", self.tokens["labels"], rows, self.build)
         return torch.from_numpy(output_LW).to(self.device)
 
     def _restore(self, accept: Collection[str]) -> None:
