@@ -209,7 +209,7 @@ def test_the_peak_of_training_steps(name, data, live, tiny_params, tiny_distilbe
 
 def test_constants_of_the_code():
     assert plan._FULL_BCE_CHUNK == full_bce.CHUNK
-    assert plan._TRIPLET_BLOCK == hinge._TripletAll.BLOCK
+    assert plan._TRIPLET_BLOCK == hinge.BLOCK
 
 
 def test_a_frozen_transformer_keeps_nothing(data, tiny_params):
