@@ -306,16 +306,15 @@ class Formulas:
         graph = 16 * (sizes.num_pairs + sizes.num_graph_pairs + texts) * self.params.pool.gandalf
         state, table, rows = (amount.num_bytes for amount in self.state())
         whole, cached = state + table + rows * self.params.run.devices, 0
-        if encoder.frozen or (encoder.kind != "bag" and self.trained_layers < self.config.num_hidden_layers):
-            tokens = sizes.num_queries * sizes.query_tokens[0] + labels * sizes.label_tokens[0]
-            cached = math.ceil(tokens if self.trained_layers else texts) * self.width
+        if encoder.frozen or (encoder.kind != "bag" and not self.trained_layers):
+            cached = texts * self.width
         return [
             Amount("sampler", "host", INT64 * (2 * labels + self.rows) + sizes.num_queries + graph),
             Amount("label vectors and index", "host", ranked + 2 * stored, "index"),
             Amount("label names", "host", 2 * names, "index"),
             Amount("checkpoints", "disk", 3 * (whole + INT64 * self.rows + self.shortlist)),  # two are kept
             Amount("model and bundle", "disk", 2 * whole + vectors + stored + names),
-            Amount("cached outputs of frozen layers", "disk", 2 * cached),  # float16
+            Amount("cached outputs of what is frozen", "disk", 2 * cached),  # float16
         ]
 
 
