@@ -28,7 +28,7 @@ from measure import machine
 
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import write_json
-from unidec.evaluation.metrics import filtered_truth, per_query, remove_filtered
+from unidec.evaluation.metrics import by_query, filtered_truth, remove_filtered
 from unidec.retrieval.answer import Answerer, Request
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.query_encoder import open_encoder
@@ -115,8 +115,12 @@ def quality(
     for runtime, answerer in answerers.items():
         rows, scores = exact(bundle, texts, answerer)
         first = (rows, scores) if first is None else first
-        found = per_query(remove_filtered(rows, filters, 100), truth)
-        out[runtime] = {name: round(float(found[name].mean()), 2) for name in found} | {
+        found = by_query(
+            remove_filtered(rows, filters, 100), truth, ["P@1", "nDCG@5", "R@100"], np.ones(truth.shape[1])
+        )
+        out[runtime] = {
+            name: round(100 * above_N.sum() / below_N.sum(), 2) for name, (above_N, below_N) in found.items()
+        } | {
             "same first label": round(float((rows[:, 0] == first[0][:, 0]).mean()), 4),
             "largest difference of ten scores": float(np.abs(scores[:, :10] - first[1][:, :10]).max()),
         }

@@ -17,11 +17,9 @@ from html_page import Page
 from unidec.evaluation.comparison_page import (
     Cell,
     ComparisonInput,
-    Failure,
     Group,
     Run,
     Task,
-    best_of,
     difference_to,
     ranked,
     render_comparison,
@@ -68,7 +66,9 @@ def _full(text: str = "some text", tasks: int = 2) -> ComparisonInput:
                                          ("b", "a", 1.0, 0.5, 1.5, 0.02, 0.02))
         ]},
         contrast_note=text, groups=[Group(text, f"{text} a", [f"{text} b", f"{text} c", "no such cell"], text)],
-        failures=[Failure(names[0], f"{text} failed", 1, "failed", text, text)], common={text: text},
+        failures=[{"task": names[0], "cell": f"{text} failed", "seed": 1, "state": "failed", "reason": text,
+                   "log": text}],
+        common={text: text},
         lineage={text: text},
     )  # fmt: skip
 
@@ -207,4 +207,3 @@ def test_summaries():
     assert math.isnan(summary([]).mean) and math.isnan(summary([1.0]).spread) and summary([1.0]).mean == 1.0
     cells = [Cell("t", name, runs=[Run(0, {"m": v})] if v else ()) for name, v in (("a", 1.0), ("b", None), ("c", 2.0))]
     assert [cell.name for cell in ranked(cells, "m")] == ["c", "a", "b"]
-    assert best_of(cells, "recipe", "m").name == "c" and best_of(cells, "peer", "m") is None

@@ -15,7 +15,7 @@ from scipy.spatial.distance import jensenshannon
 from unidec.data.dataset import write_dataset
 from unidec.data.profile import Vocabulary, measure_texts, profile_dataset
 from unidec.data.raw import RawData
-from unidec.evaluation.drift import Check, _distance, _share, compare, js_distance, mean_shift, order, served_facts
+from unidec.evaluation.drift import Check, _distance, _share, compare, js_distance, served_facts
 from unidec.sections import Drift
 
 LIMITS = Drift()
@@ -60,25 +60,21 @@ def test_js_distance_is_scipys_on_random_and_degenerate_histograms() -> None:
     assert js_distance([0, 0], [0, 0]) == 0.0 and js_distance([0, 0], [1, 0]) == 1.0 == js_distance([1, 0], [0, 0])
 
 
-def test_mean_shift_by_hand() -> None:
-    assert mean_shift([0, 1, 5], [3, 1, 99], [2, 1, 0]) == pytest.approx(np.sqrt((1.5**2 + 0) / 2))
-    assert mean_shift([0.0], [9.0], [0.0]) == 0.0
-
-
 def test_what_is_served_by_hand() -> None:
     rng = np.random.default_rng(1)
-    vectors, scores = rng.normal(size=(500, 6)), rng.random(500)
+    vectors, scores = rng.normal(size=(500, 7)), rng.random(500)
+    vectors[:, 6] = 3  # a constant dimension counts nothing in a shift
     reference = served_facts(vectors, scores)
     assert reference is not None and json.loads(json.dumps(reference)) == reference
     assert served_facts(np.zeros((0, 6)), np.zeros(0)) is None
-    window, answered = rng.normal(size=(90, 6)) + 1, rng.random(90) / 2
+    window, answered = rng.normal(size=(90, 7)) + 1, rng.random(90) / 2
     later = served_facts(window, answered, reference["score_edges"])
     none = {"length": {"histogram": [0]}, "tokens": {"buckets": [0]}}
     side = {"queries": none, "held_out": None}
     found = {check.key: check for check in compare(side | {"served": reference}, side | {"served": later}, LIMITS)}
     edges = np.quantile(scores, np.arange(1, 20) / 20)
     bins = [np.bincount([sum(edge <= s for edge in edges) for s in some], minlength=20) for some in (answered, scores)]
-    shift = np.sqrt(np.mean(((window.mean(0) - vectors.mean(0)) / vectors.std(0)) ** 2))
+    shift = np.sqrt(np.mean(((window.mean(0) - vectors.mean(0))[:6] / vectors.std(0)[:6]) ** 2))
     assert found["shift"].new == pytest.approx(shift, rel=1e-4)
     assert found["spread"].new == pytest.approx(window.var(0).sum() / vectors.var(0).sum(), rel=1e-3)
     assert found["low_score"].new == pytest.approx((answered < np.quantile(scores, 0.05)).mean(), abs=0.01)
@@ -162,7 +158,7 @@ def test_a_later_data_set_within_and_beyond_its_bounds(profile: Figures) -> None
     assert states(lambda new: new["queries"]["tokens"].update(buckets=twisted))["queries_tokens_distance"] != "ok"
     assert states(lambda new: None, label_changes={"left": 0.05, "new": 0.05}) == {}
     found = states(lambda new: None, label_changes={"left": 0.2, "new": 0.9})
-    assert found == {"labels_left": "warning", "labels_new": "stop"}
+    assert list(found.items()) == [("labels_new", "stop"), ("labels_left", "warning")]
 
 
 def test_nothing_before_bounds_nothing(profile: Figures) -> None:
@@ -193,16 +189,16 @@ def test_quality_of_a_labelled_window() -> None:
     assert states(30, 30) == {"P_at_1"} and states(40, 20) == {"nDCG_at_5"}
     assert states(40, 30, 0.5) == {"unknown_labels"}
     nobody = {"metrics": {}, "unknown_labels": {"share": 0.0, "of": 0}}
-    assert compare(side | {"metrics": {"P@1": 40.0}}, side | nobody, LIMITS)[-1].key == "unknown_labels"
+    found = compare(side | {"metrics": {"P@1": 40.0}}, side | nobody, LIMITS)
+    assert "P_at_1" not in {check.key for check in found} and found[-1].key == "unknown_labels"
 
 
-def test_words_of_a_check_and_their_order() -> None:
+def test_words_of_a_check() -> None:
     checks = [
         Check("a", "words", "share", 0.05, 0.06, (None, 0.1), (None, 0.2)),
         Check("b", "queries", "count", 1000, 1200, (900, 1100), (500, 1500)),
         Check("c", "lengths", "distance", None, 0.7, (None, 0.1), (None, 0.5), 0.02),
     ]
-    assert [check.key for check in order(checks)] == ["c", "b", "a"]
     assert [check.words for check in checks] == [
         "words: 5.00% before, 6.00% now",
         "queries: 1,000 before, 1,200 now (+20.0%); 900 to 1,100 expected",

@@ -11,9 +11,9 @@ from unidec.evaluation.drift import Check
 from unidec.evaluation.drift_page import DriftReport, render
 
 CHECKS = [
-    Check("fine", "a share", "share", 0.05, 0.06, (None, 0.1), (None, 0.2), 0.01),
-    Check("worse", "queries <b>", "count", 1000, 1200, (900, 1100), (500, 1500)),
     Check("bad", "lengths", "distance", None, 0.7, (None, 0.1), (None, 0.5), 0.02),
+    Check("worse", "queries <b>", "count", 1000, 1200, (900, 1100), (500, 1500)),
+    Check("fine", "a share", "share", 0.05, 0.06, (None, 0.1), (None, 0.2), 0.01),
 ]
 
 

@@ -83,12 +83,6 @@ def test_ranges_lie_where_their_numbers_are():
     assert "a very long name a very lon…" in range_chart("c", [Range("a very long name " * 5, 1.0)], "x").svg()
 
 
-def test_more_lines_than_colours_differ_by_their_strokes():
-    svg = line_chart("c", [Line(f"l{i}", [0, 1], [i, i + 1.0]) for i in range(18)], "x", "y").svg()
-    strokes = [style for style in re.findall(r'style="([^"]*)"', svg) if re.search(r"stroke: var\(--s\d", style)]
-    assert len(strokes) == len(set(strokes)) == 18
-
-
 def test_the_same_bytes_in_the_pages_colours_and_nothing_that_two_figures_would_share():
     chart = bar_chart("c", ["g"], [("$a$_b", [1.0]), ("\ud800\x00😀\n<i>", [2.0])], "y & y")
     svg = chart.svg()

@@ -11,11 +11,11 @@ from scipy.sparse import csr_matrix
 from unidec.errors import DataError
 from unidec.evaluation.metrics import (
     GROUPS,
+    by_query,
     evaluate,
     filtered_truth,
     moved_up,
     pair_keys,
-    per_query,
     remove_filtered,
 )
 
@@ -209,12 +209,12 @@ def test_faulty_predictions_are_refused(predicted, message):
     with pytest.raises(DataError, match=message):
         evaluate(np.array(predicted), relevance, np.ones(3), np.zeros(3, int))
     with pytest.raises(DataError, match=message):
-        per_query(np.array(predicted), relevance)
+        by_query(np.array(predicted), relevance, ["P@1"], np.ones(3))
 
 
 def test_the_refusal_names_the_row():
     with pytest.raises(DataError, match="predictions row 1"):
-        per_query(np.array([[0, 1], [2, 2]]), csr_matrix((2, 3)))
+        by_query(np.array([[0, 1], [2, 2]]), csr_matrix((2, 3)), ["P@1"], np.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -224,15 +224,6 @@ def test_the_refusal_names_the_row():
 def test_faulty_weights_and_groups_are_refused(weight, group):
     with pytest.raises(DataError):
         evaluate(np.zeros((1, 1), int), csr_matrix((1, 2)), weight, group)
-
-
-@pytest.mark.parametrize("width", [3, 8, 110])
-def test_per_query_means_are_the_overall_figures(width):
-    predicted, relevance, _, weight, group = random_case(11, 50, 130, width, 0.05)
-    overall = evaluate(predicted, relevance, weight, group)
-    for name, value_N in per_query(predicted, relevance).items():
-        assert value_N.shape == (50,)
-        assert value_N.mean() == pytest.approx(overall[name])
 
 
 @pytest.mark.parametrize(("k", "density"), [(1, 0.2), (6, 0.3), (12, 0.2), (20, 0.5), (0, 0.1), (4, 0.0), (4, 1.0)])

@@ -205,4 +205,8 @@ def test_what_cannot_be_paired_is_refused():
         compare({"a": [run]}, {})
     with pytest.raises(DataError, match="no such metric"):
         compare_systems({"a": [run], "b": [run]}, "b", ["P@1"])
+    for odd in (scores([1, np.nan, 1]), scores([1, 0, 1], [1, np.inf, 1])):
+        with pytest.raises(DataError, match="no number") as caught:
+            compare({"a": [run], "b": [odd]}, "a")
+        assert "b, m" in str(caught.value) and "1 of 3 queries" in str(caught.value)
     assert compare({"a": [run]}, "a") == []

@@ -23,7 +23,6 @@ from unidec.data.storage import load_array, write_json
 from unidec.evaluation.comparison_page import (
     Cell,
     ComparisonInput,
-    Failure,
     Group,
     Run,
     Task,
@@ -154,8 +153,7 @@ def _write_summary(path: Path, page: ComparisonInput) -> None:
          **{name: getattr(test, name) for name in ("against", "metric", "difference", "low", "high")}}
         for task, own in page.contrasts.items() for test in own
     ]  # fmt: skip
-    failures = [vars(failure) for failure in page.failures]
-    write_json(path, {"title": page.title, "cells": cells, "tests": tests, "failures": failures})
+    write_json(path, {"title": page.title, "cells": cells, "tests": tests, "failures": page.failures})
 
 
 def _cells(comparison: Comparison, found: Results) -> list[Cell]:
@@ -199,10 +197,11 @@ def _lineage(comparison: Comparison, results: Sequence[Mapping[str, Any]]) -> di
     return lineage
 
 
-def _failure(job: Job, step: Step) -> Failure:
+def _failure(job: Job, step: Step) -> dict[str, Any]:
     reason, log = step.failure(), step.folder / LOG
     place = Path(*log.parts[-5:]).as_posix() if log.is_file() else ""
-    return Failure(job.data, job.cell, job.seed, "failed" if reason else "not run", reason, place)
+    return {"task": job.data, "cell": job.cell, "seed": job.seed, "state": "failed" if reason else "not run",
+            "reason": reason, "log": place}  # fmt: skip
 
 
 def _what(job: Job) -> str:

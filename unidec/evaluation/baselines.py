@@ -118,17 +118,17 @@ def verdict(compared: Sequence[Comparison]) -> str:
     if not compared:
         return ""
 
-    def listed(some: Sequence[Comparison]) -> str:
-        names = [parse(one.metric) for one in some]
-        groups = [f" of {name.group} labels" if name.group else "" for name in names]
-        return ", ".join(f"{name.kind}@{name.k}{of} {one.difference:+.1f}"
-                         for one, name, of in zip(some, names, groups, strict=True))  # fmt: skip
+    def listed(better: bool, worse: bool) -> str:
+        some = [one for one in compared if (one.better, one.worse) == (better, worse)]
+        names = [(one.metric.rpartition("/"), one.difference) for one in some]
+        return ", ".join(
+            f"{name}{f' of {group} labels' if group else ''} {gap:+.1f}" for (group, _, name), gap in names
+        )
 
-    unsure = listed([one for one in compared if not one.better and not one.worse])
+    unsure = listed(False, False)
     return (
         f"Against the better TF-IDF baseline of each metric, on {compared[0].num_queries:,} test queries, the model "
-        f"gains {listed([one for one in compared if one.better]) or 'nothing significant'}; "
-        f"loses {listed([one for one in compared if one.worse]) or 'nothing significant'}"
+        f"gains {listed(True, False) or 'nothing significant'}; loses {listed(False, True) or 'nothing significant'}"
         f"{f'; no significant difference: {unsure}' if unsure else ''} "
         "(percentage points; significant: p < 0.05 in a paired test with Holm's correction)."
     )
@@ -140,17 +140,14 @@ def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text, coun
     Args:
         metrics: of the test split, in percent. counts_L: training queries of each label.
     """
-    found = []
-    trained = int((counts_L > 0).sum())
+    found, trained, test = [], int((counts_L > 0).sum()), dataset.rows("test")
     if trained <= 1:
         found.append(
             f"{'One label has' if trained else 'No label has'} training queries: there is nothing to choose between, "
             "and the metrics tell nothing about the model."
         )
-    test = dataset.rows("test")
     hash_N, _ = hashes_of(dataset, "queries", text)
-    repeated = int(np.isin(hash_N[test], hash_N[dataset.rows("train")]).sum())
-    if repeated:
+    if repeated := int(np.isin(hash_N[test], hash_N[dataset.rows("train")]).sum()):
         found.append(
             f"The text of {repeated:,} of {len(test):,} test queries ({repeated / len(test):.1%}) is also a training "
             "query's: the metrics reward remembering them. Remove them from the test split, or from training."

@@ -48,7 +48,7 @@ class Challenge:
     metric: str
     difference: float
     confidence: float | None
-    intervals: dict[str, tuple[float, float]]
+    intervals: dict[str, tuple[float, ...]]
     num_queries: int
     better: int
     worse: int
@@ -74,10 +74,7 @@ def challenge(
     paired = [name for name in dict.fromkeys([metric, *rules.guarded]) if parse(name).kind != "coverage"]
     mine, its = (by_query(rows, relevance, paired, inverse_propensity_L, group_L) for rows in rankings)
     differences = {name: paired_differences(mine, its, name) for name in paired}
-    intervals: dict[str, tuple[float, float]] = {}
-    for name, found_R in differences.items():
-        low, high = np.percentile(found_R, [2.5, 97.5]).tolist()
-        intervals[name] = (low, high)
+    intervals = {name: tuple(np.percentile(found_R, [2.5, 97.5]).tolist()) for name, found_R in differences.items()}
     checks = [_check(metric, new, old, rules.margin, f"at least {rules.margin:+.2f} required")]
     share, better, worse = None, 0, 0
     if metric in paired:
@@ -86,9 +83,14 @@ def challenge(
         share = float((differences[metric] >= rules.margin - _TIE).mean())
     if share is not None and rules.confidence > 0:
         low, high = intervals[metric]
+        ahead = (
+            f"ahead by {rules.margin:.2f} points"
+            if rules.margin > 0
+            else f"worse by at most {-rules.margin:.2f} points"
+        )
         words = (
             f"in {share:.1%} of the resamples of {new['num_queries']:,.0f} queries the challenger is "
-            f"{_ahead(rules.margin)}, {rules.confidence:.0%} required; 95 % interval: {low:+.2f} to {high:+.2f} points"
+            f"{ahead}, {rules.confidence:.0%} required; 95 % interval: {low:+.2f} to {high:+.2f} points"
         )
         checks.append(Check("confidence", share >= rules.confidence, share, rules.confidence, words))
     guarded, rule = [name for name in rules.guarded if name != metric], f"it may lose {rules.tolerance:.2f}"
@@ -101,9 +103,3 @@ def _check(name: str, new: dict[str, float], old: dict[str, float], limit: float
     gap = new[name] - old[name]
     words = f"{new[name]:.2f} against {old[name]:.2f}: {gap:+.2f} points, {rule}"
     return Check(name, gap >= limit - _TIE, gap, limit, words)
-
-
-def _ahead(margin: float) -> str:
-    if margin == 0:
-        return "not worse"
-    return f"ahead by {margin:.2f} points" if margin > 0 else f"worse by at most {-margin:.2f} points"

@@ -129,18 +129,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A run without a result. state: "failed" or "not run"; reason: its last message; log: relative path."""
-
-    task: str
-    cell: str
-    seed: int | None = None
-    state: str = "failed"
-    reason: str = ""
-    log: str = ""
-
-
-@dataclass(frozen=True)
 class ComparisonInput:
     """All that the page shows; a part that is not given is left out.
 
@@ -148,7 +136,8 @@ class ComparisonInput:
         date: as it shall read. about: one line. notes: paragraphs under the heading: what was found.
         tasks, cells: shown in this order; a cell's task that is not among `tasks` gets a table without a card.
         contrasts: paired tests of each task; `contrast_note`: which test, how corrected.
-        groups: ablation tables, shown for each task that has their cells. failures: runs without a result.
+        groups: ablation tables, shown for each task that has their cells.
+        failures: runs without a result: {"task", "cell", "seed", "state": "failed" or "not run", "reason", "log"}.
         common: settings that all recipes share. lineage: commit, hashes, machine, commands.
     """
 
@@ -161,7 +150,7 @@ class ComparisonInput:
     contrasts: Mapping[str, Sequence[Comparison]] = field(default_factory=dict)
     contrast_note: str = ""
     groups: Sequence[Group] = ()
-    failures: Sequence[Failure] = ()
+    failures: Records = ()
     common: Mapping[str, Any] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
 
@@ -183,7 +172,6 @@ def render_comparison(comparison: ComparisonInput) -> str:
     cells = {name: [cell for cell in comparison.cells if cell.task == name] for name in tasks}
     contrasts = {(task, c.system, c.against, c.metric): c for task, own in comparison.contrasts.items() for c in own}
     tests = [[*names, f"{c.difference:+.2f}", *interval_and_p(c)] for names, c in contrasts.items()]
-    failures = [[f.task, f.cell, number(f.seed), f.state, f.reason, f.log] for f in comparison.failures]
     groups = [(group, [table for name, own in cells.items() if (table := _group_table(group, name, own, contrasts))])
               for group in comparison.groups]  # fmt: skip
     return render(
@@ -194,7 +182,8 @@ def render_comparison(comparison: ComparisonInput) -> str:
         groups=[(group, shown) for group, shown in groups if shown],
         contrasts=Table(["task", "system", "against", "metric", "difference", "95 % interval", "p, corrected"], tests,
                         text_columns=4),
-        failures=Table(["task", "system", "seed", "state", "why", "log"], failures, text_columns=6),
+        failures=Table(["task", "system", "seed", "state", "why", "log"], [[*f.values()] for f in comparison.failures],
+                       text_columns=6),
         settings=_settings(comparison.cells),
         better=MARKS["right"].strip(),
         worse=MARKS["wrong"].strip(),
@@ -256,12 +245,6 @@ def ranked(cells: Sequence[Cell], metric: str) -> list[Cell]:
     return sorted(cells, key=lambda cell: -cell.summary(metric).mean if cell.values(metric) else math.inf)
 
 
-def best_of(cells: Sequence[Cell], kind: str, metric: str) -> Cell | None:
-    """The cell of a kind with the largest mean of a metric."""
-    found = [cell for cell in cells if cell.kind == kind and cell.values(metric)]
-    return max(found, key=lambda cell: cell.summary(metric).mean, default=None)
-
-
 def _of_systems(
     cells: Sequence[Cell], heads: Iterable[str], values: Callable[[Cell], Iterable[Any]], **options: Any
 ) -> Table:
@@ -275,10 +258,10 @@ def _headline(cells: Sequence[Cell], contrasts: Contrasts) -> Table:
     """Mean and spread of each cell, marked where it differs from the best peer."""
     columns = [metric for metric in HEADLINE if any(cell.values(metric) for cell in cells)]
     shown = [cell for cell in cells if cell.runs and columns]
-    peers = {metric: best_of(cells, "peer", metric) for metric in columns}
+    peers = {m: next((c.name for c in ranked(cells, m) if c.kind == "peer" and c.values(m)), "") for m in columns}
 
     def values(cell: Cell) -> list[Any]:
-        tests = {m: contrasts.get((cell.task, cell.name, peer.name, m)) if peer else None for m, peer in peers.items()}
+        tests = {m: contrasts.get((cell.task, cell.name, peer, m)) for m, peer in peers.items()}
         return [str(len(cell.runs)), *(cell.summary(m).shown(MARKS[colour(test)]) for m, test in tests.items())]
 
     return _of_systems(shown, ["seeds", *columns], values, best=True)
@@ -352,17 +335,18 @@ def _overview(tasks: Sequence[Task], cells: Sequence[Cell]) -> Table | None:
     """Systems down, metrics and tasks across, for comparisons of several tasks; systems by the mean of their places."""
     if len(tasks) < 2:
         return None
-    found = {(cell.task, cell.name): cell for cell in cells if cell.runs}
-    one = {cell.name: cell for cell in found.values()}
+    one = {cell.name: cell for cell in cells if cell.runs}
     columns = [(metric, task.name) for metric in MAIN for task in tasks]
-    nothing = Cell("", "")
-    means = {name: [found.get((task, name), nothing).summary(metric).mean for metric, task in columns] for name in one}
+    means = {name: [math.nan] * len(columns) for name in one}
+    for cell in cells:
+        for c, (metric, task) in enumerate(columns):
+            if cell.runs and cell.task == task:
+                means[cell.name][c] = cell.summary(metric).mean
 
     def place(name: str) -> float:
         """Mean over columns of how many do better; last where nothing was measured."""
-        measured = [(c, own) for c, own in enumerate(means[name]) if math.isfinite(own)]
-        better = [sum(of[c] > own for of in means.values()) for c, own in measured]
-        return sum(better) / len(better) if better else math.inf
+        better = [sum(of[c] > own for of in means.values()) for c, own in enumerate(means[name]) if own == own]
+        return statistics.fmean(better) if better else math.inf
 
     shown, heads = [one[name] for name in sorted(one, key=place)], [f"{metric} {task}" for metric, task in columns]
     return _of_systems(shown, heads, lambda cell: means[cell.name], best=True, caption="all data sets, by mean place")

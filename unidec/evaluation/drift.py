@@ -104,11 +104,6 @@ class Check:
         return {**named, **fields, "state": self.state, "drifted": self.state != "ok", "words": self.words}
 
 
-def order(checks: Sequence[Check]) -> list[Check]:
-    """What stops first, then what warns, then the rest; else as they were."""
-    return sorted(checks, key=lambda check: ("stop", "warning", "ok").index(check.state))
-
-
 def served_facts(vectors_ND: Any, scores_N: Any, edges: Sequence[float] | None = None) -> dict[str, Any] | None:
     """Facts of queries as a bundle sees them, JSON-able; None without queries.
 
@@ -132,7 +127,7 @@ def served_facts(vectors_ND: Any, scores_N: Any, edges: Sequence[float] | None =
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> list[Check]:
-    """All figures that both sides have.
+    """All figures that both sides have; what stops first, then what warns, then the rest.
 
     Args:
         old: figures of `profile_dataset`; also "served" (`served_facts`) and "metrics" ({name: percent}), if known.
@@ -161,7 +156,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> li
         missing, name = new["unknown_labels"], "labels of the window that the model does not know"
         noise = _noise(0.25, missing["of"])
         checks.append(_growth("unknown_labels", name, "share", None, missing["share"], change, noise))
-    return checks
+    return sorted(checks, key=lambda check: ("stop", "warning", "ok").index(check.state))
 
 
 def _of_data_set(old: Mapping[str, Any], new: Mapping[str, Any], change: Levels) -> list[Check]:
@@ -180,11 +175,12 @@ def _of_data_set(old: Mapping[str, Any], new: Mapping[str, Any], change: Levels)
 
 def _of_answers(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> list[Check]:
     sizes, low = (old["count"], new["count"]), limits.low_score_quantile
-    std, later = np.asarray(old["std"]), np.asarray(new["std"])
+    std, later, change = np.asarray(old["std"]), np.asarray(new["std"]), np.subtract(new["mean"], old["mean"])
+    real = std > 1e-6 * std.max(initial=0.0)  # dimensions that are constant in the reference count nothing
+    shift = float(np.sqrt(np.mean((change[real] / std[real]) ** 2))) if real.any() else 0.0
     spread = float((later**2).sum() / max((std**2).sum(), 1e-300))
     below = float(np.interp(low, np.linspace(0, 1, SCORE_QUANTILES), old["score_quantiles"]))
     share = float((np.asarray(new["score_quantiles"]) < below).mean())
-    shift = mean_shift(old["mean"], new["mean"], std)
     return [
         _growth("shift", "shift of the mean embedding", "shift", None, shift, (limits.warn_shift, None),
                 _noise(1.0, *sizes)),
@@ -197,9 +193,7 @@ def _of_answers(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -
     ]  # fmt: skip
 
 
-def _band(
-    key: str, name: str, unit: Unit, old: float, new: float, levels: Levels, noise: float = 0.0
-) -> Check:  # fmt: skip
+def _band(key: str, name: str, unit: Unit, old: float, new: float, levels: Levels, noise: float = 0.0) -> Check:
     """May move by a share of itself either way, a metric only up; where there was nothing there is no comparison."""
     warn, stop = (
         NO_LIMIT if level is None or not old
@@ -221,9 +215,10 @@ def _growth(
 def _share(key: str, name: str, old: Mapping[str, float], new: Mapping[str, float], levels: Levels) -> Check:
     """A share of something bad may grow by a share of itself."""
     before, likely = old["share"], (old["share"] * old["of"] + 1) / (old["of"] + 2)
-    grown = (None if level is None else level * max(before, SHARE_FLOOR) for level in levels)
+    step, (warn, stop) = max(before, SHARE_FLOOR), levels
     noise = _noise(likely * (1 - likely), old["of"], new["of"])
-    return _growth(key, name, "share", before, new["share"], tuple(grown), noise)  # type: ignore[arg-type]
+    grown = (warn * step, None if stop is None else stop * step)
+    return _growth(key, name, "share", before, new["share"], grown, noise)
 
 
 def _distance(
@@ -246,16 +241,6 @@ def js_distance(first_B: Any, second_B: Any) -> Any:
     divergence = (rel_entr(p, (p + q) / 2) + rel_entr(q, (p + q) / 2)).sum(axis=-1) / (2 * np.log(2))
     one_is_empty = p.any(axis=-1) != q.any(axis=-1)
     return np.where(one_is_empty, 1.0, np.sqrt(np.clip(divergence, 0.0, 1.0)))
-
-
-def mean_shift(mean_D: Any, other_D: Any, std_D: Any) -> float:
-    """How far a mean moved: the root mean square over the dimensions of its change in standard deviations.
-
-    0.1 is a tenth of the spread of single queries. Dimensions that are constant in the reference count nothing.
-    """
-    std, change = np.asarray(std_D, dtype=np.float64), np.asarray(other_D, dtype=np.float64) - np.asarray(mean_D)
-    real = std > 1e-6 * std.max(initial=0.0)
-    return float(np.sqrt(np.mean((change[real] / std[real]) ** 2))) if real.any() else 0.0
 
 
 def _noise(variance: float, *sizes: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from unidec.data.profile import LENGTH_EDGES
 from unidec.evaluation import page
-from unidec.evaluation.drift import NO_LIMIT, Check, order
+from unidec.evaluation.drift import NO_LIMIT, Check
 from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
 from unidec.evaluation.page import Table
 
@@ -20,7 +20,7 @@ class DriftReport:
     """What the page shows.
 
     Attributes:
-        names: what the earlier and the later side are called. checks: in any order.
+        names: what the earlier and the later side are called. checks: in their order.
         old, new: both sides as `compare` takes them; empty where nothing was compared.
         reason: why nothing was judged. docs: address of Data Docs.
     """
@@ -46,7 +46,6 @@ def render(report: DriftReport) -> str:
     return page.render(
         "drift",
         report=report,
-        checks=order(report.checks),
         stops=any(check.stop != NO_LIMIT for check in report.checks),
         distributions=charts,
         words=Table(["word", *report.names], _words(report), caption="Words that moved most, by share of all words"),

@@ -19,7 +19,6 @@ import numpy as np
 
 COLOURS = ("#2463a6", "#c8610a", "#2c8a57", "#7d4bb5", "#b83a5e", "#64748b", "#0e8a94", "#8a6d1a")
 TEXT, MUTED, RULE = "#1c2430", "#5b6675", "#dde2e9"
-STROKES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)))  # from the ninth line on colours come again
 MAX_POINTS = 300
 LONGEST_NAME = 28  # characters of a name in `range_chart`
 
@@ -121,11 +120,11 @@ def line_chart(
 
     def draw(axes: Any, tip: Tip) -> None:
         for i, line in enumerate(lines):
-            style = {"color": COLOURS[i % len(COLOURS)], "linestyle": STROKES[min(i // len(COLOURS), 2)]}
-            axes.plot(_thinned(line.x), _thinned(line.y), **style)
+            colour = COLOURS[i % len(COLOURS)]
+            axes.plot(_thinned(line.x), _thinned(line.y), color=colour)
             for x, y in zip(line.x, line.y, strict=True) if line.dots else ():
                 if math.isfinite(y):
-                    tip(_dot(axes, x, y, 2.3, style["color"]), f"{_clean(line.name)}: {y:.4g} at {x:.4g}")
+                    tip(_dot(axes, x, y, 2.3, colour), f"{_clean(line.name)}: {y:.4g} at {x:.4g}")
         axes.set(xlabel=_clean(x_label), ylabel=_clean(y_label))
         axes.margins(x=0.02)
         axes.set_xlim(left=0 if x_from_zero else None)

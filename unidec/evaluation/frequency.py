@@ -11,7 +11,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from unidec.errors import DataError
-from unidec.evaluation.metrics import Ranked, percent
+from unidec.evaluation.metrics import Ranked, Scope, percent
 
 K = 5
 
@@ -45,7 +45,7 @@ def frequency_bins(
     ranked = Ranked(predicted_NK, truth, weight_L, np.zeros(len(count_L), dtype=np.int64))
     bin_L, label_E = volume_bins(count_L, num_bins), ranked.label_E
     hit_label = ranked.label_NK[:, :K][ranked.hit_NK[:, :K]]  # a label once for each query it is right for
-    places, best_psp = max(len(ranked.label_NK), 1) * K, ranked.scope("").parts("PSP", K)[1].sum()
+    places, best_psp = max(len(ranked.label_NK), 1) * K, Scope(ranked).parts("PSP", K)[1].sum()
 
     def per_bin(label: np.ndarray, weight: np.ndarray | None = None) -> np.ndarray:
         return np.bincount(bin_L[label], weights=weight, minlength=num_bins)

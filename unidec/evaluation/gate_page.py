@@ -32,27 +32,14 @@ def render_gate(verdict: Mapping[str, Any]) -> str:
         "gate",
         verdict=verdict,
         title=f"Gate: version {verdict['challenger']['version']} {'passed' if verdict['passed'] else 'refused'}",
-        head_cards=_cards(verdict, compared, probes.get("challenger")),
+        comparison=compared,
+        failed=[reason["check"] for reason in verdict["reasons"] if not reason["passed"]],
+        probe=probes.get("challenger"),
         reasons=Table(["check", "why", ""], reasons, text_columns=2),
         quality=quality,
         differences=differences,
         serving=Table(["", *probes], rows if probes else []),
     )
-
-
-def _cards(verdict: Mapping[str, Any], compared: Mapping[str, Any], probe: Mapping[str, Any] | None) -> list[Any]:
-    failed = [reason["check"] for reason in verdict["reasons"] if not reason["passed"]]
-    state, kind = ("passed", "right") if verdict["passed"] else ("refused", "wrong")
-    cards = [(state, ", ".join(failed) or "every check", kind)]
-    if compared:
-        cards.append((f"{compared['difference']:+.2f}", f"{compared['metric']}, points", ""))
-        if compared["confidence"] is not None:
-            cards.append((f"{compared['confidence']:.1%}", "of the resamples ahead", ""))
-        cards.append((f"{compared['better']:,} : {compared['worse']:,}", "queries better : worse", ""))
-    if probe:
-        cards.append((f"{probe['p95_ms']:.1f} ms", "95 % of single queries", ""))
-        cards.append((f"{probe['megabytes']:.1f} MB", "on disk", ""))
-    return cards
 
 
 def _compared(verdict: Mapping[str, Any], compared: Mapping[str, Any]) -> tuple[Table, Chart | None]:

@@ -116,25 +116,17 @@ class Ranked:
         self.weight_NK = np.where(self.hit_NK, np.append(weight_L, 0.0)[self.label_NK], 0.0)
         self.group_NK = np.append(group_L, -1)[self.label_NK]
 
-    def scope(self, group: str) -> _Scope:
-        """All labels (""), or those of one group."""
-        if not group:
-            return _Scope(self.hit_NK, self.weight_NK, self.row_E, self.weight_E, whole=True)
-        number = GROUPS.index(group)
-        inside_NK, inside_E = self.group_NK == number, self.group_E == number
-        hit_NK, weight_NK = self.hit_NK & inside_NK, self.weight_NK * inside_NK
-        return _Scope(hit_NK, weight_NK, self.row_E[inside_E], self.weight_E[inside_E], whole=False)
 
+class Scope:
+    """Some queries, with all labels ("") or with those of one frequency group alone."""
 
-class _Scope:
-    """Some queries, with all labels or with those of one frequency group alone."""
-
-    def __init__(
-        self, hit_NK: NDArray[np.bool_], weight_NK: Floats, row_E: NDArray[np.int64], weight_E: Floats, whole: bool
-    ) -> None:
-        self.hit_NK, self.weight_NK = hit_NK, weight_NK
-        self.positives_N = np.bincount(row_E, minlength=len(hit_NK))
-        self.counted_N = np.ones(len(hit_NK)) if whole else (self.positives_N > 0).astype(np.float64)
+    def __init__(self, ranked: Ranked, group: str = "") -> None:
+        number = GROUPS.index(group) if group else -1
+        inside_NK, inside_E = ((of == number) | (not group) for of in (ranked.group_NK, ranked.group_E))
+        self.hit_NK, self.weight_NK = ranked.hit_NK & inside_NK, ranked.weight_NK * inside_NK
+        row_E, weight_E = ranked.row_E[inside_E], ranked.weight_E[inside_E]
+        self.positives_N = np.bincount(row_E, minlength=len(self.hit_NK))
+        self.counted_N = np.ones(len(self.hit_NK)) if not group else (self.positives_N > 0).astype(np.float64)
         # the best prediction lists a query's relevant labels by falling inverse propensity
         order_E = np.lexsort((-weight_E, row_E))
         self.best_row_E, self.best_weight_E = row_E[order_E], weight_E[order_E]
@@ -182,7 +174,7 @@ def by_query(
 
 def _parts(ranked: Ranked, names: Sequence[str]) -> QueryParts:
     parsed = {name: parse(name) for name in names}
-    scopes = {group: ranked.scope(group) for group in dict.fromkeys(one.group for one in parsed.values())}
+    scopes = {group: Scope(ranked, group) for group in dict.fromkeys(one.group for one in parsed.values())}
     return {name: scopes[one.group].parts(one.kind, one.k or _RECIPROCAL_RANK) for name, one in parsed.items()}
 
 
@@ -242,12 +234,6 @@ def _checked_labels(inverse_propensity_L: Any, group_L: Any) -> tuple[Floats, ND
     if not np.isin(group_L, range(len(GROUPS))).all():
         raise DataError("unknown frequency group", got=np.unique(group_L).tolist()[:20], expected="0, 1, 2")
     return weight_L, group_L
-
-
-def per_query(predicted_NK: Any, relevance: csr_matrix) -> dict[str, Floats]:
-    """P@1, nDCG@5 and R@100 of each query, float64 [N] in percent: their means are `evaluate`'s figures."""
-    parts = by_query(predicted_NK, relevance, ("P@1", "nDCG@5", "R@100"), np.ones(_shape(relevance)[1]))
-    return {name: 100.0 * above_N for name, (above_N, _) in parts.items()}
 
 
 def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> NDArray[np.int64]:

@@ -12,8 +12,6 @@ from typing import Any
 
 from unidec.data.storage import write_bytes_atomic
 
-NUMBER_DIGITS = 2
-
 
 @dataclass(frozen=True)
 class Shown:
@@ -113,7 +111,7 @@ def number(value: Any, *, exact: bool = False) -> str:
     if isinstance(value, int):
         return str(value) if exact else f"{value:,}"
     if isinstance(value, float):
-        return f"{value:g}" if exact else f"{value:,.{NUMBER_DIGITS}f}"
+        return f"{value:g}" if exact else f"{value:,.2f}"
     if isinstance(value, list | tuple):
         return ", ".join(number(item, exact=exact) for item in value)
     return str(value)

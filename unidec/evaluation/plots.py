@@ -17,6 +17,7 @@ TRAINING = (
     "step", "epoch", "seconds", "loss", "loss_de", "loss_clf", "lr_heads", "lr_clf", "lr_encoder", "lr_bag",
     "grad_norm", "pool_size", "positives_per_query", "texts_per_s", "tokens_per_s",
 )  # fmt: skip
+_PLACE = ("epoch", "round", "seconds", "minutes")  # of a record of validation
 
 
 def plots_csv(
@@ -36,19 +37,18 @@ def plots_csv(
         the files.
     """
     validation = validation_records(rounds)
-    measured = sorted({name for row in validation for name in row} - {"epoch", "round", "seconds", "minutes"})
+    measured = sorted({name for row in validation for name in row if "/" not in name} - set(_PLACE))
     at_k = [
         {"k": k, "precision": metrics.get(f"P@{k}"), "recall": metrics.get(f"R@{k}"), "ndcg": metrics.get(f"nDCG@{k}")}
         for k in DEFAULT_KS
         if f"P@{k}" in metrics
     ]
-    of_group = by_group(metrics)
-    groups = [{"group": group} | own for group, own in of_group.items()]
+    groups = [{"group": group} | own for group, own in by_group(metrics).items()]
     files: dict[str, tuple[Sequence[str], Records]] = {
         "training.csv": ([name for name in TRAINING if any(name in row for row in history)] or TRAINING[:1], history),
-        "validation.csv": (["epoch", "round", "seconds", *(n for n in measured if "/" not in n)], validation),
+        "validation.csv": ([*_PLACE[:3], *measured], validation),
         "at_k.csv": (["k", "precision", "recall", "ndcg"], at_k),
-        "groups.csv": (["group", *dict.fromkeys(key for own in of_group.values() for key in own)], groups),
+        "groups.csv": (list(dict.fromkeys(["group", *(key for row in groups for key in row)])), groups),
     }
     for name, (columns, rows) in files.items():
         write_bytes_atomic(Path(out_dir) / name, _csv(columns, rows).encode())
@@ -69,8 +69,8 @@ def validation_records(rounds: Records) -> list[dict[str, Any]]:
     for r in rounds:
         seconds += finite(r, "train_seconds") + finite(r.get("refresh") or {}, "refresh_seconds")
         if r.get("validation"):
-            place = {"epoch": r.get("epoch"), "round": r.get("round"), "seconds": seconds, "minutes": seconds / 60}
-            found.append(place | r["validation"])
+            place = (r.get("epoch"), r.get("round"), seconds, seconds / 60)
+            found.append(dict(zip(_PLACE, place, strict=True)) | r["validation"])
     return found
 
 

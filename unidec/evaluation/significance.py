@@ -5,13 +5,11 @@ Shape legend: N queries, R resamples, C comparisons (system, opponent, metric).
 Every metric here is 100 * sum_i above_i / sum_i below_i over the queries (`metrics.by_query`). The part below does not
 depend on the system, so a metric's mean over seeds is the same ratio of means, and one code tests both kinds.
 
-- Interval: paired bootstrap. Queries are drawn with replacement, the same draw for both systems. Source: Efron and
-  Tibshirani 1993; Koehn 2004.
-- p-value: randomisation test. If the systems were alike, a query's two results could as well be swapped; swapping each
-  query by a fair coin gives the difference's distribution. Source: Fisher 1935; Noreen 1989; Smucker et al. 2007.
+- Interval: paired bootstrap; queries are drawn with replacement, the same draw for both systems (Koehn 2004).
+- p-value: randomisation test; each query's two results are swapped by a fair coin (Noreen 1989; Smucker et al. 2007).
 - Several seeds: a query keeps its results under all seeds together, in a draw as in a swap: the statement is on these
   trained models. Seeds stacked as if each were a set of queries of its own would find too much.
-- Holm 1979: with many comparisons some seem to differ by chance; p-values are corrected over the whole family.
+- p-values are corrected over the whole family of comparisons (Holm 1979).
 """
 
 from __future__ import annotations
@@ -81,9 +79,10 @@ def compare_systems(
         One comparison for each (other system, metric), systems in the order of `runs`.
 
     Raises:
-        DataError: no runs, other queries or other truth in one of them, an unknown system or metric.
+        DataError: no runs, other queries or other truth in one of them, a value that is no number, an unknown system
+            or metric.
     """
-    below = _checked(runs, metrics)
+    below, mean = _checked(runs, metrics), _means(runs, metrics)
     opponents = {name: against if isinstance(against, str) else against.get(name, "") for name in metrics}
     if unknown := sorted(set(opponents.values()) - set(runs)):
         raise DataError("no such system to compare with", got=unknown, expected=f"one of {', '.join(runs)}")
@@ -92,8 +91,7 @@ def compare_systems(
         return []
     # the smallest p-value is about 2 / R: corrected by the number of comparisons it must still reach alpha
     num_samples = num_samples or max(NUM_SAMPLES, round(4 * len(compared) / ALPHA))
-    mean = {(s, m): np.mean([run[m][0] for run in own], axis=0) for s, own in runs.items() for m in metrics}
-    value = {(s, m): float(_ratio(above_N.sum(), below[m].sum())) for (s, m), above_N in mean.items()}
+    value = {key: float(_ratio(above_N.sum(), below[key[1]].sum())) for key, above_N in mean.items()}
     gap_NC = np.stack([mean[system, m] - mean[other, m] for system, other, m in compared], axis=1)
     below_NC = np.stack([below[m] for _, _, m in compared], axis=1)
     low_C, high_C = np.percentile(_bootstrap(gap_NC, below_NC, num_samples, seed), [2.5, 97.5], axis=0).tolist()
@@ -112,7 +110,7 @@ def paired_differences(
     """first - second on one metric in resamples of the queries, drawn for both alike: float64 [R], percentage points.
 
     Raises:
-        DataError: other queries or another truth in one of them, an unknown metric.
+        DataError: as `compare_systems`.
     """
     below_N = _checked({"first": [first], "second": [second]}, [metric])[metric]
     gap_N = first[metric][0] - second[metric][0]
@@ -121,12 +119,9 @@ def paired_differences(
 
 def best_systems(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> dict[str, str]:
     """For each metric the best of the systems `names`, by the mean over their runs; the first of equals."""
-    below = _checked(runs, metrics)
-
-    def value(system: str, metric: str) -> float:
-        return float(np.mean([_ratio(run[metric][0].sum(), below[metric].sum()) for run in runs[system]]))
-
-    return {metric: max(names, key=lambda name: value(name, metric)) for metric in metrics}
+    _checked(runs, metrics)
+    mean = _means(runs, metrics)
+    return {metric: max(names, key=lambda name: mean[name, metric].sum()) for metric in metrics}
 
 
 def holm(p_values: Any) -> Floats:
@@ -146,24 +141,29 @@ def _ratio(above: Any, below: Any) -> Any:
     return 100.0 * np.divide(above, below, out=np.zeros(np.shape(above)), where=np.asarray(below) > 0)
 
 
+def _means(runs: Runs, metrics: Sequence[str]) -> dict[tuple[str, str], Floats]:
+    """What is above the line of each query, mean over the runs, by (system, metric)."""
+    return {(s, m): np.mean([run[m][0] for run in own], axis=0) for s, own in runs.items() for m in metrics}
+
+
 def _checked(runs: Runs, metrics: Sequence[str]) -> dict[str, Floats]:
     """What is below the line of each metric, the same for all; refuses runs that cannot be paired."""
     empty = [system for system, own in runs.items() if not own]
     if not runs or empty:
         raise DataError("systems without a run", got=empty or "no system at all")
     first = next(iter(runs.values()))[0]
-    for system, own in runs.items():
-        for run in own:
-            if unknown := [name for name in metrics if name not in run]:
-                raise DataError("no such metric by query", got=", ".join(unknown), expected=", ".join(run))
-            for name in metrics:
-                below_N, expected_N = run[name][1], first[name][1]
-                if below_N.shape != expected_N.shape or not np.allclose(below_N, expected_N, rtol=1e-9):
-                    raise DataError(
-                        "runs over different queries or another truth cannot be paired", where=system,
-                        got=f"{len(below_N)} queries",
-                        expected=f"the {len(expected_N)} queries of the others, in the same order",
-                    )  # fmt: skip
+    for system, run, name in ((system, run, name) for system, own in runs.items() for run in own for name in metrics):
+        if name not in run:
+            raise DataError("no such metric by query", got=name, expected=", ".join(run))
+        for values_N in run[name]:
+            if not np.isfinite(values_N).all():
+                got = f"{np.count_nonzero(~np.isfinite(values_N))} of {len(values_N)} queries with NaN or infinity"
+                raise DataError("a metric that is no number", where=f"{system}, {name}", got=got)
+        below_N, expected_N = run[name][1], first[name][1]
+        if below_N.shape != expected_N.shape or not np.allclose(below_N, expected_N, rtol=1e-9):
+            expected = f"the {len(expected_N)} queries of the others, in the same order"
+            what = "runs over different queries or another truth cannot be paired"
+            raise DataError(what, where=system, got=f"{len(below_N)} queries", expected=expected)
     return {name: first[name][1] for name in metrics}
 
 
@@ -172,9 +172,8 @@ def _blocks(num_samples: int, num_queries: int, desc: str) -> Iterator[int]:
     block = max(1, _BLOCK // num_queries)
     with progress(total=num_samples, desc=desc, unit="draw") as bar:
         for start in range(0, num_samples, block):
-            size = min(block, num_samples - start)
-            yield size
-            bar.update(size)
+            yield min(block, num_samples - start)
+            bar.update(min(block, num_samples - start))
 
 
 def _bootstrap(gap_NC: Floats, below_NC: Floats, num_samples: int, seed: int) -> Floats:

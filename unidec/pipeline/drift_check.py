@@ -20,7 +20,7 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.profile import Vocabulary, measure_texts, profile_dataset, share, spaced
 from unidec.data.storage import MANIFEST, file_sha256, swap_folder, write_json
 from unidec.errors import ArtifactError, DataError
-from unidec.evaluation.drift import compare, order, served_facts
+from unidec.evaluation.drift import compare, served_facts
 from unidec.evaluation.drift_page import DriftReport, render
 from unidec.evaluation.metrics import by_query
 from unidec.model.sources import resolve_encoder
@@ -37,8 +37,8 @@ BATCH = 1024
 K = 100
 _METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "R@10", "R@100", "MRR")
 _PAGE = "index.html"
-Side = Mapping[str, Any]
-"""One side of a comparison, as `unidec.evaluation.drift.compare` takes it."""
+_TOKENIZER = Path("model", "tokenizer")  # in a bundle
+Side = Mapping[str, Any]  # of a comparison, as `compare` takes it
 
 
 def data_change(params: Params) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def drift(
     facts = {"earlier": source, "later": str(second), "earlier data": old["rows"], "later data": new.get("rows", {})}
     checks = compare(old, new, params.drift)
     report = DriftReport(f"Drift from {old['name']}", ("earlier", "later"), checks, old, new, facts)
-    return _write_report(out or paths.DRIFT / _hash(f"{first}\n{second}")[:12], report, {})
+    return _write_report(out or paths.DRIFT / _digest(first, second), report, {})
 
 
 def monitor(
@@ -159,34 +159,26 @@ def monitor(
         new["served"] = served_facts(*_answers(loaded, window.texts), old["served"]["score_edges"])
     metrics = None
     if window.labels is not None:
-        measured, new["unknown_labels"] = _quality(loaded, window)
-        new["metrics"], metrics = measured, {name: value for name, (value, _) in measured.items()}
+        new["metrics"], new["unknown_labels"] = _quality(loaded, window)
+        metrics = {name: value for name, (value, _) in new["metrics"].items()}
     checks = compare({**old, "metrics": loaded.info.metrics.get("validation", {})}, new, params.drift)
-    judged, least = total >= params.drift.min_window, params.drift.min_window
-    reason = "" if judged else f"not judged: fewer queries than drift.min_window ({least})"
+    judged = total >= params.drift.min_window
+    reason = "" if judged else f"not judged: fewer queries than drift.min_window ({params.drift.min_window})"
     facts = {"queries": total, "looked at": len(window.texts), "bundle": loaded.sha256, "data set": old["name"],
              "data set sha256": old["sha256"], "metrics": metrics or {}}  # fmt: skip
-    names = ("trained on", "window")
-    report = DriftReport(f"Window of {total:,} queries", names, checks, old, new, facts, reason)
+    sides = ("trained on", "window")
+    report = DriftReport(f"Window of {total:,} queries", sides, checks, old, new, facts, reason)
     model = {"source": source, "bundle_sha256": loaded.sha256}
-    name = f"{Path(queries_path).name.partition('.')[0]}-{_hash(file_sha256(queries_path) + loaded.sha256)[:8]}"
+    name = f"{Path(queries_path).name.partition('.')[0]}-{_digest(file_sha256(queries_path), loaded.sha256)}"
     more = {"judged": judged, "queries": total, "model": model, "metrics": metrics}
     result = _write_report(out or paths.MONITOR / name, report, more)
     return result | {"run_url": _track(params, result, name)}
 
 
-# -- sides -------------------------------------------------------------------------------------------------------------
-
-
-_TOKENIZER = Path("model", "tokenizer")  # in a bundle
-
-
 def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
     """The profile in a bundle, and its tokenizer's folder."""
-    profile = read_profile(folder)
-    if profile is None:
-        fix = "unidec index build writes one"
-        raise ArtifactError("a bundle without a profile of its data", where=source, fix=fix)
+    if (profile := read_profile(folder)) is None:
+        raise ArtifactError("a bundle without a profile of its data", where=source, fix="unidec index build writes one")
     return profile, folder / _TOKENIZER
 
 
@@ -232,14 +224,9 @@ def _quality(bundle: Bundle, window: Window) -> tuple[dict[str, tuple[float, flo
     return {name: (float(of.mean()), float(of.std() / np.sqrt(len(of)))) for name, of in percent.items()}, unknown
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
-
-
 def _write_report(target: Path, report: DriftReport, more: dict[str, Any]) -> dict[str, Any]:
     """drift.json and index.html; the result: whether something drifted, the findings, `more`, and the files' paths."""
-    findings = [check.to_json() for check in order(report.checks)]
-    for finding in findings:
-        finding["drifted"] &= not report.reason
+    findings = [check.to_json() | {"drifted": check.state != "ok" and not report.reason} for check in report.checks]
     result = {"drifted": any(finding["drifted"] for finding in findings), "findings": findings, **more}
     with swap_folder(target) as folder:
         write_json(folder / "drift.json", result)
@@ -247,8 +234,8 @@ def _write_report(target: Path, report: DriftReport, more: dict[str, Any]) -> di
     return result | {"page": str(target / _PAGE), "result": str(target / "drift.json")}
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(*parts: object) -> str:
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
 def _track(params: Params, result: dict[str, Any], name: str) -> str | None:
