@@ -43,8 +43,7 @@ def _run(seed: int, level: float, text: str = "x", peer: bool = False) -> Run:
         return Run(seed, metrics, validation={"P@1": level, "PSP@5": level, "R@100": level}, costs=costs)
     curve = [{"round": r, "train_seconds": 60.0, "refresh": {"refresh_seconds": 30.0},
               "validation": {"P@1": level * r / 3, "PSP@5": level, "R@100": level}} for r in (1, 2, 3)]  # fmt: skip
-    parts = {"de": {"P@1": level - 1}, "clf": {"P@1": level - 2}, "heads": {"P@1": level}, text: {"P@1": 0.0}}
-    return Run(seed, metrics, parts=parts, costs=costs, curve=curve)
+    return Run(seed, metrics, costs=costs, curve=curve)
 
 
 def _full(text: str = "some text", tasks: int = 2) -> ComparisonInput:
@@ -92,7 +91,7 @@ def test_every_text_is_escaped(tmp_path):
 def test_all_parts_are_there(undrawn):
     page = Page(render_comparison(_full()))
     content, *anchors = [value for name, value in page.attributes if name == "id"]
-    assert anchors == ["results", "time", "costs", "frequency", "parts", "ablations", "tests", "failures",
+    assert anchors == ["results", "time", "costs", "frequency", "ablations", "tests", "failures",
                        "settings", "data", "lineage"]  # fmt: skip
     assert [v for n, v in page.attributes if n == "href"] == [f"#{anchor}" for anchor in (content, *anchors)]
     assert page.tags.count("svg") == 2 * (3 + 3)  # ranges and curves of 3 metrics, for each task
@@ -114,12 +113,6 @@ def test_the_headline_table(undrawn):
     assert bold[0] == f"{mean:.2f}" and "recipe" not in bold and len(bold) == len(METRICS)
 
 
-def test_overview_across_tasks(undrawn):
-    page = Page(_section(render_comparison(_full()), "results"))
-    assert page.row("some text a", "40.10")[2] == "41.05"  # three seeds, then two of the second task
-    assert [row[0] for row in page.rows[1:5]] == ["some text c", "some text b", "some text peer peer", "some text a"]
-
-
 def test_ablations_are_differences_to_the_base():
     page = Page(_section(render_comparison(_full(tasks=1)), "ablations"))
     assert page.row("some text a", "3")[2] == "40.10 ± 0.10"
@@ -139,13 +132,10 @@ def test_differences_seed_by_seed():
     assert math.isnan(difference_to(Cell("t", "none"), base, "m").mean)
 
 
-def test_costs_curves_and_parts():
+def test_costs_and_curves():
     html = render_comparison(_full(tasks=1))
     row = Page(_section(html, "costs")).row("some text a")
     assert row[1:] == ["140", "200", "0.25", "500", "123,456"]
-    parts = Page(_section(html, "parts"))
-    assert parts.row("some text a, dual encoder alone")[1] == "39.00"
-    assert parts.row("some text a, without votes")[1] == "40.00"
     tips = re.findall(r"<title>some text a: ([^<]*)</title>", _section(html, "time"))
     assert tips[:3] == ["13.33 at 1.5", "26.67 at 3", "40 at 4.5"]
     assert f"some text peer: 41.5 at {141.5 / 60:.4g}" in html

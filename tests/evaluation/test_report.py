@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from html_page import Page
 
-from unidec.evaluation.report import ReportInput, calibration_bins, render, write_report
+from unidec.evaluation.page import write_page
+from unidec.evaluation.report import ReportInput, calibration_bins, render
 from unidec.evaluation.significance import Comparison
 
 HOSTILE = "</td></table><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\ud800"
@@ -56,7 +57,7 @@ def _plain() -> str:
 
 
 def test_every_text_is_escaped(tmp_path):
-    write_report(tmp_path / "report.html", _full(HOSTILE))
+    write_page(tmp_path / "report.html", render(_full(HOSTILE)))
     plain, hostile = Page(_plain()), Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert hostile.open == [] and plain.open == []
     assert "script" not in hostile.tags and "img" not in hostile.tags
@@ -82,7 +83,7 @@ def test_all_parts_are_there():
     for text in (
         "45.12",
         "8,088 queries",
-        "99.50",
+        "99.5",
         "and 8 more",
         "both heads",
         "dual encoder alone",
@@ -126,7 +127,7 @@ def test_an_empty_report_is_a_page():
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path):
-    write_report(tmp_path / "a", _full())
+    write_page(tmp_path / "a", render(_full()))
     assert (tmp_path / "a").read_bytes() == _plain().encode()
 
 

@@ -184,7 +184,7 @@ def _run(comparison: Comparison, job: Job, found: Results) -> Run:
             costs[name] = costs.get(name, 0.0) + earlier.get(name, 0.0)
         if curve:
             curve[0]["train_seconds"] += earlier.get("train_seconds", 0.0) + earlier.get("refresh_seconds", 0.0)
-    same = {name: result[name] for name in ("metrics", "validation", "parts")}
+    same = {name: result[name] for name in ("metrics", "validation")}
     return Run(job.seed, costs=costs, curve=curve, **same)
 
 

@@ -30,8 +30,6 @@ PEER_COLOUR = 5
 MARKS = {"right": " ▲", "wrong": " ▼", "": ""}
 MAIN = ("P@1", "PSP@5", "R@100")  # drawn
 GROUP_METRICS = ("P@5", "PSP@5", "R@10", "coverage@5")
-PARTS = {"de": "dual encoder alone", "clf": "classifier alone", "heads": "without votes", "knn": "votes alone"}
-PART_METRICS = ("P@1", "nDCG@5", "PSP@5", "R@100")
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class Run:
 
     Attributes:
         metrics: of the test split in percent, named as `metrics.evaluate` does. validation: of the validation split.
-        parts: {"de" | "clf" | "knn": metrics of the test split with that score alone}.
         costs: keys of `COSTS`; what was not measured is left out.
         curve: lines of rounds.jsonl; peers have none.
     """
@@ -57,7 +54,6 @@ class Run:
     seed: int
     metrics: Mapping[str, float]
     validation: Mapping[str, float] = field(default_factory=dict)
-    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     costs: Mapping[str, float] = field(default_factory=dict)
     curve: Records = ()
 
@@ -177,7 +173,6 @@ def render_comparison(comparison: ComparisonInput) -> str:
     return render(
         "comparison",
         comparison=comparison,
-        overview=_overview(list(tasks.values()), comparison.cells),
         tasks=[(task, _of_task(cells[name], contrasts)) for name, task in tasks.items()],
         groups=[(group, shown) for group, shown in groups if shown],
         contrasts=Table(["task", "system", "against", "metric", "difference", "95 % interval", "p, corrected"], tests,
@@ -207,7 +202,6 @@ def _of_task(cells: Sequence[Cell], contrasts: Contrasts) -> dict[str, Any]:
         "more_curves": len(timed) > CURVES,
         "costs": _costs(cells),
         "by_group": _by_group(cells),
-        "parts": _parts(cells),
     }  # fmt: skip
 
 
@@ -251,7 +245,7 @@ def _of_systems(
     """A row for each cell."""
     rows = [[Shown(cell.name, small=" peer" if cell.kind == "peer" else ""), *values(cell)] for cell in cells]
     kinds = ["reference" if cell.kind == "peer" else "" for cell in cells]
-    return Table(["system", *heads], rows, kinds=kinds, dense=True, **options)
+    return Table(["system", *heads], rows, kinds=kinds, **options)
 
 
 def _headline(cells: Sequence[Cell], contrasts: Contrasts) -> Table:
@@ -290,18 +284,6 @@ def _by_group(cells: Sequence[Cell]) -> Table:
     return _of_systems(shown, columns.values(), lambda cell: [cell.summary(name).mean for name in columns], best=True)
 
 
-def _parts(cells: Sequence[Cell]) -> Table:
-    """Each score alone below the cell that blends them; means over seeds."""
-    shown = []
-    for cell in cells:
-        alone = [Cell(cell.task, f"{cell.name}, {about}",
-                      runs=[Run(run.seed, run.parts[part]) for run in cell.runs if part in run.parts])
-                 for part, about in PARTS.items()]  # fmt: skip
-        if any(part.runs for part in alone):
-            shown += [cell, *(part for part in alone if part.runs)]
-    return _of_systems(shown, PART_METRICS, lambda cell: [cell.summary(metric).mean for metric in PART_METRICS])
-
-
 def _group_table(group: Group, task: str, cells: Sequence[Cell], contrasts: Contrasts) -> Table | None:
     """The base's figures, and the others' differences to it; None where the task has no such cells with results."""
     by_name = {cell.name: cell for cell in cells if cell.runs}
@@ -317,7 +299,7 @@ def _group_table(group: Group, task: str, cells: Sequence[Cell], contrasts: Cont
             kind = colour(contrasts.get((task, cell.name, base.name, metric)))
             differences.append(difference_to(cell, base, metric).shown(MARKS[kind], kind, "+.2f"))
         rows.append([cell.name, str(len(cell.runs)), *differences])
-    return Table(["system", "seeds", *columns], rows, kinds=["base"], caption=task, dense=True)
+    return Table(["system", "seeds", *columns], rows, kinds=["base"], caption=task)
 
 
 def difference_to(cell: Cell, base: Cell, metric: str) -> Summary:
@@ -329,27 +311,6 @@ def difference_to(cell: Cell, base: Cell, metric: str) -> Summary:
         return summary([ours[seed] - theirs[seed] for seed in sorted(ours)])
     difference = cell.summary(metric).mean - base.summary(metric).mean
     return Summary(difference, math.nan, min(len(ours), len(theirs)))
-
-
-def _overview(tasks: Sequence[Task], cells: Sequence[Cell]) -> Table | None:
-    """Systems down, metrics and tasks across, for comparisons of several tasks; systems by the mean of their places."""
-    if len(tasks) < 2:
-        return None
-    one = {cell.name: cell for cell in cells if cell.runs}
-    columns = [(metric, task.name) for metric in MAIN for task in tasks]
-    means = {name: [math.nan] * len(columns) for name in one}
-    for cell in cells:
-        for c, (metric, task) in enumerate(columns):
-            if cell.runs and cell.task == task:
-                means[cell.name][c] = cell.summary(metric).mean
-
-    def place(name: str) -> float:
-        """Mean over columns of how many do better; last where nothing was measured."""
-        better = [sum(of[c] > own for of in means.values()) for c, own in enumerate(means[name]) if own == own]
-        return statistics.fmean(better) if better else math.inf
-
-    shown, heads = [one[name] for name in sorted(one, key=place)], [f"{metric} {task}" for metric, task in columns]
-    return _of_systems(shown, heads, lambda cell: means[cell.name], best=True, caption="all data sets, by mean place")
 
 
 def _settings(cells: Sequence[Cell]) -> Table:

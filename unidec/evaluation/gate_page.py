@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unidec.evaluation.figures import Chart, Range, range_chart
 from unidec.evaluation.page import Shown, Table, render
 
 _METRICS = (
@@ -27,7 +26,6 @@ def render_gate(verdict: Mapping[str, Any]) -> str:
         for one in sorted(verdict["reasons"], key=lambda one: one["passed"])
     ]
     rows = [[words, *(probe.get(name) for probe in probes.values())] for name, words in _PROBES.items()]
-    quality, differences = _compared(verdict, compared) if compared and verdict.get("metrics") else (None, None)
     return render(
         "gate",
         verdict=verdict,
@@ -36,14 +34,13 @@ def render_gate(verdict: Mapping[str, Any]) -> str:
         failed=[reason["check"] for reason in verdict["reasons"] if not reason["passed"]],
         probe=probes.get("challenger"),
         reasons=Table(["check", "why", ""], reasons, text_columns=2),
-        quality=quality,
-        differences=differences,
+        quality=_compared(verdict, compared) if compared and verdict.get("metrics") else None,
         serving=Table(["", *probes], rows if probes else []),
     )
 
 
-def _compared(verdict: Mapping[str, Any], compared: Mapping[str, Any]) -> tuple[Table, Chart | None]:
-    """Both systems' metrics, and the differences that have an interval."""
+def _compared(verdict: Mapping[str, Any], compared: Mapping[str, Any]) -> Table:
+    """Both systems' metrics, with the intervals of those that count."""
     mine, its, intervals = verdict["metrics"]["challenger"], verdict["metrics"]["champion"], compared["intervals"]
     rows = []
     for name in dict.fromkeys([compared["metric"], *verdict.get("settings", {}).get("guarded", ()), *_METRICS]):
@@ -52,7 +49,5 @@ def _compared(verdict: Mapping[str, Any], compared: Mapping[str, Any]) -> tuple[
         gap = mine[name] - its[name]
         small = "  {:+.2f} to {:+.2f}".format(*intervals[name]) if name in intervals else ""
         rows.append([name, mine[name], its[name], Shown(f"{gap:+.2f}", gap, small)])
-    drawn = [Range(name, mine[name] - its[name], tuple(ends), colour=i)
-             for i, (name, ends) in enumerate(intervals.items())]  # fmt: skip
-    table = Table(["metric", "challenger", "champion", "difference"], rows, caption="Test split, percent")
-    return table, range_chart("Differences", drawn, "challenger - champion, points, 95 % interval")
+    header = ["metric", "challenger", "champion", "difference, 95 % interval"]
+    return Table(header, rows, caption="Test split, percent")

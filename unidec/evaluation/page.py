@@ -34,7 +34,7 @@ class Table:
 
     Attributes:
         best: the largest value of each column is set in bold. kinds: a CSS class for each row ("base", "reference").
-        caption: shown above. dense: less room between columns, for wide tables.
+        caption: shown above.
     """
 
     header: Sequence[str]
@@ -43,7 +43,6 @@ class Table:
     best: bool = False
     kinds: Sequence[str] = ()
     caption: str = ""
-    dense: bool = False
 
     @classmethod
     def of(

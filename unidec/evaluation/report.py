@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from unidec.evaluation import page
 from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
-from unidec.evaluation.page import Shown, Table
+from unidec.evaluation.page import Table
 from unidec.evaluation.plots import Records, by_group, finite, round_parts, validation_records
 from unidec.evaluation.significance import Comparison
 from unidec.metric_names import BASELINES
@@ -81,16 +80,10 @@ class ReportInput:
     warnings: Sequence[str] = ()
 
 
-def write_report(path: str | os.PathLike[str], report: ReportInput) -> None:
-    """Write the page atomically. Raises ArtifactError where it cannot be written."""
-    page.write_page(path, render(report))
-
-
 def render(report: ReportInput) -> str:
     """The page as text."""
     systems = {HEADS.get(name, name): values for name, values in report.metrics.items()}
     main = next(iter(systems.values()), {})
-    facts = {name: value for name, value in report.index.items() if not isinstance(value, Mapping | list | tuple)}
     kinds = [*("" for _ in systems), *("reference" for _ in report.baselines)]
     group_chart, groups = _groups(systems)
     bin_chart, bins = _bins(report.bins)
@@ -100,32 +93,16 @@ def render(report: ReportInput) -> str:
         head_cards=[(f"{main[name]:.1f}", name, "") for name in CARDS if math.isfinite(main.get(name, math.nan))],
         num_queries=int(main.get("num_queries", 0)),
         headline=Table.of("system", {**systems, **report.baselines}, HEADLINE, best=True, kinds=kinds),
-        against=_against_baselines(report.comparison),
+        tested=[(*one.metric.rpartition("/"), one, colour(one), *interval_and_p(one)) for one in report.comparison],
+        groups_shown=GROUPS,
+        baselines_shown=BASELINES,
         frequency_charts=[group_chart, bin_chart],
         groups=groups,
         bins=bins,
         curves=_curves(report.history, report.rounds),
         **_rounds(report.rounds),
-        index=Table(["figure", "value"], list(facts.items())),
-        has_recall=any(str(name).startswith("recall") for name in facts),
         calibration=_calibration(report.calibration),
     )
-
-
-def _against_baselines(comparison: Sequence[Comparison]) -> Table:
-    """The model beside the better baseline of each metric, with intervals and p-values."""
-    rows = []
-    for one in comparison:
-        group, _, metric = one.metric.rpartition("/")
-        rows.append([
-            f"{metric}, {GROUPS[group]}" if group else metric,
-            one.value,
-            Shown(f"{one.difference:+.2f}", kind=colour(one)),
-            *interval_and_p(one),
-            Shown(f"{one.against_value:.2f}", small=f" {BASELINES[one.against]}"),
-        ])  # fmt: skip
-    header = ["metric", "model", "difference", "95 % interval", "p, corrected", "better baseline"]
-    return Table(header, rows, caption="Against the TF-IDF baselines")
 
 
 def interval_and_p(one: Comparison) -> list[str]:

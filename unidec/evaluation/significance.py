@@ -14,7 +14,7 @@ depend on the system, so a metric's mean over seeds is the same ratio of means, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ import numpy as np
 
 from unidec.errors import DataError
 from unidec.evaluation.metrics import Floats, QueryParts
-from unidec.progress import progress
 
 ALPHA = 0.05
 NUM_SAMPLES = 10_000
@@ -167,19 +166,16 @@ def _checked(runs: Runs, metrics: Sequence[str]) -> dict[str, Floats]:
     return {name: first[name][1] for name in metrics}
 
 
-def _blocks(num_samples: int, num_queries: int, desc: str) -> Iterator[int]:
-    """Sizes of the blocks of resamples, with a progress line."""
+def _blocks(num_samples: int, num_queries: int) -> list[int]:
+    """Sizes of the blocks of resamples."""
     block = max(1, _BLOCK // num_queries)
-    with progress(total=num_samples, desc=desc, unit="draw") as bar:
-        for start in range(0, num_samples, block):
-            yield min(block, num_samples - start)
-            bar.update(min(block, num_samples - start))
+    return [min(block, num_samples - start) for start in range(0, num_samples, block)]
 
 
 def _bootstrap(gap_NC: Floats, below_NC: Floats, num_samples: int, seed: int) -> Floats:
     """Differences in percentage points, [R, C]; one draw of the queries serves all columns."""
     num_queries, generator, parts = len(gap_NC), np.random.default_rng([seed, 0]), []
-    for size in _blocks(num_samples, num_queries, "paired bootstrap"):
+    for size in _blocks(num_samples, num_queries):
         drawn = generator.integers(num_queries, size=(size, num_queries))
         drawn += np.arange(size)[:, None] * num_queries
         count_RN = np.bincount(drawn.ravel(), minlength=size * num_queries).reshape(size, -1).astype(np.float64)
@@ -196,7 +192,7 @@ def _randomisation(gap_NC: Floats, num_samples: int, seed: int) -> Floats:
     scale_C = np.maximum(np.abs(gap_NC).sum(axis=0), 1e-300)
     seen_C = np.abs(gap_NC.sum(axis=0)) - 1e-11 * scale_C  # the part below the line is the same on both sides
     extreme_C = np.zeros(gap_NC.shape[1])
-    for size in _blocks(num_samples, len(gap_NC), "randomisation test"):
+    for size in _blocks(num_samples, len(gap_NC)):
         sign_RN = 2.0 * generator.integers(2, size=(size, len(gap_NC)), dtype=np.int32) - 1.0
         extreme_C += (np.abs(sign_RN @ gap_NC) >= seen_C).sum(axis=0)
     return (extreme_C + 1) / (num_samples + 1)

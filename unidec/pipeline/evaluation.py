@@ -14,8 +14,9 @@ from unidec.data.storage import read_json_lines, write_bytes_atomic, write_json
 from unidec.evaluation.baselines import COMPARED, compare_with_baselines, measure_baselines, verdict, warnings
 from unidec.evaluation.frequency import frequency_bins
 from unidec.evaluation.metrics import pair_keys
+from unidec.evaluation.page import write_page
 from unidec.evaluation.plots import plots_csv
-from unidec.evaluation.report import write_report
+from unidec.evaluation.report import render
 from unidec.metric_names import GROUPS
 from unidec.model.search import exact_search
 from unidec.pipeline import paths
@@ -72,7 +73,7 @@ def evaluate(params: Params) -> dict[str, Any]:
     plots_csv(history, rounds, result["test"], paths.PLOTS)
     tracker = tracker_of_model()
     found = Evaluated(bundle, ranking, scores, labels, result, baselines, compared, tracker)
-    write_report(paths.REPORT, report_input(params, found, history, rounds))
+    write_page(paths.REPORT, render(report_input(params, found, history, rounds)))
     start = read_start()
     origin = f"version {start.version} of {start.model}" if start.warm else "from nothing"
     about = f"{dataset.name}, {dataset.num_labels:,} labels; recipe {params.recipe or '-'}; start: {origin}. {_PAGES}"
