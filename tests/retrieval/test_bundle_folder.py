@@ -50,7 +50,7 @@ def test_every_kind_answers_as_the_flat_index(rng, tmp_path, kind, space):
 def test_an_index_of_other_labels_is_refused(rng, tmp_path):
     write_tiny_bundle(tmp_path / "bundle", rng)
     bundle = Bundle.load(tmp_path / "bundle")
-    with pytest.raises(ValueError, match="the bundle has 12"):
+    with pytest.raises(ValueError, match="the bundle has"):
         write_with_index(
             bundle.path, bundle.info, tmp_path / "other", LabelIndex.build(_rows(bundle).take(np.arange(11)))
         )

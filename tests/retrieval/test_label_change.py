@@ -80,7 +80,7 @@ def test_all_mistakes_at_once(bundle: Bundle) -> None:
     for words in (
         "8 problems in a change of labels; nothing was written", "new.csv:2: 'L1' is in the bundle already",
         "'N' has no text",
-        "'N': add twice", "a label without a uid", "no label 'L22'", "'L2': remove twice",
+        "'N': add and add", "a label without a uid", "no label 'L22'", "'L2': remove and remove",
         "'L2': remove and update", "no label 'nothing alike'\n",
     ):  # fmt: skip
         assert words in message, words

@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from unidec.data.dataset import Text
-from unidec.data.storage import MANIFEST, read_manifest
+from unidec.data.storage import read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths
 from unidec.pipeline.indexing import OPTION_KEYS
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION, write_with_index
 from unidec.retrieval.index import KINDS, Kind
-from unidec.retrieval.index_tune import default_kinds, like_queries, tune
+from unidec.retrieval.index_tune import default_kinds, tune
 from unidec.retrieval.scoring_space import LabelRows
 
 _ENCODED_AT_ONCE = 256
@@ -39,8 +39,7 @@ def index_tune(
     Args:
         source: the bundle's folder.
         wanted: recall of the first k labels against exact search, 0 to 1.
-        num_queries: of the validation split of data/dataset (training queries where there is none); without a data
-            set label vectors stand in.
+        num_queries: of the validation split of data/dataset (training queries where there is none).
         kinds: to be measured; empty: those that suit the number of labels.
         threads: of builds and searches.
 
@@ -50,7 +49,7 @@ def index_tune(
 
     Raises:
         ConfigError: an unknown kind, or a folder that is no place for a bundle.
-        ArtifactError: a damaged bundle.
+        ArtifactError: a damaged bundle, or no data set.
     """
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ConfigError("unknown kinds of index", got=", ".join(unknown), expected=", ".join(KINDS))
@@ -58,7 +57,7 @@ def index_tune(
         _check_place(source, out)
     bundle = Bundle.load(source)
     rows = LabelRows(bundle.vectors, bundle.info.space, bundle.info.clf_normalize)
-    queries, what = _queries(bundle, rows, num_queries)
+    queries, what = _queries(bundle, num_queries)
     chosen_kinds = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
     measured, best = tune(rows, queries, min(k, bundle.num_labels), wanted, chosen_kinds, threads)
     found: dict[str, Any] = {
@@ -74,10 +73,8 @@ def index_tune(
     return found
 
 
-def _queries(bundle: Bundle, rows: LabelRows, num: int) -> tuple[npt.NDArray[np.float32], str]:
+def _queries(bundle: Bundle, num: int) -> tuple[npt.NDArray[np.float32], str]:
     """float32 [N, D'] and what they are."""
-    if not (paths.DATASET / MANIFEST).is_file():
-        return like_queries(rows, num), f"{num} label vectors with half of another's added: there is no data set here"
     dataset = paths.open_dataset()
     split = "validation" if len(dataset.rows("validation")) else "train"
     found = dataset.rows(split)  # type: ignore[arg-type]

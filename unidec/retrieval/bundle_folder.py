@@ -222,8 +222,7 @@ def write_bundle(
     size += neighbours.num_bytes if neighbours is not None else 0
     with write_folder(path, KIND, VERSION, num_bytes=size) as out:
         texts = typical_texts(table["title"], None if neighbours is None else neighbours.titles)
-        count = index.num_labels if link else None
-        hashes = write_model(Path(model_path), out.path / "model", count, verify=not link, link=link, texts=texts)
+        hashes = write_model(Path(model_path), out.path / "model", index.num_labels, link=link, texts=texts)
         out.hashes.update({f"model/{name}": digest for name, digest in hashes.items()})
         (out.path / "vectors").mkdir()
         for name, array in vectors.items():
@@ -244,11 +243,9 @@ def write_with_index(source: Path, info: BundleInfo, path: str | os.PathLike[str
         ValueError: an index of other labels or another width.
         ArtifactError: the bundle's folder is damaged by now, or the new one cannot be written.
     """
-    if (index.num_labels, index.dim) != (info.num_labels, info.width):
-        raise ValueError(
-            f"an index of {index.num_labels} labels and width {index.dim}, the bundle has {info.num_labels} "
-            f"and {info.width}"
-        )
+    found, wanted = (index.num_labels, index.dim), (info.num_labels, info.width)
+    if found != wanted:
+        raise ValueError(f"an index of (labels, width) {found}, the bundle has {wanted}")
     manifest = read_manifest(source, KIND, VERSION, verify=True)
     with write_folder(path, KIND, VERSION, manifest["meta"] | {"index": index.kind}) as out:
         for name, entry in manifest["files"].items():
@@ -282,19 +279,16 @@ def read_info(root: Path) -> BundleInfo:
         ArtifactError: too large, damaged, or numbers that contradict each other.
     """
     where = root / "bundle.json"
-    size = where.stat().st_size
-    if size > MAX_INFO_BYTES:
+    if (size := where.stat().st_size) > MAX_INFO_BYTES:
         raise ArtifactError("a file of impossible size", where=str(where), got=size, expected=f"<= {MAX_INFO_BYTES}")
     try:
         info = BundleInfo.model_validate_json(where.read_bytes())
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc'])) or 'document'}: {e['msg']}" for e in error.errors()[:5]]
         raise ArtifactError("a damaged bundle.json", where=str(where), got="; ".join(lines)[:500], fix=_FIX) from error
-    size = (root / INDEX).stat().st_size
-    if size != info.index_bytes:
-        raise ArtifactError(
-            "an index of another size", where=str(root / INDEX), got=size, expected=info.index_bytes, fix=_FIX
-        )
+    index = root / INDEX
+    if (size := index.stat().st_size) != info.index_bytes:
+        raise ArtifactError("an index of another size", where=str(index), got=size, expected=info.index_bytes, fix=_FIX)
     return info
 
 

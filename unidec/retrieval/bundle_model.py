@@ -25,9 +25,8 @@ _TRAINING_RECORDS = (".jsonl", "train.json")  # hold wall times: no two training
 
 
 def write_model(
-    source: Path, target: Path, num_labels: int | None = None, *, verify: bool = True, link: bool = False,
-    texts: Sequence[str] = (),
-) -> dict[str, str]:  # fmt: skip
+    source: Path, target: Path, num_labels: int, *, link: bool = False, texts: Sequence[str] = ()
+) -> dict[str, str]:
     """Copy a model's folder without classifier rows and without the records of its training, under its own manifest.
 
     A transformer that has no ONNX graphs there yet gets them (`onnx_export.write_graphs`).
@@ -35,9 +34,8 @@ def write_model(
     Args:
         source: an exported model, or a bundle's.
         target: a folder that is not there yet.
-        num_labels: written into the configuration; None: as it is.
-        verify: check the hashes of the source's files, which the caller has done otherwise.
-        link: files that stay as they are may be the same on the disk.
+        num_labels: written into the configuration.
+        link: it is a bundle's whose hashes were checked: files that stay as they are may be the same on the disk.
         texts: typical ones, to calibrate a graph of 8 bits with.
 
     Returns:
@@ -51,7 +49,7 @@ def write_model(
         kind, version = str(about["kind"]), int(about["version"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError("no model here", where=str(source), fix="train first: unidec train") from error
-    manifest = read_manifest(source, kind, version, verify=verify)
+    manifest = read_manifest(source, kind, version, verify=not link)
     target.mkdir()
     hashes = {}
     for name, entry in manifest["files"].items():
@@ -95,23 +93,22 @@ def place(source: Path, target: Path, sha256: str, *, link: bool) -> str:
     return sha256
 
 
-def _changed(source: Path, target: Path, name: str, num_labels: int | None) -> bool:
+def _changed(source: Path, target: Path, name: str, num_labels: int) -> bool:
     """Whether a file is another one in a bundle, and was written."""
-    if name == WEIGHTS:
-        from unidec.data.tensor_file import open_tensors, write_tensors
+    if name == CONFIG and (config := _json(source / name)).get("num_labels") != num_labels:
+        text = json.dumps(config | {"num_labels": num_labels}, indent=2, sort_keys=True) + "\n"
+        (target / name).write_text(text, encoding="utf-8")
+        return True
+    if name != WEIGHTS:
+        return False
+    from unidec.data.tensor_file import open_tensors, write_tensors
 
-        with open_tensors(source / name) as file:
-            if not set(CLASSIFIER).isdisjoint(file.names):
-                kept = {tensor: file.read(tensor) for tensor in file.names if tensor not in CLASSIFIER}
-                write_tensors(target / name, kept)
-                return True
-    if name == CONFIG and num_labels is not None:
-        config = _json(source / name)
-        if config.get("num_labels") != num_labels:
-            text = json.dumps(config | {"num_labels": num_labels}, indent=2, sort_keys=True) + "\n"
-            (target / name).write_text(text, encoding="utf-8")
-            return True
-    return False
+    with open_tensors(source / name) as file:
+        kept = [tensor for tensor in file.names if tensor not in CLASSIFIER]
+        if len(kept) == len(file.names):
+            return False
+        write_tensors(target / name, {tensor: file.read(tensor) for tensor in kept})
+        return True
 
 
 def _json(path: Path) -> dict[str, Any]:

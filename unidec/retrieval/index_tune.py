@@ -5,8 +5,9 @@ Legend: L labels, N queries, K results, D' width of the searched space.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +22,7 @@ GRAPH_LABELS = 200_000
 """With more labels than this graphs are measured only where they are asked for: they take hours to build."""
 LIST_LABELS = 5_000
 """With fewer labels than this lists are not measured."""
-RESCORED = (1, 2, 4, 8, 16, 32)
 CODE_DIMS: dict[Kind, tuple[int, ...]] = {"pq": (8, 4, 2), "ivf-pq": (4, 2)}
-_ROWS_AT_ONCE = 1 << 16
 _WARM_UP = 20
 
 Floats = npt.NDArray[np.float32]
@@ -60,7 +59,7 @@ def default_kinds(num_labels: int) -> tuple[Kind, ...]:
 def tune(
     vectors: LabelRows, queries_ND: Floats, k: int, wanted: float, kinds: Iterable[Kind], threads: int = 1
 ) -> tuple[list[Measured], LabelIndex | None]:
-    """Measure each kind; a line of settings ends at the first that finds enough, or is slower than one that does.
+    """Measure each kind with each of its settings.
 
     Args:
         vectors: of the labels.
@@ -74,43 +73,39 @@ def tune(
     """
     exact_NK = exact_labels(vectors, queries_ND, min(k, vectors.shape[0]))
     measured: list[Measured] = []
-    best: tuple[float, LabelIndex] | None = None
+    fastest, best = float("inf"), None
     builds = [(kind, {"code_dims": dims} if dims else {}) for kind in kinds for dims in CODE_DIMS.get(kind, (0,))]
-    with progress(total=len(builds), desc="index tune", unit="build") as bar:
-        for kind, build in builds:
-            start = time.perf_counter()
-            index = LabelIndex.build(vectors, kind, threads, False, **build)
-            seconds = time.perf_counter() - start
-            num_bytes = int(faiss_module().serialize_index(index.stored).nbytes)
-            index.threads = threads
-            for line in search_settings(index, k):
-                for settings in line:
-                    candidate = index.with_options(**settings)
-                    share, times = _measure(candidate, queries_ND, exact_NK)
-                    p50, p99 = (float(x) for x in np.percentile(times, [50, 99]))
-                    measured.append(Measured(kind, build | settings, share, p50, p99, num_bytes, seconds))
-                    if best is not None and p50 >= best[0]:
-                        break
-                    if share >= wanted:
-                        best = (p50, candidate)
-                        break
-            bar.update()
-            bar.note(f"{kind} {build or ''}")
-    return measured, None if best is None else best[1]
+    for kind, build in progress(builds, desc="index tune", unit="build"):
+        start = time.perf_counter()
+        index = LabelIndex.build(vectors, kind, threads, **build)
+        seconds, num_bytes = time.perf_counter() - start, int(faiss_module().serialize_index(index.stored).nbytes)
+        index.threads = threads
+        for settings in search_settings(index, k):
+            candidate, times, found = index.with_options(**settings), [], []
+            for query_D in itertools.chain(queries_ND[:_WARM_UP], queries_ND):
+                start = time.perf_counter()
+                found.append(candidate.search(query_D[None], exact_NK.shape[1])[1])
+                times.append(1000 * (time.perf_counter() - start))
+            p50, p99 = (float(x) for x in np.percentile(times[-len(queries_ND) :], [50, 99]))
+            share = recall(np.concatenate(found[-len(queries_ND) :]), exact_NK)
+            measured.append(Measured(kind, build | settings, share, p50, p99, num_bytes, seconds))
+            if share >= wanted and p50 < fastest:
+                fastest, best = p50, candidate
+    return measured, best
 
 
-def search_settings(index: LabelIndex, k: int) -> list[list[dict[str, int]]]:
-    """Lines of search settings, each from quick to thorough: faiss's ranges (`ParameterSpace`) for probes and efSearch,
-    and how many candidates are scored exactly."""
+def search_settings(index: LabelIndex, k: int) -> list[dict[str, int]]:
+    """Settings from quick to thorough: faiss's ranges (`ParameterSpace`) for probes and efSearch, and how many
+    candidates are scored exactly."""
     if index.kind == "flat":
-        return [[{}]]
+        return [{}]
     if index.kind == "pq":
-        return [[{"rescore": factor} for factor in RESCORED]]
+        return [{"rescore": factor} for factor in (1, 2, 4, 8, 16, 32)]
     if index.kind == "hnsw":
-        return [[{"search": 1 << i} for i in range(2, 10) if 1 << i >= k] or [{"search": k}]]
+        return [{"search": 1 << i} for i in range(2, 10) if 1 << i >= k] or [{"search": k}]
     least, lists = max(1, index.stored.nlist // 64), index.stored.nlist
     probes = [1 << i for i in range(13) if least <= 1 << i < lists] or [least]
-    return [[{"probes": number, "rescore": factor} for number in probes] for factor in RESCORED[:4]]
+    return [{"probes": number, "rescore": factor} for factor in (1, 2, 4, 8) for number in probes]
 
 
 def exact_labels(vectors: LabelRows, queries_ND: Floats, k: int) -> Labels:
@@ -118,28 +113,6 @@ def exact_labels(vectors: LabelRows, queries_ND: Floats, k: int) -> Labels:
     metric = faiss_module().METRIC_INNER_PRODUCT
     from faiss.contrib.exhaustive_search import knn_ground_truth
 
-    some = (vectors.take(rows) for rows in blocks(np.arange(vectors.shape[0]), _ROWS_AT_ONCE))
+    some = (vectors.take(rows) for rows in blocks(np.arange(vectors.shape[0])))
     found: Labels = knn_ground_truth(queries_ND, some, k, metric, ngpu=0)[1]
     return found
-
-
-def like_queries(vectors: LabelRows, num: int, seed: int = 0) -> Floats:
-    """Stand-ins where there are no queries: a label's vector and half of another's, float32 [num, D'].
-
-    Real queries are further from their labels: how an index does on these is a hint, no measurement.
-    """
-    rng = np.random.default_rng(seed)
-    one, other = (vectors.take(rng.integers(0, vectors.shape[0], num)) for _ in range(2))
-    return np.ascontiguousarray(one + np.float32(0.5) * other)
-
-
-def _measure(index: LabelIndex, queries_ND: Floats, exact_NK: Labels) -> tuple[float, Sequence[float]]:
-    """(recall, milliseconds of each query)."""
-    k, times, found = exact_NK.shape[1], [], []
-    for query_D in queries_ND[:_WARM_UP]:
-        index.search(query_D[None], k)
-    for query_D in queries_ND:
-        start = time.perf_counter()
-        found.append(index.search(query_D[None], k)[1])
-        times.append(1000 * (time.perf_counter() - start))
-    return recall(np.concatenate(found), exact_NK), times

@@ -173,20 +173,17 @@ def _check_edit(bundle: Bundle, add: Sequence[LabelText], remove: Sequence[str],
     problems: list[str] = []
     seen: dict[str, str] = {}
     for kind, item in items + [("update", one) for one in update]:
-        known, wrong = item.uid in bundle.row_of, ""
-        if item.uid in seen:
-            other = f"{seen[item.uid]} and {kind}" if seen[item.uid] != kind else f"{kind} twice"
-            wrong = f"{item.uid!r}: {other}; each label once"
-        elif not item.uid.strip():
-            wrong = "a label without a uid"
-        elif kind == "add" and known:
-            wrong = f"{item.uid!r} is in the bundle already: `unidec labels update` changes it"
-        elif kind != "add" and not known:
-            wrong = f"no label {item.uid!r}"
-        elif kind != "remove" and not item.text.strip():
-            wrong = f"{item.uid!r} has no text to be found by"
+        known = item.uid in bundle.row_of
+        checks = {
+            f"{item.uid!r}: {seen.get(item.uid)} and {kind}; each label once": item.uid in seen,
+            "a label without a uid": not item.uid.strip(),
+            f"{item.uid!r} is in the bundle already: `unidec labels update` changes it": kind == "add" and known,
+            f"no label {item.uid!r}": kind != "add" and not known,
+            f"{item.uid!r} has no text to be found by": kind != "remove" and not item.text.strip(),
+        }
         seen.setdefault(item.uid, kind)
-        if wrong:
+        wrong = next((what for what, holds in checks.items() if holds), None)
+        if wrong is not None:
             problems.append(f"{item.where}: {wrong}" if item.where else wrong)
     if problems:
         raise DataError(

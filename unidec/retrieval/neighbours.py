@@ -48,18 +48,15 @@ QUERY_SCHEMA = pa.schema(
 _FIX = "write the bundle again: unidec index build"
 
 
-def _square(cosine_BN: Floats) -> Floats:
-    """Square of the cosine, 0 where it is negative; float32 [B, N]."""
-    return np.square(np.maximum(cosine_BN, np.float32(0)))
-
-
 def _softmax(cosine_BN: Floats) -> Floats:
     """exp of the cosine over `TEMPERATURE`, the nearest's vote being 1, 0 where it is not positive; float32 [B, N]."""
     nearest_B1 = cosine_BN.max(axis=1, keepdims=True, initial=-1.0)
     return np.where(cosine_BN > 0, np.exp((cosine_BN - nearest_B1) / np.float32(TEMPERATURE)), np.float32(0))
 
 
-VOTES: dict[Vote, Callable[[Floats], Floats]] = {"square": _square, "softmax": _softmax}
+VOTES: dict[Vote, Callable[[Floats], Floats]] = {
+    "square": lambda cosine_BN: np.square(np.maximum(cosine_BN, np.float32(0))), "softmax": _softmax,
+}  # fmt: skip
 
 
 class Neighbours:
@@ -78,14 +75,9 @@ class Neighbours:
     """
 
     def __init__(
-        self,
-        vectors_MD: npt.NDArray[Any] | csr_matrix,
-        labels_ML: csr_matrix,
-        uids: Any,
-        titles: Any,
-        vote: Vote = "softmax",
-        words: WordSpace | None = None,
-    ) -> None:
+        self, vectors_MD: npt.NDArray[Any] | csr_matrix, labels_ML: csr_matrix, uids: Any, titles: Any,
+        vote: Vote = "softmax", words: WordSpace | None = None,
+    ) -> None:  # fmt: skip
         if vote not in VOTES:
             raise ValueError(f"unknown vote {vote!r}, expected one of {', '.join(VOTES)}")
         self.uids, self.titles = (text_array(texts, pa.large_string()) for texts in (uids, titles))
@@ -108,10 +100,8 @@ class Neighbours:
         self.labels_ML = csr_matrix(labels_ML > 0, dtype=np.float32)
         self.labels_ML.sum_duplicates()
         self.labels_ML.data[:] = 1.0  # each label of a row once
-        if words is None:
-            self._index = LabelIndex.build(self.vectors_MD.astype(np.float32))
-        else:
-            self._by_word = csr_matrix(self.vectors_MD.T)
+        self._index = LabelIndex.build(self.vectors_MD.astype(np.float32)) if words is None else None
+        self._by_word: Any = None if words is None else csr_matrix(self.vectors_MD.T)
 
     @property
     def num_queries(self) -> int:
@@ -134,14 +124,12 @@ class Neighbours:
             cosines float32 [B, N] (those of the float16 vectors), rows int64 [B, N].
         """
         num = min(num, self.num_queries)
-        if self.words is None:
+        if self._index is not None:
             return self._index.search(unit_rows(query_BD), num)
-        cosine_BN = np.empty((query_BD.shape[0], num), dtype=np.float32)
-        row_BN = np.empty((query_BD.shape[0], num), dtype=np.int64)
-        block = max(1, _BLOCK_SCORES // self.num_queries)
-        for begin in range(0, len(row_BN), block):
-            some = slice(begin, begin + block)
-            cosine_BN[some], row_BN[some] = _largest((query_BD[some] @ self._by_word).toarray(), num)
+        step = max(1, _BLOCK_SCORES // self.num_queries)
+        starts = range(0, max(1, query_BD.shape[0]), step)
+        found = [_largest((query_BD[start : start + step] @ self._by_word).toarray(), num) for start in starts]
+        cosine_BN, row_BN = (np.concatenate(parts) for parts in zip(*found, strict=True))
         return cosine_BN, row_BN
 
     def votes(self, query_BD: Floats | csr_matrix, num: int) -> csr_matrix:
@@ -180,14 +168,9 @@ class Neighbours:
 
 
 def read_neighbours(
-    folder: Path,
-    num_queries: int,
-    num_pairs: int,
-    num_labels: int,
-    dim: int,
-    vote: Vote,
+    folder: Path, num_queries: int, num_pairs: int, num_labels: int, dim: int, vote: Vote,
     tokenizer_folder: Path | None = None,
-) -> Neighbours:
+) -> Neighbours:  # fmt: skip
     """What `Neighbours.write` wrote below a bundle's folder, everything checked against these numbers.
 
     Args:
@@ -197,9 +180,8 @@ def read_neighbours(
     Raises:
         ArtifactError: missing, of another type or size, not finite, or labels that do not exist.
     """
-    place = folder / "neighbours"
+    place, words = folder / "neighbours", None
     labels_ML = _read_csr(place, "indptr.npy", "labels.npy", (num_queries, num_labels), num_pairs)
-    words = None
     if tokenizer_folder is None:
         vectors: Any = _read(place / "vectors.npy", np.float16, (num_queries, dim))
     else:
@@ -216,23 +198,19 @@ def read_neighbours(
 
 
 def _read_csr(
-    place: Path,
-    name: str,
-    columns: str,
-    shape: tuple[int, int],
-    num_pairs: int,
-    values: npt.NDArray[Any] | None = None,
+    place: Path, name: str, columns: str, shape: tuple[int, int], num_pairs: int, values: npt.NDArray[Any] | None = None
 ) -> csr_matrix:
     """A matrix of two files, `name` with where rows begin and `columns`; float32, 1 everywhere without values."""
-    indptr = _read(place / name, np.int64, (shape[0] + 1,))
-    indices = _read(place / columns, np.int32, (num_pairs,))
-    if indptr[0] != 0 or indptr[-1] != num_pairs or (np.diff(indptr) < 0).any():
+    indptr, indices = _read(place / name, np.int64, (shape[0] + 1,)), _read(place / columns, np.int32, (num_pairs,))
+    if indptr[-1] != num_pairs:
         raise ArtifactError(f"rows that do not fit {columns}", where=str(place / name), fix=_FIX)
-    if num_pairs and not (int(indices.min()) >= 0 and int(indices.max()) < shape[1]):
-        what = f"{columns.removesuffix('.npy')} that do not exist"
-        raise ArtifactError(what, where=str(place / columns), expected=f"0 to {shape[1] - 1}", fix=_FIX)
     data = np.ones(num_pairs, dtype=np.float32) if values is None else values.astype(np.float32)
-    return csr_matrix((data, indices, indptr), shape=shape)
+    try:
+        matrix = csr_matrix((data, indices, indptr), shape=shape)
+        matrix.check_format(full_check=True)
+    except ValueError as error:
+        raise ArtifactError(f"damaged {columns} or {name}", where=str(place / columns), got=error, fix=_FIX) from error
+    return matrix
 
 
 def _read(where: Path, dtype: Any, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
@@ -290,12 +268,9 @@ class Candidates:
 
     @classmethod
     def of(
-        cls,
-        found_BK: Labels,
-        votes_BL: csr_matrix,
-        heads: Callable[[Labels, Labels], Floats],
+        cls, found_BK: Labels, votes_BL: csr_matrix, heads: Callable[[Labels, Labels], Floats],
         excluded: Labels | None = None,
-    ) -> Candidates:
+    ) -> Candidates:  # fmt: skip
         """The heads' k best labels, and all that got a vote, without excluded pairs: the k best of the sum are among
         them, whatever the votes' weight (>= 0).
 

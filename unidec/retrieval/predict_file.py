@@ -13,7 +13,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, get_args
@@ -24,7 +24,7 @@ import pyarrow as pa
 from unidec.data.shards import Work, alone, cuts, shards_folder
 from unidec.data.storage import file_sha256, folder_sha256, load_array, read_manifest, write_file, write_folder
 from unidec.errors import ArtifactError, DataError
-from unidec.progress import Progress, progress
+from unidec.progress import progress
 from unidec.retrieval.bundle import PREDICTION_SCHEMA, Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION
 from unidec.retrieval.query_encoder import Runtime, open_encoder
@@ -76,8 +76,7 @@ def predict_file(bundle: Bundle, request: FileRequest, shards: int | None = None
         number of queries.
 
     Raises:
-        DataError: an unknown ending, no such column, a row that is not text, or a file that cannot be read; the output
-            is not touched.
+        DataError: as `begin_predictions`; the output is not touched.
         ArtifactError: another process writes this output, or it cannot be written.
     """
     with alone(shards_folder(request.output)):
@@ -85,8 +84,7 @@ def predict_file(bundle: Bundle, request: FileRequest, shards: int | None = None
         if request.runtime != "torch":
             bundle.encoder = open_encoder(bundle, request.runtime)
         missing = work.missing()
-        bar: Progress[None] = progress(total=sum(map(work.size, missing)), desc="predict", unit="query")
-        with bar:
+        with progress(total=sum(map(work.size, missing)), desc="predict", unit="query") as bar:
             for number in missing:
                 write_shard(work, number, bundle, bar.update)
         merge(work)
@@ -117,13 +115,11 @@ def begin_predictions(request: FileRequest, shards: int | None = None) -> Work:
     if target.suffix.lower() == VECTORS and not num_rows:
         raise DataError("a file without queries", where=str(source))
     count = max(1, -(-num_rows // QUERIES_A_SHARD)) if shards is None else shards
-    facts = {
-        "texts": file_sha256(folder / TEXTS), "bundle": sha256, "k": request.k, "runtime": request.runtime,
-        "batch_size": request.batch_size, "vectors": target.suffix.lower() == VECTORS,
-    }  # fmt: skip
-    absolute = replace(request, bundle=str(bundle), input=str(source), output=str(target))
-    settings = asdict(absolute) | {"bundle_sha256": sha256}
-    return Work.begin(folder, facts, settings, cuts(num_rows, count, request.batch_size))
+    settings = asdict(request) | {"bundle": str(bundle), "input": str(source), "output": str(target)}
+    facts = {name: settings[name] for name in ("k", "runtime", "batch_size")}
+    facts |= {"texts": file_sha256(folder / TEXTS), "bundle": sha256, "vectors": target.suffix.lower() == VECTORS}
+    bounds = cuts(num_rows, count, request.batch_size)
+    return Work.begin(folder, facts, settings | {"bundle_sha256": sha256}, bounds)
 
 
 def _copy_texts(source: Path, column: str | None, target: Path, batch_size: int) -> int:
@@ -142,7 +138,6 @@ def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> 
     """Write one shard of a plan, unless it is there; in any process that sees the folder.
 
     Args:
-        number: from 0.
         threads: cores that this process may use; 0: as it is.
 
     Raises:

@@ -26,7 +26,6 @@ from unidec.model.words import with_words
 from unidec.retrieval.words import WordSpace
 
 Runtime = Literal["auto", "torch", "onnx", "onnx-int8"]
-AUTO: Runtime = "onnx-int8"
 CHUNK_TEXTS = 8  # texts that go through a transformer together: measured: benchmarks/results/query-path.md
 Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int64]
@@ -57,9 +56,8 @@ class Encoded:
 
     def take(self, rows: npt.NDArray[np.int64]) -> Encoded:
         """Some of the texts."""
-        parts = (self.de_BD, self.clf_BD, self.words_BF, self.num_tokens_B, self.unknown_B)
-        taken: list[Any] = [None if part is None else part[rows] for part in parts]
-        return Encoded(*taken)
+        taken: dict[str, Any] = {name: None if part is None else part[rows] for name, part in vars(self).items()}
+        return Encoded(**taken)
 
 
 class ModelEncoder:
@@ -84,19 +82,10 @@ def usable_cores() -> int:
 
 
 class FastEncoder:
-    """A model's queries without torch.
-
-    Args:
-        about: the model, in its bundle.
-        words: of the bundle's training queries, where they are compared by words.
-        int8: the transformer's linear layers in 8 bits.
-        threads: of one call.
+    """A model's queries without torch; arguments and errors are those of `open_encoder`.
 
     Attributes:
         name: "onnx", "onnx-int8", or "bag" where there is no transformer.
-
-    Raises:
-        ConfigError, ArtifactError: see `open_encoder`.
     """
 
     def __init__(self, about: ModelConfig, words: WordSpace | None, *, int8: bool = False, threads: int = 1) -> None:
@@ -136,8 +125,12 @@ class FastEncoder:
     def _heads_of(self, tokens: Tokens) -> dict[str, Floats]:
         x_BW = np.concatenate([part(tokens) for part in self._parts], axis=1)
         if self._residual:
+            from scipy.special import erf
+
             (first_WW, first_W), (last_WW, last_W) = self._residual
-            x_BW = x_BW + _gelu(x_BW @ first_WW + first_W) @ last_WW + last_W
+            y_BW = x_BW @ first_WW + first_W
+            gelu_BW = (y_BW * 0.5 * (1 + erf(y_BW / np.sqrt(2)))).astype(np.float32)
+            x_BW = x_BW + gelu_BW @ last_WW + last_W
         found = {name: x_BW @ weight_WD + bias_D for name, (weight_WD, bias_D) in self._heads.items()}
         if "de" in found:
             found["de"] = _normalised(np.tanh(found["de"]))
@@ -154,7 +147,7 @@ def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> Qu
     Args:
         bundle: a `Bundle`.
         runtime: "torch": the model itself; "onnx": onnxruntime for its transformer, numpy for the rest; "onnx-int8":
-            the transformer's linear layers in 8 bits; "auto": `AUTO` on a CPU, torch on a GPU or without a graph or
+            the transformer's linear layers in 8 bits; "auto": that on a CPU, torch on a GPU or without a graph or
             onnxruntime. A bag of tokens without a transformer is encoded in numpy by all but "torch".
         threads: of one call; 0: as many as this process has cores.
 
@@ -162,13 +155,11 @@ def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> Qu
         ConfigError: "onnx" or "onnx-int8" without a graph in the bundle, or onnxruntime is not installed.
         ArtifactError: weights are damaged, or do not match the model's configuration or tokenizer.
     """
-    threads = threads or usable_cores()
-    if runtime != "torch" and (runtime != "auto" or str(getattr(bundle.about, "device", "cpu")) == "cpu"):
-        about = bundle.about
-        int8 = (AUTO if runtime == "auto" else runtime) == "onnx-int8"
+    threads, about = threads or usable_cores(), bundle.about
+    if runtime != "torch" and (runtime != "auto" or str(getattr(about, "device", "cpu")) == "cpu"):
         try:
             config = about if isinstance(about, ModelConfig) else ModelConfig.read(bundle.path / "model")
-            return FastEncoder(config, bundle.words, int8=int8, threads=threads)
+            return FastEncoder(config, bundle.words, int8=runtime != "onnx", threads=threads)
         except UnidecError as error:
             if runtime != "auto" or isinstance(error, ArtifactError):
                 raise
@@ -255,12 +246,6 @@ def _normalised(x: Floats) -> Floats:
     """The last dimension at unit length, as torch.nn.functional.normalize."""
     length = np.sqrt(np.einsum("...d,...d->...", x, x))[..., None]
     return x / np.maximum(length, np.float32(1e-12))
-
-
-def _gelu(x: Floats) -> Floats:
-    from scipy.special import erf
-
-    return (x * 0.5 * (1 + erf(x / np.sqrt(2)))).astype(np.float32)
 
 
 def _encoded(

@@ -49,22 +49,16 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
         ConfigError: onnx is missing, an encoder that a graph cannot express, a folder that is something else.
     """
     if importlib.util.find_spec("onnx") is None:
-        fix = "pip install 'unidec-xmc[serve]'"
-        raise ConfigError("onnx is not installed", where="unidec export onnx", fix=fix)
+        raise ConfigError("onnx is not installed", where="export onnx", fix="pip install 'unidec-xmc[serve]'")
     score, model = scored_by(bundle.info, head), bundle.model
     refuse_foreign(Path(folder))
-    bag = model.encoder.bag
-    if bag is not None and bag.num_words:  # its rows are found by 64-bit hashes, for which ONNX has no operators
-        raise ConfigError(
-            "a bag of whole words cannot be written as a graph", where="encoder.bag_words", got=bag.num_words,
-            expected=0,
-        )  # fmt: skip
+    num_words = 0 if model.encoder.bag is None else model.encoder.bag.num_words
+    if num_words:  # their rows are found by 64-bit hashes, for which ONNX has no operators
+        what = "a bag of whole words cannot be written as a graph"
+        raise ConfigError(what, where="encoder.bag_words", got=num_words, expected=0)
     size = sum(4 * parameter.numel() for parameter in model.encoder.parameters())
     if size > MAX_BYTES:
-        fix = "unidec export sentence-transformers has no such bound"
-        raise ConfigError(
-            "one ONNX file cannot hold this", where=str(bundle.path), got=size, expected=MAX_BYTES, fix=fix
-        )
+        raise ConfigError("one ONNX file cannot hold this", where=str(bundle.path), got=size, expected=MAX_BYTES)
     graph = QueryGraph(model, score)
     meta = {"bundle_sha256": bundle.sha256, "outputs": graph.outputs, **facts(score)}
     with write_folder(folder, KIND, VERSION, meta, num_bytes=size) as out:
@@ -79,10 +73,8 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
         tokenizer.save(str(out.path / "tokenizer.json"))
         write_json(out.path / "config.json", meta | {"max_length": model.max_length, "opset": OPSET})
         write_readme(out.path, bundle, score, graph.outputs, OPSET)
-    return {
-        "head": score.space, "width": score.width, "outputs": graph.outputs, "opset": OPSET, "bytes": size,
-        "output": str(folder),
-    }  # fmt: skip
+    told = {"head": score.space, "width": score.width, "outputs": graph.outputs, "opset": OPSET}
+    return told | {"bytes": size, "output": str(folder)}
 
 
 class QueryGraph(nn.Module):

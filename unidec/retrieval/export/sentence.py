@@ -6,7 +6,6 @@ by them exactly. A bag of tokens, a residual layer, or both heads side by side a
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import tempfile
@@ -58,10 +57,10 @@ def export_sentence_transformers(
             fix="--head de or clf exports one head" if plain else "unidec export onnx",
         )  # fmt: skip
     refuse_foreign(Path(folder))
-    if importlib.util.find_spec("sentence_transformers") is None:
-        where, fix = "unidec export sentence-transformers", "pip install 'unidec-xmc[bench]'"
-        raise ConfigError("sentence-transformers is not installed", where=where, fix=fix)
-    from sentence_transformers import SentenceTransformer
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ConfigError(f"no sentence-transformers: {error}", fix="pip install 'unidec-xmc[bench]'") from error
 
     modules = _modules(model, score)
     with write_folder(folder, KIND, VERSION, {"bundle_sha256": bundle.sha256, **facts(score)}) as out:
