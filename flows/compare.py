@@ -1,25 +1,31 @@
-"""The flow `unidec-compare`: every system of a comparison file on the same data and seeds, then the report.
+"""Compare every system of a comparison file on the same data and seeds, and report (docs/comparing.md).
 
 `unidec compare FILE` starts `python -m flows.compare FILE`. Each data set and each (data set, system, seed) is a task
 that runs in a process of its own and writes its result into a folder named by the hash of its inputs: what is there is
 not run again, and a training that was stopped resumes from its checkpoint. A failure stops only what needs it.
+
+examples:
+  unidec compare comparison/small.yaml
+  unidec compare comparison/small.yaml --list
+  unidec compare comparison/full.yaml --only "lf-debian titles/unidec/0" --jobs 2
 """
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":
+    from flows.command import main
+
+    raise SystemExit(main("compare"))
+
 import json
 import os
-import sys
 import threading
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from flows import server
-
-if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
-    server.start()  # takes seconds, as do the imports that follow
+import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
 
 # isort: split
 from prefect import flow, task
@@ -32,13 +38,10 @@ from unidec.comparison import results
 from unidec.comparison.cell import run_step
 from unidec.comparison.plan import load_comparison, select
 from unidec.comparison.workspace import Step, Workspace
-from unidec.config import parse_overrides
 from unidec.errors import UnidecError
 from unidec.progress import progress
 from unidec.tracking.run import RUN_TAGS
 from unidec.tracking.store import tracking_uri
-
-STOPPED = "stopped: run the same command again, it resumes from here"
 
 
 class CellsFailed(UnidecError):
@@ -60,18 +63,18 @@ def compare(
     overrides: dict[str, Any] | None = None,
     jobs: int = 1,
     folder: str | None = None,
-    accept_code: bool = False,
+    accept: Literal["code"] | None = None,
     metrics: str | None = None,
 ) -> dict[str, Any]:
     """Runs what is not done yet, and writes report.html and summary.json.
 
     Args:
         file: the comparison file.
-        only: "cell", "data/cell" or "data/cell/seed", with wildcards; empty: all.
-        overrides: {"optim.epochs": 3}: parameters of all cells, over what the file sets.
-        jobs: processes at a time; times are a fair measure with 1.
+        only: cell, data/cell or data/cell/seed, with wildcards; may be repeated; empty: all.
+        overrides: a parameter of all cells, over what the file sets; may be repeated.
+        jobs: runs at a time: their times are no fair measure unless it is 1.
         folder: of the workspace, instead of runs/compare/<name>.
-        accept_code: results by other versions of the code are taken as done.
+        accept: code: results by other versions of the code are taken as done.
         metrics: a JSON file for the figures of the last run that was asked for.
 
     Returns:
@@ -84,8 +87,8 @@ def compare(
         comparison = load_comparison(file, overrides)
         workspace = Workspace.of(comparison, Path(folder) if folder else None)
         chosen = select(comparison, only)
-        steps = workspace.steps(chosen, accept_code)
-        outcomes = run_steps(steps, jobs, accept_code, {"comparison": comparison.file.name})
+        steps = workspace.steps(chosen, accept == "code")
+        outcomes = run_steps(steps, jobs, accept == "code", {"comparison": comparison.file.name})
         page = results.write_report(workspace)
         print("\n".join("\t".join(row) for row in results.table(workspace)), flush=True)
         if metrics is not None and not outcomes[steps[-1].name]:
@@ -108,6 +111,7 @@ def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[st
     Raises:
         KeyboardInterrupt, TerminationSignal: after the children have ended, with their checkpoints written.
     """
+    jobs = max(1, jobs)
     todo = [step for step in steps if not step.is_done(accept_code)]
     needed = {need for step in todo for need in step.needs}
     todo = [step for step in todo if step.spec["kind"] != "data" or step.name in needed]
@@ -141,23 +145,27 @@ def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[st
     return outcomes
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m flows.compare`; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m flows.compare", description="Compare systems on the same data.")
-    parser.add_argument("file", metavar="FILE", help="comparison file (docs/comparing.md)")
-    parser.add_argument("--only", action="append", default=[], metavar="CELL", help="cell, data/cell, data/cell/seed")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a parameter of all cells")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time: their times are then no measure")
-    parser.add_argument("--folder", help="of the workspace, instead of runs/compare/<name>")
-    parser.add_argument("--accept", choices=["code"], help="results by other versions of the code are taken as done")
-    parser.add_argument("--metrics", metavar="FILE", help="write the figures of the last run asked for as JSON")
-    options = vars(parser.parse_args(arguments))
-    options["overrides"] = parse_overrides(options.pop("set")) or None
-    options["accept_code"] = options.pop("accept") is not None
-    return lifecycle.on_command_line(lambda: compare(**options), STOPPED, lambda done: f"report: {done['report']}")
+def add_options(parser: ArgumentParser) -> None:
+    """What is done without a run."""
+    parser.add_argument("--list", action="store_true", help="list the runs and whether they are done; run nothing")
+    parser.add_argument("--report-only", action="store_true", help="write the report of what there is")
 
 
-if __name__ == "__main__":
-    from flows.compare import main as _main  # one module, also where it is imported by its name
+def prepare(options: dict[str, Any]) -> None:
+    """Ends the program where nothing is to be run."""
+    listed, reported = options.pop("list"), options.pop("report_only")
+    if not (listed or reported):
+        return
+    comparison = load_comparison(options["file"], options["overrides"])
+    workspace = Workspace.of(comparison, Path(options["folder"]) if options["folder"] else None)
+    if listed:
+        rows = results.listing(select(comparison, options["only"]), workspace, options["accept"] == "code")
+        print("\n".join("\t".join(row) for row in [["run", "what", "state"], *rows]))
+    else:
+        print(f"report: {results.write_report(workspace)}")
+    raise SystemExit(0)
 
-    sys.exit(_main())
+
+def in_words(done: dict[str, Any]) -> str:
+    """Where the page is."""
+    return f"report: {done['report']}"

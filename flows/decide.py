@@ -1,16 +1,21 @@
-"""From a registered version to a champion, or to the reasons why not; and the notifications about it."""
+"""From a registered version to a champion, or to the reasons why not; what is shared of it, and what is printed."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from flows import artifacts, lifecycle, publish, reproduce, source, steps
-from flows.summary import outcome, program
+from flows import lifecycle, publish, reproduce
 from unidec import pipeline
 from unidec.config import Params
-from unidec.errors import Refused, UnidecError
+from unidec.errors import Refused
+from unidec.metric_names import BASELINES
 
+METRICS = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
 log = logging.getLogger("unidec.flows")
 
 
@@ -30,8 +35,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     version = str(version)
     if not always and not pipeline.needs_gate(params, version):
         return {}
-    verdict = steps.run(f"gate of version {version}", pipeline.gate, params, version, retry=True)
-    artifacts.show_gate(verdict)
+    verdict = lifecycle.run(f"gate of version {version}", pipeline.gate, params, version, retry=True)
     done: dict[str, Any] = {"gate": verdict}
     failed = {reason["check"]: reason["words"] for reason in verdict["reasons"] if not reason["passed"]}
     if not verdict["passed"]:
@@ -39,11 +43,10 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     elif not verdict.get("already") and (params.retrain.promote if promote is None else promote):
         try:
             name = f"promote version {version}"
-            done["promoted"] = steps.run(name, pipeline.promote, params, version, retry=True, reason="retraining")
+            done["promoted"] = lifecycle.run(name, pipeline.promote, params, version, retry=True, reason="retraining")
         except Refused as error:
             done["refused"] = str(error)
-    model = params.tracking.model_name
-    lifecycle.say(outcome({"version": version, "model": model, **done}))
+    lifecycle.say(outcome({"version": version, "model": params.tracking.model_name, **done}))
     if "promoted" in done:
         figures = verdict.get("metrics", {}).get("challenger", {})
         payload = {"version": version, "previous": done["promoted"].get("previous"), "metrics": figures}
@@ -54,34 +57,86 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
         publish.tell(params, "refused", f"version {version} is refused", payload, [done["refused"]])
         if verdict.get("champion") is None:
             # a bundle that is damaged or cannot answer is trained again; a limit can be overruled
-            command = f"{program()} models promote {version}{' --force' if failed else ''}"
+            command = f"{_program()} models promote {version}{' --force' if failed else ''}"
             if failed.keys() & {"hash", "loads", "answers"}:
                 command = "make train ARGS=--force"
             done["no_champion"] = {"version": version, "reason": done["refused"], "command": command}
     return done
 
 
-def share(params: Params, version: Any, done: dict[str, Any]) -> dict[str, Any]:
-    """`dvc push`, and the commit in git, as section `retrain` asks; a failure is logged, and stops nothing."""
+def share(params: Params, done: dict[str, Any]) -> dict[str, Any]:
+    """The run's page, `dvc push`, and the commit in git, as section `retrain` asks; a failure is a warning."""
     shared: dict[str, Any] = {}
-    verdict = "champion" if "promoted" in done else "refused" if "refused" in done else "registered"
-    extra = [str(source.dvc_file(params.source))] if params.source.kind == "dvc" else []
+    publish.show_result(done)
     if params.retrain.push:
-        try:
-            shared["push"] = steps.run("dvc push", _push, params, retry=True)
-        except (reproduce.CommandError, UnidecError) as error:
-            shared["push"] = f"failed: {error}"
+        with publish.harmless("dvc push failed"):
+            secrets = reproduce.secret_values(params.source.secrets)
+            lifecycle.run("dvc push", reproduce.dvc, ["push"], log.info, secrets, retry=True)
+            shared["push"] = "done"
     if params.retrain.commit != "none":
-        try:
-            shared |= steps.run("commit", publish.commit, params, version, verdict, extra)
-        except UnidecError as error:
-            shared["commit"] = f"failed: {error}"
-    for what, words in shared.items():
-        lifecycle.say(f"{what}: {words}")
+        with publish.harmless("nothing was committed"):
+            verdict = "champion" if "promoted" in done else "refused" if "refused" in done else "registered"
+            extra = [str(reproduce.dvc_file(params.source))] if params.source.kind == "dvc" else []
+            shared |= lifecycle.run("commit", publish.commit, params, done["version"], verdict, extra)
     return {"shared": shared} if shared else {}
 
 
-def _push(params: Params) -> str:
-    """`dvc push`; returns DVC's last words."""
-    output = reproduce.dvc(["push"], log.info, source.secret_values(params.source.secrets))
-    return (output.strip().splitlines() or ["done"])[-1]
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def outcome(done: Mapping[str, Any]) -> str:
+    """What became of the model, in one line."""
+    if done.get("version") is None:
+        return "not registered: a trial, or some of the steps alone"
+    version, gate = f"version {done['version']} of {done['model']}", done.get("gate", {})
+    if "promoted" in done:
+        previous = done["promoted"].get("previous")
+        before = f"; `unidec models rollback` returns to version {previous}" if previous else ""
+        return f"{version} is the champion{before}"
+    if "refused" in done:
+        return f"{version} is not promoted, see outputs/gate.html: {' '.join(done['refused'].split())}"
+    if gate.get("passed") and not gate.get("already"):
+        return f"{version} passed the gate and is not promoted: `unidec models promote` promotes it"
+    if "skipped" in done:
+        return f"nothing to train: {done['skipped']}; it is {version}"
+    return f"{version} is {'the champion already' if gate.get('already') else 'registered'}"
+
+
+def summary(done: Mapping[str, Any]) -> str:
+    """About ten lines of what a training came to: figures beside the champion's and baselines', commands to try."""
+    if "metrics" not in done and "version" not in done:
+        return f"done: {', '.join(done['steps'])}"
+    report = Path(done.get("report", "outputs/report.html"))
+    lines = [*_table(done), *(f"warning: {words}" for words in done.get("warnings", ()))]
+    lines += [outcome(done), f"report: {_shown(report)}"]
+    lines += [f"MLflow run: {done['run_url']}"] if done.get("run_url") else []
+    bundle, trial = _shown(report.with_name("bundle")), done.get("version") is None
+    served = bundle if trial or "no_champion" in done else f"models:/{done['model']}@champion"
+    predict = f'{_program()} predict "some text" -k 5{f" --bundle {bundle}" if trial else ""}'
+    pages = "make ui" if Path("Makefile").is_file() else f"{_program()} models list"
+    return "\n".join([*lines, "next:", f"  {predict}", f"  {_program()} serve {served}", f"  {pages}"])
+
+
+def _table(done: Mapping[str, Any]) -> list[str]:
+    """This model, the champion it was compared with, and the baselines; percent."""
+    if "metrics" not in done:
+        return []
+    rows = {f"version {done['version']}" if done.get("version") else "this model": done["metrics"]}
+    gate = done.get("gate", {})
+    if champion := gate.get("metrics", {}).get("champion"):
+        rows[f"{'former ' if 'promoted' in done else ''}champion, version {gate['champion']}"] = champion
+    rows |= {BASELINES[name]: figures for name, figures in done.get("baselines", {}).items()}
+    cells = {name: [f"{row[key]:.1f}" if key in row else "-" for key in METRICS] for name, row in rows.items()}
+    head = {"test split, percent": METRICS}
+    return [f"{name:<30}" + "".join(f"{cell:>8}" for cell in row) for name, row in (head | cells).items()]
+
+
+def _program() -> str:
+    """The command `unidec` as it is typed in this folder."""
+    return _shown(Path(sys.executable).parent / "unidec")
+
+
+def _shown(path: Path) -> str:
+    """Relative where the path is in this folder."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

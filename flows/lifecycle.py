@@ -1,4 +1,4 @@
-"""How a flow run begins and ends: its process and tags, errors in one line, exit codes, and the name of its state."""
+"""How a flow run begins and ends, and its steps as tasks: process and tags, retries, errors in one line, states."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import contextlib
 import json
 import logging
 import os
-import signal
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
+from prefect import task
+from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
-from prefect.exceptions import CancelledRun, MissingContextError, TerminationSignal
+from prefect.exceptions import CancelledRun, MissingContextError
 from prefect.logging import get_run_logger
 from prefect.runtime import deployment
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled, Completed
 
-from flows import reconcile, server
-from unidec import interrupt
-from unidec.errors import Refused, TrainingError, UnidecError, without_credentials
+from flows import reconcile
+from unidec.errors import TrainingError, UnidecError, without_credentials
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.parent_watch import watch
 from unidec.tracking.run import RUN_TAGS
+
+RETRY_SECONDS = [2, 10, 30]
+
+T = TypeVar("T")
 
 
 def say(line: str) -> None:
@@ -34,9 +37,24 @@ def say(line: str) -> None:
         logging.getLogger("unidec.flows").info("%s", line)
 
 
+def worth_retrying(_task: Any, _task_run: Any, state: Any) -> bool:
+    """An error that names its fix stays one however often it is tried; a lock, a network or a server may recover."""
+    return not isinstance(state.result(raise_on_failure=False), UnidecError)
+
+
+def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False, **named: Any) -> T:
+    """Calls `work(*arguments, **named)` as a task of this name; with `retry` again where that may help."""
+    # DVC and our checkpoints decide what is done already: a result cache on top of them could only disagree
+    options: dict[str, Any] = {"name": name, "task_run_name": name, "cache_policy": NO_CACHE, "persist_result": False}
+    if retry:
+        options |= {"retries": len(RETRY_SECONDS), "retry_delay_seconds": RETRY_SECONDS}
+        options |= {"retry_condition_fn": worth_retrying}
+    return task(work, **options)(*arguments, **named)
+
+
 @contextlib.contextmanager
 def at_work() -> Iterator[None]:
-    """Around a flow's body: crashed and late runs are reconciled, and MLflow's runs name this flow run.
+    """Around a flow's body: crashed runs are set in order, and MLflow's runs name this flow run.
 
     Started by a worker, the run ends when the worker is gone: no one could cancel it any more.
     """
@@ -45,35 +63,12 @@ def at_work() -> Iterator[None]:
     if context is None or context.flow_run is None:
         yield
         return
-    run = context.flow_run
     reconcile.reconcile_crashed_runs()
-    reconcile.note_process(run)
-    if run.deployment_id:
-        reconcile.cancel_late_runs(run)
-        if "PREFECT__FLOW_RUN_ID" in os.environ:
-            sys.stdout, sys.stderr = _WorkerStream(sys.stdout), _WorkerStream(sys.stderr)
-            watch(os.getppid())
+    reconcile.note_process(context.flow_run)
+    if "PREFECT__FLOW_RUN_ID" in os.environ:
+        watch(os.getppid())
     with environment(RUN_TAGS, json.dumps(_tags())):
         yield
-
-
-class _WorkerStream:
-    """A stream that a worker reads: once the worker is gone, lines are dropped and do not end the training."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(BrokenPipeError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 @contextlib.contextmanager
@@ -110,90 +105,35 @@ def alone(work: Callable[[], dict[str, Any]]) -> Any:
     Raises:
         TrainingError: another is at work, and no deployment started this run: its caller wants to know.
     """
-    context = FlowRunContext.get()
-    run = context and context.flow_run
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(one_at_a_time())
         except TrainingError as error:
-            if run is None or run.deployment_id is None:
+            if not deployment.id:
                 raise
-            say(f"nothing is done: {error}")
             return Cancelled(message=str(error))
         done = work()
     name = next((name for name in ("skipped", "refused") if name in done), None)
-    if name is None or run is None:
+    if name is None or FlowRunContext.get() is None:
         return done
     return Completed(name=name.capitalize(), message=str(done[name])[:2000], data=done)
 
 
-def as_json(done: Any) -> str:
-    """For programs that read what a flow returns."""
-    return json.dumps(done, indent=2)
-
-
-def on_command_line(
-    run: Callable[[], Any],
-    words: str | None = None,
-    show: Callable[[Any], str] = as_json,
-    meanwhile: Callable[[], object] = lambda: None,
-) -> int:
-    """Run a flow as a program does: errors in one line, an exit code, Ctrl-C and SIGTERM leave cleanly.
-
-    A run that the gate leaves without a champion ends with exit code 6; its last line has the command to run.
-
-    Args:
-        run: calls the flow.
-        words: the farewell when it is stopped.
-        show: what is printed of the flow's result.
-        meanwhile: called while Prefect's temporary server starts.
-    """
-    interrupt.end_guard()
-    # Prefect hands SIGTERM back to the previous handler: the default would end us before its temporary server stops
-    before = signal.signal(signal.SIGTERM, _terminate)
-    one_line_for_known_errors()
-    try:
-        with server.running(meanwhile):
-            done = run()
-    except UnidecError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except (KeyboardInterrupt, TerminationSignal) as error:
-        is_interrupt = isinstance(error, KeyboardInterrupt)
-        usual = f"{'interrupted' if is_interrupt else 'terminated'}: run again to resume from the last checkpoint"
-        print(words or usual, file=sys.stderr)
-        return 130 if is_interrupt else 143
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    print(show(done), flush=True)
-    if missing := done.get("no_champion"):
-        why = " ".join(missing["reason"].split())
-        words = f"there is no champion: version {missing['version']} was refused ({why}); run: {missing['command']}"
-        print(words, file=sys.stderr)
-        return Refused.exit_code
-    return 0
-
-
-def _terminate(number: int, _frame: Any) -> None:
-    raise TerminationSignal(signal=number)
-
-
 class _OneLine(logging.Filter):
-    """Known errors without Prefect's tracebacks, and no farewell of its temporary server after a run's last line."""
+    """Known errors, and runs that turned themselves away, without Prefect's tracebacks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if str(record.msg).startswith("Stopping temporary server"):
-            return False
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, UnidecError | CancelledRun):  # the latter: a run that turned itself away
+        if isinstance(error, UnidecError | CancelledRun):
             record.msg, record.args = "stopped: %s", (str(error),)
             record.exc_info, record.exc_text = None, None
         return True
 
 
+_one_line = _OneLine()
+
+
 def one_line_for_known_errors() -> None:
-    """Install `_OneLine` in Prefect's loggers, once."""
-    for name in ("prefect", "prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
-        logger = logging.getLogger(name)
-        if not any(isinstance(known, _OneLine) for known in logger.filters):
-            logger.addFilter(_OneLine())
+    """Install `_OneLine` in Prefect's loggers; again, it changes nothing."""
+    for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
+        logging.getLogger(name).addFilter(_one_line)

@@ -1,4 +1,4 @@
-"""The flow `unidec-monitor`: a window of live queries against what the champion was trained on.
+"""A window of live queries against what the champion was trained on; `unidec models monitor` does it without Prefect.
 
 Drift becomes a page, an MLflow run, and the event `unidec.drift`, which starts a retraining (prefect.yaml, `triggers`):
 `python -m flows.monitor queries.parquet`, or a run of the deployment `unidec-monitor/monitor`.
@@ -6,31 +6,22 @@ Drift becomes a page, an MLflow run, and the event `unidec.drift`, which starts 
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":
+    from flows.command import main
+
+    raise SystemExit(main("monitor"))
+
 import glob
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
-
-# isort: split
-from prefect import flow
-
-from flows import artifacts, lifecycle, publish, steps
+from flows import lifecycle, publish
 from unidec import pipeline
 from unidec.config import load_params
 from unidec.errors import DataError
 
 
-@flow(
-    name="unidec-monitor",
-    description=__doc__,
-    persist_result=False,
-    on_failure=[publish.failed],
-    on_crashed=[publish.failed],
-)
+@publish.announced(name="unidec-monitor", description=__doc__)
 def monitor(
     queries: str,
     column: str | None = None,
@@ -54,11 +45,7 @@ def monitor(
     with lifecycle.at_work():
         params = load_params("params.yaml")
         options = {"column": column, "labels_column": labels_column, "bundle": bundle}
-        result = steps.run("monitor", pipeline.monitor, params, newest(queries), **options)
-        rows = [
-            {"drifted": "YES" if found["drifted"] else "no", "in words": found["words"]} for found in result["findings"]
-        ]
-        artifacts.show_table("drift", rows, f"{result['queries']} queries; page: {Path(result['page']).resolve()}")
+        result = lifecycle.run("monitor", pipeline.monitor, params, newest(queries), **options)
         lifecycle.say(in_words(result))
         if result["drifted"]:
             found = [str(finding["words"]) for finding in result["findings"] if finding["drifted"]]
@@ -68,14 +55,8 @@ def monitor(
 
 
 def newest(pattern: str) -> str:
-    """The file, or of those that a pattern fits the one last written to.
-
-    Raises:
-        DataError: there is none.
-    """
-    if Path(pattern).exists():
-        return pattern
-    found = [path for path in glob.glob(pattern, recursive=True) if Path(path).is_file()]
+    """Of the files that a pattern fits the one last written to; a DataError where there is none."""
+    found = [path for path in [pattern, *glob.glob(pattern, recursive=True)] if Path(path).is_file()]
     if not found:
         raise DataError("no such file", where=pattern, fix="export the queries that were asked lately")
     return max(found, key=lambda path: Path(path).stat().st_mtime)
@@ -88,24 +69,3 @@ def in_words(result: dict[str, Any]) -> str:
         verdict = "too few to judge (drift.min_window)"
     found = [f"  {finding['words']}" for finding in result["findings"] if finding["drifted"]]
     return "\n".join([f"{result['queries']:,} queries: {verdict}", *found, f"report: {result['page']}"])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m flows.monitor`; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.monitor",
-        description="Compare a window of live queries with what the champion was trained on; `unidec models monitor` "
-        "does the same without Prefect.",
-    )
-    parser.add_argument("queries", help=".csv, .tsv, .jsonl (also .gz) or .parquet; with *: the newest that fits")
-    parser.add_argument("--column", help="of the texts, if not `query` or `text`")
-    parser.add_argument("--labels-column", help="of the labels that were right, if known")
-    parser.add_argument("--bundle", help="folder or models:/name/version (default: the champion)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    options = vars(parser.parse_args(arguments))
-    show = lifecycle.as_json if options.pop("json") else in_words
-    return lifecycle.on_command_line(lambda: monitor(**options), "stopped: run again", show)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

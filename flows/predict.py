@@ -1,14 +1,22 @@
-"""The flow `unidec-predict`: a file of queries to a file of predictions, in shards, here or on a cluster.
+"""Predict a file of queries of any size: streamed, sharded, resumable; here or on a cluster (docs/scale.md).
 
-`python -m flows.predict --input queries.parquet --output predictions.parquet` or a run of the deployment
-`unidec-predict/predict`. `unidec predict` is the same in one process, without Prefect.
+`python -m flows.predict`, or a run of the deployment `unidec-predict/predict`. `unidec predict` is the same in one
+process, without Prefect.
+
+examples:
+  python -m flows.predict --input queries.parquet --output predictions.parquet
+  python -m flows.predict --input q.csv.gz --output p.parquet -k 10 --shards 64 --runner processes:8
+  python -m flows.predict --input q.parquet --output p.parquet --bundle models:/unidec@champion \\
+      --runner dask://scheduler:8786
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
+if __name__ == "__main__":
+    from flows.command import main
+
+    raise SystemExit(main("predict"))
+
 from typing import Any, Literal
 
 import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
@@ -17,13 +25,11 @@ import flows  # noqa: F401  sets Prefect's home and quiets it, before it is impo
 from prefect import flow
 
 from flows import lifecycle
-from flows.shards import SYNTAX, VARIABLE, Runner, merge, write_shards
+from flows.shards import parse_runner, write_shards
 from unidec.data.shards import alone, shards_folder
 from unidec.pipeline.paths import BUNDLES
-from unidec.retrieval.predict_file import FileRequest, begin_predictions
+from unidec.retrieval import predict_file
 from unidec.tracking.fetch import fetch_bundle
-
-_STOPPED = "stopped: the same command resumes with the shards that are missing"
 
 
 @flow(name="unidec-predict", description=__doc__, persist_result=False)
@@ -48,9 +54,9 @@ def predict(
         k: labels for each query.
         column: of the queries, if not `query` or `text`.
         shards: how many; default: one for each 65,536 queries.
-        runner: processes, threads, dask, ray, dask://host:port or ray://host:port; see docs/scale.md.
-        device: "cpu", "cuda" or "auto": where workers run the model.
-        runtime: "torch", "auto", "onnx" or "onnx-int8": what encodes the queries.
+        runner: processes, threads (:N workers), dask://host:port or ray://host:port; default UNIDEC_RUNNER, processes.
+        device: where workers run the model.
+        runtime: what encodes the queries.
 
     Returns:
         {"rows", "shards", "output"}.
@@ -58,48 +64,16 @@ def predict(
     Raises:
         UnidecError: what is wrong with bundle, input or a shard, which is named with its rows.
     """
-    Runner.parse(runner)  # a mistake shows before the input is read
+    parse_runner(runner)  # a mistake shows before the input is read
     with lifecycle.at_work(), alone(shards_folder(output)):
         folder = str(fetch_bundle(bundle, BUNDLES))
-        request = FileRequest(folder, input, output, k, column, device=device, runtime=runtime)
-        work = begin_predictions(request, shards)
+        request = predict_file.FileRequest(folder, input, output, k, column, device=device, runtime=runtime)
+        work = predict_file.begin_predictions(request, shards)
         write_shards(work, runner)
-        return {"rows": work.num_rows, "shards": work.num_shards, "output": merge(str(work.folder))}
+        written = lifecycle.run("merge", predict_file.merge, work)
+        return {"rows": work.num_rows, "shards": work.num_shards, "output": str(written)}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m flows.predict`; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.predict",
-        description="Predict a file of queries of any size: streamed, sharded, resumable.",
-        epilog="examples:\n"
-        "  python -m flows.predict --input queries.parquet --output predictions.parquet\n"
-        "  python -m flows.predict --input q.csv.gz --output p.parquet -k 10 --shards 64 --runner processes:8\n"
-        "  python -m flows.predict --input q.parquet --output p.parquet --bundle models:/unidec@champion "
-        "--runner dask://scheduler:8786\n"
-        "stopped or killed, the same command resumes with the missing shards; see docs/scale.md\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--input", required=True, metavar="FILE", help=".csv, .tsv, .jsonl (also .gz) or .parquet")
-    parser.add_argument("--output", required=True, metavar="FILE", help=".parquet, .csv, .tsv, .jsonl or .vectors")
-    parser.add_argument("--bundle", default="outputs/bundle", metavar="WHERE", help="folder, or models:/name@alias")
-    parser.add_argument("-k", type=int, default=5, help="labels for each query (default: 5)")
-    parser.add_argument("--runtime", default="torch", choices=["torch", "auto", "onnx", "onnx-int8"])
-    parser.add_argument("--column", help="of the queries, if not `query` or `text`")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "auto"])
-    parser.add_argument("--shards", type=int, metavar="N", help="how many (default: by the number of rows)")
-    parser.add_argument("--runner", metavar="WHERE", help=f"{SYNTAX} (default: ${VARIABLE}, else processes)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    given = vars(parser.parse_args(arguments))
-
-    def in_words(done: dict[str, Any]) -> str:
-        return f"{done['rows']:,} rows in {done['shards']:,} shards -> {done['output']}"
-
-    show = lifecycle.as_json if given.pop("json") else in_words
-    return lifecycle.on_command_line(lambda: predict(**given), _STOPPED, show)
-
-
-if __name__ == "__main__":
-    from flows.predict import main as _main  # workers import this module by its name
-
-    sys.exit(_main())
+def in_words(done: dict[str, Any]) -> str:
+    """The result in a line."""
+    return f"{done['rows']:,} rows in {done['shards']:,} shards -> {done['output']}"

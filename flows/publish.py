@@ -1,34 +1,68 @@
-"""What a retraining announces: a commit in git, Prefect's events, notifications. None of it fails a run."""
+"""What a retraining announces: its result in Prefect, a commit in git, events, notifications. None fails a run."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.runtime import flow_run as current_flow_run
 
-from flows.artifacts import harmless
 from unidec.config import Params, load_params
 from unidec.errors import UnidecError, without_credentials
 from unidec.tracking.lineage import LOCK_COMMIT_TAG
 from unidec.tracking.store import open_client, tracking_uri
 
 RECORDED = ("dvc.lock", "data/start.json", "outputs/metrics.json", "outputs/plots")
-_SECONDS = 60  # for a git command
+
+
+PAGES = (
+    "outputs/report.html",
+    "outputs/bundle",
+    "outputs/gate.html",
+    "data/validation/index.html",
+    "data/change/index.html",
+)
+log = logging.getLogger("unidec.flows")
 
 
 class GitRefusal(UnidecError):
-    """Git is in a state in which nothing can be committed safely; or git refused."""
+    """Git refused, or is in a state in which a commit would be lost."""
 
 
-# -- git --------------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def harmless(what: str) -> Iterator[None]:
+    """A failure inside, or of the function that this decorates, is a warning."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("%s: %s", what, error)
+
+
+@harmless("the run's page in Prefect lacks its result")
+def show_result(done: Mapping[str, Any]) -> None:
+    """Every check of the gate, and where everything of this run is: its MLflow run, its version, pages that exist."""
+    if FlowRunContext.get() is None:
+        return
+    checks = [
+        f"- {'passed' if reason['passed'] else 'REFUSED'}: {reason['check']}, {reason['words']}"
+        for reason in done.get("gate", {}).get("reasons", ())
+    ]
+    links = [f"- MLflow run: <{done['run_url']}>"] if done.get("run_url") else []
+    pages = [f"- `{Path(path).resolve()}`" for path in PAGES if Path(path).exists()]
+    create_markdown_artifact("\n".join([f"version {done['version']}", *checks, *links, *pages]), key="result")
 
 
 def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()) -> dict[str, str]:
-    """Commits, or commits and tags, what the retraining recorded: these files and no other.
+    """Commits, or commits and tags, what the retraining recorded: these files and no other, staged ones included.
 
     Author and committer are git's own settings. Where nothing changed there is no commit.
 
@@ -42,23 +76,21 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
         {"commit": sha} and, if asked for, {"tag": name}.
 
     Raises:
-        GitRefusal: other changes are staged, a merge is under way, no branch is checked out; or git failed.
+        GitRefusal: no branch is checked out, or git failed (it refuses while a merge is under way).
     """
-    name, wants_tag = params.tracking.model_name, params.retrain.commit == "tag"
-    _refuse_unsafe(wants_tag)
+    name = params.tracking.model_name
+    if not _git("branch", "--show-current"):
+        raise GitRefusal("no branch is checked out: the commit would be lost", where="git", fix="git switch <branch>")
     paths = [path for path in (*RECORDED, *extra) if Path(path).exists()]
-    others = _git("diff", "--cached", "--name-only", "--", ":/", *(f":(exclude){path}" for path in paths)).splitlines()
-    if others:
-        raise GitRefusal("other changes are staged", where="git", got=", ".join(others[:5]), fix="commit them")
-    _git("add", "--", *paths)
-    if _git("diff", "--cached", "--name-only"):
+    _git("add", "--intent-to-add", "--", *paths)
+    if _git("status", "--porcelain", "--", *paths):
         message = f"Retrain: version {version} of {name}, {verdict}"
-        _git("commit", "--quiet", "--no-verify", "--message", message, "--", *paths)  # hooks are for code
+        _git("commit", "--quiet", "--no-verify", "--message", message, "--only", "--", *paths)  # hooks are for code
     done = {"commit": _git("rev-parse", "HEAD")}
     with harmless("the version could not be given its commit"):
         client = open_client(tracking_uri())
         client.set_model_version_tag(name, str(version), LOCK_COMMIT_TAG, done["commit"])
-    if wants_tag:
+    if params.retrain.commit == "tag":
         done["tag"] = f"{name}-v{version}"
         if not _git("tag", "--list", done["tag"]):
             _git("tag", "--annotate", done["tag"], "--message", f"version {version} of {name}: {verdict}")
@@ -73,27 +105,11 @@ def is_uncommitted(params: Params) -> bool:
         return False
 
 
-def _refuse_unsafe(wants_tag: bool) -> None:
-    folder = Path(_git("rev-parse", "--absolute-git-dir"))
-    for name in ("MERGE_HEAD", "rebase-merge", "rebase-apply", "CHERRY_PICK_HEAD", "REVERT_HEAD"):
-        if (folder / name).exists():
-            raise GitRefusal("a merge or rebase is under way", where=str(folder / name), fix="finish it")
-    if not wants_tag and not _git("branch", "--show-current"):
-        raise GitRefusal("no branch is checked out: the commit would be lost", where="git", fix="git switch <branch>")
-
-
 def _git(*words: str) -> str:
-    command = ["git", "-c", "core.quotePath=false", *words]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise GitRefusal("git cannot be run", where=" ".join(words), got=str(error)) from error
+    done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         raise GitRefusal("git refused", where=f"git {' '.join(words[:2])}", got=(done.stderr or done.stdout).strip())
     return done.stdout.strip()
-
-
-# -- events and people ------------------------------------------------------------------------------------------------
 
 
 @harmless("an event could not be sent to Prefect")
@@ -106,9 +122,8 @@ def emit(model_name: str, event: str, payload: Mapping[str, Any]) -> None:
         payload: JSON.
     """
     about = {"prefect.resource.id": f"unidec.model.{model_name}", "prefect.resource.name": model_name}
-    related = []
-    if current_flow_run.id:
-        related = [{"prefect.resource.id": f"prefect.flow-run.{current_flow_run.id}", "prefect.resource.role": "cause"}]
+    cause = {"prefect.resource.id": f"prefect.flow-run.{current_flow_run.id}", "prefect.resource.role": "cause"}
+    related = [cause] if current_flow_run.id else []
     emit_event(event=f"unidec.{event}", resource=about, related=related, payload=dict(payload))
 
 
@@ -117,10 +132,10 @@ def tell(params: Params, event: str, subject: str, payload: Mapping[str, Any], l
     from prefect.blocks.core import Block
 
     emit(params.tracking.model_name, event, payload)
+    where = without_credentials(str(current_flow_run.ui_url))
+    body = "\n".join([*lines, *([where] if where.startswith("http") else [])])
     for name in params.retrain.notify:
         with harmless("a notification could not be sent"):
-            where = without_credentials(str(current_flow_run.ui_url))
-            body = "\n".join([*lines, *([where] if where.startswith("http") else [])])
             block: Any = Block.load(name)
             with block.raise_on_failure():
                 block.notify(body, f"{params.tracking.model_name}: {subject}")
@@ -128,11 +143,14 @@ def tell(params: Params, event: str, subject: str, payload: Mapping[str, Any], l
 
 def failed(_flow: Any, flow_run: Any, state: Any) -> None:
     """A hook: tells of a run that failed or crashed."""
-    asked = getattr(flow_run, "parameters", None) or {}
     try:
-        params = load_params(asked.get("params_file", "params.yaml"), asked.get("overrides"))
+        params = load_params(flow_run.parameters.get("params_file", "params.yaml"))
     except (UnidecError, OSError):
         params = Params()
     words = (state.message or state.name or "failed")[:2000]
     subject = f"run {flow_run.name} {str(state.name).lower()}"
     tell(params, "failed", subject, {"error": words, "flow_run_id": str(flow_run.id)}, [words])
+
+
+# a flow that tells of its failures
+announced = partial(flow, persist_result=False, on_failure=[failed], on_crashed=[failed])

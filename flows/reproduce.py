@@ -1,30 +1,44 @@
-"""What the flow asks of DVC, as its command line: reproduce a stage, say what is stale, record what was made."""
+"""What the flows ask of DVC, as its command line: new data, what is stale, reproduce a stage, record what was made.
+
+Secrets are Prefect blocks named in `source.secrets`; their values reach DVC's processes as environment variables and
+nothing else: they are no parameters, and `run` masks them in the output of DVC.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import importlib
 import json
-import operator
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import yaml
+from prefect.blocks.system import Secret
 
+from flows import lifecycle
+from unidec import pipeline
+from unidec.config import Params
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError, without_credentials
+from unidec.sections import Source
 
 MODEL_STAGES = ("train", "index", "evaluate")
+# what the model's stages read: parameters, code, and the folders of data by their manifests, which hold hashes
+_INPUTS = ("params.yaml", "dvc.yaml", "data/*", "data/*/manifest.json", "unidec/**/*.py", "unidec/recipes/*")
 _BY_EXIT_CODE = {error.exit_code: error for error in (ConfigError, DataError, ArtifactError, TrainingError)}
 _KILL_AFTER = 10.0  # seconds between SIGTERM and SIGKILL for a command that is cancelled
 _NOISE = re.compile(  # DVC's own lines around those of a stage
     r"Running stage|> |ERROR: failed to reproduce|Stage '|Updating lock|To track|Use `dvc|\s*git add|\s*dvc config"
 )
+
+log = logging.getLogger("unidec.flows")
+Say = Callable[[str], None] | None  # receives each line of a command's output
 
 
 class CommandError(RuntimeError):
@@ -32,19 +46,15 @@ class CommandError(RuntimeError):
 
 
 def check_repository() -> None:
-    """DVC can work here.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """DVC can work here, or a ConfigError is raised."""
     if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
         raise ConfigError(
             "no DVC repository", where=str(Path.cwd()), expected=".dvc/ and dvc.yaml",
-            fix="unidec init --project writes them; --no-dvc trains without",
+            fix="unidec init --project writes them",
         )  # fmt: skip
 
 
-def reproduce(stages: Sequence[str], say: Callable[[str], None]) -> None:
+def reproduce(stages: Sequence[str], say: Say) -> None:
     """`dvc repro <stages>`; the error of a stage that fails is raised here.
 
     Raises:
@@ -68,93 +78,46 @@ def reproduce(stages: Sequence[str], say: Callable[[str], None]) -> None:
 def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
     """What is out of date, by one `dvc status`.
 
-    Model outputs that are only missing are taken from DVC's cache first, when it has them.
-
     Returns:
         whether one of the data stages must be reproduced; and of the model's stages, which follow one another, the
         first that changed and all after it (to be asked for again once the data stages are reproduced).
     """
-    try:
-        status = _status((*data_stages, *MODEL_STAGES))
-    except CommandError:
-        if not data_stages:
-            raise
-        return True, []  # `dvc repro` reports what is wrong
-    if any(stage in status for stage in data_stages):
-        return True, []
-    if status and all(_only_missing(changes) for changes in status.values()):
-        run(["checkout", *MODEL_STAGES])
-        status = _status(MODEL_STAGES)
-    first = next((number for number, stage in enumerate(MODEL_STAGES) if stage in status), len(MODEL_STAGES))
-    return False, list(MODEL_STAGES[first:])
-
-
-def _status(stages: tuple[str, ...]) -> dict[str, Any]:
     check_repository()
-    lines = [line for line in dvc(["status", "--json", *stages]).splitlines() if line.startswith("{")]
-    if not lines:
-        raise CommandError("dvc status reported nothing")
-    return json.loads(lines[-1])
-
-
-def _only_missing(changes: list[Any]) -> bool:
-    """Whether nothing is changed but files that are gone."""
-    if not all(isinstance(change, dict) for change in changes):
-        return False  # "always changed", a changed command
-    kinds = [kind for change in changes for part in change.values() for kind in part.values()]
-    return bool(kinds) and all(kind == "deleted" for kind in kinds)  # a parameter's kind is a dictionary
+    code, output = run(["status", "--json", *data_stages, *MODEL_STAGES])
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if code or not lines:
+        if data_stages:
+            return True, []  # `dvc repro` reports what is wrong
+        raise CommandError(f"dvc status ended with {code}: {output[-2000:]}")
+    status = json.loads(lines[-1])
+    first = next((number for number, stage in enumerate(MODEL_STAGES) if stage in status), len(MODEL_STAGES))
+    return any(stage in status for stage in data_stages), list(MODEL_STAGES[first:])
 
 
 def commit(stages: Sequence[str]) -> None:
-    """Records what the stages' outputs are now in dvc.lock and the cache, so that `dvc status` agrees.
-
-    Raises:
-        CommandError: DVC failed.
-    """
+    """Records what the stages' outputs are now in dvc.lock and the cache, so that `dvc status` agrees."""
     dvc(["commit", "--force", *stages])
 
 
 def inputs_state() -> dict[str, tuple[int, ...]]:
-    """Size, time of change and inode of each file that the model's stages read, by path; not of what they write.
+    """Size, time of change and inode of the files that decide what the model's stages read, by path.
 
     Taken before and after a training: where it differs, somebody edited the inputs meanwhile, and a lock file written
     now would record inputs that did not make the model. DVC hashes them only afterwards.
     """
-    params = yaml.safe_load(Path("params.yaml").read_text(encoding="utf-8")) or {}
-    described = yaml.safe_load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"]
-
-    def paths(kind: str) -> set[str]:
-        entries = [entry for stage in MODEL_STAGES for entry in described[stage].get(kind, [])]
-        names = [next(iter(entry)) if isinstance(entry, dict) else entry for entry in entries]
-        return {re.sub(r"\$\{([^}]+)\}", value, name).rstrip("/") for name in names}
-
-    def value(found: re.Match[str]) -> str:
-        return str(functools.reduce(operator.getitem, found[1].strip().split("."), params))
-
-    read = {"params.yaml", "dvc.yaml"} | paths("deps") - paths("outs")
-    roots = [Path(path) for path in read]
-    files = [file for root in roots for file in (root.rglob("*") if root.is_dir() else [root])]
-    facts = {str(file): file.stat() for file in files if file.is_file() and "__pycache__" not in file.parts}
+    facts = {str(file): file.stat() for pattern in _INPUTS for file in Path().glob(pattern) if file.is_file()}
     return {name: (fact.st_size, fact.st_mtime_ns, fact.st_ino) for name, fact in facts.items()}
 
 
-def dvc(
-    words: Sequence[str], say: Callable[[str], None] | None = None, secrets: Mapping[str, str] | None = None
-) -> str:
-    """The output of `dvc <words>`; arguments as for `run`.
-
-    Raises:
-        CommandError: it failed.
-    """
+def dvc(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None = None) -> str:
+    """The output of `dvc <words>`, or a CommandError; arguments as for `run`."""
     code, output = run(words, say, secrets)
     if code:
         raise CommandError(f"dvc {words[0]} ended with {code}: {output[-2000:]}")
     return output
 
 
-def run(
-    words: Sequence[str], say: Callable[[str], None] | None = None, secrets: Mapping[str, str] | None = None
-) -> tuple[int, str]:
+def run(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None = None) -> tuple[int, str]:
     """`dvc <words>` in a process group of its own, which ends with us. Returns exit code and output.
 
     Args:
@@ -165,14 +128,9 @@ def run(
     # our flow run's own identity is not the child's
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT__")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "dvc", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={**inherited, **(secrets or {})},
-        start_new_session=True,
-    )
+        [sys.executable, "-m", "dvc", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", env={**inherited, **(secrets or {})}, start_new_session=True,
+    )  # fmt: skip
     hidden = sorted(filter(None, (secrets or {}).values()), key=len, reverse=True)
     lines = []
     try:
@@ -193,3 +151,82 @@ def run(
                 process.wait(_KILL_AFTER)
                 break
         raise
+
+
+# -- new data --------------------------------------------------------------------------------------------------------
+
+
+def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
+    """Fetches the newest raw data and brings the data stages up to date.
+
+    Returns:
+        the model's stages that are out of date then.
+    """
+    if params.source.kind == "dvc":
+        lifecycle.say(f"fetch: {lifecycle.run('fetch', fetch, params.source, retry=True)}")
+    elif params.source.kind != "none":
+        lifecycle.say(f"fetch: {lifecycle.run('fetch', pipeline.fetch, params, retry=True)['reason']}")
+    changed, work = stale(stages)
+    if not changed:
+        lifecycle.say("the data is up to date")
+        return work
+    with ThreadPoolExecutor(1) as imports:  # what training imports takes seconds, as DVC's processes do
+        imports.submit(importlib.import_module, "unidec.pipeline.training")
+        lifecycle.run("prepare data", reproduce, stages, log.info, retry=True)
+    return stale()[1]
+
+
+def fetch(source: Source) -> str:
+    """Data that DVC tracks, pulled, or updated if it is an import; returns what was done.
+
+    Raises:
+        ConfigError: no file of DVC describes it.
+        DataError: it is missing or damaged where it comes from; nothing is trained then.
+    """
+    target = dvc_file(source)
+    described = yaml.safe_load(target.read_text(encoding="utf-8"))
+    imported = any("repo" in dep or "path" in dep for dep in described.get("deps", []))
+    words = ["update", str(target)] if imported else ["pull", "--force", str(target)]
+    if imported and source.revision:
+        words += ["--rev", source.revision]
+    if "verify = " not in Path(".dvc/config").read_text(encoding="utf-8"):
+        code, remote = run(["config", "core.remote"])
+        if code == 0:  # DVC compares what a remote sends with its hashes only where this is set
+            dvc(["config", "--local", f"remote.{remote.strip()}.verify", "true"])
+    code, output = run(words, log.info, secret_values(source.secrets))
+    if code:
+        raise DataError(
+            "DVC cannot bring this data: missing or damaged", where=str(target), got=" ".join(output.split())[-2000:],
+            fix="run dvc push where the data is complete, or fix the remote (dvc remote list); nothing was trained",
+        )  # fmt: skip
+    return f"dvc {' '.join(words)}"
+
+
+def dvc_file(source: Source) -> Path:
+    """The .dvc file of `source.path`, or a ConfigError."""
+    path = Path(source.path.removesuffix(".dvc") + ".dvc")
+    if not path.is_file():
+        raise ConfigError(
+            "no such file of DVC", where="source.path", got=str(path), expected="data that DVC tracks",
+            fix="dvc import (from a repository), dvc import-url, or dvc add, and commit the .dvc file",
+        )  # fmt: skip
+    return path
+
+
+def secret_values(names: Mapping[str, str]) -> dict[str, str]:
+    """Environment variable -> value, from Prefect's Secret blocks.
+
+    Raises:
+        ConfigError: a block is missing or of another kind; no value is ever part of a message.
+    """
+    values = {}
+    for variable, block in names.items():
+        try:
+            values[variable] = str(Secret.load(block.removeprefix("secret/")).get())  # type: ignore[union-attr]
+        except Exception as error:  # Prefect's client has no common error
+            raise ConfigError(
+                "no such secret", where=f"source.secrets.{variable}", got=f"{block} ({type(error).__name__})",
+                expected="the name of a Prefect block of type Secret",
+                fix="make it on Prefect's page (Blocks), or by prefect.blocks.system.Secret(value=...).save(name)",
+            ) from None  # fmt: skip
+    return values

@@ -7,7 +7,6 @@ not reach it, and it ends when the flow's process is gone, however that ended.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import socket
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import flows  # noqa: F401  Prefect's settings, which the server's process inherits
 
@@ -23,66 +22,36 @@ TIMEOUT_S = 120.0
 # what Prefect sets for its own temporary server
 _ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 
-_process: subprocess.Popen[bytes] | None = None
-_address = ""
 
-
-def start() -> None:
-    """Starts the server and returns at once; no effect where the environment names a server or a profile."""
-    global _process, _address
-    if _process is not None or os.environ.get("PREFECT_API_URL") or os.environ.get("PREFECT_PROFILE"):
-        return
+def start() -> int:
+    """Starts the server and returns its port at once; 0 where the environment names a server or a profile."""
+    if os.environ.get("PREFECT_API_URL") or os.environ.get("PREFECT_PROFILE"):
+        return 0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    _address = f"http://127.0.0.1:{port}/api"
-    _process = subprocess.Popen(
-        [sys.executable, "-m", "flows.server", str(port), str(os.getpid())],
-        env={**os.environ, **_ENVIRONMENT},
-        start_new_session=True,
-    )
-    atexit.register(stop)  # registered first, it runs last: Prefect sends its last logs and events at exit
-
-
-def stop() -> None:
-    """Stops the server, if one was started; at exit at the latest."""
-    global _process
-    if _process is None:
-        return
-    _process.terminate()
-    try:
-        _process.wait(5)
-    except subprocess.TimeoutExpired:
-        _process.kill()
-    _process = None
+        port = int(probe.getsockname()[1])
+    command = [sys.executable, "-m", "flows.server", str(port), str(os.getpid())]
+    subprocess.Popen(command, env={**os.environ, **_ENVIRONMENT}, start_new_session=True)
+    return port
 
 
 @contextlib.contextmanager
-def running(meanwhile: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Flows called inside report to the temporary server, unless Prefect's settings name another one.
-
-    Args:
-        meanwhile: called while the server starts.
-    """
+def running(port: int) -> Iterator[None]:
+    """Flows called inside report to the server that was started, unless Prefect's settings name another one."""
     from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 
-    if PREFECT_API_URL.value():
-        stop()  # a profile or a file names a server
-    else:
-        start()
-    meanwhile()
-    end = time.monotonic() + TIMEOUT_S
-    while _process is not None and _process.poll() is None and time.monotonic() < end:
+    address, end = f"http://127.0.0.1:{port}/api", time.monotonic() + TIMEOUT_S
+    if not port or PREFECT_API_URL.value():
+        yield
+        return
+    while time.monotonic() < end:
         try:
-            urllib.request.urlopen(f"{_address}/health", timeout=5).close()
+            urllib.request.urlopen(f"{address}/health", timeout=5).close()
+            break
         except OSError:
             time.sleep(0.05)
-            continue
-        with temporary_settings({PREFECT_API_URL: _address, PREFECT_UI_URL: ""}):  # it has no pages
-            yield
-        return
-    stop()  # Prefect starts its own and reports why that fails
-    yield
+    with temporary_settings({PREFECT_API_URL: address, PREFECT_UI_URL: ""}):  # it has no pages
+        yield
 
 
 def main() -> None:
@@ -92,14 +61,12 @@ def main() -> None:
 
     from unidec.pipeline.parent_watch import watch
 
-    try:
+    with contextlib.suppress(NoSuchProcess):
         watch(int(sys.argv[2]))  # not os.getppid(): the flow's process may be gone already
-    except NoSuchProcess:
-        return
-    uvicorn.run(
-        "prefect.server.api.server:create_app", factory=True, host="127.0.0.1", port=int(sys.argv[1]),
-        log_level="error", lifespan="on",
-    )  # fmt: skip
+        uvicorn.run(
+            "prefect.server.api.server:create_app", factory=True, host="127.0.0.1", port=int(sys.argv[1]),
+            log_level="error", lifespan="on",
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

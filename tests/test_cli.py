@@ -213,9 +213,8 @@ def test_predict_prints_labels_with_scores(run, bundle: Path) -> None:
     ]  # fmt: skip
 
 
-def test_predictions_on_a_terminal_are_tables_and_titles_are_no_markup(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "100")
+def test_predictions_on_a_terminal_are_tables(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     commands.show_predictions(FakeBundle().predict_table(["q [red]"], 2).drop_columns(["query_row"]).to_pandas())
     out = capsys.readouterr().out
     assert "q [red]" in out

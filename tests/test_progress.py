@@ -95,3 +95,14 @@ def test_a_terminal_shows_a_bar():
         bar.note("loss 2")
     assert "train: 100%" in stream.getvalue()
     assert "4/4" in stream.getvalue()
+
+
+def test_lines_that_nobody_reads_end_nothing():
+    class Closed(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise BrokenPipeError
+
+    with progress(total=2, desc="x", every=0.0, stream=Closed()) as bar:
+        bar.update(2)
+        bar.display()
+    assert bar.n == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable
 from typing import Any, Generic, TextIO, TypeVar
@@ -57,7 +58,8 @@ class Progress(tqdm, Generic[T]):
             parts.append(f"{self.format_interval(max(self.total - self.n, 0) / rate)} left")
         if self.postfix:
             parts.append(str(self.postfix))
-        print(f"{self.desc}: {', '.join(parts)}", file=self.fp, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # nobody reads any more: the work is not ended by that
+            print(f"{self.desc}: {', '.join(parts)}", file=self.fp, flush=True)
 
 
 def progress(

@@ -15,8 +15,8 @@ AUDITED = """
 import json, sys
 started = []
 sys.addaudithook(lambda name, told: name == "subprocess.Popen" and started.append([str(word) for word in told[1]]))
-from flows.train import main
-code = main([])
+from flows.command import main
+code = main("train", [])
 print(json.dumps(started))
 sys.exit(code)
 """

@@ -23,16 +23,36 @@ def no_temporary_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs a flow's command line in this process starts no server."""
     from flows import server
 
-    monkeypatch.setattr(server, "start", lambda: None)
+    monkeypatch.setattr(server, "start", lambda: 0)
 
 
 @pytest.fixture
 def without_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks are plain calls."""
-    from flows import steps, train
+    from flows import lifecycle, train
 
     def run(_name, work, *arguments, retry=False, **named):
         return work(*arguments, **named)
 
-    for module in (steps, train):
+    for module in (lifecycle, train):
         monkeypatch.setattr(module, "run", run)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch):
+    """`stand_in(module, name, answer)`: takes the flow's place on the command line; gives its calls."""
+
+    def stand_in(module, name: str, answer: object) -> list[dict]:
+        calls: list[dict] = []
+
+        def called(**given):
+            calls.append(given)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        called.parameters = getattr(module, name).parameters
+        monkeypatch.setattr(module, name, called)
+        return calls
+
+    return stand_in

@@ -61,10 +61,10 @@ def test_a_secret_is_dvcs_alone(prefect_server, monkeypatch, tmp_path):
 
     from prefect.blocks.system import Secret
 
-    from flows import reproduce, source
+    from flows import reproduce
 
     Secret(value=VALUE).save("remote-key", overwrite=True)
-    values = source.secret_values({"REMOTE_KEY": "remote-key"})
+    values = reproduce.secret_values({"REMOTE_KEY": "remote-key"})
     assert values == {"REMOTE_KEY": VALUE} and "REMOTE_KEY" not in os.environ
     real = subprocess.Popen
 
@@ -77,5 +77,5 @@ def test_a_secret_is_dvcs_alone(prefect_server, monkeypatch, tmp_path):
     assert reproduce.run(["push"], said.append, values) == (0, "key ********\n") and said == ["key ********"]
     assert VALUE not in reproduce.dvc(["push"], None, values)
     with pytest.raises(ConfigError, match=r"source\.secrets\.REMOTE_KEY: no such secret") as caught:
-        source.secret_values({"REMOTE_KEY": "no-such-block"})
+        reproduce.secret_values({"REMOTE_KEY": "no-such-block"})
     assert VALUE not in str(caught.value)

@@ -189,7 +189,7 @@ def test_a_signal_ends_the_cells_in_order(stage: Stage) -> None:
     stage.workspace()
     code = (
         "import sys\nfrom unidec.comparison import cell\ncell.COMMAND = (sys.executable, 'stand_in.py')\n"
-        "from flows.compare import main\nsys.exit(main(['c.yaml', '--folder=ws', '--only=first']))\n"
+        "from flows.command import main\nsys.exit(main('compare', ['c.yaml', '--folder=ws', '--only=first']))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 120
@@ -198,5 +198,5 @@ def test_a_signal_ends_the_cells_in_order(stage: Stage) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, printed = process.communicate(timeout=60)
-    assert process.returncode == 143 and "run the same command again" in printed and "Traceback" not in printed
+    assert process.returncode == 143 and "run again to resume" in printed and "Traceback" not in printed
     assert "stopped d/first/0" in stage.log()

@@ -32,8 +32,8 @@ def start_run(params):
 from unidec import pipeline
 pipeline.start_run = start_run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal; background jobs ignore it
-from flows.train import main
-sys.exit(main(["--steps", "train"]))
+from flows.command import main
+sys.exit(main("train", ["--steps", "train"]))
 """
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.command import main
 from unidec.errors import DataError
 
 
@@ -98,19 +99,16 @@ def test_of_several_windows_the_newest_is_looked_at(world, place):
         world.monitor.monitor.fn("nowhere/*.jsonl")
 
 
-def test_command_lines(world, place, monkeypatch, capsys):
-    asked = []
+def test_command_lines(world, place, stand_in, capsys):
     skipped = {"skipped": "version 7 has these labels"}
-    monkeypatch.setattr(world.refresh, "refresh", lambda **given: asked.append(given) or skipped)
-    monkeypatch.setattr(world.monitor, "monitor", lambda **given: asked.append(given) or world.window)
-    assert world.refresh.main(["--no-promote"]) == 0 and world.monitor.main(["a.csv", "--column", "text"]) == 0
+    refreshed = stand_in(world.refresh, "refresh", skipped)
+    monitored = stand_in(world.monitor, "monitor", world.window)
+    assert main("refresh", ["--no-promote"]) == 0 and main("monitor", ["a.csv", "--column", "text"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "labels: no change, version 7 has these labels",
         "500 queries: drifted", "  queries are shorter", "report: runs/index.html",
     ]  # fmt: skip
-    assert world.refresh.main(["--json"]) == 0 and json.loads(capsys.readouterr().out) == skipped
-    assert world.monitor.main(["a.csv", "--json"]) == 0 and json.loads(capsys.readouterr().out) == world.window
-    assert asked[0] == {"promote": False}
-    assert asked[1] == {"queries": "a.csv", "column": "text", "labels_column": None, "bundle": None}
-    (place / "params.yaml").write_text("sed: 0\n")
-    assert world.refresh.main([]) == 2 and "sed" in capsys.readouterr().err
+    assert main("refresh", ["--json"]) == 0 and json.loads(capsys.readouterr().out) == skipped
+    assert main("monitor", ["a.csv", "--json"]) == 0 and json.loads(capsys.readouterr().out) == world.window
+    assert refreshed[0] == {"promote": False}
+    assert monitored[0] == {"queries": "a.csv", "column": "text", "labels_column": None, "bundle": None}

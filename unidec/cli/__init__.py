@@ -8,13 +8,12 @@ from __future__ import annotations
 from unidec import interrupt  # before all that takes time: from now on Ctrl-C ends with a line
 
 # isort: split
+import contextlib
 import json
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
 
@@ -33,7 +32,7 @@ from unidec.cli.commands import (
     load,
     show_table,
 )
-from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml
+from unidec.config import Params, describe, recipe_names, to_yaml
 from unidec.errors import ConfigError, Stopped, UnidecError, without_credentials
 from unidec.version import __version__
 
@@ -82,50 +81,14 @@ add_stage(
 )  # fmt: skip
 
 
-@command(
-    app, "unidec compare comparison/small.yaml", "unidec compare comparison/small.yaml --list",
-    'unidec compare comparison/full.yaml --only "lf-debian titles/unidec/0" --jobs 2',
-)  # fmt: skip
-def compare(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="comparison file (docs/comparing.md)")],
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="CELL", help="cell, data/cell or data/cell/seed; repeatable")
-    ] = None,
-    show: Annotated[bool, typer.Option("--list", help="list the runs and whether they are done; run nothing")] = False,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="runs at a time: their times are then no measure")] = 1,
-    report_only: Annotated[bool, typer.Option("--report-only", help="write the report of what there is")] = False,
-    assignments: Assignments = None,
-    accept: Annotated[
-        str | None,
-        typer.Option("--accept", metavar="code", help="results by other versions of the code are taken as done"),
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option("--folder", help="of the workspace, instead of runs/compare/<name>")
-    ] = None,
-    metrics: Annotated[
-        Path | None,
-        typer.Option("--metrics", metavar="FILE", help="write the figures of the one run of --only as JSON"),
-    ] = None,
-) -> None:
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    epilog="Example: unidec compare comparison/small.yaml --list",
+)
+def compare(context: typer.Context) -> None:
     """Run every system of a comparison file on the same data and seeds, and report; what is done is not run again."""
-    if accept not in (None, "code"):
-        raise ConfigError("cannot be accepted", where="--accept", got=accept, expected="code")
-    from unidec.comparison import results
-    from unidec.comparison.plan import load_comparison, select
-    from unidec.comparison.workspace import Workspace
-
-    comparison = load_comparison(file, parse_overrides(assignments or []))
-    chosen = select(comparison, only or [])
-    workspace = Workspace.of(comparison, folder)
-    if show:
-        show_table(["run", "what", "state"], results.listing(chosen, workspace, accept == "code"))
-    elif report_only:
-        print(f"report: {results.write_report(workspace)}")
-    else:  # in this process's place, so that signals and the exit code are the flow's
-        options = {"--only": only, "--set": assignments, "--jobs": [jobs], "--accept": [accept], "--folder": [folder],
-                   "--metrics": [metrics]}  # fmt: skip
-        given = [f"{name}={value}" for name, values in options.items() for value in values or () if value is not None]
-        os.execv(sys.executable, [sys.executable, "-m", "flows.compare", str(file), *given])
+    # in this process's place, so that signals and the exit code are the flow's
+    os.execv(sys.executable, [sys.executable, "-m", "flows.compare", *context.args])
 
 
 @command(
@@ -213,13 +176,10 @@ def version() -> None:
     """Print the version, and those of what results depend on."""
     from importlib import metadata
 
-    print(f"unidec-xmc {__version__}")
-    print(f"python {sys.version.split()[0]}")
+    print(f"unidec-xmc {__version__}\npython {sys.version.split()[0]}")
     for name in ("torch", "transformers", "tokenizers", "faiss-cpu", "faiss-gpu", "numpy", "mlflow", "prefect", "dvc"):
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             print(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            print(f"{name} -")
 
 
 for _name, _group in (
@@ -232,12 +192,6 @@ for _name, _group in (
 # -- the program ---------------------------------------------------------------------------------------------------
 
 
-def _exit_if_threads_run(exit_code: int) -> None:
-    """End here if a thread still works: a second Ctrl-C came while a checkpoint was being written."""
-    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
-        os._exit(exit_code)
-
-
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """As Python's own, without the credentials of addresses in messages."""
     text = "".join(traceback.format_exception(kind, error, trace))
@@ -248,17 +202,16 @@ def main() -> None:
     """Entry point: an error that a user can fix is a message and an exit code, not a traceback."""
     debug = "--debug" in sys.argv[1:]
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
-    run: Callable[..., Any] = app
     sys.excepthook = _print_traceback
     interrupt.guard_work()
     try:
-        run(args=arguments, prog_name="unidec")
+        app(args=arguments, prog_name="unidec")
     except UnidecError as error:
         if debug:
             raise
         print(error if isinstance(error, Stopped) else f"error: {error}", file=sys.stderr, flush=True)
-        if isinstance(error, Stopped):
-            _exit_if_threads_run(error.exit_code)
+        if isinstance(error, Stopped) and any(not thread.daemon for thread in threading.enumerate()[1:]):
+            os._exit(error.exit_code)  # a second Ctrl-C came while a checkpoint was being written
         sys.exit(error.exit_code)
     except interrupt.Interrupted:
         print("interrupted", file=sys.stderr, flush=True)

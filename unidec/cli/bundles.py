@@ -78,10 +78,7 @@ def predict(
         raise ConfigError("either texts, or both --input and --output are needed", where="unidec predict", fix=fix)
     for number, text in enumerate(texts or [], 1):
         if not text.strip():  # the server refuses it, too
-            raise DataError(
-                "a text without anything in it", where=f"unidec predict, text {number}", got=repr(text),
-                expected="at least one character that is no space", fix="leave it out",
-            )  # fmt: skip
+            raise DataError("a text without anything in it", where=f"text {number}", got=repr(text), fix="leave it out")
     folder = bundle_folder(bundle)
     from unidec.retrieval.bundle import Bundle
 
@@ -105,14 +102,12 @@ def _encoder(bundle: Bundle, runtime: Runtime) -> QueryEncoder:
     """By default onnxruntime with 32 bits: torch's labels without the seconds that importing torch takes."""
     from unidec.retrieval.query_encoder import open_encoder
 
-    if runtime is not None:
-        return open_encoder(bundle, runtime)
     try:
-        return open_encoder(bundle, "onnx")
-    except ArtifactError:
-        raise
-    except UnidecError:  # an architecture that is not known there, or onnxruntime is not installed
-        return open_encoder(bundle, "torch")
+        return open_encoder(bundle, runtime or "onnx")
+    except UnidecError as error:
+        if runtime is not None or isinstance(error, ArtifactError):
+            raise
+        return open_encoder(bundle, "torch")  # an unknown architecture, or onnxruntime is not installed
 
 
 @command(
@@ -189,17 +184,12 @@ def tune(
 
 
 def _show_tuned(found: dict[str, Any]) -> None:
-    columns = ["kind", "settings", f"recall@{found['k']}", "p50 ms", "p99 ms", "MB", "built in s", ""]
-    rows = [
-        [one["kind"], " ".join(f"{name}={value}" for name, value in one["options"].items()), f"{one['recall']:.4f}",
-         f"{one['p50_ms']:.2f}", f"{one['p99_ms']:.2f}", f"{one['index_bytes'] / 1e6:.1f}",
-         f"{one['build_seconds']:.1f}", "chosen" if one == found["chosen"] else ""]
-        for one in found["measured"]
-    ]  # fmt: skip
-    show_table(columns, rows)
-    print(f"asked: {found['queries']}, {found['labels']} labels")
+    names = ["kind", "options", "recall", "p50_ms", "p99_ms", "index_bytes", "build_seconds"]
+    cells = [[one[name] for name in names] for one in found["measured"]]
+    show_table(names, [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in cells])
+    print(f"asked: {found['queries']}, {found['labels']} labels; recall of the first {found['k']}")
     if found["chosen"] is None:
-        print(f"nothing that was measured finds {found['wanted']:.2%} of the first {found['k']}: try --kinds flat")
+        print(f"nothing that was measured finds {found['wanted']:.2%}: try --kinds flat")
         return
     keys = ", ".join(f"{key.removeprefix('index.')}: {value}" for key, value in found["params"].items())
     print(f"for params.yaml: index: {{{keys}}}")

@@ -1,8 +1,8 @@
-"""What commands share: options, how they become parameters, and what is printed: a table on a terminal, plain lines
-otherwise, JSON with --json."""
+"""What commands share: options, how they become parameters, and what is printed: plain lines, or JSON with --json."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -75,7 +75,8 @@ def command(
     """Decorator: a command of `app` with the options that its function needs.
 
     A function with an argument `params: Params` gets the loaded parameters, and the command --params and --set; one
-    that returns a result gets --json, and its result is printed.
+    that returns a result gets --json, and its result is printed. An argument of a dataclass's type stands for the
+    options that are its fields.
 
     Args:
         examples: command lines for the help.
@@ -87,34 +88,42 @@ def command(
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function, eval_str=True)
         prints, called = signature.return_annotation is not None, name or function.__name__.replace("_", "-")
-        more: dict[str, tuple[Any, Any]] = {}
-        needs_params = "params" in signature.parameters and signature.parameters["params"].annotation is Params
+        kinds = {p.name: p.annotation for p in signature.parameters.values()}
+        groups: dict[str, Any] = {
+            key: kind for key, kind in kinds.items() if dataclasses.is_dataclass(kind) and kind is not Params
+        }
+        own = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in signature.parameters.values() if p.name not in groups]
+        for kind in groups.values():
+            hints = get_type_hints(kind, include_extras=True)
+            own += [_option(field.name, hints[field.name], field.default) for field in dataclasses.fields(kind)]
+        needs_params = kinds.get("params") is Params
         if needs_params:
-            more |= {"params": (ParamsFile, DEFAULT_PARAMS), "assignments": (Assignments, None)}
-        if prints:
-            more["as_json"] = (AsJson, False)
+            own = [p for p in own if p.name != "params"]
+            own += [_option("params", ParamsFile, DEFAULT_PARAMS), _option("assignments", Assignments, None)]
+        own += [_option("as_json", AsJson, False)] if prints else []
 
         @functools.wraps(function)
         def run(**given: Any) -> None:
             as_json = given.pop("as_json") if prints else False
             if needs_params:
                 given["params"] = loads(given["params"], given.pop("assignments"))
+            for key, kind in groups.items():
+                given[key] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
             result = function(**given)
             if prints and result:
                 show(title or called, result, as_json)
 
-        own = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in signature.parameters.values() if p.name not in more]
-        shared = [
-            Parameter(key, Parameter.KEYWORD_ONLY, annotation=kind, default=value)
-            for key, (kind, value) in more.items()
-        ]
-        run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in [*own, *shared]}
+        run.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in own}
         plural = "s" if len(examples) > 1 else ""
         app.command(called, epilog=f"Example{plural}: {'  |  '.join(examples)}")(run)
         return function
 
     return add
+
+
+def _option(name: str, annotation: Any, default: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
 def add_stage(app: typer.Typer, name: str, stage: str, about: str, example: str) -> None:
@@ -134,59 +143,34 @@ def add_stage(app: typer.Typer, name: str, stage: str, about: str, example: str)
 
 
 def show(title: str, result: dict[str, Any], as_json: bool) -> None:
-    """The result as JSON, or as a table on a terminal and plain lines otherwise."""
+    """The result as JSON, or a line for each value, nested ones too; long lists as their length."""
     if as_json:
         print(json.dumps(result, indent=2, default=str))
         return
-    rows = list(_rows(result))
-    if not sys.stdout.isatty():
-        for key, value in rows:
-            print(f"{title}: {key} = {value}")
-        return
-    _print_table([], rows, title)
+    for key, value in result.items():
+        if isinstance(value, dict):
+            show(title, {f"{key}.{name}": inner for name, inner in value.items()}, False)
+        elif isinstance(value, list) and len(value) > 5:
+            print(f"{title}: {key} = {len(value)} entries")
+        else:
+            print(f"{title}: {key} = {value:.4g}" if isinstance(value, float) else f"{title}: {key} = {value}")
 
 
 def show_table(columns: list[str], rows: list[list[str]]) -> None:
-    """A table on a terminal, tab-separated lines otherwise."""
+    """Aligned columns on a terminal, tab-separated lines otherwise."""
+    lines = [columns, *rows]
     if sys.stdout.isatty():
-        _print_table(columns, rows)
-    else:
-        print("\n".join("\t".join(line) for line in [columns, *rows]))
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        lines = [[cell.ljust(width + 1) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    print("\n".join("\t".join(line) if not sys.stdout.isatty() else " ".join(line).rstrip() for line in lines))
 
 
 def show_predictions(frame: pd.DataFrame) -> None:
     """A block for each query on a terminal: rank, score, label, title; tab-separated lines otherwise."""
-    from rich.console import Console
-
-    if not Console().is_terminal:
+    if not sys.stdout.isatty():
         print(frame.to_csv(sep="\t", index=False), end="")
         return
     for query, rows in frame.groupby("query", sort=False):
+        print(query)
         cells = [[str(row.rank), f"{row.score:.4f}", str(row.label), str(row.title)] for row in rows.itertuples()]
-        _print_table(["rank", "score", "label", "title"], cells, str(query))
-
-
-def _print_table(columns: list[str], rows: list[list[str]], title: str | None = None) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=title and escape(title), show_header=bool(columns), title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold", justify="right" if column in ("rank", "score") else "left")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    Console().print(table)
-
-
-def _rows(result: dict[str, Any], prefix: str = "") -> list[list[str]]:
-    """Nested results as lines; long lists as their length."""
-    rows = []
-    for key, value in result.items():
-        if isinstance(value, dict):
-            rows += _rows(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and len(value) > 5:
-            rows.append([f"{prefix}{key}", f"{len(value)} entries"])
-        else:
-            rows.append([f"{prefix}{key}", f"{value:.4g}" if isinstance(value, float) else str(value)])
-    return rows
+        show_table(["rank", "score", "label", "title"], cells)

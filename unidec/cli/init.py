@@ -6,12 +6,9 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-from ruamel.yaml.nodes import MappingNode, ScalarNode
 
 from unidec.cli.commands import app, command
 from unidec.config import Params, load_params, recipe_names
@@ -25,8 +22,10 @@ _DVC_CONFIG = """[core]
     autostage = false
 ['remote "local"']
     url = ../.dvcstore
+    verify = true
 """
 _FILES = ("dvc.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore", "bin/python", "flows/*.*")
+_VALUE = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|[^#\n]*?)(?=[ \t]*(?:#|$))"""  # of a YAML key, without a comment
 DEFAULTS = {"recipe": "unidec", "data.path": "data/raw/mine", "data.format": "auto"}
 
 
@@ -88,27 +87,15 @@ def _new(values: dict[str, str]) -> str:
 
 
 def _changed(text: str, values: dict[str, str], path: Path) -> str:
-    """The text with other values at these keys; comments and order stay.
-
-    Raises:
-        ConfigError: no YAML, or a key that the file does not have.
-    """
-    try:
-        root = YAML(typ="safe", pure=True).compose(text)
-    except YAMLError as error:
-        raise ConfigError("not YAML", where=str(path), got=str(error)[:200]) from error
-    places = []
+    """The text with other values at these keys, each on a line of its own; all else stays; ConfigError: no such key."""
     for key, value in values.items():
-        node: Any = root
-        for name in key.split("."):
-            children = node.value if isinstance(node, MappingNode) else []
-            node = next((child for given, child in children if given.value == name), None)
-        if not isinstance(node, ScalarNode):
+        *section, name = key.split(".")
+        before = rf"^{section[0]}:[ \t]*(?:#.*)?\n(?:(?:[ \t].*)?\n)*?[ \t]+" if section else "^"
+        found = re.search(rf"(?m)({before}{name}:[ \t]*){_VALUE}", text)
+        if not found:
             fix = f"add it by hand, with the value {json.dumps(value)}"
             raise ConfigError(f"no key {key} to change", where=str(path), fix=fix)
-        places.append((node.start_mark.index, node.end_mark.index, json.dumps(value)))
-    for start, end, value in sorted(places, reverse=True):
-        text = f"{text[:start]}{value}{text[end:]}"
+        text = f"{text[: found.end(1)]}{json.dumps(value)}{text[found.end() :]}"
     return text
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,91 +23,86 @@ File = Annotated[Path | None, typer.Option("--file", metavar="FILE", help=_ABOUT
 Uid = Annotated[str | None, typer.Argument(metavar="[UID]", help="one label")]
 Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="its text: encoded, and shown")]
 Title = Annotated[str | None, typer.Option("--title", help="what is shown, if not the text")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="the new bundle; default outputs/refreshed")]
 Register = Annotated[bool, typer.Option("--register", help="register the new bundle as challenger")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would change, write nothing")]
 
 
-def _takes_texts(kind: Literal["add", "update"], about: str, *examples: str) -> None:
-    """`add` and `update`: one label on the command line, or those of a file."""
+@dataclass(frozen=True)
+class Change:
+    """Options of every change."""
 
-    def run(
-        params: Params, uid: Uid = None, text: Text = None, title: Title = None, file: File = None,
-        bundle: BundleAddress = str(DEFAULT_BUNDLE), out: Out = None, register: Register = False,
-        dry_run: DryRun = False,
-    ) -> dict[str, Any]:  # fmt: skip
-        by_hand = uid is not None and text is not None
-        if by_hand == (file is not None) or (file is not None and (uid or title)):
-            raise ConfigError(
-                "either a uid and a text, or --file are needed", where=f"unidec labels {kind}",
-                fix=f'unidec labels {kind} UID "TEXT", or unidec labels {kind} --file labels.csv',
-            )  # fmt: skip
-        from unidec.retrieval.label_change import LabelText
+    bundle: BundleAddress = str(DEFAULT_BUNDLE)
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", help="the new bundle; default outputs/refreshed")
+    ] = None
+    register: Register = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would change, write nothing")] = False
 
-        given = _read(file) if file is not None else [LabelText(str(uid), str(text), title or "")]
-        return _change(params, bundle, out, register, dry_run, **{kind: given})
+    def make(self, params: Params, **edit: list[Any]) -> dict[str, Any]:
+        """The change itself; `edit` as `change_labels` takes it."""
+        from unidec.pipeline.labels import change_labels
 
-    run.__doc__ = about
-    command(labels_app, *examples, name=kind, title=f"labels {kind}", loads=load_if_there)(run)
+        options: dict[str, Any] = asdict(self) | edit
+        return change_labels(params, options.pop("bundle"), **options)
 
 
-_takes_texts(
-    "add", "Add labels, answered from now on by their text; the others answer as they did.",
-    'unidec labels add zed "editor for code, shared"',
-    "unidec labels add --file new.csv --bundle models:/unidec@champion --register",
+@command(
+    labels_app, 'unidec labels add zed "editor for code, shared"',
+    "unidec labels add --file new.csv --bundle models:/unidec@champion --register", loads=load_if_there,
 )  # fmt: skip
-_takes_texts(
-    "update", "Change the texts of labels: they are encoded again; what was trained of them stays.",
-    'unidec labels update kate "editor for KDE"', "unidec labels update --file changed.csv",
+def add(
+    params: Params, change: Change, uid: Uid = None, text: Text = None, title: Title = None, file: File = None
+) -> dict[str, Any]:
+    """Add labels, answered from now on by their text; the others answer as they did."""
+    return change.make(params, add=_texts(uid, text, title, file))
+
+
+@command(
+    labels_app, 'unidec labels update kate "editor for KDE"', "unidec labels update --file changed.csv",
+    loads=load_if_there,
 )  # fmt: skip
+def update(
+    params: Params, change: Change, uid: Uid = None, text: Text = None, title: Title = None, file: File = None
+) -> dict[str, Any]:
+    """Change the texts of labels: they are encoded again; what was trained of them stays."""
+    return change.make(params, update=_texts(uid, text, title, file))
 
 
 @command(
     labels_app, "unidec labels remove kate gedit", "unidec labels remove --file gone.csv --dry-run",
-    title="labels remove", loads=load_if_there,
+    loads=load_if_there,
 )  # fmt: skip
 def remove(
     params: Params,
+    change: Change,
     uids: Annotated[list[str] | None, typer.Argument(metavar="[UID]...", help="labels")] = None,
     file: Annotated[Path | None, typer.Option("--file", metavar="FILE", help=_ABOUT_UIDS)] = None,
-    bundle: BundleAddress = str(DEFAULT_BUNDLE),
-    out: Out = None,
-    register: Register = False,
-    dry_run: DryRun = False,
 ) -> dict[str, Any]:
     """Remove labels: they are never answered again, and get no votes."""
     if bool(uids) == (file is not None):
-        raise ConfigError(
-            "either uids or --file are needed", where="unidec labels remove",
-            fix="unidec labels remove UID, or unidec labels remove --file gone.csv",
-        )  # fmt: skip
-    return _change(params, bundle, out, register, dry_run, remove=uids or _uids(file))
+        fix = "unidec labels remove UID, or unidec labels remove --file gone.csv"
+        raise ConfigError("either uids or --file are needed", where="unidec labels remove", fix=fix)
+    return change.make(params, remove=uids or [label.uid for label in _read(file)])
 
 
 @command(
     labels_app, "unidec labels apply --add new.csv --remove gone.csv --update changed.csv --register",
-    title="labels apply", loads=load_if_there,
+    loads=load_if_there,
 )  # fmt: skip
 def apply(
     params: Params,
+    change: Change,
     added: Annotated[Path | None, typer.Option("--add", metavar="FILE", help=_ABOUT_FILE)] = None,
     removed: Annotated[Path | None, typer.Option("--remove", metavar="FILE", help=_ABOUT_UIDS)] = None,
     updated: Annotated[Path | None, typer.Option("--update", metavar="FILE", help=_ABOUT_FILE)] = None,
-    bundle: BundleAddress = str(DEFAULT_BUNDLE),
-    out: Out = None,
-    register: Register = False,
-    dry_run: DryRun = False,
 ) -> dict[str, Any]:
     """Add, remove and update at once: one new bundle, one new version."""
     if not (added or removed or updated):
         raise ConfigError("nothing to do", where="unidec labels apply", fix="name a file: --add, --remove or --update")
-    texts = {"add": _read(added), "update": _read(updated)}
-    return _change(params, bundle, out, register, dry_run, remove=_uids(removed), **texts)
+    uids = [label.uid for label in _read(removed)]
+    return change.make(params, add=_read(added), remove=uids, update=_read(updated))
 
 
-@command(
-    labels_app, "unidec labels refresh", "unidec labels refresh --version 7 --register", title="labels refresh"
-)  # fmt: skip
+@command(labels_app, "unidec labels refresh", "unidec labels refresh --version 7 --register")
 def refresh(
     params: Params,
     version: Annotated[str, typer.Option("--version", metavar="VERSION", help="number or alias")] = "champion",
@@ -121,19 +117,16 @@ def refresh(
     return result
 
 
-def _change(
-    params: Params, bundle: str, out: Path | None, register: bool, dry_run: bool, **edit: list[Any]
-) -> dict[str, Any]:
-    from unidec.pipeline.labels import change_labels
+def _texts(uid: str | None, text: str | None, title: str | None, file: Path | None) -> list[LabelText]:
+    if (uid is None or text is None) == (file is None) or (file and (uid or title)):
+        fix = 'unidec labels add UID "TEXT", or unidec labels add --file labels.csv; update likewise'
+        raise ConfigError("either a uid and a text, or --file are needed", where="unidec labels", fix=fix)
+    from unidec.retrieval.label_change import LabelText
 
-    return change_labels(params, bundle, out=out, register=register, dry_run=dry_run, **edit)
+    return _read(file) or [LabelText(str(uid), str(text), title or "")]
 
 
 def _read(file: Path | None) -> list[LabelText]:
     from unidec.retrieval.label_change import read_labels
 
     return [] if file is None else read_labels(file)
-
-
-def _uids(file: Path | None) -> list[str]:
-    return [item.uid for item in _read(file)]

@@ -26,12 +26,8 @@ def list_models(params: Params, as_json: AsJson = False) -> None:
     from unidec.tracking.lineage import list_versions, rows_of
 
     found = list_versions(params.tracking.model_name)
-    if as_json:
-        print(json.dumps(found, indent=2))
-    elif not found:
-        print(f"no versions of {params.tracking.model_name} yet: unidec models register makes one")
-    else:
-        show_table(*rows_of(found))
+    nothing = f"no versions of {params.tracking.model_name} yet: unidec models register makes one"
+    _list(found, rows_of(found), nothing, as_json)
 
 
 @command(models_app, "unidec models gate", "unidec models gate 7 --set gate.margin=0.2 --json")
@@ -83,9 +79,7 @@ def lineage(
     params: Params,
     model: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[MODEL]", help="models:/unidec@champion (default), models:/unidec/7, bundle:HASH, a folder"
-        ),
+        typer.Argument(metavar="[MODEL]", help="champion (default), models:/unidec/7, bundle:HASH, a folder"),
     ] = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="HASH", help="the versions that this data went into instead")
@@ -104,13 +98,22 @@ def lineage(
         print(json.dumps(about, indent=2) if as_json else "\n".join(registry.as_lines(about)))
         return
     found = registry.models_of_data(data, model_name=name)
+    rows = [[v["version"], ", ".join(v["aliases"]), ", ".join(v["what"]), v["through"] or ""] for v in found]
+    _list(
+        found,
+        (["version", "aliases", "made of it", "through version"], rows),
+        f"no version of {name} was made of it",
+        as_json,
+    )
+
+
+def _list(found: list[Any], table: tuple[list[str], list[list[str]]], nothing: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
     elif not found:
-        print(f"no version of {name} was made of it")
+        print(nothing)
     else:
-        rows = [[v["version"], ", ".join(v["aliases"]), ", ".join(v["what"]), v["through"] or ""] for v in found]
-        show_table(["version", "aliases", "made of it", "through version"], rows)
+        show_table(*table)
 
 
 @command(models_app, "unidec models register", "unidec models register --bundle outputs/refreshed")

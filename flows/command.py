@@ -1,0 +1,115 @@
+"""`python -m flows.<name>`: options from the flow's parameters, one line for a known error, exit codes.
+
+A module may have, beside its flow: `in_words(result)`, what is printed without --json; `add_options(parser)`; and
+`prepare(options)`, called while Prefect's temporary server starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flows import server
+from unidec import interrupt
+from unidec.config import parse_overrides
+from unidec.errors import Refused, UnidecError
+
+_NAMES = {"overrides": "set", "params_file": "params", "register_trial": "register"}
+_AT_ONCE = {"-h", "--help", "--list", "--report-only"}  # these require no server
+
+
+def main(name: str, words: Sequence[str] | None = None) -> int:
+    """Run the flow `name` of flows/<name>.py with these arguments, by default the program's; returns the exit code."""
+    words = sys.argv[1:] if words is None else words
+    port = 0 if _AT_ONCE & set(words) else server.start()  # takes seconds, as do the imports that follow
+    module = importlib.import_module(f"flows.{name}")  # by its name: workers import it so
+    interrupt.end_guard()
+    options = vars(_parser(module, name).parse_args(words))
+    show = _as_json if options.pop("json") else getattr(module, "in_words", _as_json)
+
+    def run() -> Any:
+        if "overrides" in options:
+            options["overrides"] = parse_overrides(options["overrides"]) or None
+        if prepare := getattr(module, "prepare", None):
+            prepare(options)
+        with server.running(port):
+            return getattr(module, name)(**options)
+
+    return guarded(run, show)
+
+
+def guarded(run: Callable[[], Any], show: Callable[[Any], str]) -> int:
+    """Prints what `run` returns; known errors are one line, Ctrl-C and SIGTERM leave cleanly. Returns the exit code.
+
+    A run that the gate leaves without a champion ends with exit code 6; its last line has the command to run.
+    """
+    from prefect.exceptions import TerminationSignal
+
+    from flows.lifecycle import one_line_for_known_errors
+
+    def terminate(number: int, _frame: Any) -> None:
+        raise TerminationSignal(signal=number)
+
+    # Prefect hands SIGTERM back to the previous handler, and the default would end us before a checkpoint is written
+    before = signal.signal(signal.SIGTERM, terminate)
+    one_line_for_known_errors()
+    try:
+        done = run()
+    except UnidecError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, TerminationSignal) as error:
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        what = "interrupted" if is_interrupt else "terminated"
+        print(f"{what}: run again to resume from the last checkpoint or finished part", file=sys.stderr)
+        return 130 if is_interrupt else 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print(show(done), flush=True)
+    if missing := done.get("no_champion"):
+        why = " ".join(missing["reason"].split())
+        line = f"there is no champion: version {missing['version']} was refused ({why}); run: {missing['command']}"
+        print(line, file=sys.stderr)
+        return Refused.exit_code
+    return 0
+
+
+def _parser(module: Any, name: str) -> argparse.ArgumentParser:
+    """An option for each parameter of the flow, with the type, the default and the words that it has in Prefect."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m flows.{name}", description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    schema = getattr(module, name).parameters
+    for key, described in schema.properties.items():
+        word, default = _NAMES.get(key, key.replace("_", "-")), described.get("default")
+        kinds = {kind.get("type"): kind for kind in described.get("anyOf", [described])}
+        words = described["description"].replace("\n", " ").replace("%", "%%")
+        given: dict[str, Any] = {"help": f"{words} Default: {default}." if default and default is not True else words}
+        if key in schema.required and "object" not in kinds and key not in ("input", "output"):
+            parser.add_argument(key, metavar=key.upper(), **given)
+            continue
+        given |= {"dest": key, "default": default, "required": key in schema.required}
+        if "boolean" in kinds:
+            if default is not False:  # it is on, or as params.yaml says
+                word, given["help"] = f"no-{word}", f"not: {words}"
+            given |= {"action": "store_const", "const": default is False}
+        elif "object" in kinds or described.get("type") == "array":
+            given |= {"action": "append", "default": [], "metavar": "KEY=VALUE" if "object" in kinds else "NAME"}
+        else:
+            text = kinds.get("string", {})
+            choices = text.get("enum") or ([text["const"]] if "const" in text else None)
+            given |= {"type": int if "integer" in kinds else str, "choices": choices}
+        parser.add_argument(f"-{word}" if len(word) == 1 else f"--{word}", **given)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    getattr(module, "add_options", lambda _parser: None)(parser)
+    return parser
+
+
+def _as_json(done: Any) -> str:
+    return json.dumps(done, indent=2)
