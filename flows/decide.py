@@ -50,11 +50,10 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     if "promoted" in done:
         figures = verdict.get("metrics", {}).get("challenger", {})
         payload = {"version": version, "previous": done["promoted"].get("previous"), "metrics": figures}
-        lines = [f"{key} {value:.2f}" for key, value in figures.items() if isinstance(value, float)][:6]
-        publish.tell(params, "promoted", f"version {version} is the champion", payload, lines)
+        publish.emit(params.tracking.model_name, "promoted", payload)
     if "refused" in done:
         payload = {"version": version, "champion": verdict.get("champion"), "reasons": verdict["reasons"]}
-        publish.tell(params, "refused", f"version {version} is refused", payload, [done["refused"]])
+        publish.emit(params.tracking.model_name, "refused", payload)
         if verdict.get("champion") is None:
             # a bundle that is damaged or cannot answer is trained again; a limit can be overruled
             command = f"{_program()} models promote {version}{' --force' if failed else ''}"

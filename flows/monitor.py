@@ -15,13 +15,18 @@ import glob
 from pathlib import Path
 from typing import Any
 
+import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
+
+# isort: split
+from prefect import flow
+
 from flows import lifecycle, publish
 from unidec import pipeline
 from unidec.config import load_params
 from unidec.errors import DataError
 
 
-@publish.announced(name="unidec-monitor", description=__doc__)
+@flow(name="unidec-monitor", description=__doc__, persist_result=False)
 def monitor(
     queries: str,
     column: str | None = None,
@@ -50,7 +55,7 @@ def monitor(
         if result["drifted"]:
             found = [str(finding["words"]) for finding in result["findings"] if finding["drifted"]]
             payload = {"findings": found, "page": result["page"], "queries": result["queries"]}
-            publish.tell(params, "drift", "live queries have drifted", payload, found)
+            publish.emit(params.tracking.model_name, "drift", payload)
         return result
 
 

@@ -1,4 +1,4 @@
-"""What a retraining announces: its result in Prefect, a commit in git, events, notifications. None fails a run."""
+"""What a retraining announces: its result and events in Prefect, a commit in git. None of it fails a run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import contextlib
 import logging
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.runtime import flow_run as current_flow_run
 
-from unidec.config import Params, load_params
-from unidec.errors import UnidecError, without_credentials
+from unidec.config import Params
+from unidec.errors import UnidecError
 from unidec.tracking.lineage import LOCK_COMMIT_TAG
 from unidec.tracking.store import open_client, tracking_uri
 
@@ -118,39 +116,10 @@ def emit(model_name: str, event: str, payload: Mapping[str, Any]) -> None:
 
     Args:
         model_name: of the registered model.
-        event: skipped, refused, promoted, drift or failed.
+        event: skipped, refused, promoted or drift.
         payload: JSON.
     """
     about = {"prefect.resource.id": f"unidec.model.{model_name}", "prefect.resource.name": model_name}
     cause = {"prefect.resource.id": f"prefect.flow-run.{current_flow_run.id}", "prefect.resource.role": "cause"}
     related = [cause] if current_flow_run.id else []
     emit_event(event=f"unidec.{event}", resource=about, related=related, payload=dict(payload))
-
-
-def tell(params: Params, event: str, subject: str, payload: Mapping[str, Any], lines: Sequence[str] = ()) -> None:
-    """The event, and for people its words with a link to the run, to each block of `retrain.notify`."""
-    from prefect.blocks.core import Block
-
-    emit(params.tracking.model_name, event, payload)
-    where = without_credentials(str(current_flow_run.ui_url))
-    body = "\n".join([*lines, *([where] if where.startswith("http") else [])])
-    for name in params.retrain.notify:
-        with harmless("a notification could not be sent"):
-            block: Any = Block.load(name)
-            with block.raise_on_failure():
-                block.notify(body, f"{params.tracking.model_name}: {subject}")
-
-
-def failed(_flow: Any, flow_run: Any, state: Any) -> None:
-    """A hook: tells of a run that failed or crashed."""
-    try:
-        params = load_params(flow_run.parameters.get("params_file", "params.yaml"))
-    except (UnidecError, OSError):
-        params = Params()
-    words = (state.message or state.name or "failed")[:2000]
-    subject = f"run {flow_run.name} {str(state.name).lower()}"
-    tell(params, "failed", subject, {"error": words, "flow_run_id": str(flow_run.id)}, [words])
-
-
-# a flow that tells of its failures
-announced = partial(flow, persist_result=False, on_failure=[failed], on_crashed=[failed])

@@ -13,6 +13,11 @@ if __name__ == "__main__":
 
 from typing import Any
 
+import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
+
+# isort: split
+from prefect import flow
+
 from flows import decide, lifecycle, publish, reproduce
 from unidec import pipeline
 from unidec.config import Params, load_params
@@ -20,7 +25,7 @@ from unidec.config import Params, load_params
 DATA_STEPS = ("ingest", "validate", "propensity")  # what a refresh reads, and the gate
 
 
-@publish.announced(name="unidec-refresh", description=__doc__)
+@flow(name="unidec-refresh", description=__doc__, persist_result=False)
 def refresh(promote: bool | None = None) -> Any:
     """Fetches data, changes the champion's label set to that of the data, registers, judges and promotes the result.
 

@@ -30,6 +30,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
+
+# isort: split
+from prefect import flow
+
 from flows import lifecycle, publish, reproduce
 from flows.decide import decide, share
 from flows.decide import summary as in_words  # noqa: F401  what `flows.command` prints
@@ -51,7 +56,7 @@ DATA_STEPS = ("ingest", "validate", "tokens", "propensity", "label_graph")
 STEPS = (*DATA_STEPS, *reproduce.MODEL_STAGES, "register")
 
 
-@publish.announced(name="unidec", description=__doc__)
+@flow(name="unidec", description=__doc__, persist_result=False)
 def train(
     force: bool = False,
     start: Start | None = None,

@@ -290,7 +290,8 @@ def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
         near = f"{first}.{like}"
     if near is None and (like := nearest(name, [*Params.model_fields, *by_name])):
         near = by_name.get(like, like)
-    return problem(key, "unknown key", short(value), f"one of {listed}", origin, near)
+    fix = "a Prefect automation on unidec.* events and failed runs" if key == "retrain.notify" else None
+    return problem(key, "unknown key", short(value), f"one of {listed}", origin, near, fix)
 
 
 def to_yaml(params: Params) -> str:

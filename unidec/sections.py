@@ -342,7 +342,6 @@ class Retrain(Section):
     promote: bool = key(True, "a challenger that passes the gate becomes champion")
     push: bool = key(False, "`dvc push` what was made")
     commit: Literal["none", "commit", "tag"] = key("none", "dvc.lock and metrics in git, and a tag")
-    notify: list[str] = key([], 'Prefect notification blocks, e.g. "slack-webhook/team"')
 
 
 class Gate(Section):

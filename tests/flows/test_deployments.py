@@ -50,7 +50,10 @@ def test_drift_starts_a_retraining():
     assert trigger.enabled and trigger.expect == {"unidec.drift"}
     assert trigger.match.root == {"prefect.resource.id": "unidec.model.*"}
     said = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "flows").glob("*.py")}
-    assert 'publish.tell(params, "drift"' in said["monitor.py"] and 'f"unidec.{event}"' in said["publish.py"]
+    assert (
+        'publish.emit(params.tracking.model_name, "drift"' in said["monitor.py"]
+        and 'f"unidec.{event}"' in said["publish.py"]
+    )
 
 
 def test_silent_runs_are_found_by_the_automation():

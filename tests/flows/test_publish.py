@@ -125,38 +125,6 @@ def test_a_registry_that_is_away_costs_a_warning(publish, repository, monkeypatc
     assert "the registry is away" in caplog.text
 
 
-def test_people_are_told_and_a_deaf_one_stops_nobody(publish, monkeypatch, caplog):
-    from prefect.blocks.core import Block
-
-    heard = []
-
-    class Notification:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def raise_on_failure(self):
-            import contextlib
-
-            return contextlib.nullcontext()
-
-        def notify(self, body: str, subject: str) -> None:
-            if "broken" in self.name:
-                raise ConnectionError("no such channel")
-            heard.append((self.name, subject, body))
-
-    monkeypatch.setattr(Block, "load", Notification)
-    events = []
-    monkeypatch.setattr(publish, "emit_event", lambda **told: events.append(told))
-    params = params_of("none", notify=["broken/x", "slack-webhook/team"])
-    with caplog.at_level(logging.WARNING):
-        publish.tell(params, "promoted", "version 7 is the champion", {"version": "7"}, ["nDCG@5 40.10"])
-    assert heard == [("slack-webhook/team", "unidec: version 7 is the champion", "nDCG@5 40.10")]
-    assert "no such channel" in caplog.text
-    (event,) = events
-    assert event["event"] == "unidec.promoted" and event["payload"] == {"version": "7"}
-    assert event["resource"]["prefect.resource.id"] == "unidec.model.unidec"
-
-
 def test_an_event_that_cannot_be_sent_stops_nothing(publish, monkeypatch, caplog):
     def away(**_told: object) -> None:
         raise ConnectionError("no server")
