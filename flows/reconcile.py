@@ -21,7 +21,6 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import Crashed
 
 from flows.publish import harmless
-from unidec.pipeline import runs
 
 log = logging.getLogger("unidec.flows")
 
@@ -39,18 +38,15 @@ def note_process(run: FlowRun) -> None:
 
 @harmless("crashed flow runs could not be looked for")
 def reconcile_crashed_runs() -> None:
-    """Set flow runs Crashed whose process on this machine is gone, and end their MLflow runs.
+    """Set flow runs Crashed whose process on this machine is gone; the next training ends their MLflow runs.
 
     A Crashed run no longer counts for its deployment's concurrency limit.
     """
     with get_client(sync_client=True) as client:
         at_work = client.read_flow_runs(flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=_AT_WORK)))
-        crashed = [run for run in at_work if _process_is_gone(run)]
-        for run in crashed:
+        for run in filter(_process_is_gone, at_work):
             client.set_flow_run_state(run.id, Crashed(message=_WORDS), force=True)
             log.warning("flow run %s is Crashed: %s", run.name, _WORDS)
-    if crashed:
-        runs.reconcile_crashed_runs()
 
 
 def _process_is_gone(run: FlowRun) -> bool:

@@ -1,14 +1,8 @@
 """Train, evaluate, register, judge and promote a UniDEC model: everything that is out of date.
 
-Two doors lead to the same tasks:
-
-- `python -m flows.train` (`make train`, the deployment `unidec/train`): DVC brings the data stages up to date, a task
-  each; the model is trained, from the champion or from nothing, only if something it depends on changed; its outputs
-  are recorded in `dvc.lock`; the bundle is registered; what passes the gate becomes champion.
-- `python -m flows.train --steps train`: these steps only, no call of DVC. This is what `dvc repro` runs.
-
-Parameters other than those of params.yaml (`--set`, `--params`) never touch DVC's outputs: such a trial has a folder of
-its own below `runs/own/`. It has an MLflow run, is registered only with `--register`, and is never promoted.
+`make train`, the deployment `unidec/train`: DVC brings the data stages up to date; the model is trained, from the
+champion or from nothing, only if something it depends on changed; its outputs are recorded in `dvc.lock`; the bundle is
+registered; what passes the gate becomes champion. With --steps these steps only, without DVC: `dvc repro` runs it so.
 
 examples:
   python -m flows.train                              what changed is rebuilt, registered and judged
@@ -28,7 +22,7 @@ if __name__ == "__main__":
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
 
@@ -47,9 +41,6 @@ from unidec.pipeline.runs import tracked
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import import_mlflow, prepare_store, tracking_uri
 from unidec.training.fit import fit
-
-if TYPE_CHECKING:
-    from unidec.pipeline.training import Run
 
 Start = Literal["auto", "warm", "cold"]
 DATA_STEPS = ("ingest", "validate", "tokens", "propensity", "label_graph")
@@ -73,8 +64,8 @@ def train(
         start: warm: from the champion; cold: from nothing; auto: from the champion, from nothing every so often and
             where it does not fit. Empty: `retrain.start` decides.
         promote: a challenger that passes the gate becomes champion. Empty: as `retrain.promote` sets.
-        overrides: {"optim.epochs": 3} or optim.epochs=3: a trial with other parameters, in a folder of its own; DVC is
-            left alone, nothing is registered or promoted.
+        overrides: {"optim.epochs": 3} or optim.epochs=3: a trial with other parameters, in a folder of its own below
+            runs/own/; DVC is left alone, nothing is registered or promoted.
         steps: all, or some (no call of DVC, no gate) of ingest, validate, tokens, propensity, label_graph, train,
             index, evaluate, register, with commas.
         params_file: parameters; another file than params.yaml makes a trial.
@@ -90,7 +81,7 @@ def train(
     with lifecycle.at_work():
         wanted = parse_steps(steps)
         params = load_params(params_file, overrides)
-        if _is_trial(params_file, overrides):
+        if overrides or params_file != "params.yaml":
             if not register_trial and "register" in wanted:
                 wanted.remove("register")
                 lifecycle.say("a trial: its bundle is not registered (--register does)")
@@ -99,10 +90,6 @@ def train(
         if steps != "all":
             return _in_process(params, wanted)
         return lifecycle.alone(lambda: _through_dvc(params, force, start, promote))
-
-
-def _is_trial(params_file: str, overrides: dict[str, Any] | None) -> bool:
-    return bool(overrides) or Path(params_file).resolve() != Path("params.yaml").resolve()
 
 
 def parse_steps(steps: str | Sequence[str]) -> list[str]:
@@ -138,11 +125,10 @@ def _through_dvc(params: Params, force: bool, start: Start | None, promote: bool
     def record() -> None:
         if reproduce.inputs_state() != before:
             raise ConfigError(
-                "parameters, code or data were edited while the model was trained",
-                where="dvc.lock",
+                "parameters, code or data were edited while the model was trained", where="dvc.lock",
                 got="a lock file that does not describe the outputs, which are kept",
                 fix="run it again: what the edit concerns is then rebuilt",
-            )
+            )  # fmt: skip
         run("record", reproduce.commit, work, retry=True)
 
     done |= _in_process(params, [*work, "register"], record)
@@ -173,7 +159,11 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
                 stack.enter_context(one_at_a_time())
             training = run("start run", pipeline.start_run, params, retry=True)
             stack.enter_context(tracked(training.folder))
-            _fit(training)
+            for line in training.lines:
+                lifecycle.say(line)
+            # phases are not retried: what ended one would end it again, and the next run resumes from its checkpoint
+            fit(training, lambda name, number, work: run(f"{name} {number} of {training.num_rounds}", work))
+            run("export", training.export)
             done["epoch"] = training.epoch
         if "index" in wanted:
             run("index", pipeline.index, params)
@@ -191,30 +181,18 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
     return done
 
 
-def _fit(training: Run) -> None:
-    """Trains the rounds, each phase a task, and exports the model."""
-    for line in training.lines:
-        lifecycle.say(line)
-
-    def phase(name: str, number: int, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        # not retried: what ended it would end it again, and the next run resumes from its checkpoint
-        return run(f"{name} {number} of {training.num_rounds}", work)
-
-    fit(training, phase)
-    run("export", training.export)
-
-
 @contextlib.contextmanager
 def _own_folder(params: Params) -> Iterator[Params]:
     """Runs inside `runs/own/<fingerprint>/`: the pipeline's relative paths then lead nowhere near DVC's outputs.
 
     What the parameters point to, and the tracking store, stay where they are.
     """
-    encoder = params.encoder
-    if Path(encoder.name).exists():
-        encoder = encoder.model_copy(update={"name": str(Path(encoder.name).resolve())})
-    if encoder.start:
-        encoder = encoder.model_copy(update={"start": str(Path(encoder.start).resolve())})
+
+    def absolute(path: str) -> str:
+        return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+    named = {"name": absolute(params.encoder.name), "start": absolute(params.encoder.start)}
+    encoder = params.encoder.model_copy(update=named)
     data = params.data.model_copy(update={"path": str(Path(params.data.path).resolve())})
     folder = Path("runs") / "own" / fingerprint(params)[:12]
     folder.mkdir(parents=True, exist_ok=True)
@@ -227,7 +205,7 @@ def prepare(options: dict[str, Any]) -> None:
     """Mistakes show before Prefect starts; what takes seconds is done while its server starts."""
     parse_steps(options["steps"])
     load_params(options["params_file"], options["overrides"])
-    if options["steps"] == "all" and not _is_trial(options["params_file"], options["overrides"]):
+    if options["steps"] == "all" and not options["overrides"] and options["params_file"] == "params.yaml":
         reproduce.check_repository()
     import_mlflow()  # each run requires it, and the database
     prepare_store()
