@@ -133,9 +133,9 @@ def test_every_format_gives_the_same(name: str, tmp_path: Path) -> None:
 
 
 def test_uids_alone_and_other_names(tmp_path: Path) -> None:
-    (tmp_path / "gone.csv").write_text("\ufeffid,why\nx,old\n\ny,\n", encoding="utf-8")
+    (tmp_path / "gone.csv").write_text("\ufeffuid,why\nx,old\n\ny,\n", encoding="utf-8")
     assert [item.uid for item in read_labels(tmp_path / "gone.csv")] == ["x", "y"]
-    (tmp_path / "gone.jsonl").write_text('{"label": 5, "title": "five"}\n\n')
+    (tmp_path / "gone.jsonl").write_text('{"uid": 5, "title": "five"}\n\n')
     assert read_labels(tmp_path / "gone.jsonl") == [LabelText("5", "five", "five", "gone.jsonl:1")]
 
 

@@ -70,9 +70,10 @@ class KnnInfo(BaseModel):
         cls, voters: Neighbours, weight: float, neighbours: int = 100, space: Literal["de", "clf"] = "de"
     ) -> KnnInfo:
         """Of these training queries."""
+        num_words = None if voters.words is None else voters.words.num_features
         return cls(
             weight=float(weight), neighbours=neighbours, vote=voters.vote, space=space, num_queries=voters.num_queries,
-            num_pairs=int(voters.labels_ML.nnz), num_words=None if voters.words is None else voters.words.num_features,
+            num_pairs=int(voters.labels_ML.nnz), num_words=num_words,
         )  # fmt: skip
 
 
@@ -201,22 +202,15 @@ def write_bundle(
         ValueError: parts that do not fit together.
         ArtifactError: the model's folder is damaged, or the bundle cannot be written.
     """
-    vectors = {
-        name: np.ascontiguousarray(array, dtype=np.float32)
-        for name in ("de", "clf", "bias")
-        if (array := labels.vectors.get(name)) is not None
-    }
+    given = {name: labels.vectors.get(name) for name in ("de", "clf", "bias")}
+    vectors = {name: np.ascontiguousarray(array, np.float32) for name, array in given.items() if array is not None}
     table = pa.table([text_array(texts, pa.string()) for texts in (labels.uids, labels.titles)], schema=LABEL_SCHEMA)
+    dim = next(array.shape[1] for array in vectors.values() if array.ndim == 2)
+    shapes = {name: list(array.shape) for name, array in vectors.items()}
     info = BundleInfo(
-        num_labels=index.num_labels,
-        dim=next(array.shape[1] for array in vectors.values() if array.ndim == 2),
-        width=index.dim,
-        vectors={name: list(array.shape) for name, array in vectors.items()},
-        estimated=list(labels.estimated),
-        **_index_facts(index),
-        **vars(scoring),
-        **vars(facts),
-    )
+        num_labels=index.num_labels, dim=dim, width=index.dim, vectors=shapes, estimated=list(labels.estimated),
+        **_index_facts(index), **vars(scoring), **vars(facts),
+    )  # fmt: skip
     _check_parts(info, table, neighbours)
     size = sum(array.nbytes for array in vectors.values()) + 4 * index.num_labels * index.dim
     size += neighbours.num_bytes if neighbours is not None else 0

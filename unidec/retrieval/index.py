@@ -71,12 +71,7 @@ class LabelIndex:
 
     @classmethod
     def build(
-        cls,
-        vectors_LD: Floats | LabelRows,
-        kind: Kind = "flat",
-        threads: int = 1,
-        show: bool = False,
-        **options: int,
+        cls, vectors_LD: Floats | LabelRows, kind: Kind = "flat", threads: int = 1, show: bool = False, **options: int
     ) -> LabelIndex:
         """Index label vectors.
 

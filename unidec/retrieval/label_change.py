@@ -40,8 +40,6 @@ MOST_SHOWN = 10  # problems in one message
 NEAREST = 3
 TEXT_SHARE = 0.6
 MEAN_WEIGHT = 3.0  # of the mean row, where scores are cosines
-UID_COLUMNS = ("uid", "id", "label")
-TEXT_COLUMNS = ("text", "title")
 _BATCH = 1024  # texts encoded at once
 
 
@@ -113,11 +111,7 @@ class LabelChange:
 
     @classmethod
     def edit(
-        cls,
-        bundle: Bundle,
-        add: Sequence[LabelText] = (),
-        remove: Sequence[str] = (),
-        update: Sequence[LabelText] = (),
+        cls, bundle: Bundle, add: Sequence[LabelText] = (), remove: Sequence[str] = (), update: Sequence[LabelText] = ()
     ) -> LabelChange:
         """Add, remove and update some labels; all others stay, in their order, and new ones come last.
 
@@ -208,11 +202,9 @@ def read_labels(path: Path) -> list[LabelText]:
         DataError: as `read_rows`, or rows without uid or text: all of them at once, by line.
     """
     found, problems = [], []
-    for line, row in read_rows(path, (*UID_COLUMNS, *TEXT_COLUMNS)):
-        uid = next((row[name] for name in UID_COLUMNS if row.get(name) is not None), None)
-        text = next((row[name] for name in TEXT_COLUMNS if row.get(name) is not None), "")
-        title = row.get("title") or ""
-        uid = str(uid) if type(uid) is int else uid
+    for line, row in read_rows(path, ("uid", "text", "title")):
+        uid, text, title = row.get("uid"), row.get("text"), row.get("title") or ""
+        uid, text = str(uid) if type(uid) is int else uid, title if text is None else text
         if not isinstance(uid, str):
             problems.append(f"{path}:{line}: no uid in {', '.join(map(str, row))[:80] or 'an empty row'}")
         elif not isinstance(text, str) or not isinstance(title, str):
@@ -253,10 +245,8 @@ def with_labels(
     """
     path, info = Path(path), bundle.info
     if path.resolve() == bundle.path.resolve():
-        raise ConfigError(
-            "a bundle is not changed in place: it may be answering", where=str(path),
-            fix=f"name another folder: {path}-new",
-        )  # fmt: skip
+        what, fix = "a bundle is not changed in place: it may be answering", f"name another folder: {path}-new"
+        raise ConfigError(what, where=str(path), fix=fix)
     if info.knn is None and neighbours is not None:
         raise ValueError("no training queries vote in this bundle: it has no weight for them")
     read_manifest(bundle.path, KIND, VERSION, verify=True)

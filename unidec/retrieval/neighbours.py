@@ -75,9 +75,14 @@ class Neighbours:
     """
 
     def __init__(
-        self, vectors_MD: npt.NDArray[Any] | csr_matrix, labels_ML: csr_matrix, uids: Any, titles: Any,
-        vote: Vote = "softmax", words: WordSpace | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        vectors_MD: npt.NDArray[Any] | csr_matrix,
+        labels_ML: csr_matrix,
+        uids: Any,
+        titles: Any,
+        vote: Vote = "softmax",
+        words: WordSpace | None = None,
+    ) -> None:
         if vote not in VOTES:
             raise ValueError(f"unknown vote {vote!r}, expected one of {', '.join(VOTES)}")
         self.uids, self.titles = (text_array(texts, pa.large_string()) for texts in (uids, titles))
@@ -168,9 +173,14 @@ class Neighbours:
 
 
 def read_neighbours(
-    folder: Path, num_queries: int, num_pairs: int, num_labels: int, dim: int, vote: Vote,
+    folder: Path,
+    num_queries: int,
+    num_pairs: int,
+    num_labels: int,
+    dim: int,
+    vote: Vote,
     tokenizer_folder: Path | None = None,
-) -> Neighbours:  # fmt: skip
+) -> Neighbours:
     """What `Neighbours.write` wrote below a bundle's folder, everything checked against these numbers.
 
     Args:
@@ -268,9 +278,12 @@ class Candidates:
 
     @classmethod
     def of(
-        cls, found_BK: Labels, votes_BL: csr_matrix, heads: Callable[[Labels, Labels], Floats],
+        cls,
+        found_BK: Labels,
+        votes_BL: csr_matrix,
+        heads: Callable[[Labels, Labels], Floats],
         excluded: Labels | None = None,
-    ) -> Candidates:  # fmt: skip
+    ) -> Candidates:
         """The heads' k best labels, and all that got a vote, without excluded pairs: the k best of the sum are among
         them, whatever the votes' weight (>= 0).
 

@@ -106,14 +106,11 @@ def probe_bundle(
             timeout=timeout, check=False, env=environment, start_new_session=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise ArtifactError(
-            "no answer from a fresh process", where=str(bundle), got=f"nothing in {timeout:.0f} s", fix=fix
-        ) from error
-    try:
+        what, got = "no answer from a fresh process", f"nothing in {timeout:.0f} s"
+        raise ArtifactError(what, where=str(bundle), got=got, fix=fix) from error
+    with contextlib.suppress(ValueError, IndexError, TypeError):
         if done.returncode == 0:
             return Probe(**json.loads(done.stdout.splitlines()[-1]))
-    except (ValueError, IndexError, TypeError):
-        pass
     last = done.stderr.strip()[-500:] or f"exit code {done.returncode}"
     raise ArtifactError("a fresh process cannot serve it", where=str(bundle), got=last, fix=fix)
 

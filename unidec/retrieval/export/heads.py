@@ -19,17 +19,9 @@ import pyarrow as pa
 from unidec.data.storage import folder_sha256, read_manifest, write_file
 from unidec.errors import ConfigError, DataError
 from unidec.progress import Progress, progress
+from unidec.retrieval import bundle_folder
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import (
-    KIND,
-    LABEL_SCHEMA,
-    VERSION,
-    BundleInfo,
-    check_names,
-    read_info,
-    read_labels,
-    read_vectors,
-)
+from unidec.retrieval.bundle_folder import BundleInfo
 from unidec.retrieval.scoring_space import LabelRows, width
 
 BLOCK_BYTES = 32 << 20  # of one block of rows, and of a Parquet row group: what is held at once
@@ -117,12 +109,13 @@ def export_vectors(
     path, root = Path(target), Path(bundle)
     if path.suffix.lower() != ".parquet":
         raise DataError("an output of unknown format", where=str(path), expected=".parquet")
-    check_names(root, read_manifest(root, KIND, VERSION)["files"])  # checks every file's hash
-    info = read_info(root)
-    score, labels = scored_by(info, head), read_labels(root, info.num_labels)
-    rows = LabelRows(read_vectors(root, info), score.space, score.clf_normalize)
+    manifest = read_manifest(root, bundle_folder.KIND, bundle_folder.VERSION)
+    bundle_folder.check_names(root, manifest["files"])
+    info = bundle_folder.read_info(root)
+    score, labels = scored_by(info, head), bundle_folder.read_labels(root, info.num_labels)
+    rows = LabelRows(bundle_folder.read_vectors(root, info), score.space, score.clf_normalize)
     kind = pa.list_(pa.field("element", pa.float32(), nullable=False), score.width)
-    schema = LABEL_SCHEMA.append(pa.field("vector", kind, nullable=False))
+    schema = bundle_folder.LABEL_SCHEMA.append(pa.field("vector", kind, nullable=False))
     about = {"dtype": "float32", "bundle_sha256": folder_sha256(root), **facts(score)}
     schema = schema.with_metadata({"unidec": json.dumps(about, sort_keys=True)})
     # vectors hardly compress, and a dictionary of them would only cost time
