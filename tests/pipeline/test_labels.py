@@ -135,7 +135,7 @@ def test_an_estimated_row_follows_its_text(params: Params) -> None:
 
 def test_mistakes_write_nothing(params: Params) -> None:
     uid = Bundle.load(paths.BUNDLE).uids[3].as_py()
-    with pytest.raises(DataError, match="did you mean"):
+    with pytest.raises(DataError, match="no label"):
         change_labels(params, paths.BUNDLE, remove=[f"{uid}x"], out="never")
     with pytest.raises(ConfigError, match="not changed in place"):
         change_labels(params, paths.BUNDLE, remove=[uid], out=paths.BUNDLE)
