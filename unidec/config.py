@@ -24,12 +24,6 @@ from unidec.strict_yaml import parse_scalar, read_yaml
 OPERATIONS = ("device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking")
 """Sections that do not decide a model: a bundle does not keep them."""
 
-# a recipe sets how to train, not on what, where, or what becomes of it
-_NOT_OF_A_RECIPE = {
-    "recipe", "data", "raw", "validation", "seed", "device", "run", "source", "warm", "retrain", "gate", "drift",
-    "serve", "tracking",
-}  # fmt: skip
-
 
 class ParamsError(ConfigError):
     """All that is wrong with the parameters or another file, found in one go; `problems` holds one text for each."""
@@ -41,22 +35,8 @@ class ParamsError(ConfigError):
 
 
 def valid_values(detail: ErrorDetails) -> str:
-    """What a valid value looks like, in words."""
-    ctx = detail.get("ctx", {})
-    bounds = {"greater_than": ("above", "gt"), "greater_than_equal": ("at least", "ge")}
-    bounds |= {"less_than": ("below", "lt"), "less_than_equal": ("at most", "le")}
-    if detail["type"] in bounds:
-        words, limit = bounds[detail["type"]]
-        return f"{words} {ctx[limit]}"
-    names = {
-        "int_type": "a whole number",
-        "float_type": "a number",
-        "bool_type": "true or false",
-        "string_type": "a text",
-        "finite_number": "a finite number",
-        "literal_error": str(ctx.get("expected", "")),
-    }
-    return names.get(detail["type"], detail["msg"])
+    """What a valid value looks like, in pydantic's words."""
+    return detail["msg"].removeprefix("Input should be ")
 
 
 def problem(
@@ -85,10 +65,9 @@ def nearest(name: str, names: list[str]) -> str | None:
 
 def leaves(params: Section) -> Iterator[tuple[str, Any]]:
     """Each parameter as (`section.key`, value), in the order of the file."""
-    for name in type(params).model_fields:
-        value = getattr(params, name)
+    for name, value in params:
         if isinstance(value, Section):
-            yield from ((f"{name}.{key}", leaf) for key, leaf in leaves(value))
+            yield from ((f"{name}.{key}", leaf) for key, leaf in value)
         else:
             yield name, value
 
@@ -122,10 +101,11 @@ def load_params(path: str | Path | None = "params.yaml", overrides: Mapping[str,
 
 def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) -> Params:
     """Values by key path over those of their recipe; `origin` is where one was given. Errors: `load_params`."""
-    problems, defaults = [], dict(leaves(Params()))
+    problems, known = [], known_keys()
     recipe, names = values.get("recipe"), recipe_names()
     if recipe in names:
-        values = _read_recipe(recipe) | dict(values)
+        with resources.as_file(resources.files("unidec") / "recipes" / f"{recipe}.yaml") as path:
+            values = _given(read_yaml(path)[0]) | dict(values)
     elif isinstance(recipe, str):
         expected, near = f"one of {', '.join(names)}", nearest(recipe, names)
         problems.append(problem("recipe", "no such recipe", short(recipe), expected, origin, near))
@@ -134,9 +114,9 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
             what, expected = "a password or token in a parameter", "an address without credentials"
             fix = "set it in the environment; source.secrets names Prefect secrets for DVC's processes"
             problems.append(problem(key, what, short(value), expected, origin, fix=fix))
-        if key not in defaults:
+        if key not in known:
             problems.append(_no_such_key(key, value, origin))
-    right = {key: value for key, value in values.items() if key in defaults}
+    right = {key: value for key, value in values.items() if key in known}
     try:
         params = Params.model_validate(nested(right))
     except ValidationError as error:
@@ -165,24 +145,19 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
 
 def with_settings(params: Params, settings: Mapping[str, Any]) -> Params | None:
     """The parameters with other values by key path; None if they are in conflict."""
-    values = params.model_dump()
-    for key, value in settings.items():
-        section, _, name = key.rpartition(".")
-        (values[section] if section else values)[name] = value
     try:
-        return Params.model_validate(values)
+        return Params.model_validate(nested(dict(leaves(params)) | dict(settings)))
     except ValidationError:
         return None
 
 
 def flatten(params: Params) -> dict[str, str | int | float]:
     """Every parameter by its key path, as a tracking server takes it: true/false in words, none as an empty word."""
-    words = {True: "true", False: "false", None: ""}
 
     def shown(value: Any) -> str | int | float:
-        if isinstance(value, dict | list):
-            return json.dumps(value)
-        return words[value] if value is None or isinstance(value, bool) else value
+        if value is None:
+            return ""
+        return json.dumps(value) if isinstance(value, bool | dict | list) else value
 
     return {key: shown(value) for key, value in leaves(params)}
 
@@ -192,25 +167,14 @@ def fingerprint(params: Params, *sections: str) -> str:
 
     The recipe's name is never part of all: its values are.
     """
-    wanted = {
-        key: value
-        for key, value in leaves(params)
-        if (not sections and key != "recipe") or any(key == name or key.startswith(f"{name}.") for name in sections)
-    }
-    missing = [name for name in sections if not any(key == name or key.startswith(f"{name}.") for key in wanted)]
-    if missing:
+    values = dict(leaves(params))
+    names = sections or [name for name in Params.model_fields if name != "recipe"]
+    wanted = {name: [key for key in values if key == name or key.startswith(f"{name}.")] for name in names}
+    if missing := [name for name, keys in wanted.items() if not keys]:
         raise KeyError(f"no such parameters: {', '.join(missing)}")
-    text = json.dumps(wanted, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    chosen = {key: values[key] for keys in wanted.values() for key in keys}
+    text = json.dumps(chosen, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _read_recipe(name: str) -> dict[str, Any]:
-    with resources.as_file(resources.files("unidec") / "recipes" / f"{name}.yaml") as path:
-        values = _given(read_yaml(path)[0])
-    unfit = sorted(_NOT_OF_A_RECIPE & {key.partition(".")[0] for key in values})
-    if unfit:
-        raise ConfigError(f"a recipe cannot set {', '.join(unfit)}", where=f"recipe {name}")
-    return values
 
 
 def _section(name: str) -> type[Section] | None:
@@ -260,13 +224,10 @@ def _explain(values: Mapping[str, Any], error: ValidationError, origin: dict[str
         near = nearest(got, listed.split("'")[1::2]) if isinstance(got, str) else None
         problems.append(problem(key, "wrong value", short(got), expected, origin, near))
     # with the wrong keys at their defaults the rest can be checked for conflicts
-    right = nested({key: value for key, value in values.items() if key not in wrong})
-    sections: dict[str, Any] = {
-        name: section(**own) if (section := _section(name)) else own for name, own in right.items()
-    }
-    rest = Params.model_construct(**sections)
-    found = dict(leaves(rest))
-    for conflict in rest.conflicts():
+    found = dict(leaves(Params())) | {key: value for key, value in values.items() if key not in wrong}
+    sections = {name: _section(name) for name in Params.model_fields}
+    own = {name: type_(**value) if (type_ := sections[name]) else value for name, value in nested(found).items()}
+    for conflict in Params.model_construct(**own).conflicts():
         keys = conflict.keys.split()
         if not wrong.keys() & set(keys):
             got = ", ".join(f"{key} = {found[key]!r}" for key in keys)
@@ -275,23 +236,18 @@ def _explain(values: Mapping[str, Any], error: ValidationError, origin: dict[str
 
 
 def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
-    """The problem with an unknown key, and the valid one that was probably meant.
-
-    That is one of the same name, else one like it in the same section, else one like it.
-    """
+    """The problem with an unknown key, and the valid one that was probably meant: one of the same name, else one like
+    it in the same section, else one like it."""
     first, _, name = key.rpartition(".")
     section = _section(first or name)
     listed = ", ".join((section or Params).model_fields)
     if section is not None and not first:
         return problem(key, "not a section", short(value), f"keys under it: {listed}", origin)
     by_name = {known.rpartition(".")[2]: known for known in known_keys()}
-    near = by_name.get(name)
-    if near is None and section is not None and (like := nearest(name, list(section.model_fields))):
-        near = f"{first}.{like}"
-    if near is None and (like := nearest(name, [*Params.model_fields, *by_name])):
-        near = by_name.get(like, like)
+    like = nearest(name, list(section.model_fields)) if section is not None and name not in by_name else None
+    like = f"{first}.{like}" if like else nearest(name, [*Params.model_fields, *by_name])
     fix = "a Prefect automation on unidec.* events and failed runs" if key == "retrain.notify" else None
-    return problem(key, "unknown key", short(value), f"one of {listed}", origin, near, fix)
+    return problem(key, "unknown key", short(value), f"one of {listed}", origin, by_name.get(like or "", like), fix)
 
 
 def to_yaml(params: Params) -> str:

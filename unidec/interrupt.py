@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 EXIT_CODE = 130
-EXIT_CODES = {signal.SIGINT: EXIT_CODE, signal.SIGTERM: 143}
+EXIT_CODES: dict[int, int] = {signal.SIGINT: EXIT_CODE, signal.SIGTERM: 143}
 
 
 class Interrupted(BaseException):
@@ -24,16 +24,6 @@ class Interrupted(BaseException):
 
 class _Signal(BaseException):
     """A signal that takes effect: no `except Exception` on the way may hold it up."""
-
-    def __init__(self, number: signal.Signals):
-        self.number = number
-
-
-def _guard_start() -> None:
-    """Nothing is changed where another program imports this package."""
-    is_program = sys.argv[0] == "-m" or os.path.basename(sys.argv[0]) == "unidec"
-    if is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
 
 
 def guard_work() -> None:
@@ -50,7 +40,7 @@ def end_guard() -> None:
 
 @contextlib.contextmanager
 def signals_raise(again: str, farewell: str) -> Iterator[None]:
-    """SIGTERM ends what is inside in order, as Ctrl-C does; one that comes while things are closed ends it at once.
+    """SIGTERM ends what is inside in order, as Ctrl-C does; a second signal ends the process at once.
 
     Elsewhere than in the main thread, and for signals that are ignored, nothing is changed.
 
@@ -63,25 +53,25 @@ def signals_raise(again: str, farewell: str) -> Iterator[None]:
     """
     from unidec.errors import Stopped
 
-    came: list[signal.Signals] = []
+    came: list[int] = []
 
     def come(number: int, _frame: FrameType | None) -> None:
-        came.append(signal.Signals(number))
+        came.append(number)
         if len(came) > 1:  # children see that their parent is gone, and end (unidec.pipeline.parent_watch)
             print(farewell, file=sys.stderr, flush=True)
-            os._exit(EXIT_CODES[came[-1]])
-        raise _Signal(came[0])
+            os._exit(EXIT_CODES[number])
+        raise _Signal
 
     in_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in EXIT_CODES if in_main}
-    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    handlers = {number: signal.getsignal(number) for number in EXIT_CODES if in_main}
+    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
     for number in before:
         signal.signal(number, come)
     try:
         yield
-    except _Signal as caught:
-        words = "interrupted" if caught.number == signal.SIGINT else "terminated"
-        raise Stopped(f"{words}: {again}", EXIT_CODES[caught.number]) from None
+    except _Signal:
+        words = "interrupted" if came[0] == signal.SIGINT else "terminated"
+        raise Stopped(f"{words}: {again}", EXIT_CODES[came[0]]) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -101,4 +91,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted
 
 
-_guard_start()
+# nothing is changed where another program imports this package
+_is_program = sys.argv[0] == "-m" or os.path.basename(sys.argv[0]) == "unidec"
+if _is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _leave)

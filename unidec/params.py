@@ -99,15 +99,9 @@ class Params(Section):
         if heads == "both" and idle is not None and space in ("both", idle):
             fix = "loss.balance strictly between 0 and 1, or model.heads and index.space: de (for 1) or clf (for 0)"
             yield Conflict("loss.balance model.heads index.space", "one head gets no loss but is searched", fix)
-        for name in ("clf_weight", "knn_weight"):
-            if getattr(self.index, name) == "auto" and self.data.validation_share == 0:
-                fix = f"data.validation_share above 0, or a number as index.{name}"
-                what = "there is no validation split to tune a weight on"
-                yield Conflict(f"index.{name} data.validation_share", what, fix)
-        if self.encoder.bag_head >= self.tokens.max_length:
-            what = "no text is longer than its start: both bags would hold the same"
-            fix = "encoder.bag_head well below tokens.max_length, or 0"
-            yield Conflict("encoder.bag_head tokens.max_length", what, fix)
+        if "auto" in (self.index.clf_weight, self.index.knn_weight) and self.data.validation_share == 0:
+            what, fix = "there is no validation split to tune a weight on", "data.validation_share above 0, or a number"
+            yield Conflict("data.validation_share index.clf_weight index.knn_weight", what, f"{fix} as the weight")
         if self.optim.encode_chunk > 0 and self.run.devices > 1:
             fix = "optim.encode_chunk: 0 (run.recompute saves memory too), or run.devices: 1"
             yield Conflict("optim.encode_chunk run.devices", "gradients are cached on one device", fix)
@@ -159,10 +153,6 @@ class Params(Section):
         if any(_within_each_other(path, self.data.path) for path in copied if path):
             what, fix = "what is fetched would replace its own source", "data.path: a folder of its own"
             yield Conflict("source.kind source.path data.path", what, fix)
-        if source.secrets and source.kind != "dvc" and not self.retrain.push:
-            what = "nothing that runs needs secrets: they are given to DVC's commands alone"
-            fix = "source.kind: dvc, or retrain.push: true, or no source.secrets"
-            yield Conflict("source.secrets source.kind", what, fix)
         if self.retrain.start == "warm" and self.encoder.start:
             what = "two models to start from: the champion and that of encoder.start"
             yield Conflict("retrain.start encoder.start", what, 'retrain.start: auto or cold, or encoder.start: ""')

@@ -51,36 +51,19 @@ class Progress(tqdm, Generic[T]):
         rate, unit = self.n / elapsed, self.unit
         share = f"/{self.total:,} ({100 * self.n / self.total:.0f}%)" if self.total else ""
         speed = f"{rate:,.1f} {unit}/s" if rate >= 1 or not self.n else f"{1 / rate:.1f} s/{unit}"
-        parts = [f"{self.n:,}{share} {unit}", speed, f"{self.format_interval(elapsed)} elapsed"]
-        if ending:
-            parts.append(ending)
-        elif self.total and self.n:
-            parts.append(f"{self.format_interval(max(self.total - self.n, 0) / rate)} left")
-        if self.postfix:
-            parts.append(str(self.postfix))
+        if not ending and self.total and self.n:
+            ending = f"{self.format_interval(max(self.total - self.n, 0) / rate)} left"
+        parts = [f"{self.n:,}{share} {unit}", speed, f"{self.format_interval(elapsed)} elapsed", ending, self.postfix]
         with contextlib.suppress(BrokenPipeError):  # nobody reads any more: the work is not ended by that
-            print(f"{self.desc}: {', '.join(parts)}", file=self.fp, flush=True)
+            print(f"{self.desc}: {', '.join(str(part) for part in parts if part)}", file=self.fp, flush=True)
 
 
 def progress(
     iterable: Iterable[Any] | None = None, *, total: int | None = None, desc: str, unit: str = "it",
     every: float = 10.0, stream: TextIO | None = None,
 ) -> Progress[Any]:  # fmt: skip
-    """Show the progress of long work on stderr.
-
-    Args:
-        iterable: to iterate over, each item one unit; None: use as a context manager and call `.update(n)`.
-        total: number of units; None: the length of `iterable` if it has one, otherwise no time left is shown.
-        desc: what is being done.
-        unit: name of a unit.
-        every: seconds between lines if the stream is not a terminal.
-        stream: where to write; None: stderr as it is now.
-
-    Example:
-        >>> for block in progress(blocks, desc="tokenise", unit="block"): ...
-        >>> with progress(total=num_texts, desc="encode", unit="text") as bar:
-        ...     bar.update(len(batch))
-    """
+    """Show the progress of long work on stderr (or `stream`): of an iterable, an item a unit, or, as a context manager
+    without one, of what is given to `.update(n)`. Without a terminal a line every `every` seconds is printed."""
     return Progress(iterable, every, sys.stderr if stream is None else stream, total=total, desc=desc, unit=unit)
 
 

@@ -130,11 +130,6 @@ class LabelGraph(Section):
     share: Annotated[float, Field(gt=0, le=1)] = key(1.0, "share of the labels whose text is a query")
     tail_first: bool = key(False, "with a share below 1: the rarest labels, else a random draw")
 
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.tail_first and self.share == 1:
-            what, fix = "all labels take part: none comes first", "label_graph.share below 1, or no tail_first"
-            yield Conflict("label_graph.tail_first label_graph.share", what, fix)
-
 
 class Encoder(Section):
     """Text -> vector: a transformer, a bag of tokens, or both side by side."""
@@ -158,16 +153,13 @@ class Encoder(Section):
         return self.trainable_layers == 0 or self.kind != "transformer"
 
     def conflicts(self) -> Iterator[Conflict]:
-        if self.kind == "bag" and self.trainable_layers != 0:
-            what, fix = "a bag of tokens has no transformer layers to train", "encoder.trainable_layers: 0"
-            yield Conflict("encoder.trainable_layers encoder.kind", what, f"{fix}, or encoder.kind: both")
-        if self.kind == "bag" and self.pooling == "cls":
-            what, fix = "a bag of tokens is always a mean", "encoder.pooling: mean, or encoder.kind: both"
-            yield Conflict("encoder.pooling encoder.kind", what, fix)
-        for name in ("bag_dropout", "bag_words", "bag_head"):
-            if self.kind == "transformer" and getattr(self, name) > 0:
-                fix = f"encoder.{name}: 0, or encoder.kind: bag or both"
-                yield Conflict(f"encoder.{name} encoder.kind", "there is no bag of tokens", fix)
+        if self.kind == "bag" and (self.trainable_layers != 0 or self.pooling == "cls"):
+            what, fix = "a bag of tokens has no layers to train and is always a mean", "encoder.kind: both"
+            keys = "encoder.trainable_layers encoder.pooling encoder.kind"
+            yield Conflict(keys, what, f"{fix}, or encoder.trainable_layers: 0 and encoder.pooling: mean")
+        if self.kind == "transformer" and max(self.bag_dropout, self.bag_words, self.bag_head) > 0:
+            keys = "encoder.kind encoder.bag_dropout encoder.bag_words encoder.bag_head"
+            yield Conflict(keys, "there is no bag of tokens", "encoder.bag_...: 0, or encoder.kind: bag or both")
         if self.frozen and self.trainable_layers != 0:
             fix = "encoder.trainable_layers: 0, or encoder.frozen: false"
             yield Conflict("encoder.frozen encoder.trainable_layers", "a frozen encoder has no layers that train", fix)
@@ -215,9 +207,6 @@ class Pool(Section):
             what = "the pool is smaller than the batch: queries without a positive in it drop out of the loss"
             fix = "pool.size at least pool.batch_size (the papers: 2 to 5 times), or 0 for no limit"
             yield Conflict("pool.size pool.batch_size", what, fix)
-        if self.cluster_start > 0 and self.batches == "random":
-            what, fix = "random batches have no clusters that could grow", "pool.batches: clustered"
-            yield Conflict("pool.cluster_start pool.batches", what, f"{fix}, or pool.cluster_start: 0")
         if self.cluster_start > self.batch_size:
             fix = "pool.cluster_start well below pool.batch_size, or 0"
             yield Conflict("pool.cluster_start pool.batch_size", "the first clusters are larger than a batch", fix)
@@ -385,14 +374,6 @@ class Drift(Section):
         0.05, "top scores below this quantile of the validation queries' count as low"
     )
     min_window: Count = key(200, "queries that a window needs to be judged")
-
-    def conflicts(self) -> Iterator[Conflict]:
-        what = "what stops a retraining would never have warned"
-        if self.stop_change < self.warn_change:
-            yield Conflict("drift.stop_change drift.warn_change", what, "drift.warn_change at most drift.stop_change")
-        if self.stop_distance < self.warn_distance:
-            fix = "drift.warn_distance at most drift.stop_distance"
-            yield Conflict("drift.stop_distance drift.warn_distance", what, fix)
 
 
 class Serve(Section):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
+from ruamel.yaml.nodes import MappingNode, Node
 
 from unidec.errors import ConfigError
 
 KeyPath = tuple[str, ...]
-_PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq")}
-_MAX_DEPTH = 8
 
 
 def parse_scalar(text: str) -> Any:
@@ -35,53 +33,32 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     Raises:
         ConfigError: no such file, not UTF-8, not YAML, a key given twice, or no mapping; with `file:line`.
     """
+    yaml, where = YAML(typ="safe", pure=True), str(path)
     try:
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise ConfigError("not UTF-8", where=f"{path}:{line}", fix="save the file as UTF-8") from error
+        node = yaml.compose(path.read_bytes().decode("utf-8"))
+        lines = dict(_lines(node, ()))
+        value = {} if node is None else yaml.constructor.construct_document(node)
     except FileNotFoundError as error:
         fix = "run in the folder that holds params.yaml, name one with --params, or write one: unidec init DIR"
-        raise ConfigError("no such parameter file", where=str(path), fix=fix) from error
+        raise ConfigError("no such parameter file", where=where, fix=fix) from error
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    lines: dict[KeyPath, int] = {}
-    yaml = YAML(typ="safe", pure=True)
-    try:
-        node = yaml.compose(text)
-        if node is not None:
-            _note_lines(node, (), lines, path)
-        value = {} if node is None else yaml.constructor.construct_document(node)
+        raise ConfigError(f"cannot be read: {error.strerror}", where=where) from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError("not UTF-8", where=f"{where}:{line}", fix="save the file as UTF-8") from error
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        if isinstance(error, DuplicateKeyError):
-            raise ConfigError(
-                "a key is given twice", where=where, got=error.problem, fix="keep one of the two"
-            ) from error
-        raise ConfigError(f"not YAML: {error.problem or error.context}", where=where) from error
-    except (YAMLError, ValueError) as error:
-        raise ConfigError(f"not YAML: {error}", where=str(path)) from error
-    if value is None:
-        value = {}
-    if not isinstance(value, dict):
-        raise ConfigError("no mapping at the top", where=str(path), got=type(value).__name__, expected="key: value")
-    return value, lines
+        where += f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"not YAML for parameters: {error.problem or error.context}", where=where) from error
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"not YAML for parameters: {error}", where=where) from error
+    if not isinstance(value or {}, dict):
+        raise ConfigError("no mapping at the top", where=where, got=type(value).__name__, expected="key: value")
+    return value or {}, lines
 
 
-def _note_lines(node: Node, prefix: KeyPath, lines: dict[KeyPath, int], path: Path, depth: int = 0) -> None:
-    """The line of every key; tags and nesting that parameters never have are refused."""
-    where = f"{path}:{node.start_mark.line + 1}"
-    if depth > _MAX_DEPTH:
-        raise ConfigError("nested too deeply for parameters", where=where)
-    if str(node.tag) not in _PLAIN:
-        fix = "leave the tag out; put a date in quotes"
-        raise ConfigError("tags are not allowed", where=where, got=node.tag, expected="plain values", fix=fix)
-    if isinstance(node, SequenceNode):
-        for child in node.value:
-            _note_lines(child, prefix, {}, path, depth + 1)
+def _lines(node: Node | None, prefix: KeyPath) -> Iterator[tuple[KeyPath, int]]:
     for key_node, value_node in node.value if isinstance(node, MappingNode) else ():
         key = (*prefix, str(key_node.value))
-        lines[key] = key_node.start_mark.line + 1
-        _note_lines(key_node, key, {}, path, depth + 1)
-        _note_lines(value_node, key, lines, path, depth + 1)
+        yield key, key_node.start_mark.line + 1
+        yield from _lines(value_node, key)

@@ -45,14 +45,8 @@ class Work:
 
     @classmethod
     def begin(cls, folder: Path, facts: dict[str, Any], settings: dict[str, Any], bounds: tuple[int, ...]) -> Work:
-        """Write the plan; shards of an earlier one count where facts and bounds are the same.
-
-        Args:
-            facts: what decides the result: hashes and settings, JSON, no paths.
-
-        Raises:
-            ArtifactError: the folder cannot be written.
-        """
+        """Write the plan; shards of an earlier one count where `facts` (what decides the result: hashes and settings,
+        JSON, no paths) and bounds are the same. Raises ArtifactError: the folder cannot be written."""
         text = json.dumps([__version__, facts, bounds], sort_keys=True)
         work = cls(folder, hashlib.sha256(text.encode()).hexdigest(), bounds, settings)
         write_json(folder / PLAN, {"key": work.key, "bounds": bounds, "settings": settings})
@@ -60,19 +54,14 @@ class Work:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Work:
-        """The work whose plan is in a folder.
-
-        Raises:
-            ArtifactError: no plan, or a damaged one.
-        """
+        """The work whose plan is in a folder. Raises ArtifactError: no plan, or a damaged one."""
+        path = Path(folder) / PLAN
         try:
-            plan = json.loads((Path(folder) / PLAN).read_bytes())
-            return cls(Path(folder), plan["key"], tuple(plan["bounds"]), plan["settings"])
+            plan = json.loads(path.read_bytes())
+            return cls(path.parent, plan["key"], tuple(plan["bounds"]), plan["settings"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(
-                "no readable plan of shards", where=str(Path(folder) / PLAN), got=str(error)[:200],
-                fix="run the command that wrote it again",
-            ) from error  # fmt: skip
+            fix = "run the command that wrote it again"
+            raise ArtifactError("no readable plan of shards", where=str(path), got=str(error)[:200], fix=fix) from error
 
     @property
     def num_shards(self) -> int:
@@ -139,21 +128,20 @@ def alone(folder: Path) -> Iterator[None]:
     foreign = sorted(path.name for path in folder.glob("*") if not _OURS.fullmatch(path.name))
     if foreign:
         raise ArtifactError("a folder of something else", where=str(folder), got=foreign[0], fix="move it away")
-    lock = FileLock(folder / ".lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        fix = "wait for it, or end it"
-        raise ArtifactError("another process is at this work", where=str(folder), fix=fix) from error
     except OSError as error:
         raise ArtifactError("it cannot be written", where=str(folder), got=error.strerror) from error
     try:
-        yield
-    finally:
-        if not (folder / PLAN).exists():  # nothing was begun, or all is done
-            shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
+        with FileLock(folder / ".lock", timeout=0):
+            try:
+                yield
+            finally:
+                if not (folder / PLAN).exists():  # nothing was begun, or all is done
+                    shutil.rmtree(folder, ignore_errors=True)
+    except Timeout as error:
+        fix = "wait for it, or end it"
+        raise ArtifactError("another process is at this work", where=str(folder), fix=fix) from error
 
 
 def cuts(num_rows: int, shards: int, batch_size: int) -> tuple[int, ...]:

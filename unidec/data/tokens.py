@@ -77,8 +77,7 @@ class Tokens:
         rows_B = np.asarray(rows, dtype=np.int64)
         if rows_B.size and (rows_B.min() < 0 or rows_B.max() >= self.num_texts):
             raise IndexError(f"rows from {rows_B.min()} to {rows_B.max()} of {self.num_texts} texts")
-        offsets = np.zeros(len(rows_B) + 1, dtype=np.int64)
-        np.cumsum(self.lengths(rows_B), out=offsets[1:])
+        offsets = _offsets([self.lengths(rows_B)])
         return self.ids[self.places(rows_B)].astype(np.int64), offsets
 
     def batch(self, rows: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -125,20 +124,13 @@ class TokenCache(Tokens):
             offsets = load_array(root / "offsets.npy", np.int64)
             ids = load_array(root / "ids.npy", _id_dtype(vocab_size))
             fit = len(offsets) == num_texts + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
-            if fit and needed and num_texts:
+            if fit and needed and len(ids):
                 lengths = np.diff(offsets)
-                fit = lengths.min() >= 0 and lengths.max() <= max_length
+                fit = lengths.min() >= 0 and lengths.max() <= max_length and ids.max() < vocab_size
             if not fit:
-                raise ArtifactError(
-                    "offsets and ids do not fit together",
-                    where=str(root / "offsets.npy"),
-                    got=f"{len(offsets)} offsets, {len(ids)} ids",
-                    expected=f"{num_texts} texts of at most {max_length} tokens, one after the other",
-                    fix=REBUILD,
-                )
-            if needed and len(ids) and ids.max() >= vocab_size:
-                what, expected = "a token id beyond the vocabulary", f"< {vocab_size}"
-                raise ArtifactError(what, where=str(root / "ids.npy"), expected=expected)
+                what = "offsets and ids do not fit together, or ids the vocabulary"
+                expected = f"{num_texts} texts of at most {max_length} tokens, ids below {vocab_size}"
+                raise ArtifactError(what, where=str(root), got=f"{len(ids)} ids", expected=expected, fix=REBUILD)
         cache = cls(ids, offsets, vocab_size, pad_id, max_length)
         cache.path, cache.meta = root, meta
         return cache
@@ -157,7 +149,7 @@ class TextTokenizer:
     """`tokenizer.json`, its own truncation and padding replaced: cut on the right, specials kept, no padding.
 
     Args:
-        folder: holds `tokenizer.json`; `tokenizer_config.json` beside it may name the padding token.
+        folder: holds `tokenizer.json`.
         max_length: tokens a text at most, special tokens included.
 
     Attributes:
@@ -197,12 +189,7 @@ class TextTokenizer:
         """The padding token's id; 0 if the tokenizer has none: it is only ever seen under a False mask."""
         if self._tokenizer.padding:
             return int(self._tokenizer.padding["pad_id"])
-        names: list[Any] = ["[PAD]", "<pad>"]
-        config = self.file.with_name("tokenizer_config.json")
-        if config.is_file():
-            named = json.loads(config.read_text(encoding="utf-8")).get("pad_token")
-            names.insert(0, named.get("content") if isinstance(named, dict) else named)
-        found = (self._tokenizer.token_to_id(name) for name in names if isinstance(name, str))
+        found = (self._tokenizer.token_to_id(name) for name in ("[PAD]", "<pad>"))
         return next((number for number in found if number is not None), 0)
 
     def _find_unknown_id(self) -> int:

@@ -95,11 +95,8 @@ def validate_dataset(
         suites = partial(_expectations, dataset, limits or Validation())
         raw = run_checkpoint("dataset", tables, suites, out / "docs" if docs else None)
         results = [_result(table, item, dataset, tables[table]) for table, item in raw]
-        facts = {
-            "name": dataset.name,
-            "dataset_sha256": dataset.sha256,
-            "rows": {name: len(frame) for name, frame in tables.items()},
-        }
+        rows = {name: len(frame) for name, frame in tables.items()}
+        facts = {"name": dataset.name, "dataset_sha256": dataset.sha256, "rows": rows}
         write_json(out / "result.json", _verdict(facts, results))
         if find is not None:
             _add_places(results, find, len(tables["pairs"]))
@@ -121,14 +118,13 @@ def _verdict(facts: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, 
 
 def _add_places(results: list[dict[str, Any]], find: Find, num_pairs: int) -> None:
     """`file:line` of the samples, where the raw files still have them."""
-    samples: dict[bool, list[dict[str, Any]]] = {of_labels: [] for of_labels in (False, True)}
-    for result in results:
-        if result["severity"] == "critical" or num_pairs < _SMALL:
-            samples[result["table"] == "labels"] += [one for one in result["samples"] if one["uid"] is not None]
-    if samples[False] or samples[True]:
-        found = find(*([one["uid"] for one in samples[of_labels]] for of_labels in (False, True)))
-        for of_labels, places in enumerate(found):
-            for one in samples[bool(of_labels)]:
+    shown = [r for r in results if r["severity"] == "critical" or num_pairs < _SMALL]
+    samples = [[one for r in shown if (r["table"] == "labels") == of_labels for one in r["samples"] if one["uid"]]
+               for of_labels in (False, True)]  # fmt: skip
+    if any(samples):
+        found = find(*([one["uid"] for one in some] for some in samples))
+        for some, places in zip(samples, found, strict=True):
+            for one in some:
                 if one["uid"] in places:
                     one["at"] = places[one["uid"]]
 
@@ -138,36 +134,32 @@ def _query_frame(dataset: XMCDataset) -> pd.DataFrame:
     split_N = np.asarray(dataset.split_N)
     in_train_N = np.isin(text_N, text_N[split_N == SPLITS.index("train")])
     tested_N = (split_N == SPLITS.index("test")) & (length_N > 0)  # empty texts are counted by text_length
-    facts = {
+    return pd.DataFrame({
         "uid": dataset.queries["uid"].to_pandas(),
         "split": np.asarray(SPLITS, dtype=object)[np.minimum(split_N, len(SPLITS) - 1)],
         "text_length": length_N,
         "num_positives": np.diff(dataset.relevance.indptr),
         "text_in_train": np.where(tested_N, in_train_N.astype(np.float64), np.nan),
-    }
-    return pd.DataFrame(facts)
+    })  # fmt: skip
 
 
 def _label_frame(dataset: XMCDataset) -> pd.DataFrame:
     length_L, text_L = _text_facts(dataset.labels)
     _, first_L, count_L = np.unique(text_L, return_inverse=True, return_counts=True)
-    facts = {
+    return pd.DataFrame({
         "uid": dataset.labels["uid"].to_pandas(),
         "text_length": length_L,
         "num_train_points": np.bincount(dataset.relevance[dataset.rows("train")].indices, minlength=dataset.num_labels),
         "labels_with_this_text": np.where(length_L > 0, count_L[first_L], 1),
-    }
-    return pd.DataFrame(facts)
+    })  # fmt: skip
 
 
 def _pair_frame(dataset: XMCDataset) -> pd.DataFrame:
-    def places(matrix: Any) -> tuple[np.ndarray, np.ndarray]:
-        rows = np.repeat(np.arange(dataset.num_queries), np.diff(matrix.indptr))
-        return rows, np.asarray(matrix.indices, dtype=np.int64)
-
-    (query_P, label_P), filters = places(dataset.relevance), places(dataset.filter_pairs)
-    filtered_P = np.isin(query_P * dataset.num_labels + label_P, filters[0] * dataset.num_labels + filters[1])
-    relevance_P = np.asarray(dataset.relevance.data, dtype=np.float64)
+    filters, matrix = dataset.filter_pairs, dataset.relevance
+    rows_of = [np.repeat(np.arange(dataset.num_queries), np.diff(m.indptr)) for m in (matrix, filters)]
+    query_P, label_P = rows_of[0], np.asarray(matrix.indices, dtype=np.int64)
+    filtered_P = np.isin(query_P * dataset.num_labels + label_P, rows_of[1] * dataset.num_labels + filters.indices)
+    relevance_P = np.asarray(matrix.data, dtype=np.float64)
     facts = {"query": query_P, "label": label_P, "relevance": relevance_P, "filtered": filtered_P.astype(np.int64)}
     return pd.DataFrame(facts)
 
@@ -265,13 +257,9 @@ def _samples(
     """Great Expectations names rows; uids are what a person needs."""
     samples = []
     for row, record in zip(rows, frame.iloc[rows].to_dict("records"), strict=True):
-        value = record.get(column) if column else None
-        if table == "pairs":
-            inside = 0 <= record["query"] < dataset.num_queries
-            uid = dataset.query_uids([record["query"]])[0] if inside else None
-            samples.append({"query": record["query"], "label": record["label"], "uid": uid, "value": value})
-        else:
-            samples.append({"row": int(row), "uid": record["uid"], "value": value})
+        place = {"query": record["query"], "label": record["label"]} if table == "pairs" else {"row": int(row)}
+        uid = record["uid"] if table != "pairs" else dataset.query_uids([record["query"]])[0]
+        samples.append({**place, "uid": uid, "value": record.get(column) if column else None})
     return samples
 
 
@@ -287,7 +275,6 @@ def _sentence(result: dict[str, Any]) -> str:
 
 
 def _place(sample: dict[str, Any]) -> str:
-    place = f"row {sample['row']} ({sample['uid']})" if "row" in sample else (
-        f"query {sample['query']}, label {sample['label']}"
-    )  # fmt: skip
+    place = f"row {sample['row']} ({sample['uid']})" if "row" in sample else ""
+    place = place or f"query {sample['query']}, label {sample['label']}"
     return f"{sample['at']}, {place}" if "at" in sample else place
