@@ -137,7 +137,7 @@ def test_every_unknown_key_and_wrong_value_is_reported_with_its_line(write: Writ
         "comparison.yaml: 6 problems in the comparison file",
         "seed (line 2): unknown key", "nearest: seeds",
         "data.d.texts (line 4): unknown key", "nearest: text",
-        "data.d.max_length (line 4): wrong value", "expected: at least 3",
+        "data.d.max_length (line 4): wrong value", "expected: greater than or equal to 3",
         "data.e.path (line 5): missing", "cells.a.set (line 7): wrong value", "name (line 1): wrong value",
     ):  # fmt: skip
         assert part in said, f"{part!r} is missing in:\n{said}"
@@ -166,7 +166,7 @@ def test_every_wrong_name_and_parameter_is_reported_with_its_line(write: Write) 
         "optim.epoch (line 2, common): unknown key", "nearest: optim.epochs",
         "data.d.path (line 4): no such folder",
         "cells.a.recipe (line 6): no such recipe", "nearest: depsl",
-        "pool.beta (line 7, cells.b.set): wrong value", "expected: at least 1",
+        "pool.beta (line 7, cells.b.set): wrong value", "expected: greater than or equal to 1",
         "cells.c.like (line 8): no such cell", "cells.e (line 9): must be one thing",
         "cells.f.peer (line 10): no such peer", "nearest: xr-linear",
         "groups.G.cells (line 12): no such cell",
