@@ -267,18 +267,12 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
         yield key, json.dumps(default), _takes(entry), entry.get("description", "")
 
 
-_KINDS = {
-    "integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "null": "none",
-    "array": "list", "object": "names and values",
-}  # fmt: skip
-_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-
-
 def _takes(entry: dict[str, Any]) -> str:
     """A JSON schema of one value, in words."""
     if "anyOf" in entry:
         return " or ".join(_takes(option) for option in entry["anyOf"])
     if "enum" in entry or "const" in entry:
         return ", ".join(str(value) for value in entry.get("enum", [entry.get("const")]))
-    bounds = [f"{sign} {entry[name]:g}" for name, sign in _BOUNDS.items() if name in entry]
-    return " ".join([_KINDS.get(entry.get("type", ""), "value"), *bounds])
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {entry[name]:g}" for name, sign in signs.items() if name in entry]
+    return " ".join([entry.get("type", "value"), *bounds])

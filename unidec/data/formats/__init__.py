@@ -79,12 +79,10 @@ def find_rows(
 
 
 def _places(table: pa.Table, uids: Sequence[str], file: str, lines: Lines) -> dict[str, str]:
-    rows = np.unique(rows_of(pa.array(uids, pa.large_string()), table["uid"]))
-    rows = rows[rows >= 0]
-    if not rows.size:
-        return {}
-    names = table["uid"].take(pa.array(rows)).to_pylist()
-    return {uid: f"{file}:{line}" for uid, line in zip(names, lines(rows).tolist(), strict=True)}
+    rows = rows_of(pa.array(uids, pa.large_string()), table["uid"])
+    known = [(uid, row) for uid, row in zip(uids, rows.tolist(), strict=True) if row >= 0]
+    at = lines(np.asarray([row for _, row in known], dtype=np.int64))
+    return {uid: f"{file}:{line}" for (uid, _), line in zip(known, at.tolist(), strict=True)}
 
 
 def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple[Source, RawData]:
