@@ -226,7 +226,9 @@ def _explain(values: Mapping[str, Any], error: ValidationError, origin: dict[str
     # with the wrong keys at their defaults the rest can be checked for conflicts
     found = dict(leaves(Params())) | {key: value for key, value in values.items() if key not in wrong}
     sections = {name: _section(name) for name in Params.model_fields}
-    own = {name: type_(**value) if (type_ := sections[name]) else value for name, value in nested(found).items()}
+    own: dict[str, Any] = {
+        name: section(**value) if (section := sections[name]) else value for name, value in nested(found).items()
+    }
     for conflict in Params.model_construct(**own).conflicts():
         keys = conflict.keys.split()
         if not wrong.keys() & set(keys):
