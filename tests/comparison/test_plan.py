@@ -191,7 +191,7 @@ def test_every_wrong_name_and_parameter_is_reported_with_its_line(write: Write) 
         ("a: {recipe: unidec}\n  b: {model_of: a, set: {pool.beta: 1}}", "would need another training"),
         ("a/b: {recipe: depsl}", "match pattern"),
         ("a: {recipe: depsl, set: 3}", "wrong value"),
-        ("a: {recipe: depsl}\nseeds: [-1]", "at least 0"),
+        ("a: {recipe: depsl}\nseeds: [-1]", "greater than or equal to 0"),
     ],
 )
 def test_one_thing_wrong(write: Write, cells: str, words: str) -> None:
