@@ -151,8 +151,7 @@ class ComparisonInput:
     lineage: Mapping[str, Any] = field(default_factory=dict)
 
 
-Contrasts = Mapping[tuple[str, str, str, str], Comparison]
-"""By (task, cell, against, metric)."""
+Contrasts = Mapping[tuple[str, str, str, str], Comparison]  # by (task, cell, against, metric)
 
 
 def write_comparison(path: str | os.PathLike[str], comparison: ComparisonInput) -> None:
@@ -210,8 +209,8 @@ def _ranges(cells: Sequence[Cell], metric: str) -> Chart | None:
     for cell in ranked(cells, metric):
         of = cell.summary(metric)
         ends = (of.mean - of.spread, of.mean + of.spread) if of.count > 1 else None
-        seeds = cell.values(metric) if ends else ()
-        rows.append(Range(cell.name, of.mean, ends, seeds, PEER_COLOUR if cell.kind == "peer" else 0))
+        seeds, shade = cell.values(metric) if ends else (), PEER_COLOUR if cell.kind == "peer" else 0
+        rows.append(Range(cell.name, of.mean, ends, seeds, shade))
     return range_chart(f"{metric}, test split", rows, "percent; grey: peers")
 
 
@@ -229,9 +228,6 @@ def _points(run: Run, metric: str) -> list[tuple[float, float]]:
     if not points and metric in run.validation and "train_seconds" in run.costs:
         points = [(run.costs["train_seconds"] / 60, run.validation[metric])]
     return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def ranked(cells: Sequence[Cell], metric: str) -> list[Cell]:

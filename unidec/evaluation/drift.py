@@ -22,9 +22,7 @@ from unidec.sections import Drift
 
 Unit = Literal["count", "mean", "share", "distance", "shift", "metric"]
 Bounds = tuple[float | None, float | None]
-State = Literal["ok", "warning", "stop"]
-Levels = tuple[float, float | None]
-"""How far a figure may move before it warns, and before it stops; None: it never does."""
+Levels = tuple[float, float | None]  # how far a figure may move before it warns, and before it stops (None: never)
 
 QUANTILE, Z = 0.99, 2.58  # of a draw that chance explains; the same of a two-sided normal interval
 DRAWS = 200
@@ -69,7 +67,7 @@ class Check:
     noise: float | None = None
 
     @property
-    def state(self) -> State:
+    def state(self) -> Literal["ok", "warning", "stop"]:
         """ok, warning or stop."""
         return "stop" if _outside(self.new, self.stop) else "warning" if _outside(self.new, self.warn) else "ok"
 

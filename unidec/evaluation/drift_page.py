@@ -63,7 +63,7 @@ def _lengths(name: str, report: DriftReport) -> Chart | None:
 
 
 def _words(report: DriftReport) -> list[list[str]]:
-    """Only the commonest words of each side are known; of another the share is at most that of the rarest of them."""
+    """Only the commonest words of each side are known; of another the share counts as that of the rarest of them."""
     if not (report.old and report.new):
         return []
     words = [side["queries"]["words"] for side in (report.old, report.new)]
@@ -71,7 +71,4 @@ def _words(report: DriftReport) -> list[list[str]]:
     least = [min(of.values(), default=0.0) for of in (old, new)]
     change = {word: abs(new.get(word, least[1]) - old.get(word, least[0])) for word in {**old, **new}}
     moved = sorted(change, key=lambda word: (-change[word], word))[:MOVED_WORDS]
-    return [
-        [word, *(f"{of[word]:.2%}" if word in of else f"at most {most:.2%}" for of, most in zip((old, new), least))]
-        for word in moved
-    ]
+    return [[word, *(f"{of[word]:.2%}" if word in of else "–" for of in (old, new))] for word in moved]

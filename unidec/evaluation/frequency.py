@@ -21,8 +21,7 @@ def frequency_bins(
 ) -> list[dict[str, float]]:
     """What labels of each frequency add to the metrics (the quantile analysis of Gandalf; thesis, figure 1.3).
 
-    Labels are ordered by training queries, most first, and cut into bins of equal volume (`volume_bins`), so the first
-    has head labels and the last tail labels. Contributions of the bins add up to the whole metric.
+    Bins are those of `volume_bins`; their contributions add up to the whole metric.
 
     Args:
         predicted_NK: int [N, K], label ids, best first; -1 = none.

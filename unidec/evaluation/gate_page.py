@@ -49,5 +49,4 @@ def _compared(verdict: Mapping[str, Any], compared: Mapping[str, Any]) -> Table:
         gap = mine[name] - its[name]
         small = "  {:+.2f} to {:+.2f}".format(*intervals[name]) if name in intervals else ""
         rows.append([name, mine[name], its[name], Shown(f"{gap:+.2f}", gap, small)])
-    header = ["metric", "challenger", "champion", "difference, 95 % interval"]
-    return Table(header, rows, caption="Test split, percent")
+    return Table(["metric", "challenger", "champion", "difference, 95 % interval"], rows, caption="Test split, percent")

@@ -36,6 +36,8 @@ def plots_csv(
     Returns:
         the files.
     """
+    import pandas as pd
+
     validation = validation_records(rounds)
     measured = sorted({name for row in validation for name in row if "/" not in name} - set(_PLACE))
     at_k = [
@@ -51,7 +53,10 @@ def plots_csv(
         "groups.csv": (list(dict.fromkeys(["group", *(key for row in groups for key in row)])), groups),
     }
     for name, (columns, rows) in files.items():
-        write_bytes_atomic(Path(out_dir) / name, _csv(columns, rows).encode())
+        frame = pd.DataFrame(list(rows), columns=list(columns)).replace([math.inf, -math.inf], math.nan)
+        heads = [column.replace("@", "_at_") for column in columns]
+        text = frame.to_csv(index=False, header=heads, float_format="%.6g", lineterminator="\n")
+        write_bytes_atomic(Path(out_dir) / name, text.encode())
     return [Path(out_dir) / name for name in files]
 
 
@@ -93,11 +98,3 @@ def finite(row: Mapping[str, Any], name: str) -> float:
     """A record's figure, 0 where there is none."""
     value = row.get(name)
     return float(value) if value is not None and math.isfinite(value) else 0.0
-
-
-def _csv(columns: Sequence[str], rows: Records) -> str:
-    import pandas as pd
-
-    frame = pd.DataFrame(list(rows), columns=list(columns)).replace([math.inf, -math.inf], math.nan)
-    heads = [name.replace("@", "_at_") for name in columns]
-    return str(frame.to_csv(index=False, header=heads, float_format="%.6g", lineterminator="\n"))

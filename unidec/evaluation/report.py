@@ -185,20 +185,16 @@ def _curves(history: Records, rounds: Records) -> list[Chart | None]:
 
 def _lines(records: Records, x: str, names: Mapping[str, str], dots: bool = False) -> list[Line]:
     """A line for each of `names` ({key: shown}) over the records' key `x`; those without finite values are left out."""
-    drawn = [Line(shown, _column(records, x), _column(records, name), dots) for name, shown in names.items()]
+    values = {key: [math.nan if record.get(key) is None else float(record[key]) for record in records]
+              for key in (x, *names)}  # fmt: skip
+    drawn = [Line(shown, values[x], values[name], dots) for name, shown in names.items()]
     return [line for line in drawn if any(math.isfinite(y) for y in line.y)]
-
-
-def _column(records: Records, name: str) -> list[float]:
-    return [float(value) if (value := record.get(name)) is not None else math.nan for record in records]
 
 
 def _rounds(rounds: Records) -> dict[str, Any]:
     """Seconds of each round's parts, totals, what refreshes found."""
     parts, groups = round_parts(rounds), [str(r.get("round", i + 1)) for i, r in enumerate(rounds)]
-    steps = [finite(r, "steps_per_s") for r in rounds if r.get("steps_per_s")]
     total: dict[str, float | None] = {f"{name}, seconds": sum(column) for name, column in parts.items()}
-    total["steps a second"] = sum(steps) / len(steps) if steps else None
     for key, shown in MEMORY.items():
         total[shown] = max((finite(r.get("memory") or {}, key) for r in rounds), default=0.0) or None
     found = {group: r.get("refresh") or {} for group, r in zip(groups, rounds, strict=True)}

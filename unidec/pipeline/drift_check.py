@@ -70,7 +70,8 @@ def data_change(params: Params) -> dict[str, Any]:
         elif profile["sha256"] == dataset.sha256:
             reason = "the data is the very data that the champion was trained on"
         else:
-            old, new = profile, _later_data(profile, bundle / _TOKENIZER, dataset)
+            old, (tokens, text) = profile, (profile["max_length"], profile["text"])
+            new = profile_dataset(dataset, bundle / _TOKENIZER, tokens, text).figures
             new["label_changes"] = _label_changes(bundle, dataset)
     checks, docs = compare(old, new, params.drift) if old else [], "docs/index.html" if old else ""
     facts = {"accepted": accepted or "none", "now": {"dataset_sha256": dataset.sha256}}
@@ -117,7 +118,7 @@ def drift(
         tokenizer, tokens = resolve_encoder(params.encoder.name), params.tokens
         old = profile_dataset(XMCDataset.open(source), tokenizer, tokens.max_length, tokens.text).figures
     if (later / MANIFEST).is_file():
-        new = _later_data(old, tokenizer, XMCDataset.open(later))
+        new = profile_dataset(XMCDataset.open(later), tokenizer, old["max_length"], old["text"]).figures
     else:
         new = _later_texts(old, tokenizer, read_window(later, column).texts)
     facts = {"earlier": source, "later": str(second), "earlier data": old["rows"], "later data": new.get("rows", {})}
@@ -180,10 +181,6 @@ def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
     if (profile := read_profile(folder)) is None:
         raise ArtifactError("a bundle without a profile of its data", where=source, fix="unidec index build writes one")
     return profile, folder / _TOKENIZER
-
-
-def _later_data(old: Side, tokenizer: Path, dataset: XMCDataset) -> dict[str, Any]:
-    return profile_dataset(dataset, tokenizer, old["max_length"], old["text"]).figures
 
 
 def _later_texts(old: Side, tokenizer: Path, texts: Sequence[str]) -> dict[str, Any]:
