@@ -36,11 +36,7 @@ class UniDECClassifier(BaseEstimator):
     """
 
     def __init__(
-        self,
-        recipe: str = "unidec",
-        k: int = 100,
-        params: Mapping[str, Any] | None = None,
-        folder: str | None = None,
+        self, recipe: str = "unidec", k: int = 100, params: Mapping[str, Any] | None = None, folder: str | None = None
     ) -> None:
         self.recipe, self.k, self.params, self.folder = recipe, k, params, folder
 

@@ -60,11 +60,7 @@ def output_settings(settings: Encoder) -> dict[str, Any]:
 
 
 def start_sha256(folder: str | Path) -> str:
-    """Hash of an exported model, by content: of its manifest, which has those of its files.
-
-    Raises:
-        ArtifactError: no such model.
-    """
+    """Hash of an exported model: of its manifest, which has those of its files. Raises ArtifactError: no such model."""
     read_manifest(folder, KIND, VERSION, verify=False)
     return file_sha256(Path(folder) / MANIFEST)
 

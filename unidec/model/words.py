@@ -51,10 +51,7 @@ def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> NDArray[np.boo
 
 
 def with_words(
-    flat_F: NDArray[np.int64],
-    lengths_B: NDArray[np.int64],
-    continues_V: NDArray[np.bool_],
-    num_buckets: int,
+    flat_F: NDArray[np.int64], lengths_B: NDArray[np.int64], continues_V: NDArray[np.bool_], num_buckets: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Tokens of some texts, each followed by its words of several pieces: ids int64 from V to V + num_buckets.
 
