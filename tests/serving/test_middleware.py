@@ -154,3 +154,12 @@ def test_a_body_where_none_is_expected_is_read_and_bounded(asgi: Any) -> None:
             assert (await server.ask("/nope", b"x" * 50, method="POST")).status == 404
 
     run(main)
+
+
+def test_a_request_of_two_lengths_is_refused(asgi: Any) -> None:
+    async def main() -> None:
+        async with asgi.running(asgi.StubEngine()) as server:
+            reply = await server.ask("/predict", b"{}", headers={"transfer-encoding": "chunked"})
+            assert (reply.status, reply.headers["connection"]) == (400, "close") and reply.json["error"]["fix"]
+
+    run(main)

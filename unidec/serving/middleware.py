@@ -94,6 +94,9 @@ class Guard:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
+        if b"transfer-encoding" in headers and b"content-length" in headers:  # two lengths: request smuggling
+            what, fix = "both Transfer-Encoding and Content-Length", "leave one out"
+            raise RequestError(400, "broken_http", what, where="headers", fix=fix, close=True)
         if self.hosts is not None and not _is_host(headers.get(b"host", b""), self.hosts):
             raise RequestError(
                 421, "wrong_host", "this server does not answer to that name", where="header Host",
