@@ -272,7 +272,7 @@ def wrong_verb(rng: np.random.Generator) -> Case:
 _HEAD = b"POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 _CHUNKED = _HEAD + b"transfer-encoding: chunked\r\n\r\n"
 NO_HTTP = [
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)), b"EHLO x\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)), b"EHLO x\r\n\r\n",
     b"FOO /predict HTTP/1.1\r\n\r\n",
     b"GET\r\n\r\n", _HEAD + b"content-length: -1\r\n\r\n",
     _HEAD + b"content-length: x\r\n\r\n", _HEAD + b"content-length: 99999999999999999999999\r\n\r\n",

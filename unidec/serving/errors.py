@@ -36,8 +36,8 @@ class RequestError(Exception):
         super().__init__(what)
         self.status, self.kind, self.close = status, kind, close
         self.parts = dict.fromkeys(("what", "where", "got", "expected", "fix"), "")
-        self.parts |= {"what": what} | {name: str(value) for name, value in parts.items()}
-        self.parts["got"] = shown(parts.get("got", ""))
+        got = shown(parts.pop("got", ""))  # which may be anything: nested too deep for str, too
+        self.parts |= {"what": what, "got": got} | {name: str(value) for name, value in parts.items()}
         self.headers = list(headers)
         if retry_after is not None:
             self.headers.append((b"retry-after", b"%d" % retry_after))

@@ -30,6 +30,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY = "unidec.body"  # key of the scope under which a route finds the request's body
+HEAD_BYTES = 65_536  # of a request
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 
 
@@ -94,6 +95,9 @@ class Guard:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
+            expected, fix = f"at most {HEAD_BYTES} bytes", "send fewer headers"
+            raise RequestError(431, "large_head", "the head is too large", expected=expected, fix=fix, close=True)
         if b"transfer-encoding" in headers and b"content-length" in headers:  # two lengths: request smuggling
             what, fix = "both Transfer-Encoding and Content-Length", "leave one out"
             raise RequestError(400, "broken_http", what, where="headers", fix=fix, close=True)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 KEEP_ALIVE_SECONDS = 30  # an idle connection is closed after this time
 BACKLOG = 2048
 DRAIN_SECONDS = 2.0  # after SIGTERM: connections that are open may send requests for this time
-HEAD_BYTES = 65_536  # of a request
 SWITCH_SECONDS = 0.001  # of Python's threads: the event loop waits no longer than this for the model's thread
 _NEEDED = ("uvicorn", "prometheus_client", "orjson", "cachetools")
 
@@ -123,6 +122,8 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
 
 def server_options(settings: Serve) -> dict[str, Any]:
     """Options of `uvicorn.Config`. h11 bounds the size of a head that does not end."""
+    from unidec.serving.middleware import HEAD_BYTES
+
     return {
         "http": "h11", "h11_max_incomplete_event_size": HEAD_BYTES, "limit_concurrency": settings.max_connections + 1,
         "ws": "none", "lifespan": "on", "log_config": None, "access_log": False, "proxy_headers": False,
