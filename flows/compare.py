@@ -25,9 +25,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
-
-# isort: split
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture, as_completed
@@ -42,12 +39,6 @@ from unidec.errors import UnidecError
 from unidec.progress import progress
 from unidec.tracking.run import RUN_TAGS
 from unidec.tracking.store import tracking_uri
-
-
-class CellsFailed(UnidecError):
-    """Some cells have no result; the others are in the report."""
-
-    exit_code = 1
 
 
 @task(name="cell", task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False)
@@ -81,7 +72,7 @@ def compare(
         {"report": its path, "runs": names of those that were asked for}.
 
     Raises:
-        UnidecError: the file is wrong; CellsFailed: some runs have no result.
+        UnidecError: the file is wrong, or some runs have no result; the others are in the report.
     """
     with lifecycle.at_work():
         comparison = load_comparison(file, overrides)
@@ -95,7 +86,7 @@ def compare(
             results.write_metrics(Path(metrics), steps[-1])
         lost = [f"{name}: {reason}" for name, reason in outcomes.items() if reason]
         if lost:
-            raise CellsFailed("\n".join([f"{len(lost)} of {len(outcomes)} have no result", *lost, f"report: {page}"]))
+            raise UnidecError("\n".join([f"{len(lost)} of {len(outcomes)} have no result", *lost, f"report: {page}"]))
         return {"report": str(page), "runs": [job.key for job in chosen]}
 
 

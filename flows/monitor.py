@@ -15,9 +15,6 @@ import glob
 from pathlib import Path
 from typing import Any
 
-import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
-
-# isort: split
 from prefect import flow
 
 from flows import lifecycle, publish

@@ -11,9 +11,6 @@ import os
 import socket
 import sys
 
-import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
-
-# isort: split
 import psutil
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType

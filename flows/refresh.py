@@ -13,9 +13,6 @@ if __name__ == "__main__":
 
 from typing import Any
 
-import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
-
-# isort: split
 from prefect import flow
 
 from flows import decide, lifecycle, publish, reproduce

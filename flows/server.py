@@ -16,8 +16,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
-import flows  # noqa: F401  Prefect's settings, which the server's process inherits
-
 TIMEOUT_S = 120.0
 # what Prefect sets for its own temporary server
 _ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}

@@ -14,9 +14,6 @@ import re
 import signal
 from typing import Any, NamedTuple
 
-import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
-
-# isort: split
 from prefect import task, unmapped
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import as_completed

@@ -24,9 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import flows  # noqa: F401  sets Prefect's home and quiets it, before it is imported
-
-# isort: split
 from prefect import flow
 
 from flows import lifecycle, publish, reproduce

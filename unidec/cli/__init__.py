@@ -30,7 +30,7 @@ from unidec.cli.commands import (
     command,
     group,
     load,
-    show_table,
+    show_list,
 )
 from unidec.config import Params, describe, recipe_names, to_yaml
 from unidec.errors import ConfigError, Stopped, UnidecError, without_credentials
@@ -120,12 +120,7 @@ def list_runs(as_json: AsJson = False) -> None:
     from unidec.pipeline.runs import list_runs, rows_of
 
     found = list_runs()
-    if as_json:
-        print(json.dumps([vars(run) for run in found], indent=2))
-    elif not found:
-        print("no runs yet: unidec train begins one")
-    else:
-        show_table(*rows_of(found))
+    show_list([vars(run) for run in found], rows_of(found), "no runs yet: unidec train begins one", as_json)
 
 
 @command(runs_app, "unidec runs doctor", "unidec runs doctor --fix", "unidec runs doctor --deep --json")
@@ -138,12 +133,7 @@ def doctor(
     from unidec.pipeline.doctor import examine, exit_code, rows_of
 
     findings = examine(deep=deep, fix=fix)
-    if as_json:
-        print(json.dumps([vars(finding) for finding in findings], indent=2))
-    elif findings:
-        show_table(*rows_of(findings))
-    else:
-        print("healthy")
+    show_list([vars(finding) for finding in findings], rows_of(findings), "healthy", as_json)
     sys.exit(exit_code(findings))
 
 

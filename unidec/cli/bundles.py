@@ -46,9 +46,6 @@ Head = Annotated[
     typer.Option("--head", help="of which score; queries and labels need the same one; default: the bundle's own"),
 ]
 Target = Annotated[Path, typer.Option("--output", metavar="FOLDER", help="a new folder, or that of an earlier export")]
-# numpy's products for one query are small: threads of its own would cost more than they bring, and take the cores from
-# the encoder and the search, which have `serve.threads`. Read once, when numpy is imported.
-_QUIET_THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 index_app = group("Build a bundle's search index, and choose its kind by measurement.")
 export_app = group("Write a bundle's parts for other programs: label vectors, the query encoder (docs/bundles.md).")
@@ -131,8 +128,10 @@ def serve(
     from unidec.serving.memory import share_one_heap
 
     share_one_heap()  # before anything starts a thread
-    for name, value in _QUIET_THREADS.items():
-        os.environ.setdefault(name, value)
+    # numpy's products for one query are small: threads of its own would cost more than they bring, and take the cores
+    # from the encoder and the search, which have `serve.threads`. Read once, when numpy is imported
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = {"serve.host": host, "serve.port": port}
     extra = [f"{key}={value}" for key, value in given.items() if value is not None]
     settings = load_if_there(params, [*(assignments or []), *extra]).serve

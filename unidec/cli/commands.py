@@ -165,6 +165,16 @@ def show_table(columns: list[str], rows: list[list[str]]) -> None:
     print("\n".join("\t".join(line) if not sys.stdout.isatty() else " ".join(line).rstrip() for line in lines))
 
 
+def show_list(found: list[Any], table: tuple[list[str], list[list[str]]], nothing: str, as_json: bool) -> None:
+    """What was found as JSON or a table, or the line for nothing."""
+    if as_json:
+        print(json.dumps(found, indent=2))
+    elif found:
+        show_table(*table)
+    else:
+        print(nothing)
+
+
 def show_predictions(frame: pd.DataFrame) -> None:
     """A block for each query on a terminal: rank, score, label, title; tab-separated lines otherwise."""
     if not sys.stdout.isatty():

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unidec.cli.commands import AsJson, add_stage, command, group, show_table
+from unidec.cli.commands import AsJson, add_stage, command, group, show_list, show_table
 from unidec.cli.data import Column, Out, print_findings
 from unidec.config import Params
 from unidec.errors import ConfigError, Refused
@@ -27,7 +27,7 @@ def list_models(params: Params, as_json: AsJson = False) -> None:
 
     found = list_versions(params.tracking.model_name)
     nothing = f"no versions of {params.tracking.model_name} yet: unidec models register makes one"
-    _list(found, rows_of(found), nothing, as_json)
+    show_list(found, rows_of(found), nothing, as_json)
 
 
 @command(models_app, "unidec models gate", "unidec models gate 7 --set gate.margin=0.2 --json")
@@ -99,21 +99,12 @@ def lineage(
         return
     found = registry.models_of_data(data, model_name=name)
     rows = [[v["version"], ", ".join(v["aliases"]), ", ".join(v["what"]), v["through"] or ""] for v in found]
-    _list(
+    show_list(
         found,
         (["version", "aliases", "made of it", "through version"], rows),
         f"no version of {name} was made of it",
         as_json,
     )
-
-
-def _list(found: list[Any], table: tuple[list[str], list[list[str]]], nothing: str, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(found, indent=2))
-    elif not found:
-        print(nothing)
-    else:
-        show_table(*table)
 
 
 @command(models_app, "unidec models register", "unidec models register --bundle outputs/refreshed")
