@@ -40,22 +40,6 @@ def available_disk(folder: Path) -> int:
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
-def available_device() -> int | None:
-    """Bytes of the GPU's memory that tensors of this process have or can still take; None without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
-
-
-def resident() -> int:
-    """Bytes of this process in memory now."""
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
-
-
 def host_peak() -> int:
     """The most bytes this process has had in memory at once."""
     # not getrusage's where /proc has it: that counts the parent's as well

@@ -27,7 +27,7 @@ BINS = [{"bin": b, "labels": 10 * b, "train_pairs": 50, "most": 9 - b, "least": 
 BETTER = Comparison("model", "mix", "tail/R@10", 30.0, 20.0, 10.0, 4.25, 15.75, 0.0001, 0.0004, 99)
 HISTORY = [{"step": s, "loss": 5 / s, "loss_de": 3 / s, "lr_heads": 1e-4, "grad_norm": 1.0, "pool_size": 3000,
             "positives_per_query": 3.5, "texts_per_s": 900} for s in range(1, 900)]  # fmt: skip
-REFRESH = {"refresh_seconds": 9.0, "cluster_seconds": 2.0, "mine_seconds": 3.0, "mine_positive_first": 0.25}
+REFRESH = {"refresh_seconds": 9.0, "cluster_seconds": 2.0, "mine_seconds": 3.0, "mine_negative_score": 0.25}
 ROUNDS = [{"round": r, "epoch": 5 * r, "seconds": 60.0, "refresh": REFRESH, "train_seconds": 50.0,
            "steps_per_s": 2.0, "memory": {"host_used_gib": 1.25}, "validation": {"P@1": 30.0 + r, "R@100": 60.0}}
           for r in (1, 2, 3)]  # fmt: skip

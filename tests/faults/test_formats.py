@@ -1,4 +1,4 @@
-"""Fault 20: an older checkpoint goes on, an older bundle predicts as it did; newer ones are refused by their version.
+"""Fault 20: an older bundle predicts as it did; newer bundles and checkpoints are refused by their version.
 
 `formats/bundle-1/` was written by unidec 0.1.0 (`tiny_bundle.write_tiny_bundle`, seed 7, HNSW) and is not written anew;
 `bundle-2/` is the same with training queries that vote (softmax), `bundle-3/` with such as are compared by words;
@@ -14,57 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from unidec.data.storage import MANIFEST, write_folder
+from unidec.data.storage import MANIFEST
 from unidec.errors import ArtifactError
-from unidec.training.checkpoint import VERSION, load_checkpoint
-
-
-def as_version_1(run_dir: Path) -> None:
-    """Write the newest checkpoint as unidec 0.1.0 did, in place of all that are there."""
-    loaded, _ = load_checkpoint(run_dir)
-    assert loaded is not None and loaded.state["epoch_step"] == 0
-    model = {name[6:]: x for name, x in loaded.dense.items() if name.startswith("model.")}
-    model |= {f"{table}.weight": part.tensors["weight"] for table, part in loaded.rows.items()}
-    optimisers = {name: x for name, x in loaded.dense.items() if not name.startswith("model.")}
-    for table, part in loaded.rows.items():
-        optimisers |= {f"row.{table}.{key}": part.tensors[key] for key in ("first", "second")}
-    state = {key: loaded.state[key] for key in ("epoch", "step", "seconds")}
-    shutil.rmtree(run_dir / "checkpoints")
-    path = run_dir / "checkpoints" / f"epoch-{state['epoch']:05d}"
-    with write_folder(path, "checkpoint", 1) as out:
-        for name, group in (("model", model), ("optimisers", optimisers)):
-            save_file({k: v.clone().contiguous() for k, v in group.items()}, out.path / f"{name}.safetensors")
-        (out.path / "state.json").write_text(json.dumps(state, sort_keys=True) + "\n", encoding="utf-8")
-    (run_dir / "checkpoints" / "latest").write_bytes(path.name.encode())
-
-
-SYSTEMS = [{}, {"model.heads": "de"}, {"model.clf_bias": True, "encoder.kind": "both", "model.learn_temperature": True}]
-
-
-@pytest.mark.parametrize("overrides", SYSTEMS, ids=["bag", "depsl", "both"])
-def test_version_1_goes_on_as_it_did(open_trainer: Callable[..., Any], overrides: dict) -> None:
-    overrides = {"model.dropout": 0.2, **overrides}
-    whole = open_trainer("whole", **overrides)
-    whole.refresh()
-    whole.train_round()
-    old = whole.run_dir.parent / "old"
-    shutil.copytree(whole.run_dir, old)
-    as_version_1(old)
-    resumed = open_trainer("old", **overrides)
-    assert (resumed.epoch, resumed.step, resumed.refresh_due) == (2, 8, True)
-    # each opened anew: two trainers in one process would draw from one stream of dropout
-    for run in ("whole", "old"):
-        trainer = open_trainer(run, **overrides)
-        trainer.refresh()
-        trainer.train_round()
-    ours, theirs = (load_checkpoint(run_dir)[0] for run_dir in (old, whole.run_dir))
-    assert ours is not None and theirs is not None and ours.state["step"] == theirs.state["step"] == 16
-    assert [name for name in theirs.dense if not torch.equal(ours.dense[name], theirs.dense[name])] == []
-    for table, part in theirs.rows.items():
-        assert all(torch.equal(ours.rows[table].tensors[name], x) for name, x in part.tensors.items())
+from unidec.training.checkpoint import VERSION
 
 
 def test_a_newer_checkpoint_is_refused_and_kept(open_trainer: Callable[..., Any]) -> None:

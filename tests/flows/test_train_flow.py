@@ -125,9 +125,7 @@ class FakeRun:
         return self.stages._call("cluster") | {"cluster_seconds": 0.5, "clusters": 8, "cluster_cosine": 0.71}
 
     def mine(self) -> dict:
-        return self.stages._call("mine") | {
-            "mine_seconds": 0.2, "mine_positive_found": 0.9, "mine_negative_score": 0.31
-        }  # fmt: skip
+        return self.stages._call("mine") | {"mine_seconds": 0.2, "mine_negative_score": 0.31}
 
     def train_round(self) -> dict:
         self.stages._call("train_round")

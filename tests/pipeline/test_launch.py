@@ -21,22 +21,22 @@ from unidec.training.distributed import LostRank
 @pytest.mark.parametrize("kind", [ConfigError, DataError, ArtifactError, TrainingError, UnidecError, LostRank])
 def test_an_error_keeps_its_words_and_its_exit_code(kind):
     error = kind("no space", where="a/b", got=3, expected=4, fix="buy a disk")
-    again = launch.error_from(json.loads(json.dumps(launch.as_json(error, lost=False))))
+    again = launch.error_from(json.loads(json.dumps(launch.as_json(error))))
     assert str(again) == str(error) and again.exit_code == error.exit_code
     # what only training knows comes back as what it is a kind of
     assert type(again) is (TrainingError if kind is LostRank else kind)
 
 
 def test_the_error_with_a_cause_is_raised_not_its_consequences(tmp_path):
-    write_json(tmp_path / "error-0.json", launch.as_json(LostRank("gone"), lost=True))
-    write_json(tmp_path / "error-1.json", launch.as_json(ArtifactError("no space left"), lost=False))
+    write_json(tmp_path / "error-0.json", launch.as_json(LostRank("gone")))
+    write_json(tmp_path / "error-1.json", launch.as_json(ArtifactError("no space left")))
     with pytest.raises(ArtifactError, match="no space left"):
         launch._result(tmp_path, 0)
 
 
 @pytest.mark.parametrize(("code", "words"), [(-9, "SIGKILL"), (1, "exit code 1"), (-15, "SIGTERM")])
 def test_a_rank_that_died(tmp_path, code, words):
-    write_json(tmp_path / "error-0.json", launch.as_json(LostRank("gone"), lost=True))
+    write_json(tmp_path / "error-0.json", launch.as_json(LostRank("gone")))
     with pytest.raises(TrainingError, match=words):
         launch._result(tmp_path, code)
 

@@ -296,7 +296,7 @@ def test_two_processes_start_warm_too(work, monkeypatch):
     params = work.params(**{"run.devices": 2})
     pipeline.choose_start(params)
     run = pipeline.start_run(params)
-    assert isinstance(run.launcher, launch.Torchrun)
+    assert run.launcher is launch.torchrun
     fit(run)
     assert run.epoch == 1 and "memory" in read_json_lines(run.folder / "rounds.jsonl")[0]
 

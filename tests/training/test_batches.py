@@ -8,11 +8,11 @@ import scipy.sparse as sp
 import torch
 
 from unidec.data.label_graph import soft_targets
-from unidec.errors import ConfigError, DataError
+from unidec.errors import DataError
 from unidec.training.batches import Batches
 from unidec.training.distributed import Ranks
 from unidec.training.gradient_cache import TextChunks
-from unidec.training.needs import encoded_labels
+from unidec.training.sampler import encoded_labels
 
 CPU = torch.device("cpu")
 
@@ -91,12 +91,6 @@ def test_gandalf_trains_on_label_texts_with_soft_targets(make, tiny_dataset, tin
         target[t.row_P.numpy(), t.col_P.numpy()] = t.relevance_P.numpy()
         assert np.array_equal(target, dense[np.ix_(ordered, batch.pool.pool_S)])
         assert 0 < target[target > 0].min() < 1
-
-
-def test_gandalf_needs_the_graph_of_these_labels(make, tiny_dataset):
-    for graph in (None, sp.csr_matrix((3, 3), dtype=np.float32)):
-        with pytest.raises(ConfigError, match="label graph"):
-            make(None, graph, **{"pool.gandalf": True})
 
 
 def test_batches_of_an_epoch_from_any_step_on(make):

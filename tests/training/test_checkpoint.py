@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from unidec.data.storage import MANIFEST, file_sha256, write_folder, write_manifest
 from unidec.errors import ArtifactError
@@ -26,7 +25,7 @@ from unidec.training.checkpoint import (
     read_state,
 )
 from unidec.training.distributed import Ranks
-from unidec.training.random_streams import random_state, restore_random_state
+from unidec.training.precision import random_state, restore_random_state
 from unidec.training.refresh import Refresh
 
 CPU = torch.device("cpu")
@@ -427,54 +426,6 @@ def test_rows_that_no_file_has(tmp_path):
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------
-
-
-def write_version_1(run_dir, epoch, model, optimisers):
-    """As unidec 0.1 wrote it."""
-    path = run_dir / "checkpoints" / f"epoch-{epoch:05d}"
-    with write_folder(path, "checkpoint", 1) as out:
-        for name, group in (("model", model), ("optimisers", optimisers)):
-            save_file({k: v.contiguous() for k, v in group.items()}, out.path / f"{name}.safetensors")
-        state = {"epoch": epoch, "step": 4 * epoch, "seconds": 0.5}
-        (out.path / "state.json").write_text(json.dumps(state, sort_keys=True) + "\n", encoding="utf-8")
-    (run_dir / "checkpoints" / "latest").write_text(path.name)
-    return path
-
-
-def version_1():
-    whole = make(3)
-    parts = {name: whole.rows[name].tensors for name in ("table",)}
-    model = {name[6:]: x for name, x in whole.dense.items() if name.startswith("model.")}
-    model |= {f"{name}.weight": part["weight"] for name, part in parts.items()}
-    optimisers = {name: x for name, x in whole.dense.items() if name.startswith(("adamw.", "random."))}
-    optimisers |= {f"row.{name}.{key}": part[key] for name, part in parts.items() for key in ("first", "second")}
-    return model, optimisers, whole
-
-
-def test_version_1_is_read(tmp_path):
-    model, optimisers, whole = version_1()
-    write_version_1(tmp_path, 5, model, optimisers)
-    loaded, refused = load_checkpoint(tmp_path)
-    assert refused == []
-    assert loaded.state == {"epoch": 5, "epoch_step": 0, "step": 20, "seconds": 0.5, "refresh": None, "identity": {},
-                            "notes": {}}  # fmt: skip
-    assert same_tensors(loaded.dense, {name: x for name, x in whole.dense.items() if name != "none"})
-    assert same_tensors(loaded.rows["table"].tensors, whole.rows["table"].tensors)
-    part = load_checkpoint(tmp_path, {"table": (2, 7)})[0].rows["table"]
-    assert (part.first_row, part.num_rows) == (2, 11)
-    assert torch.equal(part.tensors["first"], whole.rows["table"].tensors["first"][2:7])
-
-
-def test_version_1_and_what_follows_it(tmp_path):
-    """The first of version 2 is the newest, whatever the numbers; the old ones go as new ones come."""
-    model, optimisers, _ = version_1()
-    write_version_1(tmp_path, 5, model, optimisers)
-    write_version_1(tmp_path, 10, model, optimisers)
-    save(tmp_path, make(3))
-    assert names(tmp_path) == ["epoch-00010", "latest", "step-0000000003"]
-    assert equal(load_checkpoint(tmp_path)[0], make(3))
-    save(tmp_path, make(4))
-    assert names(tmp_path) == ["latest", "step-0000000003", "step-0000000004"]
 
 
 def test_a_newer_version_is_refused_and_nothing_older_is_used(tmp_path):

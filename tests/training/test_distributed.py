@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from unidec.training.distributed import ALONE, Ranks
-from unidec.training.mining import best_labels
 
 
 @pytest.fixture(scope="module")
@@ -56,20 +55,6 @@ def test_collectives(ranked, tmp_path):
         assert (
             values["norm"] == 5 and np.isnan(values["norm of a nan"]) and values["any"].tolist() == [True, False, True]
         )
-
-
-def slow_best(score_BL, width):
-    """(score falling, label rising), row by row."""
-    return [sorted(range(len(row)), key=lambda label: (-row[label], label))[:width] for row in score_BL.tolist()]
-
-
-@pytest.mark.parametrize("width", [1, 3, 8, 9])
-def test_of_equal_scores_the_lower_label_comes_first(rng, width):
-    score_BL = torch.from_numpy(rng.integers(-2, 3, (50, 9)).astype(np.float32))
-    score_BL[0], score_BL[1] = 1.0, torch.arange(9.0)
-    score_BK, label_BK = best_labels(score_BL, width)
-    assert label_BK.tolist() == slow_best(score_BL, width)
-    assert torch.equal(score_BK, score_BL.gather(1, label_BK))
 
 
 @pytest.mark.parametrize(("world", "num_points", "num_labels"), [(2, 203, 41), (3, 200, 7), (3, 2, 2)])

@@ -5,7 +5,7 @@ import pytest
 from unidec.config import Params, leaves
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ConfigError
-from unidec.training.identity import check_same, differences, identity_sha256, run_identity
+from unidec.training.identity import check_same, differences, run_identity
 
 HASH, OTHER = "a" * 64, "b" * 64
 
@@ -52,7 +52,7 @@ def test_a_start_is_part_of_it_where_there_is_one(tiny_params, tiny_dataset, tin
         "start: aaaaaaaaaaaa... when the run began, bbbbbbbbbbbb... now"
     ]
     assert identify(HASH).keys() - identify(None).keys() == {"start", "warm.keep"}
-    with pytest.raises(ConfigError, match=r"other model to start from, parameters(.|\n)*--accept start"):
+    with pytest.raises(ConfigError, match=r"other start, parameters(.|\n)*--accept start"):
         check_same(identify(HASH), identify(None), (), "run")
 
 
@@ -61,7 +61,6 @@ def test_changes_are_named_one_a_line(identify):
     assert differences(old, new) == ["pool.beta: 2 when the run began, 1 now",
                                      "optim.lr_clf: 0.01 when the run began, 0.5 now"]  # fmt: skip
     assert differences(old, dict(reversed(old.items()))) == []
-    assert identity_sha256(old) == identity_sha256(dict(reversed(old.items()))) != identity_sha256(new)
 
 
 def test_keys_of_one_side_and_hashes():
@@ -86,7 +85,7 @@ def test_other_texts_and_another_tokenizer(identify, tiny_tokens, tiny_bert, tmp
 
 def test_the_same_goes_on(identify):
     check_same(identify(), identify(**{"run.checkpoint_steps": 3}), (), "run")
-    check_same({}, identify(), (), "a checkpoint of version 1 has none")
+    check_same({}, identify(), (), "a run without a checkpoint")
 
 
 def test_a_change_is_refused_naming_every_key():

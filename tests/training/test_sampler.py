@@ -1,5 +1,6 @@
 """The pool of a batch against sets built by loops; batches of queries."""
 
+import itertools
 import os
 import random
 from collections import Counter
@@ -10,7 +11,16 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unidec.training.sampler import PoolSampler, clustered_batches, num_clusters, random_batches
+from unidec.training.sampler import (
+    PoolSampler,
+    clustered_batches,
+    draws_pools,
+    encoded_labels,
+    head_labels,
+    num_clusters,
+    random_batches,
+    weighs_by_propensity,
+)
 
 
 @pytest.fixture
@@ -390,3 +400,30 @@ def test_weights_leave_the_other_draws_as_they_were(rng):
         ]
         check_pairs(world, few[0])
         assert as_bytes(few[0]) == as_bytes(few[1])
+
+
+# -- what a step needs under its parameters ----------------------------------------------------------------------------
+
+HEADS, LABELS = ("both", "de", "clf"), ("pool", "all")
+
+
+@pytest.mark.parametrize(("heads", "de", "clf"), [*itertools.product(HEADS, LABELS, LABELS)])
+def test_labels_of_the_heads(tiny_params, heads, de, clf):
+    params = tiny_params(**{"model.heads": heads, "pool.de_labels": de, "pool.clf_labels": clf})
+    seen = head_labels(params.model, params.pool)
+    assert seen == (de if heads != "clf" else "none", clf if heads != "de" else "none")
+    assert draws_pools(params.model, params.pool) == any(labels == "pool" for labels in seen)
+    assert encoded_labels(params.model, params.pool) == seen[0]
+    if clf == "pool":
+        params = tiny_params(**{"model.heads": heads, "pool.de_labels": de, "model.clf_residual": True})
+        assert encoded_labels(params.model, params.pool) == ("pool" if heads == "clf" else de)
+
+
+def test_what_is_weighted(tiny_params):
+    for overrides, weighted in (
+        ({}, False),
+        ({"loss.weights": "propensity"}, True),
+        ({"pool.positives": "tail"}, True),
+    ):
+        params = tiny_params(**overrides)
+        assert weighs_by_propensity(params.loss, params.pool) == weighted

@@ -36,9 +36,7 @@ def test_the_first_only_asks_and_is_passed_on(handlers, number):
         assert stop.asked is None
         send(number)
         assert stop.asked is number and handlers == []
-        stop.leave()
-        assert handlers == [number] and signal.getsignal(number) is mine
-    assert handlers == [number]  # once
+    assert handlers == [number] and signal.getsignal(number) is mine
 
 
 def test_one_that_nobody_looked_at_is_passed_on_at_the_end(handlers):
@@ -97,7 +95,6 @@ def test_another_thread_changes_nothing(handlers):
     def work():
         with stop_signals() as stop:
             seen.append((signal.getsignal(signal.SIGTERM), stop.asked))
-            stop.leave()
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -111,7 +108,7 @@ def test_a_process_ends_as_it_always_did(number, code):
     program = (
         "import os, signal\nfrom unidec.training.stop import stop_signals\n"
         f"with stop_signals() as stop:\n    os.kill(os.getpid(), {int(number)})\n    print('saved', flush=True)\n"
-        "    stop.leave()\n    print('never')\n"
+        "print('never')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, "saved\n")

@@ -33,9 +33,6 @@ FOUND = {
     "clusters": "clusters",
     "cluster_cosine": "mean cosine to the cluster's centre",
     "mine_negative_score": "mean score of mined negatives",
-    "mine_positive_rank": "mean rank of a true label",
-    "mine_positive_first": "first label found is a true one, share of queries",
-    "mine_positive_found": "a true label is within the list, share of queries",
 }
 MEMORY = {"host_used_gib": "peak memory, GiB", "device_used_gib": "peak memory of the GPU, GiB"}
 

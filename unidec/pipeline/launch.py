@@ -1,11 +1,11 @@
-"""Training in several processes: the stages call it, torchrun starts it.
+"""Training in several processes.
 
-Two launchers run the phases of a training on several ranks:
+A phase of a training runs on all ranks in one of two ways:
 
-- `Torchrun`, for `run.devices` above 1: starts torchrun with a worker (`unidec.pipeline.worker`) for each device and
-  returns what the first rank returned. Signals are passed on; no process is left behind.
-- `Leader`, under the user's torchrun (`torchrun --nproc-per-node 8 -m unidec.cli train`, also over several machines):
-  the first rank does what one process would; where it trains, the other ranks train with it.
+- `torchrun`, for `run.devices` above 1: starts torchrun with a worker (`main`) for each device and returns what the
+  first rank returned. Signals are passed on; no process is left behind.
+- `torchrun_ranks`, under the user's torchrun (`torchrun --nproc-per-node 8 -m unidec.cli train`, also over several
+  machines): the first rank does what one process would; where it trains, the other ranks train with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -32,28 +32,18 @@ from unidec.data.storage import write_json
 from unidec.errors import ConfigError, TrainingError, UnidecError
 from unidec.pipeline.parent_watch import GRACE_S, LAUNCHER, watch
 from unidec.progress import silence
-from unidec.training.distributed import Ranks
+from unidec.training.distributed import LostRank, Ranks
 from unidec.training.precision import choose_device
 from unidec.training.stop import stop_signals
 
-HANGS_S = 10.0  # from a rank's error to SIGKILL for ranks that do not notice: they hang
 POLL_S = 0.2
+TELL_S = 3.0  # how long a rank whose peer is gone waits for the peer's own words
 
 Job = dict[str, Any]
 Work = Callable[[Ranks, Job], dict[str, Any]]
-
-
-class Launcher(Protocol):
-    """Runs phases of training on all ranks."""
-
-    def run(self, name: str, params: Params, run_dir: Path, accept: Collection[str]) -> dict[str, Any]:
-        """Run "refresh" or "train_round" on all ranks; returns the report of the first.
-
-        Raises:
-            ConfigError: more devices than this machine has.
-            TrainingError: a process died.
-            UnidecError: the error of a rank.
-        """
+# name of the phase ("refresh" or "train_round"), parameters, the run's folder, keys of its identity that may differ ->
+# report of the first rank
+Launcher = Callable[[str, Params, Path, Collection[str]], dict[str, Any]]
 
 
 def _job(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> Job:
@@ -61,24 +51,6 @@ def _job(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> J
 
 
 # -- under the user's torchrun ----------------------------------------------------------------------------------------
-
-
-class Leader:
-    """The first rank of the user's torchrun: the others do each phase with it.
-
-    Attributes:
-        at_work: a phase is running: an error in it reaches the others by itself.
-    """
-
-    def __init__(self, ranks: Ranks, work: Work):
-        self.ranks, self.work, self.at_work = ranks, work, False
-
-    def run(self, name: str, params: Params, run_dir: Path, accept: Collection[str]) -> dict[str, Any]:
-        """See `Launcher`."""
-        self.at_work = True
-        result = self.work(self.ranks, self.ranks.share(_job(name, params, run_dir, accept)))
-        self.at_work = False
-        return result
 
 
 @contextlib.contextmanager
@@ -101,11 +73,19 @@ def torchrun_ranks(params: Params, work: Work) -> Iterator[tuple[bool, Launcher 
         ranks.close()
         yield False, None
         return
-    leader = Leader(ranks, work)
+    at_work = False  # an error in a phase reaches the others by itself
+
+    def launcher(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> dict[str, Any]:
+        nonlocal at_work
+        at_work = True
+        report = work(ranks, ranks.share(_job(name, params, run_dir, accept)))
+        at_work = False
+        return report
+
     try:
-        yield True, leader
+        yield True, launcher
     except UnidecError as error:
-        if not leader.at_work:  # the others wait for the next phase
+        if not at_work:  # the others wait for the next phase
             ranks.share({"exit_code": error.exit_code})
         raise
     ranks.share(None)
@@ -115,31 +95,29 @@ def torchrun_ranks(params: Params, work: Work) -> Iterator[tuple[bool, Launcher 
 # -- under a torchrun of our own --------------------------------------------------------------------------------------
 
 
-class Torchrun:
-    """Starts torchrun for each phase, with a worker for each of `run.devices`."""
+def torchrun(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> dict[str, Any]:
+    """A `Launcher`; `run.restarts` times, torchrun starts all processes again after one died.
 
-    def run(self, name: str, params: Params, run_dir: Path, accept: Collection[str]) -> dict[str, Any]:
-        """See `Launcher`; `run.restarts` times, torchrun starts all processes again after one died."""
-        _check_devices(params)
-        # the signal handlers are the outermost: when the signal takes effect, every process of ours has ended
-        with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="unidec-launch-") as folder:
-            write_json(Path(folder) / "job.json", _job(name, params, run_dir, accept))
-            process = _start(params.run.devices, folder, params.run.restarts)
-            code = None
-            try:
-                code = _wait(process, stop, None if params.run.restarts else Path(folder))
-            finally:
-                _end(process, GRACE_S if code is None else 0.0)
-            return {} if stop.asked else _result(Path(folder), process.returncode if code is None else code)
-
-
-def _check_devices(params: Params) -> None:
+    Raises:
+        ConfigError: more devices than this machine has. TrainingError: a process died. UnidecError: that of a rank.
+    """
     here = torch.cuda.device_count()
     if choose_device(params.device).type == "cuda" and params.run.devices > here:
         raise ConfigError(
             "more devices than this machine has", where="run.devices", got=params.run.devices,
             expected=f"at most {here}", fix="fewer, or torchrun on several machines: docs/scale.md",
         )  # fmt: skip
+    # the signal handlers are the outermost: when the signal takes effect, every process of ours has ended
+    with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="unidec-launch-") as folder:
+        write_json(Path(folder) / "job.json", _job(name, params, run_dir, accept))
+        process, code = _start(params.run.devices, folder, params.run.restarts), None
+        try:
+            while code is None and not stop.asked:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(POLL_S)
+        finally:
+            _end(process, GRACE_S if code is None else 0.0)
+        return {} if code is None else _result(Path(folder), code)
 
 
 def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
@@ -152,24 +130,9 @@ def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(devices),
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
-        "--max-restarts", str(restarts), "--monitor-interval", "0.5", "-m", "unidec.pipeline.worker", folder,
+        "--max-restarts", str(restarts), "--monitor-interval", "0.5", "-m", "unidec.pipeline.launch", folder,
     ]  # fmt: skip
     return subprocess.Popen(command, env=env, start_new_session=True)
-
-
-def _wait(process: subprocess.Popen[bytes], stop: Any, folder: Path | None) -> int | None:
-    """The exit code; None: it still runs, and was asked to stop.
-
-    Args:
-        folder: where ranks report errors; the others end soon after, or are taken to hang. None: torchrun sees to it.
-    """
-    while not stop.asked:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(POLL_S)
-        errors_at = [file.stat().st_mtime for file in folder.glob("error-*.json")] if folder is not None else []
-        if errors_at and time.time() - min(errors_at) > HANGS_S:
-            return 1
-    return None
 
 
 def _end(process: subprocess.Popen[bytes], grace: float) -> None:
@@ -190,24 +153,24 @@ def _end(process: subprocess.Popen[bytes], grace: float) -> None:
 
 def _result(folder: Path, code: int) -> dict[str, Any]:
     """What the first rank wrote; or the error of the rank that reported one."""
-    reported = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("error-*.json"))]
-    for error in sorted(reported, key=lambda error: error["lost"]):
-        if not error["lost"]:
-            raise error_from(error)
+    for file in sorted(folder.glob("error-*.json")):
+        reported = json.loads(file.read_text(encoding="utf-8"))
+        if not reported["lost"]:
+            raise error_from(reported)
     result = folder / "result.json"
     if code == 0 and result.is_file():
         return json.loads(result.read_text(encoding="utf-8"))
     how = f"torchrun ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} of torchrun"
     raise TrainingError(
         "a process of the training died", where="torchrun", got=how,
-        fix="torchrun names it above; start again: the run resumes from its last checkpoint, with any "
-        "run.devices",
+        fix="torchrun names it above; start again: the run resumes from its last checkpoint, with any run.devices",
     )  # fmt: skip
 
 
-def as_json(error: UnidecError, lost: bool) -> dict[str, Any]:
+def as_json(error: UnidecError) -> dict[str, Any]:
     """An error, to be raised again in another process."""
     known = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
+    lost = isinstance(error, LostRank)
     return {"class": known, "message": str(error), "exit_code": error.exit_code, "lost": lost}
 
 
@@ -217,3 +180,46 @@ def error_from(reported: dict[str, Any]) -> UnidecError:
     error: UnidecError = kind.__new__(kind)
     error.args, error.exit_code = (reported["message"],), reported["exit_code"]
     return error
+
+
+def main(folder: Path) -> int:
+    """A worker: run the phase of job.json on this rank; returns the exit code.
+
+    The first rank writes result.json into the folder. An error with a fix is reported as error-<rank>.json and ends in
+    0, so that torchrun does not retry it; the launcher raises it. Whatever else ends a rank (a signal, a lost peer, a
+    bug) has another code.
+    """
+    from unidec.pipeline.training import work_on_rank
+
+    watch(os.getppid())
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    rank = int(os.environ["RANK"])
+    own_error, result = folder / f"error-{rank}.json", folder / "result.json"
+    own_error.unlink(missing_ok=True)  # of the start before this one
+    if rank > 0:
+        silence()
+    else:
+        result.unlink(missing_ok=True)
+    try:
+        ranks = Ranks.from_environment(job["params"]["device"])
+        report = work_on_rank(ranks, job)
+        if ranks.is_first:
+            write_json(result, report)
+        ranks.barrier()
+        ranks.close()
+    except UnidecError as error:
+        write_json(own_error, as_json(error))
+        if not isinstance(error, LostRank):
+            return 0
+        end = time.monotonic() + TELL_S
+        while time.monotonic() < end:
+            if any(not json.loads(file.read_text())["lost"] for file in folder.glob("error-*.json")):
+                return 0
+            time.sleep(POLL_S)
+        print(f"rank {rank}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from unidec.data.storage import write_bytes_atomic
 from unidec.errors import TrainingError
 from unidec.pipeline import paths
 from unidec.tracking.lock_holder import is_alive, this_process
@@ -17,7 +17,7 @@ from unidec.tracking.lock_holder import is_alive, this_process
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
-LOCK, HOLDER = ".train.lock", ".train.holder.json"
+LOCK, HOLDER = ".train.lock", ".train.holder"
 HELD = "UNIDEC_LOCK"  # environment variable: which process holds the lock of which folder
 
 
@@ -28,17 +28,15 @@ def one_at_a_time(folder: Path = paths.RUNS) -> Iterator[None]:
     Raises:
         TrainingError: another process holds it: a training, or a stage that replaces what a training reads.
     """
-    lock = _acquire(folder)
-    before = os.environ.get(HELD)
+    lock, before = _acquire(folder), os.environ.get(HELD)
     try:
-        note = json.dumps(this_process() | {"folder": str(folder.resolve())})
-        write_bytes_atomic(folder / HOLDER, note.encode())
-        os.environ[HELD] = note  # for the stages that this process starts
+        command = " ".join(sys.orig_argv)
+        (folder / HOLDER).write_text(f"process {os.getpid()}: {command[:200]}", encoding="utf-8")
+        os.environ[HELD] = json.dumps(this_process() | {"folder": str(folder.resolve())})  # for stages it starts
         yield
     finally:
-        if before is None:
-            os.environ.pop(HELD, None)
-        else:
+        os.environ.pop(HELD, None)
+        if before is not None:
             os.environ[HELD] = before
         lock.release()
 
@@ -53,11 +51,9 @@ def replaces_inputs(folder: Path = paths.RUNS) -> Iterator[None]:
     Raises:
         TrainingError: as `one_at_a_time`.
     """
-    held = _parse(os.environ.get(HELD, ""))
-    if held.get("folder") == str(folder.resolve()) and is_alive(held):
-        yield
-        return
-    with one_at_a_time(folder):
+    held = json.loads(os.environ.get(HELD, "{}"))
+    inside = held.get("folder") == str(folder.resolve()) and is_alive(held)
+    with contextlib.nullcontext() if inside else one_at_a_time(folder):
         yield
 
 
@@ -80,26 +76,9 @@ def _acquire(folder: Path) -> BaseFileLock:
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
+        holder = folder / HOLDER
         raise TrainingError(
             "another training is under way in this folder, or a stage that replaces its data", where=str(folder),
-            got=_shown_holder(folder), fix="wait for it, or cancel it",
+            got=holder.read_text(encoding="utf-8") if holder.is_file() else None, fix="wait for it, or cancel it",
         ) from error  # fmt: skip
     return lock
-
-
-def _shown_holder(folder: Path) -> str | None:
-    import psutil
-
-    with contextlib.suppress(OSError, KeyError, psutil.Error):
-        holder = _parse((folder / HOLDER).read_text(encoding="utf-8"))
-        if is_alive(holder):
-            command = " ".join(psutil.Process(holder["pid"]).cmdline())
-            return f"process {holder['pid']}: {command[:200]}"
-    return None
-
-
-def _parse(text: str) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        found = json.loads(text)
-        return found if isinstance(found, dict) else {}
-    return {}

@@ -1,8 +1,7 @@
 """Memory of a training: what it needs, whether that fits here, and settings that would fit (`unidec plan`).
 
-Weights, tables and their optimisers' state are exact: counted on the model itself, built without memory. All the rest
-is an upper estimate: parts are added up although some never coincide. Memory-mapped files are not counted, since the
-system drops their pages if needed.
+Weights, tables and their optimisers' state are exact; the rest is an upper estimate, whose parts are added up although
+some never coincide. Memory-mapped files are not counted: the system drops their pages if needed.
 
 Legend: L labels, n training queries, H mined negatives a query, D width of a head, W width of the encoder, h and i
 widths of the transformer and of its feed-forward layers.
@@ -21,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -28,15 +28,15 @@ from unidec.config import Params, with_settings
 from unidec.data.dataset import XMCDataset
 from unidec.data.tokens import CHUNK_TEXTS, Tokens
 from unidec.errors import ConfigError
-from unidec.machine import available_device, available_disk, available_host, resident
+from unidec.machine import available_disk, available_host
 from unidec.model.encoder import TextEncoder, transformer_options
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.start_file import effective
-from unidec.training.needs import draws_pools, encoded_labels, head_labels
 from unidec.training.precision import autocast_type, choose_device
 from unidec.training.row_optim import bytes_per_row
+from unidec.training.sampler import draws_pools, encoded_labels, head_labels
 
 Place = Literal["device", "host", "disk"]
 Phase = Literal["always", "step", "refresh", "index"]
@@ -48,7 +48,6 @@ PHASES: dict[Phase, str] = {"always": "all the time", "step": "a training step",
 TRAINING: tuple[Phase, ...] = ("always", "step", "refresh")
 STATE = ("encoder and heads", "token table", "classifier rows")
 MARGIN = 0.05  # of what is free: allocators round up and fragment, other processes need some
-SHOWN = 5  # largest amounts of a place, for people
 GIB = 1 << 30
 FP32, BF16, INT32, INT64 = 4, 2, 4, 8
 CONTEXT_BYTES = 512 << 20  # the GPU's driver, its libraries and cuBLAS's workspaces: an assumption
@@ -89,8 +88,7 @@ class Sizes:
     @classmethod
     def of(cls, dataset: XMCDataset, query_tokens: Tokens, label_tokens: Tokens, num_graph_pairs: int = 0) -> Sizes:
         """Of a data set and its token caches."""
-        lengths = [of.lengths() for of in (query_tokens, label_tokens)]
-        queries, labels = ((float(of.mean()), int(of.max())) if len(of) else (0.0, 0) for of in lengths)
+        queries, labels = ((float(of.mean()), int(of.max())) for of in (query_tokens.lengths(), label_tokens.lengths()))
         counts = dataset.num_queries, len(dataset.rows("train")), dataset.num_labels, int(dataset.relevance.nnz)
         return cls(*counts, queries, labels, query_tokens.vocab_size, num_graph_pairs)
 
@@ -126,7 +124,7 @@ def empty_encoder(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Amount:
-    """An amount of memory: its name, where it is held, its bytes, and when it is held."""
+    """An amount of memory, and when it is held."""
 
     name: str
     place: Place
@@ -264,9 +262,9 @@ class Formulas:
         pairs = int(self.queries * self.sizes.num_pairs / self.sizes.num_queries) + 1
         if loss.clf == "bce" and self.params.pool.clf_labels == "all":
             of_clf = min(of_clf, _FULL_BCE_CHUNK)
-        triplets = "triplet" in (loss.de, loss.clf) and loss.triplet_negatives == "all"
-        blocks = triplets * 9 * min(pairs * max(self.de_labels, of_clf), _TRIPLET_BLOCK)
-        return 5 * FP32 * self.queries * (self.de_labels + of_clf) + 80 * pairs + blocks
+        every = "triplet" in (loss.de, loss.clf) and loss.triplet_negatives == "all"
+        triplets = every * min(pairs * max(self.de_labels, of_clf), _TRIPLET_BLOCK)
+        return 5 * FP32 * self.queries * (self.de_labels + of_clf) + 80 * pairs + 9 * triplets
 
     def _vectors(self, rows: int) -> int:
         """One head's vectors of texts, and a block of encoder outputs while they are computed."""
@@ -364,8 +362,8 @@ class Planned:
     advice: dict[str, Any] | None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; bytes are whole numbers."""
-        peaks = {place: dict(zip(("phase", "bytes"), self.estimate.peak(place), strict=True)) for place in PLACES}
+        """For JSON; a place's peak is its phase and bytes."""
+        peaks = {place: self.estimate.peak(place) for place in PLACES}
         return {"fits": not self.short, "state_bytes": self.estimate.state_bytes, "peaks": peaks, **asdict(self)}
 
     def lines(self) -> list[str]:
@@ -378,12 +376,12 @@ class Planned:
                 free = self.free.get(place)
                 lines.append(f"{name}: {gib(needed)}{f' of {gib(free)} free' if free else ''}, {PHASES[phase]}")
             amounts.sort(key=lambda amount: -amount.num_bytes)
-            lines += [f"  {amount.name:<32}{gib(amount.num_bytes):>12}" for amount in amounts[:SHOWN]]
+            lines += [f"  {amount.name:<32}{gib(amount.num_bytes):>12}" for amount in amounts[:5]]
         return lines + (["does not fit: " + "; ".join(self.short), f"fix: {self.fix}"] if self.short else ["fits"])
 
     @property
     def fix(self) -> str:
-        """What to change where it does not fit."""
+        """Of what does not fit."""
         if self.advice is None:
             return "a larger machine: no known setting fits"
         return " ".join(f"--set {key}={str(v).lower() if v is True else v}" for key, v in self.advice.items())
@@ -402,18 +400,19 @@ def plan_memory(
     Args:
         params: all parameters.
         sizes: of the data; None: of the ingested data.
-        free: bytes of another machine's "device" (plans for a GPU, whatever is here), "host" and "disk" in place of
-            this one's; with a device nothing of this machine counts.
+        free: bytes of another machine's "device" (a GPU; then nothing of this machine counts), "host" and "disk".
         phases: those that have to fit.
     """
     given, sizes = free or {}, sizes or stored_sizes(params)
-    transformer, process = empty_encoder(params.encoder.name), resident()
+    transformer, process = empty_encoder(params.encoder.name), int(psutil.Process().memory_info().rss)
     cuda, half = True, params.optim.precision != "fp32"
     here: dict[Place, int | None] = {}
     if "device" not in given:
         device = choose_device(params.device)
         cuda, half = device.type == "cuda", autocast_type(params.optim.precision, device) is not None
-        here = {"device": available_device(), "host": available_host() + process, "disk": available_disk(paths.RUNS)}
+        here = {"host": available_host() + process, "disk": available_disk(paths.RUNS)}
+        if cuda:
+            here["device"] = int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
 
     def estimate_of(other: Params) -> Estimate:
         return estimate(other, sizes, transformer, cuda=cuda, half=half, process=process)
@@ -433,8 +432,7 @@ def stored_sizes(params: Params) -> Sizes:
 
 
 def check_fits(params: Params, free: Free | None = None) -> None:
-    """Refuse to start a training that does not fit (a ConfigError with settings that would), unless `run.check_memory`
-    is false. `free` are bytes by place, in place of the measured ones."""
+    """Raise a ConfigError, with settings that fit, where a training does not. `free`: in place of what is measured."""
     if not params.run.check_memory:
         return
     reused = (paths.CACHE, paths.MODEL, paths.BUNDLE, paths.RUNS)  # a run replaces or reuses their files

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unidec.config import Params, flatten
-from unidec.data.storage import read_json_lines, write_bytes_atomic, write_folder, write_json
+from unidec.data.storage import files_sha256, read_json_lines, write_bytes_atomic, write_folder, write_json
 from unidec.errors import ArtifactError, ConfigError
 from unidec.interrupt import signals_raise
 from unidec.machine import memory_used
@@ -33,15 +33,14 @@ from unidec.tracking.run import Tracker
 from unidec.training.checkpoint import newest_state
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import fit
-from unidec.training.identity import check_same, differences, identity_sha256
+from unidec.training.identity import check_same, differences
 from unidec.training.trainer import Trainer, TrainingData
 
 REFRESH, HISTORY, ROUNDS = "refresh.json", "history.jsonl", "rounds.jsonl"
 _AGAIN = "run the same command again to resume from the last checkpoint"
 _FAREWELL = "stopped at once; the last whole checkpoint is kept"
 _OF_REFRESH = {
-    "refresh_seconds": "seconds", "cluster_cosine": "cluster_cosine", "mine_positive_found": "positive_found",
-    "mine_positive_rank": "positive_rank", "mine_negative_score": "negative_score",
+    "refresh_seconds": "seconds", "cluster_cosine": "cluster_cosine", "mine_negative_score": "negative_score",
 }  # fmt: skip
 _NOT_THE_MODELS = ("raw", "validation", "run", "source", "retrain", "gate", "drift", "serve", "tracking")
 
@@ -187,7 +186,7 @@ class Run:
     def _work(self, name: str) -> dict[str, Any]:
         if self.launcher is not None:
             self.close()  # the ranks write newer checkpoints
-            return self.launcher.run(name, self.params, self.folder, self.accept)
+            return self.launcher(name, self.params, self.folder, self.accept)
         with self._opened() as trainer:
             return work(name, trainer)
 
@@ -231,13 +230,13 @@ def start_run(
             "not a key of a run's identity", where="--accept", got=", ".join(unknown),
             expected="a key that the refusal lists, such as optim.lr_clf, data, tokenizer or code",
         )  # fmt: skip
-    folder = runs.choose_run(resume) if resume is not None else paths.RUNS / identity_sha256(identity)[:16]
+    folder = runs.choose_run(resume) if resume is not None else paths.RUNS / files_sha256(identity)[:16]
     checkpoint, state, refused = newest_state(folder)
     begun = state.get("identity") or identity
     check_same(begun, identity, accept, str(folder))
     accepted = differences(begun, identity)
     paths.open_propensity()  # with what the identity read, all that this training reads is verified now
-    run = Run(params, folder, accept, state, launcher or (launch.Torchrun() if params.run.devices > 1 else None))
+    run = Run(params, folder, accept, state, launcher or (launch.torchrun if params.run.devices > 1 else None))
     if not run.finished:
         check_fits(params)
     run.lines = [
@@ -335,7 +334,7 @@ def _train(trainer: Trainer) -> dict[str, Any]:
     trainer.notes |= {"mlflow_run_id": tracker.run_id}
     try:
         with tracker.system_metrics(), tracker.live():
-            report = trainer.train_round(lambda step, figures: tracker.log(step, step_figures(figures)), wait=False)
+            report = trainer.train_round(lambda step, figures: tracker.log(step, step_figures(figures)))
         memory = memory_used()
         tracker.log(trainer.step, {f"memory/{name}": value for name, value in memory.items()})
     finally:

@@ -20,14 +20,13 @@ from torch import Tensor
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import inverse_propensity, label_counts
 from unidec.data.tokens import TokenCache
-from unidec.errors import ConfigError, DataError
+from unidec.errors import DataError
 from unidec.model.encoder import EncoderInput, InputBuilder
 from unidec.model.losses import PoolTargets
 from unidec.params import TrainingSettings
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.gradient_cache import TextChunks, TextParts, cut_texts
-from unidec.training.needs import encoded_labels, head_labels, weighs_by_propensity
-from unidec.training.sampler import PoolBatch, PoolSampler
+from unidec.training.sampler import PoolBatch, PoolSampler, encoded_labels, head_labels, weighs_by_propensity
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ class Batches:
 
     Raises:
         DataError: no training query has a positive.
-        ConfigError: Gandalf without a label graph of this data set.
     """
 
     def __init__(
@@ -203,12 +201,7 @@ def _with_labels(
     """Relevance and filter pairs of N + L rows, queries (every positive counts 1), then labels; and the labels that
     have targets, int64."""
     num_labels = relevance.shape[1]
-    if label_graph is None or label_graph.shape != (num_labels, num_labels):
-        raise ConfigError(
-            "Gandalf needs the label graph of this data set", where="pool.gandalf",
-            got="none" if label_graph is None else f"{label_graph.shape[0]} labels", expected=f"{num_labels} labels",
-            fix="unidec data label-graph",
-        )  # fmt: skip
+    assert label_graph is not None and label_graph.shape == (num_labels, num_labels)
     ones = sp.csr_matrix((np.ones(relevance.nnz, np.float32), relevance.indices, relevance.indptr), relevance.shape)
     nothing = sp.csr_matrix((num_labels, num_labels), dtype=filter_pairs.dtype)
     chosen = np.flatnonzero(np.diff(label_graph.indptr))

@@ -6,10 +6,7 @@ rank: `<table>/<name>`, the ranges of rows in the file's metadata), `state.json`
 names its sha256, and is not whole without it).
 
 A save goes: temporary folder beside, files, fsync, manifest, fsync, rename, fsync of the parent, read back, `latest`,
-and then all but the newest two that are whole are removed. Readers take the newest that is whole, whatever `latest`
-names: a process killed before it moved `latest` has lost nothing.
-
-Versions: 1 (`epoch-00005/`: model, optimisers, state; at the end of a round only) is still read; 2 is written.
+and then all but the newest two that are whole are removed. Readers take the newest that is whole.
 """
 
 from __future__ import annotations
@@ -207,7 +204,7 @@ def load_checkpoint(
         state = read_state(run_dir, path)
         if check is not None:
             check(state)
-        return (_load_1 if path.name.startswith("epoch-") else _load_2)(path, state, row_ranges or {})
+        return _load(path, state, row_ranges or {})
 
     return _newest(run_dir, load)
 
@@ -237,9 +234,8 @@ def _newest(run_dir: Path, read: Callable[[Path], Found]) -> tuple[Found | None,
 
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:
-    """Folders of checkpoints, newest first: those of version 2 by step, then those of version 1, which came before."""
-    root = run_dir / "checkpoints"
-    return [path for pattern in ("step-*", "epoch-*") for path in sorted(root.glob(pattern), reverse=True)]
+    """Folders of checkpoints, newest first."""
+    return sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
 
 
 def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]:
@@ -257,11 +253,10 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
         known = {key: int(state[key]) for key in ("epoch", "step")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError("not the state of a checkpoint", where=str(path / "state.json"), got=repr(error)) from error
-    # what version 1 does not know
-    state = {"epoch_step": 0, "refresh": None, "identity": {}, "notes": {}} | state
-    if verify and state["refresh"] is not None and not _has_refresh(run_dir, state["refresh"]):
+    made = state.get("refresh")
+    if verify and made is not None and not _has_refresh(run_dir, made):
         what = "the checkpoint lies within a round whose refresh is missing or damaged"
-        raise ArtifactError(what, where=str(path), expected=f"{run_dir / 'refresh'} with sha256 {state['refresh']}")
+        raise ArtifactError(what, where=str(path), expected=f"{run_dir / 'refresh'} with sha256 {made}")
     return state | known
 
 
@@ -314,19 +309,7 @@ def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, st
     return {name: write_tensors(folder / name, tensors, {"ranges": json.dumps(ranges, sort_keys=True)})}
 
 
-def _load_1(path: Path, state: dict[str, Any], row_ranges: RowRanges) -> Checkpoint:
-    """Version 1: `model.safetensors`, and `optimisers.safetensors` with `row.<table>.first` and `.second`."""
-    model, optimisers = (read_tensors(path / f"{name}.safetensors") for name in ("model", "optimisers"))
-    rows = {}
-    for table in [name[4:-6] for name in optimisers if name.startswith("row.") and name.endswith(".first")]:
-        begin, end = row_ranges.get(table, (0, None))
-        moments = {key: optimisers.pop(f"row.{table}.{key}") for key in ("first", "second")}
-        whole = {"weight": model.pop(f"{table}.weight"), **moments}
-        rows[table] = RowPart(begin, len(whole["weight"]), {key: x[begin:end] for key, x in whole.items()})
-    return Checkpoint(state, {f"model.{name}": tensor for name, tensor in model.items()} | optimisers, rows)
-
-
-def _load_2(path: Path, state: dict[str, Any], row_ranges: RowRanges) -> Checkpoint:
+def _load(path: Path, state: dict[str, Any], row_ranges: RowRanges) -> Checkpoint:
     with contextlib.ExitStack() as stack:
         held: dict[str, list[tuple[int, int, int, TensorFile]]] = {}  # table -> (first row, rows, rows in all, file)
         for name in sorted(path.glob("rows-*.safetensors")):

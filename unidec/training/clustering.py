@@ -6,8 +6,7 @@ split.
 Source: NGAME's batches as UniDEC uses them (spec, detail 7): points are ordered by the difference of their
 similarities to two centres and cut in half, centres follow, until the gain in mean cosine falls under a tolerance.
 
-Several ranks: the first one splits until there is a cluster for each, then every rank continues with its own clusters.
-Random starts come from the level and the cluster's number, so the clusters are those of one rank.
+Several ranks: the first one clusters, and all get its clusters.
 """
 
 from __future__ import annotations
@@ -52,65 +51,40 @@ def balanced_clusters(
         max_size: largest number of points in a cluster, at least 1.
         seed: seed of the two points each split starts from.
         device: where to compute; None: the CPU. It holds the vectors, and up to half of them again.
-        ranks: processes that share the work; each has all vectors, and gets all clusters.
+        ranks: processes that all call this with all vectors; the first one works.
 
     Raises:
         DataError: values that are not finite.
     """
-    begin, unit_ND = time.perf_counter(), _unit_vectors(vectors_ND, device)
-    num_points, depth = len(unit_ND), _levels(num_clusters(len(unit_ND), max_size))
-    common = depth if ranks.alone else min(depth, _levels(ranks.world))
+    begin, unit_ND, num_points = time.perf_counter(), _unit_vectors(vectors_ND, device), len(vectors_ND)
     slot_CM = torch.arange(num_points, device=unit_ND.device).reshape(1, -1)
     size_C = torch.tensor([num_points], device=unit_ND.device)
-    objective = 1.0
-    if ranks.is_first:  # one rank: should processors round differently, no point is lost or doubled
-        slot_CM, size_C, objective = _split(unit_ND, slot_CM, size_C, seed, range(common))
-    slot_CM, size_C = (
-        torch.from_numpy(ranks.gather_array(x.cpu().numpy() if ranks.is_first else None)).to(unit_ND.device)
-        for x in (slot_CM, size_C)
-    )
-    objective = ranks.share(objective)
-    if common < depth:  # each rank splits its own part of the tree
-        first, end = ranks.part(2**common)
-        own = _split(unit_ND, slot_CM[first:end], size_C[first:end], seed, range(common, depth), first)
-        slot_CM, size_C = (torch.from_numpy(ranks.gather_array(x.cpu().numpy())) for x in own[:2])
-        objective = float(ranks.gather_array(np.array([own[2]])).sum())
-    filled_CM = torch.arange(slot_CM.shape[1], device=slot_CM.device) < size_C.unsqueeze(1)
-    offsets = np.concatenate([[0], np.cumsum(size_C.cpu().numpy())]).astype(np.int64)
-    return Clusters(slot_CM[filled_CM].cpu().numpy(), offsets, objective, time.perf_counter() - begin)
-
-
-def _levels(clusters: int) -> int:
-    """Splits until there are so many clusters."""
-    return (clusters - 1).bit_length()
-
-
-def _split(
-    unit_ND: Tensor, slot_CM: Tensor, size_C: Tensor, seed: int, levels: range, first: int = 0
-) -> tuple[Tensor, Tensor, float]:
-    """Split clusters of the first of the levels, numbered from `first`, down through all of them.
-
-    Gives slots and sizes of their parts, and these clusters' share of the mean cosine that the last level reached.
-    """
-    num_points, device = unit_ND.shape[0], unit_ND.device
+    levels = (num_clusters(num_points, max_size) - 1).bit_length()
     objective = float(unit_ND.mean(0).norm()) if num_points else 1.0
-    for level in levels:
-        # of all clusters of the level: whoever splits a cluster, it starts from the same two points
-        draw_C2 = np.random.default_rng([seed % 2**63, level]).random((2**level, 2))
-        start_C2 = torch.from_numpy(draw_C2[first : first + len(slot_CM)]).to(device)
-        parts = []
-        # as many at once as keeps the copy of their points small
-        at_once = max(1, POINTS_AT_ONCE[device.type == "cuda"] // max(slot_CM.shape[1], 1))
-        for begin in range(0, len(slot_CM), at_once):
-            some = slice(begin, begin + at_once)
-            whole = slot_CM.shape == (1, num_points)  # the first level: no copy
-            point_CMD = unit_ND[None] if whole else _members(unit_ND, slot_CM[some], size_C[some])
-            parts.append(_split_level(point_CMD, size_C[some], start_C2[some]))
-        order_CM, objective_C = (torch.cat(part) for part in zip(*parts, strict=True))
-        objective = float((objective_C * size_C).sum() / num_points)
-        slot_CM, size_C = _halves(slot_CM.gather(1, order_CM), size_C)
-        first *= 2
-    return slot_CM, size_C, objective
+    for level in range(levels if ranks.is_first else 0):
+        slot_CM, size_C, objective = _split(unit_ND, slot_CM, size_C, np.random.default_rng([seed % 2**63, level]))
+    filled_CM = torch.arange(slot_CM.shape[1], device=slot_CM.device) < size_C.unsqueeze(1)
+    order_N, sizes = (
+        ranks.gather_array(x.cpu().numpy() if ranks.is_first else None) for x in (slot_CM[filled_CM], size_C)
+    )
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return Clusters(order_N, offsets, ranks.share(objective), time.perf_counter() - begin)
+
+
+def _split(unit_ND: Tensor, slot_CM: Tensor, size_C: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor, float]:
+    """Split all clusters of a level: slots and sizes of their halves, and the mean cosine that was reached."""
+    num_points, device, parts = unit_ND.shape[0], unit_ND.device, []
+    start_C2 = torch.from_numpy(rng.random((len(slot_CM), 2))).to(device)
+    # as many at once as keeps the copy of their points small
+    at_once = max(1, POINTS_AT_ONCE[device.type == "cuda"] // max(slot_CM.shape[1], 1))
+    for begin in range(0, len(slot_CM), at_once):
+        some = slice(begin, begin + at_once)
+        # the first level needs no copy
+        point_CMD = unit_ND[None] if len(slot_CM) == 1 else _members(unit_ND, slot_CM[some], size_C[some])
+        parts.append(_split_level(point_CMD, size_C[some], start_C2[some]))
+    order_CM, objective_C = (torch.cat(part) for part in zip(*parts, strict=True))
+    objective = float((objective_C * size_C).sum() / num_points)
+    return *_halves(slot_CM.gather(1, order_CM), size_C), objective
 
 
 def _unit_vectors(vectors_ND: np.ndarray, device: str | torch.device | None) -> Tensor:
@@ -137,7 +111,6 @@ def _halves(slot_CM: Tensor, size_C: Tensor) -> tuple[Tensor, Tensor]:
     """Cuts each cluster, its members in order of preference, into a first half (the larger if odd) and a second."""
     first_C = (size_C + 1) // 2
     second_C = size_C - first_C
-    # of the largest cluster of the level, also where a rank holds none of that size: sums keep their order
     width = (slot_CM.shape[1] + 1) // 2
     column_M = torch.arange(width, device=slot_CM.device)
     last = slot_CM.shape[1] - 1

@@ -157,24 +157,20 @@ class Ranks:
         Afterwards every rank's table has gathered the rows of all ranks, ascending, with the same gradient: added in
         the order of ranks, so that all ranks have the same bits.
         """
-        by_rows: dict[int, list[RowTable]] = {}
         for table in () if self.alone else tables:
-            if table.used is not None:
-                by_rows.setdefault(id(table.used[0]), []).append(table)  # a bag's tables gather the same rows
-        for group in by_rows.values():
-            rows_U = group[0].used[0]  # type: ignore[index]
-            leaves: list[Tensor] = [table.used[1] for table in group]  # type: ignore[index]
-            grad_UD = torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves], dim=1)
-            all_rows, sum_UD = self._sum_rows(rows_U, grad_UD)
-            for table, grad in zip(group, sum_UD.split([leaf.shape[1] for leaf in leaves], dim=1), strict=True):
-                table.forget()
-                with torch.enable_grad():
-                    table.gather(all_rows).grad = grad.contiguous()
+            if table.used is None:
+                continue
+            rows_U, leaf = table.used
+            grad_UD = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            if rows_U is None:  # all of them
+                self._all_reduce(grad_UD)
+            else:
+                rows_U, grad_UD = self._sum_rows(rows_U, grad_UD)
+            table.forget()
+            with torch.enable_grad():
+                table.gather(rows_U).grad = grad_UD
 
-    def _sum_rows(self, rows_U: Tensor | None, grad_UD: Tensor) -> tuple[Tensor | None, Tensor]:
-        if rows_U is None:
-            self._all_reduce(grad_UD)
-            return None, grad_UD
+    def _sum_rows(self, rows_U: Tensor, grad_UD: Tensor) -> tuple[Tensor, Tensor]:
         counts = torch.zeros(self.world, dtype=torch.int64)
         counts[self.rank] = len(rows_U)
         self._all_reduce(counts, self._flags)

@@ -12,28 +12,16 @@ Report = dict[str, Any]
 
 
 class Rounds(Protocol):
-    """What trains: one process, or several that are started for each phase.
-
-    Attributes:
-        finished: all epochs are done.
-        round_number: of the round in progress or the next one, from 1.
-    """
+    """What trains: one process, or several that are started for each phase. Phases that are done return at once."""
 
     @property
     def finished(self) -> bool: ...
     @property
     def round_number(self) -> int: ...
-    def cluster(self) -> Report:
-        """Cluster the training queries by the model as it is: the batches of the round. {} where that is done."""
-
-    def mine(self) -> Report:
-        """Mine hard negatives for each training query: with the clusters, the refresh of the round."""
-
-    def train_round(self) -> Report:
-        """Train on the batches until the next refresh is due; inside a round, from its next step."""
-
-    def validate(self) -> Report:
-        """Measure the validation split, and record the round."""
+    def cluster(self) -> Report: ...
+    def mine(self) -> Report: ...
+    def train_round(self) -> Report: ...
+    def validate(self) -> Report: ...
 
 
 Phase = Callable[[str, int, Callable[[], Report]], Report]  # name of the phase, number of the round, its work

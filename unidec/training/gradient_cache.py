@@ -24,7 +24,7 @@ from torch import Tensor
 from unidec.data.tokens import Tokens, length_chunks
 from unidec.model.encoder import BagEncoder, EncoderInput, InputBuilder, TextEncoder
 from unidec.model.row_table import RowTable
-from unidec.training.random_streams import random_state, restore_random_state
+from unidec.training.precision import random_state, restore_random_state
 
 TextParts = list[tuple[str, Tokens, np.ndarray]]
 Context = Callable[[], contextlib.AbstractContextManager[object]]
@@ -76,8 +76,10 @@ def _distinct(tokens: Tokens, rows: np.ndarray, bag: BagEncoder | None) -> np.nd
     return np.flatnonzero(seen_V)
 
 
-class CachedEncoding:
-    """Vectors of a step's texts, chunk by chunk; `backward` encodes each chunk a second time.
+def encode_texts(
+    encoder: TextEncoder, texts: EncoderInput | TextChunks, context: Context
+) -> tuple[Tensor, Callable[[Tensor], None]]:
+    """Vectors of a step's texts, in one pass or in chunks, and what computes all gradients of a loss on them.
 
     Args:
         encoder: of the model; in training its tables must not have been gathered from in this step.
@@ -85,51 +87,36 @@ class CachedEncoding:
         context: entered around each pass (autocast), a new one for each: it keeps casts of the weights until it ends,
             and those of a pass without a graph have none (some versions of torch would take them for the other pass).
 
-    Attributes:
-        x_BW: the encoder's outputs, float32 [B, W], a leaf.
+    Returns:
+        float32 [B, W], in chunks a leaf; and what is called with the loss, 0-d. Chunk by chunk that leaves the random
+        state as it was.
     """
+    if not isinstance(texts, TextChunks):
+        with context():
+            return encoder(texts), Tensor.backward
+    device, states = next(encoder.parameters()).device, []
+    x_BW = torch.empty(texts.num_texts, encoder.width, device=device)
+    with torch.no_grad(), context():
+        for places, chunk in texts.chunks:
+            states.append(random_state(device))
+            x_BW[places] = encoder(chunk).float()
+    x_BW.requires_grad_()
 
-    def __init__(self, encoder: TextEncoder, texts: TextChunks, context: Context):
-        self.encoder, self.texts, self.context = encoder, texts, context
-        self.device = next(encoder.parameters()).device
-        self._states = []
-        self.x_BW = torch.empty(texts.num_texts, encoder.width, device=self.device)
-        with torch.no_grad(), context():
-            for places, chunk in texts.chunks:
-                self._states.append(random_state(self.device))
-                self.x_BW[places] = encoder(chunk).float()
-        self.x_BW.requires_grad_()
-
-    def backward(self, loss: Tensor) -> None:
-        """Gradients of everything that trains: behind the vectors from the loss's graph, before them chunk by chunk.
-
-        The random state is afterwards what it was before.
-        """
+    def backward(loss: Tensor) -> None:
         loss.backward()
-        grad_BW = self.x_BW.grad
-        if grad_BW is None:
+        if x_BW.grad is None:
             return
-        after = random_state(self.device)
         with contextlib.ExitStack() as stack:
-            stack.callback(restore_random_state, after, self.device)
-            if self.texts.unique_U is not None:  # chunks gather parts of the rows of all texts
-                for table in [module for module in self.encoder.modules() if isinstance(module, RowTable)]:
-                    stack.enter_context(table.parts(self.texts.unique_U))
-            for state, (places, chunk) in zip(self._states, self.texts.chunks, strict=True):
-                restore_random_state(state, self.device)
-                with self.context():
-                    x_CW = self.encoder(chunk)
+            stack.callback(restore_random_state, random_state(device), device)
+            if texts.unique_U is not None:  # chunks gather parts of the rows of all texts
+                for table in [module for module in encoder.modules() if isinstance(module, RowTable)]:
+                    stack.enter_context(table.parts(texts.unique_U))
+            for state, (places, chunk) in zip(states, texts.chunks, strict=True):
+                restore_random_state(state, device)
+                with context():
+                    x_CW = encoder(chunk)
                 if not x_CW.requires_grad:  # nothing of the encoder trains
                     return
-                x_CW.backward(grad_BW[places].to(x_CW.dtype))
+                x_CW.backward(x_BW.grad[places].to(x_CW.dtype))
 
-
-def encode_texts(
-    encoder: TextEncoder, texts: EncoderInput | TextChunks, context: Context
-) -> tuple[Tensor, Callable[[Tensor], None]]:
-    """Vectors of a step's texts, in one pass or in chunks, and what computes all gradients of a loss on them."""
-    if isinstance(texts, TextChunks):
-        cached = CachedEncoding(encoder, texts, context)
-        return cached.x_BW, cached.backward
-    with context():
-        return encoder(texts), Tensor.backward
+    return x_BW, backward

@@ -17,7 +17,7 @@ from scipy.sparse import csr_matrix
 
 from unidec.data import tokens
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import files_sha256, read_manifest
+from unidec.data.storage import file_sha256, files_sha256, read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
 from unidec.model.weights import start_sha256
@@ -25,10 +25,7 @@ from unidec.version import PACKAGE
 
 # the sections that decide what is learnt; the others say where it runs, how it is shown or served
 SECTIONS = ("seed", "tokens", "encoder", "model", "pool", "loss", "optim")
-_KINDS = {
-    "data": "data", "tokens.queries": "texts' tokens", "tokens.labels": "texts' tokens", "label_graph": "label graph",
-    "tokenizer": "tokenizer", "code": "code", "start": "model to start from",
-}  # fmt: skip
+_NO_PARAMETERS = ("data", "tokens.queries", "tokens.labels", "label_graph", "tokenizer", "code", "start")
 
 
 def run_identity(
@@ -79,18 +76,11 @@ def run_identity(
     return identity
 
 
-def identity_sha256(identity: Mapping[str, str]) -> str:
-    """One hash of an identity, whatever the order of its keys."""
-    return files_sha256(identity)
-
-
 @functools.cache  # what this process runs, also when a file is edited meanwhile
 def code_sha256() -> str:
     """Of the modules that decide what a training becomes."""
-    digest = hashlib.sha256()
-    for file in sorted([*(PACKAGE / "model").rglob("*.py"), *(PACKAGE / "training").rglob("*.py")]):
-        digest.update(file.relative_to(PACKAGE).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
+    files = [*(PACKAGE / "model").rglob("*.py"), *(PACKAGE / "training").rglob("*.py")]
+    return files_sha256({file.relative_to(PACKAGE).as_posix(): file_sha256(file) for file in files})
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -101,12 +91,12 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 def check_same(old: Mapping[str, str], new: Mapping[str, str], accepted: Collection[str], where: str) -> None:
     """Refuse to resume a run, in the folder `where`, under another identity: a ConfigError that lists every key that
-    differs and is not accepted. A checkpoint of version 1 has none (its folder's name is a hash of it): `old` is empty.
+    differs and is not accepted. `old` is empty where the run has no checkpoint yet.
     """
     lines = {line.partition(":")[0]: line for line in differences(old, new)} if old else {}
     changed = [key for key in lines if key not in accepted]
     if changed:
-        kinds = ", ".join(dict.fromkeys(_KINDS.get(key, "parameters") for key in changed))
+        kinds = ", ".join(dict.fromkeys(key if key in _NO_PARAMETERS else "parameters" for key in changed))
         accept = " ".join(f"--accept {key}" for key in changed)
         raise ConfigError(
             "the run was begun with other " + kinds, where=where, got="\n       ".join(lines[key] for key in changed),

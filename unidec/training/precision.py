@@ -1,13 +1,15 @@
-"""Which device and which number format a training uses."""
+"""Device, number format and random numbers of a training."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from unidec.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 
 def choose_device(device: str) -> torch.device:
@@ -40,3 +42,22 @@ def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
     elif precision == "auto":
         able = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if able else None
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """States of torch's generators (dropout), as dense tensors of a checkpoint."""
+    import torch
+
+    states = {"random.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["random.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_state(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Continue the sequences that `random_state` saw."""
+    import torch
+
+    torch.set_rng_state(tensors["random.cpu"].cpu())
+    if device.type == "cuda" and "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"].cpu(), device)

@@ -21,8 +21,7 @@ from unidec.sections import Pool
 from unidec.training.clustering import balanced_clusters
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.mining import mine_hard_negatives
-from unidec.training.needs import draws_pools
-from unidec.training.sampler import PoolSampler, clustered_batches, num_clusters, random_batches
+from unidec.training.sampler import PoolSampler, clustered_batches, draws_pools, num_clusters, random_batches
 
 KIND, VERSION = "refresh", 1
 _NDIM = {"order": 1, "offsets": 1, "negatives": 2}
@@ -88,17 +87,8 @@ def cluster_size(pool: Pool, epoch: int) -> int:
     return min(pool.cluster_start << doublings, pool.batch_size)
 
 
-@dataclass(frozen=True)
-class Clusters:
-    """The first half of a refresh: its clusters, and figures for people.
-
-    Attributes:
-        query_ND: float32 [n, D] of the training queries, which mining needs too; None where nothing compares them.
-    """
-
-    refresh: Refresh
-    query_ND: np.ndarray | None
-    report: dict[str, Any]
+# the first half of a refresh; float32 [n, D] of the training queries, None where nothing compares them; figures
+Clusters = tuple[Refresh, np.ndarray | None, dict[str, Any]]
 
 
 def make_clusters(
@@ -109,13 +99,8 @@ def make_clusters(
     ranks: Ranks = ALONE,
     epoch: int = 0,
 ) -> Clusters:
-    """Cluster the training queries after `epoch` epochs; what the parameters do not need is left out.
-
-    Args:
-        rows: int64 [n] training rows.
-        query_vectors: gives float32 [n, D] of the training queries; called only when clusters or negatives need them.
-        ranks: processes that all call this, and share the work.
-    """
+    """Cluster the training queries, rows int64 [n], after `epoch` epochs; all ranks call this. `query_vectors` gives
+    float32 [n, D] of them, and is called only where clusters or negatives need them."""
     begin, size, refresh, query_ND = time.perf_counter(), cluster_size(settings.pool, epoch), Refresh(), None
     report: dict[str, Any] = {}
     clustered = settings.pool.batches == "clustered"
@@ -129,7 +114,7 @@ def make_clusters(
         refresh = Refresh(rows[clusters.order_N], clusters.offsets)
         report |= {"cluster_seconds": clusters.seconds, "clusters": len(clusters.offsets) - 1,
                    "cluster_size": size, "cluster_cosine": clusters.objective}  # fmt: skip
-    return Clusters(refresh, query_ND, report | {"refresh_seconds": time.perf_counter() - begin})
+    return refresh, query_ND, report | {"refresh_seconds": time.perf_counter() - begin}
 
 
 def make_refresh(
@@ -141,25 +126,14 @@ def make_refresh(
     device: torch.device,
     ranks: Ranks = ALONE,
 ) -> tuple[Refresh, dict[str, Any]]:
-    """Mine hard negatives where a loss runs over pools; with the clusters that is the refresh.
-
-    Args:
-        rows: int64 [n] training rows.
-        sampler: knows positives and filter pairs.
-        label_vectors: gives float32 [L, D], with several ranks this rank's part of it; called only when needed.
-        ranks: processes that all call this, and share the work.
-
-    Returns:
-        the refresh, and figures: those of the clusters, and what mining found.
-    """
-    begin, report, negatives, pool = time.perf_counter(), dict(clusters.report), None, settings.pool
-    if clusters.query_ND is not None and pool.eta > 0 and draws_pools(settings.model, pool):
+    """Mine hard negatives where a loss runs over pools; with the clusters that is the refresh, and figures of both.
+    `label_vectors` gives float32 [L, D], with several ranks this rank's part of it; called only when needed."""
+    begin, pool, (refresh, query_ND, report) = time.perf_counter(), settings.pool, clusters
+    if query_ND is not None and pool.eta > 0 and draws_pools(settings.model, pool):
         label_LD = label_vectors()
         report["encode_labels_seconds"] = time.perf_counter() - begin
-        negatives, mined = mine_hard_negatives(
-            clusters.query_ND, rows, label_LD, sampler.relevance, sampler.filter_pairs, pool.eta * pool.refresh,
-            device, ranks,
-        )  # fmt: skip
-        report |= {f"mine_{key}": value for key, value in mined.items()}
-    report["refresh_seconds"] += time.perf_counter() - begin
-    return replace(clusters.refresh, negatives=negatives), report
+        pairs, count = (sampler.relevance, sampler.filter_pairs), pool.eta * pool.refresh
+        negatives, mined = mine_hard_negatives(query_ND, rows, label_LD, *pairs, count, device, ranks)
+        report = report | {f"mine_{key}": value for key, value in mined.items()}
+        refresh = replace(refresh, negatives=negatives)
+    return refresh, report | {"refresh_seconds": report["refresh_seconds"] + time.perf_counter() - begin}

@@ -9,9 +9,12 @@ Nothing keeps a random state: every draw comes from (seed, epoch, step), so a re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import scipy.sparse as sp
+
+from unidec.sections import Loss, Model, Pool
 
 # A stream of random numbers each: the same (epoch, step) never gives two uses the same numbers.
 _POOL, _RANDOM_BATCHES, _CLUSTER_ORDER = 0, 1, 2
@@ -235,3 +238,29 @@ def clustered_batches(
         groups = [dealt[number::num_batches] for number in range(num_batches)]
     batches = [np.concatenate([order[offsets[c] : offsets[c + 1]] for c in group]) for group in groups]
     return [batch for batch in batches if len(batch)]
+
+
+# -- what a step needs under its parameters ----------------------------------------------------------------------------
+
+Labels = Literal["none", "pool", "all"]
+
+
+def head_labels(model: Model, pool: Pool) -> tuple[Labels, Labels]:
+    """Labels in the dual encoder's loss, and in the classifier's; "none" for a head that the model does not have."""
+    return "none" if model.heads == "clf" else pool.de_labels, "none" if model.heads == "de" else pool.clf_labels
+
+
+def draws_pools(model: Model, pool: Pool) -> bool:
+    """Whether a loss runs over a pool: hard negatives are mined for nothing else."""
+    return "pool" in head_labels(model, pool)
+
+
+def encoded_labels(model: Model, pool: Pool) -> Labels:
+    """Labels whose texts a step encodes: the dual encoder's; else those whose classifier rows hold their text."""
+    de, clf = head_labels(model, pool)
+    return clf if de == "none" and model.clf_residual else de
+
+
+def weighs_by_propensity(loss: Loss, pool: Pool) -> bool:
+    """Whether inverse propensities of labels weight losses or the draw of positives."""
+    return loss.weights == "propensity" or pool.positives == "tail"

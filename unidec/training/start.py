@@ -5,7 +5,6 @@ Legend: L labels, K labels of the start, D width of a head, W width of the encod
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +25,9 @@ from unidec.model.unidec import START_BLOCK, UniDEC
 from unidec.model.weights import take_start
 from unidec.progress import progress
 
-ROWS, BIASES = CLASSIFIER
 TEXTS_AT_ONCE = 1 << 16  # of which document frequencies are counted
 _FIX = "retrain.start: cold"
 Features = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]  # BagEncoder.features
-Read = Callable[[int, int], Tensor]  # rows begin to end
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,8 @@ def start_bag(model: UniDEC, parts: Sequence[tuple[str, Tokens, np.ndarray]]) ->
     bag = model.encoder.bag
     if bag is None or model.encoder_settings.start:
         return
-    frequency_V = np.zeros(bag.embedding.num_rows, dtype=np.int64)
-    for _, tokens, rows in parts:
-        frequency_V += document_frequency(tokens, rows, len(frequency_V), bag.features)
+    vocab = bag.embedding.num_rows
+    frequency_V = np.sum([document_frequency(tokens, rows, vocab, bag.features) for _, tokens, rows in parts], axis=0)
     bag.start_weights(frequency_V, sum(len(rows) for _, _, rows in parts))
 
 
@@ -123,23 +119,25 @@ def take_rows(
     if table is None:
         return
     length, bias, source_L = 1.0, 0.0, np.full(len(uids), -1, dtype=np.int64)
-    with open_tensors(start.model / WEIGHTS) as file:
-        reads: dict[str, Read] = {name: functools.partial(file.read, name) for name in CLASSIFIER if name in file.names}
-        num_rows = file.shape(ROWS)[0] if ROWS in reads else 0
-        if ROWS not in reads and start.vectors is not None:
-            for name, path, ndim in ((ROWS, start.vectors / "clf.npy", 2), (BIASES, start.vectors / "bias.npy", 1)):
-                if path.is_file():
-                    array = load_array(path, np.float32, ndim)
-                    reads[name], num_rows = functools.partial(_read_array, array), len(array)
-        if ROWS in reads:  # else a dual encoder alone
-            if num_rows != len(start.uids):
-                raise ArtifactError(
-                    "a start whose labels and classifier rows differ in number", where=str(start.model), fix=_FIX,
-                    got=f"{num_rows} rows", expected=f"{len(start.uids)}, one a label",
-                )  # fmt: skip
-            source_L = start.rows_of(uids)
-            length, bias = _take_kept(model, num_rows, reads, source_L, keep)
     own = np.arange(table.first_row, table.first_row + table.own_rows)
+    rows_KD, bias_K1 = _classifier_of(start)
+    if rows_KD is not None:  # else a dual encoder alone
+        if len(rows_KD) != len(start.uids):
+            raise ArtifactError(
+                "a start whose labels and classifier rows differ in number", where=str(start.model), fix=_FIX,
+                got=f"{len(rows_KD)} rows", expected=f"{len(start.uids)}, one a label",
+            )  # fmt: skip
+        source_L = start.rows_of(uids)
+        kept = source_L[source_L >= 0]
+        if len(kept):  # of all labels, the same on every rank
+            length = min(1.0, float(rows_KD.norm(dim=1)[kept].double().mean()))
+            bias = 0.0 if bias_K1 is None else float(bias_K1[kept].double().mean())
+        mine = own[source_L[own] >= 0]
+        for begin in range(0, len(mine), START_BLOCK):
+            some = mine[begin : begin + START_BLOCK]
+            for to, values in ((table, rows_KD), (model.bias, bias_K1)):
+                if to is not None and values is not None:
+                    _add(to, some, keep * values[source_L[some]])
     rest = np.where(source_L[own] >= 0, 1.0 - keep, 1.0)
     if model.bias is not None:
         _add(model.bias, own, torch.from_numpy(bias * rest)[:, None])
@@ -148,36 +146,26 @@ def take_rows(
     was_training = model.training
     model.eval()
     for begin in progress(range(0, len(own), START_BLOCK), desc="rows from texts", unit="block"):
-        some = slice(begin, begin + START_BLOCK)
-        texts_BD = model.text_rows(encode(own[some]))
-        _add(table, own[some], torch.from_numpy(share[some])[:, None].to(texts_BD) * texts_BD)
+        some = own[begin : begin + START_BLOCK]
+        texts_BD = model.text_rows(encode(some))
+        _add(table, some, torch.from_numpy(share[begin : begin + START_BLOCK])[:, None].to(texts_BD) * texts_BD)
     model.train(was_training)
 
 
-def _read_array(array: np.ndarray, begin: int, end: int) -> Tensor:
-    rows = np.array(array[begin:end])
-    return torch.from_numpy(rows.reshape(len(rows), -1))
-
-
-def _take_kept(
-    model: UniDEC, num_rows: int, reads: dict[str, Read], source_L: np.ndarray, keep: float
-) -> tuple[float, float]:
-    """Add `keep` of the rows and biases that are held here; length and bias of a new label, the same on every rank."""
-    tables: dict[str, RowTable | None] = {ROWS: model.table, BIASES: model.bias}
-    order = np.argsort(source_L, kind="stable")  # labels in the order of the start's rows: each block is read once
-    sums, kept = dict.fromkeys(CLASSIFIER, 0.0), int((source_L >= 0).sum())
-    for begin in progress(range(0, num_rows, START_BLOCK), desc="rows of the start", unit="block"):
-        end = min(begin + START_BLOCK, num_rows)
-        labels = order[slice(*np.searchsorted(source_L, [begin, end], sorter=order))]
-        at = torch.from_numpy(source_L[labels] - begin)
-        for name, read in reads.items():
-            table = tables[name]
-            if table is not None:
-                value_BD = read(begin, end)[at].float()
-                sums[name] += float((value_BD.norm(dim=1) if name == ROWS else value_BD).double().sum())
-                mine = (labels >= table.first_row) & (labels < table.first_row + table.own_rows)
-                _add(table, labels[mine], keep * value_BD[torch.from_numpy(mine)])
-    return (min(1.0, sums[ROWS] / kept), sums[BIASES] / kept) if kept else (1.0, 0.0)
+def _classifier_of(start: Start) -> tuple[Tensor | None, Tensor | None]:
+    """Rows float32 [K, D] and biases [K, 1] of the start's classifier, where it has them."""
+    with open_tensors(start.model / WEIGHTS) as file:
+        if CLASSIFIER[0] in file.names:
+            rows, bias = (file.read(name).float() if name in file.names else None for name in CLASSIFIER)
+            return rows, bias
+    if start.vectors is None:
+        return None, None
+    paths = ((start.vectors / "clf.npy", 2), (start.vectors / "bias.npy", 1))
+    rows, bias = (
+        torch.from_numpy(np.array(load_array(path, np.float32, ndim))) if path.is_file() else None
+        for path, ndim in paths
+    )
+    return rows, bias if bias is None else bias[:, None]
 
 
 def _add(table: RowTable, labels: np.ndarray, values: Tensor) -> None:

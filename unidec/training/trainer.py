@@ -40,8 +40,7 @@ from unidec.training.gradient_cache import encode_texts
 from unidec.training.identity import check_same, run_identity
 from unidec.training.objective import Objective
 from unidec.training.optim import Optimisers
-from unidec.training.precision import autocast_type, choose_device
-from unidec.training.random_streams import random_states, restore_random_states, start_stream
+from unidec.training.precision import autocast_type, choose_device, random_state, restore_random_state
 from unidec.training.refresh import Clusters, Refresh, make_clusters, make_refresh
 from unidec.training.sampler import num_clusters
 from unidec.training.start import Start, start_bag, take_model, take_rows
@@ -164,7 +163,6 @@ class Trainer:
                 take_rows(self.model, self.start, uids, self._encode_some_labels, self.settings.keep)
             else:
                 self.model.start_table(self._encode_labels)
-            start_stream(self.settings.seed, 0, self.ranks)
         else:
             self._take(checkpoint)
         if self.ranks.is_first:
@@ -176,14 +174,14 @@ class Trainer:
         weights = {key.removeprefix("model."): x for key, x in checkpoint.dense.items() if key.startswith("model.")}
         try:
             self.model.load_dense_state(weights)
+            self.optimisers.load_row_states({name: part.tensors for name, part in checkpoint.rows.items()})
         except (KeyError, RuntimeError) as error:
             what = "the checkpoint is of another model"
             raise ArtifactError(what, where=str(self.run_dir), got=str(error)) from error
-        self.optimisers.load_row_states({name: part.tensors for name, part in checkpoint.rows.items()})
         self.optimisers.load_dense_state(checkpoint.dense)
         state = checkpoint.state
         self.epoch, self.epoch_step, self.step = (int(state[key]) for key in ("epoch", "epoch_step", "step"))
-        restore_random_states(checkpoint.dense, self.device, self.settings.seed, self.step, self.ranks)
+        restore_random_state(checkpoint.dense, self.device)
         self.seconds, self.notes = float(state["seconds"]), dict(state["notes"])
         self._saved_step = self.step
 
@@ -199,7 +197,7 @@ class Trainer:
             for name, tensors in self.optimisers.row_states().items()
         }
         dense = {f"model.{name}": tensor for name, tensor in self.model.dense_state().items()}
-        dense |= self.optimisers.dense_state() | random_states(self.device, self.ranks)
+        dense |= self.optimisers.dense_state() | random_state(self.device)
         state = {
             "epoch": self.epoch, "epoch_step": self.epoch_step, "step": self.step, "seconds": self.seconds,
             "refresh": self.made.sha256 if self._inside_round else None, "identity": self.identity,
@@ -248,7 +246,7 @@ class Trainer:
         self._clusters = make_clusters(
             self.settings, self.rows, self._query_vectors, self.device, self.ranks, self.epoch
         )  # fmt: skip
-        return self._clusters.report
+        return self._clusters[2]
 
     def refresh(self) -> dict[str, Any]:
         """Write the coming round's hard negatives, and its clusters (`cluster` if need be), to the run's folder; gives
@@ -287,19 +285,11 @@ class Trainer:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train_round(
-        self, on_log: Callable[[int, dict[str, float]], None] | None = None, wait: bool = True
-    ) -> dict[str, Any]:
-        """Train until the next refresh is due (or the end); checkpoints on the way and at the end.
+    def train_round(self, on_log: Callable[[int, dict[str, float]], None] | None = None) -> dict[str, Any]:
+        """Train until the next refresh is due (or the end), and give figures of that; checkpoints on the way and at the
+        end. SIGINT and SIGTERM finish the step and save a checkpoint before they take effect.
 
-        SIGINT and SIGTERM finish the step and save a checkpoint before they take effect.
-
-        Args:
-            on_log: called with the step and its figures at logging steps.
-            wait: return when the round's checkpoint is durable; else only the run's last is waited for.
-
-        Returns:
-            figures of what was trained here.
+        `on_log` is called with the step and its figures at logging steps.
         """
         pool, begin, first_step, first = self.settings.pool, time.perf_counter(), self.step, self.ranks.is_first
         self.made = Refresh.load(self._refresh_folder(self._round_begin), self._round_begin)
@@ -325,14 +315,12 @@ class Trainer:
                     if first:
                         os.fsync(history.fileno())  # a resumed run keeps the lines before its checkpoint
                     self.save()
-                    if self.settings.run.checkpoint_steps:
-                        self.writer.wait()  # counted in steps, an interval leaves no step for a writer beside
+                    # counted in steps, an interval leaves no step for a writer beside
+                    if stopping or self.epoch == until or self.settings.run.checkpoint_steps:
+                        self.writer.wait()
                 if stopping:
-                    self.writer.wait()
                     stop.asked = stop.asked or signal.SIGTERM  # all ranks leave, also those without a signal
-                    stop.leave()
-        if wait or self.finished:
-            self.writer.wait()
+                    break
         seconds, steps = time.perf_counter() - begin, self.step - first_step
         return {"epoch": self.epoch, "steps": steps, "train_seconds": seconds, "steps_per_s": steps / seconds,
                 "checkpoint_seconds": self.writer.seconds, "finished": self.finished}  # fmt: skip
@@ -364,6 +352,9 @@ class Trainer:
             TrainingError: a loss or gradient that is not finite (the weights keep their values), or no memory left.
         """
         begin = time.perf_counter()
+        if not self.ranks.is_first:  # texts of different ranks must not lose the same entries to dropout
+            stream = np.random.SeedSequence([self.settings.seed % 2**63, self.ranks.rank, self.step])
+            torch.manual_seed(int(stream.generate_state(1, np.uint64)[0]))
         try:
             x_BW, backward = encode_texts(self.model.encoder, batch.texts, self._autocast)
             losses = self.objective.losses(x_BW, batch, self.step)
