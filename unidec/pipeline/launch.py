@@ -2,7 +2,7 @@
 
 A phase of a training runs on all ranks in one of two ways:
 
-- `torchrun`, for `run.devices` above 1: starts torchrun with a worker (`main`) for each device and returns what the
+- `torchrun`, for `run.devices` above 1: starts torchrun with a worker for each device and returns what the
   first rank returned. Signals are passed on; no process is left behind.
 - `torchrun_ranks`, under the user's torchrun (`torchrun --nproc-per-node 8 -m unidec.cli train`, also over several
   machines): the first rank does what one process would; where it trains, the other ranks train with it.
@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from unidec.training.precision import choose_device
 from unidec.training.stop import stop_signals
 
 POLL_S = 0.2
-TELL_S = 3.0  # how long a rank whose peer is gone waits for the peer's own words
 
 Job = dict[str, Any]
 Work = Callable[[Ranks, Job], dict[str, Any]]
@@ -130,7 +128,7 @@ def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(devices),
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
-        "--max-restarts", str(restarts), "--monitor-interval", "0.5", "-m", "unidec.pipeline.launch", folder,
+        "--max-restarts", str(restarts), "--monitor-interval", "0.5", "-m", "unidec.pipeline.worker", folder,
     ]  # fmt: skip
     return subprocess.Popen(command, env=env, start_new_session=True)
 
@@ -180,46 +178,3 @@ def error_from(reported: dict[str, Any]) -> UnidecError:
     error: UnidecError = kind.__new__(kind)
     error.args, error.exit_code = (reported["message"],), reported["exit_code"]
     return error
-
-
-def main(folder: Path) -> int:
-    """A worker: run the phase of job.json on this rank; returns the exit code.
-
-    The first rank writes result.json into the folder. An error with a fix is reported as error-<rank>.json and ends in
-    0, so that torchrun does not retry it; the launcher raises it. Whatever else ends a rank (a signal, a lost peer, a
-    bug) has another code.
-    """
-    from unidec.pipeline.training import work_on_rank
-
-    watch(os.getppid())
-    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    rank = int(os.environ["RANK"])
-    own_error, result = folder / f"error-{rank}.json", folder / "result.json"
-    own_error.unlink(missing_ok=True)  # of the start before this one
-    if rank > 0:
-        silence()
-    else:
-        result.unlink(missing_ok=True)
-    try:
-        ranks = Ranks.from_environment(job["params"]["device"])
-        report = work_on_rank(ranks, job)
-        if ranks.is_first:
-            write_json(result, report)
-        ranks.barrier()
-        ranks.close()
-    except UnidecError as error:
-        write_json(own_error, as_json(error))
-        if not isinstance(error, LostRank):
-            return 0
-        end = time.monotonic() + TELL_S
-        while time.monotonic() < end:
-            if any(not json.loads(file.read_text())["lost"] for file in folder.glob("error-*.json")):
-                return 0
-            time.sleep(POLL_S)
-        print(f"rank {rank}: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
