@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,8 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.storage import folder_sha256, read_manifest
 from unidec.evaluation.metrics import by_query
 from unidec.model.unidec import UniDEC
-from unidec.pipeline import paths
-from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline, training_neighbours
+from unidec.pipeline import indexing, paths
+from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline, training_neighbours, tuned_blend
 from unidec.pipeline.training import Run
 from unidec.retrieval.bundle import Bundle
 from unidec.tracking.run import Tracker
@@ -335,6 +336,35 @@ def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleN
     assert left.nnz == voting.nnz - (voting.getnnz(axis=1) > 0).sum()
     before = folder_sha256(paths.BUNDLE)
     assert pipeline.index(params) == said and folder_sha256(paths.BUNDLE) == before
+
+
+@pytest.mark.usefixtures("other_bundle")
+def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
+    done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    votes = {"index.knn_by": "words", "index.knn_weight": "auto", "index.knn_neighbours": 20}
+    blend = pipeline.index(done.params(**votes))
+    params = done.params(**votes | {"index.fusion": True})
+    assert pipeline.index(params) == blend  # the split is too small
+    assert "no fusion" in capsys.readouterr().out and Bundle.load(paths.BUNDLE).info.fusion is None
+    monkeypatch.setattr("unidec.pipeline.ranking.LEAST_QUERIES", 20)
+    assert pipeline.index(params) == blend  # with 25 queries to learn from it is worse
+    worthless = dict.fromkeys(blend["validation"], 0.0)
+    monkeypatch.setattr(indexing, "tuned_blend", lambda *given: replace(tuned_blend(*given), metrics=worthless))
+    said = pipeline.index(params)
+    bundle = Bundle.load(paths.BUNDLE)
+    assert said["fusion"] and bundle.info.fusion is not None
+    assert bundle.info.fusion.gain["nDCG@5"] == pytest.approx(said["validation"]["nDCG@5"], abs=1e-3)
+    before = folder_sha256(paths.BUNDLE)
+    assert pipeline.index(params) == said and folder_sha256(paths.BUNDLE) == before
+    # the bundle ranks the test split by it, and the profile has the scores that it gives
+    quantiles = bundle.info.card["profile"]["served"]["score_quantiles"]
+    ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors)
+    found = bundle.rank(ranking.query_de, ranking.query_clf, 1, words_BF=ranking.words(bundle.neighbours))
+    assert [quantiles[0], quantiles[-1]] == pytest.approx([found.scores.min(), found.scores.max()], rel=1e-3)
+    pipeline.evaluate(params)
+    result = json.loads(paths.METRICS.read_text())
+    assert result["test"]["nDCG@5"] != result["heads"]["nDCG@5"] and result["index"]["recall@10"] > 90
 
 
 @pytest.mark.usefixtures("other_bundle")

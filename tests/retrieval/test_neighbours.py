@@ -272,7 +272,7 @@ def test_neighbours_that_do_not_fit_the_bundle_are_not_written(rng, tmp_path):
         scoring, index = Scoring("de", 1.0, True, info), LabelIndex.build(de)
         with pytest.raises(ValueError, match=message):
             write_bundle(tmp_path / "b", tmp_path, index, labels, scoring, neighbours=voters)
-    for weight in (0.0, float("nan")):
+    for weight in (-0.1, float("nan")):
         with pytest.raises(ValueError, match="weight"):
             KnnInfo.of(neighbours, weight)
 
@@ -294,7 +294,7 @@ def _refused(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_damage_is_found(voting, name, tmp_path):
     if name not in BY_MODEL:
-        write_tiny_bundle(tmp_path / "b", np.random.default_rng(2), vote="square", by_words=True)
+        write_tiny_bundle(tmp_path / "b", np.random.default_rng(2), vote="square", by_words=True, fused=True)
     whole = (voting / name).read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1

@@ -181,7 +181,7 @@ def _query(bundle, de, clf):
 @pytest.mark.usefixtures("stub_model")
 def test_two_writings_are_the_same_and_damage_is_named(tmp_path):
     for name in ("one", "two"):
-        write_tiny_bundle(tmp_path / name / "b", np.random.default_rng(5), vote="square", by_words=True)
+        write_tiny_bundle(tmp_path / name / "b", np.random.default_rng(5), vote="square", by_words=True, fused=True)
     path = tmp_path / "one" / "b"
     assert folder_sha256(path) == folder_sha256(tmp_path / "two" / "b")
     names = set(read_manifest(path, KIND, VERSION)["files"]) & FILES

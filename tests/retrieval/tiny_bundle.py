@@ -15,6 +15,7 @@ from unidec.data.storage import write_folder
 from unidec.data.tokens import Tokens, encode_texts
 from unidec.retrieval import predict_file as files
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
+from unidec.retrieval.fusion import FEATURES, Fusion
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.scoring_space import label_vectors, unit_rows
@@ -80,15 +81,18 @@ def tiny_neighbours(model: StubModel, rng: np.random.Generator, vote: Any, by_wo
     if by_words:
         flat, offsets = tokens.ragged(np.arange(num))
         space = WordSpace.fit(model.tokenizer_folder, flat, offsets)
-        return Neighbours(space.vectors(flat, offsets), csr_matrix(labels_ML), uids, texts, vote, space)
+        titles = encode_texts(TITLES, model.tokenizer_folder, 8)
+        label_words = space.vectors(*titles.ragged(np.arange(len(TITLES))))
+        return Neighbours(space.vectors(flat, offsets), csr_matrix(labels_ML), uids, texts, vote, space, label_words)
     return Neighbours(de if de is not None else clf, csr_matrix(labels_ML), uids, texts, vote)
 
 
 def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "both", space: str = "both",
                       kind: str = "flat", clf_normalize: bool = True, bias: bool = False,
                       clf_weight: float = 0.5, vote: str | None = None, knn_weight: float = 0.7,
-                      knn_neighbours: int = 7, by_words: bool = False) -> dict:  # fmt: skip
-    """Write model and bundle beside each other; returns what it was made of; with `vote` training queries vote."""
+                      knn_neighbours: int = 7, by_words: bool = False, fused: bool = False) -> dict:  # fmt: skip
+    """Write model and bundle beside each other; returns what it was made of; with `vote` training queries vote; with
+    `fused` a fusion of random weights ranks."""
     model_path = write_model(path.parent / "model", rng, heads)
     model = StubModel(model_path)
     tokens = encode_texts(TITLES, model.tokenizer_folder, model.max_length)
@@ -102,9 +106,19 @@ def write_tiny_bundle(path: Path, rng: np.random.Generator, *, heads: str = "bot
     facts = Facts("title", {"name": "tiny", "sha256": "0" * 64}, {"validation": {"P@1": 50.0}}, {"seed": 0})
     write_bundle(
         path, model_path, index, BundleLabels(UIDS, TITLES, {"de": de_LD, "clf": clf_LD, "bias": bias_L}),
-        Scoring(space, clf_weight, clf_normalize, knn), facts, neighbours,
+        Scoring(space, clf_weight, clf_normalize, knn, random_fusion(rng) if fused else None), facts, neighbours,
     )  # fmt: skip
     return {"de_LD": de_LD, "clf_LD": clf_LD, "bias_L": bias_L, "model": model, "neighbours": neighbours}
+
+
+def random_fusion(rng: np.random.Generator, hidden: int = 5) -> Fusion:
+    """A network of random weights."""
+    num = len(FEATURES)
+    rows = rng.normal(size=(hidden, num)).tolist()
+    mean, linear = rng.normal(size=(2, num)).tolist()
+    bias, out = rng.normal(size=(2, hidden)).tolist()
+    scale = rng.uniform(0.5, 2, num).tolist()
+    return Fusion(mean=mean, scale=scale, linear=linear, hidden=rows, hidden_bias=bias, out=out, propensity=(0.55, 1.5))
 
 
 def recall_with_ties(labels: np.ndarray, exact: np.ndarray, scores: np.ndarray, exact_scores: np.ndarray) -> float:

@@ -8,7 +8,7 @@ from unidec.config import OPERATIONS, Params
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.profile import KEY, training_profile
-from unidec.pipeline.ranking import Ranking, headline, training_neighbours, tuned_blend
+from unidec.pipeline.ranking import Ranking, fused, headline, training_neighbours, tuned_blend
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.scoring_space import LabelRows
@@ -29,9 +29,11 @@ def index(params: Params) -> dict[str, Any]:
     model = UniDEC.load(paths.MODEL, device=str(choose_device(params.device)))
     ranking = Ranking.of_model(model, dataset, "validation", params.optim.precision)
     neighbours = None
-    if settings.knn_weight != 0:
+    if settings.knn_weight != 0 or settings.fusion:
         neighbours = training_neighbours(model, dataset, params.optim.precision, by=settings.knn_by)
     blend = tuned_blend(ranking, params, neighbours)
+    if neighbours is not None and settings.fusion:
+        blend = fused(ranking, params, neighbours, blend)
     metrics = headline(blend.metrics) if len(ranking.rows) else {}
     vectors = ranking.vectors
     rows = LabelRows(vectors, settings.space, settings.clf_normalize)
@@ -39,13 +41,13 @@ def index(params: Params) -> dict[str, Any]:
     label_index = LabelIndex.build(rows, settings.kind, show=True, **options)
     card = {KEY: training_profile(params, model, ranking, label_index, blend, neighbours)}
     knn = None
-    if neighbours is not None and blend.knn_weight:
+    if neighbours is not None and (blend.knn_weight or blend.fusion):
         head: Literal["de", "clf"] = "de" if "de" in vectors else "clf"
         knn = KnnInfo.of(neighbours, blend.knn_weight, settings.knn_neighbours, head)
     write_bundle(
         paths.BUNDLE, paths.MODEL, label_index,
         BundleLabels(dataset.label_uids(), dataset.label_texts(), vectors),
-        Scoring(settings.space, blend.clf_weight, settings.clf_normalize, knn),
+        Scoring(settings.space, blend.clf_weight, settings.clf_normalize, knn, blend.fusion),
         Facts(
             params.tokens.text, {"name": dataset.name, "sha256": dataset.sha256}, {"validation": metrics},
             params.model_dump(exclude=set(OPERATIONS)), card | ({"tuning": blend.tried} if blend.tried else {}),
@@ -54,5 +56,5 @@ def index(params: Params) -> dict[str, Any]:
     )  # fmt: skip
     return {
         "bundle": str(paths.BUNDLE), "labels": dataset.num_labels, "clf_weight": blend.clf_weight,
-        "knn_weight": blend.knn_weight, "validation": metrics,
+        "knn_weight": blend.knn_weight, "fusion": blend.fusion is not None, "validation": metrics,
     }  # fmt: skip

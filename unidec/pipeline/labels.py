@@ -131,9 +131,12 @@ def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
     rows, knn = dataset.rows("train"), bundle.info.knn
     if bundle.neighbours is None or knn is None or not len(rows):
         return None
-    tokens = encode_texts(own_texts(bundle, dataset, rows), bundle.model.tokenizer_folder, bundle.model.max_length)
+    texts = (own_texts(bundle, dataset, rows), dataset.label_texts(text=cast(Text, bundle.info.text)))
+    of_queries, of_labels = (encode_texts(e, bundle.model.tokenizer_folder, bundle.model.max_length) for e in texts)
     by_words = bundle.words is not None
-    return training_neighbours(bundle.model, dataset, "fp32", knn.vote, "words" if by_words else "model", tokens)
+    return training_neighbours(
+        bundle.model, dataset, "fp32", knn.vote, "words" if by_words else "model", (of_queries, of_labels)
+    )
 
 
 def _measured(bundle: Bundle, dataset: XMCDataset, change: LabelChange, params: Params) -> dict[str, dict[str, float]]:

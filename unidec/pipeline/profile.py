@@ -12,6 +12,7 @@ from unidec.data.profile import VERSION, profile_dataset
 from unidec.evaluation.drift import served_facts
 from unidec.pipeline.ranking import Blend, Ranking
 from unidec.retrieval.bundle_folder import read_info
+from unidec.retrieval.fusion import CANDIDATES
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours
 from unidec.retrieval.scoring_space import pair_scores
@@ -49,6 +50,12 @@ def _served(
     query = ranking.queries(settings.space, blend.clf_weight, settings.clf_normalize)
     if not len(query):
         return query, np.zeros(0, dtype=np.float32)
+    if blend.fusion is not None and blend.reader is not None:
+        words, none = ranking.words(neighbours), np.zeros(0, dtype=np.int64)
+        assert ranking.query_de is not None and ranking.query_clf is not None and words is not None
+        found = index.with_options(rescore=1).search(query, CANDIDATES)[1]
+        evidence = blend.reader.read(ranking.query_de, ranking.query_clf, words, found, none)
+        return query, blend.reader.rank(blend.fusion, evidence, 1).scores[:, 0]
     scores, rows = index.search(query, 1)
     if neighbours is None or not blend.knn_weight:
         return query, scores[:, 0]

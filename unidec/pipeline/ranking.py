@@ -19,6 +19,7 @@ from unidec.data.propensity import Propensity
 from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
 from unidec.pipeline import paths
+from unidec.retrieval.fusion import CANDIDATES, Fusion, LabelEvidence, values_at
 from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, votes_alone
 from unidec.retrieval.scoring_space import Space, pair_scores, query_vectors, space_rows
 from unidec.retrieval.words import WordSpace
@@ -34,7 +35,8 @@ QUERIES_AT_ONCE = 4096  # a multiple of faiss's own blocks; the votes of a query
 KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)
 NeighboursBy = Literal["model", "words"]
 VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "square"}  # measured: benchmarks/results/votes.md
-TUNED_ON = "nDCG@5"
+TAILS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
+LEAST_QUERIES = 200  # of a validation split that a fusion is trained on; README's example has fewer
 MAX_TURNS = 3  # of tuning one weight after the other: the second changes little
 
 
@@ -165,13 +167,14 @@ class Ranking:
 
 def training_neighbours(
     model: UniDEC, dataset: XMCDataset, precision: str, vote: Vote | None = None, by: NeighboursBy = "model",
-    tokens: Tokens | None = None,
+    tokens: tuple[Tokens, Tokens] | None = None,
 ) -> Neighbours:  # fmt: skip
     """The training split's queries as neighbours without filtered pairs, compared in the dual encoder's space (the
-    classifier's where it is alone), or by their words.
+    classifier's where it is alone), or by their words, with the labels' words.
 
     Args:
-        tokens: of the training split's queries alone, in their order; None: data/tokens, and data/cache.
+        tokens: of the training split's queries alone, in their order, and of the labels; None: data/tokens, and
+            data/cache.
     """
     import torch
 
@@ -181,18 +184,22 @@ def training_neighbours(
     places = rows if tokens is None else np.arange(len(rows))
     amp = autocast_type(precision, model.device)
     if tokens is None:
-        tokens = paths.open_tokens("queries")
+        of_queries = paths.open_tokens("queries")
         if by == "model":
-            build = cached_inputs(model.encoder, {"queries": tokens}, paths.CACHE, model.device, amp)
+            build = cached_inputs(model.encoder, {"queries": of_queries}, paths.CACHE, model.device, amp)
+        tokens = (of_queries, paths.open_tokens("labels"))
     labels = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
     texts = (dataset.query_uids(rows), dataset.query_texts(rows), vote or VOTE[by])
     if by == "words":
-        flat, offsets = tokens.ragged(places)
-        space = WordSpace.fit(model.tokenizer_folder, flat, offsets)
-        return Neighbours(space.vectors(flat, offsets), labels, *texts, space)
+        ragged = [tokens[0].ragged(places), tokens[1].ragged(np.arange(dataset.num_labels))]
+        (flat, offsets), (label_flat, label_offsets) = ragged
+        every = (np.concatenate([flat, label_flat]), np.concatenate([offsets, offsets[-1] + label_offsets[1:]]))
+        space = WordSpace.fit(model.tokenizer_folder, *every)
+        vectors, label_words = (space.vectors(*each) for each in ragged)
+        return Neighbours(vectors, labels, *texts, space, label_words)
     head: Literal["de", "clf"] = "clf" if model.heads == "clf" else "de"
     with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
-        de, clf = model.vectors("queries", tokens, places, build, desc="training queries", only=head)
+        de, clf = model.vectors("queries", tokens[0], places, build, desc="training queries", only=head)
     vectors = de if head == "de" else clf
     assert vectors is not None
     return Neighbours(vectors, labels, *texts)
@@ -205,13 +212,17 @@ class Blend:
     Attributes:
         clf_weight, knn_weight: of the classifier's score, and of the votes (0: none).
         metrics: of the ranking's split under it.
-        tried: what was tried to find the weights, {clf_weight, knn_weight, `TUNED_ON`}, in order; [] without votes.
+        tried: what was tried to find the weights, {clf_weight, knn_weight, the objective}, in order; [] without votes.
+        fusion: what ranks in the blend's place; then `metrics` are of queries that each network had not seen.
+        reader: what the fusion reads of the labels.
     """
 
     clf_weight: float
     knn_weight: float
     metrics: dict[str, float]
     tried: list[dict[str, float]] = field(default_factory=list)
+    fusion: Fusion | None = None
+    reader: LabelEvidence | None = None
 
 
 def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None) -> Blend:
@@ -220,12 +231,12 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     The classifier's weight starts as the best without votes. Of equals the smaller weight is taken. Raw classifier
     scores are training logits times tau, of the order of cosines: one range of weights serves both forms.
     """
-    index = params.index
+    index, objective = params.index, params.index.objective
     clf_weights = CLF_WEIGHTS if index.clf_weight == "auto" else (float(index.clf_weight),)
     alone = {}
     if neighbours is None or len(clf_weights) > 1:
         alone = {w: ranking.metrics(index.space, w, index.clf_normalize) for w in clf_weights}
-    clf_weight = max(clf_weights, key=lambda w: alone[w][TUNED_ON]) if alone else clf_weights[0]
+    clf_weight = max(clf_weights, key=lambda w: alone[w][objective]) if alone else clf_weights[0]
     if neighbours is None:
         return Blend(clf_weight, 0.0, alone[clf_weight])
     knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (float(index.knn_weight),)
@@ -239,7 +250,7 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     def quality(weights: tuple[float, float]) -> float:
         if weights not in found:
             found[weights] = ranking.metrics_of(candidates(weights[0]).top(weights[1], K).rows)
-        return found[weights][TUNED_ON]
+        return found[weights][objective]
 
     at = (clf_weight, knn_weights[0])
     for _ in range(MAX_TURNS):
@@ -250,8 +261,43 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
         at = max([(weight, at[1]) for weight in clf_weights], key=quality)
         if at == before:
             break
-    tried = [{"clf_weight": c, "knn_weight": v, TUNED_ON: metrics[TUNED_ON]} for (c, v), metrics in found.items()]
+    tried = [{"clf_weight": c, "knn_weight": v, objective: metrics[objective]} for (c, v), metrics in found.items()]
     return Blend(*at, found[at], tried)
+
+
+def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend) -> Blend:
+    """The blend with a fusion trained on the ranking's split, where that has enough queries and the fusion ranks
+    queries that it has not seen better than the blend does, by `index.objective`; else the blend."""
+    from unidec.retrieval.fusion_fit import fit_fusion
+
+    index, num_queries = params.index, len(ranking.rows)
+    if num_queries < LEAST_QUERIES:
+        print(f"no fusion: {num_queries} validation queries, {LEAST_QUERIES} are needed; the blend of the scores ranks")
+        return blend
+    propensity = (params.data.propensity_a, params.data.propensity_b)
+    reader = LabelEvidence(
+        ranking.vectors, blend.clf_weight, index.clf_normalize, neighbours, index.knn_neighbours, propensity
+    )
+    found = ranking.top(index.space, blend.clf_weight, index.clf_normalize, CANDIDATES)[1]
+    words = ranking.words(neighbours)
+    assert words is not None and ranking.query_de is not None and ranking.query_clf is not None
+    evidence = reader.read(ranking.query_de, ranking.query_clf, words, found, pair_keys(ranking.filter_pairs))
+    key_P = evidence.query_P * ranking.dataset.num_labels + evidence.label_P
+    fitted = fit_fusion(evidence, values_at(ranking.truth, key_P) > 0, propensity, params.seed)
+    log_inverse_P = reader.log_inverse_L[evidence.label_P]
+    by_tail = {
+        tail: ranking.metrics_of(evidence.top(fitted.held_out_P + np.float32(tail) * log_inverse_P, K).rows)
+        for tail in TAILS
+    }
+    tail = max(by_tail, key=lambda tail: by_tail[tail][index.objective])
+    metrics = by_tail[tail]
+    if metrics[index.objective] <= blend.metrics[index.objective]:
+        by_blend = blend.metrics[index.objective]
+        print(f"no fusion: {index.objective} {metrics[index.objective]:.2f}, by the blend {by_blend:.2f}")
+        return blend
+    gain = {name: round(value - blend.metrics[name], 4) for name, value in headline(metrics).items()}
+    fusion = fitted.fusion.model_copy(update={"tail": tail, "gain": gain})
+    return replace(blend, metrics=metrics, fusion=fusion, reader=reader)
 
 
 def validation_metrics(ranking: Ranking, params: Params) -> dict[str, float]:

@@ -37,6 +37,7 @@ class Request:
         deny: uids of labels that must not be returned.
         min_score: labels that score less are not returned.
         head: "both": as the bundle ranks (also where it has one head only); "de" or "clf": by that head alone.
+        tail: above 0 rare labels rank higher, below 0 lower; for bundles with a fusion, others ignore it.
     """
 
     text: str
@@ -45,6 +46,7 @@ class Request:
     deny: tuple[str, ...] = ()
     min_score: float | None = None
     head: Space = "both"
+    tail: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class Explanation:
 
     Attributes:
         prediction: the answer; its de_scores, clf_scores and knn_scores are the parts before their weights.
-        weights: of the parts that count, by name (de, clf, knn): a score is the sum of weight x part.
+        weights: of the parts that count, by name (de, clf, knn): a score is the sum of weight x part; with a fusion
+            that sum is one of the things that it reads.
         neighbours: the nearest training queries, nearest first; None where the bundle has none.
         tokens: the query as the encoder sees it.
         cut: the query had more tokens than the model takes.
@@ -101,6 +104,8 @@ class Answerer:
             raise DataError("a text that is not valid Unicode", where=f"{where}.text", got=str(error)) from error
         if request.k < 1:
             raise DataError("k is out of range", where=f"{where}.k", got=request.k, expected="at least 1")
+        if not math.isfinite(request.tail):
+            raise DataError("a number is needed", where=f"{where}.tail", got=request.tail)
         if request.min_score is not None and math.isnan(request.min_score):
             raise DataError("a number is needed", where=f"{where}.min_score", got=request.min_score)
         space = self.bundle.info.space
@@ -156,7 +161,10 @@ class Answerer:
         excluded = np.asarray(pairs, dtype=np.int64)
         allowed, unknown_allowed = self._rows(first.allow or ())
         if first.allow is None:
-            found = bundle.rank(asked.de_BD, asked.clf_BD, k, excluded, asked.words_BF, first.head)
+            found = bundle.rank(asked.de_BD, asked.clf_BD, k, excluded, asked.words_BF, first.head, first.tail)
+        elif bundle.evidence is not None and first.head == "both":
+            rows = np.asarray(allowed, dtype=np.int64)
+            found = bundle.rank(asked.de_BD, asked.clf_BD, k, excluded, asked.words_BF, tail=first.tail, allowed=rows)
         else:
             found = self._rank_allowed(asked, np.asarray(allowed, dtype=np.int64), k, excluded, first.head)
         most = max(request.k for request in requests)
@@ -212,8 +220,8 @@ def _searched_alike(request: Request) -> Any:
     """What requests have in common that are searched together: an approximate search finds more the more it is asked
     for, so how many labels that are must not depend on the other requests."""
     if request.allow is not None:
-        return request.head, frozenset(request.allow), _at_least(request.k)
-    return request.head, max(_LEAST_K, _at_least(request.k))
+        return request.head, request.tail, frozenset(request.allow), _at_least(request.k)
+    return request.head, request.tail, max(_LEAST_K, _at_least(request.k))
 
 
 def _at_least(count: int) -> int:

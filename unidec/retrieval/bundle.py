@@ -5,7 +5,8 @@
     vectors/*.npy        float32: de [L, D] label embeddings, clf [L, D] classifier rows, bias [L]; those that exist
     index.faiss          the label index over the searched space
     labels.arrow         uid and title of each label
-    neighbours/          where training queries vote: their vectors float16 [M, D], labels (CSR), uids and titles
+    neighbours/          where training queries vote: their vectors float16 [M, D] or words (CSR), labels (CSR), uids
+                         and titles; with words those of the labels too (CSR)
     manifest.json        size and sha256 of every file
 
 Legend: B queries, L labels, K results, M training queries, D width of a head.
@@ -40,6 +41,7 @@ from unidec.retrieval.bundle_folder import (
     read_labels,
     read_vectors,
 )
+from unidec.retrieval.fusion import CANDIDATES, LabelEvidence
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, read_neighbours
 from unidec.retrieval.query_encoder import Encoded, ModelEncoder, QueryEncoder
@@ -58,8 +60,8 @@ class Prediction:
 
     Attributes:
         labels, titles: uid and title of each label.
-        scores: what they are ranked by: in the space "both" de_scores + clf_weight x clf_scores; where training queries
-            vote, knn_weight x knn_scores more.
+        scores: what they are ranked by: that of the fusion (`fusion.py`), a logit; without one in the space "both"
+            de_scores + clf_weight x clf_scores, and where training queries vote, knn_weight x knn_scores more.
         de_scores, clf_scores: each head's own score; empty where the model has no such head.
         knn_scores: votes of similar training queries, 0 to 1; empty where none vote.
         num_tokens, unknown_tokens: tokens of the query, and how many of them the vocabulary lacks.
@@ -106,6 +108,7 @@ class Bundle:
         index: the label index.
         vectors: the labels' arrays by name, memory-mapped: de, clf [L, D], bias [L]; those that exist.
         neighbours: the training queries that vote; None where none do.
+        evidence: what the fusion reads of the labels; None without one.
     """
 
     def __init__(
@@ -121,6 +124,10 @@ class Bundle:
         self.path, self.info, self.about, self.index = path, info, about, index
         self.sha256 = folder_sha256(path)
         self.vectors, self.neighbours = dict(vectors), neighbours
+        self.evidence: LabelEvidence | None = None
+        if (fusion := info.fusion) is not None and neighbours is not None and info.knn is not None:
+            blend = (info.clf_weight, info.clf_normalize)
+            self.evidence = LabelEvidence(self.vectors, *blend, neighbours, info.knn.neighbours, fusion.propensity)
         self.uids, self.titles = (labels.column(name).combine_chunks() for name in ("uid", "title"))
 
     @classmethod
@@ -152,7 +159,8 @@ class Bundle:
         neighbours = None
         if (knn := info.knn) is not None:
             width, folder = (info.dim, None) if knn.num_words is None else (knn.num_words, about.tokenizer_folder)
-            neighbours = read_neighbours(root, knn.num_queries, knn.num_pairs, info.num_labels, width, knn.vote, folder)
+            sizes = (knn.num_queries, knn.num_pairs, info.num_labels, width)
+            neighbours = read_neighbours(root, *sizes, knn.vote, folder, info.fusion is not None)
         return cls(root, info, about, index, vectors, labels, neighbours)
 
     @functools.cached_property
@@ -286,9 +294,11 @@ class Bundle:
         excluded: Labels | None = None,
         words_BF: csr_matrix | None = None,
         head: Space = "both",
+        tail: float = 0.0,
+        allowed: Labels | None = None,
     ) -> Ranked:
-        """The k best labels of encoded queries: the heads' score, and the votes of training queries where they vote. As
-        exact as the index: every label with votes is scored.
+        """The k best labels of encoded queries: by the fusion where there is one, else by the heads' score and the
+        votes of training queries. As exact as the index: every label with votes is scored.
 
         Args:
             de_BD, clf_BD: queries as `encode` gives them.
@@ -296,9 +306,16 @@ class Bundle:
             excluded: int64, unique keys query * L + label of the pairs that must not be returned.
             words_BF: the queries' words, where training queries are compared by them.
             head: "both": as the bundle ranks; "de" or "clf": that head alone, and no votes.
+            tail: added to the fusion's weight of the log inverse propensity: more of it for rare labels.
+            allowed: int64, the only labels that may be returned. Only with a fusion, as `tail`.
         """
         info, vectors, excluded = self.info, self.vectors, np.zeros(0, np.int64) if excluded is None else excluded
         query_BD = self.searched(de_BD, clf_BD, head)
+        if self.evidence is not None and info.fusion is not None and head == "both":
+            found_BC, _ = self._search(query_BD, max(k, CANDIDATES), excluded, self._chooser)
+            assert de_BD is not None and clf_BD is not None and words_BF is not None
+            evidence = self.evidence.read(de_BD, clf_BD, words_BF, found_BC, excluded, allowed)
+            return self.evidence.rank(info.fusion, evidence, k, tail)
         rows_BK, scores_BK = self._search(query_BD, k, excluded)
         votes_BL = None if head != "both" else self.votes(de_BD, clf_BD, words_BF)
         if votes_BL is None or info.knn is None:
@@ -307,6 +324,11 @@ class Bundle:
             pair_scores, query_BD, vectors=vectors, space=info.space, clf_normalize=info.clf_normalize
         )
         return Candidates.of(rows_BK, votes_BL, heads, excluded).top(info.knn.weight, k)
+
+    @functools.cached_property
+    def _chooser(self) -> LabelIndex:
+        """The index as the fusion's candidates are searched: codes alone choose them, for all are scored afterwards."""
+        return self.index.with_options(rescore=1)
 
     def votes(self, de_BD: Floats | None, clf_BD: Floats | None, words_BF: csr_matrix | None) -> csr_matrix | None:
         """Votes of training queries, float32 CSR [B, L] (`Neighbours.votes`); None where none vote."""
@@ -328,10 +350,13 @@ class Bundle:
         de = head_scores(encoded.de_BD, rows_BK, vectors, "de", normalize)
         return de, head_scores(encoded.clf_BD, rows_BK, vectors, "clf", normalize)
 
-    def _search(self, query_BD: Floats, k: int, excluded: Labels) -> tuple[Labels, Floats]:
+    def _search(
+        self, query_BD: Floats, k: int, excluded: Labels, index: LabelIndex | None = None
+    ) -> tuple[Labels, Floats]:
         """The k best labels that are not excluded: some more are searched, and many more where those were excluded."""
+        index = index or self.index
         if not excluded.size:
-            scores, rows = self.index.search(query_BD, k)
+            scores, rows = index.search(query_BD, k)
             return rows, scores
         most_B = np.bincount(excluded // self.num_labels, minlength=len(query_BD))
         rows_BK = np.full((len(query_BD), k), -1, dtype=np.int64)
@@ -340,7 +365,7 @@ class Bundle:
         while len(open_B):
             # the width is that of the step, whatever the other queries need: an approximate search depends on it
             width = max(k, min(k + more, self.num_labels))
-            scores, rows = self.index.search(query_BD[open_B], width)
+            scores, rows = index.search(query_BD[open_B], width)
             removed = np.isin(open_B[:, None] * self.num_labels + rows, excluded) & (rows >= 0)
             scores[removed], rows[removed] = -np.inf, -1
             order = np.argsort(rows < 0, axis=1, kind="stable")[:, :k]

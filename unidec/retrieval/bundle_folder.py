@@ -22,6 +22,7 @@ from unidec.data.storage import MANIFEST, load_array, read_manifest, write_folde
 from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_texts_table, text_array, write_texts_table
 from unidec.retrieval.bundle_model import place, typical_texts, write_model
+from unidec.retrieval.fusion import Fusion
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.index_kinds import REPLACED, IndexOptions, Kind, OldKind
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
@@ -29,7 +30,7 @@ from unidec.retrieval.neighbours import Neighbours, Vote
 from unidec.retrieval.scoring_space import LabelRows, Space, width
 
 KIND = "bundle"
-VERSION = 4  # 1 had no neighbours, 2 none that are compared by words, 3 flat and hnsw indexes only
+VERSION = 5  # 1: no neighbours; 2: none compared by words; 3: flat and hnsw indexes only; 4: no fusion
 MAX_INFO_BYTES = 16 << 20
 LABEL_SCHEMA = pa.schema([pa.field("uid", pa.string(), nullable=False), pa.field("title", pa.string(), nullable=False)])
 INDEX = "index.faiss"
@@ -57,7 +58,7 @@ class KnnInfo(BaseModel):
 
     model_config = _STRICT
 
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     neighbours: Count
     vote: Vote
     space: Literal["de", "clf"]
@@ -93,6 +94,7 @@ class BundleInfo(BaseModel):
         estimated: row ranges [begin, end) of labels that came after the training: their classifier rows and biases are
             estimates (label_change.py).
         knn: the votes of similar training queries; None where there are none.
+        fusion: what ranks in place of the blend of heads and votes; None: the blend does.
         default_k, max_k: what a server offers.
         text: which text of a query the model was trained on: "title" or "title+content".
         dataset: name and sha256 of the data set. metrics: their summary. params: all parameters of the training.
@@ -115,6 +117,7 @@ class BundleInfo(BaseModel):
     index_nodes: Count | None = None
     estimated: list[tuple[CountOrNone, CountOrNone]] = []
     knn: KnnInfo | None = None
+    fusion: Fusion | None = None
     default_k: Count = 5
     max_k: Count = 100
     text: str
@@ -134,6 +137,10 @@ class BundleInfo(BaseModel):
             raise ValueError(f"rows of labels that do not exist: {str(self.estimated)[:80]}")
         if self.knn is not None and self.knn.space not in self.vectors:
             raise ValueError(f"votes in the space of a head that is not there: {self.knn.space}")
+        if self.fusion is not None and (self.space != "both" or self.knn is None or self.knn.num_words is None):
+            raise ValueError("a fusion without both heads and training queries that are compared by words")
+        if self.knn is not None and not self.knn.weight and self.fusion is None:
+            raise ValueError("votes without a weight, and no fusion that reads them")
         expected = width(self.dim, self.space, self.clf_normalize, "bias" in self.vectors)
         if self.width != expected:
             raise ValueError(f"a space of width {self.width} instead of {expected}")
@@ -164,6 +171,7 @@ class Scoring:
     clf_weight: float
     clf_normalize: bool
     knn: KnnInfo | None = None
+    fusion: Fusion | None = None
 
 
 @dataclass(frozen=True)
@@ -223,7 +231,7 @@ def write_bundle(
             out.hashes[f"vectors/{name}.npy"] = write_array(out.path / "vectors" / f"{name}.npy", array)
         write_texts_table(out.path / "labels.arrow", table)
         if neighbours is not None:
-            neighbours.write(out.path)
+            neighbours.write(out.path, label_words=scoring.fusion is not None)
         _write_index(out.path, index, info)
         out.meta.update(space=scoring.space, num_labels=index.num_labels, index=index.kind)
     return Path(path)

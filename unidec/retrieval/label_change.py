@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import scipy.sparse as sp
 from scipy.sparse import csr_matrix
 
 from unidec.data.storage import read_manifest
@@ -252,7 +253,7 @@ def with_labels(
     read_manifest(bundle.path, KIND, VERSION, verify=True)
     knn, voters = None, None
     if info.knn is not None:
-        voters = neighbours or _remapped(bundle.neighbours, change.source_L)
+        voters = neighbours or _remapped(bundle, change)
         knn = None if voters is None else KnnInfo.of(voters, info.knn.weight, info.knn.neighbours, info.knn.space)
     vectors, estimated_L = _changed_vectors(bundle, change)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], estimated_L.astype(np.int8), [0]]))).tolist()
@@ -261,7 +262,7 @@ def with_labels(
     return write_bundle(
         path, bundle.path / "model", index,
         BundleLabels(change.uids, change.titles, vectors, list(zip(edges[::2], edges[1::2], strict=True))),
-        Scoring(info.space, info.clf_weight, info.clf_normalize, knn),
+        Scoring(info.space, info.clf_weight, info.clf_normalize, knn, None if knn is None else info.fusion),
         Facts(info.text, dataset or info.dataset, {}, info.params, card or info.card), voters, link=True,
     )  # fmt: skip
 
@@ -291,9 +292,10 @@ def _changed_vectors(bundle: Bundle, change: LabelChange) -> tuple[dict[str, Flo
     return vectors, estimated_L
 
 
-def _remapped(neighbours: Neighbours | None, source_L: Rows) -> Neighbours | None:
+def _remapped(bundle: Bundle, change: LabelChange) -> Neighbours | None:
     """The training queries with the labels of the new set, without those whose labels are all removed; None: no query
     is left."""
+    neighbours, source_L = bundle.neighbours, change.source_L
     if neighbours is None:
         return None
     kept = np.flatnonzero(source_L >= 0)
@@ -304,7 +306,15 @@ def _remapped(neighbours: Neighbours | None, source_L: Rows) -> Neighbours | Non
     if not len(stay):
         return None
     uids, titles = (column.take(pa.array(stay)) for column in (neighbours.uids, neighbours.titles))
-    return Neighbours(neighbours.vectors_MD[stay], labels_ML[stay], uids, titles, neighbours.vote, neighbours.words)
+    words, label_words = neighbours.words, neighbours.label_words_LF
+    if words is not None and label_words is not None:
+        tokens = encode_texts(change.texts_S, bundle.about.tokenizer_folder, bundle.about.max_length)
+        changed = words.vectors(*tokens.ragged(np.arange(len(change.texts_S))))
+        place_L = source_L.copy()
+        place_L[change.encoded_S] = bundle.num_labels + np.arange(len(change.texts_S))
+        label_words = sp.vstack([label_words, changed], format="csr")[place_L]
+    vectors_MD = neighbours.vectors_MD[stay]
+    return Neighbours(vectors_MD, labels_ML[stay], uids, titles, neighbours.vote, words, label_words)
 
 
 def estimated_rows(

@@ -14,7 +14,7 @@ a label's score does not depend on what else may be returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,8 +38,9 @@ Labels = npt.NDArray[np.int64]
 TEMPERATURE = 0.05  # of the softmax vote: that of the heads' own softmax, about
 _LABELS = ("indptr.npy", "labels.npy", "queries.arrow")
 _WORDS = ("words_indptr.npy", "words.npy", "words_values.npy", "word_keys.npy", "word_weights.npy")
-FILES = frozenset(f"neighbours/{name}" for name in ("vectors.npy", *_LABELS, *_WORDS))
-"""All that may lie there: either vectors.npy, or those of words."""
+_LABEL_WORDS = ("label_words_indptr.npy", "label_words.npy", "label_words_values.npy")
+FILES = frozenset(f"neighbours/{name}" for name in ("vectors.npy", *_LABELS, *_WORDS, *_LABEL_WORDS))
+"""All that may lie there: either vectors.npy, or those of words, with or without those of the labels' words."""
 _BLOCK_SCORES = 1 << 24  # cosines of one block of queries compared by words, at most
 # large: the titles of many queries are more than the 2 GB that a plain string column holds
 QUERY_SCHEMA = pa.schema(
@@ -69,6 +70,7 @@ class Neighbours:
         uids, titles: of the M queries.
         vote: how much a neighbour's vote counts by its cosine; a key of `VOTES`.
         words: the space of the CSR `vectors_MD`; None for a head's.
+        label_words_LF: the labels' texts in that space, CSR; None: not kept.
 
     Raises:
         ValueError: parts that differ in their number of queries, no query, numbers that are not finite, another vote.
@@ -82,6 +84,7 @@ class Neighbours:
         titles: Any,
         vote: Vote = "softmax",
         words: WordSpace | None = None,
+        label_words_LF: csr_matrix | None = None,
     ) -> None:
         if vote not in VOTES:
             raise ValueError(f"unknown vote {vote!r}, expected one of {', '.join(VOTES)}")
@@ -95,13 +98,13 @@ class Neighbours:
             self.vectors_MD = own if own.dtype == np.float16 else unit_rows(own).astype(np.float16)
         else:
             # as they are stored: a query must find the same neighbours before and after
-            self.vectors_MD = csr_matrix(vectors_MD, dtype=np.float32, copy=True)
-            self.vectors_MD.data = self.vectors_MD.data.astype(np.float16).astype(np.float32)
+            self.vectors_MD = _halved(vectors_MD)
             if self.vectors_MD.shape[1] != words.num_features or not np.isfinite(self.vectors_MD.data).all():
                 raise ValueError("vectors_MD must be finite, and have a column for each word")
         counts = (self.vectors_MD.shape[0], labels_ML.shape[0], len(self.uids), len(self.titles))
         if len(set(counts)) != 1 or not counts[0]:
             raise ValueError(f"vectors, labels, uids and titles must be of the same queries, got {counts}")
+        self.label_words_LF = None if label_words_LF is None else _halved(label_words_LF)
         self.labels_ML = csr_matrix(labels_ML > 0, dtype=np.float32)
         self.labels_ML.sum_duplicates()
         self.labels_ML.data[:] = 1.0  # each label of a row once
@@ -152,14 +155,17 @@ class Neighbours:
             votes_BL.data /= np.repeat(most_B, np.diff(votes_BL.indptr))
         return votes_BL
 
-    def write(self, folder: Path) -> None:
-        """Write the files of `FILES` below a bundle's folder; the same queries give the same bytes."""
+    def write(self, folder: Path, label_words: bool = False) -> None:
+        """Write the files of `FILES` below a bundle's folder, the labels' words on demand; the same queries give the
+        same bytes."""
         place, own, labels_ML = folder / "neighbours", self.vectors_MD, self.labels_ML
         place.mkdir()
         arrays: dict[str, npt.NDArray[Any]] = {"vectors.npy": own}
         if self.words is not None:
-            values = (own.indptr.astype(np.int64), own.indices.astype(np.int32), own.data.astype(np.float16))
-            arrays = dict(zip(_WORDS, (*values, self.words.keys_F, self.words.idf_F), strict=True))
+            arrays = dict(zip(_WORDS, (*_stored(own), self.words.keys_F, self.words.idf_F), strict=True))
+        if label_words:
+            assert self.label_words_LF is not None
+            arrays |= zip(_LABEL_WORDS, _stored(self.label_words_LF), strict=True)
         arrays |= {"indptr.npy": labels_ML.indptr.astype(np.int64), "labels.npy": labels_ML.indices.astype(np.int32)}
         for name, array in arrays.items():
             np.save(place / name, np.ascontiguousarray(array), allow_pickle=False)
@@ -180,23 +186,27 @@ def read_neighbours(
     dim: int,
     vote: Vote,
     tokenizer_folder: Path | None = None,
+    with_label_words: bool = False,
 ) -> Neighbours:
     """What `Neighbours.write` wrote below a bundle's folder, everything checked against these numbers.
 
     Args:
         dim: width of the vectors; with `tokenizer_folder` the number of words.
         tokenizer_folder: of the model, where queries are compared by words.
+        with_label_words: the labels' words were written too.
 
     Raises:
         ArtifactError: missing, of another type or size, not finite, or labels that do not exist.
     """
     place, words = folder / "neighbours", None
     labels_ML = _read_csr(place, "indptr.npy", "labels.npy", (num_queries, num_labels), num_pairs)
+    label_words = None
     if tokenizer_folder is None:
         vectors: Any = _read(place / "vectors.npy", np.float16, (num_queries, dim))
     else:
-        values = _read(place / "words_values.npy", np.float16)
-        vectors = _read_csr(place, "words_indptr.npy", "words.npy", (num_queries, dim), len(values), values)
+        vectors = _read_words(place, _WORDS[:3], (num_queries, dim))
+        if with_label_words:
+            label_words = _read_words(place, _LABEL_WORDS, (num_labels, dim))
         keys, weights = _read(place / "word_keys.npy", np.uint64, (dim,)), _read(place / "word_weights.npy", np.float32)
         try:
             words = WordSpace(tokenizer_folder, keys, weights)
@@ -204,7 +214,23 @@ def read_neighbours(
             where = str(place / "word_keys.npy")
             raise ArtifactError("damaged words", where=where, got=str(error), fix=_FIX) from error
     table = read_texts_table(place / "queries.arrow", QUERY_SCHEMA, num_queries)
-    return Neighbours(vectors, labels_ML, table["uid"], table["title"], vote, words)
+    return Neighbours(vectors, labels_ML, table["uid"], table["title"], vote, words, label_words)
+
+
+def _halved(matrix: csr_matrix) -> csr_matrix:
+    """A copy with the values that float16 keeps, float32."""
+    out = csr_matrix(matrix, dtype=np.float32, copy=True)
+    out.data = out.data.astype(np.float16).astype(np.float32)
+    return out
+
+
+def _stored(matrix: csr_matrix) -> tuple[npt.NDArray[Any], ...]:
+    return matrix.indptr.astype(np.int64), matrix.indices.astype(np.int32), matrix.data.astype(np.float16)
+
+
+def _read_words(place: Path, names: Sequence[str], shape: tuple[int, int]) -> csr_matrix:
+    values = _read(place / names[2], np.float16)
+    return _read_csr(place, names[0], names[1], shape, len(values), values)
 
 
 def _read_csr(
@@ -306,17 +332,26 @@ class Candidates:
     def top(self, weight: float, k: int) -> Ranked:
         """The k best of heads + weight x votes; among equals the smaller label row comes first."""
         total_P = self.heads_P + np.float32(weight) * self.votes_P
-        order = np.lexsort((self.label_P, -total_P, self.query_P))
-        query = self.query_P[order]
-        begin_B = np.concatenate([[0], np.cumsum(np.bincount(query, minlength=self.num_queries))])
-        rank = np.arange(len(order)) - begin_B[query]
-        order, query, rank = (x[rank < k] for x in (order, query, rank))
-        rows = np.full((self.num_queries, k), -1, dtype=np.int64)
-        scores = np.full((self.num_queries, k), -np.inf, dtype=np.float32)
-        votes = np.full((self.num_queries, k), np.nan, dtype=np.float32)
-        rows[query, rank], scores[query, rank] = self.label_P[order], total_P[order]
-        votes[query, rank] = self.votes_P[order]
-        return Ranked(rows, scores, votes)
+        return best_of(self.query_P, self.label_P, total_P, self.votes_P, self.num_queries, k)
+
+
+def best_of(query_P: Labels, label_P: Labels, score_P: Floats, votes_P: Floats, num_queries: int, k: int) -> Ranked:
+    """The k pairs of each query with the largest scores; among equals the smaller label row comes first.
+
+    Args:
+        query_P, label_P: int64 [P], each pair once. score_P, votes_P: float32 [P].
+    """
+    order = np.lexsort((label_P, -score_P, query_P))
+    query = query_P[order]
+    begin_B = np.concatenate([[0], np.cumsum(np.bincount(query, minlength=num_queries))])
+    rank = np.arange(len(order)) - begin_B[query]
+    order, query, rank = (x[rank < k] for x in (order, query, rank))
+    rows = np.full((num_queries, k), -1, dtype=np.int64)
+    scores = np.full((num_queries, k), -np.inf, dtype=np.float32)
+    votes = np.full((num_queries, k), np.nan, dtype=np.float32)
+    rows[query, rank], scores[query, rank] = label_P[order], score_P[order]
+    votes[query, rank] = votes_P[order]
+    return Ranked(rows, scores, votes)
 
 
 def votes_alone(votes_BL: csr_matrix, k: int, excluded: Labels | None = None) -> Ranked:

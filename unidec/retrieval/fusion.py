@@ -1,0 +1,312 @@
+"""Learnt fusion: candidates of both heads and of the votes, ranked by a small network that reads what is known of each.
+
+Legend: B queries, L labels, C candidates that the search gives, P pairs of a query and a candidate, F words, X
+features, H hidden units, D width of a head.
+
+    score(x, l) = w . f(x, l) + sum over h of o_h max(0, v_h . f(x, l) + b_h)  +  tail x log(inverse propensity of l)
+
+with f(x, l) the features of `FEATURES`, each less its mean and divided by its standard deviation. It is trained with
+the decoupled softmax over each query's candidates (`fusion_fit.py`). Source: NGAME (section 3, "score fusion") learns
+how to combine the scores of an encoder and a classifier, by decision trees over labels; here one network serves all
+labels, and also reads votes, words and frequencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from scipy.sparse import csr_matrix, diags
+
+from unidec.data.propensity import inverse_propensity
+from unidec.retrieval.neighbours import Neighbours, Ranked, best_of
+from unidec.retrieval.scoring_space import pair_scores, query_vectors
+
+CANDIDATES = 200  # labels that the search gives for each query; those with votes are added
+FEATURES = (
+    "blend", "dual encoder", "classifier", "votes", "words of the label", "words of its queries",
+    "labels it comes with", "log frequency",
+    "log rank by the blend", "log rank by the dual encoder", "log rank by the classifier",
+    "blend below the best", "dual encoder below the best", "classifier below the best", "label words below the best",
+    "query words below the best", "best blend", "log words of the query",
+)  # fmt: skip
+LIMIT = 6.0  # standard deviations from the mean at which a feature is cut
+_PROFILE_WORDS = 256  # words of a label's queries that are kept, the heaviest: popular labels have thousands
+_MOST_TOGETHER = 128  # labels that a label comes with, the most frequent
+_LIKELY = 10  # labels of the best blend that others may come with
+_LIKELY_TEMPERATURE = 0.3  # of the softmax that weights them
+_QUERIES_AT_ONCE = 256
+
+Floats = npt.NDArray[np.float32]
+Rows = npt.NDArray[np.int64]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Fusion(BaseModel):
+    """A trained fusion, as bundle.json keeps it.
+
+    Attributes:
+        mean, scale: of each feature, [X]; scale above 0.
+        linear: [X]. hidden: [H][X], hidden_bias and out: [H].
+        tail: weight of the log inverse propensity. propensity: its constants A and B.
+        gain: what validation gained over the blend, by metric.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    mean: list[Number]
+    scale: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    linear: list[Number]
+    hidden: list[list[Number]]
+    hidden_bias: list[Number]
+    out: list[Number]
+    propensity: tuple[Number, Number]
+    tail: Number = 0.0
+    gain: dict[str, Number] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Fusion:
+        widths = {len(part) for part in (self.mean, self.scale, self.linear, *self.hidden)}
+        if widths != {len(FEATURES)} or not len(self.hidden) == len(self.hidden_bias) == len(self.out):
+            raise ValueError(f"weights of {sorted(widths)} features instead of {len(FEATURES)}, or of unequal layers")
+        return self
+
+    @cached_property
+    def _arrays(self) -> tuple[Floats, ...]:
+        parts = (self.mean, self.scale, self.linear, np.transpose(self.hidden), self.hidden_bias, self.out)
+        return tuple(np.asarray(part, dtype=np.float32) for part in parts)
+
+    def scores(self, feature_PX: Floats) -> Floats:
+        """Scores of some pairs without the tail's part, float32 [P]."""
+        mean_X, scale_X, linear_X, hidden_XH, bias_H, out_H = self._arrays
+        x_PX = np.clip((feature_PX - mean_X) / scale_X, -LIMIT, LIMIT)
+        return x_PX @ linear_X + np.maximum(x_PX @ hidden_XH + bias_H, 0) @ out_H
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of some pairs of a query and a candidate, ascending by query and label.
+
+    Attributes:
+        query_P, label_P: int64 [P].
+        feature_PX: float32 [P, X].
+        votes_P: float32 [P].
+        num_queries: B.
+    """
+
+    query_P: Rows
+    label_P: Rows
+    feature_PX: Floats
+    votes_P: Floats
+    num_queries: int
+
+    def top(self, score_P: Floats, k: int) -> Ranked:
+        """The k best by these scores; among equals the smaller label row comes first."""
+        return best_of(self.query_P, self.label_P, score_P, self.votes_P, self.num_queries, k)
+
+
+class LabelEvidence:
+    """What fusion reads of labels and their training queries. Reading is safe from several threads at once.
+
+    Args:
+        vectors: the labels' arrays by name; both heads.
+        clf_weight, clf_normalize: of the blend.
+        neighbours: the training queries, compared by words, with the labels' words. num_votes: how many of them vote.
+        propensity: the constants A and B of the data set.
+    """
+
+    def __init__(
+        self,
+        vectors: Mapping[str, Floats],
+        clf_weight: float,
+        clf_normalize: bool,
+        neighbours: Neighbours,
+        num_votes: int,
+        propensity: tuple[float, float],
+    ) -> None:
+        self.vectors, self.clf_weight, self.clf_normalize = vectors, np.float32(clf_weight), clf_normalize
+        assert neighbours.label_words_LF is not None
+        self.neighbours, self.num_votes = neighbours, num_votes
+        count_L = np.asarray(neighbours.labels_ML.sum(axis=0)).ravel()
+        self.log_frequency_L = np.log1p(count_L).astype(np.float32)
+        inverse_L = inverse_propensity(count_L.astype(np.int64), neighbours.num_queries, *propensity)
+        self.log_inverse_L = np.log(inverse_L).astype(np.float32)
+        self._words_FL = csr_matrix(neighbours.label_words_LF.T)
+        self._profiles_FL = csr_matrix(_profiles(neighbours).T)
+        self._together_LL = _together(neighbours.labels_ML)
+
+    def read(
+        self,
+        de_BD: Floats,
+        clf_BD: Floats,
+        words_BF: csr_matrix,
+        found_BC: Rows,
+        excluded: Rows,
+        allowed: Rows | None = None,
+    ) -> Evidence:
+        """What is known of a query's candidates: the labels that were found, and those with votes.
+
+        Args:
+            de_BD, clf_BD, words_BF: queries as the encoder gives them.
+            found_BC: labels of the best blend that are not excluded, -1 where there is none.
+            excluded: int64 keys query * L + label that are left out.
+            allowed: the only labels that are kept; what is read of each is the same without it.
+        """
+        parts = []
+        for start in range(0, len(found_BC), _QUERIES_AT_ONCE):
+            some = slice(start, start + _QUERIES_AT_ONCE)
+            own = excluded - start * self.num_labels
+            own = own[(own >= 0) & (own < _QUERIES_AT_ONCE * self.num_labels)]
+            parts.append(self._read(de_BD[some], clf_BD[some], words_BF[some], found_BC[some], own, allowed))
+        query_P = np.concatenate([part.query_P + i * _QUERIES_AT_ONCE for i, part in enumerate(parts)])
+        names = ("label_P", "feature_PX", "votes_P")
+        label_P, feature_PX, votes_P = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
+        return Evidence(query_P, label_P, feature_PX, votes_P, len(found_BC))
+
+    def rank(self, fusion: Fusion, evidence: Evidence, k: int, tail: float = 0.0) -> Ranked:
+        """The k best by a fusion, with so much more of the tail's part than it has."""
+        weight = np.float32(fusion.tail + tail)
+        return evidence.top(fusion.scores(evidence.feature_PX) + weight * self.log_inverse_L[evidence.label_P], k)
+
+    @property
+    def num_labels(self) -> int:
+        """L."""
+        return len(self.log_frequency_L)
+
+    def _read(
+        self,
+        de_BD: Floats,
+        clf_BD: Floats,
+        words_BF: csr_matrix,
+        found_BC: Rows,
+        excluded: Rows,
+        allowed: Rows | None,
+    ) -> Evidence:
+        num_queries, num_labels = len(found_BC), self.num_labels
+        votes_BL = self.neighbours.votes(words_BF, self.num_votes)
+        place_BC = np.arange(num_queries, dtype=np.int64)[:, None] * num_labels + found_BC
+        key_P = np.union1d(place_BC[found_BC >= 0], _keys(votes_BL))
+        if excluded.size:
+            key_P = key_P[~np.isin(key_P, excluded)]
+        usual_P = np.ones(len(key_P), dtype=bool)
+        if allowed is not None:  # others are read too: how far a label is below the best must not depend on the choice
+            wanted = (np.arange(num_queries)[:, None] * num_labels + allowed).ravel()
+            usual = key_P
+            key_P = np.union1d(usual, wanted[~np.isin(wanted, excluded)])
+            usual_P = np.isin(key_P, usual)
+        query_P, label_P = np.divmod(key_P, num_labels)
+        votes_P = values_at(votes_BL, key_P)
+        pairs = (query_P, label_P, self.vectors)
+        de_P = pair_scores(de_BD, *pairs, "de", self.clf_normalize)
+        own_BD = query_vectors(None, clf_BD, "clf", 1.0, self.clf_normalize, "bias" in self.vectors)
+        clf_P = pair_scores(own_BD, *pairs, "clf", self.clf_normalize)
+        blend_P = de_P + self.clf_weight * clf_P
+        words_P = values_at(_product(words_BF, self._words_FL), key_P)
+        profile_P = values_at(_product(words_BF, self._profiles_FL), key_P)
+        begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
+        best = [_best(part, usual_P, begin_B) for part in (blend_P, de_P, clf_P, words_P, profile_P)]
+        likely_BL = _likely(query_P, label_P, blend_P, usual_P, (num_queries, num_labels))
+        together_P = values_at(_product(likely_BL, self._together_LL), key_P)
+        count_B = np.diff(words_BF.indptr)
+        feature_PX = np.stack([
+            blend_P, de_P, clf_P, votes_P, words_P, profile_P, together_P, self.log_frequency_L[label_P],
+            *(_log_rank(part, usual_P, query_P, begin_B) for part in (blend_P, de_P, clf_P)),
+            *(top[query_P] - part for top, part in zip(best, (blend_P, de_P, clf_P, words_P, profile_P), strict=True)),
+            best[0][query_P], np.log1p(count_B)[query_P],
+        ], axis=1, dtype=np.float32, casting="same_kind")  # fmt: skip
+        out = Evidence(query_P, label_P, feature_PX, votes_P, num_queries)
+        if allowed is None:
+            return out
+        kept = np.isin(label_P, allowed)
+        return Evidence(query_P[kept], label_P[kept], feature_PX[kept], votes_P[kept], num_queries)
+
+
+def _likely(
+    query_P: Rows, label_P: Rows, blend_P: Floats, usual_P: npt.NDArray[np.bool_], shape: tuple[int, int]
+) -> csr_matrix:
+    """How likely each query's best candidates are, softmax over the best by the blend, float32 CSR [B, L]."""
+    nothing_P = np.zeros(len(blend_P), dtype=np.float32)
+    kept = np.flatnonzero(usual_P)
+    best = best_of(query_P[kept], label_P[kept], blend_P[kept], nothing_P[kept], shape[0], _LIKELY)
+    weight_BK = np.exp(
+        (best.scores - best.scores[:, :1]) / np.float32(_LIKELY_TEMPERATURE),
+        where=best.rows >= 0,
+        out=np.zeros_like(best.scores),
+    )
+    weight_BK /= np.maximum(weight_BK.sum(axis=1, keepdims=True), np.float32(1e-30))
+    row_N, rank_N = np.nonzero(best.rows >= 0)
+    return csr_matrix((weight_BK[row_N, rank_N], (row_N, best.rows[row_N, rank_N])), shape=shape)
+
+
+def _together(labels_ML: csr_matrix) -> csr_matrix:
+    """Share of each label's training queries that have the other label too, without itself, float32 CSR [L, L]."""
+    count_LL = csr_matrix(labels_ML.T @ labels_ML)
+    own_L = np.maximum(count_LL.diagonal(), 1)
+    count_LL.setdiag(0)
+    return csr_matrix(diags(1 / own_L) @ heaviest(count_LL, _MOST_TOGETHER), dtype=np.float32)
+
+
+def _profiles(neighbours: Neighbours) -> csr_matrix:
+    """The words of each label's training queries, unit vectors, float32 CSR [L, F] (PECOS calls it PIFA)."""
+    sum_LF = heaviest(csr_matrix(neighbours.labels_ML.T @ neighbours.vectors_MD), _PROFILE_WORDS)
+    norm_L = np.sqrt(np.asarray(sum_LF.multiply(sum_LF).sum(axis=1)).ravel())
+    return csr_matrix(diags(np.divide(1, norm_L, out=np.zeros_like(norm_L), where=norm_L > 0)) @ sum_LF)
+
+
+def heaviest(matrix: csr_matrix, count: int) -> csr_matrix:
+    """The matrix with the largest `count` entries of each row alone; of equals the first."""
+    row_N = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
+    order = np.lexsort((-matrix.data, row_N))
+    rank_N = np.arange(len(order)) - matrix.indptr[row_N]
+    out = matrix.copy()
+    out.data[order[rank_N >= count]] = 0
+    out.eliminate_zeros()
+    return out
+
+
+def _product(words_BF: csr_matrix, other_FL: csr_matrix) -> csr_matrix:
+    product_BL = csr_matrix(words_BF @ other_FL)
+    product_BL.sort_indices()
+    return product_BL
+
+
+def _keys(matrix_BL: csr_matrix) -> Rows:
+    """query * L + label of each entry, ascending where indices are sorted."""
+    row_N = np.repeat(np.arange(matrix_BL.shape[0], dtype=np.int64), np.diff(matrix_BL.indptr))
+    return row_N * matrix_BL.shape[1] + matrix_BL.indices
+
+
+def values_at(matrix_BL: csr_matrix, key_P: Rows) -> Floats:
+    """Entries at these keys, 0 where there is none, float32 [P]; the matrix's indices are sorted."""
+    key_N = _keys(matrix_BL)
+    if not len(key_N):
+        return np.zeros(len(key_P), dtype=np.float32)
+    at_P = np.minimum(np.searchsorted(key_N, key_P), len(key_N) - 1)
+    return np.where(key_N[at_P] == key_P, matrix_BL.data[at_P], 0).astype(np.float32)
+
+
+def _best(value_P: Floats, usual_P: npt.NDArray[np.bool_], begin_B: Rows) -> Floats:
+    """The largest value of each query's usual candidates, float32 [B]; 0 where it has none."""
+    out = np.zeros(len(begin_B) - 1, dtype=np.float32)
+    some = np.flatnonzero(np.diff(begin_B))
+    if len(some):
+        out[some] = np.maximum.reduceat(np.where(usual_P, value_P, -np.inf), begin_B[some])
+    return np.where(np.isfinite(out), out, np.float32(0))
+
+
+def _log_rank(value_P: Floats, usual_P: npt.NDArray[np.bool_], query_P: Rows, begin_B: Rows) -> Floats:
+    """log(1 + how many usual candidates of the query have a larger value), float32 [P]."""
+    order = np.lexsort((-value_P, query_P))
+    value, query = value_P[order], query_P[order]
+    before = np.concatenate([[0], np.cumsum(usual_P[order])])  # usual candidates before each place
+    begins = np.ones(len(order), dtype=bool)  # a run of equals begins here
+    begins[1:] = (value[1:] != value[:-1]) | (query[1:] != query[:-1])
+    run = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
+    rank_P = np.empty(len(order), dtype=np.float32)
+    rank_P[order] = before[run] - before[begin_B[query]]
+    return np.log1p(rank_P)
