@@ -78,17 +78,17 @@ def test_three_tables_become_a_data_set(place, ending):
     assert not pipeline.fetch(params_of(kind="files", **paths))["changed"]
     with pytest.raises(ConfigError, match=r"source\.labels"):
         pipeline.fetch(params_of(kind="files", **paths | {"labels": "labels.xlsx"}))
-    with pytest.raises(DataError, match=r"gone\.csv: no such file"):
+    with pytest.raises(DataError, match=r"gone\.csv: cannot be read"):
         pipeline.fetch(params_of(kind="files", **paths | {"pairs": "gone.csv"}))
 
 
 def test_a_source_that_is_missing_or_empty_leaves_the_data(place):
     pipeline.fetch(params_of(kind="folder", path="export"))
     before = content(place / "data/incoming")
-    with pytest.raises(DataError, match="nowhere: no such folder"):
+    with pytest.raises(DataError, match="nowhere: no files there"):
         pipeline.fetch(params_of(kind="folder", path="nowhere"))
     (place / "empty").mkdir()
-    with pytest.raises(DataError, match="empty: an empty folder"):
+    with pytest.raises(DataError, match="empty: no files there"):
         pipeline.fetch(params_of(kind="folder", path="empty"))
     assert content(place / "data/incoming") == before
 

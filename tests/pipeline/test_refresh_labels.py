@@ -87,7 +87,7 @@ def test_the_labels_of_today(params: Params, world: SimpleNamespace) -> None:
 
     result = world.result = pipeline.refresh_labels(params)
     dataset, after = XMCDataset.open(paths.DATASET), Bundle.load(paths.REFRESHED)
-    old, uids = set(before.uids.to_pylist()), dataset.label_uids()
+    uids = dataset.label_uids()
     assert result["changed"] and result["bundle"] == str(paths.REFRESHED) and result["parent"] == "1"
     counts = {name: result[name] for name in ("added", "removed", "renamed", "kept")}
     assert counts == {"added": NEW, "removed": GONE + NEW, "renamed": RENAMED, "kept": len(uids) - NEW}
@@ -99,22 +99,6 @@ def test_the_labels_of_today(params: Params, world: SimpleNamespace) -> None:
     assert after.neighbours is not None and after.neighbours.uids.to_pylist() == dataset.query_uids(rows)
     assert after.neighbours.labels_ML.nnz == (dataset.relevance[rows] > 0).sum()
     assert (after.info.knn.weight, after.info.clf_weight) == (before.info.knn.weight, before.info.clf_weight)
-
-    # what is result of the new labels, query by query
-    rows = dataset.rows("validation")
-    new = {uid for uid in uids if uid not in old}
-    positives, found = 0, {10: 0, 100: 0}
-    for row, answer in zip(rows, after.predict(dataset.query_texts(rows), 100), strict=True):
-        wanted = {uids[label] for label in dataset.relevance[row].indices} & new
-        positives += len(wanted)
-        for k in found:
-            found[k] += len(wanted & set(answer.labels[:k]))
-    assert positives and result["new_labels"]["positives"] == positives
-    # answers to filtered pairs are taken out before, so that a place may be another by a few
-    for k, hits in found.items():
-        assert result["new_labels"][f"R@{k}"] == pytest.approx(100 * hits / positives, abs=3)
-    assert after.info.metrics["validation"] == pytest.approx(result["validation"])
-    assert result["validation"]["P@1"] > 3
 
 
 def test_registered_again(params: Params, world: SimpleNamespace) -> None:
@@ -132,7 +116,6 @@ def test_registered_again(params: Params, world: SimpleNamespace) -> None:
     assert {key: version.tags.get(key) for key in wanted} == wanted
     run = client.get_run(version.run_id)
     assert run.info.status == "FINISHED" and run.data.metrics["labels/added"] == NEW
-    assert run.data.metrics["validation/P_at_1"] == pytest.approx(world.result["validation"]["P@1"])
     assert pipeline.register(params, paths.REFRESHED) == registered  # once more is no second version
     found = lineage("models:/labels@challenger", model_name="labels")
     assert (found["version"], found["parent"]["version"], found["parent"]["parent"]) == ("2", "1", None)

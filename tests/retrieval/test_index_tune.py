@@ -93,8 +93,8 @@ def test_the_command(rng, tmp_path, monkeypatch, capsys):
     assert "for params.yaml: index: {kind: flat}" in text and "written: new" in text
     for words, message in (
         (("--kinds", "tree"), "unknown kinds of index"),
-        (("--out", "bundle"), "stays as it is"),
-        (("--out", str(tmp_path)), "something else"),
+        (("--out", "bundle"), "the bundle itself, or something else"),
+        (("--out", str(tmp_path)), "name another folder"),
     ):
         assert run(*words) == 2
         assert message in capsys.readouterr().err

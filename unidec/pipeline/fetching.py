@@ -13,7 +13,7 @@ from unidec.errors import ConfigError, DataError
 from unidec.sections import Source
 from unidec.tracking.provenance import git
 
-_TABLES = ("csv", "tsv", "parquet", "jsonl")
+_ENDINGS = [f".{kind}{packed}" for kind in ("csv", "tsv", "parquet", "jsonl") for packed in ("", ".gz")]
 
 
 def fetch(params: Params) -> dict[str, Any]:
@@ -32,58 +32,46 @@ def fetch(params: Params) -> dict[str, Any]:
     source, target = params.source, Path(params.data.path)
     if source.kind in ("none", "dvc"):
         return {"changed": False, "source": source.kind, "sha256": "", "reason": "nothing is fetched by this stage"}
-    files = _of_folder(Path(source.path)) if source.kind == "folder" else _of_tables(source)
+    files = _listed(Path(source.path)) if source.kind == "folder" else _tables(source)
     words = source.path if source.kind == "folder" else ", ".join(str(path) for path in files.values())
+    if not files:
+        raise DataError("no files there", where=words, fix="mount it, wait for the export, or correct source.path")
     hashes = _hashes(files)
-    sha256 = files_sha256(hashes)
-    if target.is_dir() and files_sha256(_hashes(_listed(target))) == sha256:
-        reason = f"{target} has these {len(files)} files already"
-        return {"changed": False, "source": words, "sha256": sha256, "reason": reason}
-    _refuse_tracked(target)
+    done = {"changed": False, "source": words, "sha256": files_sha256(hashes)}
+    if _hashes(_listed(target)) == hashes:
+        return done | {"reason": f"{target} has these {len(files)} files already"}
+    if git(".", "ls-files", "--", str(target)):
+        raise ConfigError(
+            "git tracks this folder, and a fetch would replace it", where="data.path", got=str(target),
+            expected="a folder that git ignores", fix="data.path: data/incoming (all of data/ but data/raw is ignored)",
+        )  # fmt: skip
     with swap_folder(target, num_bytes=sum(path.stat().st_size for path in files.values())) as folder:
         for name, path in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / name)
-        copied = _hashes({name: folder / name for name in files})
-        differing = next((name for name in files if copied[name] != hashes[name]), None)
-        if differing is not None:
-            raise DataError(
-                "the source changed while it was copied", where=str(files[differing]), got=copied[differing],
-                expected=hashes[differing], fix=f"run again when the export is complete; {target} is as it was",
-            )  # fmt: skip
-    return {"changed": True, "source": words, "sha256": sha256, "reason": f"{len(files)} files are new in {target}"}
-
-
-def _of_folder(root: Path) -> dict[str, Path]:
-    """Name -> file; hidden files are no data."""
-    if not root.is_dir():
-        raise DataError("no such folder", where=str(root), fix="mount it, or correct source.path; nothing was trained")
-    files = _listed(root)
-    if not files:
-        raise DataError("an empty folder", where=str(root), fix="wait for the export, or correct source.path")
-    return files
+            if file_sha256(folder / name) != hashes[name]:
+                raise DataError(
+                    "the source changed while it was copied", where=str(path),
+                    fix=f"run again when the export is complete; {target} is as it was",
+                )  # fmt: skip
+    return done | {"changed": True, "reason": f"{len(files)} files are new in {target}"}
 
 
 def _listed(root: Path) -> dict[str, Path]:
-    files = {path.relative_to(root): path for path in sorted(root.rglob("*")) if path.is_file()}
-    return {
-        name.as_posix(): path for name, path in files.items() if not any(part.startswith(".") for part in name.parts)
-    }
+    """Name -> file; hidden files are no data."""
+    found = {path.relative_to(root): path for path in sorted(root.rglob("*")) if path.is_file()}
+    return {name.as_posix(): path for name, path in found.items() if not any(p.startswith(".") for p in name.parts)}
 
 
-def _of_tables(source: Source) -> dict[str, Path]:
+def _tables(source: Source) -> dict[str, Path]:
     """The names that format `tables` knows -> the files."""
     files = {}
     for stem in ("queries", "labels", "pairs"):
         path = Path(getattr(source, stem))
-        endings = [ending for kind in _TABLES for ending in (f".{kind}", f".{kind}.gz")]
-        ending = next((ending for ending in endings if path.name.lower().endswith(ending)), None)
+        ending = next((ending for ending in _ENDINGS if path.name.lower().endswith(ending)), None)
         if ending is None:
-            raise ConfigError(
-                "not a table that can be read", where=f"source.{stem}", got=str(path), expected=" ".join(endings)
-            )
-        if not path.is_file():
-            raise DataError("no such file", where=str(path), fix=f"export it, or correct source.{stem}")
+            expected = " ".join(_ENDINGS)
+            raise ConfigError("not a table that can be read", where=f"source.{stem}", got=str(path), expected=expected)
         files[f"{stem}{ending}"] = path
     return files
 
@@ -94,13 +82,6 @@ def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
         try:
             hashes[name] = file_sha256(path)
         except OSError as error:
-            raise DataError("cannot be read", where=str(path), got=str(error), fix="nothing was trained") from error
+            fix = "mount or export it, or correct section source; nothing was trained"
+            raise DataError("cannot be read", where=str(path), got=str(error), fix=fix) from error
     return hashes
-
-
-def _refuse_tracked(target: Path) -> None:
-    if git(".", "ls-files", "--", str(target)):
-        raise ConfigError(
-            "git tracks this folder, and a fetch would replace it", where="data.path", got=str(target),
-            expected="a folder that git ignores", fix="data.path: data/incoming (all of data/ but data/raw is ignored)",
-        )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,17 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from unidec.data.dataset import Text
-from unidec.data.storage import read_manifest
-from unidec.errors import ArtifactError, ConfigError
+from unidec.data.storage import MANIFEST
+from unidec.errors import ConfigError
 from unidec.pipeline import paths
 from unidec.pipeline.indexing import OPTION_KEYS
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import KIND, VERSION, write_with_index
+from unidec.retrieval.bundle_folder import write_with_index
 from unidec.retrieval.index import KINDS, Kind
 from unidec.retrieval.index_tune import default_kinds, tune
 from unidec.retrieval.scoring_space import LabelRows
-
-_ENCODED_AT_ONCE = 256
 
 
 def index_tune(
@@ -53,16 +50,16 @@ def index_tune(
     """
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ConfigError("unknown kinds of index", got=", ".join(unknown), expected=", ".join(KINDS))
-    if out is not None:
-        _check_place(source, out)
+    if out is not None and out.exists() and (out.samefile(source) or not (out / MANIFEST).is_file()):
+        raise ConfigError("the bundle itself, or something else, is there", where=str(out), fix="name another folder")
     bundle = Bundle.load(source)
-    rows = LabelRows(bundle.vectors, bundle.info.space, bundle.info.clf_normalize)
+    rows, k = LabelRows(bundle.vectors, bundle.info.space, bundle.info.clf_normalize), min(k, bundle.num_labels)
     queries, what = _queries(bundle, num_queries)
     chosen_kinds = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
-    measured, best = tune(rows, queries, min(k, bundle.num_labels), wanted, chosen_kinds, threads)
+    measured, best = tune(rows, queries, k, wanted, chosen_kinds, threads)
     found: dict[str, Any] = {
-        "bundle": str(source), "labels": bundle.num_labels, "k": min(k, bundle.num_labels), "wanted": wanted,
-        "queries": what, "measured": [asdict(one) for one in measured], "chosen": None, "params": {}, "out": None,
+        "bundle": str(source), "labels": bundle.num_labels, "k": k, "wanted": wanted, "queries": what,
+        "measured": [asdict(one) for one in measured], "chosen": None, "params": {}, "out": None,
     }  # fmt: skip
     if best is not None:
         chosen = min((one for one in measured if one.recall >= wanted), key=lambda one: one.p50_ms)
@@ -77,22 +74,7 @@ def _queries(bundle: Bundle, num: int) -> tuple[npt.NDArray[np.float32], str]:
     """float32 [N, D'] and what they are."""
     dataset = paths.open_dataset()
     split = "validation" if len(dataset.rows("validation")) else "train"
-    found = dataset.rows(split)  # type: ignore[arg-type]
-    found = np.sort(np.random.default_rng(0).choice(found, min(num, len(found)), replace=False))
-    texts = dataset.query_texts(found, cast(Text, bundle.info.text))
-    parts = []
-    for start in range(0, len(texts), _ENCODED_AT_ONCE):
-        encoded = bundle.encode(texts[start : start + _ENCODED_AT_ONCE])
-        parts.append(bundle.searched(encoded.de_BD, encoded.clf_BD))
-    return np.concatenate(parts), f"{len(texts)} {split} queries of {dataset.name}"
-
-
-def _check_place(source: Path, out: Path) -> None:
-    """Refuse to write over anything but another bundle."""
-    if os.path.realpath(out) == os.path.realpath(source):
-        raise ConfigError("the bundle itself stays as it is", where=str(out), fix="name another folder")
-    try:
-        if out.exists():
-            read_manifest(out, KIND, VERSION, verify=False)
-    except ArtifactError as error:
-        raise ConfigError("there is something else", where=str(out), expected="no folder, or a bundle") from error
+    of_split = dataset.rows(split)  # type: ignore[arg-type]
+    chosen = np.sort(np.random.default_rng(0).choice(of_split, min(num, len(of_split)), replace=False))
+    encoded = bundle.encode(dataset.query_texts(chosen, cast(Text, bundle.info.text)))
+    return bundle.searched(encoded.de_BD, encoded.clf_BD), f"{len(chosen)} {split} queries of {dataset.name}"

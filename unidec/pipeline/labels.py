@@ -1,7 +1,4 @@
-"""Label changes: a bundle with other labels -> outputs/refreshed, and nothing is trained.
-
-Legend: n queries of a split, L labels, K places.
-"""
+"""Label changes: a bundle with other labels -> outputs/refreshed, and nothing is trained."""
 
 from __future__ import annotations
 
@@ -11,22 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-import scipy.sparse as sp
-
 from unidec.config import Params
 from unidec.data.dataset import Text, XMCDataset
-from unidec.data.propensity import frequency_group, inverse_propensity, label_counts
-from unidec.data.raw import SPLITS
 from unidec.data.tokens import encode_texts
-from unidec.evaluation.metrics import evaluate, filtered_truth
 from unidec.pipeline import paths
-from unidec.pipeline.champion_evaluation import own_texts, ranked
-from unidec.pipeline.ranking import headline, training_neighbours
+from unidec.pipeline.champion_evaluation import own_texts
+from unidec.pipeline.ranking import NeighboursBy, training_neighbours
 from unidec.pipeline.registration import parent_version
 from unidec.pipeline.registration import register as register_bundle
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import read_info, write_with_index
+from unidec.retrieval.bundle_folder import read_info
 from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
 from unidec.retrieval.neighbours import Neighbours
 from unidec.tracking.fetch import fetch_bundle
@@ -93,9 +84,8 @@ def refresh_labels(params: Params, version: str | int = "champion") -> dict[str,
         version: number or alias of the version that is refreshed.
 
     Returns:
-        {"changed", "bundle", "parent": version, "added", "removed", "renamed", "kept", "reason", "validation": metrics,
-        "new_labels": {"R@10", "R@100", "positives"} of the validation split}; without a change only the first three,
-        "bundle" None, and the reason.
+        {"changed", "bundle", "parent": version, "added", "removed", "renamed", "kept", "reason"}; without a
+        change only the first three, "bundle" None, and the reason.
 
     Raises:
         ConfigError: no such version. ArtifactError: its bundle is damaged. DataError: no labels.
@@ -115,15 +105,8 @@ def refresh_labels(params: Params, version: str | int = "champion") -> dict[str,
         bundle, paths.REFRESHED, change, neighbours=_voters(bundle, dataset),
         dataset={"name": dataset.name, "sha256": dataset.sha256}, card=bundle.info.card | {"refreshed": refreshed},
     )  # fmt: skip
-    after = _open(str(paths.REFRESHED), params, verify=False)
-    if metrics := _measured(after, dataset, change, params):
-        info = after.info.model_copy(update={"metrics": metrics})
-        write_with_index(paths.REFRESHED, info, paths.REFRESHED, after.index)
-    return result | counts | {
-        "changed": True, "bundle": str(paths.REFRESHED),
-        "reason": f"{counts['added']} labels are new, {counts['removed']} gone, {counts['renamed']} renamed",
-        "validation": metrics.get("validation", {}), "new_labels": metrics.get("new_labels", {}),
-    }  # fmt: skip
+    reason = f"{counts['added']} labels are new, {counts['removed']} gone, {counts['renamed']} renamed"
+    return result | counts | {"changed": True, "bundle": str(paths.REFRESHED), "reason": reason}
 
 
 def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
@@ -132,30 +115,7 @@ def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
     if bundle.neighbours is None or knn is None or not len(rows):
         return None
     texts = (own_texts(bundle, dataset, rows), dataset.label_texts(text=cast(Text, bundle.info.text)))
-    of_queries, of_labels = (encode_texts(e, bundle.model.tokenizer_folder, bundle.model.max_length) for e in texts)
-    by_words = bundle.words is not None
-    return training_neighbours(
-        bundle.model, dataset, "fp32", knn.vote, "words" if by_words else "model", (of_queries, of_labels)
-    )
-
-
-def _measured(bundle: Bundle, dataset: XMCDataset, change: LabelChange, params: Params) -> dict[str, dict[str, float]]:
-    """{"validation": the headline metrics, "new_labels": {"positives", "R@10", "R@100"}: recall of new labels alone,
-    over all their positives}; {} without a validation split."""
-    rows = dataset.rows("validation")
-    if not len(rows):
-        return {}
-    truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
-    labels_NK = ranked(bundle, dataset, rows, np.arange(bundle.num_labels))  # its rows are the data set's
-    counted = np.flatnonzero(dataset.split_N != SPLITS.index("test"))
-    counts_L = label_counts(dataset.relevance, counted)
-    inverse_L = inverse_propensity(counts_L, len(counted), params.data.propensity_a, params.data.propensity_b)
-    found = {"validation": headline(evaluate(labels_NK, truth, inverse_L, frequency_group(counts_L)))}
-    wanted = sp.csr_matrix(sp.csr_matrix(truth > 0).multiply(change.source_L < 0))  # positives among the new labels
-    wanted.eliminate_zeros()
-    if wanted.nnz:
-        query, rank = np.nonzero(labels_NK >= 0)
-        hit_P = np.asarray(wanted[query, labels_NK[query, rank]]).ravel().astype(bool)
-        recalls = {f"R@{k}": 100.0 * float(hit_P[rank < k].sum()) / wanted.nnz for k in (10, 100)}
-        found["new_labels"] = {"positives": float(wanted.nnz), **recalls}
-    return found
+    sizes = (bundle.model.tokenizer_folder, bundle.model.max_length)
+    of_queries, of_labels = (encode_texts(each, *sizes) for each in texts)
+    by: NeighboursBy = "model" if bundle.words is None else "words"
+    return training_neighbours(bundle.model, dataset, "fp32", knn.vote, by, (of_queries, of_labels))

@@ -27,43 +27,34 @@ KEY = "profile"
 def training_profile(
     params: Params, model: UniDEC, ranking: Ranking, index: LabelIndex, blend: Blend, neighbours: Neighbours | None
 ) -> dict[str, Any]:
-    """`profile_dataset` of the data set; "served": vectors and top scores of the validation queries (None without any).
+    """`profile_dataset` of the data set; "served": vectors in the searched space and the best label's score, as
+    `Bundle.rank` gives it, nothing excluded, of the validation queries (None without any).
 
     Args:
         ranking: of the validation split. index, blend, neighbours: as the bundle serves them.
     """
+    settings = params.index
     profile = profile_dataset(ranking.dataset, model.tokenizer_folder, model.max_length, params.tokens.text)
-    return profile.figures | {"served": served_facts(*_served(params, ranking, index, blend, neighbours))}
+    space, normalize = settings.space, settings.clf_normalize
+    query, scores = ranking.queries(space, blend.clf_weight, normalize), np.zeros((0, 1), dtype=np.float32)
+    if len(query):
+        scores, rows = index.search(query, 1)
+        if blend.fusion is not None and blend.reader is not None:
+            words, none = ranking.words(neighbours), np.zeros(0, dtype=np.int64)
+            assert ranking.query_de is not None and ranking.query_clf is not None and words is not None
+            found = index.with_options(rescore=1).search(query, CANDIDATES)[1]
+            evidence = blend.reader.read(ranking.query_de, ranking.query_clf, words, found, none)
+            scores = blend.reader.rank(blend.fusion, evidence, 1).scores
+        elif neighbours is not None and blend.knn_weight:
+            candidates = Candidates.of(
+                rows, ranking.votes(neighbours, settings.knn_neighbours),
+                lambda query_P, label_P: pair_scores(query, query_P, label_P, ranking.vectors, space, normalize),
+            )  # fmt: skip
+            scores = candidates.top(blend.knn_weight, 1).scores
+    return profile.figures | {"served": served_facts(query, scores[:, 0])}
 
 
 def read_profile(bundle: Path) -> dict[str, Any] | None:
     """The profile in a bundle; None in one of before there were any, or of a version that this code does not know."""
     profile = read_info(bundle).card.get(KEY)
     return profile if isinstance(profile, dict) and profile.get("version") == VERSION else None
-
-
-def _served(
-    params: Params, ranking: Ranking, index: LabelIndex, blend: Blend, neighbours: Neighbours | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Vectors in the searched space, and the best label's score, as `Bundle.rank` gives it, nothing excluded."""
-    settings = params.index
-    query = ranking.queries(settings.space, blend.clf_weight, settings.clf_normalize)
-    if not len(query):
-        return query, np.zeros(0, dtype=np.float32)
-    if blend.fusion is not None and blend.reader is not None:
-        words, none = ranking.words(neighbours), np.zeros(0, dtype=np.int64)
-        assert ranking.query_de is not None and ranking.query_clf is not None and words is not None
-        found = index.with_options(rescore=1).search(query, CANDIDATES)[1]
-        evidence = blend.reader.read(ranking.query_de, ranking.query_clf, words, found, none)
-        return query, blend.reader.rank(blend.fusion, evidence, 1).scores[:, 0]
-    scores, rows = index.search(query, 1)
-    if neighbours is None or not blend.knn_weight:
-        return query, scores[:, 0]
-    candidates = Candidates.of(
-        rows,
-        ranking.votes(neighbours, settings.knn_neighbours),
-        lambda query_P, label_P: pair_scores(
-            query, query_P, label_P, ranking.vectors, settings.space, settings.clf_normalize
-        ),
-    )
-    return query, candidates.top(blend.knn_weight, 1).scores[:, 0]

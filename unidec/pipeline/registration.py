@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from unidec.config import Params
-from unidec.data.storage import folder_sha256, read_manifest
+from unidec.data.storage import folder_sha256
 from unidec.errors import ConfigError
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import headline
+from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.start_file import start_tags
 from unidec.retrieval.bundle_folder import BundleInfo, read_info
 from unidec.tracking import provenance
@@ -20,16 +21,19 @@ from unidec.tracking.registry import register as register_bundle
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import open_client, tracking_uri
 
+Made = tuple[Tracker, dict[str, Any], dict[str, str]]
+"""The run that a bundle came from, facts for its card, tags of what it was made of."""
 
-def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+
+def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> dict[str, Any]:
     """Register a bundle under the alias `challenger`; the same bundle again keeps its version.
 
     What the version's tags say of DVC's artifacts is read now: so after `dvc commit`.
 
     Args:
         params: all parameters.
-        bundle: None: outputs/bundle, in the run that trained it; or a folder of `refresh_labels` or `change_labels`,
-            in a run of its own.
+        bundle: outputs/bundle, in the run that trained it; or a folder of `refresh_labels` or `change_labels`, in a run
+            of its own.
 
     Returns:
         {"model", "version", "alias", "run": its page's address, None while no server shows it}.
@@ -38,42 +42,33 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> di
         ConfigError: a folder that is neither, or whose origin is not registered.
         ArtifactError: the bundle is damaged, or the tracking store keeps its files in a folder that is gone.
     """
-    path = paths.BUNDLE if bundle is None else Path(bundle)
+    path, name, source = Path(bundle), params.tracking.model_name, params.source
     info = read_info(path)
-    refreshed = info.card.get("refreshed")
-    # a refreshed bundle has the parameters of its parent, which its own tags say all of
-    tags = _code_tags(params, info.params if refreshed is None else None) | provenance.run_tags()
-    if refreshed is None and path.resolve() != paths.BUNDLE.resolve():
+    relabelled = "refreshed" in info.card
+    if not relabelled and path.resolve() != paths.BUNDLE.resolve():
         raise ConfigError(
             "no record of how this bundle was trained", where=str(path),
             expected="outputs/bundle, or a folder of `unidec labels refresh` or `unidec labels`",
             fix="register it in the project that made it",
         )  # fmt: skip
-    uri = tracking_uri()
-    check_artifacts(open_client(uri).get_experiment_by_name(params.tracking.experiment), uri)
-    if refreshed is None:
-        tracker, facts, more = _trained(params)
-    else:
-        tracker, facts, more = _refreshed(params, path, info, refreshed, tags)
-    tags |= {"dataset.name": str(info.dataset.get("name", "")), "dataset.sha256": str(info.dataset.get("sha256", ""))}
-    card = {"data set": info.dataset.get("name"), "labels": info.num_labels, **facts}
-    version = register_bundle(path, tracker.run_id, params.tracking.model_name, card=card, tags=tags | more)
-    return {"model": params.tracking.model_name, "version": version, "alias": "challenger", "run": tracker.url}
-
-
-def _code_tags(params: Params, made_with: dict[str, Any] | None) -> dict[str, str]:
-    """Of the code as it is now and of a bundle's parameters; data that a source brings is no edit of the code."""
-    source = params.source
+    # data that a source brings is no edit of the code
     fetched = [] if source.kind == "none" else [params.data.path]
     if source.kind == "dvc":
         fetched.append(source.path if source.path.endswith(".dvc") else f"{source.path}.dvc")
-    return provenance.code_tags(besides=fetched, made_with=made_with)
+    # a bundle with other labels has the parameters of its parent, which its own tags say all of
+    tags = provenance.code_tags(besides=fetched, made_with=None if relabelled else info.params) | provenance.run_tags()
+    tags |= {"dataset.name": str(info.dataset.get("name", "")), "dataset.sha256": str(info.dataset.get("sha256", ""))}
+    uri = tracking_uri()
+    check_artifacts(open_client(uri).get_experiment_by_name(params.tracking.experiment), uri)
+    tracker, facts, more = _relabelled(params, path, info, tags) if relabelled else _trained(params)
+    card = {"data set": info.dataset.get("name"), "labels": info.num_labels, **facts}
+    version = register_bundle(path, tracker.run_id, name, card=card, tags=tags | more)
+    return {"model": name, "version": version, "alias": "challenger", "run": tracker.url}
 
 
-def _trained(params: Params) -> tuple[Tracker, dict[str, Any], dict[str, str]]:
-    """The run that trained outputs/bundle, its card, and tags of what it was made of."""
-    run = read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"]
-    tracker = Tracker.resume(paths.RUNS / run)
+def _trained(params: Params) -> Made:
+    """Of outputs/bundle."""
+    tracker = tracker_of_model()
     metrics = json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
     tags = provenance.artifact_tags(params.data.path) | start_tags()
     client = open_client(tracking_uri())
@@ -102,14 +97,13 @@ def parent_version(params: Params, sha256: str, where: str) -> str:
     return str(version.version)
 
 
-def _refreshed(
-    params: Params, path: Path, info: BundleInfo, refreshed: dict[str, Any], tags: dict[str, str]
-) -> tuple[Tracker, dict[str, Any], dict[str, str]]:
-    """A run of its own for a bundle whose labels alone are new.
+def _relabelled(params: Params, path: Path, info: BundleInfo, tags: dict[str, str]) -> Made:
+    """Of a bundle whose labels alone are new, in a run of its own.
 
     Labels of the data as it is now: the data set is all that is new of DVC's artifacts. Labels by hand
     (`change_labels`): none of them is.
     """
+    refreshed, name = info.card["refreshed"], info.dataset.get("name")
     by_hand = "version" not in refreshed
     version = parent_version(params, refreshed["parent"], str(path)) if by_hand else refreshed["version"]
     more = {
@@ -120,13 +114,10 @@ def _refreshed(
         more |= provenance.artifact_tags(params.data.path, only=("data/dataset", "data/validation"))
     counts = {key: refreshed[key] for key in ("added", "removed", "renamed", "kept")}
     tracker = Tracker(params.tracking.experiment)
-    name = f"{info.dataset.get('name')} labels of version {version}{', by hand' if by_hand else ''}"
-    dataset = {"name": info.dataset.get("name"), "digest": info.dataset.get("sha256"), "path": str(paths.DATASET)}
+    dataset = {"name": name, "digest": info.dataset.get("sha256"), "path": str(paths.DATASET)}
     folder = paths.RUNS / f"labels-{checked_sha256(path)[:16]}"
-    tracker.start(folder, {}, tags | more, dataset, run_name=name)
+    tracker.start(folder, {}, tags | more, dataset, f"{name} labels of version {version}{', by hand' * by_hand}")
     tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)
-    figures = {f"{split}/{key}": value for split, values in info.metrics.items() for key, value in values.items()}
-    tracker.log_final(figures | {f"labels/{key}": value for key, value in counts.items()})
+    tracker.log_final({f"labels/{key}": value for key, value in counts.items()})
     tracker.finish()
-    facts = {"labels of version": version, **counts, "metrics": info.metrics}
-    return tracker, facts, more
+    return tracker, {"labels of version": version, **counts}, more

@@ -44,51 +44,37 @@ def choose_start(params: Params, kind: Kind | None = None) -> dict[str, Any]:
         MlflowException: the registry does not answer; nothing is trained from nothing for that reason.
     """
     kind = kind or params.retrain.start
-    start, reason = (StartFile(), "asked for") if kind == "cold" else _from_champion(params, kind)
+    start, reason = (StartFile(), "asked for") if kind == "cold" else _from_champion(params, kind == "auto")
+    if kind == "warm" and not start.warm:
+        fix = f'{FIX}, or auto; or encoder.start: ""' if params.encoder.start else f"{FIX}, or auto"
+        raise ConfigError("no warm start", where="retrain.start", got=reason, fix=fix)
     return start.as_dict() | {"reason": reason, "changed": write_start(start)}
 
 
-def _from_champion(params: Params, kind: Kind) -> tuple[StartFile, str]:
-    name = params.tracking.model_name
+def _from_champion(params: Params, auto: bool) -> tuple[StartFile, str]:
+    """A warm start, or a cold one, and the reason; `auto`: only where a warm start is sensible."""
+    name, cold = params.tracking.model_name, StartFile()
     if params.encoder.start:
-        return _cold(kind, "encoder.start names a model to start from", 'encoder.start: ""')
+        return cold, "encoder.start names a model to start from"
     champion = find_alias(name, "champion")
     if champion is None:
-        return _cold(kind, f"{name} has no champion yet")
-    bundle = fetch_bundle(f"models:/{name}/{champion.version}", paths.BUNDLES)
-    unfit = _unfit(params, bundle)
-    if unfit:
-        return _cold(kind, f"the champion, version {champion.version}, has another {some_keys(unfit, 4)}")
-    given = json.loads((bundle / "model" / "config.json").read_text(encoding="utf-8")).get("start", {})
-    before = int(given.get("generation", 0))
-    if kind == "auto":
-        other = _other_parameters(params, bundle)
-        if other:
-            return _cold(
-                kind, f"other parameters than the champion's, version {champion.version}: {some_keys(other, 4)}"
-            )
-        if 0 < params.retrain.cold_every <= before:
-            return _cold(kind, f"{before} warm starts in a row (retrain.cold_every)")
+        return cold, f"{name} has no champion yet"
+    bundle, who = fetch_bundle(f"models:/{name}/{champion.version}", paths.BUNDLES), f"version {champion.version}"
+    config = json.loads((bundle / "model" / "config.json").read_text(encoding="utf-8"))
+    encoder = resolve_encoder(params.encoder.name)
+    unfit = start_differences(params.encoder, encoder, encoder, bundle / "model")
+    if unfit := unfit + ["model.dim"] * (config["model"]["dim"] != params.model.dim):
+        return cold, f"the champion, {who}, has another {some_keys(unfit, 4)}"
+    before = int(config.get("start", {}).get("generation", 0))
+    if auto and (other := _other_parameters(params, bundle)):
+        return cold, f"other parameters than the champion's, {who}: {some_keys(other, 4)}"
+    if auto and 0 < params.retrain.cold_every <= before:
+        return cold, f"{before} warm starts in a row (retrain.cold_every)"
     start = StartFile(
         kind="warm", model=name, version=str(champion.version), bundle_sha256=champion.tags["bundle.sha256"],
         generation=before + 1,
     )  # fmt: skip
-    return start, f"the champion, version {champion.version}"
-
-
-def _cold(kind: Kind, reason: str, fix: str = FIX) -> tuple[StartFile, str]:
-    """From nothing, or where a warm start was asked for an error."""
-    if kind == "warm":
-        raise ConfigError("no warm start", where="retrain.start", got=reason, fix=f"{fix}, or auto")
-    return StartFile(), reason
-
-
-def _unfit(params: Params, bundle: Path) -> list[str]:
-    """What makes a bundle's model one that these parameters cannot start from."""
-    model, encoder = bundle / "model", resolve_encoder(params.encoder.name)
-    unfit = start_differences(params.encoder, encoder, encoder, model)
-    given = json.loads((model / "config.json").read_text(encoding="utf-8"))["model"]
-    return unfit + ["model.dim"] * (given["dim"] != params.model.dim)
+    return start, f"the champion, {who}"
 
 
 def _other_parameters(params: Params, bundle: Path) -> list[str]:
@@ -124,6 +110,8 @@ def start_lines(start: Start | None) -> list[str]:
         return []
     note, uids = read_start(), paths.open_dataset().labels["uid"]
     kept = int((start.rows_of(uids) >= 0).sum())
-    who = f"{note.model} version {note.version} (bundle {note.bundle_sha256[:12]})"
-    counted = f"{kept:,} labels are kept, {len(uids) - kept:,} are new, {len(start.uids) - kept:,} are gone"
-    return [f"starts from {who}, warm starts in a row: {note.generation}; {counted}"]
+    return [
+        f"starts from {note.model} version {note.version} (bundle {note.bundle_sha256[:12]}), warm starts in a row: "
+        f"{note.generation}; {kept:,} labels are kept, {len(uids) - kept:,} are new, "
+        f"{len(start.uids) - kept:,} are gone"
+    ]

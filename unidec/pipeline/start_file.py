@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -56,19 +55,16 @@ def read_start() -> StartFile:
     try:
         return StartFile.model_validate_json(START.read_bytes())
     except ValidationError as error:
-        raise ArtifactError(
-            "what training starts from cannot be read", where=str(START),
-            got="; ".join(str(problem["msg"]) for problem in error.errors()[:3]),
-            fix='bring it back from git, or write {"kind": "cold"}',
-        ) from error  # fmt: skip
+        got, fix = error.errors()[0]["msg"], 'bring it back from git, or write {"kind": "cold"}'
+        raise ArtifactError("what training starts from cannot be read", where=str(START), got=got, fix=fix) from error
 
 
 def write_start(start: StartFile) -> bool:
-    """Write data/start.json, unless it has this content; returns whether it was written. Equal starts, equal bytes."""
-    with contextlib.suppress(ArtifactError):  # a damaged one is replaced
-        if START.is_file() and read_start() == start:
-            return False
-    write_bytes_atomic(START, json.dumps(start.as_dict(), indent=2).encode() + b"\n")
+    """Write data/start.json, unless it has these bytes; returns whether it was written. Equal starts, equal bytes."""
+    data = json.dumps(start.as_dict(), indent=2).encode() + b"\n"
+    if START.is_file() and START.read_bytes() == data:
+        return False
+    write_bytes_atomic(START, data)
     return True
 
 
@@ -102,5 +98,4 @@ def warm_params(params: Params) -> Params:
 
 def start_tags() -> dict[str, str]:
     """The start as tags of a run or of a model's version."""
-    names = {"bundle_sha256": "bundle.sha256"}
-    return {f"start.{names.get(key, key)}": str(value) for key, value in read_start().as_dict().items()}
+    return {f"start.{key.replace('_', '.')}": str(value) for key, value in read_start().as_dict().items()}
