@@ -34,7 +34,7 @@ from unidec.data.storage import write_folder, write_json
 from unidec.model.unidec import KIND, VERSION
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Ranking, headline, tuned_blend
-from unidec.pipeline.start_file import warm_params
+from unidec.pipeline.start import warm_params
 from unidec.training.start import Start
 from unidec.training.trainer import Trainer, TrainingData
 

@@ -18,7 +18,7 @@ from unidec import pipeline
 from unidec.config import Params
 from unidec.data.storage import MANIFEST, read_manifest, write_manifest
 from unidec.errors import ArtifactError
-from unidec.pipeline import doctor, paths, training
+from unidec.pipeline import doctor, start, training
 from unidec.tracking.store import prepare_store
 from unidec.training.trainer import Trainer
 
@@ -168,17 +168,17 @@ def test_a_cache_under_the_name_of_another_is_refused(mine: SimpleNamespace) -> 
 
 @pytest.mark.parametrize("name", ["dataset", "tokens/queries", "tokens/labels", "label_graph"])
 def test_a_folder_swapped_with_its_manifest_is_another_run(mine: SimpleNamespace, name: str) -> None:
-    before, path = paths.run_identity(mine.params), Path("data") / name
+    before, path = start.run_identity(mine.params), Path("data") / name
     path.rename("aside")
     shutil.copytree(mine.other / path, path)
     try:
-        after = paths.run_identity(mine.params)
+        after = start.run_identity(mine.params)
     finally:
         shutil.rmtree(path)
         Path("aside").rename(path)
     key = {"dataset": "data", "tokens/queries": "tokens.queries", "tokens/labels": "tokens.labels"}.get(name, name)
     assert [other for other in before if before[other] != after[other]] == [key]
-    assert paths.run_identity(mine.params) == before
+    assert start.run_identity(mine.params) == before
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from unidec import pipeline
-from unidec.pipeline import paths
+from unidec.pipeline import paths, start
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def ingested(in_work: SimpleNamespace) -> SimpleNamespace:
     {"loss.balance": 0.4}, {"tokens.max_length": 12}, {"optim.epochs": 3},
 ], ids=str)  # fmt: skip
 def test_what_decides_a_training_names_its_folder(ingested: SimpleNamespace, changes: dict) -> None:
-    assert paths.run_identity(ingested.params(**changes)) != paths.run_identity(ingested.params())
+    assert start.run_identity(ingested.params(**changes)) != start.run_identity(ingested.params())
 
 
 @pytest.mark.parametrize("changes", [
@@ -33,15 +33,15 @@ def test_what_decides_a_training_names_its_folder(ingested: SimpleNamespace, cha
     {"tracking.model_name": "other"}, {"label_graph.threshold": 0.2}, {"data.propensity_a": 0.6}, {"recipe": "unidec"},
 ], ids=str)  # fmt: skip
 def test_what_only_shows_or_serves_it_does_not(ingested: SimpleNamespace, changes: dict) -> None:
-    assert paths.run_identity(ingested.params(**changes)) == paths.run_identity(ingested.params())
+    assert start.run_identity(ingested.params(**changes)) == start.run_identity(ingested.params())
 
 
 def test_other_data_and_other_code_are_another_run(ingested: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = paths.run_identity(ingested.params())
+    before = start.run_identity(ingested.params())
     with monkeypatch.context() as patch:
         patch.setattr("unidec.training.identity.code_sha256", lambda: "other")
-        assert paths.run_identity(ingested.params()) != before
+        assert start.run_identity(ingested.params()) != before
     with monkeypatch.context() as patch:
         patch.setattr("unidec.data.dataset.files_sha256", lambda files: "other")
-        assert paths.run_identity(ingested.params()) != before
-    assert paths.run_identity(ingested.params()) == before
+        assert start.run_identity(ingested.params()) != before
+    assert start.run_identity(ingested.params()) == before

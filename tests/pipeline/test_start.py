@@ -20,9 +20,8 @@ from unidec.config import Params
 from unidec.data.raw import RawData
 from unidec.data.storage import read_json_lines, read_manifest
 from unidec.errors import ArtifactError, ConfigError
-from unidec.pipeline import launch, paths, training
-from unidec.pipeline.start import open_start
-from unidec.pipeline.start_file import START, StartFile, effective, read_start, start_tags, write_start
+from unidec.pipeline import launch, paths, start, training
+from unidec.pipeline.start import START, StartFile, effective, open_start, read_start, start_tags, write_start
 from unidec.retrieval.bundle import Bundle
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.tracking.registry import checked_sha256, register
@@ -222,9 +221,9 @@ def test_a_damaged_file_is_named(work, text):
 
 def test_a_warm_training_from_choice_to_bundle(work):
     params = work.params()
-    cold = paths.run_identity(params)
+    cold = start.run_identity(params)
     pipeline.choose_start(params)
-    assert paths.run_identity(params) != cold
+    assert start.run_identity(params) != cold
     begun = pipeline.start_run(params)
     assert (begun.epochs, begun.num_rounds, begun.a_round) == (1, 1, 2) and read_start().version == "1"
     assert "starts from unidec version 1" in begun.lines[0]
@@ -306,9 +305,9 @@ def test_two_processes_start_warm_too(work, monkeypatch):
 
 def test_a_damaged_copy_is_fetched_again(work):
     pipeline.choose_start(work.params())
-    start = open_start()
-    assert start is not None
-    (start.model / "config.json").write_text("{}")
+    begun = open_start()
+    assert begun is not None
+    (begun.model / "config.json").write_text("{}")
     again = open_start()
     assert again is not None and json.loads((again.model / "config.json").read_text())["num_labels"] == 40
 
@@ -328,8 +327,8 @@ def test_found_by_hash_where_the_version_is_another(work):
 def test_a_copy_that_is_whole_needs_no_registry(work, monkeypatch):
     pipeline.choose_start(work.params())
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{work.folder}/nothing.db")
-    start = open_start()
-    assert start is not None and len(start.uids) == 40
+    begun = open_start()
+    assert begun is not None and len(begun.uids) == 40
     assert not (work.folder / "nothing.db").exists()
 
 

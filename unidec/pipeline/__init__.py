@@ -9,29 +9,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unidec.pipeline.data import ingest, label_graph, propensity, tokens, validate
+    from unidec.pipeline.data import fetch, ingest, label_graph, propensity, tokens, validate
     from unidec.pipeline.drift_check import data_change, drift, monitor
     from unidec.pipeline.evaluation import evaluate
-    from unidec.pipeline.fetching import fetch
     from unidec.pipeline.gating import gate, needs_gate, promote, rollback
     from unidec.pipeline.indexing import index
     from unidec.pipeline.labels import refresh_labels
     from unidec.pipeline.registration import register
     from unidec.pipeline.start import choose_start
-    from unidec.pipeline.start_file import effective
     from unidec.pipeline.training import start_run, train
 
 _MODULES = {
     "drift_check": "data_change drift monitor",
-    "data": "ingest label_graph propensity tokens validate",
+    "data": "fetch ingest label_graph propensity tokens validate",
     "evaluation": "evaluate",
-    "fetching": "fetch",
     "gating": "gate needs_gate promote rollback",
     "indexing": "index",
     "labels": "refresh_labels",
     "registration": "register",
     "start": "choose_start",
-    "start_file": "effective",
     "training": "start_run train",
 }
 _MODULE_OF = {function: module for module, functions in _MODULES.items() for function in functions.split()}

@@ -23,7 +23,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking, headline
 from unidec.pipeline.report import Evaluated, report_input
 from unidec.pipeline.runs import tracker_of_model
-from unidec.pipeline.start_file import read_start
+from unidec.pipeline.start import read_start
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import recall
 from unidec.retrieval.scoring_space import Space

@@ -15,10 +15,8 @@ from unidec.data.propensity import Propensity, load_propensity
 from unidec.data.storage import read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError
-from unidec.pipeline.start_file import effective, read_start
 from unidec.tracking.fetch import COPIES
 from unidec.tracking.store import project_folder
-from unidec.training import identity
 
 Made = TypeVar("Made")
 DATASET = Path("data/dataset")
@@ -78,15 +76,3 @@ def _made_of(made: Made, num_rows: int, which: str, path: Path, command: str) ->
             expected=f"{expected}, as {DATASET} has", fix=f"run `unidec {command}` again",
         )  # fmt: skip
     return made
-
-
-def run_identity(params: Params) -> dict[str, str]:
-    """What decides the training that these parameters, this data, this code and this start make.
-
-    What only decides where it runs or is shown (`device`, `run`, `tracking`, `index`) is no part of it.
-    """
-    start = read_start().bundle_sha256 or None
-    return identity.run_identity(
-        effective(params).model_dump(), open_dataset(), open_tokens("queries"), open_tokens("labels"), start,
-        open_label_graph(params),
-    )  # fmt: skip

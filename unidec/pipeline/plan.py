@@ -33,7 +33,7 @@ from unidec.model.encoder import TextEncoder, transformer_options
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
-from unidec.pipeline.start_file import effective
+from unidec.pipeline.start import effective
 from unidec.training.precision import autocast_type, choose_device
 from unidec.training.row_optim import bytes_per_row
 from unidec.training.sampler import draws_pools, encoded_labels, head_labels

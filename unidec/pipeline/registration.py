@@ -13,7 +13,7 @@ from unidec.errors import ConfigError
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import headline
 from unidec.pipeline.runs import tracker_of_model
-from unidec.pipeline.start_file import start_tags
+from unidec.pipeline.start import start_tags
 from unidec.retrieval.bundle_folder import BundleInfo, read_info
 from unidec.tracking import provenance
 from unidec.tracking.registry import check_artifacts, checked_sha256, find_version

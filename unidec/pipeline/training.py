@@ -26,8 +26,7 @@ from unidec.pipeline.launch import LAUNCHER, Launcher
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.plan import check_fits
 from unidec.pipeline.ranking import Ranking, headline, validation_metrics
-from unidec.pipeline.start import open_start, start_lines
-from unidec.pipeline.start_file import effective, read_start, start_tags
+from unidec.pipeline.start import effective, open_start, read_start, run_identity, start_lines, start_tags
 from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash
 from unidec.tracking.run import Tracker
 from unidec.training.checkpoint import newest_state
@@ -224,7 +223,7 @@ def start_run(
             tokenizer or code: every key that differs is listed.
     """
     params, start = effective(params), open_start()
-    identity = paths.run_identity(params)
+    identity = run_identity(params)
     if unknown := sorted(set(accept) - identity.keys()):
         raise ConfigError(
             "not a key of a run's identity", where="--accept", got=", ".join(unknown),
