@@ -19,7 +19,6 @@ import pytest
 from unidec import pipeline
 from unidec.data.dataset import XMCDataset
 from unidec.errors import ArtifactError, ConfigError, Refused
-from unidec.pipeline import champion_evaluation as contest
 from unidec.pipeline import servable
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.probe import Probe, answers
@@ -149,11 +148,11 @@ def test_labels_meet_by_uid_a_new_one_is_a_miss_a_removed_one_leaves_the_answer(
 
 
 def test_rankings_beside_a_slow_reference_filter_pairs_left_out(world, monkeypatch):
-    monkeypatch.setattr(contest, "K", 7)
+    monkeypatch.setattr(servable, "K", 7)
     place = world.bundle("one", wrong=range(3), labels=[*range(50), 90, 91])
     bundle = Bundle.load(place / "artifacts" / "bundle")
     dataset = XMCDataset.open("data/dataset")
-    found, about = contest.rank_test_split(bundle, dataset)
+    found, about = servable.rank_test_split(bundle, dataset)
     assert about == {"unknown": 10, "removed": 2}
     uids, rows = dataset.label_uids(), dataset.rows("test")
     for i, text in enumerate(dataset.query_texts(rows)):

@@ -104,9 +104,6 @@ def label_graph(params: Params) -> dict[str, Any]:
     return {"labels": graph.shape[0], "texts": texts, "edges": int(graph.nnz)}
 
 
-# -- the newest raw data, from a folder or three table files, becomes `data.path` in one step ------------------------
-
-
 def fetch(params: Params) -> dict[str, Any]:
     """Copy `source.path`, or the three files, to `data.path` if their content differs from what is there.
 

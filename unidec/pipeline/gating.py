@@ -21,9 +21,8 @@ from unidec.evaluation.gate_page import render_gate
 from unidec.evaluation.metrics import filtered_truth
 from unidec.evaluation.page import write_page
 from unidec.pipeline import paths
-from unidec.pipeline.champion_evaluation import rank_test_split
 from unidec.pipeline.ranking import headline
-from unidec.pipeline.servable import probe_texts, servability
+from unidec.pipeline.servable import probe_texts, rank_test_split, servability
 from unidec.retrieval.bundle import Bundle
 from unidec.sections import Gate
 from unidec.tracking import promotion

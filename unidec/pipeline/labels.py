@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,10 +11,10 @@ from unidec.config import Params
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.tokens import encode_texts
 from unidec.pipeline import paths
-from unidec.pipeline.champion_evaluation import own_texts
 from unidec.pipeline.ranking import NeighboursBy, training_neighbours
 from unidec.pipeline.registration import parent_version
 from unidec.pipeline.registration import register as register_bundle
+from unidec.pipeline.servable import own_texts
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import read_info
 from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
@@ -49,14 +48,13 @@ def change_labels(
 
     Returns:
         {"changed", "bundle": folder or None, "labels", "added", "removed", "renamed", "kept", "estimated": labels whose
-        classifier rows are estimates, "seconds"}, and with `register` {"model", "version", "alias", "run"} too.
+        classifier rows are estimates}, and with `register` {"model", "version", "alias", "run"} too.
 
     Raises:
         DataError: labels that do not fit the bundle's; nothing was written.
         ConfigError: no such bundle or version, `out` is the bundle itself, or its origin is not registered.
         ArtifactError: the bundle is damaged, or the new one cannot be written.
     """
-    begin = time.perf_counter()
     out = paths.REFRESHED if out is None else Path(out)
     # its hashes are checked once, when the new one is written
     bundle = _open(f"{source}", params, verify=dry_run)
@@ -68,7 +66,6 @@ def change_labels(
         card = bundle.info.card | {"refreshed": {"parent": bundle.sha256, **change.counts}}
         info = read_info(with_labels(bundle, out, change, card=card))
         result |= {"bundle": str(out), "estimated": sum(end - start for start, end in info.estimated)}
-    result["seconds"] = round(time.perf_counter() - begin, 2)
     return result | register_bundle(params, out) if register and result["bundle"] else result
 
 

@@ -59,9 +59,6 @@ def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = 
     return Trainer(params.training, data, Path(run_dir), paths.CACHE, accept=accept, ranks=ranks, start=open_start())
 
 
-# -- the run ----------------------------------------------------------------------------------------------------------
-
-
 class Run:
     """A training run in this process: what `unidec.training.fit.fit` drives, with its records and its MLflow run.
 
@@ -293,9 +290,6 @@ def train(
                 return done | run.export()
 
 
-# -- what each rank does ----------------------------------------------------------------------------------------------
-
-
 def work_on_rank(ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
     """One phase, on one of several ranks: each opens its trainer at the newest checkpoint; the first one reports."""
     params = Params.model_validate(job["params"])
@@ -339,9 +333,6 @@ def _train(trainer: Trainer) -> dict[str, Any]:
     finally:
         tracker.flush()  # not forced: stopping a training does not wait for a store that does not answer
     return report | {"step": trainer.step, "memory": memory}
-
-
-# -- records and messages ---------------------------------------------------------------------------------------------
 
 
 def _refresh_report(run_dir: Path, epoch: int) -> dict[str, Any]:
