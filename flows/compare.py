@@ -57,7 +57,7 @@ def compare(
     accept: Literal["code"] | None = None,
     metrics: str | None = None,
 ) -> dict[str, Any]:
-    """Runs what is not done yet, and writes report.html and summary.json.
+    """Runs what is not done yet, and writes report.html.
 
     Args:
         file: the comparison file.

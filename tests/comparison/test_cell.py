@@ -129,27 +129,17 @@ def test_figures_are_those_of_the_predictions(project: SimpleNamespace, name: st
     assert made["metrics"]["P@1"] == pytest.approx(100 * first / 40)
     assert made["metrics"]["R@10"] == pytest.approx(100 * recall / 40)
     assert made["dataset"]["test"] == 40 and made["lineage"]["threads"] >= "1"
-    assert "P@1" in made["validation"]
+    assert ("P@1" in made["validation"]) == (name != "kNN")
 
 
 def test_costs(project: SimpleNamespace) -> None:
     first, both, served, knn = (result(project, name) for name in ("first", "both heads", "served", "kNN"))
     for made in (first, both):
-        for name in (
-            "train_seconds",
-            "refresh_seconds",
-            "total_seconds",
-            "cpu_seconds",
-            "encode_ms",
-            "bundle_bytes",
-        ):
+        for name in ("train_seconds", "refresh_seconds", "total_seconds", "cpu_seconds", "search_ms", "bundle_bytes"):
             assert made["costs"][name] > 0, name
-        assert made["costs"]["search_ms"] >= 0  # a difference of two times: 0 where other programs held the first up
         assert made["costs"]["peak_memory_bytes"] > 50e6
         assert [line["epoch"] for line in made["curve"]] == [2]
-    assert first["costs"]["parameters_heads"] == 32 * 16 + 16 and first["costs"]["parameters_classifier"] == 0
-    assert both["costs"]["parameters_heads"] == 2 * (32 * 16 + 16) and both["costs"]["parameters_classifier"] == 40 * 16
-    assert first["costs"]["parameters_encoder"] == both["costs"]["parameters_encoder"] > 32 * 20
+    assert both["costs"]["parameters"] - first["costs"]["parameters"] == 32 * 16 + 16 + 40 * 16
     assert served["curve"] == [] and "train_seconds" not in served["costs"]  # it trained nothing
     assert knn["costs"]["train_seconds"] > 0 and knn["costs"]["peak_memory_bytes"] > 0
     assert set(both["parts"]) == {"de", "clf"} and first["parts"] == {}
@@ -220,13 +210,10 @@ def test_page_input(project: SimpleNamespace) -> None:
     assert [row[1] for row in rows] == list(ORDER) and len(columns) == len(rows[0])
 
 
-def test_page_and_summary_are_written(project: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_page_is_written(project: SimpleNamespace, tmp_path: Path) -> None:
     page = results.write_report(project.workspace)
     text = page.read_text()
     assert "Tiny" in text and all(name in text for name in ORDER)
-    summary = json.loads((page.parent / "summary.json").read_text())
-    entry = next(entry for entry in summary["cells"] if entry["cell"] == "first")
-    assert entry["metrics"]["P@1"] == {"mean": result(project, "first")["metrics"]["P@1"], "spread": None, "count": 1}
 
 
 def test_results_of_other_code_are_shown_and_counted(

@@ -38,7 +38,7 @@ def _run(seed: int, level: float, text: str = "x", peer: bool = False) -> Run:
     metrics = {name: level + seed / 10 + i for i, name in enumerate(METRICS)}
     metrics |= {f"{g}/{m}": v + level for g, v in GRID.items() for m in ("P@5", "PSP@5", "R@10", "coverage@5")}
     costs = {"train_seconds": 100.0 + level, "total_seconds": 200.0, "peak_memory_bytes": 5e8, "search_ms": 0.25,
-             "parameters_encoder": 123456, text: 1.0}  # fmt: skip
+             "parameters": 123456, text: 1.0}  # fmt: skip
     if peer:
         return Run(seed, metrics, validation={"P@1": level, "PSP@5": level, "R@100": level}, costs=costs)
     curve = [{"round": r, "train_seconds": 60.0, "refresh": {"refresh_seconds": 30.0},

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from unidec.tracking.run import Tracker, reconcile_runs
-from unidec.tracking.store import StoreHealth, open_client
+import unidec.tracking.run as tracking
+from unidec.tracking.run import Tracker, is_behind, reconcile_runs
+from unidec.tracking.store import open_client
 
 PARAMS = {f"section.key{i}": i for i in range(120)}
 DATASET = {"name": "tiny", "digest": "0" * 32, "path": "data/dataset", "num_queries": 7}
@@ -24,19 +25,18 @@ CHILD = """
 import sys, tempfile, time
 from pathlib import Path
 from unidec.tracking.run import Tracker
-run_dir, uri = Path(sys.argv[1]), sys.argv[2]
-tracker = Tracker("down", uri=uri)
+run_dir = Path(sys.argv[1])
+tracker = Tracker("down")
 tracker.start(run_dir, {"seed": 7}, {"git.dirty": "false"}, {"name": "tiny", "digest": "1", "path": "d"}, "killed")
 with tempfile.TemporaryDirectory() as folder:
     (Path(folder) / "curve.txt").write_text("seen once")
     tracker.log_files([Path(folder) / "curve.txt"], "plots")
 tracker.log_final({"test/P@1": 41.0})
-with tracker.live(0.05):
-    for step in range(10**6):
-        tracker.log(step, {"loss": 1.0 / (step + 1)})
-        time.sleep(0.002)
-        if step == 100:
-            print("working", flush=True)
+for step in range(10**6):
+    tracker.log(step, {"loss": 1.0 / (step + 1)})
+    time.sleep(0.002)
+    if step == 100:
+        print("working", flush=True)
 """
 
 
@@ -57,7 +57,8 @@ def way(helper, server):
 def _quick(monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
-    monkeypatch.setattr(StoreHealth, "_known", {})
+    monkeypatch.setattr(tracking, "_ask_again", {})
+    monkeypatch.setattr(tracking, "_EVERY", 0.05)
 
 
 def history(uri: str, run_id: str, name: str) -> list[tuple[int, float]]:
@@ -66,30 +67,29 @@ def history(uri: str, run_id: str, name: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_a_server_killed_and_brought_back_while_a_training_goes_on(server, tmp_path):
-    tracker = Tracker("down", uri=server.uri)
+def test_a_server_killed_and_brought_back_while_a_training_goes_on(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    tracker = Tracker("down")
     tracker.start(tmp_path / "run", PARAMS, {"git.dirty": "false"}, DATASET)
     spent, steps = 0.0, 400
-    with tracker.live(0.05), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         for step in range(steps):
+            begin = time.perf_counter()
             if step == 100:
                 server.kill()
             elif step == 200:  # what training says meanwhile
-                begin = time.perf_counter()
                 tracker.set_tags({"told": "while it was away"})
                 tracker.log_final({"test/P@1": 40.0})
                 tracker.log_final({"test/P@1": 41.0})  # the newer counts
                 (Path(folder) / "plot.txt").write_text("as it was")
                 tracker.log_files([Path(folder) / "plot.txt"], "plots")
                 (Path(folder) / "plot.txt").write_text("overwritten later")
-                spent += time.perf_counter() - begin
             elif step == 300:
                 server.start()
-            begin = time.perf_counter()
             tracker.log(step, {"training/loss": 1 / (step + 1), "training/epoch": step / 100})
-            spent += time.perf_counter() - begin
+            spent += time.perf_counter() - begin if 100 < step < 300 else 0.0
             time.sleep(0.005)
-    assert spent < 1.0  # 400 calls and four forced ones; a refusal that MLflow waits for takes seconds each
+    assert spent < 1.0  # 200 calls and four that send; a refusal that MLflow waits for takes seconds each
     tracker.finish()
     run = open_client(server.uri).get_run(tracker.run_id)
     assert run.info.status == "FINISHED"
@@ -100,25 +100,23 @@ def test_a_server_killed_and_brought_back_while_a_training_goes_on(server, tmp_p
     assert history(server.uri, tracker.run_id, "test/P_at_1") == [(0, 41.0)]
     path = open_client(server.uri).download_artifacts(tracker.run_id, "plots/plot.txt", str(tmp_path))
     assert Path(path).read_text() == "as it was"
-    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == ["tracking.json"]
+    assert not is_behind(tmp_path / "run") and not (tmp_path / "run" / "tracking-files").exists()
 
 
-def test_begun_and_killed_while_the_server_is_away(server, way, tmp_path):
+def test_begun_and_killed_while_the_server_is_away(server, way, tmp_path, monkeypatch):
     run_dir = tmp_path / "runs" / "one"
     way.close()  # nobody listens there any more
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(run_dir), way.uri], stdout=subprocess.PIPE, text=True
-    ) as child:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", way.uri)
+    with subprocess.Popen([sys.executable, "-c", CHILD, str(run_dir)], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "working\n"
         time.sleep(0.3)
         os.kill(child.pid, signal.SIGKILL)
-    queued = [line for line in (run_dir / "outbox.jsonl").read_bytes().splitlines() if b"loss" in line]
+    queued = [line for line in (run_dir / "tracking.jsonl").read_bytes().splitlines() if b"loss" in line]
     assert len(queued) > 50
-    with (run_dir / "outbox.jsonl").open("ab") as file:
+    with (run_dir / "tracking.jsonl").open("ab") as file:
         file.write(b'\n{"step": 99')  # a kill in the middle of a line
-    state = json.loads((run_dir / "tracking.json").read_text())
-    (run_dir / "tracking.json").write_text(json.dumps(state | {"uri": server.uri}))  # it is back
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)  # it is back
     assert reconcile_runs([run_dir]) == ["one"]
     assert reconcile_runs([run_dir]) == []
     state = json.loads((run_dir / "tracking.json").read_text())
@@ -131,26 +129,27 @@ def test_begun_and_killed_while_the_server_is_away(server, way, tmp_path):
     assert history(server.uri, state["run_id"], "test/P_at_1") == [(0, 41.0)]
     path = open_client(server.uri).download_artifacts(state["run_id"], "plots/curve.txt", str(tmp_path))
     assert Path(path).read_text() == "seen once"
-    assert sorted(file.name for file in run_dir.iterdir()) == ["tracking.json"]
+    assert not is_behind(run_dir) and not (run_dir / "tracking-files").exists()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_lost_requests_and_lost_answers_double_nothing(server, way, tmp_path, monkeypatch, seed):
     """An answer that is lost leaves the figures stored and the sender in doubt: it sends them again."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", way.uri)
     draw = random.Random(seed)
     steps, expected = 40, {}
     tracker = None
     for step in range(steps):
         if tracker is None or draw.random() < 0.1:  # another process goes on
             way.fault = draw.choice(["", "refuse", "answer"])
-            tracker = Tracker("down", uri=way.uri)
+            tracker = Tracker("down")
             tracker.start(tmp_path / "run", PARAMS, {"a": "b"}, DATASET)
         way.fault = draw.choice(["", "", "refuse", "answer"])
         expected[step] = draw.random()
         tracker.log(step, {"loss": expected[step]})
-        tracker._health.worked()  # time passes
-        tracker.flush(force=True)
+        tracking._ask_again.clear()  # time passes
+        tracker.flush()
     way.fault = ""
     tracker.finish("FAILED")
     client = open_client(server.uri)
@@ -165,7 +164,8 @@ def test_lost_requests_and_lost_answers_double_nothing(server, way, tmp_path, mo
 def test_a_server_that_hangs_is_not_waited_for_again_and_again(server, way, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    tracker = Tracker("down", uri=way.uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", way.uri)
+    tracker = Tracker("down")
     tracker.start(tmp_path / "run", {"seed": 0}, {}, DATASET)
     way.fault = "hang"
     begin, asked = time.perf_counter(), way.connections

@@ -315,7 +315,7 @@ def test_a_damaged_copy_is_fetched_again(work):
 def test_found_by_hash_where_the_version_is_another(work):
     sha256 = checked_sha256(work.bundle)
     assert (
-        fetch_by_hash("unidec", sha256, Path("kept"), "7")
+        fetch_by_hash("unidec", sha256, Path("kept"))
         == fetch_by_hash("unidec", sha256, Path("kept"))
         == Path("kept") / sha256[:16]
     )

@@ -112,42 +112,32 @@ def test_a_version_whose_files_are_gone_is_refused_and_a_registry_that_is_gone_i
         client.fetch(Identity("", version="1"))
 
 
-@pytest.mark.parametrize(
-    ("text", "meant"),
-    [
-        ("models:", "models:/unidec@champion"), ("models:/x", "models:/x@champion"),
-        ("models:/x@", "models:/x@champion"), ("models:/x/latest", "models:/x@latest"), ("models:/a/b/1", None),
-        ("models:/x@y/1", None), ("model:/x@champion", "models:/x@champion"), ("model:/x/7", "models:/x/7"),
-        ("models://x@champion", "models:/x@champion"), ("models:x@7", "models:/x/7"), ("http://x/y", "models:/x@y"),
-    ],
-)  # fmt: skip
-def test_addresses_that_are_none(text, meant):
-    with pytest.raises(ConfigError, match="not an address") as caught:
+@pytest.mark.parametrize("text", ["models:", "models:/x", "models:/a/b/1", "model:/x@champion", "http://x/y"])
+def test_addresses_that_are_none(text):
+    with pytest.raises(ConfigError, match="not an address"):
         parse_address(text)
-    assert caught.value.fix == (meant and f"did you mean {meant}?")
 
 
 @pytest.mark.parametrize(
     ("address", "meant"),
     [
-        (f"models:/{NAME}@champoin", f"models:/{NAME}@champion"),
-        ("models:/unidce@champion", f"models:/{NAME}@champion"),
-        ("models:/unidce/2", f"models:/{NAME}/2"), (f"models:/{NAME}/99", None), ("models:/z@zzz", None),
+        (f"models:/{NAME}@champoin", "champion"), (f"models:/{NAME[:-1]}@champion", NAME),
+        (f"models:/{NAME}/99", None), ("models:/z@zzz", None),
     ],
 )  # fmt: skip
 def test_what_the_registry_does_not_have_is_answered_with_what_it_has(shop, tmp_path, address, meant):
     with pytest.raises(ConfigError, match="not in the registry") as caught:
         fetch_bundle(address, tmp_path, uri=shop.uri)
     error = caught.value
-    listed = NAME if "no such model" in error.what else "alias champion (version 1); versions 1, 2, 3, 4"
+    listed = NAME if "no such model" in error.what else "champion, 4, 3, 2, 1"
     assert listed in str(error.expected) and error.where == address.rpartition("@" if "@" in address else "/")[0]
-    assert error.fix == f"did you mean {meant}?" if meant else "`unidec models list`" in error.fix
+    assert error.fix == f"nearest: {meant}" if meant else "`unidec models list`" in error.fix
 
 
 def test_a_server_with_a_bad_address_ends_with_the_fix(shop, tmp_path):
     for source, code, said in (
-        (f"models:/{NAME}@champoin", 2, f"did you mean models:/{NAME}@champion?"),
-        (f"model:/{NAME}@champion", 2, f"did you mean models:/{NAME}@champion?"),
+        (f"models:/{NAME}@champoin", 2, "nearest: champion"),
+        (f"model:/{NAME}@champion", 2, "models:/name@alias"),
         ("no-such-folder", 4, "no bundle here"),
     ):
         done = subprocess.run(

@@ -69,9 +69,9 @@ def stop(process: subprocess.Popen) -> None:
     process.wait(20)
 
 
-def tracked(uri: str, folder: Path) -> Tracker:
+def tracked(folder: Path) -> Tracker:
     """A finished run with figures and a file."""
-    tracker = Tracker("tests", uri=uri)
+    tracker = Tracker("tests")
     tracker.start(folder / "run", {"seed": 0}, {"git.dirty": "false"}, {"name": "tiny", "digest": "d", "path": "p"})
     for step in range(1500):
         tracker.log(step, {"loss": step / 7})
@@ -95,7 +95,7 @@ def mlflow(helper, postgres, tmp_path_factory):
 def test_runs_models_and_aliases_behind_the_server(helper, mlflow, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))  # loading a model puts its copied code in front
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow)
-    tracker = tracked(mlflow, tmp_path)
+    tracker = tracked(tmp_path)
     bundle = helper("tracking/test_registry").real_bundle(tmp_path)
     version = register(bundle, tracker.run_id, "unidec")
     assert register(bundle, tracker.run_id, "unidec") == version  # the same bundle again

@@ -145,7 +145,7 @@ def test_a_damaged_bundle_never_becomes_champion(stored, client, uri):
 def test_no_such_version_names_those_there_are(stored, uri):
     stored("a")
     for which in ("7", "challenger", "nonsense"):
-        with pytest.raises(ConfigError, match="expected: version 1"):
+        with pytest.raises(ConfigError, match="expected: one of 1"):
             promote(stored.name, which)
     with pytest.raises(ConfigError, match="unidec models register"):
         promote("no-such-model")

@@ -49,7 +49,7 @@ def client(uri):
 
 @pytest.fixture
 def run_id(uri, tmp_path) -> str:
-    run_id = Tracker("tests", uri=uri).start(tmp_path / "run", {"optim.epochs": 1})
+    run_id = Tracker("tests").start(tmp_path / "run", {"optim.epochs": 1})
     assert run_id
     return run_id
 
@@ -96,16 +96,6 @@ def make_bundle(path, labels=("vim", "nano", "emacs", "ed")):
     return path
 
 
-def test_a_run_that_another_store_has(uri, client, tmp_path, stand_in, path_as_before, caplog):
-    """Registered in this store under a run of its own, which names the other."""
-    other = Tracker("tests", uri=f"sqlite:///{tmp_path}/other/mlflow.db").start(tmp_path / "run", {})
-    version = registry.register(make_bundle(tmp_path / "bundle"), other, "elsewhere")
-    found = client.get_model_version("elsewhere", str(version))
-    assert found.tags["training.run_id"] == other and found.run_id not in (None, other)
-    assert client.get_run(found.run_id).info.status == "FINISHED"
-    assert f"MLflow run {other} is in another store" in caplog.text
-
-
 def test_a_folder_that_was_moved(tmp_path, stand_in, path_as_before, monkeypatch):
     """As docs/servers.md says: with its SQL the run is again the one that trained the bundle."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -123,7 +113,7 @@ def test_a_folder_that_was_moved(tmp_path, stand_in, path_as_before, monkeypatch
     assert tracker.run_id == run_id and open_client(tracker.uri).get_run(run_id).data.tags["moved"] == "true"
     with pytest.raises(ArtifactError, match="was the project's folder moved") as caught:
         registry.register(Path("bundle"), run_id, "moved")
-    assert "docs/servers.md" in caught.value.fix and (before / "mlflow").as_uri() in caught.value.fix
+    assert "docs/servers.md" in caught.value.fix and str(before / "mlflow") in caught.value.got
     page = (Path(__file__).resolve().parents[2] / "docs" / "servers.md").read_text()
     sql = re.search(r"sqlite3 mlflow/mlflow.db <<'SQL'\n(.*?)\nSQL", page, re.DOTALL)[1]
     for example, folder in (("file:///old/place", before), ("file:///new/place", after)):
@@ -180,23 +170,6 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
     assert "code/unidec/errors.py" in files and not [name for name in files if name.endswith((".pkl", ".pyc"))]
     requirements = (tmp_path / "stored" / "requirements.txt").read_text().split("\n")
     assert not [line for line in requirements if line.split("=")[0].strip() == "unidec"]
-
-
-def test_the_runs_test_metrics_are_the_models_with_its_data_set(uri, client, tmp_path, stand_in, path_as_before):
-    tracker = Tracker("tests", uri=uri)
-    about = {"name": "tiny", "digest": "f" * 36, "path": "data/dataset"}
-    run_id = tracker.start(tmp_path / "run", {}, dataset=about)
-    tracker.log_final({"test/P@1": 41.0, "test/tail/R@10": 7.0, "validation/P@1": 40.0})
-    version = registry.register(make_bundle(tmp_path / "bundle"), run_id, "measured")
-    source = client.get_model_version("measured", str(version)).source  # models:/<id of the logged model>
-    model = client.get_logged_model(source.rpartition("/")[2])
-    assert {(m.key, m.value, m.run_id, m.dataset_name, m.dataset_digest) for m in model.metrics} == {
-        ("test/P_at_1", 41.0, run_id, "tiny", "f" * 36), ("test/tail/R_at_10", 7.0, run_id, "tiny", "f" * 36),
-    }  # fmt: skip
-    experiment = client.get_run(run_id).info.experiment_id
-    found = client.search_logged_models([experiment], datasets=[{"dataset_name": "tiny", "dataset_digest": "f" * 36}])
-    assert [one.model_id for one in found] == [model.model_id]
-    assert [point.value for point in client.get_metric_history(run_id, "test/P_at_1")] == [41.0]  # once
 
 
 def test_another_bundle_is_another_version_and_takes_the_alias(uri, client, run_id, tmp_path, stand_in, path_as_before):

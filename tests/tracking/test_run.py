@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import sqlite3
@@ -9,9 +10,10 @@ import subprocess
 
 import pytest
 
+import unidec.tracking.run as tracking
 from unidec.tracking.provenance import code_tags, dvc_hash
 from unidec.tracking.run import Tracker, metric_name
-from unidec.tracking.store import artifact_location, prepare_store, sqlite_path, tracking_uri
+from unidec.tracking.store import artifact_location, open_client, prepare_store, sqlite_path, tracking_uri
 
 PARAMS = {f"section.key{i}": i for i in range(230)} | {"long": "x" * 7000}
 DATASET = {"name": "tiny", "digest": "f" * 64, "path": "data/dataset", "num_queries": 7}
@@ -23,24 +25,37 @@ def uri(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def client(uri):
-    from unidec.tracking.store import open_client
-
+def client(uri, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setattr(tracking, "_ask_again", {})
     return open_client(uri)
 
 
-def begin(uri, run_dir) -> Tracker:
-    tracker = Tracker("tests", uri=uri)
+def begin(run_dir) -> Tracker:
+    tracker = Tracker("tests")
     tracker.start(run_dir, PARAMS, {"git.dirty": "false"}, DATASET)
     return tracker
+
+
+@contextlib.contextmanager
+def away(monkeypatch):
+    """The store refuses everything; afterwards some time has passed."""
+
+    def refuse(_uri):
+        raise ConnectionError("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tracking, "open_client", refuse)
+        yield
+    tracking._ask_again.clear()
 
 
 def history(client, tracker, name) -> list[tuple[int, float]]:
     return sorted((point.step, point.value) for point in client.get_metric_history(tracker.run_id, name))
 
 
-def test_run_holds_parameters_data_set_tags_and_metrics(uri, client, tmp_path):
-    tracker = begin(uri, tmp_path / "run")
+def test_run_holds_parameters_data_set_tags_and_metrics(client, tmp_path):
+    tracker = begin(tmp_path / "run")
     for step in range(2500):  # more than MLflow takes in one batch
         tracker.log(step, {"loss": 1 / (step + 1)})
     tracker.log_final({"test/P@1": 41.0})
@@ -64,19 +79,19 @@ def test_run_holds_parameters_data_set_tags_and_metrics(uri, client, tmp_path):
     }
 
 
-def test_another_process_goes_on_with_the_run_and_doubles_nothing(uri, client, tmp_path):
-    first = begin(uri, tmp_path)
+def test_another_process_goes_on_with_the_run_and_doubles_nothing(client, tmp_path):
+    first = begin(tmp_path)
     for step in range(10):
         first.log(step, {"loss": float(step)})
-    first.flush(force=True)
-    second = begin(uri, tmp_path)  # a resumed training: from its checkpoint at step 5
+    first.flush()
+    second = begin(tmp_path)  # a resumed training: from its checkpoint at step 5
     assert second.run_id == first.run_id
     for step in range(5, 15):
         second.log(step, {"loss": float(step)})
     second.finish("KILLED")
     assert client.get_run(first.run_id).info.status == "KILLED"
     assert history(client, first, "loss") == [(step, float(step)) for step in range(15)]
-    third = begin(uri, tmp_path)
+    third = begin(tmp_path)
     assert client.get_run(third.run_id).info.status == "RUNNING"
     later = Tracker.resume(tmp_path)
     later.set_tags({"bundle": "abc"})
@@ -86,47 +101,88 @@ def test_another_process_goes_on_with_the_run_and_doubles_nothing(uri, client, t
     assert run.data.tags["bundle"] == "abc" and run.data.metrics["test/P_at_1"] == 2.0
 
 
-def test_a_store_that_is_away_stops_nothing_and_gets_everything_later(uri, client, tmp_path, monkeypatch, caplog):
-    import unidec.tracking.run as tracking
-
-    def away(_uri):
-        raise ConnectionError("refused")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tracking, "open_client", away)
-        tracker = begin(uri, tmp_path)
+def test_a_store_that_is_away_stops_nothing_and_gets_everything_later(client, tmp_path, monkeypatch, caplog):
+    with away(monkeypatch):
+        tracker = begin(tmp_path)
         assert tracker.run_id is None and tracker.url is None
         for step in range(5):
             tracker.log(step, {"loss": float(step)})
-        with tracker.system_metrics():
-            pass
-        tracker.flush(force=True)
+        assert not tracker.flush()
     assert caplog.text.count("is away; what is logged waits in") == 1  # said once
-    assert len((tmp_path / "outbox.jsonl").read_text().split()) > 5
-    assert (tmp_path / "outbox.jsonl").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "tracking.jsonl").stat().st_mode & 0o777 == 0o600
     later = Tracker.resume(tmp_path)  # the process died; another one sends what waits
     later.log(5, {"loss": 5.0})
     later.finish("FAILED")
     assert history(client, later, "loss") == [(step, float(step)) for step in range(6)]
     run = client.get_run(later.run_id)
     assert run.info.status == "FAILED" and len(run.data.params) == len(PARAMS)
-    assert not (tmp_path / "outbox.jsonl").exists()
+    assert not tracking.is_behind(tmp_path)
 
 
-def test_a_run_whose_id_got_lost_is_found_again(uri, tmp_path):
-    tracker = begin(uri, tmp_path)
-    state = json.loads((tmp_path / "tracking.json").read_text())
-    (tmp_path / "tracking.json").write_text(json.dumps(state | {"run_id": None}))
-    assert begin(uri, tmp_path).run_id == tracker.run_id
+def test_figures_arrive_while_a_training_runs(client, tmp_path, monkeypatch):
+    pytest.importorskip("psutil")
+    monkeypatch.setattr(tracking, "_EVERY", 0.0)
+    tracker = begin(tmp_path)
+    for step in range(3):
+        tracker.log(step, {"loss": float(step)})
+        assert len(history(client, tracker, "loss")) == step + 1
+    assert "system/cpu_utilization_percentage" in client.get_run(tracker.run_id).data.metrics
 
 
-def test_a_deleted_run_and_a_damaged_state_begin_anew(uri, client, tmp_path):
-    tracker = begin(uri, tmp_path)
+def test_another_store_gets_the_whole_history(client, tmp_path, monkeypatch):
+    first = begin(tmp_path / "run")
+    first.log(0, {"loss": 0.0})
+    first.set_tags({"told": "once"})
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other/mlflow.db")
+    second = begin(tmp_path / "run")
+    second.log(1, {"loss": 1.0})
+    second.finish()
+    other = open_client(tracking_uri())
+    assert history(other, second, "loss") == [(0, 0.0), (1, 1.0)] and second.run_id != first.run_id
+    assert other.get_run(second.run_id).data.tags["told"] == "once"
+
+
+def test_a_status_from_before_a_resumption_is_not_sent(client, tmp_path, monkeypatch):
+    tracker = begin(tmp_path)
+    with away(monkeypatch):
+        tracker._client = None
+        tracker.finish("KILLED")
+    assert tracking.is_behind(tmp_path)
+    again = begin(tmp_path)
+    assert client.get_run(again.run_id).info.status == "RUNNING"
+
+
+def test_a_disk_that_is_full_stops_nothing(client, tmp_path, monkeypatch, caplog):
+    tracker = begin(tmp_path)
+
+    def full(*_args, **_options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", full)
+        tracker.log(0, {"loss": 1.0})
+    assert "No space left" in caplog.text
+
+
+@pytest.mark.parametrize("lost", ["run_id", "note"])
+def test_a_run_whose_id_got_lost_is_found_again(client, tmp_path, lost):
+    """By its key; or, where the folder has lost its note, by the id that a checkpoint names."""
+    run_id, note = begin(tmp_path).run_id, tmp_path / "tracking.json"
+    if lost == "note":
+        note.unlink()
+    else:
+        note.write_text(json.dumps(json.loads(note.read_text()) | {"run_id": None}))
+    assert Tracker("tests").start(tmp_path, {"seed": 0}, run_id=run_id) == run_id
+    assert Tracker("tests").start(tmp_path, {"seed": 0}, run_id="gone") == run_id  # the folder's note is newer
+
+
+def test_a_deleted_run_and_a_damaged_state_begin_again(client, tmp_path):
+    tracker = begin(tmp_path)
     client.delete_run(tracker.run_id)
-    again = begin(uri, tmp_path)
+    again = begin(tmp_path)
     assert again.run_id not in (None, tracker.run_id)
     (tmp_path / "tracking.json").write_text("{")
-    assert begin(uri, tmp_path).run_id not in (None, tracker.run_id, again.run_id)
+    assert begin(tmp_path).run_id not in (None, tracker.run_id, again.run_id)
 
 
 def test_no_run_was_begun(tmp_path):
@@ -136,18 +192,6 @@ def test_no_run_was_begun(tmp_path):
     tracker.set_tags({"a": "b"})
     tracker.finish()
     assert tracker.run_id is None and list(tmp_path.iterdir()) == []
-
-
-def test_system_metrics_are_sampled(uri, client, tmp_path, monkeypatch):
-    pytest.importorskip("psutil")
-    import time
-
-    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
-    tracker = begin(uri, tmp_path)
-    with tracker.system_metrics():
-        time.sleep(1.5)
-    tracker.flush(force=True)
-    assert "system/cpu_utilization_percentage" in client.get_run(tracker.run_id).data.metrics
 
 
 def _start_together(barrier, uri: str, results) -> None:
@@ -206,8 +250,8 @@ def test_code_tags_and_dvc_hash(tmp_path):
 
 
 @pytest.mark.parametrize("note", [b"[1]", b"3", b'{"run_id": "\xff"}', b'{"run_key": "x"}', b"{"])
-def test_a_damaged_note_of_the_run_begins_a_new_one(uri, tmp_path, note):
+def test_a_damaged_note_of_the_run_begins_a_new_one(client, tmp_path, note):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tracking.json").write_bytes(note)
     assert Tracker.resume(tmp_path / "run").run_id is None
-    assert Tracker(uri=uri).start(tmp_path / "run", {}) is not None
+    assert Tracker().start(tmp_path / "run", {}) is not None

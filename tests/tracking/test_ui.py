@@ -10,17 +10,12 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
-import time
 import urllib.request
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from unidec.tracking.run import Tracker
-from unidec.tracking.store import tracking_uri, ui_note, ui_url
+from unidec.tracking.store import tracking_uri, ui_url
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "0a1b"
@@ -101,11 +96,8 @@ def test_both_servers_on_ports_of_ones_own(project):
         assert "4200" not in text and "5000" not in text
         with urllib.request.urlopen(f"http://127.0.0.1:{prefect}/ui-settings", timeout=10) as answer:
             assert json.load(answer)["api_url"] == f"http://127.0.0.1:{prefect}/api"
-        uri = tracking_uri(project)
-        assert ui_url(uri, "1", RUN) == f"http://127.0.0.1:{mlflow}/#/experiments/1/runs/{RUN}"
     finally:
         stop(ui)
-    assert not ui_note(uri).exists() and ui_url(uri, "1", RUN) is None
 
 
 def test_a_port_that_is_in_use_is_named(project):
@@ -119,36 +111,11 @@ def test_a_port_that_is_in_use_is_named(project):
     assert ui.returncode == 1 and f"make ui PORT_MLFLOW={port + 1}" in text
 
 
-@pytest.fixture
-def server() -> Iterator[str]:
-    """An MLflow server's answer to whether it has a run: one that it has, any other it has not."""
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path.endswith(f"runs/get?run_id={RUN}") else 404)
-            self.end_headers()
-
-        def log_message(self, *words: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as listening:
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{listening.server_address[1]}"
-        listening.shutdown()
-
-
-def test_a_run_has_an_address_only_where_a_server_shows_it(project, server, monkeypatch):
-    uri = tracking_uri(project)
-    assert ui_url(uri, "1", RUN) is None
-    ui_note(uri).write_text(f"{server}\n")
-    assert ui_url(uri, "1", RUN) == f"{server}/#/experiments/1/runs/{RUN}"
-    assert ui_url(uri, "1", "another") is None, "a server of another store"
-    ui_note(uri).write_text(f"http://127.0.0.1:{free_port()}\n")
-    assert ui_url(uri, "1", RUN) is None, "a note that a killed `make ui` left"
-    assert ui_url(f"http://127.0.0.1:{free_port()}", "1", RUN) is None
-    assert ui_url(server, "1", RUN) == f"{server}/#/experiments/1/runs/{RUN}"
+def test_a_run_has_an_address_where_a_server_is_named(project, monkeypatch):
+    assert ui_url(tracking_uri(project), "1", RUN) is None
+    assert ui_url("http://u:p@host:5000", "1", RUN) == f"http://host:5000/#/experiments/1/runs/{RUN}"
     monkeypatch.setenv("UNIDEC_MLFLOW_UI", "https://mlflow.example.com/")
-    assert ui_url(uri, "1", RUN) == f"https://mlflow.example.com/#/experiments/1/runs/{RUN}"
+    assert ui_url(tracking_uri(project), "1", RUN) == f"https://mlflow.example.com/#/experiments/1/runs/{RUN}"
 
 
 @pytest.mark.slow
@@ -160,14 +127,7 @@ def test_the_real_servers_on_ports_of_ones_own(project, monkeypatch):
         assert f"http://127.0.0.1:{prefect}" in printed(ui)
         with urllib.request.urlopen(f"http://127.0.0.1:{prefect}/ui-settings", timeout=30) as answer:
             assert json.load(answer)["api_url"] == f"http://127.0.0.1:{prefect}/api"
-        tracker = Tracker("unidec", tracking_uri(project))
-        tracker.start(project / "run", {"optim.epochs": 1})
-        for _ in range(20):
-            if tracker.url is not None:
-                break
-            time.sleep(0.5)
-        assert tracker.url == f"http://127.0.0.1:{mlflow}/#/experiments/1/runs/{tracker.run_id}"
-        tracker.finish()
+        with urllib.request.urlopen(f"http://127.0.0.1:{mlflow}/health", timeout=30) as answer:
+            assert answer.status == 200
     finally:
         stop(ui)
-    assert tracker.url is None

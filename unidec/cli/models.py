@@ -22,12 +22,12 @@ models_app = group("List, compare, promote and trace registered models.")
 
 @command(models_app, "unidec models list", "unidec models list --json", name="list")
 def list_models(params: Params, as_json: AsJson = False) -> None:
-    """List the registered versions: aliases, metrics, data, code, result of the gate, age."""
-    from unidec.tracking.lineage import list_versions, rows_of
+    """List the registered versions: aliases, metrics, data, code, result of the gate, date."""
+    from unidec.tracking.lineage import COLUMNS, list_versions, rows_of
 
     found = list_versions(params.tracking.model_name)
     nothing = f"no versions of {params.tracking.model_name} yet: unidec models register makes one"
-    show_list(found, rows_of(found), nothing, as_json)
+    show_list(found, (list(COLUMNS), rows_of(found)), nothing, as_json)
 
 
 @command(models_app, "unidec models gate", "unidec models gate 7 --set gate.margin=0.2 --json")

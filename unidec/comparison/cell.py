@@ -57,9 +57,8 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
                 _wait(process, GRACE_S)
     if code == 0 and step.result() is not None:
         return
-    reason = step.failure()
-    if not reason:
-        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if not (reason := step.failure()):
+        how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
         how += " (not enough memory?)" if code == -signal.SIGKILL else ""
         reason = f"{how}: {last_lines(step.folder / LOG)}"
         if not stopping.is_set():
@@ -167,24 +166,24 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
 def _peer(name: str, params: Params) -> dict[str, Any]:
     from unidec.comparison import measure
     from unidec.comparison.peers import PEERS
-    from unidec.comparison.peers.running import Settings, run_peer
+    from unidec.comparison.peers.running import run_peer
     from unidec.model.sources import resolve_encoder
     from unidec.pipeline import paths
 
-    settings = Settings(
-        params.tokens.text, params.tokens.max_length,
-        str(resolve_encoder(params.encoder.name)) if PEERS[name].script == "sentence.py" else "",
-        params.encoder.pooling, params.optim.epochs, params.pool.batch_size,
-        int(os.environ.get("OMP_NUM_THREADS", "1")), params.seed,
-    )  # fmt: skip
+    settings = {
+        "text": params.tokens.text, "max_length": params.tokens.max_length, "pooling": params.encoder.pooling,
+        "encoder": str(resolve_encoder(params.encoder.name)) if PEERS[name].script == "sentence.py" else "",
+        "epochs": params.optim.epochs, "batch_size": params.pool.batch_size, "seed": params.seed,
+        "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
+    }  # fmt: skip
     return measure.of_peer(params, name, run_peer(name, paths.open_dataset(), settings))
 
 
 def _remove(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
     else:
-        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
 
 
 def _link(links: Mapping[str, str]) -> None:

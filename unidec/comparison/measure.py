@@ -20,9 +20,8 @@ from unidec.data.storage import read_json_lines
 from unidec.machine import host_peak
 
 K = 100
-TIMED_QUERIES = 512  # queries whose prediction is timed, in batches of 256
+TIMED_QUERIES, TIMED_K = 512, 10  # queries whose prediction is timed
 PREDICTIONS = "labels.npy"
-_TIMED_K = 10
 
 
 def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> 
     from unidec.pipeline import paths
     from unidec.pipeline.ranking import headline
     from unidec.retrieval.bundle import Bundle
-    from unidec.tracking.run import Tracker
+    from unidec.tracking.run import tracking_state
 
     metrics = json.loads(paths.METRICS.read_text(encoding="utf-8"))
     lists = pq.read_table(paths.PREDICTIONS, columns=["labels"])["labels"].to_pylist()
@@ -45,19 +44,26 @@ def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> 
     for row, found in enumerate(lists):
         labels[row, : min(len(found), K)] = found[:K]
     np.save(PREDICTIONS, labels, allow_pickle=False)
-    records = paths.MODEL if run_dir is None else run_dir
-    curve = read_json_lines(records / "rounds.jsonl")
+    curve = read_json_lines(run_dir / "rounds.jsonl") if run_dir else []
     bundle = Bundle.load(paths.BUNDLE, verify=False)
-    costs = costs | _search_times(bundle, params) | _sizes(bundle, paths.BUNDLE)
+    heads = [head for head in (bundle.model.head_de, bundle.model.head_clf) if head is not None]
+    weights = [parameter for part in (bundle.model.encoder, *heads) for parameter in part.parameters()]
+    costs = costs | {
+        "search_ms": _search_ms(bundle, params),
+        "parameters": float(
+            sum(weight.numel() for weight in weights)
+            + sum(bundle.vectors[name].size for name in ("clf", "bias") if name in bundle.vectors)
+        ),
+        "bundle_bytes": float(sum(file.stat().st_size for file in paths.BUNDLE.rglob("*") if file.is_file())),
+    }
     if run_dir is not None:
         costs["train_seconds"] = float(sum(line["train_seconds"] for line in curve))
         costs["refresh_seconds"] = float(sum(line.get("refresh", {}).get("refresh_seconds", 0) for line in curve))
     parts = {name: headline(metrics[name]) for name in ("de", "clf", "heads", "knn") if name in metrics}
-    tracker = Tracker.resume(run_dir) if run_dir is not None else None
     return {
         "metrics": metrics["test"], "validation": metrics.get("validation", {}), "parts": parts,
-        "costs": costs, "curve": curve if run_dir is not None else [], "params": flatten(params),
-        "dataset": _card(params), "lineage": _lineage(), "mlflow_run": tracker.run_id if tracker is not None else None,
+        "costs": costs, "curve": curve, "params": flatten(params), "dataset": _card(params), "lineage": _lineage(),
+        "mlflow_run": run_dir and tracking_state(run_dir).get("run_id"),
     }  # fmt: skip
 
 
@@ -67,17 +73,12 @@ def of_peer(params: Params, name: str, outcome: PeerOutcome) -> dict[str, Any]:
     from unidec.pipeline import paths
 
     dataset, propensity = paths.open_dataset(), paths.open_propensity()
-    figures: dict[str, dict[str, float]] = {}
-    for split, (found, _) in outcome.predictions.items():
-        rows = dataset.rows(split)
-        filters = dataset.filter_pairs[rows]
-        labels = remove_filtered(found, filters, K)
-        truth = filtered_truth(dataset.relevance[rows], filters)
-        figures[split] = evaluate(labels, truth, propensity.inverse_L, propensity.group_L)
-        if split == "test":
-            np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
+    rows = dataset.rows("test")
+    filters = dataset.filter_pairs[rows]
+    truth, labels = filtered_truth(dataset.relevance[rows], filters), remove_filtered(outcome.labels, filters, K)
+    np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
     result = {
-        "metrics": figures["test"], "validation": figures.get("validation", {}), "parts": {},
+        "metrics": evaluate(labels, truth, propensity.inverse_L, propensity.group_L), "validation": {}, "parts": {},
         "costs": {"peak_memory_bytes": float(host_peak())} | dict(outcome.costs), "curve": [],
         "dataset": _card(params), "lineage": _lineage() | {name: outcome.version},
     }  # fmt: skip
@@ -88,10 +89,9 @@ def _lineage() -> dict[str, str]:
     """What the figures were measured with and on: versions, commit, machine; no names."""
     import torch
 
-    from unidec.tracking import provenance
+    from unidec.tracking.provenance import COMMIT_TAG, DIRTY_TAG, code_tags
 
-    tags = provenance.code_tags()
-    names = {"mlflow.source.git.commit": "commit", "git.dirty": "edited", "unidec.version": "unidec"}
+    tags, names = code_tags(), {COMMIT_TAG: "commit", DIRTY_TAG: "edited", "unidec.version": "unidec"}
     found = {short: tags[name] for name, short in names.items() if name in tags}
     found |= {
         "system": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count()),
@@ -103,40 +103,16 @@ def _lineage() -> dict[str, str]:
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _search_times(bundle: Any, params: Params) -> dict[str, float]:
-    """Milliseconds a test query: encoding (tokens and heads), and the rest of a prediction."""
-    from unidec.data.tokens import encode_texts
+def _search_ms(bundle: Any, params: Params) -> float:
+    """Milliseconds a test query, from its text to its labels."""
     from unidec.pipeline import paths
 
     dataset = paths.open_dataset()
-    rows = dataset.rows("test")[:TIMED_QUERIES]
-    if not len(rows):
-        return {}
-    texts = dataset.query_texts(rows, params.tokens.text)
-    bundle.predict_arrays(texts[:8], k=_TIMED_K)  # what is loaded at the first call is no search time
+    texts = dataset.query_texts(dataset.rows("test")[:TIMED_QUERIES], params.tokens.text)
+    bundle.predict_arrays(texts[:8], k=TIMED_K)  # what is loaded at the first call is no search time
     begin = time.perf_counter()
-    bundle.predict_arrays(texts, k=_TIMED_K)
-    whole = time.perf_counter() - begin
-    begin = time.perf_counter()
-    for start in range(0, len(texts), 256):
-        part = texts[start : start + 256]
-        tokens = encode_texts(part, bundle.model.tokenizer_folder, bundle.model.max_length)
-        bundle.model.encode_queries(tokens, np.arange(len(part)), batch_size=len(part))
-    encoding = time.perf_counter() - begin
-    return {"encode_ms": 1000 * encoding / len(texts), "search_ms": 1000 * max(whole - encoding, 0) / len(texts)}
-
-
-def _sizes(bundle: Any, folder: Path) -> dict[str, float]:
-    """Numbers of parameters by part, those that do not train included, and the bundle's bytes."""
-    model = bundle.model
-    heads = [head for head in (model.head_de, model.head_clf) if head is not None]
-    stored = [bundle.vectors[name].size for name in ("clf", "bias") if name in bundle.vectors]
-    return {
-        "parameters_encoder": float(sum(parameter.numel() for parameter in model.encoder.parameters())),
-        "parameters_heads": float(sum(parameter.numel() for head in heads for parameter in head.parameters())),
-        "parameters_classifier": float(sum(stored)),
-        "bundle_bytes": float(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())),
-    }
+    bundle.predict_arrays(texts, k=TIMED_K)
+    return 1000 * (time.perf_counter() - begin) / max(len(texts), 1)
 
 
 def _card(params: Params) -> dict[str, Any]:
@@ -158,9 +134,7 @@ def _tracked(params: Params, peer: str, result: dict[str, Any]) -> str | None:
     tracker = Tracker(params.tracking.experiment)
     about = {"name": result["dataset"]["name"], "digest": result["dataset"]["sha256"], "path": "data/dataset"}
     tracker.start("runs/peer", {"peer": peer, "seed": params.seed}, {}, about)
-    tracker.log_final(
-        {f"test/{name}": value for name, value in result["metrics"].items()}
-        | {f"cost/{name}": value for name, value in result["costs"].items()}
-    )
+    figures = {f"test/{name}": value for name, value in result["metrics"].items()}
+    tracker.log_final(figures | {f"cost/{name}": value for name, value in result["costs"].items()})
     tracker.finish("FINISHED")
     return tracker.run_id

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-import graphlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from unidec.comparison.file import (
-    CellEntry,
-    ComparisonFile,
-    DataEntry,
-    flat,
-    one_of,
-    read_file,
-)
+from unidec.comparison.file import CellEntry, ComparisonFile, DataEntry, flat, one_of, read_file
 from unidec.comparison.peers import PEERS
 from unidec.config import Params, ParamsError, build_params, nearest, problem, recipe_names, short
 from unidec.errors import ConfigError
@@ -31,10 +23,9 @@ START = "data/start"  # in a cell's folder: a link to the model that it starts f
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a cell on a data set with a seed.
+    """One run: a cell on a data set with a seed; data, cell and seed as in the file.
 
     Attributes:
-        data, cell, seed: names as in the file.
         kind: trained by us, another cell's model served otherwise, or a peer.
         params: all of them; of a peer those that it shares with the recipes (data, texts, encoder, epochs).
         settings: what is set beyond the recipe and the common settings.
@@ -121,11 +112,11 @@ def select(comparison: Comparison, only: Sequence[str]) -> list[Job]:
 
 
 def _matches(job: Job, pattern: str) -> bool:
-    names = (job.data, job.cell, str(job.seed)), (slug(job.data), slug(job.cell), str(job.seed))
-    return any(
-        fnmatch.fnmatchcase(name, pattern)
-        for data, cell, seed in names
-        for name in (cell, f"{data}/{cell}", f"{data}/{cell}/{seed}")
+    parts = pattern.split("/")
+    names = [job.cell] if len(parts) == 1 else [job.data, job.cell, str(job.seed)][: max(2, len(parts))]
+    return len(parts) == len(names) and all(
+        fnmatch.fnmatchcase(name, part) or fnmatch.fnmatchcase(slug(name), part)
+        for name, part in zip(names, parts, strict=True)
     )
 
 
@@ -136,14 +127,9 @@ class _System:
     kind: Kind
     recipe: str = ""
     peer: str = ""
-    model_of: str | None = None
-    after: str | None = None
+    needs: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     origin: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def needs(self) -> str | None:
-        return self.model_of or self.after
 
 
 class _Planner:
@@ -152,26 +138,23 @@ class _Planner:
     def __init__(self, file: ComparisonFile, origin: dict[str, str], overrides: dict[str, Any]) -> None:
         self.file, self.origin, self.overrides = file, origin, overrides
         self.problems: list[str] = []
-        self.wrong_params: dict[str, list[str]] = {}  # text of a problem -> cells that have it
+        self.systems: dict[str, _System | None] = {}  # those that others need first; None: something is wrong
+        self.wrong_params: dict[str, str] = {}  # text of a problem -> first cell that has it
 
     def jobs(self) -> list[Job]:
-        self._check_file()
+        self._check_data_and_groups()
         for name, cell in self.file.cells.items():
             self._check_cell(name, cell)
-        systems = self._systems()
-        needs = {name: [one.needs] if one.needs else [] for name, one in systems.items()}
-        order = [name for name in graphlib.TopologicalSorter(needs).static_order() if name in systems]
+            self._system(name, ())
         jobs = [
             job
-            for seed in self.file.seeds
+            for seed in dict.fromkeys(self.file.seeds)
             for data, entry in self.file.data.items()
-            for cell in order
-            if seed == self.file.seeds[0] or systems[cell].kind != "peer" or PEERS[systems[cell].peer].script
-            if (job := self._job(data, entry, cell, systems[cell], seed)) is not None
+            for cell, system in self.systems.items()
+            if system and (seed == self.file.seeds[0] or system.kind != "peer" or PEERS[system.peer].script)
+            if (job := self._job(data, entry, cell, system, seed)) is not None
         ]
-        for text, cells in self.wrong_params.items():
-            more = f" and {len(cells) - 4} more" if len(cells) > 4 else ""
-            self.problems.append(f"{text}\n    in: {', '.join(cells[:4])}{more}")
+        self.problems += [f"{text}\n    in: {cell}" for text, cell in self.wrong_params.items()]
         return jobs
 
     # -- checks -------------------------------------------------------------------------------------------------------
@@ -184,16 +167,7 @@ class _Planner:
         if name is not None and name not in names:
             self._add(key, f"no such {what}", name, one_of(names), nearest(name, names))
 
-    def _check_file(self) -> None:
-        """Folders, names and seeds; two names must not share a folder."""
-        for section in ("data", "cells"):
-            taken: dict[str, str] = {}
-            for name in getattr(self.file, section):
-                other = taken.setdefault(slug(name), name)
-                if other != name:
-                    self._add(f"{section}.{name}", f"has the same folder as {other!r}", slug(name), "another name")
-        if len(set(self.file.seeds)) < len(self.file.seeds):
-            self._add("seeds", "a seed given twice", self.file.seeds)
+    def _check_data_and_groups(self) -> None:
         for name, entry in self.file.data.items():
             if not Path(entry.path).is_dir():
                 self._add(f"data.{name}.path", "no such folder", entry.path, "a folder of raw files, from here")
@@ -224,62 +198,48 @@ class _Planner:
             elif cell.model_of is not None and section != "index":
                 self._add(place, "would need another training", cell.set, "keys of index, or like: instead")
 
-    # -- systems ------------------------------------------------------------------------------------------------------
+    # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def _systems(self) -> dict[str, _System]:
-        """Each cell over the one that it is like, or whose model it serves, in the file's order."""
-        cells = self.file.cells
-        named = {
-            name: {other for other in (cell.like, cell.model_of, cell.after) if other in cells}
-            for name, cell in cells.items()
-        }
-        try:
-            order = list(graphlib.TopologicalSorter(named).static_order())
-        except graphlib.CycleError as error:
-            circle = error.args[1]
-            self._add(f"cells.{circle[0]}", "goes in a circle", " -> ".join(circle))
-            return {}
-        systems: dict[str, _System] = {}
-        for name in order:
-            if (system := self._system(name, cells[name], systems)) is not None:
-                systems[name] = system
-        return {name: systems[name] for name in cells if name in systems}
-
-    def _system(self, name: str, cell: CellEntry, others: Mapping[str, _System]) -> _System | None:
-        for place in ("model_of", "after"):
-            other = others.get(getattr(cell, place) or "")
+    def _system(self, name: str | None, above: tuple[str, ...]) -> _System | None:
+        """A cell over the one that it is like, or whose model it serves; `above`: the cells that need it."""
+        cell = self.file.cells.get(name or "")
+        if name is None or cell is None or name in self.systems:
+            return self.systems.get(name or "")
+        if name in above:
+            self._add(f"cells.{name}", "goes in a circle", " -> ".join([*above, name]))
+            return None
+        like, model_of, after = (
+            self._system(other, (*above, name)) for other in (cell.like, cell.model_of, cell.after)
+        )
+        for place, other in (("model_of", model_of), ("after", after)):
             if other is not None and other.kind != "recipe":
                 self._add(f"cells.{name}.{place}", "has no model of its own", getattr(cell, place), "a trained cell")
-        below: _System | None = None
-        if cell.like is not None or cell.model_of is not None:
-            below = others.get(cell.like or cell.model_of or "")
-        elif cell.peer in PEERS:
-            below = _System("peer", peer=cell.peer)
+        system = like or model_of
+        if cell.peer in PEERS:
+            system = _System("peer", peer=cell.peer)
         elif cell.recipe in recipe_names():
-            below = _System("recipe", cell.recipe)
-        if below is None or below.kind == "peer":
-            return below
-        settings, section = flat(cell.set), f"cells.{name}.set"
-        return replace(
-            below,
-            kind="model_of" if cell.model_of is not None else below.kind,
-            model_of=cell.model_of or below.model_of,
-            after=cell.after or below.after,
-            settings={**below.settings, **settings},
-            origin={**below.origin, **self._origins(section, settings)},
-        )
+            system = _System("recipe", cell.recipe)
+        if system is not None and system.kind != "peer":
+            settings, section = flat(cell.set), f"cells.{name}.set"
+            system = replace(
+                system,
+                kind="model_of" if cell.model_of else system.kind,
+                needs=cell.model_of or cell.after or system.needs,
+                settings={**system.settings, **settings},
+                origin={**system.origin, **self._origins(section, settings)},
+            )
+        self.systems[name] = system
+        return system
 
     def _origins(self, section: str, keys: Iterable[str]) -> dict[str, str]:
         """Where each key of a section was given: "line 3, common"."""
         places = {key: self.origin.get(f"{section}.{key}", self.origin.get(section, "")) for key in keys}
         return {key: f"{place}, {section}" if place else section for key, place in places.items()}
 
-    # -- jobs ---------------------------------------------------------------------------------------------------------
-
     def _job(self, data: str, entry: DataEntry, cell: str, system: _System, seed: int) -> Job | None:
         """The job with its parameters; None where these are wrong."""
         settings = dict(system.settings)
-        if system.kind == "recipe" and system.after is not None:
+        if system.kind == "recipe" and system.needs is not None:
             settings["encoder.start"] = START
         common, of_data = flat(self.file.common), flat(entry.set)
         origin = self._origins("common", common) | self._origins(f"data.{data}.set", of_data)
@@ -291,9 +251,7 @@ class _Planner:
             params = build_params(values, origin, f"cells.{cell}")
         except ParamsError as error:
             for text in error.problems:
-                cells = self.wrong_params.setdefault(text, [])
-                if cell not in cells:
-                    cells.append(cell)
+                self.wrong_params.setdefault(text, cell)
             return None
-        needs = f"{data}/{system.needs}/{seed}" if system.needs is not None else None
+        needs = f"{data}/{system.needs}/{seed}" if system.needs else None
         return Job(data, cell, seed, system.kind, params, entry, settings, needs, system.peer)

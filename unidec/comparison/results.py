@@ -5,7 +5,6 @@ Legend: n test queries, K labels a query.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,21 +19,13 @@ from unidec.comparison.workspace import LOG, Step, Workspace
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
 from unidec.data.storage import load_array, write_json
-from unidec.evaluation.comparison_page import (
-    Cell,
-    ComparisonInput,
-    Group,
-    Run,
-    Task,
-    summary,
-    write_comparison,
-)
+from unidec.evaluation.comparison_page import Cell, ComparisonInput, Group, Run, Task, write_comparison
 from unidec.evaluation.metrics import QueryParts, by_query, filtered_truth
 from unidec.evaluation.significance import Comparison as PairedTest
 from unidec.evaluation.significance import best_systems, compare_systems
 from unidec.progress import progress
 
-REPORT, SUMMARY = "report.html", "summary.json"
+REPORT = "report.html"
 TESTED = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@100")
 TABLE = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100")
 Results = Mapping[str, dict[str, Any]]  # result.json of each job that has one, by the job's key
@@ -45,11 +36,10 @@ NOTE = (
 
 
 def write_report(workspace: Workspace) -> Path:
-    """Write report.html and summary.json of everything that the workspace holds, whatever was asked for last."""
+    """Write report.html of everything that the workspace holds, whatever was asked for last."""
     found = gather(workspace)
     page = page_input(workspace, found, contrasts(workspace, found))
     workspace.root.mkdir(parents=True, exist_ok=True)
-    _write_summary(workspace.root / SUMMARY, page)
     write_comparison(workspace.root / REPORT, page)
     return workspace.root / REPORT
 
@@ -66,15 +56,12 @@ def listing(jobs: Iterable[Job], workspace: Workspace, accept_code: bool) -> lis
 
 def table(workspace: Workspace) -> list[list[str]]:
     """The results so far, for a terminal: column heads, then a row for each cell, mean ± spread over seeds."""
-    rows = [["data", "cell", "seeds", *TABLE, "train s", "MB"]]
+    rows = [["data", "cell", "seeds", *TABLE]]
     for cell in page_input(workspace, gather(workspace)).cells:
         if cell.runs:
-            figures = [_plus_minus(cell.values(name), 1) for name in TABLE]
-            seconds, memory = (
-                [run.costs.get(name, math.nan) for run in cell.runs] for name in ("train_seconds", "peak_memory_bytes")
-            )
-            costs = [_plus_minus(seconds, 0), _plus_minus([size / 1e6 for size in memory], 0)]
-            rows.append([cell.task, cell.name, str(len(cell.runs)), *figures, *costs])
+            found = [cell.summary(name) for name in TABLE]
+            figures = [f"{one.mean:.1f}" + (f" ± {one.spread:.1f}" if one.count > 1 else "") for one in found]
+            rows.append([cell.task, cell.name, str(len(cell.runs)), *figures])
     return rows
 
 
@@ -101,6 +88,11 @@ def page_input(
     done = [job for job in comparison.jobs if job.key in found]
     old = sum(found[job.key]["code"] != workspace.step(job).spec["code"] for job in done)
     cards = {job.data: found[job.key]["dataset"] for job in reversed(done)}
+    # what made the figures; several values where they differ between cells
+    made: dict[str, dict[str, None]] = {"command": {f"unidec compare {comparison.path}": None}}
+    for result in found.values():
+        for name, value in result["lineage"].items():
+            made.setdefault(name, {})[value] = None
     return ComparisonInput(
         title=file.title or f"Comparison {file.name}",
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -113,7 +105,7 @@ def page_input(
         groups=[Group(title, group.base, group.cells, group.about) for title, group in file.groups.items()],
         failures=[_failure(job, workspace.step(job)) for job in comparison.jobs if job.key not in found],
         common=comparison.common,
-        lineage=_lineage(comparison, list(found.values())),
+        lineage={name: ", ".join(list(values)[:5]) for name, values in made.items()},
     )
 
 
@@ -137,40 +129,18 @@ def contrasts(workspace: Workspace, found: Results) -> dict[str, list[PairedTest
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _write_summary(path: Path, page: ComparisonInput) -> None:
-    """Mean, spread and number of seeds of every figure of every cell, for programs."""
-    cells = []
-    for cell in page.cells:
-        names = dict.fromkeys(name for run in cell.runs for name in run.metrics)
-        costs = dict.fromkeys(name for run in cell.runs for name in run.costs)
-        cells.append({
-            "data": cell.task, "cell": cell.name, "kind": cell.kind, "recipe": cell.recipe, "seeds": len(cell.runs),
-            "metrics": {name: _figures(cell.values(name)) for name in names},
-            "costs": {name: _figures([run.costs[name] for run in cell.runs if name in run.costs]) for name in costs},
-        })  # fmt: skip
-    tests = [
-        {"task": task, "cell": test.system, "p_value": test.p_adjusted,
-         **{name: getattr(test, name) for name in ("against", "metric", "difference", "low", "high")}}
-        for task, own in page.contrasts.items() for test in own
-    ]  # fmt: skip
-    write_json(path, {"title": page.title, "cells": cells, "tests": tests, "failures": page.failures})
-
-
 def _cells(comparison: Comparison, found: Results) -> list[Cell]:
+    names = [(data, cell) for data in comparison.file.data for cell in comparison.file.cells]
     cells = []
-    for data in comparison.file.data:
-        for name, entry in comparison.file.cells.items():
-            jobs = [job for job in comparison.jobs if job.data == data and job.cell == name]
-            if not jobs:
-                continue
-            job, runs = jobs[0], [_run(comparison, one, found) for one in jobs if one.key in found]
-            settings = {key: value for key, value in job.settings.items() if key != "encoder.start"}
-            if job.needs is not None:
-                settings["model of" if job.kind == "model_of" else "after"] = job.needs.split("/")[1]
+    for data, name in names:
+        jobs = [job for job in comparison.jobs if (job.data, job.cell) == (data, name)]
+        for job in jobs[:1]:
+            about = comparison.file.cells[name].about or (PEERS[job.peer].about if job.peer else "")
+            runs = [_run(comparison, one, found) for one in jobs if one.key in found]
             if job.kind == "peer":
-                cells.append(Cell(data, name, "peer", entry.about or PEERS[job.peer].about, "", settings, runs))
+                cells.append(Cell(data, name, "peer", about, "", _settings(job), runs))
             else:
-                cells.append(Cell(data, name, "recipe", entry.about, job.params.recipe or "", settings, runs))
+                cells.append(Cell(data, name, "recipe", about, job.params.recipe or "", _settings(job), runs))
     return cells
 
 
@@ -188,15 +158,6 @@ def _run(comparison: Comparison, job: Job, found: Results) -> Run:
     return Run(job.seed, costs=costs, curve=curve, **same)
 
 
-def _lineage(comparison: Comparison, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What made the figures; several values where they differ between cells."""
-    lineage: dict[str, Any] = {"command": f"unidec compare {comparison.path}"}
-    for name in dict.fromkeys(key for result in results for key in result["lineage"]):
-        values = dict.fromkeys(result["lineage"][name] for result in results if name in result["lineage"])
-        lineage[name] = ", ".join(list(values)[:5])
-    return lineage
-
-
 def _failure(job: Job, step: Step) -> dict[str, Any]:
     reason, log = step.failure(), step.folder / LOG
     place = Path(*log.parts[-5:]).as_posix() if log.is_file() else ""
@@ -205,42 +166,31 @@ def _failure(job: Job, step: Step) -> dict[str, Any]:
 
 
 def _what(job: Job) -> str:
-    if job.kind == "peer":
-        return f"peer {job.peer}"
-    if job.kind == "model_of":
-        return f"model of {job.needs}"
-    settings = ", ".join(f"{key}={value}" for key, value in job.settings.items() if key != "encoder.start")
-    after = f" after {job.needs}" if job.needs else ""
-    return f"recipe {job.params.recipe}{after}" + (f" with {settings}" if settings else "")
+    if job.kind != "recipe":
+        return f"peer {job.peer}" if job.kind == "peer" else f"model of {job.needs}"
+    settings = ", ".join(f"{key}={value}" for key, value in _settings(job).items())
+    return f"recipe {job.params.recipe}" + (f" with {settings}" if settings else "")
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    """What is set beyond the recipe and the common settings, and the cell that it builds on."""
+    settings = {key: value for key, value in job.settings.items() if key != "encoder.start"}
+    if job.needs is not None:
+        settings["model of" if job.kind == "model_of" else "after"] = job.needs.split("/")[1]
+    return settings
 
 
 def _scores(workspace: Workspace, jobs: Sequence[Job]) -> dict[str, list[QueryParts]]:
     """Scores of each query under each system of one data set, a list over seeds."""
-    folder = workspace.data_step(jobs[0]).folder / "data" if jobs else Path()
-    files = [(job.cell, workspace.folder(job) / PREDICTIONS) for job in jobs]
     scores: dict[str, list[QueryParts]] = {}
-    if any(file.is_file() for _, file in files) and (folder / "dataset").is_dir():
-        dataset = XMCDataset.open(folder / "dataset")
-        rows = dataset.rows("test")
-        truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
-        inverse_L = load_propensity(folder / "propensity").inverse_L
-        for cell, file in files:
-            if file.is_file():
-                scores.setdefault(cell, []).append(
-                    by_query(load_array(file, np.int32, ndim=2), truth, TESTED, inverse_L)
-                )
+    files = [(job.cell, file) for job in jobs if (file := workspace.folder(job) / PREDICTIONS).is_file()]
+    if not files or not (folder := workspace.data_step(jobs[0]).folder / "data").is_dir():
+        return {}
+    dataset = XMCDataset.open(folder / "dataset")
+    rows = dataset.rows("test")
+    truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
+    inverse_L = load_propensity(folder / "propensity").inverse_L
+    for cell, file in files:
+        parts = by_query(load_array(file, np.int32, ndim=2), truth, TESTED, inverse_L)
+        scores.setdefault(cell, []).append(parts)
     return scores
-
-
-def _figures(values: Sequence[float]) -> dict[str, float | int | None]:
-    found = summary(values)
-    spread = None if found.count < 2 else found.spread
-    return {"mean": found.mean if found.count else None, "spread": spread, "count": found.count}
-
-
-def _plus_minus(values: Sequence[float], digits: int) -> str:
-    found = summary(values)
-    if not found.count:
-        return "-"
-    spread = f" ± {found.spread:.{digits}f}" if found.count > 1 else ""
-    return f"{found.mean:.{digits}f}{spread}"

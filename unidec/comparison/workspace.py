@@ -4,7 +4,7 @@
       shared/data-<key>/data/{dataset,tokens,propensity}   one for each data set, text and tokenizer
       shared/cache                                         vectors of frozen encoders
       cells/<data>/<cell>/<seed>-<key>/                    working folder of one run; result.json comes last
-      report.html, summary.json
+      report.html
 
 A cell's key is the hash of its inputs (parameters, data, what it starts from), so other inputs get another folder.
 A result names the code that made it; by other code it is rebuilt, unless that is accepted.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,6 +35,7 @@ READERS = ("data/**/*.py",)
 TRAINING = ("model/**/*.py", "training/**/*.py", "retrieval/**/*.py", "pipeline/*.py", "evaluation/metrics.py")
 PEER_CODE = ("comparison/peers/*.py", "evaluation/metrics.py", "evaluation/tfidf.py")
 _DECIDE_NOTHING = {"run", "tracking", "device", "data", "recipe"}  # the data set has a key of its own
+_PEERS_TAKE = ("seed", "encoder", "optim.epochs", "pool.batch_size")
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,7 @@ class Step:
 
     def failure(self) -> str:
         """What its last attempt ended with; "" where it ended well or was never made."""
-        failure = None if (self.folder / RESULT).is_file() else _read_json(self.folder / FAILURE)
-        return "" if failure is None else str(failure["what"])
+        return "" if self.result() else (_read_json(self.folder / FAILURE) or {}).get("what", "")
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ class Workspace:
         found: dict[str, Step] = {}
         for job in jobs:
             data = self.data_step(job)
-            found.setdefault(data.name, data)
-            found[job.key] = self.step(job, accept_code)
+            found |= {data.name: data, job.key: self.step(job, accept_code)}
         return list(found.values())
 
     def step(self, job: Job, accept_code: bool = False) -> Step:
@@ -102,7 +101,7 @@ class Workspace:
             "keep": job.kind == "recipe" and any(other.needs == job.key for other in self.comparison.jobs),
             "links": {name: os.path.relpath(to, folder) for name, to in links.items()},
         }  # fmt: skip
-        return Step(job.key, folder, spec, (data.name, *([job.needs] if job.needs is not None else [])))
+        return Step(job.key, folder, spec, (data.name, *filter(None, [job.needs])))
 
     def data_step(self, job: Job) -> Step:
         """The step that makes data set, token cache and propensities of a job, in the folder `data`."""
@@ -119,15 +118,10 @@ class Workspace:
 
     def _key(self, job: Job) -> str:
         """sha256 (hex) of a job's inputs: parameters, data, and the inputs of the job that it needs."""
-        if job.kind == "peer":
-            sections = ["seed", "encoder", "optim.epochs", "pool.batch_size"]
-        else:
-            unused = _DECIDE_NOTHING if job.params.pool.gandalf else {*_DECIDE_NOTHING, "label_graph"}
-            sections = [name for name in Params.model_fields if name not in unused]
+        unused = _DECIDE_NOTHING if job.params.pool.gandalf else {*_DECIDE_NOTHING, "label_graph"}
+        sections = _PEERS_TAKE if job.kind == "peer" else [name for name in Params.model_fields if name not in unused]
         values = [fingerprint(job.params, *sections), job.kind, job.peer, _data_key(job)]
-        if job.needs is not None:
-            values.append(self._key(self.comparison.job(job.needs)))
-        return _digest(values)
+        return _digest([*values, self._key(self.comparison.job(job.needs))] if job.needs is not None else values)
 
 
 def _placed(params: Params) -> dict[str, Any]:
@@ -142,10 +136,9 @@ def _placed(params: Params) -> dict[str, Any]:
 def _read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object, None where there is none that can be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
-    return found if isinstance(found, dict) else None
 
 
 raw_sha256 = cache(folder_sha256)  # read once a process
@@ -154,10 +147,8 @@ raw_sha256 = cache(folder_sha256)  # read once a process
 @cache
 def code_sha256(patterns: tuple[str, ...]) -> str:
     """Hash of modules of unidec, as they are on disk when first asked for."""
-    digest = hashlib.sha256()
-    for file in sorted(file for pattern in patterns for file in PACKAGE.glob(pattern)):
-        digest.update(file.relative_to(PACKAGE).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
+    files = sorted(file for pattern in patterns for file in PACKAGE.glob(pattern))
+    return _digest([[file.relative_to(PACKAGE).as_posix(), file.read_text(encoding="utf-8")] for file in files])
 
 
 def _data_key(job: Job) -> str:
@@ -168,5 +159,5 @@ def _data_key(job: Job) -> str:
     return _digest([params, job.entry.train, job.entry.test, raw, code_sha256(READERS)])
 
 
-def _digest(values: Sequence[Any]) -> str:
+def _digest(values: list[Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()

@@ -19,9 +19,8 @@ from unidec.metric_names import GROUPS
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100", "coverage@5")
 COSTS = {
     "train_seconds": "training, s", "refresh_seconds": "refreshes, s", "total_seconds": "whole cell, s",
-    "search_ms": "search, ms a query", "encode_ms": "encoding, ms a query", "peak_memory_bytes": "peak memory, MB",
-    "parameters_encoder": "encoder, parameters", "parameters_heads": "heads, parameters",
-    "parameters_classifier": "classifier, parameters", "bundle_bytes": "bundle, MB",
+    "search_ms": "prediction, ms a query", "peak_memory_bytes": "peak memory, MB", "parameters": "parameters",
+    "bundle_bytes": "bundle, MB",
 }  # fmt: skip
 """Keys of `Run.costs` that are shown, and their column heads; a name that ends in `_bytes` is shown in MB."""
 

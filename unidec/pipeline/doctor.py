@@ -23,8 +23,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.lock import is_held
 from unidec.pipeline.runs import run_folders
 from unidec.retrieval import bundle_folder
-from unidec.tracking.outbox import Outbox
-from unidec.tracking.run import STATE, Tracker, has_died, tracking_state
+from unidec.tracking.run import STATE, Tracker, has_died, is_behind, tracking_state
 from unidec.training.checkpoint import checkpoint_folders, read_state
 
 _EXIT_CODES = {"warning": 1, "broken": 4}
@@ -150,10 +149,10 @@ def _tracking(run_dir: Path, _deep: bool) -> Iterator[tuple[Finding, Repair]]:
 
     def end() -> str:
         Tracker.resume(run_dir).finish("KILLED")
-        return "noted as KILLED; the store is away and is updated later" if Outbox(run_dir) else "ended as KILLED"
+        return "noted as KILLED; the store is away and is updated later" if is_behind(run_dir) else "ended as KILLED"
 
     def send() -> str:
-        return "sent" if Tracker.resume(run_dir).flush(force=True) else "the store is away: it is kept"
+        return "sent" if Tracker.resume(run_dir).flush() else "the store is away: it is kept"
 
     state = tracking_state(run_dir)
     if (run_dir / STATE).exists() and not state:
@@ -163,6 +162,6 @@ def _tracking(run_dir: Path, _deep: bool) -> Iterator[tuple[Finding, Repair]]:
         what = f"MLflow run {state.get('run_id')} was never ended, and its process is gone"
         fix = "end it as KILLED; a training that resumes opens it again"
         yield Finding("warning", what, str(run_dir), fix), end
-    elif Outbox(run_dir) and state.get("status"):
+    elif is_behind(run_dir):
         what = "not everything that was logged was sent to the tracking store"
         yield Finding("warning", what, str(run_dir), "send it"), send

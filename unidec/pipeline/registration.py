@@ -42,7 +42,7 @@ def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> d
         ConfigError: a folder that is neither, or whose origin is not registered.
         ArtifactError: the bundle is damaged, or the tracking store keeps its files in a folder that is gone.
     """
-    path, name, source = Path(bundle), params.tracking.model_name, params.source
+    path, name = Path(bundle), params.tracking.model_name
     info = read_info(path)
     relabelled = "refreshed" in info.card
     if not relabelled and path.resolve() != paths.BUNDLE.resolve():
@@ -51,12 +51,8 @@ def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> d
             expected="outputs/bundle, or a folder of `unidec labels refresh` or `unidec labels`",
             fix="register it in the project that made it",
         )  # fmt: skip
-    # data that a source brings is no edit of the code
-    fetched = [] if source.kind == "none" else [params.data.path]
-    if source.kind == "dvc":
-        fetched.append(source.path if source.path.endswith(".dvc") else f"{source.path}.dvc")
     # a bundle with other labels has the parameters of its parent, which its own tags say all of
-    tags = provenance.code_tags(besides=fetched, made_with=None if relabelled else info.params) | provenance.run_tags()
+    tags = provenance.code_tags(made_with=None if relabelled else info.params) | provenance.run_tags()
     tags |= {"dataset.name": str(info.dataset.get("name", "")), "dataset.sha256": str(info.dataset.get("sha256", ""))}
     uri = tracking_uri()
     check_artifacts(open_client(uri).get_experiment_by_name(params.tracking.experiment), uri)

@@ -206,7 +206,7 @@ def open_start() -> Start | None:
     start = read_start()
     if not start.warm:
         return None
-    bundle = fetch_by_hash(start.model, start.bundle_sha256, paths.BUNDLES, start.version)
+    bundle = fetch_by_hash(start.model, start.bundle_sha256, paths.BUNDLES)
     uids = read_labels(bundle, read_info(bundle).num_labels)["uid"].combine_chunks()
     return Start(bundle / "model", uids, start.bundle_sha256, bundle / "vectors")
 

@@ -152,11 +152,11 @@ class Run:
             "refresh": _refresh_report(self.folder, (self.epoch - 1) // self.a_round * self.a_round),
             "seconds": seconds + validation_seconds,
         }  # fmt: skip
+        tracker = Tracker.resume(self.folder)
+        tracker.log(self.step, {f"validation/{name}": value for name, value in headline(metrics).items()})
+        tracker.flush()
         lines = [json.dumps(line) for line in [*before, report]]
         write_bytes_atomic(self.folder / ROUNDS, "".join(f"{line}\n" for line in lines).encode())
-        tracker = Tracker.resume(self.folder)
-        tracker.catch_up(_records(self.folder))
-        tracker.flush()
         return report
 
     def export(self) -> dict[str, Any]:
@@ -247,7 +247,6 @@ def start_run(
     try:
         if track:
             _begin_tracking(tracker, params, folder, state.get("notes", {}).get("mlflow_run_id"), accepted)
-        tracker.catch_up(_records(folder))
         if run.lacks_validation:
             run.validate()
             run.lines.append(f"epoch {run.epoch} was trained but not validated before the kill: validated now")
@@ -325,13 +324,10 @@ def _train(trainer: Trainer) -> dict[str, Any]:
     tracker = Tracker.resume(trainer.run_dir)
     # where the folder's own note is lost, the run continues in the same MLflow run
     trainer.notes |= {"mlflow_run_id": tracker.run_id}
-    try:
-        with tracker.system_metrics(), tracker.live():
-            report = trainer.train_round(lambda step, figures: tracker.log(step, step_figures(figures)))
-        memory = memory_used()
-        tracker.log(trainer.step, {f"memory/{name}": value for name, value in memory.items()})
-    finally:
-        tracker.flush()  # not forced: stopping a training does not wait for a store that does not answer
+    report = trainer.train_round(lambda step, figures: tracker.log(step, step_figures(figures)))
+    memory = memory_used()
+    tracker.log(trainer.step, {f"memory/{name}": value for name, value in memory.items()})
+    tracker.flush()
     return report | {"step": trainer.step, "memory": memory}
 
 
@@ -347,15 +343,6 @@ def _refresh_report(run_dir: Path, epoch: int) -> dict[str, Any]:
 def step_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
     """A step's figures: "loss" -> "training/loss"; what it is the step of is no figure."""
     return {f"training/{name}": value for name, value in figures.items() if name != "step"}
-
-
-def _records(run_dir: Path) -> list[dict[str, float]]:
-    """All that the run's own files have for the tracker: figures of steps, then of rounds."""
-    steps = [{"step": line["step"], **step_figures(line)} for line in read_json_lines(run_dir / HISTORY)]
-    return steps + [
-        {"step": line["step"], **{f"validation/{k}": v for k, v in headline(line["validation"]).items()}}
-        for line in read_json_lines(run_dir / ROUNDS)
-    ]
 
 
 def model_params(flat: Mapping[str, Any], is_warm: bool) -> dict[str, Any]:

@@ -42,11 +42,8 @@ def parse_address(text: str) -> Address | None:
     if found is None:
         if not _SCHEME.match(text) or Path(text).exists():
             return None
-        name, _, which = _SCHEME.sub("", text).strip("/").replace("@", "/").partition("/")
-        meant = f"models:/{name or 'unidec'}{'/' if which.isdecimal() else '@'}{which or 'champion'}"
         expected = "a folder, models:/name@alias or models:/name/version"
-        fix = f"did you mean {meant}?" if _URI.fullmatch(meant) else None
-        raise ConfigError("not an address of a bundle", where="bundle", got=text, expected=expected, fix=fix)
+        raise ConfigError("not an address of a bundle", where="bundle", got=text, expected=expected)
     return Address(found["name"], found["alias"], found["version"])
 
 
@@ -86,12 +83,8 @@ def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
         ) from error  # fmt: skip
 
 
-def fetch_by_hash(model_name: str, sha256: str, folder: Path, version: str | None = None) -> Path:
+def fetch_by_hash(model_name: str, sha256: str, folder: Path) -> Path:
     """The folder of the registered bundle with this hash; the registry is not asked where a whole copy is kept.
-
-    Args:
-        version: where it is looked for first; another version may hold the same bundle.
-        others: as in `fetch_bundle`.
 
     Raises:
         ArtifactError: the registry does not have it, or what it gives is damaged.
@@ -101,15 +94,10 @@ def fetch_by_hash(model_name: str, sha256: str, folder: Path, version: str | Non
     if _is_whole(target, sha256):
         return target
     uri = tracking_uri()
-    client = open_client(uri)
-    found = version_of(client, model_name, version) if version else None
-    if found is None or found.tags.get(HASH_TAG) != sha256:
-        found = find_version(client, model_name, sha256)
+    found = find_version(open_client(uri), model_name, sha256)
     if found is None:
-        raise ArtifactError(
-            f"no version of {model_name} holds this bundle", where=uri, got=sha256,
-            fix="MLFLOW_TRACKING_URI names the registry that it was registered in",
-        )  # fmt: skip
+        fix = "MLFLOW_TRACKING_URI names the registry that it was registered in"
+        raise ArtifactError(f"no version of {model_name} holds this bundle", where=uri, got=sha256, fix=fix)
     return _fetch(found, folder, uri)
 
 

@@ -33,7 +33,6 @@ ROLLED_BACK = ("rolled_back.at", "rolled_back.by", "rolled_back.reason")
 LOCK_SECONDS = 60.0
 _A_PAGE = 100
 _LISTED = 10  # versions or models in an error
-_HEADING = "## Gate"  # in a version's card
 _TAGGED = ("P@1", "nDCG@5", "PSP@5", "R@10", "tail/R@10", "coverage@5")
 
 log = logging.getLogger(__name__)
@@ -74,20 +73,15 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
     if found := version_of(client, model_name, which):
         return found
     named, numbers = aliases(client, model_name), [str(v.version) for v in all_versions(client, model_name)]
-    kind, sign = ("version", "/") if str(which).isdecimal() else ("alias", "@")
-    known = [f"alias {alias} (version {number})" for alias, number in sorted(named.items())]
-    known += [f"version{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:_LISTED][::-1])}"] if numbers else []
-    near = nearest(str(which), list(named)) if kind == "alias" else None
-    address = f"models:/{model_name}@{near}"
+    kind, near = "version" if str(which).isdecimal() else "alias", nearest(str(which), list(named))
+    known = [*sorted(named), *numbers[:_LISTED]]
     if not numbers:
-        names = [model.name for model in client.search_registered_models(max_results=100) if model.name != model_name]
-        kind, near = "model", nearest(model_name, names)
-        address = f"models:/{near}{sign}{which}"
-        known = [f"models {', '.join(names[:_LISTED])}"] if names else ["no model is registered"]
+        known = [model.name for model in client.search_registered_models(max_results=_LISTED)]
+        kind, near = "model", nearest(model_name, known)
     raise ConfigError(
         f"not in the registry: no such {kind}", where=f"models:/{model_name}", got=str(which),
-        expected="; ".join(known),
-        fix=f"did you mean {address}?" if near else
+        expected=f"one of {', '.join(known)}" if known else "no model is registered",
+        fix=f"nearest: {near}" if near else
         "`unidec models list` lists versions and aliases; `unidec models register` registers outputs/bundle",
     )  # fmt: skip
 
@@ -104,10 +98,9 @@ def record_verdict(
     reasons = verdict["reasons"]
     lines = [f"{'pass' if r['passed'] else 'FAIL'} {r['check']}: {r['words']}" for r in reasons]
     own = verdict.get("metrics", {}).get("challenger", {})
-    champion = verdict["champion"]["version"] if verdict["champion"] else ""
     tags = {
         "gate.failed": ", ".join(r["check"] for r in reasons if not r["passed"]),
-        "gate.champion": champion,
+        "gate.champion": verdict["champion"]["version"] if verdict["champion"] else "",
         "gate.reasons": "\n".join(lines),
         "gate.at": verdict["at"],
         "gate.dataset.sha256": verdict["data"]["sha256"],
@@ -115,13 +108,9 @@ def record_verdict(
         "gate.metrics": json.dumps({name: round(own[name], 4) for name in _TAGGED if name in own}),
         "gate.passed": "true" if verdict["passed"] else "false",
     }
-    number, outcome = str(version.version), "passed" if verdict["passed"] else "refused"
+    number = str(version.version)
     if "gate.passed" in version.tags:  # of an earlier verdict
         client.delete_model_version_tag(version.name, number, "gate.passed")
-    about = [f"**{outcome}** against {f'version {champion}' if champion else 'no champion'}, {verdict['at']}; page:"]
-    about += ["`gate.html` among the run's artifacts", "", *(f"- {line}" for line in lines)]
-    card = (version.description or "").partition(_HEADING)[0].rstrip()
-    client.update_model_version(version.name, number, "\n".join([card, "", _HEADING, "", *about]).lstrip())
     for key, value in tags.items():
         client.set_model_version_tag(version.name, number, key, value)
     if not version.run_id:
@@ -129,19 +118,9 @@ def record_verdict(
     try:
         for path in files:
             client.log_artifact(version.run_id, str(path))
-        for key, value in _figures(verdict).items():
-            client.log_metric(version.run_id, f"gate/{key}", value)
         client.set_tag(version.run_id, "gate.passed", tags["gate.passed"])
     except MlflowException as error:  # a deleted run is no reason to hold a model back
         log.warning("the gate's page did not reach run %s: %s", version.run_id, error)
-
-
-def _figures(verdict: Mapping[str, Any]) -> dict[str, float]:
-    compared, probe = verdict.get("comparison", {}), verdict.get("probes", {}).get("challenger", {})
-    found = {"passed": float(verdict["passed"])}
-    found |= {name: compared[name] for name in ("difference", "confidence") if compared.get(name) is not None}
-    names = ("load_seconds", "load_cpu_seconds", "p50_ms", "p95_ms", "p95_cpu_ms", "megabytes")
-    return found | {name: probe[name] for name in names if name in probe}
 
 
 def hindrances(version: ModelVersion, champion: str | None, allow_dirty: bool = False) -> list[str]:
@@ -184,8 +163,7 @@ def promote(
     Args:
         which: version number or alias.
         allow_dirty: accept a refusal of the gate that names uncommitted changes only; sets the tag `promoted.dirty`.
-        force: accept any refusal, a version that was not judged or was rolled back; sets the tag `promoted.forced`. A
-            bundle with a wrong hash is never promoted.
+        force: accept any refusal but a wrong hash; sets the tag `promoted.forced`.
         reason: kept in the tag `promoted.reason`.
 
     Returns:
@@ -199,23 +177,17 @@ def promote(
         version = known_version(client, model_name, which)
         now = aliases(client, model_name)
         number, champion = str(version.version), now.get(CHAMPION)
-        dirty = version.tags.get("git.dirty") == "true"
-        done = {"model": model_name, "version": number, "dirty": dirty, "forced": False, "changed": False}
+        done = {"model": model_name, "version": number, "dirty": version.tags.get("git.dirty") == "true"}
         if number == champion:
-            return {**done, "previous": now.get(PREVIOUS)}
+            return {**done, "previous": now.get(PREVIOUS), "forced": False, "changed": False}
         against = hindrances(version, champion, allow_dirty or force)
         if against and not force:
-            only_code = not hindrances(version, champion, allow_dirty=True)
             fix = f"unidec models promote {number} --force --reason TEXT"
-            if only_code:
+            if not hindrances(version, champion, allow_dirty=True):
                 fix = f"commit the changes and run `make train`, or: unidec models promote {number} --allow-dirty"
             raise Refused(f"version {number} is not promoted", where=model_name, got="; ".join(against), fix=fix)
-        tags = {
-            **_record("promoted", reason),
-            "promoted.dirty": str(dirty).lower(),
-            "promoted.forced": str(bool(against)).lower(),
-        }
-        _move(client, version, champion, {number: tags})
+        flags = {"promoted.dirty": str(done["dirty"]).lower(), "promoted.forced": str(bool(against)).lower()}
+        _move(client, version, champion, {number: _record("promoted", reason) | flags})
         return {**done, "previous": champion, "forced": bool(against), "changed": True}
 
 
@@ -257,7 +229,7 @@ def recover(client: MlflowClient, model_name: str) -> bool:
     if pending["previous"] is not None:
         client.set_registered_model_alias(model_name, PREVIOUS, pending["previous"])
     number = str(champion.version)
-    for key in (key for key in ROLLED_BACK if key in champion.tags):
+    for key in champion.tags.keys() & set(ROLLED_BACK):
         client.delete_model_version_tag(model_name, number, key)
     for other, tags in pending["tags"].items():
         for key, value in tags.items():

@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -28,75 +28,64 @@ ARTIFACTS = (
 RECORDS = ("dvc.lock", "params.yaml", "data/start.json")
 """Files that together with a commit say how a model was made; its MLflow run keeps them as they were then."""
 RECORDS_FOLDER = "made_of"
-DVC_TAG, DIFFERS_TAG = "dvc.", "dvc.differs"
+DVC_TAG, DIFFERS_TAG, LOCK_TAG = "dvc.", "dvc.differs", "dvc.lock.sha256"
 COMMIT_TAG, DIRTY_TAG, CHANGED_TAG = "mlflow.source.git.commit", "git.dirty", "git.changed"
 
-_CODE = ("unidec", "flows")  # and what dvc.lock lists as dependencies
-_WRITTEN = ("params.yaml", "dvc.lock", "data/start.json", "outputs")  # compared by value, or written by the pipeline
+PARAMS = "params.yaml"  # among what changed: compared by its values, with those of its recipe
+_CODE = ("unidec", "flows")
 _LONGEST_TAG = 5000
 _UNFIT = re.compile(r"[^\w.\-/: ]")  # MLflow takes no other characters in a tag's name
 
 
-def code_tags(
-    root: Path | str = ".", besides: Iterable[str] = (), made_with: Mapping[str, Any] | None = None
-) -> dict[str, str]:
+def code_tags(root: Path | str = ".", made_with: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Tags that name the code and the lock file of a run; a fact that is not available is left out.
 
-    Only what decides a model makes it dirty: tracked files of the code and of DVC's dependencies, compared with the
-    commit by content, and parameters, compared with the commit's params.yaml by value.
+    Only what decides a model makes it dirty: tracked files of the code, compared with the commit by content, and
+    parameters, compared with the commit's params.yaml by value. Data has hashes of its own: `artifact_tags`.
 
     Args:
         root: of the project, or a trial's folder in it.
-        besides: further paths, relative to the project, whose changes do not count: data that a run fetches. Those
-            outside of it are ignored.
         made_with: all parameters that made the model, by section; None: parameters are not compared.
 
     Returns:
-        "mlflow.source.git.commit", "git.dirty" ("true"/"false"), "git.changed" (JSON: what `uncommitted` compares),
-        "dvc.lock.sha256", "unidec.version", "mlflow.source.name", "mlflow.user".
+        "mlflow.source.git.commit", "git.dirty" ("true"/"false"), "git.changed" (JSON: file -> hash of its content, for
+        `uncommitted`), "dvc.lock.sha256", "unidec.version", "mlflow.source.name", "mlflow.user".
     """
     tags = {"unidec.version": __version__, "mlflow.source.name": "flows/train.py", "mlflow.user": user()}
     project = _project(root)
     if commit := git(project, "rev-parse", "HEAD"):
         tags[COMMIT_TAG] = commit
-        files = _changed_files(project, commit, _paths_of_code(project, besides))
-        values = {} if made_with is None else _changed_parameters(project, commit, made_with)
-        if files is not None:
-            tags[DIRTY_TAG] = "true" if files or values else "false"
-            changed = json.dumps({"files": files, "parameters": values}, sort_keys=True)
-            if (files or values) and len(changed) <= _LONGEST_TAG:
-                tags[CHANGED_TAG] = changed
+        changed = _changed_files(project, commit)
+        if changed is not None:
+            made = _committed_sha256(project, commit) if made_with is None else _parameters_sha256(made_with, project)
+            if made != _committed_sha256(project, commit):
+                changed[PARAMS] = made
+            tags[DIRTY_TAG] = "true" if changed else "false"
+            text = json.dumps(changed, sort_keys=True)
+            if changed and len(text) <= _LONGEST_TAG:
+                tags[CHANGED_TAG] = text
     lock = lock_sha256(root)
-    return tags | ({"dvc.lock.sha256": lock} if lock else {})
+    return tags | ({LOCK_TAG: lock} if lock else {})
 
 
 def uncommitted(tags: Mapping[str, str], root: Path | str = ".") -> list[str]:
-    """Files and parameters that made a version and are not in the commit that is checked out, by name.
-
-    Args:
-        tags: of the version: see `code_tags`.
-        root: of the project.
-
-    Returns:
-        [] where the version was made from a commit, or all it was made of has been committed since.
-    """
+    """Files that made a version (by its tags: see `code_tags`) and are not in the commit that is checked out."""
     if tags.get(DIRTY_TAG) != "true":
         return []
     try:
-        changed = json.loads(tags[CHANGED_TAG])
-        files, values = dict(changed["files"]), dict(changed["parameters"])
+        changed = dict(json.loads(tags[CHANGED_TAG]))
     except (KeyError, TypeError, ValueError):
         return ["changes that were not recorded"]
     project, commit = _project(root), tags.get(COMMIT_TAG, "")
     # files that were added since were not there when the version was made
-    words = ("--diff-filter=a", commit, "HEAD", "--", *_paths_of_code(project))
+    words = ("--diff-filter=a", commit, "HEAD", "--", *_CODE)
     since = git(project, "diff", "--name-only", "--relative", "-z", *words)
     if since is None:
-        return [*sorted(files), *sorted(values)]
-    left = {name for name in since.split("\0") if name and name not in files}
-    left |= {name for name, blob in files.items() if (git(project, "rev-parse", f"HEAD:./{name}") or "") != blob}
-    made_with, now = _committed_parameters(project, commit) | values, _committed_parameters(project, "HEAD")
-    return [*sorted(left), *(key for key in sorted(made_with | now) if made_with.get(key) != now.get(key))]
+        return sorted(changed)
+    made = changed.pop(PARAMS, None) or _committed_sha256(project, commit)
+    left = {name for name in since.split("\0") if name and name not in changed}
+    left |= {name for name, blob in changed.items() if (git(project, "rev-parse", f"HEAD:./{name}") or "") != blob}
+    return sorted(left | ({PARAMS} if made != _committed_sha256(project, "HEAD") else set()))
 
 
 def _project(root: Path | str) -> Path:
@@ -105,20 +94,9 @@ def _project(root: Path | str) -> Path:
     return next((folder for folder in (root, *root.parents[:3]) if (folder / "params.yaml").is_file()), root)
 
 
-def _paths_of_code(project: Path, besides: Iterable[str] = ()) -> list[str]:
-    """Pathspecs, relative to the project, of all files that decide a model."""
-
-    def inside(paths: Iterable[str]) -> list[str]:
-        return [path for path in paths if path and not path.startswith("/") and ".." not in PurePosixPath(path).parts]
-
-    wanted = sorted({*_CODE, *inside(_entries(_lock(project), "deps"))})
-    left_out = (*_WRITTEN, *inside(besides))
-    return [*(f":(literal){path}" for path in wanted), *(f":(exclude,literal){path}" for path in left_out)]
-
-
-def _changed_files(project: Path, commit: str, paths: list[str]) -> dict[str, str] | None:
+def _changed_files(project: Path, commit: str) -> dict[str, str] | None:
     """Tracked files that differ from the commit -> git's hash of their content, "" where deleted; None without git."""
-    found = git(project, "diff", "--name-only", "--relative", "-z", commit, "--", *paths)
+    found = git(project, "diff", "--name-only", "--relative", "-z", commit, "--", *_CODE)
     if found is None:
         return None
     names = [name for name in found.split("\0") if name]
@@ -127,36 +105,25 @@ def _changed_files(project: Path, commit: str, paths: list[str]) -> dict[str, st
     return dict.fromkeys(names, "") | dict(zip(there, hashes, strict=False))
 
 
-def _changed_parameters(project: Path, commit: str, made_with: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters that differ from the commit's; None as a value: the commit alone has this key."""
-    mine, its = _by_key(made_with, project), _committed_parameters(project, commit)
-    return {key: mine.get(key) for key in mine | its if mine.get(key) != its.get(key)}
-
-
-def _committed_parameters(project: Path, commit: str) -> dict[str, Any]:
-    """Key path -> value of what the commit's params.yaml and its recipe say; {} where it has none that can be read."""
-    text = git(project, "show", f"{commit}:./params.yaml")
+def _committed_sha256(project: Path, commit: str) -> str:
+    """`_parameters_sha256` of the commit's params.yaml and its recipe; "" where it has none that can be read."""
+    text = git(project, "show", f"{commit}:./{PARAMS}")
     if text is None:
-        return {}
+        return ""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "params.yaml"
+        file = Path(folder) / PARAMS
         file.write_text(text, encoding="utf-8")
         try:
-            return _by_key(load_params(file).model_dump(), project)
+            return _parameters_sha256(load_params(file).model_dump(), project)
         except ConfigError:
-            return {}
+            return ""
 
 
-def _by_key(params: Mapping[str, Any], project: Path) -> dict[str, Any]:
-    """Parameters that decide a model by key path, as JSON has them; paths in the project relative to it."""
-    values: dict[str, Any] = {}
-    for name, section in params.items():
-        if name not in (*OPERATIONS, "recipe", "run"):  # a recipe counts by its values
-            leaves = {f"{name}.{k}": v for k, v in section.items()} if isinstance(section, Mapping) else {name: section}
-            values |= leaves
-    inside = f"{project}{os.sep}"  # a trial's paths are absolute
-    values = {key: v.removeprefix(inside) if isinstance(v, str) else v for key, v in values.items()}
-    return json.loads(json.dumps(values))
+def _parameters_sha256(params: Mapping[str, Any], project: Path) -> str:
+    """sha256 (hex) of the values of all parameters that decide a model; paths in the project relative to it."""
+    values = {name: section for name, section in params.items() if name not in (*OPERATIONS, "recipe", "run")}
+    text = json.dumps(values, sort_keys=True).replace(f"{project}{os.sep}", "")  # a trial's paths are absolute
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def lock_sha256(root: Path | str = ".") -> str | None:
@@ -179,13 +146,8 @@ def dvc_hash(path: str, root: Path | str = ".") -> str | None:
 def artifact_tags(raw: str, root: Path | str = ".", only: Iterable[str] = ARTIFACTS) -> dict[str, str]:
     """The hash by which DVC finds each artifact again: {"dvc.data/dataset": "0a1b...dir", ...}; {} without a lock file.
 
-    An artifact that is here with another hash than dvc.lock has for it is left out
-    and named in "dvc.differs". Raw data is taken at the lock file's word, which goes with that for data/dataset.
-
-    Args:
-        raw: path of the raw data, as stage `ingest` depends on it.
-        root: of the project.
-        only: the artifacts that are asked for.
+    An artifact that is here with another hash than dvc.lock has for it is left out and named in "dvc.differs". The raw
+    data (at the path `raw`) is taken at the lock file's word, which goes with that for data/dataset.
     """
     lock = _lock(root)
     known, tags, differ = _entries(lock, "outs"), {}, []

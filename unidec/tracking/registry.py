@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import logging
 import os
 import sys
 import tempfile
@@ -18,8 +17,6 @@ from urllib.parse import unquote, urlsplit
 from unidec.data.storage import MANIFEST, folder_sha256, read_manifest
 from unidec.errors import ArtifactError
 from unidec.tracking.store import (
-    UnlessMissing,
-    artifact_location,
     import_mlflow,
     open_client,
     sqlite_path,
@@ -42,8 +39,6 @@ _SERVING = (  # what a loaded bundle needs of our dependencies; versions come fr
 _DESCRIPTION = "UniDEC bundles: encoder, heads, classifier, label index"
 _FIX = "delete that version in the MLflow UI and register again; no alias has moved"
 
-log = logging.getLogger(__name__)
-
 
 def register(
     bundle_path: Path | str,
@@ -57,10 +52,7 @@ def register(
     A kill at any point leaves the alias where it was, and the next call makes or finds the one version.
 
     Args:
-        bundle_path: folder with a manifest.
-        run_id: the MLflow run that trained it; None, or one that another store has: a run of its own (tag
-            `training.run_id` then names the other).
-        model_name: name of the registered model.
+        run_id: the MLflow run that trained it; None: a run of its own.
         card: what the description lists: {"metrics": {split: {name: value}}, and any facts}.
         tags: further tags of the version (data set hash, git commit).
 
@@ -86,12 +78,7 @@ def register(
         version = find_version(client, model_name, sha256)
         if version is None:
             all_tags = {HASH_TAG: sha256, "unidec.version": __version__, **(tags or {})}
-            run = None
-            with UnlessMissing():
-                run = client.get_run(run_id) if run_id else None
-            if run_id and run is None:
-                log.warning("MLflow run %s is in another store: the version gets a run of its own", run_id)
-                all_tags["training.run_id"] = run_id
+            run = client.get_run(run_id) if run_id else None
             check_artifacts(client.get_experiment(run.info.experiment_id if run else "0"), uri)
             model_id, run_id = _log_model(client, bundle_path, run, all_tags)
             version = client.create_model_version(
@@ -133,13 +120,11 @@ def model_card(card: Mapping[str, Any], sha256: str) -> str:
     """Markdown: a table of metrics, facts, how to load it, the bundle's hash."""
     facts = dict(card)
     splits = {split: values for split, values in facts.pop("metrics", {}).items() if values}
-    lines = ["# UniDEC bundle"]
     names = sorted({name for values in splits.values() for name in values if "/" not in name})
-    if names:
-        lines += ["", "| metric | " + " | ".join(splits) + " |", "|---" * (len(splits) + 1) + "|"]
-        for name in names:
-            shown = [f"{values[name]:.2f}" if name in values else "" for values in splits.values()]
-            lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    lines = ["# UniDEC bundle", "", "| metric | " + " | ".join(splits) + " |", "|---" * (len(splits) + 1) + "|"]
+    for name in names:
+        shown = [f"{values[name]:.2f}" if name in values else "" for values in splits.values()]
+        lines.append(f"| {name} | " + " | ".join(shown) + " |")
     lines += ["", *(f"- {key}: {value}" for key, value in facts.items() if not isinstance(value, (Mapping, list)))]
     lines += ["", '`mlflow.pyfunc.load_model(...).predict(DataFrame({"query": [...]}), params={"k": 5})`']
     return "\n".join([*lines, "", f"Bundle sha256: `{sha256}`"])
@@ -183,19 +168,16 @@ def check_artifacts(experiment: Experiment | None, uri: str) -> None:
     Raises:
         ArtifactError: the experiment's files are elsewhere than beside the store, in a folder that is gone.
     """
-    path, beside = sqlite_path(uri), artifact_location(uri)
-    place = experiment.artifact_location if experiment else None
-    if path is None or not place or f"{place}/".startswith(f"{beside}/"):
-        return
-    address = urlsplit(place)
+    path = sqlite_path(uri)
+    address = urlsplit(experiment.artifact_location if experiment else "")
     folder = Path(unquote(address.path))
-    if address.scheme not in ("", "file") or folder.parent.is_dir():  # not written to yet, perhaps
+    # MLflow makes the folder itself when something is first written to it
+    if path is None or address.scheme != "file" or folder.is_relative_to(path.parent) or folder.parent.is_dir():
         return
-    old = Path(*folder.parts[: folder.parts.index("artifacts") + 1]) if "artifacts" in folder.parts else folder
     raise ArtifactError(
         "the tracking store keeps its files in a folder that is gone: was the project's folder moved?",
         where=str(path), got=str(folder), expected=str(path.parent / "artifacts"),
-        fix=f"move it back, or replace {old.as_uri()} in the database: docs/servers.md, 'Moving a store'",
+        fix="move it back, or replace its address in the database: docs/servers.md, 'Moving a store'",
     )  # fmt: skip
 
 
@@ -214,7 +196,6 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
         mlflow.start_run(run_id=run_id, run_name=None if run_id else "register")
         stack.callback(mlflow.end_run, "FINISHED" if before == "RUNNING" else before)
         active = mlflow.active_run().info.run_id
-        steps = [m.step for m in client.get_run(active).data.to_proto().metrics if m.key.startswith("training/")]
         info = mlflow.pyfunc.log_model(
             name="bundle",
             python_model=str(package / "tracking" / "pyfunc.py"),
@@ -226,40 +207,10 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
             pip_requirements=serving_requirements(),
             metadata={HASH_TAG: tags[HASH_TAG]},
             tags=dict(tags),
-            step=max([1, *steps]),  # its figures become the model's; those without a step: `_link_test_metrics`
         )
     if before == "RUNNING":
         client.update_run(active, status="RUNNING")
-    _link_test_metrics(client, active, info.model_id)
     return info.model_id, active
-
-
-def _link_test_metrics(client: MlflowClient, run_id: str, model_id: str) -> None:
-    """The run's figures of the test split become the model's as well, with the run's data set: MLflow's Models tab
-    groups by it. With their first timestamp and step, so that the run's own history has each once."""
-    from mlflow.entities import Metric
-
-    run = client.get_run(run_id)
-    used = run.inputs.dataset_inputs if run.inputs else []
-    data = {"dataset_name": used[0].dataset.name, "dataset_digest": used[0].dataset.digest} if used else {}
-    found = [metric for metric in run.data.to_proto().metrics if metric.key.startswith("test/")]
-    client.log_batch(run_id, [Metric(m.key, m.value, m.timestamp, m.step, model_id, **data) for m in found])
-
-
-def verify_version(model_name: str, version: str | int, sha256: str) -> None:
-    """Reads the stored model back and compares its bundle's hash; within `tracking_to`.
-
-    Raises:
-        ArtifactError: it is missing, damaged or another one. No alias has moved.
-    """
-    from mlflow.exceptions import MlflowException
-
-    address = f"models:/{model_name}/{version}"
-    with tempfile.TemporaryDirectory() as scratch:
-        try:
-            download(address, sha256, scratch)
-        except (MlflowException, OSError) as error:
-            raise ArtifactError("the stored bundle cannot be read", where=address, got=error, fix=_FIX) from error
 
 
 def download(address: str, sha256: str, folder: Path | str) -> Path:
@@ -276,6 +227,18 @@ def download(address: str, sha256: str, folder: Path | str) -> Path:
     if got != sha256:
         raise ArtifactError("the registry holds another bundle", where=address, got=got, expected=sha256, fix=_FIX)
     return stored[0].parent
+
+
+def verify_version(model_name: str, version: str | int, sha256: str) -> None:
+    """`download` to nowhere: an ArtifactError also where what is stored is missing. No alias has moved."""
+    from mlflow.exceptions import MlflowException
+
+    address = f"models:/{model_name}/{version}"
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            download(address, sha256, scratch)
+        except (MlflowException, OSError) as error:
+            raise ArtifactError("the stored bundle cannot be read", where=address, got=error, fix=_FIX) from error
 
 
 @contextlib.contextmanager

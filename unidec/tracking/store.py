@@ -11,14 +11,14 @@ import getpass
 import logging
 import os
 import socket
-import threading
-import time
+import ssl
 import warnings
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
 from urllib.parse import quote, unquote, urlsplit
-from urllib.request import ProxyHandler, build_opener, getproxies, proxy_bypass
+from urllib.request import Request, urlopen
 
 from unidec.errors import ArtifactError, without_credentials
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _SQLITE = "sqlite:///"
-_TIMES = 100  # a failed attempt is repeated after so many times as long as it took
 
 # MLflow's own defaults would hold training for minutes when its server is down; 'true' because it accepts nothing else.
 _QUIET = {
@@ -71,20 +70,6 @@ def tracking_uri(root: Path | str = ".") -> str:
     return uri if path is None else f"{_SQLITE}{path}"
 
 
-def with_credentials(stored: str) -> str:
-    """A stored address with the credentials of `MLFLOW_TRACKING_URI`, where that names the same store."""
-    known = tracking_uri()
-    return known if without_credentials(known) == stored else stored
-
-
-def present_uri(stored: str) -> str:
-    """A stored address of a store as it is now: an SQLite file that is gone moved with the project's folder."""
-    path, own = sqlite_path(stored), sqlite_path(tracking_uri())
-    if path is None or path.is_file() or own is None or not own.is_file():
-        return stored
-    return tracking_uri()
-
-
 def project_folder() -> Path:
     """The working folder; in a temporary copy made by `dvc exp run --temp` or `dvc queue`, the checkout itself.
 
@@ -109,94 +94,28 @@ def artifact_location(uri: str) -> str | None:
 
 
 def ui_url(uri: str, experiment_id: str, run_id: str) -> str | None:
-    """Address of a run's page; None while no server shows it.
-
-    Pages are served at `UNIDEC_MLFLOW_UI` (not checked: this process may not reach it), else by the tracking server,
-    else at the address that `make ui` noted beside the store, else at MLflow's usual port, if that server has the run.
-    """
-    base = os.environ.get("UNIDEC_MLFLOW_UI")
-    if not base and uri.startswith("http"):
-        base = uri if listens(uri) else None
-    elif not base:
-        noted = ui_note(uri)
-        known = [noted.read_text(encoding="utf-8").strip()] if noted and noted.is_file() else []
-        base = next((address for address in [*known, "http://127.0.0.1:5000"] if _shows(address, run_id)), None)
-    if not base:
-        return None
-    return f"{without_credentials(base).rstrip('/')}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
+    """Address of a run's page: on `UNIDEC_MLFLOW_UI`, else the tracking server; None where there is neither."""
+    base = without_credentials(os.environ.get("UNIDEC_MLFLOW_UI") or uri).rstrip("/")
+    return f"{base}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}" if base.startswith("http") else None
 
 
-def ui_note(uri: str) -> Path | None:
-    """The file in which `make ui` keeps the address where it serves an SQLite store; None for any other store."""
-    path = sqlite_path(uri)
-    return path and path.with_name(".ui-address")
+def answers(uri: str, seconds: float = 2.0) -> bool:
+    """Whether a store answers: MLflow itself asks for minutes before it gives up.
 
-
-def _shows(address: str, run_id: str) -> bool:
-    """Whether an MLflow server on this machine has the run."""
-    direct = build_opener(ProxyHandler({}))
-    try:
-        with direct.open(f"{address}/api/2.0/mlflow/runs/get?run_id={quote(run_id)}", timeout=2):
-            return True
-    except (OSError, HTTPException, ValueError):
-        return False
-
-
-def listens(uri: str, seconds: float = 1.0) -> bool:
-    """Whether anything takes connections where the store is: a look that costs about a millisecond.
-
-    MLflow itself needs seconds to say no: it asks a server again and again, a database ten times. True where a look
-    is no evidence: a file, or a server behind a proxy.
+    A server must answer a request, whatever it says; a database must take a connection; a file is always there.
     """
     address = urlsplit(uri)
-    usual = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}.get(address.scheme.partition("+")[0])
-    if not address.hostname or not usual or (address.scheme in getproxies() and not proxy_bypass(address.hostname)):
-        return True
+    port = {"postgresql": 5432, "mysql": 3306}.get(address.scheme.partition("+")[0])
     try:
-        port = address.port or usual
-        socket.create_connection((address.hostname, port), seconds).close()
-    except (OSError, ValueError):
-        return False
+        if address.scheme in ("http", "https"):
+            urlopen(Request(uri, method="HEAD"), timeout=seconds).close()
+        elif address.hostname and port:
+            socket.create_connection((address.hostname, address.port or port), seconds).close()
+    except HTTPError:
+        return True
+    except (OSError, HTTPException, ValueError) as error:
+        return isinstance(getattr(error, "reason", None), ssl.SSLError)  # of a certificate that MLflow may accept
     return True
-
-
-class StoreHealth:
-    """What all trackers of this process know of a store: when it may be asked again, and who is asking it.
-
-    After an attempt that failed it is left alone for a hundred times as long as the attempt took: asking costs a caller
-    at most 1% of its time.
-
-    Attributes:
-        asking: held by the thread whose attempt is under way.
-    """
-
-    _known: ClassVar[dict[str, StoreHealth]] = {}
-
-    def __init__(self) -> None:
-        self.asking = threading.Lock()
-        self._away_since: float | None = None
-        self._ask_again = 0.0
-
-    @classmethod
-    def of(cls, uri: str) -> StoreHealth:
-        """The one of a store."""
-        return cls._known.setdefault(uri, cls())
-
-    def may_ask(self) -> bool:
-        """Whether another attempt is due."""
-        return time.monotonic() >= self._ask_again
-
-    def failed(self, seconds: float) -> bool:
-        """Note an attempt that failed after so many seconds; whether the store answered before."""
-        now, is_news = time.monotonic(), self._away_since is None
-        self._away_since = now if self._away_since is None else self._away_since
-        self._ask_again = now + _TIMES * seconds
-        return is_news
-
-    def worked(self) -> float:
-        """Note an attempt that succeeded; how many seconds the store was away, 0.0 where it was not."""
-        since, self._away_since, self._ask_again = self._away_since, None, 0.0
-        return 0.0 if since is None else time.monotonic() - since
 
 
 def prepare_store(uri: str | None = None) -> str:
@@ -268,6 +187,8 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     """The experiment's id; created with artifacts beside an SQLite store."""
     from mlflow.exceptions import MlflowException
 
-    with contextlib.suppress(MlflowException):  # it exists, or another process was first
+    if found := client.get_experiment_by_name(name):
+        return found.experiment_id
+    with contextlib.suppress(MlflowException):  # another process was first
         return client.create_experiment(name, artifact_location=artifact_location(uri))
     return client.get_experiment_by_name(name).experiment_id

@@ -62,26 +62,22 @@ def static_model(folder: Path, texts: list[str], max_length: int) -> SentenceTra
     return SentenceTransformer(modules=[StaticEmbedding(tokenizer, weights)])
 
 
-def transformer_model(folder: Path, max_length: int, pooling: str) -> SentenceTransformer:
-    words = Transformer(str(folder), max_seq_length=max_length)
-    return SentenceTransformer(modules=[words, Pooling(words.get_embedding_dimension(), pooling_mode=pooling)])
-
-
 def encode(model: SentenceTransformer, texts: list[str]) -> torch.Tensor:
     return model.encode(texts, batch_size=256, normalize_embeddings=True, convert_to_tensor=True)
 
 
 def main() -> None:
     task, out, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    names = ("train", "labels", *given["splits"])
-    texts = {name: json.loads((task / f"{name}.json").read_text(encoding="utf-8")) for name in names}
+    texts = {name: json.loads((task / f"{name}.json").read_text()) for name in ("train", "labels", "test")}
     folder, start = Path(given["encoder"]), time.perf_counter()
     torch.manual_seed(given["seed"])
     if given["peer"] == "st-static":
         model = static_model(folder, texts["train"], given["max_length"])
         loss: Any = MultipleNegativesRankingLoss(model)
     else:
-        model = transformer_model(folder, given["max_length"], given["pooling"])
+        words = Transformer(str(folder), max_seq_length=given["max_length"])
+        pooling = Pooling(words.get_embedding_dimension(), pooling_mode=given["pooling"])
+        model = SentenceTransformer(modules=[words, pooling])
         loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=64)
     query_E, label_E = load_npz(task / "Y.train.npz").nonzero()
     pairs = {
@@ -104,18 +100,15 @@ def main() -> None:
         "train_seconds": time.perf_counter() - start,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "version": f"sentence-transformers {__version__}",
-        "search_ms": {},
     }
-    label_LD = encode(model, texts["labels"])
-    for split in given["splits"]:
-        start, count = time.perf_counter(), len(texts[split])
-        found = util.semantic_search(encode(model, texts[split]), label_LD, top_k=given["width"])
-        facts["search_ms"][split] = 1000 * (time.perf_counter() - start) / count
-        scores = [hit["score"] for hits in found for hit in hits]
-        labels = [hit["corpus_id"] for hits in found for hit in hits]
-        indptr = np.cumsum([0, *map(len, found)])
-        save_npz(out / f"{split}.npz", csr_matrix((scores, labels, indptr), shape=(count, len(label_LD))))
-    facts["peak_rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    label_LD, start = encode(model, texts["labels"]), time.perf_counter()
+    found = util.semantic_search(encode(model, texts["test"]), label_LD, top_k=given["width"])
+    facts["search_ms"] = 1000 * (time.perf_counter() - start) / len(found)
+    scores = [hit["score"] for hits in found for hit in hits]
+    labels = [hit["corpus_id"] for hits in found for hit in hits]
+    indptr = np.cumsum([0, *map(len, found)])
+    save_npz(out / "test.npz", csr_matrix((scores, labels, indptr), shape=(len(found), len(label_LD))))
+    facts["peak_memory_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (out / "facts.json").write_text(json.dumps(facts))
 
 
