@@ -56,18 +56,18 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> di
     client = open_client(tracking_uri())
     version = _version(client, os.fspath(source), model_name)
     versions = {item.tags.get(HASH_TAG, ""): item for item in all_versions(client, version.name)[::-1]}
+    versions.pop(version.tags.get(HASH_TAG, ""), None)
     named = aliases(client, version.name)
 
-    def about(item: ModelVersion, below: set[str]) -> dict[str, Any]:
-        sha256, parent = item.tags.get("start.bundle.sha256"), None
-        origin = versions.get(sha256 or "")
-        if origin is not None and origin.version not in below:
-            parent = about(origin, {*below, origin.version})
-        elif sha256:
-            parent = {"version": item.tags.get("start.version"), "bundle_sha256": sha256, "missing": True}
-        return _about(item, named) | {"parent": parent}
-
-    return about(version, {version.version})
+    found = last = _about(version, named) | {"parent": None}
+    while sha256 := version.tags.get("start.bundle.sha256"):
+        origin = versions.pop(sha256, None)  # each once, so that versions that name each other end
+        if origin is None:
+            last["parent"] = {"version": version.tags.get("start.version"), "bundle_sha256": sha256, "missing": True}
+            break
+        version, last["parent"] = origin, _about(origin, named) | {"parent": None}
+        last = last["parent"]
+    return found
 
 
 def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[dict[str, Any]]:

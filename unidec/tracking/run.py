@@ -141,7 +141,8 @@ class Tracker:
         """
         self._add(step=int(step), metrics=_named(metrics))
         if self._state and time.monotonic() - self._flushed > _EVERY:
-            self._add(step=int(step), metrics=_system_figures(self.uri))
+            if self._client is not None:  # what MLflow's collectors are made with asks the store
+                self._add(step=int(step), metrics=_system_figures(self.uri))
             self.flush()
 
     def log_final(self, metrics: Mapping[str, float]) -> None:
@@ -198,24 +199,22 @@ class Tracker:
         try:
             if not answers(self.uri):
                 raise ConnectionError("no answer")
-            self._connect()
+            if self._client is None:
+                self._connect()
             self._send()
         except Exception as error:  # whatever MLflow, its database or the network throws: training is worth more
             self._client = None  # how much of it arrived is looked up by the next attempt
-            now = self._flushed = time.monotonic()
+            self._flushed = time.monotonic()
             if self.uri not in _ask_again:
-                line = without_credentials(f"{type(error).__name__}: {error}".splitlines()[0][:300])
-                store = without_credentials(self.uri)
-                log.warning("%s is away; what is logged waits in %s: %s", store, self._run_dir, line)
-            _ask_again[self.uri] = now + _TIMES * (now - begin)
+                words = f"{self.uri} is away; what is logged waits in {self._run_dir}: {type(error).__name__}: {error}"
+                log.warning("%s", without_credentials(words).splitlines()[0][:400])
+            _ask_again[self.uri] = self._flushed + _TIMES * (self._flushed - begin)
             return False
         if _ask_again.pop(self.uri, None) is not None:
             log.info("%s is back: everything that waited was sent", without_credentials(self.uri))
         return True
 
     def _connect(self) -> None:
-        if self._client is not None:
-            return
         client = open_client(self.uri)
         place = experiment_id(client, self.uri, self.experiment)
         run = self._find_run(client, place)
@@ -363,7 +362,6 @@ def _system_monitor(uri: str) -> Any:
 
 
 def _system_figures(uri: str) -> dict[str, float]:
-    """A sample of processor, memory, disk, network and GPU, by MLflow's own collectors."""
     try:
         monitor = _system_monitor(uri)
         monitor.collect_metrics()
