@@ -57,8 +57,8 @@ def code_tags(root: Path | str = ".", made_with: Mapping[str, Any] | None = None
         tags[COMMIT_TAG] = commit
         changed = _changed_files(project, commit)
         if changed is not None:
-            made = _committed_sha256(project, commit) if made_with is None else _parameters_sha256(made_with, project)
-            if made != _committed_sha256(project, commit):
+            made = made_with and _parameters_sha256(made_with, project)
+            if made and made != _committed_sha256(project, commit):
                 changed[PARAMS] = made
             tags[DIRTY_TAG] = "true" if changed else "false"
             text = json.dumps(changed, sort_keys=True)
