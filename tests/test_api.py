@@ -70,7 +70,7 @@ def test_metrics_are_those_of_the_predictions(model, data):
         model.evaluate(["text"], [])
 
 
-def test_explain_save_and_load(model, data, tmp_path):
+def test_explain_save_load_and_change_labels(model, data, tmp_path):
     text = data.queries[0]
     why = model.explain(text, k=2)
     assert why.prediction.labels == [label.uid for label in model.predict([text], k=2)[0]]
@@ -78,7 +78,11 @@ def test_explain_save_and_load(model, data, tmp_path):
     assert again.predict(data.queries[:5]) == model.predict(data.queries[:5])
     with pytest.raises(ConfigError, match="exists already"):
         model.save(tmp_path / "mine")
-    assert again.num_labels == len(data.labels)
+    changed = again.change_labels(tmp_path / "changed", add={"new": text}, remove=["3"])
+    assert changed.num_labels == model.num_labels == len(data.labels)
+    assert "new" in {label.uid for label in changed.predict([text], k=5)[0]}
+    with pytest.raises(ConfigError, match="not changed in place"):
+        again.change_labels(tmp_path / "mine", remove=["3"])
     with pytest.raises(ArtifactError):
         unidec.load(tmp_path / "nothing")
 

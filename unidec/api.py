@@ -83,6 +83,7 @@ class Model:
         allow: Sequence[str] | None = None,
         deny: Sequence[str] = (),
         min_score: float | None = None,
+        tail: float = 0.0,
     ) -> list[list[Label]]:
         """The best labels of each text, best first.
 
@@ -91,6 +92,7 @@ class Model:
             k: labels of each query, at most.
             allow: uids of the only labels to choose from; None: all. deny: uids of labels to leave out.
             min_score: labels that score less are left out.
+            tail: above 0 rare labels rank higher, below 0 lower; for models with a learnt fusion.
 
         Raises:
             DataError: a query that is not a text, or k below 1.
@@ -98,7 +100,7 @@ class Model:
         from unidec.retrieval.answer import Request
 
         chosen = None if allow is None else tuple(allow)
-        requests = [Request(text, k, chosen, tuple(deny), min_score) for text in _list_of_texts(texts)]
+        requests = [Request(text, k, chosen, tuple(deny), min_score, tail=tail) for text in _list_of_texts(texts)]
         found = self._answerer.answer(requests)
         return [[Label(*row) for row in zip(p.labels, p.titles, p.scores, strict=True)] for p in found]
 
@@ -134,6 +136,31 @@ class Model:
         figures = evaluate(predicted, truth[rows].astype(bool), *nothing)
         return {name: value for name, value in figures.items() if "/" not in name and not name.startswith("PS")}
 
+    def change_labels(
+        self,
+        folder: str | Path,
+        *,
+        add: Mapping[str, str] | None = None,
+        remove: Sequence[str] = (),
+        update: Mapping[str, str] | None = None,
+    ) -> Model:
+        """A model with other labels, without training; this one stays as it is.
+
+        Args:
+            folder: of the new bundle, which must not be this one's.
+            add, update: text by uid. remove: uids.
+
+        Raises:
+            DataError: an unknown uid, or one that exists already.
+            ConfigError: the folder is this model's.
+        """
+        from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
+
+        bundle = self._answerer.bundle
+        added, updated = ([LabelText(*item) for item in (texts or {}).items()] for texts in (add, update))
+        change = LabelChange.edit(bundle, added, list(remove), updated)
+        return Model(with_labels(bundle, folder, change), self.runtime)
+
     def save(self, folder: str | Path) -> Path:
         """Copy the model to a new folder, which `unidec.load` opens.
 
@@ -143,7 +170,9 @@ class Model:
         target = Path(folder)
         if target.exists():
             raise ConfigError("exists already", where=str(target), fix="remove it, or name another folder")
-        shutil.copytree(self.folder, target)
+        target.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}-") as scratch:
+            shutil.copytree(self.folder, Path(scratch) / "bundle").rename(target)
         return target
 
 

@@ -125,6 +125,7 @@ class Client:
     def predict(
         self, texts: Sequence[str], k: int | None = None, *, allow: Sequence[str] | None = None,
         deny: Sequence[str] | None = None, min_score: float | None = None, head: str | None = None,
+        tail: float | None = None,
     ) -> list[Answer]:  # fmt: skip
         """The best labels of each text, in the texts' order; the server's defaults where an argument is None.
 
@@ -134,14 +135,15 @@ class Client:
             allow: uids of the only labels to choose from. deny: uids of labels to leave out.
             min_score: labels that score less are left out.
             head: "both", "de" or "clf".
+            tail: above 0 rare labels rank higher, below 0 lower; for bundles with a learnt fusion.
 
         Raises:
             ServerError: the request is wrong. Unavailable: no answer.
         """
         if any(isinstance(value, str) for value in (texts, allow, deny)):
             raise TypeError("texts, allow and deny take a list of strings; predict_one takes one text")
-        wanted = {"queries": list(texts), "k": k, "allow": allow, "deny": deny, "min_score": min_score, "head": head}
-        found = self._request("POST", "/predict", wanted)
+        chosen = {"k": k, "allow": allow, "deny": deny, "min_score": min_score, "head": head, "tail": tail}
+        found = self._request("POST", "/predict", {"queries": list(texts), **chosen})
         return [
             Answer(
                 [Label(**{name: one.get(name) for name in Label.__dataclass_fields__}) for one in each["labels"]],

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from ruamel.yaml import YAML
+from ruamel.yaml.nodes import MappingNode
 
 from unidec.cli.commands import app, command
 from unidec.config import Params, load_params, recipe_names
@@ -25,7 +27,6 @@ _DVC_CONFIG = """[core]
     verify = true
 """
 _FILES = ("dvc.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore", "bin/python", "flows/*.*")
-_VALUE = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|[^#\n]*?)(?=[ \t]*(?:#|$))"""  # of a YAML key, without a comment
 DEFAULTS = {"recipe": "unidec", "data.path": "data/raw/mine", "data.format": "auto"}
 
 
@@ -87,15 +88,19 @@ def _new(values: dict[str, str]) -> str:
 
 
 def _changed(text: str, values: dict[str, str], path: Path) -> str:
-    """The text with other values at these keys, each on a line of its own; all else stays; ConfigError: no such key."""
+    """The text with other values at these keys; all else stays as it is. ConfigError: no such key."""
     for key, value in values.items():
-        *section, name = key.split(".")
-        before = rf"^{section[0]}:[ \t]*(?:#.*)?\n(?:(?:[ \t].*)?\n)*?[ \t]+" if section else "^"
-        found = re.search(rf"(?m)({before}{name}:[ \t]*){_VALUE}", text)
-        if not found:
+        node = YAML().compose(text)
+        for name in key.split("."):
+            found = node.value if isinstance(node, MappingNode) else ()
+            node = next((child for own, child in found if own.value == name), None)
+        if node is None:
             fix = f"add it by hand, with the value {json.dumps(value)}"
             raise ConfigError(f"no key {key} to change", where=str(path), fix=fix)
-        text = f"{text[: found.end(1)]}{json.dumps(value)}{text[found.end() :]}"
+        before, after = text[: node.start_mark.index], text[node.end_mark.index :]
+        if not node.value:  # a key alone
+            before = before if before.endswith(" ") else f"{before} " if before.endswith(":") else f"{before}: "
+        text = f"{before}{json.dumps(value)}{after}"
     return text
 
 

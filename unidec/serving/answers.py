@@ -103,6 +103,7 @@ def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
         "heads": [name for name in ("de", "clf") if name in info.vectors],
         "space": info.space,
         "weights": weights,
+        "fused": info.fusion is not None,
         "metrics": info.metrics,
         "score_quantiles": _at(info.card, "profile", "served", "score_quantiles"),
         "examples": [bundle.titles[row].as_py()[:MAX_TEXT] for row in shown],

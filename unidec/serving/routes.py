@@ -127,7 +127,7 @@ class Routes:
         figures.tokens.inc(sum(answer.num_tokens for answer in answers))
         figures.unknown_tokens.inc(sum(answer.unknown_tokens for answer in answers))
         figures.empty.inc(sum(answer.best is None for answer in answers))
-        if query.head == "both" and query.allow is None and not query.deny and query.min_score is None:
+        if query == Asked(query.text, query.k):  # no filter
             for answer in answers:
                 if answer.best is not None:
                     figures.best_score.observe(answer.best)
@@ -245,7 +245,7 @@ def _read_request(request: Request, model: Any) -> Any:
 def _queries(engine: Engine, texts: Sequence[str], asked: Any) -> list[Asked]:
     """Each text with the request's settings; an error for what the bundle cannot do, e.g. a head that it lacks."""
     allow, deny = None if asked.allow is None else tuple(asked.allow), tuple(asked.deny)
-    queries = [Asked(text, asked.k, allow, deny, asked.min_score, asked.head) for text in texts]
+    queries = [Asked(text, asked.k, allow, deny, asked.min_score, asked.head, asked.tail) for text in texts]
     try:
         engine.check(queries[0])
     except DataError as error:

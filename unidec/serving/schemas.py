@@ -27,7 +27,7 @@ class RequestBase(BaseModel):
 
 
 class RequestModels(NamedTuple):
-    """The models of one server; both have k, allow, deny, min_score and head."""
+    """The models of one server; both have k, allow, deny, min_score, head and tail."""
 
     predict: type[RequestBase]
     explain: type[RequestBase]
@@ -52,6 +52,9 @@ def request_models(settings: Serve) -> RequestModels:
         "min_score": (float | None, Field(None, description="labels that score less are left out")),
         "head": (Head, Field(
             "both", description="what scores: both (the bundle's ranking), the dual encoder, or the classifier",
+        )),
+        "tail": (float, Field(
+            0.0, ge=-10, le=10, description="above 0 rare labels rank higher; where a learnt fusion ranks",
         )),
     }  # fmt: skip
 

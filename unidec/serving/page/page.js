@@ -256,7 +256,7 @@ async function open(uid) {
   try {
     if (explained === null || JSON.stringify(explained.body) !== JSON.stringify(body)) explained = { body, ...(await post("explain", body)) };
     if (!room.isConnected) return;
-    same(room, why(explained.labels.find((one) => one.uid === uid) ?? label, explained));
+    same(room, why(explained.labels.find((one) => one.uid === uid) ?? label, explained, card.fused && !explained.body.head));
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     same(room, [element("p", {}, `${error.title}. ${error.lines.join(" ")}`)]);

@@ -79,21 +79,23 @@ export const legend = (weights) => PARTS.filter(({ name }) => weights[name]).map
 const short = (value) => String(Number(value.toPrecision(3)));
 
 // Why a label has its score; `explained` is the answer of /explain.
-export function why(label, explained) {
-  const pieces = [sum(label, explained.weights)];
+export function why(label, explained, fused) {
+  const pieces = [sum(label, explained.weights, fused)];
   pieces.push(element("h3", {}, "What the model reads"), tokens(explained));
   pieces.push(element("h3", {}, "Nearest training queries"), nearest(label, explained.nearest ?? []));
   return pieces;
 }
 
-function sum(label, weights) {
+function sum(label, weights, fused) {
   const all = addends(label, weights);
   const rows = all.map(({ name, title, meaning, part, weight, adds }) => element("tr", {},
     element("th", { scope: "row", class: "part" }, element("i", { class: name }), title, element("small", {}, meaning)),
     element("td", {}, number(part)), element("td", {}, `× ${short(weight)}`), element("td", {}, number(adds))));
   const head = ["part", "value", "weight", "adds"].map((name) => element("th", { scope: "col" }, name));
-  const foot = element("tr", {}, element("th", { scope: "row", colspan: "3" }, "score"), element("td", {}, number(label.score)));
-  return element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows), element("tfoot", {}, foot));
+  const line = (name, value) => element("tr", {}, element("th", { scope: "row", colspan: "3" }, name), element("td", {}, number(value)));
+  const blend = fused ? [line("blend", all.reduce((total, { adds }) => total + adds, 0))] : [];
+  const score = line(fused ? "score: the learnt fusion of the blend, ranks, votes, shared words and frequency" : "score", label.score);
+  return element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows), element("tfoot", {}, ...blend, score));
 }
 
 function tokens(explained) {
