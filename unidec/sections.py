@@ -267,7 +267,7 @@ class Index(Section):
     knn_weight: NonNegative | Literal["auto"] = key(0.0, "of the votes of similar training queries; 0: none")
     knn_neighbours: Count = key(100, "training queries that vote")
     knn_by: Literal["model", "words"] = key("model", "similar by the model's vectors, or by TF-IDF")
-    fusion: bool = key(False, "rank by a small network trained on the validation split, where it ranks better")
+    fusion: bool = key(False, "rank by a small network trained on the validation split, where it gains; for both heads")
     objective: Literal["nDCG@5", "P@1", "PSP@5", "R@100"] = key("nDCG@5", "what weights and fusion are chosen by")
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -277,9 +277,14 @@ class Index(Section):
         if self.space != "both" and self.clf_weight != 1.0:
             what = "the classifier's weight counts only where both heads are searched"
             yield Conflict("index.clf_weight index.space", what, "index.space: both, or index.clf_weight: 1")
-        if self.fusion and (self.space, self.knn_by) != ("both", "words"):
-            what = "fusion reads both heads' scores and words"
-            yield Conflict("index.fusion index.space index.knn_by", what, "index.space: both and index.knn_by: words")
+        if self.fuses and self.knn_by != "words":
+            what = "fusion reads words that queries share"
+            yield Conflict("index.fusion index.knn_by", what, "index.knn_by: words, or index.fusion: false")
+
+    @property
+    def fuses(self) -> bool:
+        """A fusion ranks: it reads both heads."""
+        return self.fusion and self.space == "both"
 
 
 class Run(Section):

@@ -124,7 +124,7 @@ def test_the_gates_exit_code_says_what_it_said(world, monkeypatch, passed, code)
     assert f"nDCG@5\t{'pass' if passed else 'FAIL'}\t31 against 30" in shown
     assert "version 7 (no champion to compare with): " in shown and "outputs/gate.html" in shown
     got, shown, _ = world.run("models", "gate", "--json")
-    assert got == code and json.loads(shown)["passed"] is passed and asked[-1] is None
+    assert got == code and json.loads(shown)["passed"] is passed and asked[-1] == "challenger"
 
 
 def test_an_unknown_metric_is_an_error_of_the_parameters(world):

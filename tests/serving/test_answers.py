@@ -51,7 +51,7 @@ def test_an_explanation_without_neighbours_or_votes() -> None:
 def test_a_card_of_a_bundle_without_facts(facts: dict[str, Any], num_labels: int) -> None:
     info = SimpleNamespace(
         card=facts, params=facts, metrics={"test": {"P@1": 2}}, dataset={"name": "x"}, index_kind="flat", width=8,
-        text="title", vectors={"de": [1, 8]}, space="de", clf_weight=1.5, knn=None,
+        text="title", vectors={"de": [1, 8]}, space="de", clf_weight=1.5, knn=None, fusion=None,
     )  # fmt: skip
     titles = pa.array([f"title {i} {'y' * 9999}" for i in range(num_labels)])
     bundle: Any = SimpleNamespace(info=info, num_labels=num_labels, titles=titles)

@@ -53,7 +53,7 @@ def test_what_is_not_given_has_its_default() -> None:
         ({"k": True}, "k", "integer"),
         ({"k": "5"}, "k", "integer"),
         ({"k": 2.5}, "k", "integer"),
-        ({"k": 6.0}, "k", "integer"),
+        ({"k": 8.0}, "k", "equal to 7"),
         ({"allow": ["a", 1]}, "allow[1]", "string"),
         ({"allow": ["a"] * 5}, "allow", "at most 4"),
         ({"deny": [""]}, "deny[0]", "at least 1 character"),

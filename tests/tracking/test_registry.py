@@ -59,12 +59,9 @@ def stand_in(monkeypatch):
     """What answers, ranking labels by nothing but their order."""
 
     class TableAnswerer:
-        @classmethod
-        def open(cls, path, runtime, threads):
-            bundle = cls()
-            bundle.labels = json.loads((pathlib.Path(path) / "labels.json").read_text())
-            bundle.opened = (runtime, threads)
-            return bundle
+        def __init__(self, path, runtime, threads):
+            self.labels = json.loads((pathlib.Path(path) / "labels.json").read_text())
+            self.opened = (runtime, threads)
 
         def predict(self, frame, k=5, **filters):
             import pandas as pd
@@ -234,7 +231,7 @@ def test_requirements_are_ours_without_our_name():
 ECHO = """
 import sys, types
 class Echo:
-    open = classmethod(lambda cls, *_: cls())
+    __init__ = lambda self, *_: None
     predict = lambda self, frame, **_: print("asked", *frame["query"])
 module = types.ModuleType("unidec.retrieval.answer_table")
 module.TableAnswerer, sys.modules[module.__name__] = Echo, module

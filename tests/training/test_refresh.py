@@ -93,7 +93,6 @@ def test_negatives_are_mined_also_while_batches_are_random(tiny_params):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"pool.cluster_start": 4, "pool.batches": "random"}, "no clusters that could grow"),
         ({"pool.cluster_start": 13}, "larger than a batch"),
     ],
 )

@@ -312,7 +312,7 @@ def test_another_start_is_another_run(go_on):
     assert trainer.identity["start"] == start.sha256
     with pytest.raises(ConfigError, match="start: 555555555555"):
         go_on("run", Start(start.model, start.uids, "6" * 64))
-    with pytest.raises(ConfigError, match="model to start from"):
+    with pytest.raises(ConfigError, match="nothing now"):
         go_on("run", None)
 
 

@@ -29,10 +29,10 @@ def index(params: Params) -> dict[str, Any]:
     model = UniDEC.load(paths.MODEL, device=str(choose_device(params.device)))
     ranking = Ranking.of_model(model, dataset, "validation", params.optim.precision)
     neighbours = None
-    if settings.knn_weight != 0 or settings.fusion:
+    if settings.knn_weight != 0 or settings.fuses:
         neighbours = training_neighbours(model, dataset, params.optim.precision, by=settings.knn_by)
     blend = tuned_blend(ranking, params, neighbours)
-    if neighbours is not None and settings.fusion:
+    if neighbours is not None and settings.fuses:
         blend = fused(ranking, params, neighbours, blend)
     metrics = headline(blend.metrics) if len(ranking.rows) else {}
     vectors = ranking.vectors

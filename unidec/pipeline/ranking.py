@@ -36,7 +36,7 @@ KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1
 NeighboursBy = Literal["model", "words"]
 VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "square"}  # measured: benchmarks/results/votes.md
 TAILS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
-LEAST_QUERIES = 200  # of a validation split that a fusion is trained on; README's example has fewer
+LEAST_QUERIES = 100  # of a validation split that a fusion is trained on; README's example has fewer
 MAX_TURNS = 3  # of tuning one weight after the other: the second changes little
 
 

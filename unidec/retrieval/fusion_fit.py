@@ -18,7 +18,8 @@ from unidec.retrieval.fusion import LIMIT, Evidence, Floats, Fusion
 
 FOLDS = 3
 HIDDEN = 16  # of each fold's network
-STEPS, BATCH, RATE, DECAY = 600, 128, 0.01, 0.1
+BATCH, RATE, DECAY = 128, 0.01, 0.1
+MOST_STEPS, STEPS_PER_QUERY = 600, 0.75  # a few hundred queries are learnt by heart in more
 _LEAST_SCALE = 1e-6
 
 
@@ -90,9 +91,11 @@ def _train(
     has_positive = np.add.reduceat(np.append(relevant_P, False), begin_N[:-1]) * (np.diff(begin_N) > 0) > 0
     queries = queries[has_positive[queries]]
     optimiser = torch.optim.AdamW(network.parameters(), lr=RATE, weight_decay=DECAY)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
-    order = np.concatenate([generator.permutation(queries) for _ in range(1 + STEPS * BATCH // max(1, len(queries)))])
-    for step in range(STEPS if len(queries) else 0):
+    num_steps = min(MOST_STEPS, int(STEPS_PER_QUERY * len(queries)))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, num_steps))
+    times = 1 + num_steps * BATCH // max(1, len(queries))
+    order = np.concatenate([generator.permutation(queries) for _ in range(times)])
+    for step in range(num_steps):
         some = np.unique(order[step * BATCH : (step + 1) * BATCH])
         loss = _loss(network, x_PX, relevant_P, begin_N[some], begin_N[some + 1])
         optimiser.zero_grad()

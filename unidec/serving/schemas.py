@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from unidec.sections import Serve
 from unidec.serving.errors import RequestError, wrong_values
@@ -42,7 +42,7 @@ def request_models(settings: Serve) -> RequestModels:
     text: Any = Annotated[str, Field(max_length=settings.max_query_chars, pattern=r"\S")]
     queries: Any = Annotated[list[text], Field(min_length=1, max_length=settings.max_queries, fail_fast=True)]
     uids: Any = Annotated[list[Uid], Field(max_length=settings.max_filter_labels, fail_fast=True)]
-    k: Any = Annotated[int, Field(ge=1, le=settings.max_k)]
+    k: Any = Annotated[int, Field(ge=1, le=settings.max_k), BeforeValidator(_whole)]
     shared: dict[str, Any] = {
         "k": (k, Field(min(DEFAULT_K, settings.max_k), description="labels a query; fewer where fewer are left")),
         "allow": (uids | None, Field(
@@ -65,6 +65,11 @@ def request_models(settings: Serve) -> RequestModels:
         model("PredictRequest", queries=(queries, Field(description="texts to label"))),
         model("ExplainRequest", query=(text, Field(description="text to label"))),
     )
+
+
+def _whole(value: Any) -> Any:
+    """JSON Schema counts 5.0 among the integers."""
+    return int(value) if isinstance(value, float) and abs(value) < 2**53 and value.is_integer() else value
 
 
 def body_schema(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
