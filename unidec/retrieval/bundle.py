@@ -41,7 +41,7 @@ from unidec.retrieval.bundle_folder import (
     read_labels,
     read_vectors,
 )
-from unidec.retrieval.fusion import CANDIDATES, LabelEvidence
+from unidec.retrieval.fusion import FEWEST_CANDIDATES, LabelEvidence
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, read_neighbours
 from unidec.retrieval.query_encoder import Encoded, ModelEncoder, QueryEncoder
@@ -312,7 +312,7 @@ class Bundle:
         info, vectors, excluded = self.info, self.vectors, np.zeros(0, np.int64) if excluded is None else excluded
         query_BD = self.searched(de_BD, clf_BD, head)
         if self.evidence is not None and info.fusion is not None and head == "both":
-            found_BC, _ = self._search(query_BD, max(k, CANDIDATES), excluded, self._chooser)
+            found_BC, _ = self._search(query_BD, max(FEWEST_CANDIDATES, 2 * k), excluded, self._chooser)
             assert de_BD is not None and clf_BD is not None and words_BF is not None
             evidence = self.evidence.read(de_BD, clf_BD, words_BF, found_BC, excluded, allowed)
             return self.evidence.rank(info.fusion, evidence, k, tail)

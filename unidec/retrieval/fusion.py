@@ -21,13 +21,15 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from scipy.sparse import csr_matrix, diags
+from scipy.sparse import csr_matrix, diags, vstack
 
 from unidec.data.propensity import inverse_propensity
 from unidec.retrieval.neighbours import Neighbours, Ranked, best_of
 from unidec.retrieval.scoring_space import pair_scores, query_vectors
 
-CANDIDATES = 200  # labels that the search gives for each query; those with votes are added
+CANDIDATES = 200  # labels that the search gives for each query that the fusion is trained on or ranks a hundred for
+FEWEST_CANDIDATES = 100  # where fewer are asked for
+VOTED = 50  # labels with most votes, which are candidates too
 FEATURES = (
     "blend", "dual encoder", "classifier", "votes", "words of the label", "words of its queries",
     "labels it comes with", "log frequency",
@@ -136,8 +138,8 @@ class LabelEvidence:
         self.log_frequency_L = np.log1p(count_L).astype(np.float32)
         inverse_L = inverse_propensity(count_L.astype(np.int64), neighbours.num_queries, *propensity)
         self.log_inverse_L = np.log(inverse_L).astype(np.float32)
-        self._words_FL = csr_matrix(neighbours.label_words_LF.T)
-        self._profiles_FL = csr_matrix(_profiles(neighbours).T)
+        # side by side, for one product: the labels' own words, and those of their queries
+        self._words_F2L = vstack([neighbours.label_words_LF, _profiles(neighbours)], format="csr").T.tocsr()
         self._together_LL = _together(neighbours.labels_ML)
 
     def read(
@@ -153,7 +155,7 @@ class LabelEvidence:
 
         Args:
             de_BD, clf_BD, words_BF: queries as the encoder gives them.
-            found_BC: labels of the best blend that are not excluded, -1 where there is none.
+            found_BC: labels of the best blend that are not excluded, -1 where there is none; `VOTED` are added.
             excluded: int64 keys query * L + label that are left out.
             allowed: the only labels that are kept; what is read of each is the same without it.
         """
@@ -190,7 +192,7 @@ class LabelEvidence:
         num_queries, num_labels = len(found_BC), self.num_labels
         votes_BL = self.neighbours.votes(words_BF, self.num_votes)
         place_BC = np.arange(num_queries, dtype=np.int64)[:, None] * num_labels + found_BC
-        key_P = np.union1d(place_BC[found_BC >= 0], _keys(votes_BL))
+        key_P = np.union1d(place_BC[found_BC >= 0], _keys(heaviest(votes_BL, VOTED)))
         if excluded.size:
             key_P = key_P[~np.isin(key_P, excluded)]
         usual_P = np.ones(len(key_P), dtype=bool)
@@ -206,8 +208,8 @@ class LabelEvidence:
         own_BD = query_vectors(None, clf_BD, "clf", 1.0, self.clf_normalize, "bias" in self.vectors)
         clf_P = pair_scores(own_BD, *pairs, "clf", self.clf_normalize)
         blend_P = de_P + self.clf_weight * clf_P
-        words_P = values_at(_product(words_BF, self._words_FL), key_P)
-        profile_P = values_at(_product(words_BF, self._profiles_FL), key_P)
+        shared_B2L, at_P = _product(words_BF, self._words_F2L), key_P + query_P * num_labels
+        words_P, profile_P = values_at(shared_B2L, at_P), values_at(shared_B2L, at_P + num_labels)
         begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
         best = [_best(part, usual_P, begin_B) for part in (blend_P, de_P, clf_P, words_P, profile_P)]
         likely_BL = _likely(query_P, label_P, blend_P, usual_P, (num_queries, num_labels))
