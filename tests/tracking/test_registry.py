@@ -169,6 +169,23 @@ def test_one_version_a_bundle_with_card_tags_and_alias(uri, client, run_id, tmp_
     assert not [line for line in requirements if line.split("=")[0].strip() == "unidec"]
 
 
+def test_the_runs_test_metrics_are_the_models_with_its_data_set(uri, client, tmp_path, stand_in, path_as_before):
+    tracker = Tracker("tests")
+    about = {"name": "tiny", "digest": "f" * 36, "path": "data/dataset"}
+    run_id = tracker.start(tmp_path / "run", {}, dataset=about)
+    tracker.log_final({"test/P@1": 41.0, "test/tail/R@10": 7.0, "validation/P@1": 40.0})
+    version = registry.register(make_bundle(tmp_path / "bundle"), run_id, "measured")
+    source = client.get_model_version("measured", str(version)).source  # models:/<id of the logged model>
+    model = client.get_logged_model(source.rpartition("/")[2])
+    assert {(m.key, m.value, m.run_id, m.dataset_name, m.dataset_digest) for m in model.metrics} == {
+        ("test/P_at_1", 41.0, run_id, "tiny", "f" * 36), ("test/tail/R_at_10", 7.0, run_id, "tiny", "f" * 36),
+    }  # fmt: skip
+    experiment = client.get_run(run_id).info.experiment_id
+    found = client.search_logged_models([experiment], datasets=[{"dataset_name": "tiny", "dataset_digest": "f" * 36}])
+    assert [one.model_id for one in found] == [model.model_id]
+    assert [point.value for point in client.get_metric_history(run_id, "test/P_at_1")] == [41.0]  # once
+
+
 def test_another_bundle_is_another_version_and_takes_the_alias(uri, client, run_id, tmp_path, stand_in, path_as_before):
     first = registry.register(make_bundle(tmp_path / "a"), run_id, "two")
     second = registry.register(make_bundle(tmp_path / "b", ["joe"]), run_id, "two")

@@ -196,6 +196,7 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
         mlflow.start_run(run_id=run_id, run_name=None if run_id else "register")
         stack.callback(mlflow.end_run, "FINISHED" if before == "RUNNING" else before)
         active = mlflow.active_run().info.run_id
+        steps = [m.step for m in client.get_run(active).data.to_proto().metrics if m.key.startswith("training/")]
         info = mlflow.pyfunc.log_model(
             name="bundle",
             python_model=str(package / "tracking" / "pyfunc.py"),
@@ -207,10 +208,24 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
             pip_requirements=serving_requirements(),
             metadata={HASH_TAG: tags[HASH_TAG]},
             tags=dict(tags),
+            step=max([1, *steps]),  # its figures become the model's; those without a step: `_link_test_metrics`
         )
     if before == "RUNNING":
         client.update_run(active, status="RUNNING")
+    _link_test_metrics(client, active, info.model_id)
     return info.model_id, active
+
+
+def _link_test_metrics(client: MlflowClient, run_id: str, model_id: str) -> None:
+    """The run's figures of the test split become the model's as well, with the run's data set: MLflow's Models tab
+    groups by it. With their first timestamp and step, so that the run's own history has each once."""
+    from mlflow.entities import Metric
+
+    run = client.get_run(run_id)
+    used = run.inputs.dataset_inputs if run.inputs else []
+    data = {"dataset_name": used[0].dataset.name, "dataset_digest": used[0].dataset.digest} if used else {}
+    found = [metric for metric in run.data.to_proto().metrics if metric.key.startswith("test/")]
+    client.log_batch(run_id, [Metric(m.key, m.value, m.timestamp, m.step, model_id, **data) for m in found])
 
 
 def download(address: str, sha256: str, folder: Path | str) -> Path:
