@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect.artifacts import create_markdown_artifact
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.runtime import flow_run as current_flow_run
@@ -19,6 +19,7 @@ from unidec.errors import UnidecError
 from unidec.tracking.lineage import LOCK_COMMIT_TAG
 from unidec.tracking.store import open_client, tracking_uri
 
+PHASES = ("cluster", "mine", "validate")
 RECORDED = ("dvc.lock", "data/start.json", "outputs/metrics.json", "outputs/plots")
 
 
@@ -43,6 +44,15 @@ def harmless(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         log.warning("%s: %s", what, error)
+
+
+@harmless("the run's page in Prefect lacks a phase")
+def show_phase(name: str, number: int, report: Mapping[str, Any]) -> None:
+    """Figures of clustering, mining or validation: seconds, cosine within clusters, scores of negatives, metrics."""
+    figures = report.get("validation", report)
+    rows = [{"figure": key, "value": f"{figure:.5g}"} for key, figure in figures.items() if "/" not in key]
+    if name in PHASES and rows and FlowRunContext.get() is not None:
+        create_table_artifact(rows, key=name, description=f"{name}, round {number}")
 
 
 @harmless("the run's page in Prefect lacks its result")

@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -159,7 +160,7 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
             for line in training.lines:
                 lifecycle.say(line)
             # phases are not retried: what ended one would end it again, and the next run resumes from its checkpoint
-            fit(training, lambda name, number, work: run(f"{name} {number} of {training.num_rounds}", work))
+            fit(training, partial(_phase, training.num_rounds))
             run("export", training.export)
             done["epoch"] = training.epoch
         if "index" in wanted:
@@ -176,6 +177,13 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
             done |= {key: registered.get(key) for key in ("model", "version")}
             done["run_url"] = done["run_url"] or registered.get("run")
     return done
+
+
+def _phase(num_rounds: int, name: str, number: int, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A phase of a round as a task, its figures on the run's page."""
+    report = run(f"{name} {number} of {num_rounds}", work)
+    publish.show_phase(name, number, report)
+    return report
 
 
 @contextlib.contextmanager
