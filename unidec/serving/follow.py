@@ -84,18 +84,42 @@ class Registry:
         """The folder of a version's bundle, with every file's hash checked.
 
         Raises:
-            ArtifactError: it is damaged, or not what its tag names.
+            ArtifactError: it is larger than the free memory, damaged, or not what its tag names.
             RegistryAway: no answer.
         """
         from mlflow.exceptions import MlflowException
 
+        from unidec.tracking.registry import tracking_to
+
         address = f"models:/{self.address.name}/{version.version}"
+        max_bytes = available_host() - KEEP_FREE
         try:
+            with tracking_to(self.uri):
+                stored = _stored_bytes(address, max_bytes)
+            if stored > max_bytes:
+                raise ArtifactError(
+                    "the version is too large for the available memory", where=address,
+                    got=f"{stored / 1e6:,.0f} MB", expected=f"at most {max_bytes / 1e6:,.0f} MB",
+                )  # fmt: skip
             return fetch_bundle(address, self.copies, uri=self.uri).resolve()
         except (MlflowException, OSError) as error:
             with contextlib.suppress(ConfigError):
                 self.find()  # raises where the registry is the cause, not this version
             raise ArtifactError("the version cannot be fetched", where=address, got=_named(error)) from error
+
+
+def _stored_bytes(address: str, enough: int) -> int:
+    """Size of all files that the registry lists for a version, or of a part of them that is more than `enough`."""
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    repository, folders, total = get_artifact_repository(address), [""], 0
+    while folders and total <= enough:
+        for entry in repository.list_artifacts(folders.pop() or None):
+            if entry.is_dir:
+                folders.append(entry.path)
+            else:
+                total += entry.file_size or 0
+    return total
 
 
 def probe_as_served(folder: Path, settings: Serve) -> Probe:

@@ -39,7 +39,7 @@ EXPLAIN_EXAMPLE = {"query": "editor for plain text", "k": 5}
 
 def request_models(settings: Serve) -> RequestModels:
     """The models with a server's limits."""
-    text: Any = Annotated[str, Field(max_length=settings.max_query_chars, pattern=r"\S")]
+    text: Any = Annotated[str, Field(max_length=settings.max_query_chars, pattern=r"[^\s\x85]")]
     queries: Any = Annotated[list[text], Field(min_length=1, max_length=settings.max_queries, fail_fast=True)]
     uids: Any = Annotated[list[Uid], Field(max_length=settings.max_filter_labels, fail_fast=True)]
     k: Any = Annotated[int, Field(ge=1, le=settings.max_k), BeforeValidator(_whole)]
