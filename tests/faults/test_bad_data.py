@@ -219,7 +219,7 @@ def test_features_without_texts(tiny_raw: RawData, tmp_path: Path) -> None:
     write_raw(tiny_raw, tmp_path / "raw", "pecos")
     save_npz(tmp_path / "raw" / "X.trn.npz", csr_matrix((48, 9)))
     (tmp_path / "raw" / "X.trn.txt").unlink()
-    assert "features without texts" in message(tmp_path / "raw")
+    assert "X.trn.txt" in message(tmp_path / "raw")
 
 
 @pytest.fixture

@@ -184,9 +184,8 @@ def split_words(array: pa.Array) -> tuple[np.ndarray, np.ndarray, dict[str, int]
 
 
 def text_hashes(array: pa.Array) -> np.ndarray:
-    """A 64-bit hash of each text without white space around it, uint64 [N]: the same in every process."""
-    texts = pc.utf8_trim_whitespace(array).to_numpy(zero_copy_only=False).astype(object)
-    return pd.util.hash_array(texts, categorize=False)
+    """A 64-bit hash of each text, uint64 [N]: the same in every process."""
+    return pd.util.hash_array(array.to_numpy(zero_copy_only=False).astype(object), categorize=False)
 
 
 def share(part: Any, whole: Any) -> Share:
@@ -248,14 +247,14 @@ def profile_dataset(
 
 def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dict[str, Share]:
     """Shares that are counted over the whole data set."""
-    hash_N, empty_N = hashes_of(dataset, "queries", text)
-    hash_L, empty_L = hashes_of(dataset, "labels", text)
-    train, test = hash_N[rows["train"]], rows["test"][~empty_N[rows["test"]]]
+    hash_N, length_N = text_facts(dataset, "queries", text)
+    hash_L, length_L = text_facts(dataset, "labels", text)
+    train, test = hash_N[rows["train"]], rows["test"][length_N[rows["test"]] > 0]
     points_L = label_counts(dataset.relevance, rows["train"])
     asked_L = label_counts(dataset.relevance, np.concatenate([rows["validation"], rows["test"]])) > 0
     flags = {
-        "empty_queries": empty_N,
-        "empty_labels": empty_L,
+        "empty_queries": length_N == 0,
+        "empty_labels": length_L == 0,
         "repeated_queries": pd.Series(train).duplicated(),
         "repeated_labels": pd.Series(hash_L).duplicated(),
         "test_texts_in_train": np.isin(hash_N[test], train),
@@ -266,14 +265,14 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
     return {name: share(own.sum(), len(own)) for name, own in flags.items()}
 
 
-def hashes_of(dataset: XMCDataset, which: Literal["queries", "labels"], text: Text) -> tuple[np.ndarray, np.ndarray]:
-    """Hash of each text, and whether it is empty."""
-    hashes, empty = [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
+def text_facts(dataset: XMCDataset, which: Literal["queries", "labels"], text: Text) -> tuple[np.ndarray, np.ndarray]:
+    """Hash of each text uint64, and its characters int64, both without white space around it."""
+    hashes, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for batch in dataset.text_batches(which, text, 65_536):
-        array = pa.array(batch, pa.large_string())
+        array = pc.utf8_trim_whitespace(pa.array(batch, pa.large_string()))
         hashes.append(text_hashes(array))
-        empty.append(pc.equal(pc.utf8_trim_whitespace(array), "").to_numpy(zero_copy_only=False))
-    return np.concatenate(hashes), np.concatenate(empty)
+        lengths.append(pc.utf8_length(array).to_numpy(zero_copy_only=False).astype(np.int64))
+    return np.concatenate(hashes), np.concatenate(lengths)
 
 
 def _bucket(ids: np.ndarray) -> np.ndarray:

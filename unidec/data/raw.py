@@ -118,12 +118,6 @@ def hold_out(uids: Sequence[str] | pa.ChunkedArray, filter_pairs: csr_matrix, sh
     return chosen_F[family_N]
 
 
-def cut_test(raw: RawData, share: float, seed: int) -> RawData:
-    """Cut a test split from the training queries (see `hold_out`); order within each split is kept."""
-    held = hold_out(raw.queries["train"]["uid"], raw.filter_pairs["train"], share, seed)
-    return raw.take({"test": np.flatnonzero(held), "train": np.flatnonzero(~held)})
-
-
 def make_slice(raw: RawData, num_train: int, num_test: int) -> RawData:
     """The first `num_train` training and `num_test` test queries, with the labels that occur among their positives."""
     sizes = {"train": num_train, "test": num_test, "validation": num_test}

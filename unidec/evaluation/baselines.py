@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from unidec.data.dataset import Text, XMCDataset
-from unidec.data.profile import hashes_of
+from unidec.data.profile import text_facts
 from unidec.errors import DataError
 from unidec.evaluation.metrics import GROUPS, by_query, evaluate, filtered_truth, remove_filtered
 from unidec.evaluation.significance import Comparison, best_systems, compare_systems, holm
@@ -146,7 +146,7 @@ def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text, coun
             f"{'One label has' if trained else 'No label has'} training queries: there is nothing to choose between, "
             "and the metrics tell nothing about the model."
         )
-    hash_N, _ = hashes_of(dataset, "queries", text)
+    hash_N, _ = text_facts(dataset, "queries", text)
     if repeated := int(np.isin(hash_N[test], hash_N[dataset.rows("train")]).sum()):
         found.append(
             f"The text of {repeated:,} of {len(test):,} test queries ({repeated / len(test):.1%}) is also a training "

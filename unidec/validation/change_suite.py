@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from unidec.evaluation.drift import Check
-from unidec.validation.checkpoint import raised, run_checkpoint
+from unidec.validation.suite import raised, run_checkpoint
 
 TABLE = "data_change"
 

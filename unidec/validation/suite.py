@@ -9,27 +9,26 @@ and what is legal but may be a fault is judged by section `validation` of the pa
 from __future__ import annotations
 
 import os
+import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from unidec.data.dataset import XMCDataset
+from unidec.data.profile import text_facts
 from unidec.data.raw import SPLITS
 from unidec.data.storage import swap_folder, write_json
 from unidec.evaluation.page import render
 from unidec.sections import Validation
-from unidec.validation.checkpoint import raised, run_checkpoint
 
+MAX_SAMPLES = 20
 _SMALL = 1_000_000  # pairs of data that is read again within seconds
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-
 Find = Callable[[list[str], list[str]], tuple[dict[str, str], dict[str, str]]]
 """uids of queries, uids of labels -> `file:line` by uid, of both."""
 
@@ -130,7 +129,7 @@ def _add_places(results: list[dict[str, Any]], find: Find, num_pairs: int) -> No
 
 
 def _query_frame(dataset: XMCDataset) -> pd.DataFrame:
-    length_N, text_N = _text_facts(dataset.queries)
+    text_N, length_N = text_facts(dataset, "queries", "title+content")
     split_N = np.asarray(dataset.split_N)
     in_train_N = np.isin(text_N, text_N[split_N == SPLITS.index("train")])
     tested_N = (split_N == SPLITS.index("test")) & (length_N > 0)  # empty texts are counted by text_length
@@ -144,7 +143,7 @@ def _query_frame(dataset: XMCDataset) -> pd.DataFrame:
 
 
 def _label_frame(dataset: XMCDataset) -> pd.DataFrame:
-    length_L, text_L = _text_facts(dataset.labels)
+    text_L, length_L = text_facts(dataset, "labels", "title+content")
     _, first_L, count_L = np.unique(text_L, return_inverse=True, return_counts=True)
     return pd.DataFrame({
         "uid": dataset.labels["uid"].to_pandas(),
@@ -162,18 +161,6 @@ def _pair_frame(dataset: XMCDataset) -> pd.DataFrame:
     relevance_P = np.asarray(matrix.data, dtype=np.float64)
     facts = {"query": query_P, "label": label_P, "relevance": relevance_P, "filtered": filtered_P.astype(np.int64)}
     return pd.DataFrame(facts)
-
-
-def _text_facts(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Characters of title and content without outer white space, and a 64-bit hash of both: a batch at a time."""
-    lengths, hashes = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.uint64)]
-    for batch in table.to_batches():
-        parts = [pc.utf8_trim_whitespace(batch.column(name)) for name in ("title", "content")]
-        lengths.append(pc.add(pc.utf8_length(parts[0]), pc.utf8_length(parts[1])).to_numpy(zero_copy_only=False))
-        joined = pc.binary_join_element_wise(*parts, pa.scalar("\n", pa.large_string()))
-        texts = joined.to_numpy(zero_copy_only=False)
-        hashes.append(pd.util.hash_array(texts, categorize=False))
-    return np.concatenate(lengths).astype(np.int64), np.concatenate(hashes)
 
 
 def _expectations(dataset: XMCDataset, limits: Validation) -> dict[str, list[Any]]:
@@ -214,7 +201,7 @@ def _expectations(dataset: XMCDataset, limits: Validation) -> dict[str, list[Any
              max_value=dataset.num_labels - 1),
         rule("ColumnValuesToNotBeNull", "no relevance is NaN", column="relevance"),
         rule("ColumnValuesToBeBetween", "relevance is positive and finite", column="relevance", min_value=0,
-             strict_min=True, max_value=FLOAT32_MAX),
+             strict_min=True, max_value=float(np.finfo(np.float32).max)),
         rule("CompoundColumnsToBeUnique", "every pair is there once", column_list=["query", "label"]),
     ]  # fmt: skip
     own = {"queries": [*uids(), *splits], "labels": uids(), "pairs": pairs}
@@ -278,3 +265,54 @@ def _place(sample: dict[str, Any]) -> str:
     place = f"row {sample['row']} ({sample['uid']})" if "row" in sample else ""
     place = place or f"query {sample['query']}, label {sample['label']}"
     return f"{sample['at']}, {place}" if "at" in sample else place
+
+
+def run_checkpoint(
+    name: str, tables: dict[str, pd.DataFrame], suites: Callable[[], dict[str, list[Any]]], docs: Path | None
+) -> list[tuple[str, Any]]:
+    """Run all suites as one checkpoint: (table, result as Great Expectations gives it), in the order of the suites.
+
+    Args:
+        suites: makes each table's expectations; Great Expectations may be imported only there.
+        docs: folder for Data Docs; None: none are built.
+    """
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")  # Great Expectations imports modules that Python deprecates
+        import great_expectations as gx
+        from great_expectations.checkpoint import UpdateDataDocsAction
+        from great_expectations.data_context.types.base import ProgressBarsConfig
+
+        expectations = suites()
+        context: Any = gx.get_context(mode="ephemeral")
+        context.variables.progress_bars = ProgressBarsConfig(globally=False)
+        actions, definitions = [], []
+        if docs is not None:
+            store = {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(docs.resolve())}
+            index = {"class_name": "DefaultSiteIndexBuilder"}
+            site = {"class_name": "SiteBuilder", "site_index_builder": index, "store_backend": store}
+            context.add_data_docs_site("local", site)
+            actions.append(UpdateDataDocsAction(name="docs", site_names=["local"]))
+        source = context.data_sources.add_pandas(name)
+        for table, frame in tables.items():
+            # a checkpoint hands one set of batch parameters to all its definitions, so three frames go through files
+            path = Path(folder, f"{table}.parquet")
+            frame.to_parquet(path, index=False)
+            batch = source.add_parquet_asset(table, path=path).add_batch_definition("all")
+            suite = context.suites.add(gx.ExpectationSuite(name=table, expectations=expectations[table]))
+            definition = gx.ValidationDefinition(name=table, data=batch, suite=suite)
+            definitions.append(context.validation_definitions.add(definition))
+        shown = {"result_format": "SUMMARY", "partial_unexpected_count": MAX_SAMPLES}
+        checkpoint = gx.Checkpoint(name=name, validation_definitions=definitions, actions=actions, result_format=shown)
+        run = context.checkpoints.add(checkpoint).run()
+    for picture in docs.rglob("*.gif") if docs else ():
+        picture.unlink()  # of a guided tour: 3 MB in every run that keeps the docs
+    by_table = {result.suite_name: result for result in run.run_results.values()}
+    return [(table, item) for table in tables for item in by_table[table].results]
+
+
+def raised(item: Any) -> str | None:
+    """What an expectation's code raised, if it did."""
+    info = item.exception_info
+    entries = [info] if "raised_exception" in info else list(info.values())
+    found = [entry for entry in entries if isinstance(entry, dict) and entry.get("raised_exception")]
+    return str(found[0]["exception_message"]) if found else None

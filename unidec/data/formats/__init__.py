@@ -7,16 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from unidec.data.formats import beir, tables, xmc_json, xmc_text
+from unidec.data.formats import tables, xmc
 from unidec.data.formats.files import Lines, Source
 from unidec.data.formats.pairs import rows_of
-from unidec.data.raw import RawData, cut_test, make_slice
+from unidec.data.raw import RawData, hold_out, make_slice
 from unidec.data.storage import file_sha256
 from unidec.data.table_file import DEFAULT_BOUNDS
 from unidec.errors import DataError
@@ -24,14 +23,7 @@ from unidec.sections import Data, RawBounds
 
 __all__ = ["LAYOUTS", "RawData", "find_rows", "make_slice", "read_raw", "read_section"]
 
-LAYOUTS: dict[str, Any] = {
-    "xmc-json": xmc_json,
-    "xmc-text": xmc_text.XMC_TEXT,
-    "pecos": xmc_text.PECOS,
-    "beir": beir,
-    "tables": tables,
-}
-"""Layout -> module or object with EXPECTED, NEEDS (names of files, one of each), read(source)."""
+LAYOUTS = xmc.LAYOUTS | tables.LAYOUTS
 
 
 def read_raw(
@@ -42,7 +34,7 @@ def read_raw(
 
     Args:
         format: a name in LAYOUTS, or "auto" to tell by the files in the folder.
-        test_share, split_seed: if the data names no test split, this share of its queries becomes one (`cut_test`).
+        test_share, split_seed: if the data names no test split, this share of its queries becomes one (`hold_out`).
         bounds: of rows, texts and compressed files.
 
     Raises:
@@ -51,7 +43,8 @@ def read_raw(
     """
     source, raw = _read(path, format, bounds)
     if "test" not in raw.queries:
-        raw = cut_test(raw, test_share, split_seed)
+        held = hold_out(raw.queries["train"]["uid"], raw.filter_pairs["train"], test_share, split_seed)
+        raw = raw.take({"test": np.flatnonzero(held), "train": np.flatnonzero(~held)})
     files = {name: file_sha256(file) for name, file in sorted(source.read.items())}
     return replace(raw, name=source.root.resolve().name, files=files)
 
@@ -94,7 +87,7 @@ def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple
     if layout not in LAYOUTS:
         raise DataError("an unknown layout", where=str(root), got=layout, expected=", ".join(["auto", *LAYOUTS]))
     source = Source(root, bounds)
-    raw: RawData = LAYOUTS[layout].read(source)
+    raw = LAYOUTS[layout].read(source)
     _check(source, raw)
     source.stop()
     return source, replace(raw, format=layout)
@@ -102,13 +95,13 @@ def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple
 
 def _detect(root: Path) -> str:
     source = Source(root)
-    fitting = [name for name, layout in LAYOUTS.items() if all(source.find(*names) for names in layout.NEEDS)]
+    fitting = [name for name, layout in LAYOUTS.items() if all(source.find(*names) for names in layout.needs)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
         raise DataError("files of more than one layout", where=str(root), got=", ".join(fitting), fix="set data.format")
     found = ", ".join(sorted(path.name for path in root.iterdir())[:12]) or "an empty folder"
-    looked_for = "".join(f"\n    {name}: {layout.EXPECTED}" for name, layout in LAYOUTS.items())
+    looked_for = "".join(f"\n    {name}: {layout.expected}" for name, layout in LAYOUTS.items())
     raise DataError(
         "no layout fits the files of this folder",
         where=str(root),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from unidec.data.raw import RawData
 from unidec.data.table_file import DEFAULT_BOUNDS, Report, decode, in_blocks, read_lines
 from unidec.errors import DataError
 from unidec.sections import RawBounds
@@ -105,3 +107,17 @@ class Source:
         lines = read_lines(path, self.bounds)
         texts = (decode(line, number, report).removesuffix("\r") for number, line in lines)
         return pa.chunked_array([pa.array(block, pa.large_string()) for block in in_blocks(texts)], pa.large_string())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to lay raw data out in files.
+
+    Attributes:
+        expected: the files, for people. needs: names of files; a folder has this layout if it has one of each.
+        read: reads it; faults are noted in the source.
+    """
+
+    expected: str
+    needs: tuple[Sequence[str], ...]
+    read: Callable[[Source], RawData]

@@ -1,7 +1,10 @@
-"""Plain tables: queries, labels and pairs as csv, tsv, parquet or jsonl, each with a header.
+"""Layouts of uids and pairs of uids: plain tables, and BEIR.
 
-queries: id, text [, content] [, split]; labels: id, text [, content]; pairs: query_id, label_id [, relevance] [,
-split]; filters (optional): query_id, label_id. A split is train, validation or test, of the query or of its pairs.
+tables: queries: id, text [, content] [, split]; labels: id, text [, content]; pairs: query_id, label_id [, relevance]
+[, split]; filters (optional): query_id, label_id. A split is train, validation or test, of the query or of its pairs.
+
+BEIR: corpus.jsonl (labels), queries.jsonl, qrels/{train,dev,test}.tsv. Two optional additions of ours: `"metadata":
+{"split": ...}` of a query without judgements, which BEIR would leave out, and filters.tsv (query-id, corpus-id).
 """
 
 from __future__ import annotations
@@ -16,20 +19,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
-from unidec.data.formats.files import Lines, Source
+from unidec.data.formats.files import Layout, Lines, Source
 from unidec.data.formats.pairs import Pairs, rows_of
 from unidec.data.raw import SPLITS, RawData, text_table
 from unidec.data.table_file import Report, in_blocks, read_rows
 from unidec.errors import DataError
 
-EXPECTED = "queries, labels and pairs, each .csv, .tsv, .parquet or .jsonl"
 QUERIES, LABELS, PAIRS, FILTERS = (
     [f"{stem}.{kind}" for kind in ("csv", "tsv", "parquet", "jsonl")]
     for stem in ("queries", "labels", "pairs", "filters")
 )
-NEEDS = (QUERIES, LABELS, PAIRS)
+QRELS = {split: f"qrels/{stem}.tsv" for split, stem in (("train", "train"), ("validation", "dev"), ("test", "test"))}
 _SPLIT_NAMES = {split: split for split in SPLITS}
 _SPLIT_NAMES |= {"trn": "train", "tst": "test", "dev": "validation", "val": "validation"}
+_BEIR_UIDS = ("query-id", "corpus-id")
 
 
 @dataclass(frozen=True)
@@ -56,39 +59,80 @@ class Table:
             source.note_rows(f"pair with an unknown {what}", self.at, unknown, "uid {}", self.columns[column])
         return Pairs(source, self.at, rows[0], rows[1], value_P, by_uid=True, are_filters=are_filters)
 
-    def texts(self, source: Source, what: str) -> pa.Table:
-        """uid, title, content; uids checked."""
-        check_uids(source, self.columns["id"], self.at, what)
-        return text_table(self.columns["id"], self.columns["text"], self.columns.get("content"))
+    def texts(self, source: Source, what: str, columns: Sequence[str] = ("id", "text", "content")) -> pa.Table:
+        """uid, title, content, of these columns; uids checked. A text without titles is the title itself."""
+        uids, titles, contents = (self.columns.get(column) for column in columns)
+        check_uids(source, uids, self.at, what)
+        if titles is None or not pc.any(pc.not_equal(titles, "")).as_py():
+            titles, contents = contents, titles
+        return text_table(uids, titles, contents)
 
 
-def read(source: Source) -> RawData:
-    """Read the layout; faults are noted in the source."""
+def _read_tables(source: Source) -> RawData:
     labels = read_table(source, source.need(*LABELS), ("id", "text"), ("content",))
     queries = read_table(source, source.need(*QUERIES), ("id", "text"), ("content", "split"))
     pairs = read_table(source, source.need(*PAIRS), ("query_id", "label_id"), ("relevance", "split"))
     source.stop()  # ids cannot be looked up in tables with faults
-    label_texts, query_texts = labels.texts(source, "label"), queries.texts(source, "query")
+    source.labels_at, label_texts, query_texts = (
+        labels.at,
+        labels.texts(source, "label"),
+        queries.texts(source, "query"),
+    )
     found = pairs.pairs(source, query_texts, label_texts)
     split_N = _splits(queries, pairs, found.query_P, source)
-    shape = (query_texts.num_rows, label_texts.num_rows)
-    filters = read_filters(source, FILTERS, ("query_id", "label_id"), query_texts, label_texts)
-    source.labels_at = labels.at
-    return by_split(source, (query_texts, queries.at), label_texts, (found.matrix(shape), filters), split_N)
+    relevance = found.matrix((query_texts.num_rows, label_texts.num_rows))
+    return _by_split(
+        source, (queries.at, query_texts), label_texts, relevance, split_N, (FILTERS, "query_id", "label_id")
+    )
 
 
-def by_split(
-    source: Source, queries: tuple[pa.Table, tuple[str, Lines]], labels: pa.Table,
-    pairs: tuple[csr_matrix, csr_matrix], split_N: np.ndarray,
+def _read_beir(source: Source) -> RawData:
+    """A score of 0 means judged and not relevant: left out."""
+    columns = ("_id", "title", "text")
+    found = read_table(source, source.need("corpus.jsonl"), ("_id",), columns[1:], lambda _row, _line: None)
+    source.labels_at, corpus = found.at, found.texts(source, "label", columns)
+    found = read_table(source, source.need("queries.jsonl"), ("_id",), (*columns[1:], "split"), _beir_query)
+    queries, split_N = found.texts(source, "query", columns), found.columns["split"].to_numpy(zero_copy_only=False)
+    shape = (queries.num_rows, corpus.num_rows)
+    relevance = csr_matrix(shape, dtype=np.float32)
+    for split, file in QRELS.items():
+        path = source.need(file) if split == "train" else source.find(file)
+        if path is None:
+            continue
+        pairs = read_table(source, path, (*_BEIR_UIDS, "score")).pairs(source, queries, corpus)
+        own = np.unique(pairs.query_P[pairs.query_P >= 0])
+        other = own[(split_N[own] != "") & (split_N[own] != split)]
+        source.note_rows(f"query of another split again in {split} (leak)", found.at, other, "{}", split_N)
+        split_N[own] = split
+        relevance += pairs.matrix(shape, zero_is_no_pair=True)
+    return _by_split(source, (found.at, queries), corpus, relevance, split_N, (["filters.tsv"], *_BEIR_UIDS))
+
+
+def _beir_query(row: dict[str, Any], _line: int) -> None:
+    """A query alone is a title; the split that it names for itself ("" if none) is one of its columns."""
+    metadata = row.get("metadata")
+    split = metadata.get("split") if isinstance(metadata, dict) else None
+    row["split"] = split if split in QRELS else ""
+    if "title" not in row:
+        row["title"], row["text"] = row.get("text"), ""
+
+
+def _by_split(
+    source: Source, queries: tuple[tuple[str, Lines], pa.Table], labels: pa.Table, relevance: csr_matrix,
+    split_N: np.ndarray, filters: tuple[Sequence[str], str, str],
 ) -> RawData:  # fmt: skip
-    """Queries (and where they are), relevance and filter pairs of all splits, taken apart."""
-    table, (file, lines) = queries
-    rows_by_split = {split: np.flatnonzero(split_N == split) for split in SPLITS}
-    rows_by_split = {split: rows for split, rows in rows_by_split.items() if rows.size or split == "train"}
-    source.queries_at = {split: (file, lines(rows).__getitem__) for split, rows in rows_by_split.items()}
-    relevance, filters = ({split: csr_matrix(all_[rows]) for split, rows in rows_by_split.items()} for all_ in pairs)
-    texts = {split: table.take(rows) for split, rows in rows_by_split.items()}
-    return RawData(source.root.name, texts, labels, relevance, filters)
+    """The queries of each split with their pairs; `filters`: names of the file of filter pairs, and its two columns."""
+    (file, lines), table = queries
+    path, columns = source.find(*filters[0]), filters[1:]
+    filter_pairs = csr_matrix(relevance.shape, dtype=bool)
+    if path is not None:
+        pairs = read_table(source, path, columns).pairs(source, table, labels, are_filters=True)
+        filter_pairs = pairs.matrix(relevance.shape)
+    rows = {split: np.flatnonzero(split_N == split) for split in SPLITS}
+    rows = {split: own for split, own in rows.items() if own.size or split == "train"}
+    source.queries_at = {split: (file, lines(own).__getitem__) for split, own in rows.items()}
+    parts = ({split: csr_matrix(pairs[own]) for split, own in rows.items()} for pairs in (relevance, filter_pairs))
+    return RawData(source.root.name, {split: table.take(own) for split, own in rows.items()}, labels, *parts)
 
 
 def _title_is_text(row: dict[str, Any], _line: int) -> None:
@@ -158,16 +202,6 @@ def check_uids(source: Source, uids: pa.Array | pa.ChunkedArray, at: tuple[str, 
     source.note_rows(f"{what} uid empty or given twice", at, np.flatnonzero(empty | ~np.isin(rows, first)), "{}", uids)
 
 
-def read_filters(
-    source: Source, files: Sequence[str], columns: tuple[str, str], queries: pa.Table, labels: pa.Table
-) -> csr_matrix:
-    """Filter pairs bool CSR [queries, labels] from a table of uids; no file, no pairs."""
-    path, shape = source.find(*files), (queries.num_rows, labels.num_rows)
-    if path is None:
-        return csr_matrix(shape, dtype=bool)
-    return read_table(source, path, columns).pairs(source, queries, labels, are_filters=True).matrix(shape)
-
-
 def _splits(queries: Table, pairs: Table, query_P: np.ndarray, source: Source) -> np.ndarray:
     """Split of each query (object [N]): its own column, else its pairs' column, else train."""
     if "split" in queries.columns:
@@ -198,3 +232,15 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return float("nan")
+
+
+LAYOUTS = {
+    "beir": Layout(
+        "corpus.jsonl, queries.jsonl, qrels/train.tsv (and qrels/dev.tsv, qrels/test.tsv)",
+        (["corpus.jsonl"], ["queries.jsonl"]),
+        _read_beir,
+    ),
+    "tables": Layout(
+        "queries, labels and pairs, each .csv, .tsv, .parquet or .jsonl", (QUERIES, LABELS, PAIRS), _read_tables
+    ),
+}
