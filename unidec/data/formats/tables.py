@@ -131,8 +131,10 @@ def _by_split(
     rows = {split: np.flatnonzero(split_N == split) for split in SPLITS}
     rows = {split: own for split, own in rows.items() if own.size or split == "train"}
     source.queries_at = {split: (file, lines(own).__getitem__) for split, own in rows.items()}
-    parts = ({split: csr_matrix(pairs[own]) for split, own in rows.items()} for pairs in (relevance, filter_pairs))
-    return RawData(source.root.name, {split: table.take(own) for split, own in rows.items()}, labels, *parts)
+    positives, others = (
+        {split: csr_matrix(pairs[own]) for split, own in rows.items()} for pairs in (relevance, filter_pairs)
+    )
+    return RawData(source.root.name, {split: table.take(own) for split, own in rows.items()}, labels, positives, others)
 
 
 def _title_is_text(row: dict[str, Any], _line: int) -> None:
