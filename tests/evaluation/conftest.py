@@ -20,4 +20,4 @@ _spec.loader.exec_module(_module)
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages without the time that their figures take."""
-    monkeypatch.setattr(Chart, "svg", lambda self: "<svg></svg>")
+    monkeypatch.setattr(Chart, "image", lambda self: "data:")
