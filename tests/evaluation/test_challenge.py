@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +75,12 @@ def world(num_queries: int = 400, num_labels: int = 60):
     return truth, np.ones(num_labels), (np.arange(num_labels) % 3), ranking
 
 
+def judged(first, second, truth, weight, group, rules: dict[str, Any]) -> SimpleNamespace:
+    """What is found of the two, and its `checks`."""
+    found, facts = challenge(first, second, truth, weight, group, Gate(**rules))
+    return SimpleNamespace(checks=found, **facts["comparison"])
+
+
 def checks(found) -> dict[str, bool]:
     return {check.check: check.passed for check in found.checks}
 
@@ -80,7 +88,7 @@ def checks(found) -> dict[str, bool]:
 def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> None:
     truth, weight, group, ranking = world()
     half, more = np.arange(400) % 2 == 0, np.arange(400) % 5 > 0
-    better = challenge(ranking(more), ranking(half), truth, weight, group, Gate(**RULES))
+    better = judged(ranking(more), ranking(half), truth, weight, group, RULES)
     assert all(checks(better).values()) and better.confidence == 1.0
     assert (
         better.difference == pytest.approx(30)
@@ -88,10 +96,10 @@ def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> Non
         and better.intervals["P@1"][1] < 40
     )
     assert better.better - better.worse == 0.3 * 400
-    worse = challenge(ranking(half), ranking(more), truth, weight, group, Gate(**RULES))
+    worse = judged(ranking(half), ranking(more), truth, weight, group, RULES)
     assert checks(worse) == {"nDCG@5": False, "confidence": False, "P@1": False, "tail/R@10": False}
     assert worse.difference == -better.difference
-    same = challenge(ranking(half), ranking(half), truth, weight, group, Gate(**RULES))
+    same = judged(ranking(half), ranking(half), truth, weight, group, RULES)
     assert all(checks(same).values()) and same.difference == 0 and same.confidence == 1.0
 
 
@@ -104,10 +112,10 @@ def test_a_little_better_by_chance_is_not_sure() -> None:
         one, other = other, one
     other = other.copy()
     other[np.flatnonzero(~other)[: one.sum() - other.sum() - 1]] = True  # one is ahead by a single query
-    found = challenge(ranking(one), ranking(other), truth, weight, group, Gate(**RULES))
+    found = judged(ranking(one), ranking(other), truth, weight, group, RULES)
     assert checks(found)["nDCG@5"] and not checks(found)["confidence"]
     assert 0.4 < found.confidence < 0.9 and found.intervals["nDCG@5"][0] < 0 < found.intervals["nDCG@5"][1]
-    unsure = challenge(ranking(one), ranking(other), truth, weight, group, Gate(**(RULES | {"confidence": 0.0})))
+    unsure = judged(ranking(one), ranking(other), truth, weight, group, RULES | {"confidence": 0.0})
     assert "confidence" not in checks(unsure)
 
 
@@ -117,16 +125,14 @@ def test_margin_and_tolerance_count_to_the_point() -> None:
     three = half.copy()
     three[np.flatnonzero(~half)[:12]] = True  # 12 of 400: 3 points
     for margin, passed in [(2.9, True), (3.0, True), (3.1, False)]:
-        found = challenge(ranking(three), ranking(half), truth, weight, group, Gate(**(RULES | {"margin": margin})))
+        found = judged(ranking(three), ranking(half), truth, weight, group, RULES | {"margin": margin})
         assert checks(found)["nDCG@5"] is passed
     for tolerance, passed in [(2.9, False), (3.0, True)]:
         rules = RULES | {"tolerance": tolerance, "guarded": ["P@1"], "margin": -9.0}
-        found = challenge(ranking(half), ranking(three), truth, weight, group, Gate(**rules))
+        found = judged(ranking(half), ranking(three), truth, weight, group, rules)
         assert checks(found) == {"nDCG@5": True, "confidence": True, "P@1": passed}
     # a negative margin is a loss that is borne: sure enough that no more is lost
-    lost = challenge(
-        ranking(half), ranking(three), truth, weight, group, Gate(**(RULES | {"margin": -3.5, "guarded": []}))
-    )
+    lost = judged(ranking(half), ranking(three), truth, weight, group, RULES | {"margin": -3.5, "guarded": []})
     assert checks(lost)["nDCG@5"] and 0.5 < lost.confidence < 1 and "worse by at most 3.50" in lost.checks[1].words
 
 
@@ -136,14 +142,12 @@ def test_the_tail_alone_can_refuse() -> None:
     base = np.arange(400) % 2 == 0
     for hurt, name in itertools.product((0, 2), ("tail/R@10", "head/R@10")):
         right = np.where(group[label] == hurt, False, True)
-        found = challenge(ranking(right), ranking(base), truth, weight, group, Gate(**(RULES | {"guarded": [name]})))
+        found = judged(ranking(right), ranking(base), truth, weight, group, RULES | {"guarded": [name]})
         assert checks(found) == {"nDCG@5": True, "confidence": True, name: (hurt == 0) != (name[:4] == "tail")}
 
 
 def test_coverage_can_decide_without_a_bootstrap() -> None:
     truth, weight, group, ranking = world()
     rules = RULES | {"metric": "coverage@5", "confidence": 0.0}
-    found = challenge(
-        ranking(np.arange(400) % 2 == 0), ranking(np.zeros(400, bool)), truth, weight, group, Gate(**rules)
-    )
+    found = judged(ranking(np.arange(400) % 2 == 0), ranking(np.zeros(400, bool)), truth, weight, group, rules)
     assert "coverage@5" not in found.intervals and found.confidence is None and checks(found)["coverage@5"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unidec.evaluation.gate_page import render_gate
+from unidec.evaluation.page import render
 
 HOSTILE = "<script>alert('x')</script>"
 
@@ -24,7 +24,7 @@ def verdict(**more: Any) -> dict[str, Any]:
 
 
 def test_every_reason_what_failed_first_and_nothing_is_run() -> None:
-    page = render_gate(verdict())
+    page = render("gate", verdict=verdict())
     assert "<script" not in page and "&lt;script&gt;" in page and "default-src 'none'" in page
     assert page.index("worse &lt;script") < page.index("it loads")
     assert "Gate: version 7 refused" in page and "against the champion, version 5" in page
@@ -38,8 +38,8 @@ def test_figures_of_both_sides_and_their_difference() -> None:
     compared = {"metric": "nDCG@5", "difference": -1.5, "confidence": 0.123, "num_queries": 6000, "better": 10,
                 "worse": 1234, "intervals": {"nDCG@5": [-2.0, -1.0]}}  # fmt: skip
     probe = {"load_seconds": 3.0, "p50_ms": 4.0, "p95_ms": 5.25, "peak_megabytes": 300.0, "megabytes": 12.0}
-    page = render_gate(
-        verdict(
+    page = render(
+        "gate", verdict=verdict(
             metrics={"challenger": metrics, "champion": metrics | {"nDCG@5": 31.5}}, comparison=compared,
             probes={"challenger": probe}, labels={"champion": {"unknown": 1200, "removed": 3}},
         )
@@ -50,5 +50,5 @@ def test_figures_of_both_sides_and_their_difference() -> None:
 
 
 def test_nobody_to_compare_with() -> None:
-    page = render_gate(verdict(champion=None, passed=True))
+    page = render("gate", verdict=verdict(champion=None, passed=True))
     assert "there is no champion yet" in page and "version 7 passed" in page

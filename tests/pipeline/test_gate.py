@@ -298,5 +298,6 @@ def test_no_test_queries_no_comparison(world, helper):
 
 
 def test_no_challenger_says_what_to_do(world):
+    world.version(world.bundle("one"), alias=None)
     with pytest.raises(ConfigError, match="unidec models register"):
         pipeline.gate(world.params())

@@ -23,7 +23,7 @@ from unidec.data.profile import text_facts
 from unidec.errors import DataError
 from unidec.evaluation.metrics import GROUPS, by_query, evaluate, filtered_truth, remove_filtered
 from unidec.evaluation.significance import Comparison, best_systems, compare_systems, holm
-from unidec.evaluation.tfidf import TfidfRanker, fit_words
+from unidec.evaluation.tfidf import fit_words, rank
 from unidec.metric_names import BASELINES, parse
 
 COMPARED = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
@@ -73,11 +73,10 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
     width = min(K + int(np.diff(filters.indptr).max(initial=0)), dataset.num_labels)
     label_LF = vectorizer.transform(itertools.chain.from_iterable(dataset.text_batches("labels", text)))
     relevance_ML = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows]).astype(np.float32)
-    ranker = TfidfRanker(csr_matrix(train_MF.T), relevance_ML, csr_matrix(label_LF.T))
-    queries_nF = vectorizer.transform(dataset.query_texts(test[places], text))
-    ranked = ranker.rank(queries_nF, list(BASELINES), width, "TF-IDF baselines")
+    query_nF, texts = vectorizer.transform(dataset.query_texts(test[places], text)), "TF-IDF baselines"
+    ranked = rank(csr_matrix(train_MF.T), relevance_ML, csr_matrix(label_LF.T), query_nF, list(BASELINES), width, texts)
     truth = filtered_truth(dataset.relevance[test[places]], filters)
-    labels = {name: remove_filtered(ranked[name][0], filters, K) for name in BASELINES}
+    labels = {name: remove_filtered(found, filters, K) for name, found in ranked.items()}
     metrics = {name: evaluate(found, truth, inverse_L, group_L) for name, found in labels.items()}
     about = f"TF-IDF baselines: made from {len(rows):,} queries of the train split"
     if len(rows) < len(train):

@@ -30,34 +30,9 @@ class Check:
     words: str
 
 
-@dataclass(frozen=True)
-class Challenge:
-    """Two systems on the same queries.
-
-    Attributes:
-        challenger, champion: all metrics of each, in percent.
-        metric: the one that decides. difference: challenger - champion on it, in points.
-        confidence: share of the resamples in which the challenger is ahead by the margin; None for coverage.
-        intervals: (low, high) of the difference, 95 % by paired bootstrap, of each metric that counts but coverage.
-        num_queries: N. better, worse: queries on which either is better by the deciding metric.
-        checks: the deciding metric, its confidence, the guarded metrics.
-    """
-
-    challenger: dict[str, float]
-    champion: dict[str, float]
-    metric: str
-    difference: float
-    confidence: float | None
-    intervals: dict[str, tuple[float, ...]]
-    num_queries: int
-    better: int
-    worse: int
-    checks: list[Check]
-
-
 def challenge(
     challenger_NK: Any, champion_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any, group_L: Any, rules: Gate
-) -> Challenge:
+) -> tuple[list[Check], dict[str, Any]]:
     """Both rankings by every metric; whether the challenger may replace the champion.
 
     Args:
@@ -65,6 +40,13 @@ def challenge(
         relevance: CSR [N, L], the truth after filters. inverse_propensity_L, group_L: [L].
         rules: which metric decides, by what margin (below 0: so much may be lost) and in what share of the paired
             bootstrap's resamples (0: any); which metrics are guarded, and what they may lose.
+
+    Returns:
+        the checks (the deciding metric, its confidence, the guarded metrics), and {"metrics": {"challenger",
+        "champion"}: all metrics of each, in percent, "comparison": {"metric": the one that decides, "difference":
+        challenger - champion on it, in points, "confidence": share of the resamples in which the challenger is ahead by
+        the margin (None for coverage), "intervals": {metric: [low, high]} of the difference, 95 % by paired bootstrap,
+        of those that count but coverage, "num_queries", "better", "worse": queries on which either is better}}.
 
     Raises:
         DataError: shapes that do not fit.
@@ -74,29 +56,28 @@ def challenge(
     paired = [name for name in dict.fromkeys([metric, *rules.guarded]) if parse(name).kind != "coverage"]
     mine, its = (by_query(rows, relevance, paired, inverse_propensity_L, group_L) for rows in rankings)
     differences = {name: paired_differences(mine, its, name) for name in paired}
-    intervals = {name: tuple(np.percentile(found_R, [2.5, 97.5]).tolist()) for name, found_R in differences.items()}
+    intervals = {name: np.percentile(found_R, [2.5, 97.5]).tolist() for name, found_R in differences.items()}
     checks = [_check(metric, new, old, rules.margin, f"at least {rules.margin:+.2f} required")]
-    share, better, worse = None, 0, 0
+    share, gap_N = None, np.zeros(0)
     if metric in paired:
         gap_N = mine[metric][0] - its[metric][0]
-        better, worse = int((gap_N > 1e-12).sum()), int((gap_N < -1e-12).sum())
         share = float((differences[metric] >= rules.margin - _TIE).mean())
     if share is not None and rules.confidence > 0:
         low, high = intervals[metric]
-        ahead = (
-            f"ahead by {rules.margin:.2f} points"
-            if rules.margin > 0
-            else f"worse by at most {-rules.margin:.2f} points"
-        )
+        ahead = f"ahead by {rules.margin:.2f}" if rules.margin > 0 else f"worse by at most {-rules.margin:.2f}"
         words = (
             f"in {share:.1%} of the resamples of {new['num_queries']:,.0f} queries the challenger is "
-            f"{ahead}, {rules.confidence:.0%} required; 95 % interval: {low:+.2f} to {high:+.2f} points"
+            f"{ahead} points, {rules.confidence:.0%} required; 95 % interval: {low:+.2f} to {high:+.2f} points"
         )
         checks.append(Check("confidence", share >= rules.confidence, share, rules.confidence, words))
-    guarded, rule = [name for name in rules.guarded if name != metric], f"it may lose {rules.tolerance:.2f}"
-    checks += [_check(name, new, old, -rules.tolerance, rule) for name in guarded]
-    difference, num_queries = new[metric] - old[metric], int(new["num_queries"])
-    return Challenge(new, old, metric, difference, share, intervals, num_queries, better, worse, checks)
+    rule = f"it may lose {rules.tolerance:.2f}"
+    checks += [_check(name, new, old, -rules.tolerance, rule) for name in rules.guarded if name != metric]
+    comparison = {
+        "metric": metric, "difference": new[metric] - old[metric], "confidence": share, "intervals": intervals,
+        "num_queries": int(new["num_queries"]), "better": int((gap_N > 1e-12).sum()),
+        "worse": int((gap_N < -1e-12).sum()),
+    }  # fmt: skip
+    return checks, {"metrics": {"challenger": new, "champion": old}, "comparison": comparison}
 
 
 def _check(name: str, new: dict[str, float], old: dict[str, float], limit: float, rule: str) -> Check:

@@ -87,8 +87,9 @@ def _environment() -> Any:
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do"],
     )  # fmt: skip
+    environment.globals |= {"Shown": Shown, "Table": Table}
     environment.filters |= {"number": number, "exact": functools.partial(number, exact=True), "flat": flat}
     return environment
 

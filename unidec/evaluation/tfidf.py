@@ -8,7 +8,6 @@ Shape legend: n queries that are ranked, M training queries, B queries of one bl
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,10 @@ from unidec.errors import DataError
 from unidec.progress import progress
 
 METHODS = ("knn", "label-match", "mix")
+NEIGHBOURS = 100  # training queries that vote
+MATCH_WEIGHT = 0.5  # of label match in the mix
 BLOCK = 512  # queries at most
 BLOCK_SCORES = 2**24  # scores of one block at most: some 200 MB while a block is ranked
-
-Ranked = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 def fit_words(texts: Iterable[str], where: str) -> tuple[Any, csr_matrix]:
@@ -40,50 +39,37 @@ def fit_words(texts: Iterable[str], where: str) -> tuple[Any, csr_matrix]:
         raise DataError("texts without a word to count", where=where, got=str(error)[:200]) from error
 
 
-@dataclass(frozen=True)
-class TfidfRanker:
-    """Ranks labels for queries given as TF-IDF vectors.
+def rank(
+    train_FM: csr_matrix, relevance_ML: csr_matrix, label_FL: csr_matrix, query_nF: csr_matrix,
+    methods: Sequence[str], width: int, desc: str,
+) -> dict[str, NDArray[np.int64]]:  # fmt: skip
+    """The best labels of each query by each of some `METHODS`: {method: [n, width]}, as `top_rows` gives them.
 
-    Attributes:
-        train_FM, label_FL: float32 CSR, texts as columns. relevance_ML: float32 CSR of 0 and 1.
-        neighbours: training queries that vote. match_weight: of label match in the mix.
+    The nearest training queries vote for their labels with the square of their cosine; those that are exactly as near
+    as the last of them vote too. The mix is votes + `MATCH_WEIGHT` x match, each scaled to a row maximum of 1.
+
+    Args:
+        train_FM, label_FL, query_nF: float32 CSR of unit vectors, which are columns of the first two.
+        relevance_ML: float32 CSR of 0 and 1.
     """
+    from sklearn.preprocessing import normalize
 
-    train_FM: csr_matrix
-    relevance_ML: csr_matrix
-    label_FL: csr_matrix
-    neighbours: int = 100
-    match_weight: float = 0.5
-
-    def votes(self, x_BF: csr_matrix) -> csr_matrix:
-        """The nearest training queries vote for their labels with the square of their cosine: CSR [B, L].
-
-        Training queries that are exactly as near as the last of them vote too.
-        """
-        near_BM = largest(csr_matrix(x_BF @ self.train_FM), self.neighbours)
-        return csr_matrix(near_BM.power(2) @ self.relevance_ML)
-
-    def rank(self, x_nF: csr_matrix, methods: Sequence[str], width: int, desc: str) -> dict[str, Ranked]:
-        """The best labels of each query by each of some `METHODS`: {method: (labels, scores)} as `top_rows` gives."""
-        block = max(1, min(BLOCK, BLOCK_SCORES // max(self.train_FM.shape[1], self.label_FL.shape[1], 1)))
-        parts: dict[str, list[Ranked]] = {method: [] for method in methods}
-        with progress(total=x_nF.shape[0], desc=desc, unit="query") as bar:
-            for start in range(0, x_nF.shape[0], block):
-                x_BF = x_nF[start : start + block]
-                scores = {}
-                if {"knn", "mix"} & set(methods):
-                    scores["knn"] = self.votes(x_BF)
-                if {"label-match", "mix"} & set(methods):
-                    scores["label-match"] = csr_matrix(x_BF @ self.label_FL)
-                if "mix" in methods:
-                    scores["mix"] = mixed(scores["knn"], scores["label-match"], self.match_weight)
-                for method in methods:
-                    parts[method].append(top_rows(largest(scores[method], width), width))
-                bar.update(x_BF.shape[0])
-        return {
-            method: (np.concatenate([one[0] for one in own]), np.concatenate([one[1] for one in own]))
-            for method, own in parts.items()
-        }
+    block = max(1, min(BLOCK, BLOCK_SCORES // max(train_FM.shape[1], label_FL.shape[1], 1)))
+    parts: dict[str, list[NDArray[np.int64]]] = {method: [] for method in methods}
+    with progress(total=query_nF.shape[0], desc=desc, unit="query") as bar:
+        for start in range(0, query_nF.shape[0], block):
+            x_BF, scores = query_nF[start : start + block], {}
+            if {"knn", "mix"} & set(methods):
+                scores["knn"] = largest(csr_matrix(x_BF @ train_FM), NEIGHBOURS).power(2) @ relevance_ML
+            if {"label-match", "mix"} & set(methods):
+                scores["label-match"] = x_BF @ label_FL
+            if "mix" in methods:
+                votes, match = (normalize(scores[name], norm="max") for name in ("knn", "label-match"))
+                scores["mix"] = votes + MATCH_WEIGHT * match
+            for method in methods:
+                parts[method].append(top_rows(largest(csr_matrix(scores[method]), width), width))
+            bar.update(x_BF.shape[0])
+    return {method: np.concatenate(own) for method, own in parts.items()}
 
 
 def largest(score: csr_matrix, count: int) -> csr_matrix:
@@ -97,29 +83,17 @@ def largest(score: csr_matrix, count: int) -> csr_matrix:
     return csr_matrix((score.data[keep], score.indices[keep], kept[score.indptr]), shape=score.shape)
 
 
-def mixed(votes_BL: csr_matrix, match_BL: csr_matrix, match_weight: float) -> csr_matrix:
-    """votes + weight x match, each scaled to a row maximum of 1: CSR [B, L]."""
-    scaled = []
-    for score_BL in (votes_BL, match_BL):
-        highest_B = np.maximum(score_BL.max(axis=1).toarray().ravel(), 1e-12)
-        scale_P = np.repeat(highest_B, np.diff(score_BL.indptr))
-        scaled.append(csr_matrix((score_BL.data / scale_P, score_BL.indices, score_BL.indptr), shape=score_BL.shape))
-    return csr_matrix(scaled[0] + match_weight * scaled[1])
-
-
-def top_rows(predicted: csr_matrix, width: int) -> Ranked:
-    """Sparse scores, CSR [n, L], as labels int64 [n, width] and scores float32, best first, padded with -1 and -inf.
+def top_rows(score: csr_matrix, width: int) -> NDArray[np.int64]:
+    """Labels of sparse scores, CSR [n, L], as int64 [n, width], best first, padded with -1.
 
     Every stored entry is a prediction; among equal scores the lower label goes first.
     """
-    predicted.sum_duplicates()
-    length = np.diff(predicted.indptr)
+    score.sum_duplicates()
+    length = np.diff(score.indptr)
     row = np.repeat(np.arange(len(length)), length)
-    order = np.lexsort((predicted.indices, -predicted.data, row))
-    column = np.arange(len(row)) - np.repeat(predicted.indptr[:-1], length)
+    order = np.lexsort((score.indices, -score.data, row))
+    place = np.arange(len(row)) - np.repeat(score.indptr[:-1], length)
     labels = np.full((len(length), width), -1, dtype=np.int64)
-    scores = np.full(labels.shape, -np.inf, dtype=np.float32)
-    keep = column < width
-    labels[row[keep], column[keep]] = predicted.indices[order][keep]
-    scores[row[keep], column[keep]] = predicted.data[order][keep]
-    return labels, scores
+    keep = place < width
+    labels[row[keep], place[keep]] = score.indices[order][keep]
+    return labels

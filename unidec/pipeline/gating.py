@@ -17,9 +17,8 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.storage import files_sha256, remove_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.evaluation.challenge import Check, challenge
-from unidec.evaluation.gate_page import render_gate
 from unidec.evaluation.metrics import filtered_truth
-from unidec.evaluation.page import write_page
+from unidec.evaluation.page import render, write_page
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import headline
 from unidec.pipeline.servable import probe_texts, rank_test_split, servability
@@ -60,20 +59,15 @@ def gate(params: Params, version: str | int = CHALLENGER) -> dict[str, Any]:
         ConfigError: no such version. DataError, ArtifactError: no data set, or the champion's bundle is damaged. A
             challenger that is worse, damaged or does not load raises nothing: it does not pass.
     """
-    name, client, rules = params.tracking.model_name, open_client(tracking_uri()), params.gate
+    name, client = params.tracking.model_name, open_client(tracking_uri())
     challenger = _with_commit(client, known_version(client, name, version))
     champion = version_of(client, name, CHAMPION)
     already = champion is not None and champion.version == challenger.version
     about: dict[str, Any] = {}
-    if already:
-        checks = [Check("champion", True, None, None, "it is the champion already")]
-    else:
+    checks = [Check("champion", True, None, None, "it is the champion already")]
+    if not already:
         dataset = paths.open_dataset()
-        if challenger.tags.get("start.kind") == "refresh":  # its labels alone changed: not worse is enough
-            rules = rules.model_copy(update={"margin": min(rules.margin, -rules.tolerance)})
-        checks = _provenance(challenger, champion, rules)
-        found, about = _judged(challenger, champion, dataset, rules, params.device)
-        checks += found
+        checks, about = _judged(params, challenger, champion, dataset)
     reasons, passed = [asdict(check) for check in checks], all(check.passed for check in checks)
     if not already:
         about |= {
@@ -83,7 +77,7 @@ def gate(params: Params, version: str | int = CHALLENGER) -> dict[str, Any]:
             "settings": params.gate.model_dump(),
         }  # fmt: skip
         write_json(GATE_JSON, about)
-        write_page(GATE_PAGE, render_gate(about))
+        write_page(GATE_PAGE, render("gate", verdict=about))
         question = _question(params, challenger, champion)
         promotion.record_verdict(client, challenger, about, question, [GATE_JSON, GATE_PAGE])
         _purge({version.tags.get(HASH_TAG, "")[:16] for version in (challenger, champion) if version is not None})
@@ -175,18 +169,21 @@ def _with_commit(client: MlflowClient, version: ModelVersion) -> ModelVersion:
 
 
 def _judged(
-    challenger: ModelVersion, champion: ModelVersion | None, dataset: XMCDataset, rules: Gate, device: str
+    params: Params, challenger: ModelVersion, champion: ModelVersion | None, dataset: XMCDataset
 ) -> tuple[list[Check], dict[str, Any]]:
-    """The checks on the bundle itself, and what the page shows of them."""
+    """Every check, and what the page shows beside them: "probes", "labels", "metrics", "comparison"."""
+    rules = params.gate
+    if challenger.tags.get("start.kind") == "refresh":  # its labels alone changed: not worse is enough
+        rules = rules.model_copy(update={"margin": min(rules.margin, -rules.tolerance)})
+    checks, sha256, name = _provenance(challenger, champion, rules), challenger.tags.get(HASH_TAG, ""), "hash"
     others = {} if champion is None else {"champion": _fetch(champion)}
-    sha256, checks = challenger.tags.get(HASH_TAG, ""), []
     try:
-        path = _fetch(challenger)
+        folders = {"challenger": _fetch(challenger)} | others
         checks.append(Check("hash", True, sha256, sha256, f"sha256 {sha256[:16]}, as registered"))
-        texts = probe_texts(dataset, Bundle.load(path), rules.probes)
+        name = "loads"
+        texts = probe_texts(dataset, Bundle.load(folders["challenger"]), rules.probes)
     except ArtifactError as error:
-        return [*checks, Check("loads" if checks else "hash", False, None, None, str(error).replace("\n", " "))], {}
-    folders = {"challenger": path} | others
+        return [*checks, Check(name, False, None, None, str(error).replace("\n", " "))], {}
     found, probes = servability(folders, texts, rules)
     about: dict[str, Any] = {"probes": {who: probe.figures() for who, probe in probes.items()}}
     checks += found
@@ -196,15 +193,14 @@ def _judged(
     if not len(rows):
         words = "the data set has no test queries on which it could be compared with the champion"
         return [*checks, Check(rules.metric, False, None, None, words)], about
-    place, answers, about["labels"] = choose_device(device).type, {}, {}
+    place, answers, about["labels"] = choose_device(params.device).type, {}, {}
     for who, folder in folders.items():  # hashes were checked by fetching
         answers[who], about["labels"][who] = rank_test_split(Bundle.load(folder, verify=False, device=place), dataset)
     propensity, truth = paths.open_propensity(), filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
-    both = (answers["challenger"], answers["champion"])
-    result = asdict(challenge(*both, truth, propensity.inverse_L, propensity.group_L, rules))
-    checks += [Check(**check) for check in result.pop("checks")]
-    about |= {"metrics": {who: result.pop(who) for who in folders}, "comparison": result}
-    return checks, about
+    found, facts = challenge(
+        answers["challenger"], answers["champion"], truth, propensity.inverse_L, propensity.group_L, rules
+    )
+    return checks + found, about | facts
 
 
 def _fetch(version: ModelVersion) -> Path:

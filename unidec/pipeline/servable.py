@@ -48,12 +48,12 @@ def servability(folders: Mapping[str, Path], texts: Sequence[str], rules: Gate) 
     """
     probes: dict[str, Probe] = {}
     timeout = max(_PATIENCE, 2 * rules.max_load_seconds) + len(texts)
-    for turn in range(_AGAIN):
+    for _ in range(_AGAIN):
         for name, folder in folders.items():
             try:
                 probe = probe_bundle(folder, texts, PROBE_K, timeout, runtime=RUNTIME, threads=1)
             except ArtifactError as error:
-                if turn == 0 and name == "challenger":
+                if "challenger" not in probes:
                     return [Check("loads", False, None, None, str(error).replace("\n", " "))], {}
                 continue  # a champion that cannot be served: nothing to be slower or larger than
             if name in probes:  # the better time of two: what else runs on a machine only adds
@@ -97,33 +97,26 @@ def figures(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:
 
 
 def rank_test_split(bundle: Bundle, dataset: XMCDataset) -> tuple[np.ndarray, dict[str, int]]:
-    """The bundle's first `K` labels for each test query, as `ranked` has them, and {"unknown": labels of the data set
-    that the bundle does not know, "removed": labels of the bundle that the data set lacks}."""
-    row_of = {uid: row for row, uid in enumerate(dataset.label_uids())}
+    """The bundle's first `K` labels for each test query without filtered pairs: int32 [N, K], rows of the data set's
+    labels, best first, -1 = none; and {"unknown": labels of the data set that the bundle does not know, "removed":
+    labels of the bundle that the data set lacks}."""
+    row_of, rows = {uid: row for row, uid in enumerate(dataset.label_uids())}, dataset.rows("test")
     row_of_B = np.array([row_of.get(uid, -1) for uid in bundle.uids.to_pylist()], dtype=np.int64)
     removed = int((row_of_B < 0).sum())
-    unknown = dataset.num_labels - (len(row_of_B) - removed)
-    return ranked(bundle, dataset, dataset.rows("test"), row_of_B), {"unknown": unknown, "removed": removed}
-
-
-def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str]:
-    """Queries as the bundle's model was trained to read them."""
-    return dataset.query_texts(rows, "title+content" if bundle.info.text == "title+content" else "title")
-
-
-def ranked(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray, row_of_B: np.ndarray) -> np.ndarray:
-    """The first `K` labels of some queries without filtered pairs: int32 [N, K], rows of the data set's labels, best
-    first, -1 = none; `row_of_B`: the data set's row of each of the bundle's labels, -1 = it has none."""
-    texts = own_texts(bundle, dataset, rows)
-    filtered, uids = dataset.filter_pairs[rows], dataset.labels["uid"]
-    width = K + min(int((row_of_B < 0).sum()), _MOST_REMOVED)
+    texts, filtered, uids = own_texts(bundle, dataset, rows), dataset.filter_pairs[rows], dataset.labels["uid"]
     parts = [np.zeros((0, K), dtype=np.int32)]
     with progress(total=len(texts), desc=f"queries by {bundle.sha256[:8]}", unit="query") as bar:
         for start in range(0, len(texts), _AT_ONCE):
             some = texts[start : start + _AT_ONCE]
             exclude = [uids.take(filtered[i].indices).to_pylist() for i in range(start, start + len(some))]
-            found = bundle.predict_arrays(some, width, exclude).rows
+            found = bundle.predict_arrays(some, K + min(removed, _MOST_REMOVED), exclude).rows
             mapped_NK = np.where(found >= 0, row_of_B[np.maximum(found, 0)], -1)
             parts.append(moved_up(mapped_NK, K).astype(np.int32))
             bar.update(len(some))
-    return np.concatenate(parts)
+    unknown = dataset.num_labels - (len(row_of_B) - removed)
+    return np.concatenate(parts), {"unknown": unknown, "removed": removed}
+
+
+def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str]:
+    """Queries as the bundle's model was trained to read them."""
+    return dataset.query_texts(rows, "title+content" if bundle.info.text == "title+content" else "title")

@@ -28,7 +28,7 @@ from unidec.comparison.peers import PEERS
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.storage import write_json
 from unidec.errors import ArtifactError, DataError, TrainingError
-from unidec.evaluation.tfidf import TfidfRanker, fit_words, top_rows
+from unidec.evaluation.tfidf import fit_words, rank, top_rows
 
 K = 100  # labels that are left after filters
 TASK, OUT, LOG = Path("peer-task"), Path("peer-output"), Path("peer.log")
@@ -110,10 +110,10 @@ def _tfidf(name: str, width: int) -> tuple[NDArray[np.int64], dict[str, Any]]:
     train_MF, relevance_ML, label_LF, test_nF = (
         sp.load_npz(TASK / f"{part}.npz") for part in ("X.train", "Y.train", "X.labels", "X.test")
     )
-    ranker = TfidfRanker(sp.csr_matrix(train_MF.T), relevance_ML, sp.csr_matrix(label_LF.T))
+    train_FM, label_FL = sp.csr_matrix(train_MF.T), sp.csr_matrix(label_LF.T)
     stored = {"knn": train_MF.nnz + relevance_ML.nnz, "label-match": label_LF.nnz}
     trained = time.perf_counter()
-    labels, _ = ranker.rank(test_nF, [name], width, name)[name]
+    labels = rank(train_FM, relevance_ML, label_FL, test_nF, [name], width, name)[name]
     return labels, {
         "train_seconds": trained - start, "search_ms": 1000 * (time.perf_counter() - trained) / len(labels),
         "parameters": stored.get(name, sum(stored.values())), "version": f"scikit-learn {sklearn.__version__}",
@@ -128,7 +128,7 @@ def _scripted(name: str, settings: Mapping[str, Any], width: int) -> tuple[NDArr
     run_script([*command, str(TASK.absolute()), str(OUT.absolute()), given], settings["threads"])
     try:
         facts = json.loads((OUT / "facts.json").read_text(encoding="utf-8"))
-        labels, _ = top_rows(sp.csr_matrix(sp.load_npz(OUT / "test.npz")), width)
+        labels = top_rows(sp.csr_matrix(sp.load_npz(OUT / "test.npz")), width)
     except (OSError, ValueError) as error:
         raise TrainingError(f"{name} left no predictions", where=str(LOG.absolute()), got=str(error)[:200]) from error
     shutil.rmtree(OUT)
