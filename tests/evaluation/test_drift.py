@@ -188,8 +188,8 @@ def test_quality_of_a_labelled_window() -> None:
     assert states(40, 30) == set() == states(37, 27.5) == states(90, 90)
     assert states(30, 30) == {"P_at_1"} and states(40, 20) == {"nDCG_at_5"}
     assert states(40, 30, 0.5) == {"unknown_labels"}
-    nobody = {"metrics": {}, "unknown_labels": {"share": 0.0, "of": 0}}
-    found = compare(side | {"metrics": {"P@1": 40.0}}, side | nobody, LIMITS)
+    unlabelled = {"metrics": {}, "unknown_labels": {"share": 0.0, "of": 0}}
+    found = compare(side | {"metrics": {"P@1": 40.0}}, side | unlabelled, LIMITS)
     assert "P_at_1" not in {check.key for check in found} and found[-1].key == "unknown_labels"
 
 

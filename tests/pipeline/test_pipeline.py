@@ -27,6 +27,7 @@ from unidec.pipeline import indexing, paths
 from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline, training_neighbours, tuned_blend
 from unidec.pipeline.training import Run
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.sparse import PairScores
 from unidec.tracking.run import Tracker
 from unidec.training.fit import fit
 
@@ -406,7 +407,9 @@ def test_the_evaluation_tells_what_votes_add(done: SimpleNamespace) -> None:
 @pytest.mark.usefixtures("other_bundle")
 def test_votes_that_do_not_help_are_left_out(done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unidec.pipeline.ranking.KNN_WEIGHTS", (0.0, 1e9))
-    monkeypatch.setattr(Ranking, "votes", lambda self, *_: csr_matrix((len(self.rows), self.dataset.num_labels)))
+    monkeypatch.setattr(
+        Ranking, "votes", lambda self, *_: PairScores.of(csr_matrix((len(self.rows), self.dataset.num_labels)))
+    )
     said = pipeline.index(done.params(**{"index.knn_weight": "auto"}))
     bundle = Bundle.load(paths.BUNDLE)
     assert said["knn_weight"] == 0 and said["clf_weight"] == done.said["index"]["clf_weight"]

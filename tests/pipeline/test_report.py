@@ -1,4 +1,4 @@
-"""What the report of a run is told: the data set's card, names of what was measured."""
+"""What the report of a run receives: the data set's card, names of what was measured."""
 
 from __future__ import annotations
 

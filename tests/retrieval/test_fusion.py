@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scipy.sparse import csr_matrix
 from tiny_bundle import TITLES, UIDS, random_fusion, write_tiny_bundle
 
 from unidec.data.propensity import inverse_propensity
@@ -16,7 +15,7 @@ from unidec.data.storage import write_manifest
 from unidec.errors import ArtifactError, DataError
 from unidec.retrieval.answer import Answerer, Request
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.fusion import FEATURES, LIMIT, Evidence, Fusion, heaviest, values_at
+from unidec.retrieval.fusion import FEATURES, LIMIT, Evidence, Fusion
 from unidec.retrieval.fusion_fit import fit_fusion
 
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat new car"]
@@ -158,21 +157,6 @@ def test_training_beats_the_best_single_feature_on_queries_not_seen(rng):
 def test_training_without_any_positive_is_harmless():
     evidence = Evidence(np.arange(6), np.zeros(6, int), np.ones((6, len(FEATURES)), np.float32), np.ones(6), 6)
     assert np.isfinite(fit_fusion(evidence, np.zeros(6, bool), (0.55, 1.5)).held_out_P).all()
-
-
-def test_sparse_helpers(rng):
-    dense = rng.integers(0, 4, size=(5, 9)).astype(np.float32)
-    dense[2] = 0
-    matrix = csr_matrix(dense)
-    keys = np.arange(45)
-    np.testing.assert_array_equal(values_at(matrix, keys), dense.ravel())
-    assert not values_at(csr_matrix((5, 9), dtype=np.float32), keys).any()
-    for count in (1, 3, 20):
-        wanted = np.zeros_like(dense)
-        for row, values in enumerate(dense):
-            for column in np.argsort(-values, kind="stable")[:count]:
-                wanted[row, column] = values[column]
-        np.testing.assert_array_equal(heaviest(matrix, count).toarray(), wanted)
 
 
 def test_a_damaged_fusion_is_refused(tmp_path, rng, stub_model):

@@ -18,7 +18,16 @@ from unidec.errors import ArtifactError
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import KIND, VERSION, BundleLabels, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.neighbours import FILES, TEMPERATURE, VOTES, Candidates, Neighbours, votes_alone
+from unidec.retrieval.neighbours import (
+    FILES,
+    TEMPERATURE,
+    VOTES,
+    Candidates,
+    Neighbours,
+    candidate_keys,
+    votes_alone,
+)
+from unidec.retrieval.sparse import PairScores
 
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat"]
 
@@ -58,8 +67,8 @@ def test_votes_are_those_of_a_loop(rng, vote, num_train, num_labels, share, num)
     query_BD[3] = 0  # no direction at all
     query_BD[4] = -neighbours.vectors_MD.astype(np.float32).mean(axis=0)  # away from most of them
     votes = neighbours.votes(query_BD, num)
-    assert votes.shape == (11, num_labels) and votes.dtype == np.float32 and votes.has_sorted_indices
-    assert (votes.data > 0).all()
+    assert votes.shape == (11, num_labels) and votes.score_N.dtype == np.float32
+    assert (votes.score_N > 0).all() and (np.diff(votes.key_N) > 0).all()
     for i, row in enumerate(votes.toarray()):
         expected = slow_votes(query_BD[i], neighbours.vectors_MD, labels, num_labels, num, vote)
         np.testing.assert_allclose(row, expected, rtol=2e-3 if vote == "softmax" else 1e-4, atol=1e-5)
@@ -72,7 +81,7 @@ def test_votes_are_those_of_a_loop(rng, vote, num_train, num_labels, share, num)
 def test_no_queries_and_only_opposite_neighbours():
     neighbours = Neighbours(np.eye(3, dtype=np.float32), csr_matrix(np.eye(3)), list("abc"), list("abc"), "square")
     assert neighbours.votes(np.zeros((0, 3), dtype=np.float32), 2).shape == (0, 3)
-    assert neighbours.votes(-np.ones((2, 3), dtype=np.float32), 2).nnz == 0
+    assert neighbours.votes(-np.ones((2, 3), dtype=np.float32), 2).score_N.size == 0
     assert (votes_alone(neighbours.votes(-np.ones((2, 3), dtype=np.float32), 2), 4).rows == -1).all()
     many = neighbours.votes(np.array([[3, 2, 1]], dtype=np.float32), 2).toarray()
     np.testing.assert_allclose(many, [[1, 4 / 9, 0]], rtol=1e-5)
@@ -116,7 +125,9 @@ def test_candidates_are_enough_for_the_best_of_all_labels(rng, weight, excluding
         masked = np.where(out_BL, -np.inf, heads_BL)
         found_BK = np.argsort(-masked, axis=1, kind="stable")[:, :k]
         found_BK = np.where(np.take_along_axis(masked, found_BK, axis=1) > -np.inf, found_BK, -1)
-        pairs = Candidates.of(found_BK, csr_matrix(votes_BL), lambda b, j, heads=heads_BL: heads[b, j], keys)
+        votes = PairScores.of(csr_matrix(votes_BL))
+        candidates = candidate_keys(found_BK, votes.key_N, num_labels, keys)
+        pairs = Candidates.of(candidates, votes, lambda b, j, heads=heads_BL: heads[b, j])
         ranked = pairs.top(weight, k)
         assert ranked.rows.shape == ranked.scores.shape == ranked.votes.shape == (num_queries, k)
         for b in range(num_queries):
@@ -138,7 +149,7 @@ def test_votes_alone_are_sorted_votes(rng):
     keys = np.flatnonzero(rng.random(votes_BL.size) < 0.2)
     left = votes_BL.copy()
     left.ravel()[keys] = 0
-    ranked = votes_alone(csr_matrix(votes_BL), 5, keys)
+    ranked = votes_alone(PairScores.of(csr_matrix(votes_BL)), 5, keys)
     for b, row in enumerate(left):
         best = [j for j in sorted(range(14), key=lambda j: (-row[j], j)) if row[j] > 0][:5]
         assert ranked.rows[b].tolist() == best + [-1] * (5 - len(best))
@@ -215,9 +226,9 @@ def test_votes_can_lift_a_label_far_below_the_heads_best(rng, tmp_path):
     tokens = encode_texts(QUERIES, bundle.model.tokenizer_folder, 8)
     de, clf = bundle.model.encode_queries(tokens, np.arange(len(QUERIES)))
     found = bundle.rank(de, clf, 1)
-    by_heads = bundle._search(np.concatenate([de, np.float32(0.5) * clf], axis=1), 1, np.zeros(0, np.int64))[0]
+    _, by_heads = bundle.index.search(np.concatenate([de, np.float32(0.5) * clf], axis=1), 1)
     votes = bundle.neighbours.votes(de, 7)
-    assert (found.votes[votes.getnnz(axis=1) > 0] == 1).all() and (found.rows != by_heads).any()
+    assert (found.votes[votes.toarray().any(axis=1)] == 1).all() and (found.rows != by_heads).any()
 
 
 @pytest.mark.usefixtures("stub_model")

@@ -111,9 +111,8 @@ def test_scores_of_some_pairs_are_those_of_all(rng, monkeypatch, space, with_bia
     asked[2], asked[5] = False, True
     query_P, label_P = np.nonzero(asked)
     vectors = {"de": de_LD, "clf": clf_LD} | ({} if bias is None else {"bias": bias})
-    for num_queries, num_labels in ((128, 4096), (1, 1), (2, 3), (7, 11)):
-        monkeypatch.setattr(scoring_space, "_QUERIES_AT_ONCE", num_queries)
-        monkeypatch.setattr(scoring_space, "_LABELS_AT_ONCE", num_labels)
+    for at_once in (4096, 1, 7):
+        monkeypatch.setattr(scoring_space, "_PAIRS_AT_ONCE", at_once)
         scores = pair_scores(queries, query_P, label_P, vectors, space, normalize)
         assert scores.dtype == np.float32
         np.testing.assert_allclose(scores, all_BL[asked], rtol=1e-5, atol=1e-6)

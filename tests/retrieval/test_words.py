@@ -106,12 +106,14 @@ def test_a_space_that_is_none_is_refused(tiny_bert):
 
 @pytest.mark.parametrize("levels", [2, 5, 1000])
 def test_the_largest_of_each_row_and_the_first_of_equals(rng, levels):
-    score = np.round(rng.random((30, 17)) * levels) / levels
+    score = (np.round(rng.random((30, 17)) * levels) / levels).astype(np.float32)
+    score[3] = 0
     for num in (1, 4, 17):
-        values, columns = _largest(score.astype(np.float32), num)
-        for row, got, at in zip(score.astype(np.float32), values, columns, strict=True):
-            best = sorted(range(17), key=lambda j: (-row[j], j))[:num]
-            assert at.tolist() == best and got.tolist() == row[best].tolist()
+        values, columns = _largest(score, num)
+        for row, got, at in zip(score, values, columns, strict=True):
+            best = [j for j in sorted(range(17), key=lambda j: (-row[j], j)) if row[j] > 0][:num]
+            missing = num - len(best)
+            assert at.tolist() == best + [-1] * missing and got.tolist() == row[best].tolist() + [0.0] * missing
 
 
 def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypatch):
@@ -155,7 +157,7 @@ def test_a_bundle_whose_training_queries_are_compared_by_words(rng, tmp_path, he
     found = bundle.predict(QUERIES, k=len(UIDS), batch_size=2)
     tokens = encode_texts(QUERIES, bundle.model.tokenizer_folder, 8)
     de, clf = bundle.model.encode_queries(tokens, np.arange(len(QUERIES)))
-    plain = bundle._search(_query(bundle, de, clf), len(UIDS), np.zeros(0, np.int64))
+    plain_scores, plain_rows = bundle.index.search(_query(bundle, de, clf), len(UIDS))
     for i, (text, got) in enumerate(zip(QUERIES, found, strict=True)):
         # a word that the tokenizer does not know is one token, [UNK], which is a word like any other here
         mine = slow_vector([word if word in WORDS else "<unknown>" for word in text.split()][:8], idf)
@@ -163,7 +165,7 @@ def test_a_bundle_whose_training_queries_are_compared_by_words(rng, tmp_path, he
         nearest = sorted(range(len(near)), key=lambda m: (-round(near[m], 6), m))[:7]
         votes = sum((near[m] ** 2 * labels[m] for m in nearest), np.zeros(len(UIDS)))
         votes = votes / max(votes.max(), 1e-30)
-        heads_score = dict(zip(plain[0][i].tolist(), plain[1][i].tolist(), strict=True))
+        heads_score = dict(zip(plain_rows[i].tolist(), plain_scores[i].tolist(), strict=True))
         for uid, score, vote in zip(got.labels, got.scores, got.knn_scores, strict=True):
             row = UIDS.index(uid)
             assert vote == pytest.approx(votes[row], abs=2e-3)

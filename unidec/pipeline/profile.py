@@ -14,7 +14,7 @@ from unidec.pipeline.ranking import Blend, Ranking
 from unidec.retrieval.bundle_folder import read_info
 from unidec.retrieval.fusion import CANDIDATES
 from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.neighbours import Candidates, Neighbours
+from unidec.retrieval.neighbours import Candidates, Neighbours, candidate_keys
 from unidec.retrieval.scoring_space import pair_scores
 
 if TYPE_CHECKING:
@@ -37,19 +37,23 @@ def training_profile(
     profile = profile_dataset(ranking.dataset, model.tokenizer_folder, model.max_length, params.tokens.text)
     space, normalize = settings.space, settings.clf_normalize
     query, scores = ranking.queries(space, blend.clf_weight, normalize), np.zeros((0, 1), dtype=np.float32)
-    if len(query):
+    if not len(query):
+        pass
+    elif blend.fusion is not None and blend.reader is not None:
+        words, none = ranking.words(neighbours), np.zeros(0, dtype=np.int64)
+        assert ranking.query_de is not None and ranking.query_clf is not None and words is not None
+        found = index.candidates(query, CANDIDATES)[1]
+        evidence = blend.reader.read(ranking.query_de, ranking.query_clf, words, found, none)
+        scores = blend.reader.rank(blend.fusion, evidence, 1).scores
+    else:
         scores, rows = index.search(query, 1)
-        if blend.fusion is not None and blend.reader is not None:
-            words, none = ranking.words(neighbours), np.zeros(0, dtype=np.int64)
-            assert ranking.query_de is not None and ranking.query_clf is not None and words is not None
-            found = index.with_options(rescore=1).search(query, CANDIDATES)[1]
-            evidence = blend.reader.read(ranking.query_de, ranking.query_clf, words, found, none)
-            scores = blend.reader.rank(blend.fusion, evidence, 1).scores
-        elif neighbours is not None and blend.knn_weight:
+        if neighbours is not None and blend.knn_weight:
+            votes = ranking.votes(neighbours, settings.knn_neighbours)
             candidates = Candidates.of(
-                rows, ranking.votes(neighbours, settings.knn_neighbours),
+                candidate_keys(rows, votes.key_N, votes.shape[1]),
+                votes,
                 lambda query_P, label_P: pair_scores(query, query_P, label_P, ranking.vectors, space, normalize),
-            )  # fmt: skip
+            )
             scores = candidates.top(blend.knn_weight, 1).scores
     return profile.figures | {"served": served_facts(query, scores[:, 0])}
 

@@ -19,9 +19,10 @@ from unidec.data.propensity import Propensity
 from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
 from unidec.pipeline import paths
-from unidec.retrieval.fusion import CANDIDATES, Fusion, LabelEvidence, values_at
-from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, votes_alone
+from unidec.retrieval.fusion import CANDIDATES, Fusion, LabelEvidence
+from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, candidate_keys, votes_alone
 from unidec.retrieval.scoring_space import Space, pair_scores, query_vectors, space_rows
+from unidec.retrieval.sparse import PairScores
 from unidec.retrieval.words import WordSpace
 from unidec.training.precision import autocast_type
 
@@ -114,8 +115,8 @@ class Ranking:
         query, label = self.queries(space, clf_weight, clf_normalize), self.labels(space, clf_normalize)
         return exact_search(query, label, min(k, len(label)), exclude=self.filter_pairs)
 
-    def votes(self, neighbours: Neighbours, num: int) -> sp.csr_matrix:
-        """Votes of the `num` nearest training queries: float32 CSR [n, L]."""
+    def votes(self, neighbours: Neighbours, num: int) -> PairScores:
+        """Votes of the `num` nearest training queries."""
         return neighbours.votes(self.compared(neighbours), num)
 
     def compared(self, neighbours: Neighbours) -> np.ndarray | sp.csr_matrix:
@@ -130,15 +131,15 @@ class Ranking:
         return neighbours.words.vectors(*paths.open_tokens("queries").ragged(self.rows))
 
     def candidates(
-        self, space: Space, clf_weight: float, clf_normalize: bool, votes: sp.csr_matrix, k: int = K
+        self, space: Space, clf_weight: float, clf_normalize: bool, votes: PairScores, k: int = K
     ) -> Candidates:
         """What can be among the k best labels of the heads' score and the votes, whatever the votes' weight."""
         query = self.queries(space, clf_weight, clf_normalize)
+        found = self.top(space, clf_weight, clf_normalize, k)[1]
         return Candidates.of(
-            self.top(space, clf_weight, clf_normalize, k)[1],
+            candidate_keys(found, votes.key_N, votes.shape[1], pair_keys(self.filter_pairs)),
             votes,
             lambda query_P, label_P: pair_scores(query, query_P, label_P, self.vectors, space, clf_normalize),
-            pair_keys(self.filter_pairs),
         )
 
     @cached_property
@@ -283,7 +284,7 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     assert words is not None and ranking.query_de is not None and ranking.query_clf is not None
     evidence = reader.read(ranking.query_de, ranking.query_clf, words, found, pair_keys(ranking.filter_pairs))
     key_P = evidence.query_P * ranking.dataset.num_labels + evidence.label_P
-    fitted = fit_fusion(evidence, values_at(ranking.truth, key_P) > 0, propensity, params.seed)
+    fitted = fit_fusion(evidence, PairScores.of(ranking.truth).at(key_P) > 0, propensity, params.seed)
     log_inverse_P = reader.log_inverse_L[evidence.label_P]
     by_tail = {
         tail: ranking.metrics_of(evidence.top(fitted.held_out_P + np.float32(tail) * log_inverse_P, K).rows)

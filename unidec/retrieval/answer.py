@@ -17,9 +17,9 @@ import numpy.typing as npt
 from unidec.data.tokens import Piece
 from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle, Prediction, Predictions
-from unidec.retrieval.neighbours import VOTES, Candidates, Ranked
+from unidec.retrieval.neighbours import VOTES
 from unidec.retrieval.query_encoder import Encoded, QueryEncoder
-from unidec.retrieval.scoring_space import SPACES, Space, pair_scores
+from unidec.retrieval.scoring_space import SPACES, Space
 
 Labels = npt.NDArray[np.int64]
 BATCH = 256  # requests answered at once
@@ -160,13 +160,8 @@ class Answerer:
         pairs = [query * bundle.num_labels + row for query, (rows, _) in enumerate(denied) for row in rows]
         excluded = np.asarray(pairs, dtype=np.int64)
         allowed, unknown_allowed = self._rows(first.allow or ())
-        if first.allow is None:
-            found = bundle.rank(asked.de_BD, asked.clf_BD, k, excluded, asked.words_BF, first.head, first.tail)
-        elif bundle.evidence is not None and first.head == "both":
-            rows = np.asarray(allowed, dtype=np.int64)
-            found = bundle.rank(asked.de_BD, asked.clf_BD, k, excluded, asked.words_BF, tail=first.tail, allowed=rows)
-        else:
-            found = self._rank_allowed(asked, np.asarray(allowed, dtype=np.int64), k, excluded, first.head)
+        rows = None if first.allow is None else np.asarray(allowed, dtype=np.int64)
+        found = bundle.rank(asked.de_BD, asked.clf_BD, k, excluded, asked.words_BF, first.head, first.tail, rows)
         most = max(request.k for request in requests)
         parts = bundle.parts(asked, found.rows[:, :most])
         count_B = []
@@ -179,22 +174,6 @@ class Answerer:
             replace(one, num_tokens=tokens, unknown_tokens=unknown, unknown_labels=unknown_denied + unknown_allowed)
             for one, (tokens, unknown, (_, unknown_denied)) in zip(named, counts, strict=True)
         ]
-
-    def _rank_allowed(self, asked: Encoded, rows_A: Labels, k: int, excluded: Labels, head: Space) -> Ranked:
-        """The k best of some labels by their exact scores; rows ascend."""
-        bundle, info = self.bundle, self.bundle.info
-        query_BD = bundle.searched(asked.de_BD, asked.clf_BD, head)
-        votes_BL = bundle.votes(asked.de_BD, asked.clf_BD, asked.words_BF) if head == "both" else None
-        query_P, label_P = np.repeat(np.arange(len(asked)), len(rows_A)), np.tile(rows_A, len(asked))
-        kept_P = ~np.isin(query_P * bundle.num_labels + label_P, excluded)
-        query_P, label_P = query_P[kept_P], label_P[kept_P]
-        heads_P = pair_scores(query_BD, query_P, label_P, bundle.vectors, info.space, info.clf_normalize)
-        votes_P = np.zeros_like(heads_P)
-        if votes_BL is not None and len(query_P):
-            votes_P[:] = np.asarray(votes_BL[query_P, label_P]).ravel()
-        candidates = Candidates(query_P, label_P, heads_P, votes_P, len(asked))
-        found = candidates.top(0.0 if info.knn is None else info.knn.weight, k)
-        return found if votes_BL is not None else replace(found, votes=None)
 
     def _rows(self, uids: Sequence[str]) -> tuple[list[int], int]:
         """Rows of labels, ascending, and how many of them there are not."""
@@ -211,6 +190,8 @@ class Answerer:
         vote_BN = VOTES[voters.vote](cosine_BN)
         out = []
         for cosine, count, row in zip(cosine_BN[0].tolist(), vote_BN[0].tolist(), row_BN[0].tolist(), strict=True):
+            if row < 0:
+                break
             labels = zip(*self.bundle.named(np.sort(voters.labels_ML[row].indices)), strict=True)
             out.append(TrainingQuery(voters.uids[row].as_py(), voters.titles[row].as_py(), cosine, count, list(labels)))
         return out

@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +43,10 @@ from unidec.retrieval.bundle_folder import (
 )
 from unidec.retrieval.fusion import FEWEST_CANDIDATES, LabelEvidence
 from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, read_neighbours
+from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, allowed_keys, candidate_keys, read_neighbours
 from unidec.retrieval.query_encoder import Encoded, ModelEncoder, QueryEncoder
 from unidec.retrieval.scoring_space import Space, head_scores, pair_scores, query_vectors
+from unidec.retrieval.sparse import PairScores
 
 if TYPE_CHECKING:
     from unidec.retrieval.words import WordSpace
@@ -306,32 +307,35 @@ class Bundle:
             excluded: int64, unique keys query * L + label of the pairs that must not be returned.
             words_BF: the queries' words, where training queries are compared by them.
             head: "both": as the bundle ranks; "de" or "clf": that head alone, and no votes.
-            tail: added to the fusion's weight of the log inverse propensity: more of it for rare labels.
-            allowed: int64, the only labels that may be returned. Only with a fusion, as `tail`.
+            tail: added to the fusion's weight of the log inverse propensity: more of it for rare labels. Without a
+                fusion it does nothing.
+            allowed: int64, ascending, the only labels that may be returned; their scores are exact.
         """
-        info, vectors, excluded = self.info, self.vectors, np.zeros(0, np.int64) if excluded is None else excluded
+        info, num_queries = self.info, len(next(part for part in (de_BD, clf_BD) if part is not None))
+        excluded = np.zeros(0, np.int64) if excluded is None else excluded
         query_BD = self.searched(de_BD, clf_BD, head)
         if self.evidence is not None and info.fusion is not None and head == "both":
-            found_BC, _ = self._search(query_BD, max(FEWEST_CANDIDATES, 2 * k), excluded, self._chooser)
+            _, found_BC = self._search(self.index.candidates, query_BD, max(FEWEST_CANDIDATES, 2 * k), excluded)
             assert de_BD is not None and clf_BD is not None and words_BF is not None
             evidence = self.evidence.read(de_BD, clf_BD, words_BF, found_BC, excluded, allowed)
             return self.evidence.rank(info.fusion, evidence, k, tail)
-        rows_BK, scores_BK = self._search(query_BD, k, excluded)
-        votes_BL = None if head != "both" else self.votes(de_BD, clf_BD, words_BF)
-        if votes_BL is None or info.knn is None:
-            return Ranked(rows_BK, scores_BK)
+        votes = self.votes(de_BD, clf_BD, words_BF) if head == "both" else None
+        if allowed is not None:
+            key_P = allowed_keys(allowed, num_queries, self.num_labels, excluded)
+        else:
+            scores_BK, rows_BK = self._search(self.index.search, query_BD, k, excluded)
+            if votes is None:
+                return Ranked(rows_BK, scores_BK)
+            key_P = candidate_keys(rows_BK, votes.key_N, self.num_labels, excluded)
         heads = functools.partial(
-            pair_scores, query_BD, vectors=vectors, space=info.space, clf_normalize=info.clf_normalize
+            pair_scores, query_BD, vectors=self.vectors, space=info.space, clf_normalize=info.clf_normalize
         )
-        return Candidates.of(rows_BK, votes_BL, heads, excluded).top(info.knn.weight, k)
+        none = PairScores(np.zeros(0, np.int64), np.zeros(0, np.float32), (num_queries, self.num_labels))
+        found = Candidates.of(key_P, votes or none, heads).top(0.0 if info.knn is None else info.knn.weight, k)
+        return found if votes is not None else replace(found, votes=None)
 
-    @functools.cached_property
-    def _chooser(self) -> LabelIndex:
-        """The index as the fusion's candidates are searched: codes alone choose them, for all are scored afterwards."""
-        return self.index.with_options(rescore=1)
-
-    def votes(self, de_BD: Floats | None, clf_BD: Floats | None, words_BF: csr_matrix | None) -> csr_matrix | None:
-        """Votes of training queries, float32 CSR [B, L] (`Neighbours.votes`); None where none vote."""
+    def votes(self, de_BD: Floats | None, clf_BD: Floats | None, words_BF: csr_matrix | None) -> PairScores | None:
+        """Votes of training queries (`Neighbours.votes`); None where none vote."""
         if self.neighbours is None or self.info.knn is None:
             return None
         return self.neighbours.votes(self.compared(de_BD, clf_BD, words_BF), self.info.knn.neighbours)
@@ -351,13 +355,11 @@ class Bundle:
         return de, head_scores(encoded.clf_BD, rows_BK, vectors, "clf", normalize)
 
     def _search(
-        self, query_BD: Floats, k: int, excluded: Labels, index: LabelIndex | None = None
-    ) -> tuple[Labels, Floats]:
+        self, search: Callable[[Floats, int], tuple[Floats, Labels]], query_BD: Floats, k: int, excluded: Labels
+    ) -> tuple[Floats, Labels]:
         """The k best labels that are not excluded: some more are searched, and many more where those were excluded."""
-        index = index or self.index
         if not excluded.size:
-            scores, rows = index.search(query_BD, k)
-            return rows, scores
+            return search(query_BD, k)
         most_B = np.bincount(excluded // self.num_labels, minlength=len(query_BD))
         rows_BK = np.full((len(query_BD), k), -1, dtype=np.int64)
         scores_BK = np.full((len(query_BD), k), -np.inf, dtype=np.float32)
@@ -365,7 +367,7 @@ class Bundle:
         while len(open_B):
             # the width is that of the step, whatever the other queries need: an approximate search depends on it
             width = max(k, min(k + more, self.num_labels))
-            scores, rows = index.search(query_BD[open_B], width)
+            scores, rows = map(np.array, search(query_BD[open_B], width))
             removed = np.isin(open_B[:, None] * self.num_labels + rows, excluded) & (rows >= 0)
             scores[removed], rows[removed] = -np.inf, -1
             order = np.argsort(rows < 0, axis=1, kind="stable")[:, :k]
@@ -373,7 +375,7 @@ class Bundle:
             scores_BK[open_B] = np.take_along_axis(scores, order, axis=1)
             short_B = (rows_BK[open_B] < 0).any(axis=1) & (most_B[open_B] > more) & (width < self.num_labels)
             open_B, more = open_B[short_B], more * 8
-        return rows_BK, scores_BK
+        return scores_BK, rows_BK
 
     def _excluded_pairs(self, exclude: Sequence[Sequence[str]]) -> Labels:
         """query x L + label row of each pair that is excluded, each once."""

@@ -24,8 +24,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from scipy.sparse import csr_matrix, diags, vstack
 
 from unidec.data.propensity import inverse_propensity
-from unidec.retrieval.neighbours import Neighbours, Ranked, best_of
+from unidec.retrieval.neighbours import Neighbours, Ranked, allowed_keys, best_of, candidate_keys
 from unidec.retrieval.scoring_space import pair_scores, query_vectors
+from unidec.retrieval.sparse import SparseRows, heaviest
 
 CANDIDATES = 200  # labels that the search gives for each query that the fusion is trained on or ranks a hundred for
 FEWEST_CANDIDATES = 100  # where fewer are asked for
@@ -43,6 +44,7 @@ _MOST_TOGETHER = 128  # labels that a label comes with, the most frequent
 _LIKELY = 10  # labels of the best blend that others may come with
 _LIKELY_TEMPERATURE = 0.3  # of the softmax that weights them
 _QUERIES_AT_ONCE = 256
+_BLOCK_SCORES = 1 << 22  # of queries read at once with all labels
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
@@ -138,9 +140,10 @@ class LabelEvidence:
         self.log_frequency_L = np.log1p(count_L).astype(np.float32)
         inverse_L = inverse_propensity(count_L.astype(np.int64), neighbours.num_queries, *propensity)
         self.log_inverse_L = np.log(inverse_L).astype(np.float32)
-        # side by side, for one product: the labels' own words, and those of their queries
-        self._words_F2L = vstack([neighbours.label_words_LF, _profiles(neighbours)], format="csr").T.tocsr()
-        self._together_LL = _together(neighbours.labels_ML)
+        # in one matrix, for one product: the labels' own words, and those of their queries
+        words_2LF = vstack([neighbours.label_words_LF, _profiles(neighbours)], format="csr")
+        self._words_F2L = SparseRows(words_2LF.T.tocsr())
+        self._together_LL = SparseRows(_together(neighbours.labels_ML))
 
     def read(
         self,
@@ -159,13 +162,16 @@ class LabelEvidence:
             excluded: int64 keys query * L + label that are left out.
             allowed: the only labels that are kept; what is read of each is the same without it.
         """
+        step = max(1, min(_QUERIES_AT_ONCE, _BLOCK_SCORES // (2 * self.num_labels)))
+        if len(found_BC) <= step:
+            return self._read(de_BD, clf_BD, words_BF, found_BC, excluded, allowed)
         parts = []
-        for start in range(0, len(found_BC), _QUERIES_AT_ONCE):
-            some = slice(start, start + _QUERIES_AT_ONCE)
+        for start in range(0, len(found_BC), step):
+            some = slice(start, start + step)
             own = excluded - start * self.num_labels
-            own = own[(own >= 0) & (own < _QUERIES_AT_ONCE * self.num_labels)]
+            own = own[(own >= 0) & (own < step * self.num_labels)]
             parts.append(self._read(de_BD[some], clf_BD[some], words_BF[some], found_BC[some], own, allowed))
-        query_P = np.concatenate([part.query_P + i * _QUERIES_AT_ONCE for i, part in enumerate(parts)])
+        query_P = np.concatenate([part.query_P + i * step for i, part in enumerate(parts)])
         names = ("label_P", "feature_PX", "votes_P")
         label_P, feature_PX, votes_P = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
         return Evidence(query_P, label_P, feature_PX, votes_P, len(found_BC))
@@ -190,34 +196,31 @@ class LabelEvidence:
         allowed: Rows | None,
     ) -> Evidence:
         num_queries, num_labels = len(found_BC), self.num_labels
-        votes_BL = self.neighbours.votes(words_BF, self.num_votes)
-        place_BC = np.arange(num_queries, dtype=np.int64)[:, None] * num_labels + found_BC
-        key_P = np.union1d(place_BC[found_BC >= 0], _keys(heaviest(votes_BL, VOTED)))
-        if excluded.size:
-            key_P = key_P[~np.isin(key_P, excluded)]
+        votes = self.neighbours.votes(words_BF, self.num_votes)
+        key_P = candidate_keys(found_BC, votes.largest(VOTED), num_labels, excluded)
         usual_P = np.ones(len(key_P), dtype=bool)
         if allowed is not None:  # others are read too: how far a label is below the best must not depend on the choice
-            wanted = (np.arange(num_queries)[:, None] * num_labels + allowed).ravel()
             usual = key_P
-            key_P = np.union1d(usual, wanted[~np.isin(wanted, excluded)])
+            key_P = np.union1d(usual, allowed_keys(allowed, num_queries, num_labels, excluded))
             usual_P = np.isin(key_P, usual)
         query_P, label_P = np.divmod(key_P, num_labels)
-        votes_P = values_at(votes_BL, key_P)
+        begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
+        votes_P = votes.at(key_P)
         pairs = (query_P, label_P, self.vectors)
         de_P = pair_scores(de_BD, *pairs, "de", self.clf_normalize)
         own_BD = query_vectors(None, clf_BD, "clf", 1.0, self.clf_normalize, "bias" in self.vectors)
         clf_P = pair_scores(own_BD, *pairs, "clf", self.clf_normalize)
         blend_P = de_P + self.clf_weight * clf_P
-        shared_B2L, at_P = _product(words_BF, self._words_F2L), key_P + query_P * num_labels
-        words_P, profile_P = values_at(shared_B2L, at_P), values_at(shared_B2L, at_P + num_labels)
-        begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
+        words_B2L = self._words_F2L.product(words_BF)
+        words_P, profile_P = words_B2L[query_P, label_P], words_B2L[query_P, label_P + num_labels]
         best = [_best(part, usual_P, begin_B) for part in (blend_P, de_P, clf_P, words_P, profile_P)]
-        likely_BL = _likely(query_P, label_P, blend_P, usual_P, (num_queries, num_labels))
-        together_P = values_at(_product(likely_BL, self._together_LL), key_P)
+        rank_P, *rank_of_heads = (_rank(part, usual_P, query_P, begin_B) for part in (blend_P, de_P, clf_P))
+        likely_L = np.flatnonzero(usual_P & (rank_P < _LIKELY))
+        together_P = self._likely_together(query_P[likely_L], label_P[likely_L], blend_P[likely_L], best[0])[key_P]
         count_B = np.diff(words_BF.indptr)
         feature_PX = np.stack([
             blend_P, de_P, clf_P, votes_P, words_P, profile_P, together_P, self.log_frequency_L[label_P],
-            *(_log_rank(part, usual_P, query_P, begin_B) for part in (blend_P, de_P, clf_P)),
+            *(np.log1p(rank) for rank in (rank_P, *rank_of_heads)),
             *(top[query_P] - part for top, part in zip(best, (blend_P, de_P, clf_P, words_P, profile_P), strict=True)),
             best[0][query_P], np.log1p(count_B)[query_P],
         ], axis=1, dtype=np.float32, casting="same_kind")  # fmt: skip
@@ -227,22 +230,16 @@ class LabelEvidence:
         kept = np.isin(label_P, allowed)
         return Evidence(query_P[kept], label_P[kept], feature_PX[kept], votes_P[kept], num_queries)
 
+    def _likely_together(self, query_N: Rows, label_N: Rows, blend_N: Floats, best_B: Floats) -> Floats:
+        """How often each label comes with a query's likely ones, weighted by their softmax: float32 [B * L].
 
-def _likely(
-    query_P: Rows, label_P: Rows, blend_P: Floats, usual_P: npt.NDArray[np.bool_], shape: tuple[int, int]
-) -> csr_matrix:
-    """How likely each query's best candidates are, softmax over the best by the blend, float32 CSR [B, L]."""
-    nothing_P = np.zeros(len(blend_P), dtype=np.float32)
-    kept = np.flatnonzero(usual_P)
-    best = best_of(query_P[kept], label_P[kept], blend_P[kept], nothing_P[kept], shape[0], _LIKELY)
-    weight_BK = np.exp(
-        (best.scores - best.scores[:, :1]) / np.float32(_LIKELY_TEMPERATURE),
-        where=best.rows >= 0,
-        out=np.zeros_like(best.scores),
-    )
-    weight_BK /= np.maximum(weight_BK.sum(axis=1, keepdims=True), np.float32(1e-30))
-    row_N, rank_N = np.nonzero(best.rows >= 0)
-    return csr_matrix((weight_BK[row_N, rank_N], (row_N, best.rows[row_N, rank_N])), shape=shape)
+        Args:
+            query_N, label_N, blend_N: the likely labels of each query, ascending by query. best_B: their best blend.
+        """
+        begin_B = np.searchsorted(query_N, np.arange(len(best_B) + 1))
+        weight_N = np.exp((blend_N - best_B[query_N]) / np.float32(_LIKELY_TEMPERATURE))
+        weight_N /= np.bincount(query_N, weight_N, minlength=len(best_B))[query_N]
+        return self._together_LL.sums(begin_B, label_N, weight_N.astype(np.float32)).ravel()
 
 
 def _together(labels_ML: csr_matrix) -> csr_matrix:
@@ -260,38 +257,6 @@ def _profiles(neighbours: Neighbours) -> csr_matrix:
     return csr_matrix(diags(np.divide(1, norm_L, out=np.zeros_like(norm_L), where=norm_L > 0)) @ sum_LF)
 
 
-def heaviest(matrix: csr_matrix, count: int) -> csr_matrix:
-    """The matrix with the largest `count` entries of each row alone; of equals the first."""
-    row_N = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
-    order = np.lexsort((-matrix.data, row_N))
-    rank_N = np.arange(len(order)) - matrix.indptr[row_N]
-    out = matrix.copy()
-    out.data[order[rank_N >= count]] = 0
-    out.eliminate_zeros()
-    return out
-
-
-def _product(words_BF: csr_matrix, other_FL: csr_matrix) -> csr_matrix:
-    product_BL = csr_matrix(words_BF @ other_FL)
-    product_BL.sort_indices()
-    return product_BL
-
-
-def _keys(matrix_BL: csr_matrix) -> Rows:
-    """query * L + label of each entry, ascending where indices are sorted."""
-    row_N = np.repeat(np.arange(matrix_BL.shape[0], dtype=np.int64), np.diff(matrix_BL.indptr))
-    return row_N * matrix_BL.shape[1] + matrix_BL.indices
-
-
-def values_at(matrix_BL: csr_matrix, key_P: Rows) -> Floats:
-    """Entries at these keys, 0 where there is none, float32 [P]; the matrix's indices are sorted."""
-    key_N = _keys(matrix_BL)
-    if not len(key_N):
-        return np.zeros(len(key_P), dtype=np.float32)
-    at_P = np.minimum(np.searchsorted(key_N, key_P), len(key_N) - 1)
-    return np.where(key_N[at_P] == key_P, matrix_BL.data[at_P], 0).astype(np.float32)
-
-
 def _best(value_P: Floats, usual_P: npt.NDArray[np.bool_], begin_B: Rows) -> Floats:
     """The largest value of each query's usual candidates, float32 [B]; 0 where it has none."""
     out = np.zeros(len(begin_B) - 1, dtype=np.float32)
@@ -301,8 +266,8 @@ def _best(value_P: Floats, usual_P: npt.NDArray[np.bool_], begin_B: Rows) -> Flo
     return np.where(np.isfinite(out), out, np.float32(0))
 
 
-def _log_rank(value_P: Floats, usual_P: npt.NDArray[np.bool_], query_P: Rows, begin_B: Rows) -> Floats:
-    """log(1 + how many usual candidates of the query have a larger value), float32 [P]."""
+def _rank(value_P: Floats, usual_P: npt.NDArray[np.bool_], query_P: Rows, begin_B: Rows) -> Floats:
+    """How many usual candidates of the query have a larger value, float32 [P]."""
     order = np.lexsort((-value_P, query_P))
     value, query = value_P[order], query_P[order]
     before = np.concatenate([[0], np.cumsum(usual_P[order])])  # usual candidates before each place
@@ -311,4 +276,4 @@ def _log_rank(value_P: Floats, usual_P: npt.NDArray[np.bool_], query_P: Rows, be
     run = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
     rank_P = np.empty(len(order), dtype=np.float32)
     rank_P[order] = before[run] - before[begin_B[query]]
-    return np.log1p(rank_P)
+    return rank_P

@@ -102,32 +102,44 @@ class LabelIndex:
         Returns:
             scores float32 [B, K] (-inf where there is no result), labels int64 [B, K] (-1 there).
         """
+        scores = np.full((len(queries_BD), k), -np.inf, dtype=np.float32)
+        labels = np.full((len(queries_BD), k), -1, dtype=np.int64)
+        num = found = min(k, self.num_labels)
+        if self.vectors is not None:
+            num = min(max(LEAST_CANDIDATES, self.options.rescore * found), self.num_labels)
+        rough_BC, rows_BC = self.candidates(queries_BD, num)
+        for query, rows_C in enumerate(rows_BC):
+            rows, score_C = rows_C[rows_C >= 0], rough_BC[query, rows_C >= 0]
+            if self.vectors is not None:
+                score_C = np.concatenate([self.vectors.scores(queries_BD[query], some) for some in blocks(rows)])
+            best = np.lexsort((rows, -score_C))[:found]
+            scores[query, : len(best)], labels[query, : len(best)] = score_C[best], rows[best]
+        return scores, labels
+
+    def candidates(self, queries_BD: Floats, num: int) -> tuple[Floats, Labels]:
+        """The first stage alone: labels of the largest inner product as the index has them, and these products, which
+        in a compressed kind are those of the codes.
+
+        Args:
+            queries_BD: float32 [B, D], finite. num: at least 1; all labels where it exceeds L.
+
+        Returns:
+            scores float32 [B, C], labels int64 [B, C], -1 where there is none.
+        """
         queries = np.asarray(queries_BD)
         if queries.dtype != np.float32 or queries.ndim != 2 or queries.shape[1] != self.dim:
             what = f"float32 with two dimensions, {self.dim} wide like the index"
             raise ValueError(f"queries_BD must be {what}, got {queries.dtype} of shape {queries.shape}")
         if not np.isfinite(queries).all():
             raise ValueError("queries_BD must be finite")
-        if k < 1:
-            raise ValueError(f"k must be at least 1, got {k}")
-        scores = np.full((len(queries), k), -np.inf, dtype=np.float32)
-        labels = np.full((len(queries), k), -1, dtype=np.int64)
-        num = found = min(k, self.num_labels)
-        if self.vectors is not None:
-            num = min(max(LEAST_CANDIDATES, self.options.rescore * found), self.num_labels)
-        if self.vectors is not None and num == self.num_labels:  # codes have nothing to choose
-            rows_BC = rough_BC = np.broadcast_to(np.arange(num), (len(queries), num))
-        else:
-            with faiss_threads(self.threads):
-                wide = padded(queries, self._index.d)
-                rough_BC, rows_BC = self._index.search(wide, num, params=self._search_params(num))
-        for query, rows_C in enumerate(rows_BC):
-            rows, score_C = rows_C[rows_C >= 0], rough_BC[query, rows_C >= 0]
-            if self.vectors is not None:
-                score_C = np.concatenate([self.vectors.scores(queries[query], some) for some in blocks(rows)])
-            best = np.lexsort((rows, -score_C))[:found]
-            scores[query, : len(best)], labels[query, : len(best)] = score_C[best], rows[best]
-        return scores, labels
+        if num < 1:
+            raise ValueError(f"k must be at least 1, got {num}")
+        if num >= self.num_labels and self.vectors is not None:  # codes have nothing to choose
+            every = np.broadcast_to(np.arange(self.num_labels), (len(queries), self.num_labels))
+            return np.zeros(every.shape, dtype=np.float32), every
+        with faiss_threads(self.threads):
+            wide, num = padded(queries, self._index.d), min(num, self.num_labels)
+            return self._index.search(wide, num, params=self._search_params(num))
 
     def with_options(self, **changes: int) -> LabelIndex:
         """The same index, searched with another `search`, `probes` or `rescore`. Nothing is copied."""

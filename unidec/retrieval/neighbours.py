@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_texts_table, text_array, write_texts_table
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.scoring_space import unit_rows
+from unidec.retrieval.sparse import PairScores, SparseRows
 from unidec.retrieval.words import WordSpace
 
 Vote = Literal["square", "softmax"]
@@ -108,8 +109,9 @@ class Neighbours:
         self.labels_ML = csr_matrix(labels_ML > 0, dtype=np.float32)
         self.labels_ML.sum_duplicates()
         self.labels_ML.data[:] = 1.0  # each label of a row once
-        self._index = LabelIndex.build(self.vectors_MD.astype(np.float32)) if words is None else None
-        self._by_word: Any = None if words is None else csr_matrix(self.vectors_MD.T)
+        self._labels = SparseRows(self.labels_ML)
+        self._index: Any = LabelIndex.build(self.vectors_MD.astype(np.float32)) if words is None else None
+        self._by_word = None if words is None else SparseRows(csr_matrix(self.vectors_MD.T))
 
     @property
     def num_queries(self) -> int:
@@ -129,31 +131,34 @@ class Neighbours:
             num: N, at least 1; all where it exceeds M.
 
         Returns:
-            cosines float32 [B, N] (those of the float16 vectors), rows int64 [B, N].
+            cosines float32 [B, N] (those of the float16 vectors), rows int64 [B, N]. By words only queries that share
+            one are near: 0 and -1 where there are fewer.
         """
         num = min(num, self.num_queries)
-        if self._index is not None:
+        if self._by_word is None:
             return self._index.search(unit_rows(query_BD), num)
-        step = max(1, _BLOCK_SCORES // self.num_queries)
-        starts = range(0, max(1, query_BD.shape[0]), step)
-        found = [_largest((query_BD[start : start + step] @ self._by_word).toarray(), num) for start in starts]
-        cosine_BN, row_BN = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        step, words_BF = max(1, _BLOCK_SCORES // self.num_queries), cast(csr_matrix, query_BD)
+        starts = range(0, max(1, words_BF.shape[0]), step)
+        parts = [words_BF] if len(starts) == 1 else [words_BF[start : start + step] for start in starts]
+        found = [_largest(self._by_word.product(part), num) for part in parts]
+        cosine_BN, row_BN = (np.concatenate(part) for part in zip(*found, strict=True))
         return cosine_BN, row_BN
 
-    def votes(self, query_BD: Floats | csr_matrix, num: int) -> csr_matrix:
-        """Votes of the `num` nearest training queries: float32 CSR [B, L] with sorted indices, above 0, the largest of
-        each row 1; a row is empty where no neighbour has a label or no cosine is positive."""
+    def votes(self, query_BD: Floats | csr_matrix, num: int) -> PairScores:
+        """Votes of the `num` nearest training queries for labels, above 0, the largest of each query 1; a query has
+        none where no neighbour has a label or no cosine is positive."""
         cosine_BN, row_BN = self.nearest(query_BD, num)
-        begin = np.arange(len(row_BN) + 1) * row_BN.shape[1]
-        shape = (len(row_BN), self.num_queries)
-        votes_BM = csr_matrix((VOTES[self.vote](cosine_BN).ravel(), row_BN.ravel(), begin), shape=shape)
-        votes_BL = csr_matrix(votes_BM @ self.labels_ML)
-        votes_BL.eliminate_zeros()
-        votes_BL.sort_indices()
-        if votes_BL.nnz:
-            most_B = votes_BL.max(axis=1).toarray().ravel()
-            votes_BL.data /= np.repeat(most_B, np.diff(votes_BL.indptr))
-        return votes_BL
+        vote_BN, num_labels, num_queries = VOTES[self.vote](cosine_BN), self.num_labels, len(row_BN)
+        query_T, rank_T = np.nonzero(vote_BN > 0)
+        place_E, label_E, _ = self._labels.entries(row_BN[query_T, rank_T])
+        key_N, which_E = np.unique(query_T[place_E] * num_labels + label_E, return_inverse=True)
+        sum_N = np.bincount(which_E, vote_BN[query_T, rank_T][place_E], minlength=len(key_N))
+        if len(key_N):
+            count_B = np.bincount(key_N // num_labels, minlength=num_queries)
+            some_B = count_B > 0
+            most_B = np.maximum.reduceat(sum_N, (np.cumsum(count_B) - count_B)[some_B])
+            sum_N = sum_N / np.repeat(most_B, count_B[some_B])
+        return PairScores(key_N, sum_N.astype(np.float32), (num_queries, num_labels))
 
     def write(self, folder: Path, label_words: bool = False) -> None:
         """Write the files of `FILES` below a bundle's folder, the labels' words on demand; the same queries give the
@@ -260,16 +265,18 @@ def _read(where: Path, dtype: Any, shape: tuple[int, ...] | None = None) -> npt.
 
 
 def _largest(score_BM: Floats, num: int) -> tuple[Floats, Labels]:
-    """The `num` largest of each row, best first, among equals the smaller column: float32 and int64 [B, num]."""
-    # ties at the edge go to the smaller column too: what is above the smallest that is taken, then its equals in order
-    edge_B1 = -np.partition(-score_BM, num - 1, axis=1)[:, num - 1 : num]
-    above_BM, equal_BM = score_BM > edge_B1, score_BM == edge_B1
-    room_B1 = num - above_BM.sum(axis=1, keepdims=True)
-    taken_BM = above_BM | (equal_BM & (np.cumsum(equal_BM, axis=1) <= room_B1))
-    column_BN = np.nonzero(taken_BM)[1].reshape(-1, num)
-    score_BN = np.take_along_axis(score_BM, column_BN, axis=1)
-    order_BN = np.argsort(-score_BN, axis=1, kind="stable")
-    return np.take_along_axis(score_BN, order_BN, axis=1), np.take_along_axis(column_BN, order_BN, axis=1)
+    """The `num` largest above 0 of each row, best first, among equals the smaller column: float32 and int64 [B, num];
+    0 and -1 where there are fewer."""
+    cosine_BN = np.zeros((len(score_BM), num), dtype=np.float32)
+    row_BN = np.full(cosine_BN.shape, -1, dtype=np.int64)
+    for query, score_M in enumerate(score_BM):  # most scores are 0: a query at a time is faster than all at once
+        row_C = np.flatnonzero(score_M > 0)
+        score_C = score_M[row_C]
+        if len(row_C) > num:
+            row_C = row_C[score_C >= -np.partition(-score_C, num - 1)[num - 1]]
+        best = row_C[np.argsort(-score_M[row_C], kind="stable")][:num]
+        cosine_BN[query, : len(best)], row_BN[query, : len(best)] = score_M[best], best
+    return cosine_BN, row_BN
 
 
 @dataclass(frozen=True)
@@ -303,36 +310,43 @@ class Candidates:
     num_queries: int
 
     @classmethod
-    def of(
-        cls,
-        found_BK: Labels,
-        votes_BL: csr_matrix,
-        heads: Callable[[Labels, Labels], Floats],
-        excluded: Labels | None = None,
-    ) -> Candidates:
-        """The heads' k best labels, and all that got a vote, without excluded pairs: the k best of the sum are among
-        them, whatever the votes' weight (>= 0).
+    def of(cls, key_P: Labels, votes: PairScores, heads: Callable[[Labels, Labels], Floats]) -> Candidates:
+        """Pairs with their scores.
 
         Args:
-            found_BK: label rows of the heads' best that are not excluded, -1 where there is none.
-            votes_BL: of `Neighbours.votes`.
+            key_P: int64, query * L + label, ascending, each once: of `candidate_keys` or `allowed_keys`.
             heads: (query_P, label_P) -> the heads' scores float32 [P].
-            excluded: int64 keys query * L + label that are left out.
         """
-        num_queries, num_labels = votes_BL.shape
-        place_BK = np.arange(num_queries, dtype=np.int64)[:, None] * num_labels + found_BK
-        voted = np.ravel_multi_index(votes_BL.nonzero(), votes_BL.shape)
-        keys = np.union1d(place_BK[found_BK >= 0], voted)
-        if excluded is not None and excluded.size:
-            keys = keys[~np.isin(keys, excluded)]
-        query_P, label_P = np.divmod(keys, num_labels)
-        votes_P = np.asarray(votes_BL[query_P, label_P] if keys.size else [], dtype=np.float32).ravel()
-        return cls(query_P, label_P, heads(query_P, label_P), votes_P, num_queries)
+        query_P, label_P = np.divmod(key_P, votes.shape[1])
+        return cls(query_P, label_P, heads(query_P, label_P), votes.at(key_P), votes.shape[0])
 
     def top(self, weight: float, k: int) -> Ranked:
         """The k best of heads + weight x votes; among equals the smaller label row comes first."""
         total_P = self.heads_P + np.float32(weight) * self.votes_P
         return best_of(self.query_P, self.label_P, total_P, self.votes_P, self.num_queries, k)
+
+
+def candidate_keys(found_BC: Labels, voted: Labels, num_labels: int, excluded: Labels | None = None) -> Labels:
+    """Keys query * L + label of the labels that were found and those with votes, without excluded pairs, ascending.
+
+    With the heads' k best that are not excluded, and all that got a vote, the k best of both parts' sum are among them,
+    whatever the votes' weight (>= 0).
+
+    Args:
+        found_BC: label rows, -1 where there is none. voted, excluded: int64 keys.
+    """
+    place_BC = np.arange(len(found_BC), dtype=np.int64)[:, None] * num_labels + found_BC
+    return without(np.union1d(place_BC[found_BC >= 0], voted), excluded)
+
+
+def allowed_keys(allowed: Labels, num_queries: int, num_labels: int, excluded: Labels | None = None) -> Labels:
+    """Keys of some labels, ascending, for each query, without excluded pairs."""
+    return without((np.arange(num_queries, dtype=np.int64)[:, None] * num_labels + allowed).ravel(), excluded)
+
+
+def without(key_P: Labels, excluded: Labels | None) -> Labels:
+    """The keys that are not excluded."""
+    return key_P if excluded is None or not excluded.size else key_P[~np.isin(key_P, excluded)]
 
 
 def best_of(query_P: Labels, label_P: Labels, score_P: Floats, votes_P: Floats, num_queries: int, k: int) -> Ranked:
@@ -348,14 +362,13 @@ def best_of(query_P: Labels, label_P: Labels, score_P: Floats, votes_P: Floats, 
     order, query, rank = (x[rank < k] for x in (order, query, rank))
     rows = np.full((num_queries, k), -1, dtype=np.int64)
     scores = np.full((num_queries, k), -np.inf, dtype=np.float32)
-    votes = np.full((num_queries, k), np.nan, dtype=np.float32)
     rows[query, rank], scores[query, rank] = label_P[order], score_P[order]
+    votes = np.full((num_queries, k), np.nan, dtype=np.float32)
     votes[query, rank] = votes_P[order]
     return Ranked(rows, scores, votes)
 
 
-def votes_alone(votes_BL: csr_matrix, k: int, excluded: Labels | None = None) -> Ranked:
+def votes_alone(votes: PairScores, k: int, excluded: Labels | None = None) -> Ranked:
     """The k labels with most votes; labels without any are not returned."""
-    nothing = np.zeros((votes_BL.shape[0], 0), dtype=np.int64)
-    found = Candidates.of(nothing, votes_BL, lambda query_P, _: np.zeros(len(query_P), dtype=np.float32), excluded)
-    return found.top(1.0, k)
+    key_P = without(votes.key_N, excluded)
+    return Candidates.of(key_P, votes, lambda query_P, _: np.zeros(len(query_P), dtype=np.float32)).top(1.0, k)

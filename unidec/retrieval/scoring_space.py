@@ -28,7 +28,7 @@ SPACES: tuple[Space, ...] = ("both", "de", "clf")
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
 
-_QUERIES_AT_ONCE, _LABELS_AT_ONCE = 128, 4096
+_PAIRS_AT_ONCE = 4096
 
 
 def label_vectors(
@@ -51,7 +51,7 @@ def label_vectors(
 def _parts(
     de_LD: Floats | None, clf_LD: Floats | None, bias_L: Floats | None, space: Space, clf_normalize: bool
 ) -> list[Floats]:
-    """What stands side by side in `label_vectors`, float32 [L, D] each, the biases [L, 1]."""
+    """The parts that `label_vectors` concatenates, float32 [L, D] each, the biases [L, 1]."""
     given: dict[str, Floats | None] = {"de": de_LD, "clf": clf_LD}
     if space not in SPACES:
         raise ValueError(f"unknown space {space!r}, expected one of {', '.join(SPACES)}")
@@ -170,22 +170,18 @@ def head_scores(
 def pair_scores(
     query_BD: Floats, query_P: Rows, label_P: Rows, vectors: Mapping[str, Floats], space: Space, clf_normalize: bool
 ) -> Floats:
-    """Scores of some pairs, float32 [P]: blocks of queries against all labels of their pairs, which neighbours share.
+    """Scores of some pairs, float32 [P].
 
     Args:
         query_BD: float32 [B, D'], of `query_vectors`.
-        query_P, label_P: int64 [P], rows of queries and labels, ascending by query.
+        query_P, label_P: int64 [P], rows of queries and labels.
         vectors, space, clf_normalize: as for `space_rows`.
     """
     out = np.empty(len(query_P), dtype=np.float32)
-    for first in range(0, len(query_BD), _QUERIES_AT_ONCE):
-        begin, end = np.searchsorted(query_P, (first, first + _QUERIES_AT_ONCE))
-        label_U, place_P = np.unique(label_P[begin:end], return_inverse=True)
-        for start in range(0, len(label_U), _LABELS_AT_ONCE):
-            some = label_U[start : start + _LABELS_AT_ONCE]
-            score_BU = query_BD[first : first + _QUERIES_AT_ONCE] @ space_rows(vectors, some, space, clf_normalize).T
-            here = np.flatnonzero((place_P >= start) & (place_P < start + _LABELS_AT_ONCE))
-            out[begin + here] = score_BU[query_P[begin + here] - first, place_P[here] - start]
+    for start in range(0, len(query_P), _PAIRS_AT_ONCE):
+        some = slice(start, start + _PAIRS_AT_ONCE)
+        label_PD = space_rows(vectors, label_P[some], space, clf_normalize)
+        out[some] = np.einsum("pd,pd->p", query_BD[query_P[some]], label_PD)
     return out
 
 

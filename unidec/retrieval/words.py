@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,15 +82,14 @@ class WordSpace:
         key, text, _ = self._features(flat, offsets)
         at = np.minimum(np.searchsorted(self.keys_F, key), max(self.num_features - 1, 0))
         known = self.keys_F[at] == key if self.num_features else np.zeros(len(key), dtype=bool)
-        shape = (len(offsets) - 1, self.num_features)
-        ones = np.ones(int(known.sum()), dtype=np.float32)
-        vectors_BF: Any = csr_matrix((ones, (text[known], at[known])), shape=shape)
-        vectors_BF.sum_duplicates()
-        vectors_BF.data = (1 + np.log(vectors_BF.data)) * self.idf_F[vectors_BF.indices]
-        text_P = np.repeat(np.arange(shape[0]), np.diff(vectors_BF.indptr))
-        norm_B = np.sqrt(np.bincount(text_P, vectors_BF.data.astype(np.float64) ** 2, minlength=shape[0]))
-        vectors_BF.data = (vectors_BF.data / norm_B[text_P]).astype(np.float32)
-        return vectors_BF
+        num_texts = len(offsets) - 1
+        place_N, count_N = np.unique(text[known] * self.num_features + at[known], return_counts=True)
+        text_N, feature_N = np.divmod(place_N, max(self.num_features, 1))
+        weight_N = (1 + np.log(count_N)) * self.idf_F[feature_N]
+        norm_B = np.sqrt(np.bincount(text_N, weight_N**2, minlength=num_texts))
+        data = (weight_N / norm_B[text_N]).astype(np.float32)
+        indptr = np.searchsorted(text_N, np.arange(num_texts + 1))
+        return csr_matrix((data, feature_N, indptr), shape=(num_texts, self.num_features))
 
     def _features(
         self, flat: NDArray[np.int64], offsets: NDArray[np.int64]
