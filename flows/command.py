@@ -1,7 +1,7 @@
 """`python -m flows.<name>`: options from the flow's parameters, one line for a known error, exit codes.
 
-A module may have, beside its flow: `in_words(result)`, what is printed without --json; `add_options(parser)`; and
-`prepare(options)`, called while Prefect's temporary server starts.
+A module may have, beside its flow: `in_words(result)`, what is printed without --json; and `prepare(options)`, called
+while Prefect's temporary server starts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from unidec.config import parse_overrides
 from unidec.errors import Refused, UnidecError
 
 _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "register"}
-_AT_ONCE = {"-h", "--help", "--list", "--report-only"}  # these require no server
 
 
 def main(name: str, words: Sequence[str] | None = None) -> int:
     """Run the flow `name` of flows/<name>.py with these arguments, by default the program's; returns the exit code."""
     words = sys.argv[1:] if words is None else words
-    port = 0 if _AT_ONCE & set(words) else server.start()  # takes seconds, as do the imports that follow
+    port = 0 if {"-h", "--help"} & set(words) else server.start()  # takes seconds, as do the imports that follow
     module = importlib.import_module(f"flows.{name}")  # by its name: workers import it so
     interrupt.end_guard()
     options = vars(_parser(module, name).parse_args(words))
@@ -107,7 +106,6 @@ def _parser(module: Any, name: str) -> argparse.ArgumentParser:
             given |= {"type": int if "integer" in kinds else str, "choices": choices}
         parser.add_argument(f"-{word}" if len(word) == 1 else f"--{word}", **given)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    getattr(module, "add_options", lambda _parser: None)(parser)
     return parser
 
 

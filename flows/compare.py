@@ -20,7 +20,6 @@ if __name__ == "__main__":
 import json
 import os
 import threading
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -33,8 +32,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows import lifecycle
 from unidec.comparison import results
 from unidec.comparison.cell import run_step
-from unidec.comparison.plan import load_comparison, select
-from unidec.comparison.workspace import Step, Workspace
+from unidec.comparison.workspace import Step, load_comparison, select
 from unidec.errors import UnidecError
 from unidec.progress import progress
 from unidec.tracking.run import RUN_TAGS
@@ -75,22 +73,20 @@ def compare(
         UnidecError: the file is wrong, or some runs have no result; the others are in the report.
     """
     with lifecycle.at_work():
-        comparison = load_comparison(file, overrides)
-        workspace = Workspace.of(comparison, Path(folder) if folder else None)
-        chosen = select(comparison, only)
-        steps = workspace.steps(chosen, accept == "code")
-        outcomes = run_steps(steps, jobs, accept == "code", {"comparison": comparison.file.name})
-        page = results.write_report(workspace)
-        print("\n".join("\t".join(row) for row in results.table(workspace)), flush=True)
+        comparison = load_comparison(file, overrides, folder, accept == "code")
+        steps = select(comparison, only)
+        outcomes = run_steps(steps, jobs, {"comparison": comparison.file.name})
+        page = results.write_report(comparison)
+        print("\n".join("\t".join(row) for row in results.table(comparison)), flush=True)
         if metrics is not None and not outcomes[steps[-1].name]:
             results.write_metrics(Path(metrics), steps[-1])
         lost = [f"{name}: {reason}" for name, reason in outcomes.items() if reason]
         if lost:
             raise UnidecError("\n".join([f"{len(lost)} of {len(outcomes)} have no result", *lost, f"report: {page}"]))
-        return {"report": str(page), "runs": [job.key for job in chosen]}
+        return {"report": str(page), "runs": [step.name for step in steps if step.name in comparison.jobs]}
 
 
-def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[str, str]) -> dict[str, str]:
+def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[str, str]:
     """Runs the steps that are not done, `jobs` at a time, and waits for all of them.
 
     Args:
@@ -103,7 +99,7 @@ def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[st
         KeyboardInterrupt, TerminationSignal: after the children have ended, with their checkpoints written.
     """
     jobs = max(1, jobs)
-    todo = [step for step in steps if not step.is_done(accept_code)]
+    todo = [step for step in steps if not step.is_done()]
     needed = {need for step in todo for need in step.needs}
     todo = [step for step in todo if step.spec["kind"] != "data" or step.name in needed]
     outcomes = {step.name: "" for step in steps}
@@ -134,27 +130,6 @@ def run_steps(steps: Sequence[Step], jobs: int, accept_code: bool, tags: dict[st
         elif isinstance(error := futures[step.name].result(raise_on_failure=False), BaseException):
             outcomes[step.name] = f"failed: {error}"
     return outcomes
-
-
-def add_options(parser: ArgumentParser) -> None:
-    """What is done without a run."""
-    parser.add_argument("--list", action="store_true", help="list the runs and whether they are done; run nothing")
-    parser.add_argument("--report-only", action="store_true", help="write the report of what there is")
-
-
-def prepare(options: dict[str, Any]) -> None:
-    """Ends the program where nothing is to be run."""
-    listed, reported = options.pop("list"), options.pop("report_only")
-    if not (listed or reported):
-        return
-    comparison = load_comparison(options["file"], options["overrides"])
-    workspace = Workspace.of(comparison, Path(options["folder"]) if options["folder"] else None)
-    if listed:
-        rows = results.listing(select(comparison, options["only"]), workspace, options["accept"] == "code")
-        print("\n".join("\t".join(row) for row in [["run", "what", "state"], *rows]))
-    else:
-        print(f"report: {results.write_report(workspace)}")
-    raise SystemExit(0)
 
 
 def in_words(done: dict[str, Any]) -> str:

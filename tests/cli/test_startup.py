@@ -33,6 +33,13 @@ def test_the_command_line_imports_nothing_heavy():
     assert imported("import unidec.cli") == set()
 
 
+def test_the_list_of_a_comparison_requires_no_prefect():
+    code = """
+from unidec.cli import app
+app(["compare", "comparison/small.yaml", "--list"], standalone_mode=False)"""
+    assert imported(code) == set()
+
+
 def test_stages_around_training_require_no_torch():
     names = ("ingest", "validate", "tokens", "propensity", "label_graph", "register", "needs_gate")
     assert imported(f"from unidec import pipeline\nfor name in {names}: getattr(pipeline, name)") == set()

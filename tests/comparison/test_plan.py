@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from unidec.comparison.file import flat
-from unidec.comparison.plan import Comparison, Job, load_comparison, select, slug
+from unidec.comparison.plan import slug
+from unidec.comparison.workspace import Comparison, load_comparison, select
 from unidec.config import Params, load_params, nested, recipe_names
 from unidec.errors import ConfigError
 
@@ -43,8 +44,9 @@ def problems(path: Path) -> str:
     return str(caught.value)
 
 
-def job(comparison: Comparison, key: str) -> Job:
-    return comparison.job(key)
+def selected(comparison: Comparison, *only: str) -> list[str]:
+    """Names of the cells, without the steps of data sets."""
+    return [comparison.jobs[step.name].cell for step in select(comparison, only) if step.name in comparison.jobs]
 
 
 # -- right ones -------------------------------------------------------------------------------------------------------
@@ -63,7 +65,7 @@ def test_jobs_have_the_recipes_values_under_common_data_and_cell(write: Write) -
         "  kNN: {peer: knn}\n"
     )
     comparison = load_comparison(path)
-    assert [j.key for j in comparison.jobs] == [
+    assert list(comparison.jobs) == [
         "short/one/3", "short/two/3", "short/kNN/3", "long/one/3", "long/two/3", "long/kNN/3",
         "short/one/5", "short/two/5", "long/one/5", "long/two/5",  # kNN has no seed
     ]  # fmt: skip
@@ -75,9 +77,9 @@ def test_jobs_have_the_recipes_values_under_common_data_and_cell(write: Write) -
         "optim": recipe["optim"] | {"epochs": 9},
         "tracking": recipe["tracking"] | {"experiment": "unidec-compare"},
     }  # fmt: skip
-    assert job(comparison, "long/two/5").params.model_dump() == expected
-    assert job(comparison, "long/two/5").settings == {"pool.beta": 2, "model.dim": 64}
-    peer = job(comparison, "short/kNN/3")
+    assert comparison.jobs["long/two/5"].params.model_dump() == expected
+    assert comparison.jobs["long/two/5"].settings == {"pool.beta": 2, "model.dim": 64}
+    peer = comparison.jobs["short/kNN/3"]
     assert (peer.kind, peer.peer, peer.params.optim.epochs) == ("peer", "knn", 9)
 
 
@@ -90,24 +92,24 @@ def test_what_a_cell_needs_comes_before_it(write: Write) -> None:
         "  first: {recipe: ngame}\n"
     )
     comparison = load_comparison(path)
-    needs = {"first": None, "second": "d/first/0", "votes": "d/second/0", "third": "d/first/0"}
-    assert {j.cell: j.needs for j in comparison.jobs} == needs
-    order = [j.key for j in comparison.jobs]
-    assert all(order.index(j.needs) < order.index(j.key) for j in comparison.jobs if j.needs)
-    second, votes = job(comparison, "d/second/0"), job(comparison, "d/votes/0")
+    needs = {"first": "", "second": "d/first/0", "votes": "d/second/0", "third": "d/first/0"}
+    assert {j.cell: j.needs for j in comparison.jobs.values()} == needs
+    order = list(comparison.jobs)
+    assert all(order.index(j.needs) < order.index(j.key) for j in comparison.jobs.values() if j.needs)
+    second, votes = comparison.jobs["d/second/0"], comparison.jobs["d/votes/0"]
     assert second.params.encoder.start == "data/start"
     assert (votes.kind, votes.params.index.knn_weight) == ("model_of", 0.5)
     without = {"encoder": {"start"}, "index": True}
     assert votes.params.model_dump(exclude=without) == second.params.model_dump(exclude=without)
-    assert [j.cell for j in select(comparison, ["votes"])] == ["first", "second", "votes"]
-    assert [j.cell for j in select(comparison, ["d/first"])] == ["first"]
-    assert [j.cell for j in select(comparison, ["*/third/0", "first"])] == ["first", "third"]
-    assert select(comparison, []) == list(comparison.jobs)
+    assert selected(comparison, "votes") == ["first", "second", "votes"]
+    assert selected(comparison, "d/first") == ["first"]
+    assert selected(comparison, "*/third/0", "first") == ["first", "third"]
+    assert len(selected(comparison)) == len(comparison.jobs)
 
 
 def test_set_from_the_command_line_goes_over_everything(write: Write) -> None:
     path = write(HEAD + "cells:\n  a: {recipe: depsl, set: {pool.beta: 2}}\n")
-    assert job(load_comparison(path, {"pool.beta": 4}), "d/a/0").params.pool.beta == 4
+    assert load_comparison(path, {"pool.beta": 4}).jobs["d/a/0"].params.pool.beta == 4
     with pytest.raises(ConfigError, match=r"pool\.betta \(--set\): unknown key[\s\S]*nearest: pool\.beta"):
         load_comparison(path, {"pool.betta": 4})
 
@@ -219,11 +221,11 @@ def test_shipped_comparisons_are_valid(path: Path, tmp_path: Path, monkeypatch: 
     comparison = load_comparison(path)
     assert comparison.file.name == path.stem and comparison.file.title and comparison.file.about
     defaults = Params().model_dump()
-    assert all(j.params.model_dump() != defaults for j in comparison.jobs)
-    used = {job.cell for job in comparison.jobs}
+    assert all(j.params.model_dump() != defaults for j in comparison.jobs.values())
+    used = {job.cell for job in comparison.jobs.values()}
     assert used == set(comparison.file.cells)
     if path.stem in ("small", "full"):
-        recipes = {job.params.recipe for job in comparison.jobs if job.kind == "recipe"}
+        recipes = {job.params.recipe for job in comparison.jobs.values() if job.kind == "recipe"}
         # unidec-long is unidec on another text and encoder, which a comparison says for all alike
         assert recipes == {name for name in recipe_names() if "gpu" not in name} - {"unidec-long"}
 
@@ -232,11 +234,13 @@ def test_the_dvc_matrix_has_every_trained_cell_of_small(monkeypatch: pytest.Monk
     monkeypatch.chdir(ROOT)
     stage = yaml.safe_load((ROOT / "comparison" / "dvc.yaml").read_text())["stages"]["run"]
     comparison = load_comparison("comparison/small.yaml")
-    trained = [job for job in comparison.jobs if job.kind != "peer"]
+    trained = [job for job in comparison.jobs.values() if job.kind != "peer"]
     assert set(stage["matrix"]["cell"]) == {slug(job.cell) for job in trained}
     assert set(stage["matrix"]["seed"]) == set(comparison.file.seeds)
     for cell in stage["matrix"]["cell"]:
-        found = select(comparison, [f"*/{cell}/1"])
+        found = [
+            comparison.jobs[step.name] for step in select(comparison, [f"*/{cell}/1"]) if step.name in comparison.jobs
+        ]
         assert slug(found[-1].cell) == cell and {job.seed for job in found} == {1}
     for dependency in stage["deps"]:
         assert (ROOT / dependency).exists(), dependency

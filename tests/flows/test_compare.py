@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from unidec.comparison import cell
-from unidec.comparison.plan import load_comparison, select
-from unidec.comparison.workspace import Workspace
+from unidec.comparison.workspace import Comparison, load_comparison, select
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -75,9 +74,9 @@ class Stage:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def workspace(self, text: str = FILE) -> Workspace:
+    def comparison(self, text: str = FILE) -> Comparison:
         (self.root / "c.yaml").write_text(text)
-        return Workspace.of(load_comparison(self.root / "c.yaml"), self.root / "ws")
+        return load_comparison(self.root / "c.yaml", folder=self.root / "ws")
 
     def tell(self, **what: str) -> None:
         (self.root / "told.json").write_text(json.dumps({f"d/{cell}/0": word for cell, word in what.items()}))
@@ -88,15 +87,13 @@ class Stage:
 
         from flows.compare import run_steps
 
-        workspace = self.workspace(text)
-        steps = workspace.steps(select(workspace.comparison, only))
-        outcomes = flow(run_steps, name="test", validate_parameters=False)(steps, jobs, False, {"comparison": "t"})
+        steps = select(self.comparison(text), only)
+        outcomes = flow(run_steps, name="test", validate_parameters=False)(steps, jobs, {"comparison": "t"})
         parts = {name.partition(" (")[0]: (reason or "done").partition(": ") for name, reason in outcomes.items()}
         return {name: (state, reason) for name, (state, _, reason) in parts.items()}
 
     def result(self, name: str) -> dict[str, object]:
-        workspace = self.workspace()
-        return workspace.step(workspace.comparison.job(name)).result() or {}
+        return self.comparison().steps[name].result() or {}
 
     def log(self, word: str = "") -> list[str]:
         """The lines of the stand-ins since the last call; those with this word."""
@@ -130,8 +127,8 @@ def test_every_cell_runs_once_in_order_and_again_only_what_is_missing(
     assert {"comparison": "t", "mlflow.runName": "d/second/0"}.items() <= result["tags"].items()
     assert {state for state, _ in stage.run().values()} == {"done"} and stage.log() == []
     # a result that is gone is made again, and nothing else
-    workspace = stage.workspace()
-    (workspace.step(workspace.comparison.job("d/third/0")).folder / "result.json").unlink()
+    steps = stage.comparison().steps
+    (steps["d/third/0"].folder / "result.json").unlink()
     # other inputs: the cell and what starts from it
     text = FILE.replace("{recipe: ngame}", "{recipe: ngame, set: {pool.beta: 2}}")
     stage.run(text=text)
@@ -141,7 +138,7 @@ def test_every_cell_runs_once_in_order_and_again_only_what_is_missing(
     stage.run()  # back to the first inputs: their results are still there
     assert stage.log() == []
     # a model that others need and that is gone
-    (workspace.step(workspace.comparison.job("d/first/0")).folder / "outputs/model/manifest.json").unlink()
+    (steps["d/first/0"].folder / "outputs/model/manifest.json").unlink()
     stage.run("second")
     assert stage.log("begin") == ["begin d/first/0"]
 
@@ -161,12 +158,12 @@ def test_a_failure_stops_only_what_needs_it(stage: Stage) -> None:
     assert "d/first/0" in outcomes["d/second/0"][1]
     assert "SIGKILL (not enough memory?)" in outcomes["d/third/0"][1]
     assert "and the last line" in outcomes["d/third/0"][1]
-    workspace = stage.workspace()
-    assert "SIGKILL" in workspace.step(workspace.comparison.job("d/third/0")).failure()
+    steps = stage.comparison().steps
+    assert "SIGKILL" in steps["d/third/0"].failure()
     # the next attempt does what is missing, and no more; what cannot be started is a failure too
     stage.log()
     stage.tell()
-    folder = workspace.step(workspace.comparison.job("d/second/0")).folder
+    folder = steps["d/second/0"].folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.write_text("no folder")
     assert stage.run()["d/second/0"][0] == "failed"
@@ -186,7 +183,7 @@ def test_so_many_at_once(stage: Stage) -> None:
 def test_a_signal_ends_the_cells_in_order(stage: Stage) -> None:
     """In a process of its own, as on the command line."""
     stage.tell(first="wait")
-    stage.workspace()
+    stage.comparison()
     code = (
         "import sys\nfrom unidec.comparison import cell\ncell.COMMAND = (sys.executable, 'stand_in.py')\n"
         "from flows.command import main\nsys.exit(main('compare', ['c.yaml', '--folder=ws', '--only=first']))\n"

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -31,8 +31,9 @@ from unidec.cli.commands import (
     group,
     load,
     show_list,
+    show_table,
 )
-from unidec.config import Params, describe, recipe_names, to_yaml
+from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml
 from unidec.errors import ConfigError, Stopped, UnidecError, without_credentials
 from unidec.version import __version__
 
@@ -82,13 +83,37 @@ add_stage(
 
 
 @app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    epilog="Example: unidec compare comparison/small.yaml --list",
+    epilog="Examples: unidec compare comparison/small.yaml  |  unidec compare comparison/small.yaml --list  |  "
+    'unidec compare comparison/full.yaml --only "lf-debian titles/unidec/0" --jobs 2'
 )
-def compare(context: typer.Context) -> None:
+def compare(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="the comparison file")],
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="cell, data/cell or data/cell/seed, with wildcards")
+    ] = None,
+    assignments: Assignments = None,
+    jobs: Annotated[int, typer.Option(help="runs at a time: their times are no fair measure unless it is 1")] = 1,
+    folder: Annotated[str | None, typer.Option(help="of the results, instead of runs/compare/<name>")] = None,
+    accept: Annotated[Literal["code"] | None, typer.Option(help="results by other code are taken as done")] = None,
+    metrics: Annotated[str | None, typer.Option(help="a JSON file for the last run's figures")] = None,
+    as_json: AsJson = False,
+    listed: Annotated[bool, typer.Option("--list", help="list the runs, done or not; run nothing")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="write the report of what there is")] = False,
+) -> None:
     """Run every system of a comparison file on the same data and seeds, and report; what is done is not run again."""
-    # in this process's place, so that signals and the exit code are the flow's
-    os.execv(sys.executable, [sys.executable, "-m", "flows.compare", *context.args])
+    if not (listed or report_only):
+        # in this process's place, so that signals and the exit code are the flow's
+        words = [word for word in sys.argv[1:] if word != "--debug"]
+        os.execv(sys.executable, [sys.executable, "-m", "flows.compare", *words[1:]])
+    from unidec.comparison.workspace import listing, load_comparison
+
+    comparison = load_comparison(file, parse_overrides(assignments or []), folder, accept == "code")
+    if listed:
+        show_table(["run", "what", "state"], listing(comparison, only or []))
+    else:
+        from unidec.comparison.results import write_report
+
+        print(f"report: {write_report(comparison)}")
 
 
 @command(

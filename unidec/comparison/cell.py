@@ -15,11 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unidec.comparison.peers.running import last_lines
 from unidec.comparison.workspace import FAILURE, LOG, MODEL, RESULT, SPEC, Step
 from unidec.config import Params
 from unidec.data.storage import MANIFEST, write_json
@@ -36,6 +35,8 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
     Raises:
         TrainingError: with the reason, which is in failure.json, too.
     """
+    from unidec.comparison.peers.running import last_lines
+
     variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     if stopping.is_set():
         raise TrainingError("the comparison is being stopped", where=step.name)
@@ -84,10 +85,10 @@ def main(folder: str) -> int:
     os.chdir(folder)
     if PARENT in os.environ:
         watch(int(os.environ[PARENT]))
-    step = Step("", Path(), json.loads(Path(SPEC).read_text(encoding="utf-8")))
+    step = Step("", "", Path(), json.loads(Path(SPEC).read_text(encoding="utf-8")))
     try:
         with FileLock(".lock"):  # another comparison may be running the same cell
-            if not step.is_done(step.spec["accept_code"]):
+            if not step.is_done():
                 _make(step)
     except Stopped as stopped:
         print(stopped, file=sys.stderr, flush=True)
@@ -103,25 +104,21 @@ def _make(step: Step) -> None:
     """Data set, model or peer of a step, and its result; then what only an unfinished run needs is deleted."""
     Path(FAILURE).unlink(missing_ok=True)
     if step.result() is not None:  # by other code
-        for path in Path.cwd().iterdir():
-            if path.name not in (SPEC, LOG, ".lock"):
-                _remove(path)
+        _remove(path for path in Path().iterdir() if path.name not in (SPEC, LOG, ".lock"))
     spec, begin = step.spec, time.time()
     _link(spec["links"])
-    params = Params.model_validate(spec["params"])
+    params, result = Params.model_validate(spec["params"]), {"name": spec["name"], "code": spec["code"]}
     if spec["kind"] == "data":
         _prepare_data(params, spec["train"], spec["test"])
-        write_json(RESULT, {"name": spec["name"], "code": spec["code"]})
-        return
-    result = _peer(spec["peer"], params) if spec["kind"] == "peer" else _recipe(spec, params)
-    # an attempt that was cut off before left the seconds of its training only
-    recorded = sum(line["seconds"] + line.get("refresh", {}).get("refresh_seconds", 0) for line in result["curve"])
-    result["costs"]["total_seconds"] = max(time.time() - begin, recorded)
-    result["costs"]["cpu_seconds"] = time.process_time()  # what it took of a machine that others work on too
-    write_json(RESULT, {"name": spec["name"], "kind": spec["kind"], "code": spec["code"], **result})
-    unneeded = [] if spec["keep"] else [Path(MODEL), Path("outputs/bundle")]
-    for path in [*Path("runs").glob("*/checkpoints"), *Path("runs").glob("*/refresh"), *unneeded]:
-        _remove(path)
+    else:
+        result |= _peer(spec["peer"], params) if spec["kind"] == "peer" else _recipe(spec, params)
+        # an attempt that was cut off before left the seconds of its training only
+        recorded = sum(line["seconds"] + line.get("refresh", {}).get("refresh_seconds", 0) for line in result["curve"])
+        result["costs"]["total_seconds"] = max(time.time() - begin, recorded)
+        result["costs"]["cpu_seconds"] = time.process_time()  # what it took of a machine that others work on too
+    write_json(RESULT, result)
+    models = [] if spec["keep"] else [Path(MODEL), Path("outputs/bundle")]
+    _remove([*Path("runs").glob("*/checkpoints"), *Path("runs").glob("*/refresh"), *models])
 
 
 def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
@@ -176,14 +173,15 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
         "epochs": params.optim.epochs, "batch_size": params.pool.batch_size, "seed": params.seed,
         "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
     }  # fmt: skip
-    return measure.of_peer(params, name, run_peer(name, paths.open_dataset(), settings))
+    return measure.of_peer(params, name, *run_peer(name, paths.open_dataset(), settings))
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _link(links: Mapping[str, str]) -> None:
@@ -193,7 +191,7 @@ def _link(links: Mapping[str, str]) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         if name == "data/cache":
             Path(target).mkdir(parents=True, exist_ok=True)
-        _remove(place)
+        _remove([place])
         place.symlink_to(os.path.join(*[".."] * len(place.parent.parts), target))
 
 

@@ -9,23 +9,25 @@ import json
 import os
 import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from unidec.comparison.peers.running import PeerOutcome
+from unidec.comparison.peers.running import K
+from unidec.comparison.workspace import PREDICTIONS
 from unidec.config import Params, flatten
 from unidec.data.storage import read_json_lines
 from unidec.machine import host_peak
+from unidec.pipeline import paths
 
-K = 100
 TIMED_QUERIES, TIMED_K = 512, 10  # queries whose prediction is timed
-PREDICTIONS = "labels.npy"
 
 
 def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> dict[str, Any]:
-    """Result of a model of ours whose bundle is in outputs/.
+    """Metrics, costs and curve of a model of ours whose bundle is in outputs/.
 
     Args:
         costs: what was measured so far.
@@ -33,8 +35,6 @@ def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> 
     """
     import pyarrow.parquet as pq
 
-    from unidec.pipeline import paths
-    from unidec.pipeline.ranking import headline
     from unidec.retrieval.bundle import Bundle
     from unidec.tracking.run import tracking_state
 
@@ -44,45 +44,48 @@ def of_recipe(params: Params, costs: dict[str, float], run_dir: Path | None) -> 
     for row, found in enumerate(lists):
         labels[row, : min(len(found), K)] = found[:K]
     np.save(PREDICTIONS, labels, allow_pickle=False)
-    curve = read_json_lines(run_dir / "rounds.jsonl") if run_dir else []
     bundle = Bundle.load(paths.BUNDLE, verify=False)
     heads = [head for head in (bundle.model.head_de, bundle.model.head_clf) if head is not None]
     weights = [parameter for part in (bundle.model.encoder, *heads) for parameter in part.parameters()]
+    classifier = [bundle.vectors[name].size for name in ("clf", "bias") if name in bundle.vectors]
     costs = costs | {
         "search_ms": _search_ms(bundle, params),
-        "parameters": float(
-            sum(weight.numel() for weight in weights)
-            + sum(bundle.vectors[name].size for name in ("clf", "bias") if name in bundle.vectors)
-        ),
+        "parameters": float(sum(weight.numel() for weight in weights) + sum(classifier)),
         "bundle_bytes": float(sum(file.stat().st_size for file in paths.BUNDLE.rglob("*") if file.is_file())),
     }
+    curve = read_json_lines(run_dir / "rounds.jsonl") if run_dir else []
     if run_dir is not None:
         costs["train_seconds"] = float(sum(line["train_seconds"] for line in curve))
         costs["refresh_seconds"] = float(sum(line.get("refresh", {}).get("refresh_seconds", 0) for line in curve))
-    parts = {name: headline(metrics[name]) for name in ("de", "clf", "heads", "knn") if name in metrics}
     return {
-        "metrics": metrics["test"], "validation": metrics.get("validation", {}), "parts": parts,
-        "costs": costs, "curve": curve, "params": flatten(params), "dataset": _card(params), "lineage": _lineage(),
+        "metrics": metrics["test"], "validation": metrics.get("validation", {}), "costs": costs, "curve": curve,
+        "params": flatten(params), "dataset": _card(params), "lineage": _lineage(),
         "mlflow_run": run_dir and tracking_state(run_dir).get("run_id"),
     }  # fmt: skip
 
 
-def of_peer(params: Params, name: str, outcome: PeerOutcome) -> dict[str, Any]:
-    """Result of a peer: filtered pairs are removed from its predictions, which are then measured as ours are."""
+def of_peer(params: Params, name: str, labels: NDArray[np.int64], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics and costs of a peer: filtered pairs are removed, what is left is measured as our labels are.
+
+    Args:
+        labels, facts: as `run_peer` returns them.
+    """
     from unidec.evaluation.metrics import evaluate, filtered_truth, remove_filtered
-    from unidec.pipeline import paths
 
     dataset, propensity = paths.open_dataset(), paths.open_propensity()
     rows = dataset.rows("test")
     filters = dataset.filter_pairs[rows]
-    truth, labels = filtered_truth(dataset.relevance[rows], filters), remove_filtered(outcome.labels, filters, K)
+    truth, labels = filtered_truth(dataset.relevance[rows], filters), remove_filtered(labels, filters, K)
     np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
-    result = {
-        "metrics": evaluate(labels, truth, propensity.inverse_L, propensity.group_L), "validation": {}, "parts": {},
-        "costs": {"peak_memory_bytes": float(host_peak())} | dict(outcome.costs), "curve": [],
-        "dataset": _card(params), "lineage": _lineage() | {name: outcome.version},
+    metrics = evaluate(labels, truth, propensity.inverse_L, propensity.group_L)
+    costs = {"peak_memory_bytes": float(host_peak())} | {key: facts[key] for key in facts if key != "version"}
+    return {
+        "metrics": metrics, "validation": {}, "costs": costs, "curve": [], "dataset": _card(params),
+        "lineage": _lineage() | {name: facts["version"]}, "mlflow_run": _tracked(params, name, metrics, costs),
     }  # fmt: skip
-    return result | {"mlflow_run": _tracked(params, name, result)}
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
 
 
 def _lineage() -> dict[str, str]:
@@ -100,13 +103,8 @@ def _lineage() -> dict[str, str]:
     return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
-# -- parts ------------------------------------------------------------------------------------------------------------
-
-
 def _search_ms(bundle: Any, params: Params) -> float:
     """Milliseconds a test query, from its text to its labels."""
-    from unidec.pipeline import paths
-
     dataset = paths.open_dataset()
     texts = dataset.query_texts(dataset.rows("test")[:TIMED_QUERIES], params.tokens.text)
     bundle.predict_arrays(texts[:8], k=TIMED_K)  # what is loaded at the first call is no search time
@@ -116,8 +114,6 @@ def _search_ms(bundle: Any, params: Params) -> float:
 
 
 def _card(params: Params) -> dict[str, Any]:
-    from unidec.pipeline import paths
-
     dataset = paths.open_dataset()
     meta = dataset.manifest["meta"]
     return {
@@ -127,14 +123,14 @@ def _card(params: Params) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _tracked(params: Params, peer: str, result: dict[str, Any]) -> str | None:
+def _tracked(params: Params, peer: str, metrics: Mapping[str, float], costs: Mapping[str, float]) -> str | None:
     """An MLflow run for a peer: its settings and figures."""
     from unidec.tracking.run import Tracker
 
-    tracker = Tracker(params.tracking.experiment)
-    about = {"name": result["dataset"]["name"], "digest": result["dataset"]["sha256"], "path": "data/dataset"}
+    tracker, dataset = Tracker(params.tracking.experiment), paths.open_dataset()
+    about = {"name": dataset.name, "digest": dataset.sha256, "path": "data/dataset"}
     tracker.start("runs/peer", {"peer": peer, "seed": params.seed}, {}, about)
-    figures = {f"test/{name}": value for name, value in result["metrics"].items()}
-    tracker.log_final(figures | {f"cost/{name}": value for name, value in result["costs"].items()})
+    figures = {f"test/{name}": value for name, value in metrics.items()}
+    tracker.log_final(figures | {f"cost/{name}": value for name, value in costs.items()})
     tracker.finish("FINISHED")
     return tracker.run_id

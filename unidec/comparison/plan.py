@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from unidec.comparison.file import CellEntry, ComparisonFile, DataEntry, flat, one_of, read_file
+from unidec.comparison.file import CellEntry, ComparisonFile, DataEntry, flat, one_of
 from unidec.comparison.peers import PEERS
 from unidec.config import Params, ParamsError, build_params, nearest, problem, recipe_names, short
-from unidec.errors import ConfigError
 
 Kind = Literal["recipe", "model_of", "peer"]
 SOURCES = ("recipe", "like", "model_of", "peer")
@@ -28,8 +26,8 @@ class Job:
     Attributes:
         kind: trained by us, another cell's model served otherwise, or a peer.
         params: all of them; of a peer those that it shares with the recipes (data, texts, encoder, epochs).
-        settings: what is set beyond the recipe and the common settings.
-        needs: key of the job whose model this one starts from or serves.
+        settings: what is set beyond the recipe and the common settings, and the cell that it builds on.
+        needs: key of the job whose model this one starts from or serves; "": none.
         peer: its name.
     """
 
@@ -40,7 +38,7 @@ class Job:
     params: Params
     entry: DataEntry
     settings: Mapping[str, Any]
-    needs: str | None = None
+    needs: str = ""
     peer: str = ""
 
     @property
@@ -49,99 +47,37 @@ class Job:
         return f"{self.data}/{self.cell}/{self.seed}"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A checked comparison file and its jobs, those that others need before them."""
-
-    path: Path
-    file: ComparisonFile
-    jobs: tuple[Job, ...]
-    common: Mapping[str, Any]
-
-    def job(self, key: str) -> Job:
-        """A job by its key."""
-        return next(job for job in self.jobs if job.key == key)
-
-
 def slug(name: str) -> str:
     """A name as a folder: "UniDEC + Gandalf" -> "unidec-gandalf"."""
     return re.sub(r"[^a-z0-9_.=]+", "-", name.lower()).strip("-.") or "x"
 
 
-def load_comparison(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Comparison:
-    """Read a comparison file and make its jobs.
-
-    Args:
-        path: the file.
-        overrides: parameters by key path over everything that the file sets, for all cells (`--set`).
-
-    Raises:
-        ParamsError: everything that is wrong, at once, with key path, line, what was expected and the nearest name.
-    """
-    file, origin = read_file(path)
-    planner = _Planner(file, origin, dict(overrides or {}))
-    jobs = planner.jobs()
-    if planner.problems:
-        raise ParamsError(list(dict.fromkeys(planner.problems)), str(path), "comparison file")
-    return Comparison(Path(path), file, tuple(jobs), flat(file.common) | dict(overrides or {}))
-
-
-def select(comparison: Comparison, only: Sequence[str]) -> list[Job]:
-    """The jobs that patterns name, and those that these need; all of them where there is no pattern.
-
-    Args:
-        only: "cell", "data/cell" or "data/cell/seed", as in the file or as folders; `*` and `?` match anything.
-
-    Raises:
-        ConfigError: a pattern that names nothing.
-    """
-    chosen = set() if only else {job.key for job in comparison.jobs}
-    for pattern in only:
-        found = [job for job in comparison.jobs if _matches(job, pattern)]
-        if not found:
-            near = nearest(pattern.split("/")[min(1, pattern.count("/"))], [job.cell for job in comparison.jobs])
-            raise ConfigError(
-                "no such cell", where="--only", got=pattern, expected="a cell, data/cell or data/cell/seed",
-                fix=f"nearest: {near}" if near else "unidec compare FILE --list shows them",
-            )  # fmt: skip
-        chosen |= {job.key for job in found}
-    for job in reversed(comparison.jobs):  # those that others need stand before them
-        if job.key in chosen and job.needs is not None:
-            chosen.add(job.needs)
-    return [job for job in comparison.jobs if job.key in chosen]
-
-
-def _matches(job: Job, pattern: str) -> bool:
-    parts = pattern.split("/")
-    names = [job.cell] if len(parts) == 1 else [job.data, job.cell, str(job.seed)][: max(2, len(parts))]
-    return len(parts) == len(names) and all(
-        fnmatch.fnmatchcase(name, part) or fnmatch.fnmatchcase(slug(name), part)
-        for name, part in zip(names, parts, strict=True)
-    )
-
-
 @dataclass(frozen=True)
 class _System:
-    """A cell with what it takes over from others; `origin` names where each setting was given."""
+    """A cell with what it takes over from others; `given` holds each setting and where it was given."""
 
     kind: Kind
     recipe: str = ""
     peer: str = ""
-    needs: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    origin: Mapping[str, str] = field(default_factory=dict)
+    needs: str = ""
+    given: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
 
-class _Planner:
-    """Collects jobs and problems."""
+class Planner:
+    """Collects jobs and problems; `origin` is the line of each key path of the file, `overrides` come from --set."""
 
-    def __init__(self, file: ComparisonFile, origin: dict[str, str], overrides: dict[str, Any]) -> None:
+    def __init__(self, file: ComparisonFile, origin: dict[str, str], overrides: Mapping[str, Any]) -> None:
         self.file, self.origin, self.overrides = file, origin, overrides
         self.problems: list[str] = []
         self.systems: dict[str, _System | None] = {}  # those that others need first; None: something is wrong
         self.wrong_params: dict[str, str] = {}  # text of a problem -> first cell that has it
 
-    def jobs(self) -> list[Job]:
+    def jobs(self, path: str | Path) -> dict[str, Job]:
+        """Every job by its key, those that others need before them; seeds vary slowest.
+
+        Raises:
+            ParamsError: everything that is wrong, with key path, line, what was expected and the nearest name.
+        """
         self._check_data_and_groups()
         for name, cell in self.file.cells.items():
             self._check_cell(name, cell)
@@ -149,13 +85,15 @@ class _Planner:
         jobs = [
             job
             for seed in dict.fromkeys(self.file.seeds)
-            for data, entry in self.file.data.items()
+            for data in self.file.data
             for cell, system in self.systems.items()
             if system and (seed == self.file.seeds[0] or system.kind != "peer" or PEERS[system.peer].script)
-            if (job := self._job(data, entry, cell, system, seed)) is not None
+            if (job := self._job(data, cell, system, seed)) is not None
         ]
         self.problems += [f"{text}\n    in: {cell}" for text, cell in self.wrong_params.items()]
-        return jobs
+        if self.problems:
+            raise ParamsError(list(dict.fromkeys(self.problems)), str(path), "comparison file")
+        return {job.key: job for job in jobs}
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -176,9 +114,9 @@ class _Planner:
                     expected = "path, text and max_length beside `set`"
                     self._add(f"data.{name}.set.{key}", "cannot be set here", entry.set, expected)
         for title, group in self.file.groups.items():
-            for place, cells in (("base", [group.base]), ("cells", group.cells)):
-                for cell in cells:
-                    self._check_name(f"groups.{title}.{place}", "cell", cell, self.file.cells)
+            self._check_name(f"groups.{title}.base", "cell", group.base, self.file.cells)
+            for cell in group.cells:
+                self._check_name(f"groups.{title}.cells", "cell", cell, self.file.cells)
 
     def _check_cell(self, name: str, cell: CellEntry) -> None:
         where = f"cells.{name}"
@@ -220,31 +158,35 @@ class _Planner:
         elif cell.recipe in recipe_names():
             system = _System("recipe", cell.recipe)
         if system is not None and system.kind != "peer":
-            settings, section = flat(cell.set), f"cells.{name}.set"
             system = replace(
                 system,
                 kind="model_of" if cell.model_of else system.kind,
                 needs=cell.model_of or cell.after or system.needs,
-                settings={**system.settings, **settings},
-                origin={**system.origin, **self._origins(section, settings)},
+                given={**system.given, **self._given(f"cells.{name}.set", cell.set)},
             )
         self.systems[name] = system
         return system
 
-    def _origins(self, section: str, keys: Iterable[str]) -> dict[str, str]:
-        """Where each key of a section was given: "line 3, common"."""
-        places = {key: self.origin.get(f"{section}.{key}", self.origin.get(section, "")) for key in keys}
-        return {key: f"{place}, {section}" if place else section for key, place in places.items()}
+    def _given(self, section: str, values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        """Each key of a section with its value and its place: "line 3, common"."""
+        found = {}
+        for key, value in flat(values).items():
+            line = self.origin.get(f"{section}.{key}") or self.origin.get(section)
+            found[key] = (value, f"{line}, {section}" if line else section)
+        return found
 
-    def _job(self, data: str, entry: DataEntry, cell: str, system: _System, seed: int) -> Job | None:
+    def _job(self, data: str, cell: str, system: _System, seed: int) -> Job | None:
         """The job with its parameters; None where these are wrong."""
-        settings = dict(system.settings)
-        if system.kind == "recipe" and system.needs is not None:
-            settings["encoder.start"] = START
-        common, of_data = flat(self.file.common), flat(entry.set)
-        origin = self._origins("common", common) | self._origins(f"data.{data}.set", of_data)
-        origin |= dict(system.origin) | dict.fromkeys(self.overrides, "--set")
-        values = common | of_data | settings | {"seed": seed} | self.overrides
+        entry = self.file.data[data]
+        given = self._given("common", self.file.common) | self._given(f"data.{data}.set", entry.set)
+        given |= system.given
+        values = {key: value for key, (value, _) in given.items()}
+        origin = {key: place for key, (_, place) in given.items()} | dict.fromkeys(self.overrides, "--set")
+        settings = {key: value for key, (value, _) in system.given.items()}
+        if system.needs:
+            settings["model of" if system.kind == "model_of" else "after"] = system.needs
+            values |= {"encoder.start": START} if system.kind == "recipe" else {}
+        values |= {"seed": seed, **self.overrides}
         values |= {"data.path": entry.path, "tokens.text": entry.text, "tokens.max_length": entry.max_length}
         values |= {"tracking.experiment": EXPERIMENT} | ({"recipe": system.recipe} if system.recipe else {})
         try:
@@ -253,5 +195,5 @@ class _Planner:
             for text in error.problems:
                 self.wrong_params.setdefault(text, cell)
             return None
-        needs = f"{data}/{system.needs}/{seed}" if system.needs else None
+        needs = f"{data}/{system.needs}/{seed}" if system.needs else ""
         return Job(data, cell, seed, system.kind, params, entry, settings, needs, system.peer)

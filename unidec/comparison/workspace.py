@@ -1,4 +1,4 @@
-"""Where a comparison lies on disk: derived data once for all cells, and a folder for each cell's inputs.
+"""A comparison and its steps, and where they lie on disk: derived data once for all cells, a folder for each run.
 
     runs/compare/<name>/
       shared/data-<key>/data/{dataset,tokens,propensity}   one for each data set, text and tokenizer
@@ -6,56 +6,61 @@
       cells/<data>/<cell>/<seed>-<key>/                    working folder of one run; result.json comes last
       report.html
 
-A cell's key is the hash of its inputs (parameters, data, what it starts from), so other inputs get another folder.
+A run's key is the hash of its inputs (parameters, data, what it starts from), so other inputs get another folder.
 A result names the code that made it; by other code it is rebuilt, unless that is accepted.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from unidec.comparison.plan import START, Comparison, Job, slug
-from unidec.config import Params, fingerprint
+from unidec.comparison.file import ComparisonFile, flat, read_file
+from unidec.comparison.plan import START, Job, Planner, slug
+from unidec.config import Params, fingerprint, nearest
 from unidec.data.storage import MANIFEST, folder_sha256
+from unidec.errors import ConfigError
 from unidec.version import PACKAGE
 
 ROOT = Path("runs/compare")
 RESULT, FAILURE, LOG, SPEC = "result.json", "failure.json", "log.txt", "cell.json"
-MODEL = "outputs/model"
+MODEL, PREDICTIONS = "outputs/model", "labels.npy"
 
 # which code decides what; pages and command lines decide nothing
 READERS = ("data/**/*.py",)
 TRAINING = ("model/**/*.py", "training/**/*.py", "retrieval/**/*.py", "pipeline/*.py", "evaluation/metrics.py")
 PEER_CODE = ("comparison/peers/*.py", "evaluation/metrics.py", "evaluation/tfidf.py")
-_DECIDE_NOTHING = {"run", "tracking", "device", "data", "recipe"}  # the data set has a key of its own
-_PEERS_TAKE = ("seed", "encoder", "optim.epochs", "pool.batch_size")
+# ... and which parameters; the data set has a key of its own
+_DECIDES = [name for name in Params.model_fields if name not in ("run", "tracking", "device", "data", "recipe")]
+_PEERS_TAKE = ["seed", "encoder", "optim.epochs", "pool.batch_size"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """Something that a child process makes in a folder of its own; result.json comes last.
+    """A data set or a run, made by a child process in a folder of its own; result.json comes last.
 
     Attributes:
-        name: "data/cell/seed", or the data set's. folder: its working folder. spec: cell.json, all that the child is
-            given. needs: names of the steps before it.
+        name: the job's key, or the data set's. key: sha256 (hex) of its inputs. folder: its working folder.
+        spec: cell.json, all that the child is given. needs: names of the steps before it.
     """
 
     name: str
+    key: str
     folder: Path
     spec: Mapping[str, Any]
     needs: tuple[str, ...] = ()
 
-    def is_done(self, accept_code: bool = False) -> bool:
-        """Whether its result is there, made by this code (or by any), with the model where others need it."""
+    def is_done(self) -> bool:
+        """Whether its result is there, by this code (or by any, if accepted), with the model where others need it."""
         result = self.result()
-        if result is None or not (accept_code or result["code"] == self.spec["code"]):
+        if result is None or not (self.spec["accept_code"] or result["code"] == self.spec["code"]):
             return False
         return not self.spec["keep"] or (self.folder / MODEL / MANIFEST).is_file()
 
@@ -69,59 +74,133 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Workspace:
-    """The folder of a comparison, and the steps in it."""
+class Comparison:
+    """A checked comparison file, its jobs by key, and their steps by name; each after those that it needs."""
 
-    comparison: Comparison
+    path: Path
+    file: ComparisonFile
+    common: Mapping[str, Any]
     root: Path
+    jobs: Mapping[str, Job]
+    steps: Mapping[str, Step]
 
-    @classmethod
-    def of(cls, comparison: Comparison, root: Path | None = None) -> Workspace:
-        """The workspace of a comparison, by default `runs/compare/<name>`."""
-        return cls(comparison, root or ROOT / comparison.file.name)
 
-    def steps(self, jobs: Iterable[Job], accept_code: bool = False) -> list[Step]:
-        """The steps of some of the jobs, each data set before the first job that uses it."""
-        found: dict[str, Step] = {}
-        for job in jobs:
-            data = self.data_step(job)
-            found |= {data.name: data, job.key: self.step(job, accept_code)}
-        return list(found.values())
+def load_comparison(
+    path: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    folder: str | Path | None = None,
+    accept_code: bool = False,
+) -> Comparison:
+    """Read a comparison file and make its jobs and steps.
 
-    def step(self, job: Job, accept_code: bool = False) -> Step:
-        """The step of one job."""
-        folder, data = self.folder(job), self.data_step(job)
+    Args:
+        path: the file.
+        overrides: parameters by key path over everything that the file sets, for all cells (`--set`).
+        folder: of the results, instead of runs/compare/<name>.
+        accept_code: results by other versions of the code are taken as done.
+
+    Raises:
+        ParamsError: everything that is wrong, at once, with key path, line, what was expected and the nearest name.
+    """
+    file, origin = read_file(path)
+    jobs, root = Planner(file, origin, overrides or {}).jobs(path), Path(folder or ROOT / file.name)
+    common = flat(file.common) | dict(overrides or {})
+    return Comparison(Path(path), file, common, root, jobs, _steps(jobs, root, accept_code))
+
+
+def select(comparison: Comparison, only: Sequence[str]) -> list[Step]:
+    """The steps that patterns name, and those that these need; all of them where there is no pattern.
+
+    Args:
+        only: "cell", "data/cell" or "data/cell/seed", as in the file or as folders; `*` and `?` match anything.
+
+    Raises:
+        ConfigError: a pattern that names nothing.
+    """
+    chosen = set() if only else set(comparison.steps)
+    for pattern in only:
+        found = [job for job in comparison.jobs.values() if _matches(job, pattern)]
+        if not found:
+            near = nearest(pattern.split("/")[min(1, pattern.count("/"))], list(comparison.file.cells))
+            raise ConfigError(
+                "no such cell", where="--only", got=pattern, expected="a cell, data/cell or data/cell/seed",
+                fix=f"nearest: {near}" if near else "unidec compare FILE --list shows them",
+            )  # fmt: skip
+        chosen.update(job.key for job in found)
+    steps = list(comparison.steps.values())
+    for step in reversed(steps):
+        if step.name in chosen:
+            chosen.update(step.needs)
+    return [step for step in steps if step.name in chosen]
+
+
+def _matches(job: Job, pattern: str) -> bool:
+    parts = pattern.split("/")
+    names = [job.cell] if len(parts) == 1 else [job.data, job.cell, str(job.seed)][: len(parts)]
+    return len(parts) == len(names) and all(
+        fnmatch.fnmatchcase(name, part) or fnmatch.fnmatchcase(slug(name), part)
+        for name, part in zip(names, parts, strict=True)
+    )
+
+
+def listing(comparison: Comparison, only: Sequence[str]) -> list[list[str]]:
+    """Rows of the runs that patterns name and those that these need: its name, what it is, and whether it is done."""
+    rows = []
+    for step in select(comparison, only):
+        if (job := comparison.jobs.get(step.name)) is not None:
+            state = "done" if step.is_done() else "failed" if step.failure() else "to do"
+            rows.append([step.name, _what(job), state])
+    return rows
+
+
+def _what(job: Job) -> str:
+    if job.kind != "recipe":
+        return f"peer {job.peer}" if job.kind == "peer" else f"model of {job.needs}"
+    settings = ", ".join(f"{key}={value}" for key, value in job.settings.items())
+    return f"recipe {job.params.recipe}" + (f" with {settings}" if settings else "")
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def _steps(jobs: Mapping[str, Job], root: Path, accept_code: bool) -> dict[str, Step]:
+    """The steps of all jobs, each data set before the first job that uses it."""
+    steps: dict[str, Step] = {}
+    needed = {job.needs for job in jobs.values()}
+    for job in jobs.values():
+        data, before = _data_step(job, root), steps.get(job.needs)
+        decides = _PEERS_TAKE if job.kind == "peer" else _DECIDES
+        key = _digest([fingerprint(job.params, *decides), job.kind, job.peer, data.key, before and before.key])
+        folder = root / "cells" / slug(job.data) / slug(job.cell) / f"{job.seed}-{key[:8]}"
         links = {f"data/{name}": data.folder / "data" / name for name in ("dataset", "tokens", "propensity")}
-        links["data/cache"] = self.root / "shared" / "cache"
-        if job.needs is not None:
-            links[MODEL if job.kind == "model_of" else START] = self.folder(self.comparison.job(job.needs)) / MODEL
+        links["data/cache"] = root / "shared" / "cache"
+        if before is not None:
+            links[MODEL if job.kind == "model_of" else START] = before.folder / MODEL
         spec = {
             "kind": job.kind, "name": job.key, "params": _placed(job.params), "peer": job.peer,
             "code": code_sha256(PEER_CODE if job.kind == "peer" else TRAINING), "accept_code": accept_code,
-            "keep": job.kind == "recipe" and any(other.needs == job.key for other in self.comparison.jobs),
+            "keep": job.kind == "recipe" and job.key in needed,
             "links": {name: os.path.relpath(to, folder) for name, to in links.items()},
         }  # fmt: skip
-        return Step(job.key, folder, spec, (data.name, *filter(None, [job.needs])))
+        steps[data.name] = data
+        steps[job.key] = Step(job.key, key, folder, spec, (data.name, *filter(None, [job.needs])))
+    return steps
 
-    def data_step(self, job: Job) -> Step:
-        """The step that makes data set, token cache and propensities of a job, in the folder `data`."""
-        key = _data_key(job)
-        spec = {
-            "kind": "data", "name": f"data {job.data}", "params": _placed(job.params), "train": job.entry.train,
-            "test": job.entry.test, "code": code_sha256(READERS), "accept_code": False, "keep": False, "links": {},
-        }  # fmt: skip
-        return Step(f"data {job.data} ({key[:8]})", self.root / "shared" / f"data-{key[:16]}", spec)
 
-    def folder(self, job: Job) -> Path:
-        """The working folder of a job."""
-        return self.root / "cells" / slug(job.data) / slug(job.cell) / f"{job.seed}-{self._key(job)[:8]}"
+def _data_step(job: Job, root: Path) -> Step:
+    """What makes data set, token cache and propensities of a job, in the folder `data`.
 
-    def _key(self, job: Job) -> str:
-        """sha256 (hex) of a job's inputs: parameters, data, and the inputs of the job that it needs."""
-        unused = _DECIDE_NOTHING if job.params.pool.gandalf else {*_DECIDE_NOTHING, "label_graph"}
-        sections = _PEERS_TAKE if job.kind == "peer" else [name for name in Params.model_fields if name not in unused]
-        values = [fingerprint(job.params, *sections), job.kind, job.peer, _data_key(job)]
-        return _digest([*values, self._key(self.comparison.job(job.needs))] if job.needs is not None else values)
+    Its key: raw files, slice, split, texts, tokenizer, and the code that reads them.
+    """
+    section = job.params.data.model_copy(update={"path": ""})
+    params = fingerprint(job.params.model_copy(update={"data": section}), "data", "tokens", "encoder.name")
+    raw, code = raw_sha256(str(Path(job.entry.path).resolve())), code_sha256(READERS)
+    key = _digest([params, job.entry.train, job.entry.test, raw, code])
+    spec = {
+        "kind": "data", "name": f"data {job.data}", "params": _placed(job.params), "train": job.entry.train,
+        "test": job.entry.test, "code": code, "accept_code": False, "keep": False, "links": {},
+    }  # fmt: skip
+    return Step(f"data {job.data} ({key[:8]})", key, root / "shared" / f"data-{key[:16]}", spec)
 
 
 def _placed(params: Params) -> dict[str, Any]:
@@ -149,14 +228,6 @@ def code_sha256(patterns: tuple[str, ...]) -> str:
     """Hash of modules of unidec, as they are on disk when first asked for."""
     files = sorted(file for pattern in patterns for file in PACKAGE.glob(pattern))
     return _digest([[file.relative_to(PACKAGE).as_posix(), file.read_text(encoding="utf-8")] for file in files])
-
-
-def _data_key(job: Job) -> str:
-    """sha256 (hex) of what derived data depends on: raw files, slice, split, texts, tokenizer, readers."""
-    section = job.params.data.model_copy(update={"path": ""})
-    params = fingerprint(job.params.model_copy(update={"data": section}), "data", "tokens", "encoder.name")
-    raw = raw_sha256(str(Path(job.entry.path).resolve()))
-    return _digest([params, job.entry.train, job.entry.test, raw, code_sha256(READERS)])
 
 
 def _digest(values: list[Any]) -> str:

@@ -14,7 +14,6 @@ import sys
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,22 +34,9 @@ TASK, OUT, LOG = Path("peer-task"), Path("peer-output"), Path("peer.log")
 _HEAD = re.compile(r"(?m)^# /// script$\s(?P<text>(^#(| .*)$\s)+)^# ///$")  # as PEP 723 gives it
 
 
-@dataclass(frozen=True)
-class PeerOutcome:
-    """What a peer predicted for the test split, and at which cost.
-
-    Attributes:
-        labels: int64 [n, K and more], best first, -1 where there is none, filtered pairs still in.
-        costs: train_seconds, search_ms (a query), parameters, and of a script peak_memory_bytes.
-        version: of its package.
-    """
-
-    labels: NDArray[np.int64]
-    costs: Mapping[str, float]
-    version: str
-
-
-def run_peer(name: str, dataset: XMCDataset, settings: Mapping[str, Any]) -> PeerOutcome:
+def run_peer(
+    name: str, dataset: XMCDataset, settings: Mapping[str, Any]
+) -> tuple[NDArray[np.int64], dict[str, Any]]:  # fmt: skip
     """Train one peer on the train split and predict the test split, in the working folder.
 
     A script is started with TASK OUT SETTINGS: the folder that `write_task` wrote, a folder for test.npz (CSR of
@@ -59,6 +45,11 @@ def run_peer(name: str, dataset: XMCDataset, settings: Mapping[str, Any]) -> Pee
     Args:
         settings: what it has in common with the recipes: "text", "max_length" (tokens), "encoder" (its folder),
             "pooling", "epochs", "batch_size", "threads", "seed".
+
+    Returns:
+        labels [n, K and more] for the test split, best first, -1 where there is none, filtered pairs still in; and
+        facts: train_seconds, search_ms (a query), parameters, version (of its package), of a script
+        peak_memory_bytes.
 
     Raises:
         DataError: an empty split. ArtifactError: its packages cannot be had. TrainingError: the script fails.
@@ -69,7 +60,7 @@ def run_peer(name: str, dataset: XMCDataset, settings: Mapping[str, Any]) -> Pee
     labels, facts = _scripted(name, settings, width) if PEERS[name].script else _tfidf(name, width)
     shutil.rmtree(TASK)
     facts["train_seconds"] += feature_seconds
-    return PeerOutcome(labels, facts, version=facts.pop("version"))
+    return labels, facts
 
 
 def write_task(dataset: XMCDataset, text: Text, folder: Path) -> int:
