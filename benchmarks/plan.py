@@ -14,7 +14,7 @@ from typing import Any
 
 from unidec.config import Params
 from unidec.data.storage import write_json
-from unidec.pipeline.plan import TRAINING, Sizes, gib, plan_memory
+from unidec.pipeline.plan import Sizes, gib, plan_memory
 
 ENCODER = {"name": "distilbert-base-uncased", "kind": "transformer", "trainable_layers": -1}
 AMAZON = {"encoder": ENCODER, "model": {"dim": 256}, "pool": {"batch_size": 1098, "size": 3000, "beta": 3, "eta": 6},
@@ -46,14 +46,13 @@ def main() -> None:
     results = {}
     print(f"{'':34} {'state':>11} {'step':>11} {'peak':>11}  on the GPU; host at most; fits")
     for name, (values, sizes, card) in CASES.items():
-        planned = plan_memory(Params.model_validate(values), sizes, {"device": card, "host": HOST, "disk": DISK})
-        plan = planned.estimate
-        step, peak = plan.peak("device", ["step"])[1], plan.peak("device")
-        training = plan.peak("host", TRAINING)
-        verdict = f"does not fit: {planned.fix}" if planned.short else "fits"
+        plan = plan_memory(Params.model_validate(values), sizes, {"device": card, "host": HOST, "disk": DISK})
+        step, peak = plan.needed("device")["step"], plan.peak("device")
+        training = max(size for phase, size in plan.needed("host").items() if phase != "index")
+        verdict = f"does not fit: {plan.fix}" if plan.short else "fits"
         print(f"{name:34} {gib(plan.state_bytes):>11} {gib(step):>11} {gib(peak[1]):>11}  {peak[0]}; "
-              f"{gib(training[1])} in training, {gib(plan.peak('host')[1])} with the index; {verdict}")  # fmt: skip
-        results[name] = {"parameters": values, "card_bytes": card, **planned.as_dict()}
+              f"{gib(training)} in training, {gib(plan.peak('host')[1])} with the index; {verdict}")  # fmt: skip
+        results[name] = {"parameters": values, "card_bytes": card, **plan.as_dict()}
     write_json(Path(__file__).parent / "results" / "plan.json", {"kind": "computed, not measured", "cases": results})
 
 

@@ -13,10 +13,9 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +24,7 @@ import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from unidec.config import Params, with_settings
-from unidec.data.dataset import XMCDataset
-from unidec.data.tokens import CHUNK_TEXTS, Tokens
+from unidec.data.tokens import CHUNK_TEXTS
 from unidec.errors import ConfigError
 from unidec.machine import available_disk, available_host
 from unidec.model.encoder import TextEncoder, transformer_options
@@ -44,11 +42,8 @@ Free = Mapping[Place, int | None]
 PLACES: dict[Place, str] = {"device": "GPU memory", "host": "host memory", "disk": "disk"}
 PHASES: dict[Phase, str] = {"always": "all the time", "step": "a training step", "refresh": "clustering and mining",
                             "index": "validation and indexing"}  # fmt: skip
-# the index can be built on another machine
-TRAINING: tuple[Phase, ...] = ("always", "step", "refresh")
 STATE = ("encoder and heads", "token table", "classifier rows")
 MARGIN = 0.05  # of what is free: allocators round up and fragment, other processes need some
-GIB = 1 << 30
 FP32, BF16, INT32, INT64 = 4, 2, 4, 8
 CONTEXT_BYTES = 512 << 20  # the GPU's driver, its libraries and cuBLAS's workspaces: an assumption
 _ROW_SETS = 2  # classifier rows in flight: in use, and being written back
@@ -70,10 +65,10 @@ class Sizes:
     """Sizes of a data set.
 
     Attributes:
-        num_queries: of all splits; num_train: n; num_labels: L; num_pairs: stored query-label pairs.
+        num_queries: of all splits; num_train: n; num_labels: L.
+        num_pairs: query-label pairs that are stored, and entries of the label graph where it is trained on.
         query_tokens, label_tokens: tokens of a text: on average, and of the longest.
         vocab_size: of the tokenizer.
-        num_graph_pairs: entries of the label graph; 0: unknown.
     """
 
     num_queries: int
@@ -83,14 +78,16 @@ class Sizes:
     query_tokens: tuple[float, int]
     label_tokens: tuple[float, int]
     vocab_size: int = 30522
-    num_graph_pairs: int = 0
 
     @classmethod
-    def of(cls, dataset: XMCDataset, query_tokens: Tokens, label_tokens: Tokens, num_graph_pairs: int = 0) -> Sizes:
-        """Of a data set and its token caches."""
-        queries, labels = ((float(of.mean()), int(of.max())) for of in (query_tokens.lengths(), label_tokens.lengths()))
-        counts = dataset.num_queries, len(dataset.rows("train")), dataset.num_labels, int(dataset.relevance.nnz)
-        return cls(*counts, queries, labels, query_tokens.vocab_size, num_graph_pairs)
+    def stored(cls, params: Params) -> Sizes:
+        """Of the ingested data set and its token caches."""
+        dataset, queries, labels = paths.open_dataset(), paths.open_tokens("queries"), paths.open_tokens("labels")
+        graph = paths.open_label_graph(params) if paths.LABEL_GRAPH.is_dir() else None
+        pairs = int(dataset.relevance.nnz) + (0 if graph is None else int(graph.nnz))
+        lengths = [(float(tokens.lengths().mean()), int(tokens.lengths().max())) for tokens in (queries, labels)]
+        counts = dataset.num_queries, len(dataset.rows("train")), dataset.num_labels, pairs
+        return cls(*counts, *lengths, queries.vocab_size)
 
     @classmethod
     def given(cls, labels: int, queries: int, tokens: int, pairs: int | None = None) -> Sizes:
@@ -99,7 +96,6 @@ class Sizes:
         return cls(queries, queries, labels, 5 * queries if pairs is None else pairs, length, length)
 
 
-@lru_cache(maxsize=4)
 def empty_encoder(name: str) -> Any:
     """A transformer without memory for its weights (torch's device "meta"): of a name that `resolve_encoder` finds, or
     of `KNOWN`.
@@ -119,7 +115,7 @@ def empty_encoder(name: str) -> Any:
         raise ConfigError("not a transformer's config.json", where=file, got=str(error)[:200]) from error
 
 
-# -- amounts -----------------------------------------------------------------------------------------------------------
+# -- what is needed ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -133,33 +129,78 @@ class Amount:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """The memory of one training: all amounts, "cuda" or "cpu", and for people the sizes of the largest step."""
+class Plan:
+    """The memory that a training needs, and what is free.
+
+    Attributes:
+        amounts: all of them; device: "cuda" or "cpu"; step: the sizes of the largest step, for people.
+        free: a place of unknown size counts as large enough.
+        advice: settings that fit, where this does not; None: none are known.
+    """
 
     amounts: tuple[Amount, ...]
     device: str
-    step: str = ""
+    step: str
+    free: Free
+    advice: dict[str, Any] | None = None
 
-    def peak(self, place: Place, phases: Collection[Phase] = tuple(PHASES)) -> tuple[Phase, int]:
-        """The phase that needs most memory at a place, and its bytes (what is always held included)."""
+    def needed(self, place: Place) -> dict[Phase, int]:
+        """Bytes at a place in each phase, what is always held included."""
+        here = [amount for amount in self.amounts if amount.place == place]
+        return {phase: sum(a.num_bytes for a in here if a.phase in ("always", phase)) for phase in PHASES}
 
-        def total(phase: Phase) -> int:
-            return sum(a.num_bytes for a in self.amounts if a.place == place and a.phase in ("always", phase))
-
-        phase = max(phases, key=total)
-        return phase, total(phase)
+    def peak(self, place: Place) -> tuple[Phase, int]:
+        """The phase that needs most memory at a place, and its bytes."""
+        return max(self.needed(place).items(), key=operator.itemgetter(1))
 
     @property
     def state_bytes(self) -> int:
         """Weights, tables and their optimisers' state of one rank on a GPU, of all ranks on a CPU."""
         return sum(amount.num_bytes for amount in self.amounts if amount.name in STATE)
 
-    def shortages(self, free: Free, phases: Collection[Phase] = tuple(PHASES)) -> dict[Place, float]:
-        """Places where the training does not fit: what it needs in units of what is free. A place of unknown size
-        counts as large enough."""
-        needed = {place: self.peak(place, phases)[1] for place in PLACES}
-        return {place: needed[place] / max(size, 1) for place, size in free.items()
-                if size is not None and needed[place] > (1 - MARGIN) * size}  # fmt: skip
+    @property
+    def shortages(self) -> dict[Place, float]:
+        """Places where the training does not fit: what it needs in units of what is free."""
+        return {place: self.peak(place)[1] / max(size, 1) for place, size in self.free.items()
+                if size is not None and self.peak(place)[1] > (1 - MARGIN) * size}  # fmt: skip
+
+    @property
+    def short(self) -> list[str]:
+        """A line for each of `shortages`."""
+        peaks = [(place, *self.peak(place)) for place in self.shortages]
+        return [f"{PLACES[place]}: {gib(size)} needed, {gib(self.free[place] or 0)} free ({PHASES[phase]})"
+                for place, phase, size in peaks]  # fmt: skip
+
+    @property
+    def fix(self) -> str:
+        """Of what does not fit."""
+        if self.advice is None:
+            return "a larger machine: no known setting fits"
+        return " ".join(f"--set {key}={str(v).lower() if v is True else v}" for key, v in self.advice.items())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; a place's peak is its phase and bytes."""
+        found = {"fits": not self.short, "state_bytes": self.state_bytes, "peaks": {p: self.peak(p) for p in PLACES}}
+        estimate = {"amounts": [asdict(amount) for amount in self.amounts], "device": self.device, "step": self.step}
+        return found | {"estimate": estimate, "free": self.free, "short": self.short, "advice": self.advice}
+
+    def lines(self) -> list[str]:
+        """For people: the largest amounts of each place, whether it fits, and settings that would."""
+        lines = [f"largest step: {self.step}"]
+        for place, name in PLACES.items():
+            phase, needed = self.peak(place)
+            amounts = [a for a in self.amounts if a.place == place and a.phase in ("always", phase)]
+            if amounts:
+                free = self.free.get(place)
+                lines.append(f"{name}: {gib(needed)}{f' of {gib(free)} free' if free else ''}, {PHASES[phase]}")
+            amounts.sort(key=lambda amount: -amount.num_bytes)
+            lines += [f"  {amount.name:<32}{gib(amount.num_bytes):>12}" for amount in amounts[:5]]
+        return lines + (["does not fit: " + "; ".join(self.short), f"fix: {self.fix}"] if self.short else ["fits"])
+
+
+def gib(num_bytes: float) -> str:
+    """ "1.23 GiB", small amounts in MiB."""
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:,.2f} MiB"
 
 
 class Formulas:
@@ -176,10 +217,11 @@ class Formulas:
         self.width, weights = empty.encoder.width, empty.named_parameters()
         self.dense = [(name, p.numel(), p.requires_grad) for name, p in weights if not name.endswith(_TABLES)]
         self.trains_bag = encoder.kind != "transformer" and not encoder.frozen
-        layers = self.config.num_hidden_layers
+        layers = self.config.num_hidden_layers if encoder.trainable_layers < 0 else encoder.trainable_layers
+        self.trained_layers = layers if encoder.kind != "bag" else 0
         self.all_layers = encoder.kind != "bag" and encoder.trainable_layers < 0
-        self.trained_layers = 0 if encoder.kind == "bag" else layers if self.all_layers else encoder.trainable_layers
         self.intermediate = getattr(self.config, "intermediate_size", None) or self.config.hidden_dim  # DistilBERT's
+        self.scored_heads = 0 if cuda else self.config.num_attention_heads  # attention is not fused on a processor
         self.row_bytes = bytes_per_row(model.clf_dtype, params.optim.clf_state, model.dim)
         self.rows = sizes.num_train + math.ceil(params.label_graph.share * sizes.num_labels) * pool.gandalf
         # the largest step
@@ -195,38 +237,38 @@ class Formulas:
         counts = (math.ceil(self.queries / ranks), math.ceil(count[encoded_labels(model, pool)] / ranks))
         most = params.tokens.max_length
         lengths = [(min(mean, most), min(top, most)) for mean, top in (sizes.query_tokens, sizes.label_tokens)]
-        self.texts, self.longest, padded, self.tokens = sum(counts), max(top for _, top in lengths), 0.0, 0
-        for number, (mean, top) in zip(counts, lengths, strict=True):
-            self.tokens += math.ceil(number * mean)
-            padded += min(number * top, number * mean + CHUNK_TEXTS * top)
+        texts = list(zip(counts, lengths, strict=True))
+        self.texts, self.longest = sum(counts), max(top for _, top in lengths)
+        self.tokens = sum(math.ceil(number * mean) for number, (mean, _) in texts)
+        padded = sum(min(number * top, number * mean + CHUNK_TEXTS * top) for number, (mean, top) in texts)
         # those whose activations are in memory at once
-        chunk = min(params.optim.encode_chunk or self.texts, CHUNK_TEXTS if params.run.recompute else self.texts)
-        self.held, self.held_padded = chunk, math.ceil(min(padded, chunk * self.longest))
-        encoded_rows = max(sizes.vocab_size, self.config.vocab_size) + encoder.bag_words
-        self.token_table = FP32 * encoded_rows * (self.config.hidden_size + 1) * (encoder.kind != "transformer")
+        self.held = min(params.optim.encode_chunk or self.texts, CHUNK_TEXTS if params.run.recompute else self.texts)
+        self.held_padded = math.ceil(min(padded, self.held * self.longest))
 
     def state(self) -> list[Amount]:
         """What is kept from step to step, exact to the byte."""
-        params, model = self.params, self.params.model
+        params, model, encoder = self.params, self.params.model, self.params.encoder
         values = sum((3 if trained else 1) * count for _, count, trained in self.dense)  # with Adam's moments
+        tokens = max(self.sizes.vocab_size, self.config.vocab_size) + encoder.bag_words
+        table = tokens * (self.config.hidden_size + 1) * (encoder.kind != "transformer")
         rows = math.ceil(self.sizes.num_labels / params.run.devices) * (model.heads != "de")
         bias = bytes_per_row("fp32", params.optim.clf_state, 1) if model.clf_bias else (0, 0)
         return [
             Amount("encoder and heads", "device", FP32 * values),
-            Amount("token table", "device", self.token_table * (3 if self.trains_bag else 1)),
+            Amount("token table", "device", FP32 * table * (3 if self.trains_bag else 1)),
             Amount("classifier rows", params.run.table_place, rows * sum(self.row_bytes + bias)),
         ]
 
     def step(self) -> list[Amount]:
         """What a step allocates and frees."""
-        params, model, n, width = self.params, self.params.model, self.texts, self.width
+        params, model, texts = self.params, self.params.model, self.texts
         # in bfloat16 the transformer has casts of its weights and gradients too
-        cast = [2 * BF16 * self.half * name.startswith("encoder.transformer.") for name, _, _ in self.dense]
-        gradients = sum((FP32 + more) * n * trained for more, (_, n, trained) in zip(cast, self.dense, strict=True))
-        # text vectors [n, W] with their gradients and copies (dropout, residual), and the heads' outputs [n, D]
-        wide = 5 + (params.encoder.dropout > 0) + 5 * (params.encoder.residual and not params.encoder.frozen)
-        values = (self.held * wide + 2 * (n - self.held)) * width
-        values += 5 * (n + self.queries + model.clf_residual * self.clf_labels) * model.dim
+        casts = [1 + (self.half and name.startswith("encoder.transformer.")) for name, _, _ in self.dense]
+        gradients = sum(c * count * trained for c, (_, count, trained) in zip(casts, self.dense, strict=True))
+        # text vectors [texts, W] with their gradients and copies (dropout, residual), and the heads' outputs [texts, D]
+        copies = 11 if params.encoder.residual and not params.encoder.frozen else 6
+        vectors = (copies * self.held + 2 * (texts - self.held)) * self.width
+        vectors += 5 * (texts + self.queries + model.clf_residual * self.clf_labels) * model.dim
         # rows of the token table, their gradients and moments; a token's place, text and weight
         rows = min(self.tokens, self.sizes.vocab_size) + min(params.encoder.bag_words, self.tokens // 2)
         of_bag = (4 * FP32 * rows * (self.config.hidden_size + 1) + 32 * self.tokens) * self.trains_bag
@@ -236,10 +278,10 @@ class Formulas:
         row = (FP32 * (1 + (gathered or bf16)) + 14 * bf16) * model.dim + gathered * self.row_bytes[1]
         in_flight = fetched * _ROW_SETS * self.clf_labels * sum(self.row_bytes)
         return [
-            Amount("gradients", "device", gradients, "step"),
+            Amount("gradients", "device", FP32 * gradients, "step"),
             Amount("activations", "device", self._activations() if self.trained_layers else 0, "step"),
             Amount("logits and losses", "device", self._logits(), "step"),
-            Amount("text vectors", "device", FP32 * values, "step"),
+            Amount("text vectors", "device", FP32 * vectors, "step"),
             Amount("token rows of a step", "device", of_bag, "step"),
             Amount("classifier rows of a step", "device", self.clf_labels * row + in_flight, "step"),
             Amount("classifier rows in flight", "host", in_flight, "step"),
@@ -250,7 +292,7 @@ class Formulas:
         attention is not fused, its scores."""
         h, padded, value = self.config.hidden_size, self.held_padded, BF16 if self.half else FP32
         token = ((14 if self.half else 10) * h + 2 * self.intermediate) * value
-        scores = 0 if self.cuda else self.longest * self.config.num_attention_heads * (2 * FP32 + value)
+        scores = self.longest * self.scored_heads * (2 * FP32 + value)
         embedded = FP32 * h * (2 * padded + self.config.vocab_size) * self.all_layers
         backward = 3 * value * min(padded, 1 << 13) * (self.intermediate + h)
         inputs = self.texts * self.longest * (INT64 if self.all_layers else FP32 * h)
@@ -266,81 +308,56 @@ class Formulas:
         triplets = every * min(pairs * max(self.de_labels, of_clf), _TRIPLET_BLOCK)
         return 5 * FP32 * self.queries * (self.de_labels + of_clf) + 80 * pairs + 9 * triplets
 
-    def _vectors(self, rows: int) -> int:
-        """One head's vectors of texts, and a block of encoder outputs while they are computed."""
-        dim = self.params.model.dim
-        return FP32 * (rows * dim + min(rows, _BLOCK) * (self.width + dim))
-
     def refresh(self) -> list[Amount]:
         """Clustering copies up to half of the points, a GPU holds all of them; mining has all vectors on a GPU, and a
         tile of scores."""
         n, dim, labels = self.rows, self.params.model.dim, self.sizes.num_labels * (self.shortlist > 0)
-        clusters = self.params.pool.batches == "clustered"
-        if not (clusters or labels):
+        if not labels and self.params.pool.batches != "clustered":
             return []
-        heads = 0 if self.cuda else self.config.num_attention_heads
-        token = 4 * self.config.hidden_size + 2 * self.intermediate + 3 * self.longest * heads
-        encoding = FP32 * CHUNK_TEXTS * self.longest * token * (self.params.encoder.kind != "bag")
-        points = max(n // 2, 3 * min(n, 1 << (20 if self.cuda else 16))) + n * self.cuda
-        mining = FP32 * (512 * min(labels, _BLOCK) + (n + labels) * dim * self.cuda) + _BLOCK * dim
-        compared = max(clusters * (FP32 * points * dim + 48 * n), mining)
+        token = 4 * self.config.hidden_size + 2 * self.intermediate + 3 * self.longest * self.scored_heads
+        encoded = CHUNK_TEXTS * (self.longest * token * (self.params.encoder.kind != "bag") + self.width + dim)
+        points = (max(n // 2, 3 * min(n, 1 << (20 if self.cuda else 16))) + n * self.cuda) * dim + 12 * n
+        vectors = (n + labels) * dim + min(n + labels, 2 * _BLOCK) * (self.width + dim)
+        mined = 512 * min(labels, _BLOCK) + (n + labels) * dim * self.cuda
         return [
-            Amount("query and label vectors", "host", self._vectors(n) + self._vectors(labels), "refresh"),
-            Amount("clustering, mining", "device", encoding + self._vectors(3 * 1024) + compared, "refresh"),
+            Amount("query and label vectors", "host", FP32 * vectors, "refresh"),
+            Amount("clustering, mining", "device", FP32 * (encoded + max(points, mined)), "refresh"),
             Amount("hard negatives", "host", self.shortlist, "refresh"),
         ]
 
     def index(self) -> list[Amount]:
-        """Label vectors and the index while it is built (whole vectors, with the links of a graph or the ids of lists;
-        a quantised one is smaller); files; the sampler."""
-        sizes, model, encoder, labels = self.sizes, self.params.model, self.params.encoder, self.sizes.num_labels
-        index, heads = self.params.index, 2 if model.heads == "both" else 1
+        """Label vectors, names and the index while it is built (whole vectors, with the links of a graph or the ids of
+        lists; a quantised one is smaller); files; the sampler."""
+        sizes, model, index, labels = self.sizes, self.params.model, self.params.index, self.sizes.num_labels
+        heads = (model.heads == "both") + 1 + (model.heads != "de" and index.clf_normalize)
         width = (2 if index.space == "both" else 1) * model.dim + model.clf_bias
         stored = labels * (FP32 * width + 2 * INT32 * index.hnsw_links + 2 * INT64)
-        vectors = FP32 * labels * model.dim * (heads + (model.heads != "de" and index.clf_normalize))
-        ranked = vectors + self._vectors(min(labels, _BLOCK)) + FP32 * 512 * _BLOCK
+        vectors = FP32 * (labels * model.dim * heads + _BLOCK * (512 + self.width + model.dim))
         names = math.ceil(labels * (57 + 8 * sizes.label_tokens[0]))  # 57: a Python string; 8: characters of a token
         texts = sizes.num_queries + labels
-        graph = 16 * (sizes.num_pairs + sizes.num_graph_pairs + texts) * self.params.pool.gandalf
+        sampler = INT64 * 2 * (labels + self.rows) + 16 * (sizes.num_pairs + texts) * self.params.pool.gandalf
         state, table, rows = (amount.num_bytes for amount in self.state())
-        whole, cached = state + table + rows * self.params.run.devices, 0
-        if encoder.frozen or (encoder.kind != "bag" and not self.trained_layers):
-            cached = texts * self.width
+        whole = state + table + rows * self.params.run.devices
+        frozen = self.params.encoder.frozen or (self.params.encoder.kind != "bag" and not self.trained_layers)
         return [
-            Amount("sampler", "host", INT64 * (2 * labels + self.rows) + sizes.num_queries + graph),
-            Amount("label vectors and index", "host", ranked + 2 * stored, "index"),
-            Amount("label names", "host", 2 * names, "index"),
+            Amount("sampler", "host", sampler),
+            Amount("label vectors, names and index", "host", vectors + 2 * (stored + names), "index"),
             Amount("checkpoints", "disk", 3 * (whole + INT64 * self.rows + self.shortlist)),  # two are kept
             Amount("model and bundle", "disk", 2 * whole + vectors + stored + names),
-            Amount("cached outputs of what is frozen", "disk", 2 * cached),  # float16
+            Amount("cached outputs of what is frozen", "disk", 2 * texts * self.width * frozen),  # float16
         ]
-
-
-def estimate(params: Params, sizes: Sizes, transformer: Any, *, cuda: bool, half: bool, process: int) -> Estimate:
-    """See `Formulas`; ranks are processes on one machine, a device each. `process`: bytes of one at its start."""
-    found, ranks = Formulas(params, sizes, transformer, cuda, half), params.run.devices
-    amounts = [*found.state(), *found.step(), *found.refresh(), *found.index(), Amount("process", "host", process),
-               Amount("driver and libraries", "device", CONTEXT_BYTES * cuda)]  # fmt: skip
-    if not cuda:
-        amounts = [replace(amount, place="host") if amount.place == "device" else amount for amount in amounts]
-    amounts = [replace(a, num_bytes=ranks * a.num_bytes) if a.place == "host" else a for a in amounts if a.num_bytes]
-    labels = max(found.de_labels, found.clf_labels)
-    step = f"{found.queries:,} queries, {labels:,} labels, {'bf16' if half else 'fp32'}"
-    return Estimate(tuple(amounts), "cuda" if cuda else "cpu", step)
 
 
 # -- what fits ---------------------------------------------------------------------------------------------------------
 
 
-def advise(
-    params: Params, free: Free, estimate_of: Callable[[Params], Estimate], phases: Collection[Phase]
-) -> dict[str, Any] | None:
+def advise(params: Params, plan_of: Callable[[Params], Plan]) -> dict[str, Any] | None:
     """The first of `REMEDIES`, then of smaller batches, with which a training fits; else the first of those that help,
     one after another together; None: not even all of them do."""
 
     def missing(settings: dict[str, Any]) -> float:
         changed = with_settings(params, settings)
-        return math.inf if changed is None else sum(estimate_of(changed).shortages(free, phases).values())
+        return math.inf if changed is None else sum(plan_of(changed).shortages.values())
 
     pool, now = params.pool, missing({})
     batch, size = pool.batch_size, pool.size or pool.batch_size * (pool.beta + pool.eta)
@@ -352,83 +369,42 @@ def advise(
     return next((remedy for remedy, left in tried if not left), None)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The estimate of a training, what is free, and where it is too large: settings that fit, None: none are known."""
-
-    estimate: Estimate
-    free: Free
-    short: list[str]
-    advice: dict[str, Any] | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON; a place's peak is its phase and bytes."""
-        peaks = {place: self.estimate.peak(place) for place in PLACES}
-        return {"fits": not self.short, "state_bytes": self.estimate.state_bytes, "peaks": peaks, **asdict(self)}
-
-    def lines(self) -> list[str]:
-        """For people: the largest amounts of each place, whether it fits, and settings that would."""
-        lines = [f"largest step: {self.estimate.step}"]
-        for place, name in PLACES.items():
-            phase, needed = self.estimate.peak(place)
-            amounts = [a for a in self.estimate.amounts if a.place == place and a.phase in ("always", phase)]
-            if amounts:
-                free = self.free.get(place)
-                lines.append(f"{name}: {gib(needed)}{f' of {gib(free)} free' if free else ''}, {PHASES[phase]}")
-            amounts.sort(key=lambda amount: -amount.num_bytes)
-            lines += [f"  {amount.name:<32}{gib(amount.num_bytes):>12}" for amount in amounts[:5]]
-        return lines + (["does not fit: " + "; ".join(self.short), f"fix: {self.fix}"] if self.short else ["fits"])
-
-    @property
-    def fix(self) -> str:
-        """Of what does not fit."""
-        if self.advice is None:
-            return "a larger machine: no known setting fits"
-        return " ".join(f"--set {key}={str(v).lower() if v is True else v}" for key, v in self.advice.items())
-
-
-def gib(num_bytes: float) -> str:
-    """ "1.23 GiB", small amounts in MiB."""
-    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / (1 << 20):,.2f} MiB"
-
-
 def plan_memory(
-    params: Params, sizes: Sizes | None = None, free: Free | None = None, phases: Collection[Phase] = tuple(PHASES)
-) -> Planned:
+    params: Params, sizes: Sizes | None = None, free: Free | None = None, training_only: bool = False
+) -> Plan:
     """Estimate the memory of a training and compare it with what is free.
 
     Args:
         params: all parameters.
         sizes: of the data; None: of the ingested data.
         free: bytes of another machine's "device" (a GPU; then nothing of this machine counts), "host" and "disk".
-        phases: those that have to fit.
+        training_only: leave out the index, which can be built on another machine.
     """
-    given, sizes = free or {}, sizes or stored_sizes(params)
-    transformer, process = empty_encoder(params.encoder.name), int(psutil.Process().memory_info().rss)
-    cuda, half = True, params.optim.precision != "fp32"
-    here: dict[Place, int | None] = {}
-    if "device" not in given:
+    sizes, process = sizes or Sizes.stored(params), int(psutil.Process().memory_info().rss)
+    transformer, ranks = empty_encoder(params.encoder.name), params.run.devices
+    cuda, half, there = True, params.optim.precision != "fp32", dict(free or {})
+    if "device" not in there:
         device = choose_device(params.device)
         cuda, half = device.type == "cuda", autocast_type(params.optim.precision, device) is not None
-        here = {"host": available_host() + process, "disk": available_disk(paths.RUNS)}
+        there = {"host": available_host() + process, "disk": available_disk(paths.RUNS)} | there
         if cuda:
-            here["device"] = int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
+            there["device"] = int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
 
-    def estimate_of(other: Params) -> Estimate:
-        return estimate(other, sizes, transformer, cuda=cuda, half=half, process=process)
+    def plan_of(other: Params) -> Plan:
+        found = Formulas(other, sizes, transformer, cuda, half)
+        amounts = [*found.state(), *found.step(), *found.refresh(), *found.index(), Amount("process", "host", process),
+                   Amount("driver and libraries", "device", CONTEXT_BYTES * cuda)]  # fmt: skip
+        if not cuda:
+            amounts = [replace(amount, place="host") if amount.place == "device" else amount for amount in amounts]
+        # ranks are processes on one machine, a device each
+        amounts = [replace(a, num_bytes=ranks * a.num_bytes) if a.place == "host" else a for a in amounts]
+        kept = tuple(a for a in amounts if a.num_bytes and not (training_only and a.phase == "index"))
+        labels = max(found.de_labels, found.clf_labels)
+        step = f"{found.queries:,} queries, {labels:,} labels, {'bf16' if half else 'fp32'}"
+        return Plan(kept, "cuda" if cuda else "cpu", step, there)
 
-    found, there, short = estimate_of(params), here | {**given}, []
-    for place in found.shortages(there, phases):
-        phase, needed = found.peak(place, phases)
-        short.append(f"{PLACES[place]}: {gib(needed)} needed, {gib(there[place] or 0)} free ({PHASES[phase]})")
-    return Planned(found, there, short, advise(params, there, estimate_of, phases) if short else None)
-
-
-def stored_sizes(params: Params) -> Sizes:
-    """Sizes of the ingested data set and its token caches."""
-    graph = paths.open_label_graph(params) if paths.LABEL_GRAPH.is_dir() else None
-    tokens = paths.open_tokens("queries"), paths.open_tokens("labels")
-    return Sizes.of(paths.open_dataset(), *tokens, 0 if graph is None else int(graph.nnz))
+    found = plan_of(params)
+    return replace(found, advice=advise(params, plan_of)) if found.shortages else found
 
 
 def check_fits(params: Params, free: Free | None = None) -> None:
@@ -437,12 +413,12 @@ def check_fits(params: Params, free: Free | None = None) -> None:
         return
     reused = (paths.CACHE, paths.MODEL, paths.BUNDLE, paths.RUNS)  # a run replaces or reuses their files
     reusable = sum(file.stat().st_size for folder in reused for file in folder.rglob("*") if file.is_file())
-    planned = plan_memory(params, None, {"disk": available_disk(paths.RUNS) + reusable, **(free or {})}, TRAINING)
-    if planned.short:
+    found = plan_memory(params, None, {"disk": available_disk(paths.RUNS) + reusable, **(free or {})}, True)
+    if found.short:
         raise ConfigError(
-            "the training does not fit into memory", where="unidec plan", got="; ".join(planned.short),
+            "the training does not fit into memory", where="unidec plan", got="; ".join(found.short),
             expected=f"{MARGIN:.0%} of what is free stays free",
-            fix=f"{planned.fix}; `unidec plan` shows the amounts, run.check_memory: false skips this check",
+            fix=f"{found.fix}; `unidec plan` shows the amounts, run.check_memory: false skips this check",
         )  # fmt: skip
 
 
@@ -451,10 +427,8 @@ def plan_command(
 ) -> bool:
     """Print what `unidec plan` prints; returns whether the training fits. Sizes are those of a data set that is not
     here, `device` is the memory of a GPU, as "16GiB", in place of this machine's; None: what is here."""
-    sizes = None
-    if labels and queries and tokens:
-        sizes = Sizes.given(labels, queries, tokens)
-    elif labels or queries or tokens:
+    sizes = Sizes.given(labels, queries, tokens) if labels and queries and tokens else None
+    if sizes is None and (labels or queries or tokens):
         raise ConfigError("sizes of other data require all three", where="unidec plan",
                           expected="--labels, --queries, --tokens")  # fmt: skip
     try:
@@ -463,6 +437,6 @@ def plan_command(
         raise ConfigError(
             "not a size of memory", where="--device-memory", got=device, expected="e.g. 16GiB, 141GB"
         ) from error
-    planned = plan_memory(params if sizes else effective(params), sizes, free)
-    print(json.dumps(planned.as_dict(), indent=2) if as_json else "\n".join(planned.lines()))
-    return not planned.short
+    found = plan_memory(params if sizes else effective(params), sizes, free)
+    print(json.dumps(found.as_dict(), indent=2) if as_json else "\n".join(found.lines()))
+    return not found.short
