@@ -85,9 +85,9 @@ class Sizes:
         dataset, queries, labels = paths.open_dataset(), paths.open_tokens("queries"), paths.open_tokens("labels")
         graph = paths.open_label_graph(params) if paths.LABEL_GRAPH.is_dir() else None
         pairs = int(dataset.relevance.nnz) + (0 if graph is None else int(graph.nnz))
-        lengths = [(float(tokens.lengths().mean()), int(tokens.lengths().max())) for tokens in (queries, labels)]
         counts = dataset.num_queries, len(dataset.rows("train")), dataset.num_labels, pairs
-        return cls(*counts, *lengths, queries.vocab_size)
+        of_queries, of_labels = ((float(of.lengths().mean()), int(of.lengths().max())) for of in (queries, labels))
+        return cls(*counts, of_queries, of_labels, queries.vocab_size)
 
     @classmethod
     def given(cls, labels: int, queries: int, tokens: int, pairs: int | None = None) -> Sizes:
@@ -382,11 +382,11 @@ def plan_memory(
     """
     sizes, process = sizes or Sizes.stored(params), int(psutil.Process().memory_info().rss)
     transformer, ranks = empty_encoder(params.encoder.name), params.run.devices
-    cuda, half, there = True, params.optim.precision != "fp32", dict(free or {})
+    cuda, half, there = True, params.optim.precision != "fp32", dict[Place, int | None](free or {})
     if "device" not in there:
         device = choose_device(params.device)
         cuda, half = device.type == "cuda", autocast_type(params.optim.precision, device) is not None
-        there = {"host": available_host() + process, "disk": available_disk(paths.RUNS)} | there
+        there = {"host": available_host() + process, "disk": available_disk(paths.RUNS), **there}
         if cuda:
             there["device"] = int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
 
