@@ -1,4 +1,4 @@
-"""safetensors as a stream: the library reads what is written here, and we read what the library writes."""
+"""safetensors: the library reads what is written here, and we read what the library writes."""
 
 import hashlib
 import json
@@ -9,9 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from unidec.data import tensor_file
-from unidec.data.tensor_file import DTYPES, num_bytes, open_tensors, read_tensors, write_tensors
+from unidec.data.tensor_file import num_bytes, open_tensors, read_tensors, write_tensors
 from unidec.errors import ArtifactError
+
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
 
 
 def values(dtype, *shape):
@@ -33,16 +37,11 @@ def same(ours, theirs):
     )  # fmt: skip
 
 
-@pytest.fixture(params=[4 << 20, 64], ids=["one chunk", "many chunks"])
-def chunks(request, monkeypatch):
-    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", request.param)
-
-
 @pytest.fixture
 def every():
     """Every type, and shapes that are easily got wrong."""
     shapes = ((7, 3), (), (0,), (0, 5), (4, 0), (1,), (2, 3, 5))
-    tensors = {f"{code} {shape}": values(dtype, *shape) for dtype, code in DTYPES.items() for shape in shapes}
+    tensors = {f"{dtype} {shape}": values(dtype, *shape) for dtype in DTYPES for shape in shapes}
     whole = torch.arange(60.0).reshape(5, 12)
     views = {
         "transposed": whole.T, "column": whole[:, 3], "strided": whole[::2, 1::3], "rows": whole[1:3], "same": whole,
@@ -52,7 +51,6 @@ def every():
     return tensors | views
 
 
-@pytest.mark.usefixtures("chunks")
 def test_the_library_reads_it(every, tmp_path):
     digest = write_tensors(tmp_path / "x", every, {"rows": "1 ü\n"})
     assert digest == hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest()
@@ -87,7 +85,6 @@ def test_every_tensor_is_aligned(tmp_path):
     assert {name: entry["data_offsets"][0] for name, entry in header.items()} == {"b": 0, "c": 16, "a": 18}
 
 
-@pytest.mark.usefixtures("chunks")
 def test_rows_in_part(tmp_path):
     table = {"t": values(torch.bfloat16, 40, 3), "none": values(torch.float32, 0, 3)}
     write_tensors(tmp_path / "x", table)
@@ -99,16 +96,9 @@ def test_rows_in_part(tmp_path):
 
 
 def test_what_safetensors_has_no_place_for(tmp_path):
-    for tensor in (torch.zeros(2, dtype=torch.complex128), torch.eye(3).to_sparse()):
-        with pytest.raises(TypeError, match="odd"):
-            write_tensors(tmp_path / "x", {"odd": tensor})
-        assert not (tmp_path / "x").exists()
-
-
-def test_a_file_is_never_overwritten(tmp_path):
-    write_tensors(tmp_path / "x", {"a": torch.ones(2)})
-    with pytest.raises(FileExistsError):
-        write_tensors(tmp_path / "x", {"a": torch.zeros(2)})
+    with pytest.raises(TypeError, match="complex128"):
+        write_tensors(tmp_path / "x", {"odd": torch.zeros(2, dtype=torch.complex128)})
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\xff" * 100, b"{}"])
@@ -131,10 +121,9 @@ PEAK = """
 import resource, sys, torch
 from unidec.data.tensor_file import write_tensors
 table = torch.ones(100_000, 512)  # 200 MB
-turned = torch.ones(512, 50_000).T
 write_tensors(sys.argv[1] + "/warm", {"t": table[:9]})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-write_tensors(sys.argv[1] + "/x", {"t": table, "turned": turned, "view": table[:, 1:]})
+write_tensors(sys.argv[1] + "/x", {"t": table, "rows": table[9:], "again": table})
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
@@ -145,14 +134,3 @@ def test_no_second_copy_in_memory(tmp_path):
     )
     assert int(done.stdout) < 100 << 10  # KiB; the file has 500 MB, torch itself takes some on first use
     assert (tmp_path / "x").stat().st_size > 500e6
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_from_a_gpu_in_chunks(every, tmp_path):
-    write_tensors(tmp_path / "x", {name: value.cuda() for name, value in every.items()})
-    assert same(load_file(tmp_path / "x"), {name: value.detach() for name, value in every.items()})
-    big = torch.ones(128 << 20, device="cuda")
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    write_tensors(tmp_path / "y", {"big": big})
-    assert torch.cuda.max_memory_allocated() - before < 1 << 20

@@ -258,7 +258,7 @@ def test_files_are_hashed_once_in_a_process(mine: SimpleNamespace, monkeypatch: 
     real = storage.file_sha256
     monkeypatch.setattr(storage, "file_sha256", lambda path: hashed.append(str(path)) or real(path))
     monkeypatch.setattr(storage, "_SETTLED_S", -60.0)  # the files are as old as they need to be
-    monkeypatch.setattr(storage, "_verified", {})
+    monkeypatch.setattr(storage, "_verified", set())
     for _ in range(3):
         training.open_trainer(mine.params, "runs/new")
     assert len(hashed) == len(set(hashed)) and str(Path("data/tokens/queries/ids.npy")) in hashed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 import yaml
 
 from unidec.config import OPERATIONS, load_params
-from unidec.tracking.provenance import artifact_tags, code_tags, dvc_hash, md5_of, run_tags, uncommitted
+from unidec.tracking.provenance import artifact_tags, code_tags, dvc_hash, md5_of, uncommitted
 
 
 @pytest.fixture
@@ -165,11 +164,3 @@ def test_a_path_that_is_no_name_of_a_tag(tmp_path: Path) -> None:
     assert dataset
     write_lock(tmp_path, {"data/dataset": dataset}, {"../raw (new)": "7.dir"})
     assert artifact_tags("../raw (new)", tmp_path)["dvc.../raw _new_"] == "7.dir"
-
-
-def test_the_flow_run_that_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("UNIDEC_RUN_TAGS", raising=False)
-    assert run_tags() == {}
-    given = {"prefect.flow_run_id": "1-2", "mlflow.parentRunId": "x"}
-    monkeypatch.setenv("UNIDEC_RUN_TAGS", json.dumps(given))
-    assert run_tags() == {"prefect.flow_run_id": "1-2"}

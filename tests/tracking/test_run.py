@@ -13,7 +13,7 @@ import pytest
 import unidec.tracking.run as tracking
 from unidec.tracking.provenance import code_tags, dvc_hash
 from unidec.tracking.run import Tracker, metric_name
-from unidec.tracking.store import artifact_location, open_client, prepare_store, sqlite_path, tracking_uri
+from unidec.tracking.store import open_client, prepare_store, sqlite_path, tracking_uri
 
 PARAMS = {f"section.key{i}": i for i in range(230)} | {"long": "x" * 7000}
 DATASET = {"name": "tiny", "digest": "f" * 64, "path": "data/dataset", "num_queries": 7}
@@ -219,10 +219,9 @@ def test_several_first_starts_at_once(tmp_path):
 def test_addresses(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert tracking_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
-    assert artifact_location(tracking_uri(tmp_path)) == (tmp_path / "mlflow" / "artifacts").as_uri()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking.test:5000")
     assert tracking_uri(tmp_path) == "http://tracking.test:5000"
-    assert artifact_location(tracking_uri()) is None and sqlite_path(tracking_uri()) is None
+    assert sqlite_path(tracking_uri()) is None
     assert metric_name("head/R@10") == "head/R_at_10"
 
 

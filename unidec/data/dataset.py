@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from unidec.data.array_file import load_csr
 from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, hold_out, stack
-from unidec.data.storage import files_sha256, load_array, read_manifest, verify_once, write_folder
+from unidec.data.storage import files_sha256, load_array, manifest_sha256, read_manifest, verify_once, write_folder
 from unidec.errors import ArtifactError
 
 KIND = "dataset"
@@ -51,7 +51,7 @@ class XMCDataset:
         self.manifest = manifest
         meta = manifest["meta"]
         self.name = str(meta.get("name"))
-        self.sha256 = files_sha256({name: entry["sha256"] for name, entry in manifest["files"].items()})
+        self.sha256 = manifest_sha256(manifest)
         self.queries = _open_texts(path / "queries.arrow")
         self.labels = _open_texts(path / "labels.arrow")
         self.num_queries = self.queries.num_rows

@@ -33,14 +33,13 @@ from pydantic import BaseModel, ConfigDict, StrictInt
 from unidec.errors import ArtifactError
 from unidec.version import __version__
 
-Signature = tuple[tuple[str, int, int, int, int], ...]  # of each file: name, inode, size, times of change
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20  # some 7,000 files; parsing JSON takes ten times its size
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 _SEAL = re.compile(rb',\n "sha256": "([^"]{64})"\n}\n\Z')  # how a manifest ends: the sha256 of the bytes before it
 _STALE_S = 24 * 3600.0
 _SETTLED_S = 1.0  # a file changed more recently may change again within the resolution of its time stamp
-_verified: dict[str, Signature] = {}  # folders that this process verified: the files that it saw
+_verified: set[tuple[Any, ...]] = set()  # folders that this process verified, with the files that it saw
 _ours: set[str] = set()  # names of what this process is writing, or wrote
 REBUILD = "delete the folder and run the stage that writes it again"
 
@@ -97,8 +96,7 @@ def write_folder(
         ArtifactError: no space, or no permission; what was at `path` before is unchanged.
     """
     with swap_folder(path, num_bytes=num_bytes, beside=beside) as temporary:
-        out = Folder(temporary, dict(meta or {}))
-        yield out
+        yield (out := Folder(temporary, dict(meta or {})))
         write_manifest(temporary, kind, version, out.meta, out.hashes)
 
 
@@ -112,7 +110,7 @@ def swap_folder(path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str
         if num_bytes > shutil.disk_usage(final.parent).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         temporary = _temporary(final) if beside is None else final.parent / beside
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         temporary.mkdir()
     except OSError as error:
         raise _storage_error(final, error, num_bytes) from error
@@ -128,7 +126,7 @@ def swap_folder(path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str
         size = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
         raise _storage_error(final, error, max(num_bytes, size)) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
 
 
 def write_manifest(
@@ -146,10 +144,15 @@ def write_manifest(
     write_bytes_atomic(root / MANIFEST, _json(manifest | {"sha256": hashlib.sha256(body).hexdigest()}))
 
 
-def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, verify: bool = True) -> dict[str, Any]:
+def read_manifest(
+    path: str | os.PathLike[str], kind: str, max_version: int | None = None, verify: bool = True
+) -> dict[str, Any]:
     """Check a folder against its manifest and return the manifest; nothing else in it is parsed.
 
     Names, kinds of file and sizes are always checked; with `verify` every file's sha256 too.
+
+    Args:
+        max_version: of the layouts that the caller reads; None: any.
 
     Raises:
         ArtifactError: the folder or a file is missing, added, damaged, a link, outside the folder or of another kind;
@@ -162,20 +165,17 @@ def read_manifest(path: str | os.PathLike[str], kind: str, max_version: int, ver
     manifest = _parse_manifest(root)
     if manifest["kind"] != kind:
         raise ArtifactError("a folder of another kind", where=where, got=str(manifest["kind"])[:80], expected=kind)
-    if not 1 <= manifest["version"] <= max_version:
-        error = NewerFormatError if manifest["version"] > max_version else ArtifactError
-        raise error(
-            f"version {manifest['version']} of {kind} cannot be read by unidec {__version__}",
+    version, highest = manifest["version"], max_version or manifest["version"]
+    if not 1 <= version <= highest:
+        raise (NewerFormatError if version > highest else ArtifactError)(
+            f"version {version} of {kind} cannot be read by unidec {__version__}",
             where=where,
-            got=f"version {manifest['version']}, written by unidec {manifest['unidec']}",
-            expected=f"a version from 1 to {max_version}",
+            got=f"version {version}, written by unidec {manifest['unidec']}",
+            expected=f"a version from 1 to {highest}",
             fix=f"install unidec {manifest['unidec']} or newer, or {REBUILD}",
         )
     found = set(_files(root)) - {MANIFEST}
     for name, entry in manifest["files"].items():
-        parts = PurePosixPath(name).parts
-        if not parts or name.startswith("/") or ".." in parts or any(sign in name for sign in "\\\0:"):
-            raise ArtifactError("a manifest names a file outside its folder", where=where, got=repr(name)[:200])
         if name not in found:
             raise _damaged("a file is missing", root / name)
         size = (root / name).stat().st_size
@@ -199,17 +199,13 @@ def verify_once(path: str | os.PathLike[str], verify: bool = True) -> Iterator[b
     They do not if this process checked these very files before (by inode, size and times of change), or `verify` is
     False: a folder may be opened in every round of a training and is read once.
     """
-    key, now = os.path.abspath(path), time.time()
-    files = _signature(Path(path)) if verify else ()
-    needed = verify and (not files or _verified.get(key) != files)
+    root, now = Path(os.path.abspath(path)), time.time()
+    files = [(name, (root / name).stat()) for name in _files(root)] if verify else []
+    seen = (root, *((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files))
+    needed = verify and seen not in _verified
     yield needed
-    if needed and all(changed < (now - _SETTLED_S) * 1e9 for *_, changed in files):
-        _verified[key] = files
-
-
-def _signature(root: Path) -> Signature:
-    files = [(name, (root / name).stat()) for name in _files(root)]
-    return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files)
+    if needed and all(s.st_ctime < now - _SETTLED_S for _, s in files):
+        _verified.add(seen)
 
 
 def write_json(path: str | os.PathLike[str], obj: Any, mode: int = 0o666) -> None:
@@ -301,13 +297,18 @@ def files_sha256(hashes: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
+def manifest_sha256(manifest: Mapping[str, Any]) -> str:
+    """One sha256 for the files that a manifest lists."""
+    return files_sha256({name: entry["sha256"] for name, entry in manifest["files"].items()})
+
+
 def folder_sha256(path: str | os.PathLike[str]) -> str:
     """One sha256 for a folder: over its manifest's file hashes, else over all files that are not hidden."""
     root = Path(path)
     if not root.is_dir():
         raise ArtifactError("no such folder", where=str(root))
     with contextlib.suppress(ArtifactError):
-        return files_sha256({name: entry["sha256"] for name, entry in _parse_manifest(root)["files"].items()})
+        return manifest_sha256(_parse_manifest(root))
     return files_sha256({name: file_sha256(root / name) for name in _files(root) if "/." not in f"/{name}"})
 
 
@@ -342,24 +343,14 @@ def _files(root: Path) -> list[str]:
 
 
 def _replace(temporary: Path, final: Path) -> None:
-    """Move `temporary` to `final`; what was there ends up at `temporary` or is removed."""
+    """Move `temporary` to `final`; what was there ends up at `temporary`."""
     if not os.path.lexists(final):
         os.rename(temporary, final)
-    elif _exchange(temporary, final):
-        _remove(temporary)
-    else:
+    elif not _exchange(temporary, final):
         old = _temporary(final)
         os.rename(final, old)
         os.rename(temporary, final)
-        _remove(old)
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder as far as it goes, a file or a link."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink()
+        os.rename(old, temporary)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -370,6 +361,14 @@ def _exchange(first: Path, second: Path) -> bool:
         return False
     at_cwd, exchange = -100, 2
     return renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder as far as it goes, a file or a link, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:

@@ -1,33 +1,17 @@
-"""safetensors files, written as a stream and read in part.
-
-The writer is ours because `safetensors.torch.save_file` wants a contiguous copy on the CPU of every tensor and gives no
-hash; a classifier table may fill the memory. Reading is left to the library.
-
-Layout: 8 bytes little-endian length of the header, the header as JSON padded with spaces to a multiple of 8, then the
-tensors' bytes without gaps.
-"""
+"""safetensors files, written with a hash and read in part."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from unidec.data.storage import file_sha256
 from unidec.errors import ArtifactError
-
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-CHUNK_BYTES = 4 << 20
 
 
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -38,58 +22,37 @@ def num_bytes(tensors: Mapping[str, Tensor]) -> int:
 def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write a safetensors file; at most `CHUNK_BYTES` of it are held in memory beside the tensors.
+    """Write a safetensors file; contiguous tensors on the CPU are not copied.
+
+    Unlike `safetensors.torch.save_file` it takes views and tensors that share memory: each is written out.
 
     Args:
-        path: a file that does not exist yet.
-        tensors: by name, of any shape and on any device; views and tensors that share memory are written out.
+        tensors: by name, of any shape and on any device.
         metadata: texts for the file's header.
 
     Returns:
-        sha256 (hex) of the bytes as they were meant to be written.
+        sha256 (hex) of the file.
 
     Raises:
         OSError: no space, no permission.
         TypeError: a tensor of a type that safetensors does not have.
     """
-    # widest first, as the library does it: every tensor then starts at a multiple of its element's size
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    begin = 0
-    for name in order:
-        tensor = tensors[name]
-        if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
-            raise TypeError(f"{name}: safetensors has no {tensor.dtype} {tensor.layout}")
-        end = begin + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    digest = hashlib.sha256(head)
-    with open(path, "xb") as file:
-        file.write(head)
-        for name in order:
-            for chunk in _chunks(tensors[name].detach()):
-                data: Any = chunk.view(torch.uint8).numpy()
-                digest.update(data)
-                file.write(data)
-    return digest.hexdigest()
+    from safetensors import SafetensorError, TensorSpec, serialize_file
 
-
-def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor's values in order, as contiguous flat pieces on the CPU of about `CHUNK_BYTES`."""
-    if tensor.numel() == 0:
-        return
-    if tensor.is_contiguous() or tensor.dim() < 2:
-        tensor = tensor.reshape(-1)
-    row_bytes = tensor[0].numel() * tensor.element_size()
-    if row_bytes > CHUNK_BYTES and tensor.dim() > 1:
-        for row in tensor:
-            yield from _chunks(row)
-        return
-    for rows in tensor.split(max(1, CHUNK_BYTES // row_bytes)):
-        yield rows.cpu().contiguous().reshape(-1)
+    held, specs = [], {}
+    for name, tensor in tensors.items():
+        held.append(tensor.detach().cpu().contiguous())  # kept until its memory is written
+        specs[name] = TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), data_ptr=held[-1].data_ptr(),
+            data_len=tensor.numel() * tensor.element_size(),
+        )  # fmt: skip
+    try:
+        serialize_file(specs, os.fspath(path), metadata=dict(metadata or {}) or None)
+    except SafetensorError as error:
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), os.fspath(path)) from error
+        raise TypeError(str(error)) from error
+    return file_sha256(path)
 
 
 class TensorFile:

@@ -18,7 +18,7 @@ from unidec.retrieval.bundle_folder import BundleInfo, read_info
 from unidec.tracking import provenance
 from unidec.tracking.registry import check_artifacts, checked_sha256, find_version
 from unidec.tracking.registry import register as register_bundle
-from unidec.tracking.run import Tracker
+from unidec.tracking.run import Tracker, run_tags
 from unidec.tracking.store import open_client, tracking_uri
 
 Made = tuple[Tracker, dict[str, Any], dict[str, str]]
@@ -51,8 +51,9 @@ def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> d
             expected="outputs/bundle, or a folder of `unidec labels refresh` or `unidec labels`",
             fix="register it in the project that made it",
         )  # fmt: skip
+    prefect = {key: tag for key, tag in run_tags().items() if key.startswith("prefect.")}
     # a bundle with other labels has the parameters of its parent, which its own tags say all of
-    tags = provenance.code_tags(made_with=None if relabelled else info.params) | provenance.run_tags()
+    tags = provenance.code_tags(made_with=None if relabelled else info.params) | prefect
     tags |= {"dataset.name": str(info.dataset.get("name", "")), "dataset.sha256": str(info.dataset.get("sha256", ""))}
     uri = tracking_uri()
     check_artifacts(open_client(uri).get_experiment_by_name(params.tracking.experiment), uri)

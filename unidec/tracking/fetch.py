@@ -31,6 +31,10 @@ class Address:
     alias: str | None
     version: str | None
 
+    @property
+    def which(self) -> str:
+        return self.alias or self.version or ""
+
 
 def parse_address(text: str) -> Address | None:
     """What an address of a bundle in the registry names; None of a folder's path.
@@ -64,8 +68,7 @@ def fetch_bundle(source: str | os.PathLike[str], folder: str | os.PathLike[str],
     if address is None:
         return Path(source)
     uri = uri or tracking_uri()
-    version = known_version(open_client(uri), address.name, address.alias or address.version or "")
-    return _fetch(version, Path(folder), uri)
+    return _fetch(known_version(open_client(uri), address.name, address.which), Path(folder), uri)
 
 
 def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
+from unidec.tracking.fetch import parse_address
 from unidec.tracking.promotion import aliases, all_versions, known_version
 from unidec.tracking.provenance import COMMIT_TAG, DIFFERS_TAG, DIRTY_TAG, DVC_TAG, LOCK_TAG
 from unidec.tracking.registry import HASH_TAG
@@ -31,7 +32,6 @@ METRICS = ("nDCG@5", "PSP@5")
 COLUMNS = ("version", "aliases", *METRICS, "data", "start", "code", "gate", "registered")
 DATASET_TAG = "dataset.sha256"
 LOCK_COMMIT_TAG = "git.lock_commit"  # set by the flow: the commit that has this version's dvc.lock
-_MODEL = re.compile(r"models:/(?P<name>[^/@]+)[@/](?P<which>[^/@]+)")
 _HASH = re.compile(rf"[0-9a-f]{{{SHORTEST},64}}(\.dir)?")
 
 
@@ -162,11 +162,11 @@ def _check_hash(prefix: str, where: str) -> None:
 
 
 def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion:
-    if found := _MODEL.fullmatch(source):
-        return known_version(client, found["name"], found["which"])
     if source.startswith("bundle:"):
         prefix = source.removeprefix("bundle:")
         _check_hash(prefix, "bundle")
+    elif address := parse_address(source):
+        return known_version(client, address.name, address.which)
     elif source and (Path(source) / MANIFEST).is_file():
         prefix = folder_sha256(source)
     else:

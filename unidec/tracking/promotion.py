@@ -31,7 +31,6 @@ CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous", "challenger"
 PENDING_TAG = "promotion.pending"
 ROLLED_BACK = ("rolled_back.at", "rolled_back.by", "rolled_back.reason")
 LOCK_SECONDS = 60.0
-_A_PAGE = 100
 _LISTED = 10  # versions or models in an error
 _TAGGED = ("P@1", "nDCG@5", "PSP@5", "R@10", "tail/R@10", "coverage@5")
 
@@ -47,13 +46,8 @@ def aliases(client: MlflowClient, model_name: str) -> dict[str, str]:
 
 
 def all_versions(client: MlflowClient, model_name: str) -> list[ModelVersion]:
-    """Every version, newest first, page by page; [] where there is no such model."""
-    page = client.search_model_versions(f"name = '{model_name}'", max_results=_A_PAGE)
-    versions = list(page)
-    while page.token:
-        page = client.search_model_versions(f"name = '{model_name}'", max_results=_A_PAGE, page_token=page.token)
-        versions += page
-    return sorted(versions, key=lambda version: -int(version.version))
+    """Every version (MLflow gives up to 10,000), newest first; [] where there is no such model."""
+    return sorted(client.search_model_versions(f"name = '{model_name}'"), key=lambda version: -int(version.version))
 
 
 def version_of(client: MlflowClient, model_name: str, which: str | int) -> ModelVersion | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,8 +16,8 @@ from typing import Any
 import yaml
 
 from unidec.config import OPERATIONS, load_params
+from unidec.data.storage import file_sha256
 from unidec.errors import ConfigError
-from unidec.tracking.run import RUN_TAGS
 from unidec.tracking.store import user
 from unidec.version import __version__
 
@@ -110,13 +111,10 @@ def _committed_sha256(project: Path, commit: str) -> str:
     text = git(project, "show", f"{commit}:./{PARAMS}")
     if text is None:
         return ""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / PARAMS
-        file.write_text(text, encoding="utf-8")
-        try:
-            return _parameters_sha256(load_params(file).model_dump(), project)
-        except ConfigError:
-            return ""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file, contextlib.suppress(ConfigError):
+        print(text, file=file, flush=True)
+        return _parameters_sha256(load_params(file.name).model_dump(), project)
+    return ""
 
 
 def _parameters_sha256(params: Mapping[str, Any], project: Path) -> str:
@@ -129,13 +127,7 @@ def _parameters_sha256(params: Mapping[str, Any], project: Path) -> str:
 def lock_sha256(root: Path | str = ".") -> str | None:
     """Hash of dvc.lock; None where there is none."""
     lock = Path(root) / "dvc.lock"
-    return hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None
-
-
-def run_tags() -> dict[str, str]:
-    """Tags that name the Prefect run which is at work, as it left them in `UNIDEC_RUN_TAGS`."""
-    outer = json.loads(os.environ.get(RUN_TAGS, "{}"))
-    return {key: str(value) for key, value in outer.items() if key.startswith("prefect.")}
+    return file_sha256(lock) if lock.is_file() else None
 
 
 def dvc_hash(path: str, root: Path | str = ".") -> str | None:
@@ -165,14 +157,10 @@ def artifact_tags(raw: str, root: Path | str = ".", only: Iterable[str] = ARTIFA
 
 
 def md5_of(path: Path) -> str | None:
-    """The hash that DVC gives a file or, with ".dir" at its end, a folder; None where there is neither.
-
-    A folder's is that of the list of its files, sorted by their names, as DVC writes it down.
-    """
-    if path.is_file():
-        return _file_md5(path)
+    """The hash that DVC gives a file or, with ".dir" at its end, a folder (that of the list of its files, sorted by
+    their names, as DVC writes it down); None where there is neither."""
     if not path.is_dir():
-        return None
+        return _file_md5(path) if path.is_file() else None
     names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     listed = [{"md5": _file_md5(path / name), "relpath": name} for name in names]
     return hashlib.md5(json.dumps(listed, sort_keys=True).encode(), usedforsecurity=False).hexdigest() + ".dir"
@@ -180,21 +168,17 @@ def md5_of(path: Path) -> str | None:
 
 def git(root: Path | str, *words: str) -> str | None:
     """A git command's output, None where it failed: no git, no repository, a commit that is not there."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=120, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+    return None
 
 
 def _lock(root: Path | str) -> dict[str, Any]:
     """Stages of dvc.lock by name."""
     lock = Path(root) / "dvc.lock"
-    if not lock.is_file():
-        return {}
-    return (yaml.safe_load(lock.read_text(encoding="utf-8")) or {}).get("stages", {})
+    found = yaml.safe_load(lock.read_text(encoding="utf-8")) if lock.is_file() else None
+    return (found or {}).get("stages", {})
 
 
 def _entries(stages: Mapping[str, Any], kind: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import sys
 import tempfile
@@ -14,14 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from unidec.data.storage import MANIFEST, folder_sha256, read_manifest
+from unidec.data.storage import MANIFEST, manifest_sha256, read_manifest
 from unidec.errors import ArtifactError
-from unidec.tracking.store import (
-    import_mlflow,
-    open_client,
-    sqlite_path,
-    tracking_uri,
-)
+from unidec.tracking.store import import_mlflow, open_client, sqlite_path, tracking_uri
 from unidec.version import PACKAGE, __version__
 
 if TYPE_CHECKING:
@@ -102,18 +96,8 @@ def find_version(client: MlflowClient, model_name: str, sha256: str) -> ModelVer
 
 
 def checked_sha256(bundle_path: Path) -> str:
-    """The bundle's hash, after every file was checked against its manifest.
-
-    Raises:
-        ArtifactError: it is missing or damaged.
-    """
-    try:
-        about = json.loads((bundle_path / MANIFEST).read_text(encoding="utf-8"))
-        kind, version = str(about["kind"]), int(about["version"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError("no bundle here", where=str(bundle_path), fix="run the stage that writes it") from error
-    read_manifest(bundle_path, kind, version)
-    return folder_sha256(bundle_path)
+    """The bundle's hash, after every file was checked against its manifest; an ArtifactError: missing or damaged."""
+    return manifest_sha256(read_manifest(bundle_path, "bundle"))
 
 
 def model_card(card: Mapping[str, Any], sha256: str) -> str:

@@ -58,8 +58,6 @@ class Tracker:
         self._newest: dict[str, tuple[int, float]] = {}  # step and value of each metric that the store has
         self._flushed = time.monotonic()
 
-    # -- a run's life ------------------------------------------------------------------------------------------------
-
     def start(
         self,
         run_dir: Path | str,
@@ -82,16 +80,15 @@ class Tracker:
         """
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        outer = {key: without_credentials(str(tag)) for key, tag in json.loads(os.environ.get(RUN_TAGS, "{}")).items()}
-        run_name = outer.pop("mlflow.runName", run_name)
+        outer = {key: without_credentials(tag) for key, tag in run_tags().items()}
         old = tracking_state(self._run_dir)
         self._note(
             experiment=self.experiment,
-            run_name=run_name or self._run_dir.name,
+            run_name=outer.pop("mlflow.runName", None) or run_name or self._run_dir.name,
             run_key=old.get("run_key") or uuid.uuid4().hex,
             run_id=old.get("run_id", run_id),
             params={key: str(value)[:_VALUE_LIMIT] for key, value in params_flat.items()},
-            tags={**(tags or {}), **outer},
+            tags=dict(tags or {}) | outer,
             dataset=dict(dataset) if dataset else None,
             begun=old.get("begun") or _now_ms(),
             status=None,
@@ -131,8 +128,6 @@ class Tracker:
             self._add(status=status)
             _ask_again.pop(self.uri, None)  # worth an attempt, whatever it costs
             self.flush()
-
-    # -- what is logged ----------------------------------------------------------------------------------------------
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log figures of one step, in order of steps; a resumed training that repeats a step does not double it.
@@ -187,8 +182,6 @@ class Tracker:
         except OSError as error:
             log.warning("not kept for the tracking store: %s", error)
 
-    # -- sending -----------------------------------------------------------------------------------------------------
-
     def flush(self) -> bool:
         """Send what the store has not confirmed; False where it did not get all of it: a later flush sends it."""
         self._flushed = begin = time.monotonic()
@@ -221,8 +214,9 @@ class Tracker:
         if run is None:
             tags = {**self._state["tags"], _KEY_TAG: self._state["run_key"]}
             run = client.create_run(place, self._state["begun"], tags, self._state["run_name"])
-        sent = self._state.get("sent", 0) if run.info.run_id == self.run_id else 0  # another store: the whole history
-        self._note(run_id=run.info.run_id, experiment_id=place, sent=sent)
+        if run.info.run_id != self.run_id:  # another store gets the whole history
+            self._note(sent=0)
+        self._note(run_id=run.info.run_id, experiment_id=place)
         self._describe(client, run)
         # the store keeps each metric's newest step beside the run: its whole history need not be read
         self._newest = {metric.key: (metric.step, metric.value) for metric in run.data.to_proto().metrics}
@@ -286,7 +280,7 @@ class Tracker:
             self._note(sent=sent)
 
     def _unconfirmed(self) -> tuple[list[dict[str, Any]], int]:
-        """What was logged and the store has not confirmed, oldest first, and where it ends in the file."""
+        """What was logged and is not confirmed, oldest first, and where it ends in the file."""
         path, sent = self._run_dir / LOGGED, self._state.get("sent", 0)
         data = path.read_bytes()[sent:] if path.exists() else b""
         entries = []
@@ -344,6 +338,11 @@ def reconcile_runs(run_dirs: Iterable[Path]) -> list[str]:
         elif is_behind(run_dir):
             Tracker.resume(run_dir).flush()
     return ended
+
+
+def run_tags() -> dict[str, str]:
+    """The tags of every run begun in this process; see `RUN_TAGS`."""
+    return {key: str(tag) for key, tag in json.loads(os.environ.get(RUN_TAGS, "{}")).items()}
 
 
 def _named(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -87,12 +87,6 @@ def sqlite_path(uri: str, root: Path | str = ".") -> Path | None:
     return (base / uri.removeprefix(_SQLITE)).resolve()
 
 
-def artifact_location(uri: str) -> str | None:
-    """Where a new experiment's artifacts go: beside an SQLite file; None leaves it to the server."""
-    path = sqlite_path(uri)
-    return None if path is None else (path.parent / "artifacts").as_uri()
-
-
 def ui_url(uri: str, experiment_id: str, run_id: str) -> str | None:
     """Address of a run's page: on `UNIDEC_MLFLOW_UI`, else the tracking server; None where there is neither."""
     base = without_credentials(os.environ.get("UNIDEC_MLFLOW_UI") or uri).rstrip("/")
@@ -184,11 +178,12 @@ def user() -> str:
 
 
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    """The experiment's id; created with artifacts beside an SQLite store."""
+    """The experiment's id; created with artifacts beside an SQLite store, else where the server puts them."""
     from mlflow.exceptions import MlflowException
 
+    path = sqlite_path(uri)
     if found := client.get_experiment_by_name(name):
         return found.experiment_id
     with contextlib.suppress(MlflowException):  # another process was first
-        return client.create_experiment(name, artifact_location=artifact_location(uri))
+        return client.create_experiment(name, path and (path.parent / "artifacts").as_uri())
     return client.get_experiment_by_name(name).experiment_id
