@@ -10,22 +10,18 @@ import torch
 import torch.nn.functional as F
 from scipy.sparse import csr_matrix
 
-from unidec.errors import ConfigError
-from unidec.model.hinge import squared_hinge, triplet
 from unidec.model.losses import (
     ENTRYWISE,
     LOSSES,
     UNSCALED,
-    PoolTargets,
     bce,
     decoupled_softmax,
     loss_options,
     supcon,
     symmetric_loss,
+    triplet,
 )
-from unidec.model.pairs import Pairs
-from unidec.model.reductions import REDUCTIONS
-from unidec.model.soft_topk import soft_topk
+from unidec.model.pairs import REDUCTIONS, Pairs, PoolTargets
 from unidec.sections import Loss
 
 # name of the case -> (loss, options)
@@ -68,7 +64,7 @@ class Case:
     def targets(self, rng, soft=False, extra=0, importance_L=None):
         sampled = torch.from_numpy(rng.random(len(self.row)) < 0.6)
         counts = torch.from_numpy(self.positive.sum(1)) + extra
-        relevance = self.weight_P if soft else None
+        relevance = self.weight_P if soft else torch.ones(len(self.row))
         importance = None if importance_L is None else torch.from_numpy(importance_L)[self.col]
         return PoolTargets(
             self.row, self.col, sampled, relevance, counts, self.ignored_row, self.ignored_col, importance
@@ -307,12 +303,12 @@ def test_under_bf16_autocast(kind, rng):
     assert torch.isfinite(query.grad).all() and (query.grad != 0).any()
 
 
-def loop_symmetric(kind, options, case, targets, reduction, forward, logit, importance_L=None):
+def loop_symmetric(kind, options, case, targets, reduction, forward, logit, importance_L=None, soft=False):
     """Both directions with weights from loops."""
     if kind in ("bce", "hinge"):
-        weight = case.weight if targets.relevance_P is not None else case.positive.astype(float)
+        weight = case.weight if soft else case.positive.astype(float)
         return loop_loss(kind, options, logit, case.positive, case.ignored, weight, importance_L)
-    relevance = case.weight if targets.relevance_P is not None else case.positive.astype(float)
+    relevance = case.weight if soft else case.positive.astype(float)
     pairs = list(zip(targets.row_P.tolist(), targets.col_P.tolist(), targets.sampled_P.tolist(), strict=True))
 
     def weights(axis):
@@ -361,8 +357,8 @@ def test_symmetric_equals_both_directions_looped(variant, reduction, forward, rn
         def fast(x, targets=targets):
             return symmetric_loss(name, x, targets, reduction=reduction, forward=forward, **options)
 
-        def slow(x, case=case, targets=targets, importance=importance):
-            return loop_symmetric(name, options, case, targets, reduction, forward, x, importance)
+        def slow(x, case=case, targets=targets, importance=importance, soft=soft):
+            return loop_symmetric(name, options, case, targets, reduction, forward, x, importance, soft)
 
         value, gradient = value_and_gradient(fast, case.logit)
         expected, expected_gradient = value_and_gradient(slow, case.logit)
@@ -426,7 +422,7 @@ def test_pol_needs_one_positive_and_supcon_with_it_is_infonce(rng):
         torch.arange(5),
         own,
         torch.ones(5, dtype=torch.bool),
-        None,
+        torch.ones(5),
         torch.ones(5, dtype=torch.int64),
         torch.empty(0, dtype=torch.int64),
         torch.empty(0, dtype=torch.int64),
@@ -436,11 +432,11 @@ def test_pol_needs_one_positive_and_supcon_with_it_is_infonce(rng):
 
 
 def test_triplet_in_several_blocks(rng, monkeypatch):
-    from unidec.model import hinge
+    from unidec.model import losses
 
     case = random_case(rng)
     whole = value_and_gradient(lambda x: triplet(x, case.pairs()), case.logit)
-    monkeypatch.setattr(hinge, "BLOCK", 23)  # two pairs a block
+    monkeypatch.setattr(losses, "BLOCK", 23)  # two pairs a block
     blocks = value_and_gradient(lambda x: triplet(x, case.pairs()), case.logit)
     torch.testing.assert_close(blocks, whole)
 
@@ -452,25 +448,11 @@ def test_a_logit_that_is_not_finite_shows_in_the_loss(rng):
         assert not torch.isfinite(LOSSES[name](case.logit, case.pairs()))
 
 
-def test_unknown_names_are_refused(rng):
+@pytest.mark.parametrize("kind", ["ds", "triplet"])
+def test_an_option_of_another_loss_is_refused(kind, rng):
     case = random_case(rng)
-    targets = case.targets(rng)
-    with pytest.raises(ConfigError, match="softmax"):
-        symmetric_loss("softmax", case.logit, targets, reduction="psl", forward=0.5)
-    with pytest.raises(ConfigError, match="mean"):
-        symmetric_loss("ds", case.logit, targets, reduction="mean", forward=0.5)
-    with pytest.raises(ConfigError, match="semi"):
-        triplet(case.logit, case.pairs(), negatives="semi")
-    with pytest.raises(ConfigError, match="labels"):
-        bce(case.logit, case.pairs(), normalise="labels")
-    with pytest.raises(ConfigError, match="labels"):
-        squared_hinge(case.logit, case.pairs(), normalise="labels")
-    with pytest.raises(ConfigError, match="label to query"):
-        symmetric_loss("softtopk", case.logit, targets, reduction="psl", forward=0.5)
-    with pytest.raises(ConfigError, match="topk"):
-        soft_topk(case.logit, case.pairs(), topk=0)
-    with pytest.raises(TypeError, match="margin"):
-        symmetric_loss("ds", case.logit, targets, reduction="psl", forward=0.5, margin=0.3)
+    with pytest.raises(TypeError, match="topk"):
+        symmetric_loss(kind, case.logit, case.targets(rng), reduction="psl", forward=0.5, topk=3)
 
 
 # -- what a loss is told -----------------------------------------------------------------------------------------------

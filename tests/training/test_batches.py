@@ -49,7 +49,7 @@ def test_a_batch_encodes_its_queries_then_its_pool(make, tiny_tokens):
     assert texts(batch, tiny_tokens) == expected
     assert batch.num_own_queries == 9
     assert batch.num_tokens == sum(map(len, expected))
-    assert batch.targets.relevance_P is None
+    assert (batch.targets.relevance_P == 1).all()
 
 
 @pytest.mark.parametrize("world", [2, 3, 7])

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unidec.model.losses import PoolTargets
-from unidec.model.pairs import entry_count
+from unidec.model.pairs import PoolTargets, entry_count
 
 CHUNK = 8192  # labels at once
 
@@ -152,11 +151,8 @@ def full_bce(
 
     Returns:
         0-d, of the queries' dtype; backward can run through it once.
-
-    Raises:
-        ConfigError: another value of `normalise`.
     """
-    target_P = targets.target_P.to(query_BD.dtype).clamp(0, 1)
+    target_P = targets.relevance_P.to(query_BD.dtype).clamp(0, 1)
     shape = (len(query_BD), len(row_LD))
     active_B, count = entry_count(target_P, targets.row_P, shape, targets.ignored_row_F, normalise)
     total: Tensor = _FullBCE.apply(

@@ -1,21 +1,26 @@
-"""What the losses on pool logits share: their pairs, the mask, the mean over rows, the number format.
+"""The pairs of a pool of labels: positives, ignored pairs, the weight that a multi-label reduction gives each, and what
+the losses on a pool's logits share.
 
-Legend: B rows, S columns, P positive pairs in the pool, F ignored pairs (filter pairs), M masked pairs.
+Legend: B rows (queries; pool labels where the loss runs from label to query), S columns, P positive pairs in the pool,
+F ignored pairs (filter pairs), M masked pairs.
+
+Nothing here waits for the device: no `.item()`, no boolean indexing.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-
-from unidec.errors import ConfigError
 
 # Stands for minus infinity: exp of it is exactly 0 beside any real logit, and a row that holds nothing else still has
 # a finite logsumexp, so a loss and gradients of exactly 0 where minus infinity gives NaN. Fits float32 and
 # float64.
 MASKED = -1e30
+REDUCTIONS = ("psl", "psl-sum", "pal-n", "pol")
 
 
 class Pairs(NamedTuple):
@@ -23,8 +28,8 @@ class Pairs(NamedTuple):
 
     Attributes:
         row_P, col_P: int64 [P], positions of all true positives in the pool, each pair once, any order.
-        weight_P: float [P], the reduction's weight of each (`unidec.model.reductions`); for `bce` and `hinge` the
-            target itself, in [0, 1].
+        weight_P: float [P], the reduction's weight of each (`target_weights`); for `bce` and `hinge` the target itself,
+            in [0, 1].
         row_F, col_F: int64 [F], pairs that are neither positive nor negative; they leave every denominator.
     """
 
@@ -43,6 +48,113 @@ class Pairs(NamedTuple):
         if kind != "ds":
             return self.row_F, self.col_F
         return torch.cat([self.row_P, self.row_F]), torch.cat([self.col_P, self.col_F])
+
+
+@dataclass(frozen=True)
+class PoolTargets:
+    """The pairs of a pool as tensors on the device of the logits; see `unidec.training.sampler.PoolBatch` for the
+    fields.
+
+    Attributes:
+        relevance_P: float [P], soft targets, or 1 each.
+        num_positives_B: number [B], |P_i|, in the pool or not (soft targets: the row's sum).
+        importance_P: float [P], inverse propensity of each pair's label, or None: 1 each.
+    """
+
+    row_P: Tensor
+    col_P: Tensor
+    sampled_P: Tensor
+    relevance_P: Tensor
+    num_positives_B: Tensor
+    ignored_row_F: Tensor
+    ignored_col_F: Tensor
+    importance_P: Tensor | None = None
+
+    @classmethod
+    def from_batch(
+        cls,
+        batch: Any,
+        device: torch.device | str = "cpu",
+        *,
+        soft: bool = False,
+        importance_L: np.ndarray | None = None,
+    ) -> PoolTargets:
+        """Copies a `PoolBatch` to the device.
+
+        Args:
+            soft: keep the stored relevances as soft targets; else every positive counts 1.
+            importance_L: float [L], inverse propensities of all labels, for propensity-weighted losses.
+        """
+        relevance_P = batch.relevance_P if soft else np.ones_like(batch.relevance_P)
+        arrays = [batch.positive_row_P, batch.positive_col_P, batch.sampled_P, relevance_P, batch.num_positives_B,
+                  batch.ignored_row_F, batch.ignored_col_F]  # fmt: skip
+        if importance_L is not None:
+            arrays.append(importance_L[batch.pool_S[batch.positive_col_P]].astype(np.float32))
+        return cls(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays))
+
+    def t(self, num_columns: int) -> PoolTargets:
+        """Of the transposed logits: a row's positives are the batch's queries that have the label, and all weigh alike
+        (they share one propensity: their mean is unbiased as it is)."""
+        count_S = self.relevance_P.new_zeros(num_columns).index_add_(0, self.col_P, self.relevance_P)
+        return replace(
+            self, row_P=self.col_P, col_P=self.row_P, ignored_row_F=self.ignored_col_F,
+            ignored_col_F=self.ignored_row_F, num_positives_B=count_S, importance_P=None,
+        )  # fmt: skip
+
+    def pairs(self, weight_P: Tensor) -> Pairs:
+        """With some weight each."""
+        return Pairs(self.row_P, self.col_P, weight_P, self.ignored_row_F, self.ignored_col_F)
+
+
+def target_weights(
+    reduction: str, targets: PoolTargets, num_rows: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """Weight of each positive pair (i, p), float [P]: which positives of a query carry its loss, and how much of it.
+
+    A multi-class loss is `sum_ip weight_ip * loss(i, p)` divided by the number of rows that carry any weight. Soft
+    targets replace the 1 and the counts by relevances. OvA has no weights: it is the loss `bce`, on every entry.
+
+    - "psl", pick some labels: 1 / |P_i^B| each, P_i^B = all true positives of the row in the pool (UniDEC v2, L_PSL).
+    - "psl-sum": PSL without the factor, each counts in full ("-PAL" rows of the UniDEC v1 ablation).
+    - "pal-n", pick all labels, normalised: 1 / |P_i| each, positives outside the pool counted (UniDEC v1, L_PAL-N).
+      Exact only when the pool holds every label.
+    - "pol", pick one label: one sampled positive of each row has weight 1, whatever its relevance, all else 0 (DPR,
+      NGAME, DEXML).
+
+    Importances multiply the weights, rescaled so that all of them together weigh what they did.
+
+    Args:
+        reduction: one of `REDUCTIONS`.
+        num_rows: B, the number of rows, those without a pair included.
+        generator: for "pol", picks one of the sampled positives at random. Without it the row's first one counts, which
+            favours low label ids where beta > 1: pairs come ordered by label.
+    """
+    row_P, weight_P = targets.row_P, targets.relevance_P
+    if reduction == "pol":
+        weight_P = _picked(row_P, targets.sampled_P, num_rows, generator).to(weight_P.dtype)
+    elif reduction != "psl-sum":
+        total_B = targets.num_positives_B.to(weight_P.dtype)
+        if reduction == "psl":
+            total_B = weight_P.new_zeros(num_rows).index_add_(0, row_P, weight_P)
+        # A row's total is 0 only where all its relevances are; its weights are then 0, not 0 / 0.
+        weight_P = weight_P / total_B.clamp_min(torch.finfo(total_B.dtype).tiny)[row_P]
+    if targets.importance_P is None:
+        return weight_P
+    product_P = weight_P * targets.importance_P.to(weight_P.dtype)
+    return product_P * (weight_P.sum() / product_P.sum().clamp_min(torch.finfo(product_P.dtype).tiny))
+
+
+def _picked(row_P: Tensor, sampled_P: Tensor, num_rows: int, generator: torch.Generator | None) -> Tensor:
+    """One sampled pair of each row, bool [P]."""
+    num_pairs = row_P.shape[0]
+    if generator is None:
+        rank_P = torch.arange(num_pairs, device=row_P.device)
+    else:
+        rank_P = torch.randperm(num_pairs, generator=generator, device=generator.device).to(row_P.device)
+    rank_P = torch.where(sampled_P, rank_P, num_pairs)
+    first_B = torch.full((num_rows,), num_pairs, dtype=rank_P.dtype, device=row_P.device)
+    first_B = first_B.scatter_reduce(0, row_P, rank_P, reduce="amin")
+    return (rank_P == first_B[row_P]) & sampled_P
 
 
 def loss_dtype(logit_BS: Tensor) -> torch.dtype:
@@ -69,12 +181,7 @@ def entry_count(
 
     Args:
         normalise: "rows": the rows that take part; "entries": their entries, ignored ones not counted.
-
-    Raises:
-        ConfigError: another value of `normalise`.
     """
-    if normalise not in ("rows", "entries"):
-        raise ConfigError("unknown normalisation", where="loss.bce_normalise", got=normalise, expected="rows, entries")
     active_B = target_P.new_zeros(shape[0]).index_add_(0, row_P, target_P).gt(0).to(target_P.dtype)
     count = active_B.sum()
     if normalise == "entries":

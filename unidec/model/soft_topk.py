@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unidec.errors import ConfigError
 from unidec.model.pairs import MASKED, Pairs, loss_dtype, mask_, mean_over_rows
 
 # Newton's steps at most; a processor's host sees when all rows have converged (3 to 5), a GPU's would have to wait
@@ -107,13 +106,8 @@ def soft_topk(logit_BS: Tensor, pairs: Pairs, *, topk: int = 5) -> Tensor:
     it. Query to label only: k counts labels of a query.
 
     Args:
-        topk: k; the k of the P@k or R@k that matters.
-
-    Raises:
-        ConfigError: topk below 1.
+        topk: k, at least 1; the k of the P@k or R@k that matters.
     """
-    if topk < 1:
-        raise ConfigError("soft top-k lets at least one label through", where="loss.topk", got=topk, expected=">= 1")
     s_P, t_B = _SoftTopK.apply(logit_BS, pairs, topk)
     loss_P = -F.logsigmoid(s_P + t_B[pairs.row_P])
     return mean_over_rows(loss_P, pairs.weight_P, pairs.row_P, logit_BS.shape[0])

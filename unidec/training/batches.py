@@ -22,7 +22,7 @@ from unidec.data.propensity import inverse_propensity, label_counts
 from unidec.data.tokens import TokenCache
 from unidec.errors import DataError
 from unidec.model.encoder import EncoderInput, InputBuilder
-from unidec.model.losses import PoolTargets
+from unidec.model.pairs import PoolTargets
 from unidec.params import TrainingSettings
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.gradient_cache import TextChunks, TextParts, cut_texts

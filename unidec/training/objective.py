@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from unidec.model.full_bce import full_bce
-from unidec.model.losses import UNSCALED, PoolTargets, loss_options, symmetric_loss
+from unidec.model.losses import UNSCALED, loss_options, symmetric_loss
+from unidec.model.pairs import PoolTargets
 from unidec.model.unidec import UniDEC
 from unidec.sections import Loss
 from unidec.training.batches import Prepared
