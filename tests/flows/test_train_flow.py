@@ -125,7 +125,7 @@ class FakeRun:
         return self.stages._call("cluster") | {"cluster_seconds": 0.5, "clusters": 8, "cluster_cosine": 0.71}
 
     def mine(self) -> dict:
-        return self.stages._call("mine") | {"mine_seconds": 0.2, "mine_negative_score": 0.31}
+        return self.stages._call("mine") | {"mine_negative_score": 0.31, "mine_positives_found": 0.93}
 
     def train_round(self) -> dict:
         self.stages._call("train_round")
@@ -469,7 +469,8 @@ def test_a_run_shows_tasks_and_results(prefect_server, stages, flow_module, plac
         shown = {(artifact.description, artifact.data) for artifact in client.read_artifacts()}
     assert wanted <= names
     assert {"cluster, round 3", "mine, round 1", "validate, round 2"} <= {description for description, _ in shown}
-    assert any("cluster_cosine" in data and "0.71" in data for _, data in shown)
+    for figure, value in (("cluster_cosine", "0.71"), ("mine_positives_found", "0.93")):
+        assert any(figure in data and value in data for _, data in shown)
 
 
 def test_states_say_what_came_of_a_run(prefect_server, stages, flow_module, place, monkeypatch):

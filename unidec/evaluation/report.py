@@ -33,6 +33,7 @@ FOUND = {
     "clusters": "clusters",
     "cluster_cosine": "mean cosine to the cluster's centre",
     "mine_negative_score": "mean score of mined negatives",
+    "mine_positives_found": "share of positives that mining finds",
 }
 MEMORY = {"host_used_gib": "peak memory, GiB", "device_used_gib": "peak memory of the GPU, GiB"}
 

@@ -6,8 +6,6 @@ of a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import scipy.sparse as sp
 import torch
@@ -34,38 +32,8 @@ def _as_matrix(vectors: np.ndarray | Tensor, name: str, device: str | torch.devi
     return tensor
 
 
-def score_tiles(
-    query_ND: np.ndarray | Tensor,
-    label_LD: np.ndarray | Tensor,
-    block: int = 512,
-    device: str | torch.device | None = None,
-) -> Iterator[tuple[int, int, int, Tensor]]:
-    """Inner products of all queries [N, D] with all labels [L, D], both finite: blocks of queries, and for each block
-    the labels tile by tile.
-
-    Args:
-        block: queries at a time; fewer where a tile would hold more than `MAX_BLOCK_SCORES` scores.
-        device: where to compute; None: where the vectors are.
-
-    Yields:
-        (first query, one past the last query, first label, score_BT float32 on the device), T at most
-        `LABELS_AT_ONCE`. Without labels each block has one empty tile.
-
-    Raises:
-        DataError: vectors of another shape, or not finite.
-    """
-    query, label = _as_matrix(query_ND, "query", device), _as_matrix(label_LD, "label", device)
-    if query.shape[1] != label.shape[1]:
-        raise DataError("queries and labels differ in width", got=query.shape[1], expected=label.shape[1])
-    step = query_block(label.shape[0], block)
-    for begin in range(0, query.shape[0], step):
-        end = min(begin + step, query.shape[0])
-        for first in range(0, max(label.shape[0], 1), LABELS_AT_ONCE):
-            yield begin, end, first, query[begin:end] @ label[first : first + LABELS_AT_ONCE].T
-
-
 def query_block(num_labels: int, block: int = 512) -> int:
-    """Queries of a block of `score_tiles`."""
+    """Queries of a block: fewer than asked for where a tile would hold more than `MAX_BLOCK_SCORES` scores."""
     return max(1, min(block, MAX_BLOCK_SCORES // max(min(num_labels, LABELS_AT_ONCE), 1)))
 
 
@@ -82,32 +50,40 @@ def exact_search(
     query has fewer than k labels.
 
     Args:
+        query_ND, label_LD: finite.
         k: results a query; may exceed L.
         exclude: csr [N, L], pairs that must not be returned, by position in `query_ND`; stored zeros count.
-        query_ND, label_LD, block, device: as for `score_tiles`.
+        block: queries at a time, at most.
+        device: where to compute; None: where the vectors are.
 
     Raises:
         DataError: vectors of another shape or not finite, or `exclude` of another shape.
     """
-    num_queries, num_labels = query_ND.shape[0], label_LD.shape[0]
+    query, label = _as_matrix(query_ND, "query", device), _as_matrix(label_LD, "label", device)
+    if query.shape[1] != label.shape[1]:
+        raise DataError("queries and labels differ in width", got=query.shape[1], expected=label.shape[1])
+    num_queries, num_labels = len(query), len(label)
     if exclude is not None and exclude.shape != (num_queries, num_labels):
         raise DataError("excluded pairs differ in shape", got=exclude.shape, expected=(num_queries, num_labels))
     score_NK = np.full((num_queries, k), -np.inf, dtype=np.float32)
     label_NK = np.full((num_queries, k), -1, dtype=np.int64)
-    before = (torch.empty(0, 0), torch.empty(0, 0))
-    for begin, end, first, score_BT in score_tiles(query_ND, label_LD, block, device):
-        if exclude is not None:
-            _leave_out(score_BT, exclude, begin, end, first)
-        score_BK, label_BK = score_BT.topk(min(k, score_BT.shape[1]), dim=1)
-        label_BK = (label_BK + first).masked_fill(score_BK == -torch.inf, -1)
-        if first:  # with the best of the tiles before
-            score_BK, label_BK = torch.cat([before[0], score_BK], dim=1), torch.cat([before[1], label_BK], dim=1)
-            score_BK, place_BK = score_BK.topk(min(k, score_BK.shape[1]), dim=1)
-            label_BK = label_BK.gather(1, place_BK)
-        before = (score_BK, label_BK)
-        if first + score_BT.shape[1] == num_labels:
-            score_NK[begin:end, : score_BK.shape[1]] = score_BK.cpu().numpy()
-            label_NK[begin:end, : score_BK.shape[1]] = label_BK.cpu().numpy()
+    step = query_block(num_labels, block)
+    for begin in range(0, num_queries, step):
+        end = min(begin + step, num_queries)
+        best_BK, best_label_BK = query.new_empty(end - begin, 0), torch.empty(end - begin, 0)
+        for first in range(0, num_labels, LABELS_AT_ONCE):
+            score_BT = query[begin:end] @ label[first : first + LABELS_AT_ONCE].T
+            if exclude is not None:
+                _leave_out(score_BT, exclude, begin, end, first)
+            score_BK, label_BK = score_BT.topk(min(k, score_BT.shape[1]), dim=1)
+            label_BK = (label_BK + first).masked_fill(score_BK == -torch.inf, -1)
+            if first:  # with the best of the tiles before
+                score_BK, label_BK = torch.cat([best_BK, score_BK], dim=1), torch.cat([best_label_BK, label_BK], dim=1)
+                score_BK, order_BK = score_BK.topk(min(k, score_BK.shape[1]), dim=1)
+                label_BK = label_BK.gather(1, order_BK)
+            best_BK, best_label_BK = score_BK, label_BK
+        score_NK[begin:end, : best_BK.shape[1]] = best_BK.cpu().numpy()
+        label_NK[begin:end, : best_BK.shape[1]] = best_label_BK.cpu().numpy()
     return score_NK, label_NK
 
 
