@@ -11,7 +11,7 @@ from unidec.config import Params, with_settings
 from unidec.data.dataset import write_dataset
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ArtifactError, ConfigError
-from unidec.model import full_bce, hinge
+from unidec.model import full_bce, losses
 from unidec.model.encoder import TransformerEncoder
 from unidec.pipeline import data as data_stages
 from unidec.pipeline import paths, plan
@@ -211,7 +211,7 @@ def test_the_peak_of_training_steps(name, data, live, tiny_params, tiny_distilbe
 
 def test_constants_of_the_code():
     assert plan._FULL_BCE_CHUNK == full_bce.CHUNK
-    assert plan._TRIPLET_BLOCK == hinge.BLOCK
+    assert plan._TRIPLET_BLOCK == losses.BLOCK
 
 
 def test_a_frozen_transformer_keeps_nothing(data, tiny_params):
