@@ -241,20 +241,22 @@ class TextEncoder(nn.Module):
         if batch.vector_BD is not None:
             parts.append(self._scaled(batch.vector_BD.float()))
         elif self.transformer is not None:
-            transformer: Callable[..., Tensor] = self.transformer
-            if self.recompute and torch.is_grad_enabled():
-                transformer = functools.partial(checkpoint, self.transformer, use_reentrant=False)
-            if batch.chunks:
-                vectors = [transformer(states, mask) for _, states, mask in batch.chunks]
-                place_B = torch.cat([places for places, _, _ in batch.chunks])
-                vector_BD = torch.cat(vectors)[torch.argsort(place_B)]
-            else:  # fewer texts than ranks: none for this one
-                device = next(self.transformer.parameters()).device
-                vector_BD = torch.zeros(0, self.transformer.width, device=device)
-            parts.append(self._scaled(vector_BD))
+            parts.append(self._scaled(self.transformer_vectors(batch)))
         if self.bag is not None:
             parts.append(self.bag(batch))
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+    def transformer_vectors(self, batch: EncoderInput) -> Tensor:
+        """The transformer's pooled vectors, float32 [B, D]."""
+        assert self.transformer is not None
+        if not batch.chunks:  # fewer texts than ranks: none for this one
+            return torch.zeros(0, self.transformer.width, device=next(self.transformer.parameters()).device)
+        transformer: Callable[..., Tensor] = self.transformer
+        if self.recompute and torch.is_grad_enabled():
+            transformer = functools.partial(checkpoint, self.transformer, use_reentrant=False)
+        vectors = [transformer(ids, mask) for _, ids, mask in batch.chunks]
+        place_B = torch.cat([places for places, _, _ in batch.chunks])
+        return torch.cat(vectors)[torch.argsort(place_B)]
 
     def _scaled(self, vector_BD: Tensor) -> Tensor:
         return F.normalize(vector_BD, dim=-1) if self.unit_vectors else vector_BD

@@ -4,17 +4,17 @@ Legend: N texts, D width of the transformer, W of the encoder.
 
 A transformer frozen as a whole: its pooled vector of each text, float16 [N, D]. An encoder frozen as a whole, bag of
 tokens and all: its output for each text, float16 [N, W]. A cache is named by what decides its content: weights, tokens,
-pooling, ... Of several processes the first one computes, the others wait.
+pooling, ...
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,19 +27,7 @@ from unidec.model.weights import output_settings
 from unidec.progress import progress
 
 KIND, VERSION = "encoder-cache", 2
-What = Literal["vectors", "outputs"]
 TEXTS_AT_ONCE = 16384  # sorted by length within such a slice: memory stays bounded for any N
-
-
-class Together(Protocol):
-    """Processes that all need the caches (`unidec.training.distributed.Ranks`)."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this process, from 0."""
-
-    def barrier(self) -> None:
-        """Wait for all."""
 
 
 def cached_inputs(
@@ -48,30 +36,21 @@ def cached_inputs(
     folder: Path,
     device: torch.device,
     amp: torch.dtype | None,
-    together: Together | None = None,
 ) -> InputBuilder:
     """An input builder that reads what is frozen from the caches; what is not there yet is computed.
 
     Training, index and evaluation share the caches: what is frozen has the same weights in all of them.
 
     Args:
-        together: processes that all call this.
+        folder: where caches are kept, one folder each.
+        device: where to compute, and where the encoder is. amp: autocast to this type, or None.
     """
-    caches, transformer = FrozenCaches(folder, device, amp), encoder.transformer
-    if not (encoder.frozen or encoder.takes_vectors):
-        return InputBuilder(encoder, device)
-    if together is not None and together.rank > 0:
-        together.barrier()
-    if encoder.frozen:
-        outputs = {name: caches.outputs(encoder, name, cache) for name, cache in tokens.items()}
-        build = InputBuilder(encoder, device, frozen_outputs=outputs)
-    else:
-        assert transformer is not None
-        vectors = {name: caches.vectors(transformer, cache) for name, cache in tokens.items()}
-        build = InputBuilder(encoder, device, vectors)
-    if together is not None and together.rank == 0:
-        together.barrier()
-    return build
+    caches = FrozenCaches(encoder, folder, device, amp)
+    return InputBuilder(
+        encoder, device,
+        frozen_vectors=caches.vectors(tokens) if encoder.takes_vectors and not encoder.frozen else None,
+        frozen_outputs=caches.outputs(tokens) if encoder.frozen else None,
+    )  # fmt: skip
 
 
 def frozen_sha256(encoder: TransformerEncoder | TextEncoder) -> str:
@@ -87,83 +66,47 @@ def frozen_sha256(encoder: TransformerEncoder | TextEncoder) -> str:
 
 @dataclass(frozen=True)
 class FrozenCaches:
-    """Outputs of what is frozen for all texts of a token cache, computed at the first call: float16, read-only,
-    memory-mapped.
+    """Outputs of what is frozen for all texts of token caches, computed at the first call: float16, read-only,
+    memory-mapped. The fields are the arguments of `cached_inputs`."""
 
-    Attributes:
-        folder: where caches are kept, one folder each.
-        device: where to compute. amp: autocast to this type, or None.
-    """
-
+    encoder: TextEncoder
     folder: Path
     device: torch.device
     amp: torch.dtype | None
-    _hashes: dict[int, str] = field(default_factory=dict)  # of encoders' weights, by id
 
-    def vectors(self, encoder: TransformerEncoder, tokens: TokenCache) -> np.ndarray:
-        """A transformer's vectors [N, D]."""
-        facts = {"pooling": encoder.pooling, "frozen_layers": encoder.num_frozen_layers, "what": "vectors"}
+    def vectors(self, tokens: Mapping[str, TokenCache]) -> dict[str, np.ndarray]:
+        """The transformer's vectors [N, D] of each source."""
+        transformer = self.encoder.transformer
+        assert transformer is not None
+        facts = {
+            "pooling": transformer.pooling, "frozen_layers": transformer.num_frozen_layers,
+            "what": "vectors", "weights": frozen_sha256(transformer),
+        }  # fmt: skip
+        return {name: self._kept(facts, transformer.width, name, cache) for name, cache in tokens.items()}
 
-        def fill(values: np.ndarray) -> None:
-            encoder.to(self.device).eval()
-            for rows in self._shown(_chunks(tokens), tokens.num_texts, "vectors"):
-                ids_BT, mask_BT = tokens.batch(rows)
-                ids, mask = torch.from_numpy(ids_BT).to(self.device), torch.from_numpy(mask_BT).to(self.device)
-                with self._autocast():
-                    values[rows] = encoder(ids, mask).float().cpu().numpy()
-
-        return self._kept("vectors", facts, encoder, tokens, fill)
-
-    def outputs(self, encoder: TextEncoder, name: str, tokens: TokenCache) -> np.ndarray:
-        """Outputs [N, W] of an encoder that is frozen as a whole, and on the device.
+    def outputs(self, tokens: Mapping[str, TokenCache]) -> dict[str, np.ndarray]:
+        """Outputs [N, W] of an encoder that is frozen as a whole, of each source.
 
         Its transformer's vectors are kept too: they are the same beside other bags of tokens.
-
-        Args:
-            name: of the texts' source.
         """
-        facts = {"settings": output_settings(encoder.settings), "unit": encoder.unit_vectors, "what": "outputs"}
+        encoder = self.encoder
+        facts = {
+            "settings": output_settings(encoder.settings), "unit": encoder.unit_vectors,
+            "what": "outputs", "weights": frozen_sha256(encoder),
+        }  # fmt: skip
+        return {name: self._kept(facts, encoder.width, name, cache) for name, cache in tokens.items()}
 
-        def fill(values: np.ndarray) -> None:
-            vectors = {} if encoder.transformer is None else {name: self.vectors(encoder.transformer, tokens)}
-            build, num_texts = InputBuilder(encoder, self.device, vectors), tokens.num_texts
-            slices = (np.arange(i, min(i + TEXTS_AT_ONCE, num_texts)) for i in range(0, num_texts, TEXTS_AT_ONCE))
-            for rows in self._shown(slices, num_texts, "outputs"):
-                texts = build.texts([(name, tokens, rows)])
-                with self._autocast():
-                    values[rows] = encoder.frozen_output(texts).float().cpu().numpy()
-
-        return self._kept("outputs", facts, encoder, tokens, fill)
-
-    def _shown(self, chunks: Iterable[np.ndarray], num_texts: int, what: What) -> Iterator[np.ndarray]:
-        with progress(total=num_texts, desc=f"encode once ({what})", unit="text") as bar:
-            for rows in chunks:
-                bar.update(len(rows))
-                yield rows
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None)
-
-    def _kept(
-        self,
-        what: What,
-        facts: dict[str, Any],
-        encoder: TransformerEncoder | TextEncoder,
-        tokens: TokenCache,
-        fill: Callable[[np.ndarray], None],
-    ) -> np.ndarray:
-        """The cache that is named by some facts, by the weights and by the tokens."""
-        manifest = read_manifest(tokens.path, "tokens", 1, verify=False)
-        if id(encoder) not in self._hashes:
-            self._hashes[id(encoder)] = frozen_sha256(encoder)
-        facts |= {"weights": self._hashes[id(encoder)], "tokens": manifest["files"], "amp": str(self.amp)}
-        key = hashlib.sha256(json.dumps(facts | {"version": VERSION}, sort_keys=True).encode()).hexdigest()
-        path, shape = self.folder / f"{what}-{key[:16]}", (tokens.num_texts, encoder.width)
+    def _kept(self, facts: dict[str, Any], width: int, name: str, tokens: TokenCache) -> np.ndarray:
+        """The cache that is named by some facts and by the tokens."""
+        manifest, what = read_manifest(tokens.path, "tokens", 1, verify=False), facts["what"]
+        facts = facts | {"tokens": manifest["files"], "amp": str(self.amp), "version": VERSION}
+        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        path, shape = self.folder / f"{what}-{key[:16]}", (tokens.num_texts, width)
         meta = {"key": key, "num_rows": shape[0], "width": shape[1]}
         if not path.is_dir():
             with write_folder(path, KIND, VERSION, meta) as out, torch.no_grad():
                 mapped = np.lib.format.open_memmap(out.path / "values.npy", mode="w+", dtype=np.float16, shape=shape)
-                fill(mapped)
+                self._fill(mapped, what, name, tokens)
                 mapped.flush()
         with verify_once(path) as needed:
             found = read_manifest(path, KIND, VERSION, verify=needed)["meta"]
@@ -175,9 +118,19 @@ class FrozenCaches:
             )  # fmt: skip
         return values
 
-
-def _chunks(tokens: TokenCache) -> Iterator[np.ndarray]:
-    """Rows of texts of similar length."""
-    for start in range(0, tokens.num_texts, TEXTS_AT_ONCE):
-        rows = np.arange(start, min(start + TEXTS_AT_ONCE, tokens.num_texts))
-        yield from (rows[places] for places in length_chunks(tokens.lengths(rows)))
+    def _fill(self, values: np.ndarray, what: str, name: str, tokens: TokenCache) -> None:
+        encoder, vectors = self.encoder, {}
+        if what == "outputs" and encoder.transformer is not None:
+            vectors = self.vectors({name: tokens})
+        build = InputBuilder(encoder, self.device, vectors)
+        compute = encoder.frozen_output if what == "outputs" else encoder.transformer_vectors
+        with progress(total=tokens.num_texts, desc=f"encode once ({what})", unit="text") as bar:
+            for start in range(0, tokens.num_texts, TEXTS_AT_ONCE):
+                some = np.arange(start, min(start + TEXTS_AT_ONCE, tokens.num_texts))
+                for places in length_chunks(tokens.lengths(some)):
+                    texts = build.texts([(name, tokens, some[places])])
+                    with torch.autocast(
+                        self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None
+                    ):
+                        values[some[places]] = compute(texts).float().cpu().numpy()
+                    bar.update(len(places))

@@ -11,8 +11,7 @@ Several ranks: the first one clusters, and all get its clusters.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,15 +27,13 @@ TOLERANCE = 1e-4  # a split stops when an iteration adds less than this to its m
 MAX_ITERATIONS = 100
 
 
-@dataclass(frozen=True)
-class Clusters:
+class Clusters(NamedTuple):
     """`order_N[offsets[c] : offsets[c + 1]]`, int64, are the members of cluster c, as positions in what was clustered;
     `objective` is the mean cosine of the points to their cluster's centre."""
 
     order_N: np.ndarray
     offsets: np.ndarray
     objective: float
-    seconds: float
 
 
 def balanced_clusters(
@@ -56,7 +53,7 @@ def balanced_clusters(
     Raises:
         DataError: values that are not finite.
     """
-    begin, unit_ND, num_points = time.perf_counter(), _unit_vectors(vectors_ND, device), len(vectors_ND)
+    unit_ND, num_points = _unit_vectors(vectors_ND, device), len(vectors_ND)
     slot_CM = torch.arange(num_points, device=unit_ND.device).reshape(1, -1)
     size_C = torch.tensor([num_points], device=unit_ND.device)
     levels = (num_clusters(num_points, max_size) - 1).bit_length()
@@ -68,7 +65,7 @@ def balanced_clusters(
         ranks.gather_array(x.cpu().numpy() if ranks.is_first else None) for x in (slot_CM[filled_CM], size_C)
     )
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    return Clusters(order_N, offsets, ranks.share(objective), time.perf_counter() - begin)
+    return Clusters(order_N, offsets, ranks.share(objective))
 
 
 def _split(unit_ND: Tensor, slot_CM: Tensor, size_C: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor, float]:

@@ -226,6 +226,15 @@ class Ranks:
             with _translated():
                 dist.barrier(group=self._patient)
 
+    @contextlib.contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """Within, the others begin once the first rank has finished."""
+        if not self.is_first:
+            self.barrier()
+        yield
+        if self.is_first:
+            self.barrier()
+
     def share(self, value: Any = None) -> Any:
         """The first rank's value (JSON) on every rank."""
         if self.alone:

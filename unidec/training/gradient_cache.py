@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from unidec.data.tokens import Tokens, length_chunks
-from unidec.model.encoder import BagEncoder, EncoderInput, InputBuilder, TextEncoder
+from unidec.model.encoder import EncoderInput, InputBuilder, TextEncoder
 from unidec.model.row_table import RowTable
 from unidec.training.precision import random_state, restore_random_state
 
@@ -59,21 +59,9 @@ def cut_texts(parts: TextParts, build: InputBuilder, size: int, device: torch.de
     for name, tokens, rows in parts:
         cut = length_chunks(tokens.lengths(rows), size)
         chunks = [(torch.from_numpy(places).to(device), build([(name, tokens, rows[places])])) for places in cut]
-        unique_U = None
-        if any(given.unique_U is not None for _, given in chunks):
-            unique_U = torch.from_numpy(_distinct(tokens, rows, build.encoder.bag)).to(device)
-        texts = texts.followed_by(TextChunks(len(rows), tuple(chunks), unique_U))
+        ids = [given.unique_U for _, given in chunks if given.unique_U is not None]
+        texts = texts.followed_by(TextChunks(len(rows), tuple(chunks), torch.cat(ids).unique() if ids else None))
     return texts
-
-
-def _distinct(tokens: Tokens, rows: np.ndarray, bag: BagEncoder | None) -> np.ndarray:
-    """Rows of the bag's table that some texts use, int64 [U], ascending, each once."""
-    flat, offsets = tokens.ragged(rows)
-    if bag is not None:
-        flat, _ = bag.features(flat, np.diff(offsets))
-    seen_V = np.zeros(1 + int(flat.max(initial=-1)), dtype=bool)  # flags: a tenth of the time of sorting the tokens
-    seen_V[flat] = True
-    return np.flatnonzero(seen_V)
 
 
 def encode_texts(

@@ -111,7 +111,8 @@ class Trainer:
             take_model(self.model, start)
         else:
             start_bag(self.model, self.batches.parts(self.rows))
-        self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp, ranks)
+        with ranks.first_alone():  # what it computes the others read
+            self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp)
         self.batches.build = self.build
         self.model.label_input = self._encode_labels if settings.model.clf_residual else None
         batch_size = settings.pool.batch_size
