@@ -107,7 +107,7 @@ def test_heads_equal_their_formulas(tiny_bert, tiny_params):
     model = make_model(tiny_bert, tiny_params(**{"model.clf_bias": True})).eval()
     tokens = encode_texts(TEXTS, tiny_bert, 16)
     x_NW = torch.from_numpy(model.encode("queries", tokens))
-    de, clf = model.project(x_NW.numpy()).values()
+    de, clf = model.vectors("queries", tokens)
     w1, b1, w2, b2 = (model.head_de[0].weight, model.head_de[0].bias, model.head_clf[0].weight, model.head_clf[0].bias)
     expected = [F.normalize(torch.tanh(w1 @ x + b1), dim=0) for x in x_NW], [w2 @ x + b2 for x in x_NW]
     np.testing.assert_allclose(de, torch.stack(expected[0]).detach().numpy(), rtol=1e-4, atol=1e-6)
@@ -141,8 +141,8 @@ def test_vectors_in_blocks_are_those_of_all_at_once(tiny_bert, tiny_params, rng,
     tokens = encode_texts(TEXTS * 5, tiny_bert, 16)
     rows = rng.permutation(25)
     blocks = [rows[start : start + 8] for start in range(0, 25, 8)]
-    parts = [model.project(model.encode("queries", tokens, block, batch_size=2)) for block in blocks]
-    expected = [np.concatenate([part[head] for part in parts]) for head in ("de", "clf")]
+    parts = [model.vectors("queries", tokens, block, batch_size=2) for block in blocks]
+    expected = [np.concatenate(part) for part in zip(*parts, strict=True)]
     monkeypatch.setattr(module, "PROJECT_BLOCK", 9)
     seen = []
     encode = model.encode
@@ -333,12 +333,13 @@ def test_a_newer_format_is_refused_naming_it(stored):
         UniDEC.load(stored)
 
 
-def test_heads_are_in_float32_also_under_autocast(tiny_bert, tiny_params, rng):
+def test_heads_are_in_float32_also_under_autocast(tiny_bert, tiny_params, rng, monkeypatch):
     model = make_model(tiny_bert, tiny_params())
-    x_NW = rng.normal(size=(20, 32)).astype(np.float32)
+    tokens, x_NW = encode_texts(TEXTS, tiny_bert, 16), rng.normal(size=(len(TEXTS), 32)).astype(np.float32)
+    monkeypatch.setattr(model, "encode", lambda *_: x_NW)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = model.project(x_NW)
-    assert all(np.array_equal(vectors, ours[name]) for name, vectors in model.project(x_NW).items())
+        ours = model.vectors("queries", tokens)
+    assert same(model.vectors("queries", tokens), ours)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -225,38 +225,33 @@ class UniDEC(nn.Module):
         return x_NW
 
     @torch.no_grad()
-    def project(self, x_NW: np.ndarray, only: Literal["de", "clf"] | None = None) -> dict[str, np.ndarray]:
-        """Heads of encoder outputs by name, float32 [n, D]; in float32 also under autocast, as in training and in
-        serving."""
-        was_training = self.training
-        self.eval()
-        heads = {name: head for name, head in (("de", self.de), ("clf", self.clf)) if self.heads in ("both", name)}
-        x_BW = torch.from_numpy(x_NW).to(self.device)
-        with torch.autocast(self.device.type, enabled=False):
-            found = {name: head(x_BW).cpu().numpy() for name, head in heads.items() if only in (None, name)}
-        self.train(was_training)
-        return found
-
     def vectors(
         self, name: str, tokens: Tokens, rows: np.ndarray | None = None, build: InputBuilder | None = None,
         batch_size: int = 1024, desc: str | None = None, only: Literal["de", "clf"] | None = None,
     ) -> tuple[np.ndarray | None, np.ndarray | None]:  # fmt: skip
-        """(Phi_D, Phi_C) float32 [n, D] of texts, None for a head that is not there or not wanted: `project` of
-        `encode`, whose outputs are never held for all texts.
+        """(Phi_D, Phi_C) float32 [n, D] of texts, None for a head that is not there or not wanted.
+
+        The encoder's outputs are never held for all texts; heads compute in float32 also under autocast, as in training
+        and in serving.
 
         Args:
             desc: shows progress under this name. The others are those of `encode`.
         """
         rows = np.arange(len(tokens)) if rows is None else np.asarray(rows, dtype=np.int64)
-        block = max(PROJECT_BLOCK // max(batch_size, 1), 1) * batch_size or PROJECT_BLOCK
-        wanted = [head for head in ("de", "clf") if self.heads in ("both", head) and only in (None, head)]
-        out = {head: np.empty((len(rows), self.settings.dim), dtype=np.float32) for head in wanted}
+        block = max(PROJECT_BLOCK // batch_size, 1) * batch_size
+        of_name = {"de": self.de, "clf": self.clf}
+        heads = {key: head for key, head in of_name.items() if self.heads in ("both", key) and only in (None, key)}
+        out = {key: np.empty((len(rows), self.settings.dim), dtype=np.float32) for key in heads}
+        was_training = self.training
+        self.eval()
         with progress(total=len(rows), desc=desc, unit="text") if desc else contextlib.nullcontext() as bar:
             for start in range(0, len(rows), block):
                 some = slice(start, start + block)
-                x_BW = self.encode(name, tokens, rows[some], build, batch_size, bar)
-                for head, part_BD in self.project(x_BW, only).items():
-                    out[head][some] = part_BD
+                x_BW = torch.from_numpy(self.encode(name, tokens, rows[some], build, batch_size, bar)).to(self.device)
+                with torch.autocast(self.device.type, enabled=False):
+                    for key, head in heads.items():
+                        out[key][some] = head(x_BW).cpu().numpy()
+        self.train(was_training)
         return out.get("de"), out.get("clf")
 
     def encode_queries(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +45,6 @@ from unidec.training.distributed import ALONE, Ranks
 
 KIND, VERSION = "checkpoint", 2
 KEPT = 2
-Found = TypeVar("Found")
 RowRanges = Mapping[str, tuple[int, int]]  # of a table: begin, end
 
 
@@ -197,30 +196,23 @@ def load_checkpoint(
         check: called with the state before any tensor is read, to refuse it by an error.
 
     Raises:
-        ArtifactError: there are checkpoints, and none is whole, or the newest is of a version not known yet.
+        ArtifactError: there are checkpoints and none is whole, or the newest is of a version not known yet.
     """
-
-    def load(path: Path) -> Checkpoint:
-        state = read_state(run_dir, path)
-        if check is not None:
-            check(state)
-        return _load(path, state, row_ranges or {})
-
-    return _newest(run_dir, load)
+    path, state, refused = newest_state(run_dir)
+    if path is None:
+        return None, refused
+    if check is not None:
+        check(state)
+    return _load(path, state, row_ranges or {}), refused
 
 
 def newest_state(run_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]:
     """Folder and state of the checkpoint that `load_checkpoint` would load, and what was wrong with newer ones; raises
     as it does, and reads no tensor. (None, {}, []) where there is none at all."""
-    found, refused = _newest(run_dir, lambda path: (path, read_state(run_dir, path)))
-    return (*(found or (None, {})), refused)
-
-
-def _newest(run_dir: Path, read: Callable[[Path], Found]) -> tuple[Found | None, list[str]]:
     refused: list[str] = []
     for path in checkpoint_folders(run_dir):
         try:
-            return read(path), refused
+            return path, read_state(run_dir, path), refused
         except NewerFormatError:
             raise  # an older one would lose what was learnt since, and remove it
         except ArtifactError as error:
@@ -230,7 +222,7 @@ def _newest(run_dir: Path, read: Callable[[Path], Found]) -> tuple[Found | None,
             "no checkpoint of this run is whole", where=str(run_dir / "checkpoints"), got="; ".join(refused),
             fix="delete the run's folder to train from the start",
         )  # fmt: skip
-    return None, refused
+    return None, {}, refused
 
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:

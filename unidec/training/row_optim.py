@@ -24,7 +24,6 @@ from unidec.model.row_table import RowTable
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 State = dict[str, Tensor]  # by name
-Scale = Tensor | float  # of the gradient
 
 
 class RowOptimiser:
@@ -44,19 +43,20 @@ class RowOptimiser:
             table.add_state(name, *([table.weight.shape[1]] if wide else []))
 
     @torch.no_grad()
-    def step(self, step: int, factor: float, scale: Scale = 1.0) -> None:
+    def step(self, step: int, factor: float, scale: Tensor | float = 1.0) -> None:
         """Update the gathered rows from their leaf's gradient, then forget them.
 
         Args:
             step: number of this update, from 1 (bias correction).
-            factor: the schedule's share of the learning rate; scale: multiplies the gradient (clipping).
+            factor: the schedule's share of the learning rate.
+            scale: multiplies the gradient (clipping), 0-d.
         """
         rows_U, leaf = self.table.used or (None, None)
         if leaf is None or leaf.grad is None:
             self.table.forget()
             return
         weight, state = leaf.detach(), self.table.used_state()  # the leaf holds the rows' values
-        self.update(weight, leaf.grad, state, step, self.lr * factor, scale)
+        self.update(weight, leaf.grad, state, step, self.lr * factor, torch.as_tensor(scale, dtype=weight.dtype))
         if self.table.weight.dtype == torch.bfloat16:
             if rows_U is None:
                 first = self.table.first_row
@@ -64,12 +64,9 @@ class RowOptimiser:
             weight = round_to_bfloat16(weight, row_noise(rows_U, weight.shape[1], f"{self.seed} {step}"))
         self.table.write_back(weight, state)
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Scale) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor) -> None:
         """Change weight [U, D] and state in place; the gradient may be used up."""
-        if isinstance(scale, Tensor):
-            weight.addcmul_(grad, scale.to(grad.dtype), value=-lr)
-        else:
-            weight.add_(grad, alpha=-lr * scale)
+        weight.addcmul_(grad, scale, value=-lr)
 
     def state(self) -> State:
         """State of all rows [R, ...] by name: the tensors themselves."""
@@ -86,7 +83,7 @@ class RowAdam(RowOptimiser):
         super().__init__(table, lr, seed)
         self._count = torch.zeros((), dtype=torch.float32, device=table.device)
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Scale) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor) -> None:
         self._count.fill_(step - 1)
         adamw(  # one pass over gradient, moments and weight
             [weight], [grad.mul_(scale)], [state["first"]], [state["second"]], [], [self._count], fused=True,
@@ -102,7 +99,7 @@ class RowAdagrad(RowOptimiser):
 
     columns: ClassVar = {"sum": False}
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Scale) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor) -> None:
         norm_U = torch.linalg.vector_norm(grad, dim=1).mul_(scale)  # reads the gradient once, makes no [U, D]
         sum_U = state["sum"].addcmul_(norm_U, norm_U, value=1 / grad.shape[1])
         rate_U = sum_U.sqrt().add_(EPS).reciprocal_().mul_(scale)
