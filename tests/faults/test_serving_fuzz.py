@@ -237,6 +237,9 @@ def test_ten_thousand_hostile_requests(programs: SimpleNamespace, bundle: Path, 
         load.run(load.closed_loop(served.port, requests, 32, count=Serve().cache_queries))  # a full cache grows no more
         large = iter([load.post("/predict", {"queries": [next(texts) for _ in range(100)]}) for _ in range(20)])
         assert set(load.run(load.closed_loop(served.port, large, 2)).statuses) == {200}, "what fair use takes at most"
+        for path in ("/openapi.json", "/card", "/", "/metrics", "/labels?prefix=red"):  # made when first asked for
+            served.ask(path)
+        served.ask("/explain", {"query": "redcar"})
         start = served.memory()["VmRSS"]
         alone: list[float] = []
         beside: list[float] = []

@@ -6,14 +6,18 @@ import contextlib
 import ctypes
 import gc
 
-_M_ARENA_MAX = -8  # of glibc's malloc.h
+_M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3  # of glibc's malloc.h
+_OWN_PAGES = 1 << 17  # bytes; glibc's own value, which grows to 32 MiB with what is freed unless it is set
 
 
 def share_one_heap() -> None:
-    """Makes threads that start from now on share one heap. glibc gives each its own, and long-lived objects (cached
-    answers) leave holes in all of them: memory grows by half a heap though nothing more is held."""
+    """Makes threads that start from now on share one heap, without what is large. glibc gives each its own, and
+    long-lived objects (cached answers) leave holes in all of them; a large body in the heap leaves one too, in pages of
+    its own none. Memory would grow though nothing more is held."""
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_ARENA_MAX, 1)
+        libc.mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES)
 
 
 def give_back() -> None:
