@@ -1,7 +1,7 @@
 """`python -m flows.<name>`: options from the flow's parameters, one line for a known error, exit codes.
 
 A module may have, beside its flow: `in_words(result)`, what is printed without --json; and `prepare(options)`, called
-while Prefect's temporary server starts.
+while Prefect's temporary server starts: a result that it returns needs no flow run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "regist
 def main(name: str, words: Sequence[str] | None = None) -> int:
     """Run the flow `name` of flows/<name>.py with these arguments, by default the program's; returns the exit code."""
     words = sys.argv[1:] if words is None else words
-    port = 0 if {"-h", "--help"} & set(words) else server.start()  # takes seconds, as do the imports that follow
+    if not {"-h", "--help"} & set(words) and (words or name != "train"):  # a plain training may find nothing to do
+        server.start()  # takes seconds, as do the imports that follow
     module = importlib.import_module(f"flows.{name}")  # by its name: workers import it so
     interrupt.end_guard()
     options = vars(_parser(module, name).parse_args(words))
@@ -34,9 +35,9 @@ def main(name: str, words: Sequence[str] | None = None) -> int:
     def run() -> Any:
         if "overrides" in options:
             options["overrides"] = parse_overrides(options["overrides"]) or None
-        if prepare := getattr(module, "prepare", None):
-            prepare(options)
-        with server.running(port):
+        if (done := getattr(module, "prepare", lambda _options: None)(options)) is not None:
+            return done
+        with server.running():
             return getattr(module, name)(**options)
 
     return guarded(run, show)

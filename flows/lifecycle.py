@@ -43,7 +43,9 @@ def worth_retrying(_task: Any, _task_run: Any, state: Any) -> bool:
 
 
 def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False, **named: Any) -> T:
-    """Calls `work(*arguments, **named)` as a task of this name; with `retry` again where that may help."""
+    """Calls `work(*arguments, **named)`, in a flow run as a task of this name; `retry`: again where that may help."""
+    if FlowRunContext.get() is None:
+        return work(*arguments, **named)
     # DVC and our checkpoints decide what is done already: a result cache on top of them could only disagree
     options: dict[str, Any] = {"name": name, "task_run_name": name, "cache_policy": NO_CACHE, "persist_result": False}
     if retry:

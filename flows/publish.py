@@ -21,15 +21,7 @@ from unidec.tracking.store import open_client, tracking_uri
 
 PHASES = ("cluster", "mine", "validate")
 RECORDED = ("dvc.lock", "data/start.json", "outputs/metrics.json", "outputs/plots")
-
-
-PAGES = (
-    "outputs/report.html",
-    "outputs/bundle",
-    "outputs/gate.html",
-    "data/validation/index.html",
-    "data/change/index.html",
-)
+PAGES = ("report.html", "bundle", "gate.html", "../data/validation/index.html", "../data/change/index.html")
 log = logging.getLogger("unidec.flows")
 
 
@@ -49,9 +41,9 @@ def harmless(what: str) -> Iterator[None]:
 @harmless("the run's page in Prefect lacks a phase")
 def show_phase(name: str, number: int, report: Mapping[str, Any]) -> None:
     """Figures of clustering, mining or validation: seconds, cosine within clusters, scores of negatives, metrics."""
-    figures = report.get("validation", report)
-    rows = [{"figure": key, "value": f"{figure:.5g}"} for key, figure in figures.items() if "/" not in key]
-    if name in PHASES and rows and FlowRunContext.get() is not None:
+    if name in PHASES and FlowRunContext.get() is not None:
+        figures = report.get("validation", report)
+        rows = [{"figure": key, "value": f"{figure:.5g}"} for key, figure in figures.items() if "/" not in key]
         create_table_artifact(rows, key=name, description=f"{name}, round {number}")
 
 
@@ -65,7 +57,7 @@ def show_result(done: Mapping[str, Any]) -> None:
         for reason in done.get("gate", {}).get("reasons", ())
     ]
     links = [f"- MLflow run: <{done['run_url']}>"] if done.get("run_url") else []
-    pages = [f"- `{Path(path).resolve()}`" for path in PAGES if Path(path).exists()]
+    pages = [f"- `{path.resolve()}`" for path in (Path("outputs", page) for page in PAGES) if path.exists()]
     create_markdown_artifact("\n".join([f"version {done['version']}", *checks, *links, *pages]), key="result")
 
 
@@ -129,7 +121,8 @@ def emit(model_name: str, event: str, payload: Mapping[str, Any]) -> None:
         event: skipped, refused, promoted or drift.
         payload: JSON.
     """
+    if not current_flow_run.id:
+        return
     about = {"prefect.resource.id": f"unidec.model.{model_name}", "prefect.resource.name": model_name}
     cause = {"prefect.resource.id": f"prefect.flow-run.{current_flow_run.id}", "prefect.resource.role": "cause"}
-    related = [cause] if current_flow_run.id else []
-    emit_event(event=f"unidec.{event}", resource=about, related=related, payload=dict(payload))
+    emit_event(event=f"unidec.{event}", resource=about, related=[cause], payload=dict(payload))

@@ -7,7 +7,6 @@ nothing else: they are no parameters, and `run` masks them in the output of DVC.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import os
@@ -43,6 +42,13 @@ Say = Callable[[str], None] | None  # receives each line of a command's output
 
 class CommandError(RuntimeError):
     """A command that failed and may succeed when retried (a lock held by another process, a full table)."""
+
+
+def make_data(stages: Sequence[str]) -> None:
+    """`reproduce` of the data stages; what the model's stages import takes seconds, and is imported meanwhile."""
+    with ThreadPoolExecutor(1) as imports:
+        imports.submit(pipeline.import_training)
+        reproduce(stages, log.info)
 
 
 def check_repository() -> None:
@@ -170,9 +176,7 @@ def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
     if not changed:
         lifecycle.say("the data is up to date")
         return work
-    with ThreadPoolExecutor(1) as imports:  # what training imports takes seconds, as DVC's processes do
-        imports.submit(importlib.import_module, "unidec.pipeline.training")
-        lifecycle.run("prepare data", reproduce, stages, log.info, retry=True)
+    lifecycle.run("prepare data", make_data, stages, retry=True)
     return stale()[1]
 
 

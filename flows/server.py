@@ -1,13 +1,13 @@
-"""Prefect's temporary server, started before a flow is imported instead of after.
+"""Prefect's temporary server, in a process of its own, which starts while the flow's process does other work.
 
-Where no server is configured, Prefect imports the server's code into the flow's process, starts the server and waits.
-Here the same server starts first, in a process of its own, while the flow's process imports what it needs; Ctrl-C does
-not reach it, and it ends when the flow's process is gone, however that ended.
+Where no server is configured, Prefect itself would import the server's code into the flow's process and wait for it.
+Ctrl-C does not reach this process, and it ends when the flow's process is gone, however that ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -17,13 +17,21 @@ import urllib.request
 from collections.abc import Iterator
 
 TIMEOUT_S = 120.0
-# what Prefect sets for its own temporary server
-_ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+_ENVIRONMENT = {
+    "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1",  # as Prefect's own
+    "PREFECT_API_BLOCKS_REGISTER_ON_START": "0",  # a block that is saved registers itself
+}  # fmt: skip
 
 
+def is_needed() -> bool:
+    """Whether the environment names neither a server nor a profile."""
+    return not (os.environ.get("PREFECT_API_URL") or os.environ.get("PREFECT_PROFILE"))
+
+
+@functools.cache
 def start() -> int:
-    """Starts the server and returns its port at once; 0 where the environment names a server or a profile."""
-    if os.environ.get("PREFECT_API_URL") or os.environ.get("PREFECT_PROFILE"):
+    """Starts the server, once, and returns its port without waiting; 0 where none is needed."""
+    if not is_needed():
         return 0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -34,21 +42,24 @@ def start() -> int:
 
 
 @contextlib.contextmanager
-def running(port: int) -> Iterator[None]:
-    """Flows called inside report to the server that was started, unless Prefect's settings name another one."""
+def running() -> Iterator[None]:
+    """Flows called inside report to a temporary server, unless Prefect's settings name another one."""
     from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 
-    address, end = f"http://127.0.0.1:{port}/api", time.monotonic() + TIMEOUT_S
-    if not port or PREFECT_API_URL.value():
+    port, end = 0 if PREFECT_API_URL.value() else start(), time.monotonic() + TIMEOUT_S
+    if not port:
         yield
         return
+    address = f"http://127.0.0.1:{port}/api"
     while time.monotonic() < end:
         try:
             urllib.request.urlopen(f"{address}/health", timeout=5).close()
             break
         except OSError:
             time.sleep(0.05)
-    with temporary_settings({PREFECT_API_URL: address, PREFECT_UI_URL: ""}):  # it has no pages
+    # it has no pages, and no automation that listens for signs of life
+    unset = {PREFECT_UI_URL: "", "flows.heartbeat_frequency": None}
+    with temporary_settings({PREFECT_API_URL: address, **unset}):
         yield
 
 

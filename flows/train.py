@@ -21,13 +21,14 @@ if __name__ == "__main__":
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from prefect import flow
 
-from flows import lifecycle, publish, reproduce
+from flows import lifecycle, publish, reproduce, server
 from flows.decide import decide, share
 from flows.decide import summary as in_words  # noqa: F401  what `flows.command` prints
 from flows.lifecycle import run
@@ -206,11 +207,33 @@ def _own_folder(params: Params) -> Iterator[Params]:
         yield params.model_copy(update={"data": data, "encoder": encoder})
 
 
-def prepare(options: dict[str, Any]) -> None:
-    """Mistakes show before Prefect starts; what takes seconds is done while its server starts."""
+def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Mistakes show before Prefect starts, and what takes seconds is done while its server starts.
+
+    Where no server is configured DVC makes the data here; nothing to train needs no flow run: its result is returned.
+    """
     parse_steps(options["steps"])
-    load_params(options["params_file"], options["overrides"])
-    if options["steps"] == "all" and not options["overrides"] and options["params_file"] == "params.yaml":
+    params = load_params(options["params_file"], options["overrides"])
+    through_dvc = options["steps"] == "all" and not options["overrides"] and options["params_file"] == "params.yaml"
+    if through_dvc:
         reproduce.check_repository()
+    with ThreadPoolExecutor(1) as beside:
+        store = beside.submit(_open_store)
+        if through_dvc and params.source.kind == "none" and server.is_needed():
+            data_changed, work = reproduce.stale(DATA_STEPS)
+            if not (data_changed or work or options["force"]):
+                store.result()
+                with one_at_a_time():
+                    return _skip(params, options["promote"])
+            server.start()
+            if data_changed:
+                # what may succeed when retried, the flow retries
+                with one_at_a_time(), contextlib.suppress(reproduce.CommandError):
+                    reproduce.make_data(DATA_STEPS)
+        store.result()
+    return None
+
+
+def _open_store() -> None:
     import_mlflow()  # each run requires it, and the database
     prepare_store()

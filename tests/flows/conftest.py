@@ -27,18 +27,6 @@ def no_temporary_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def without_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks are plain calls."""
-    from flows import lifecycle, train
-
-    def run(_name, work, *arguments, retry=False, **named):
-        return work(*arguments, **named)
-
-    for module in (lifecycle, train):
-        monkeypatch.setattr(module, "run", run)
-
-
-@pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch):
     """`stand_in(module, name, answer)`: takes the flow's place on the command line; gives its calls."""
 

@@ -130,6 +130,7 @@ def test_an_event_that_cannot_be_sent_stops_nothing(publish, monkeypatch, caplog
         raise ConnectionError("no server")
 
     monkeypatch.setattr(publish, "emit_event", away)
+    monkeypatch.setattr(publish, "current_flow_run", types.SimpleNamespace(id="one"))
     with caplog.at_level(logging.WARNING):
         publish.emit("unidec", "skipped", {})
     assert "no server" in caplog.text

@@ -21,7 +21,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def world(place, without_prefect, monkeypatch):
+def world(place, monkeypatch):
     """`calls`: what the stages were asked; `stages`: they, to be changed; `events`."""
     from flows import decide, monitor, publish, refresh, reproduce
 

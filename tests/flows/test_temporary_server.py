@@ -14,7 +14,7 @@ import psutil
 PROGRAM = """
 import json, os, sys
 from flows import command, server
-port = server.start()
+server.start()
 from prefect import flow, task
 from flows import lifecycle
 import psutil
@@ -32,7 +32,7 @@ def small():
         return {"servers": servers, "tags": tags}
 
 def run():
-    with server.running(port):
+    with server.running():
         return small()
 
 code = command.guarded(run, json.dumps)

@@ -67,6 +67,8 @@ class Stages(types.SimpleNamespace):
         self._call("register")
         return {"model": "unidec", "version": 3}
 
+    def import_training(self) -> None: ...
+
     def fetch(self, _params: Params) -> dict:
         self._call("fetch")
         return {"changed": True, "reason": "3 files are new"}
@@ -150,8 +152,8 @@ def stages(place, flow_module, monkeypatch) -> Stages:
 
 
 @pytest.fixture
-def run(flow_module, stages, without_prefect, monkeypatch):
-    """The flow's body without Prefect; DVC's calls are noted among the stages', `run.stale` is what DVC reports.
+def run(flow_module, stages, monkeypatch):
+    """The flow's body, its tasks plain calls; DVC's calls are noted among the stages', `run.stale` is what DVC reports.
 
     `run.events` are the events that would go to Prefect.
     """
@@ -356,6 +358,55 @@ def test_inputs_edited_meanwhile_are_not_recorded(run, stages, place):
     assert not [call for call in stages.calls if call.startswith("commit")] and "register" not in stages.calls
 
 
+@pytest.fixture
+def prepare(run, flow_module, monkeypatch):
+    """What happens before the flow run that `make train` begins; `prepare.servers` are those that it started."""
+    Path(".dvc").mkdir()
+    monkeypatch.setattr(flow_module, "import_mlflow", lambda: None)
+    monkeypatch.setattr(flow_module, "prepare_store", lambda: None)
+
+    def start(**given):
+        plain = {"steps": "all", "params_file": "params.yaml", "overrides": None, "force": False, "promote": None}
+        return flow_module.prepare(plain | given)
+
+    start.servers = []
+    monkeypatch.setattr(flow_module.server, "is_needed", lambda: True)
+    monkeypatch.setattr(flow_module.server, "start", lambda: start.servers.append(1))
+    return start
+
+
+def test_nothing_to_do_needs_no_flow_run_and_no_server(run, prepare, stages):
+    run.stale, run.data_changed = [], False
+    done = prepare()
+    assert "nothing that the model" in done["skipped"] and done["version"] == 3
+    assert stages.calls == ["register"] and not prepare.servers
+    stages.needs_gate = lambda *_: True  # of a run that was killed before the gate
+    assert prepare()["promoted"]["version"] == "3"
+    assert prepare(force=True) is None and len(prepare.servers) == 1
+
+
+def test_data_is_made_while_the_server_starts(run, prepare, stages, flow_module):
+    assert prepare() is None and stages.calls == PREPARED and prepare.servers
+    run.data_changed = False
+    run()
+    assert stages.calls == [*WHOLE, "gate 3", "promote 3"], "not made twice"
+    run.data_changed, stages.fail[PREPARED[0]] = True, flow_module.reproduce.CommandError("a lock of DVC")
+    assert prepare() is None, "the flow retries"
+    stages.fail[PREPARED[0]] = DataError("three labels without text", where="data/dataset")
+    with pytest.raises(DataError, match="three labels"):
+        prepare()
+
+
+def test_where_a_server_shows_the_run_or_data_is_fetched_the_flow_does_it_all(run, prepare, stages, flow_module, place):
+    flow_module.server.is_needed = lambda: False
+    assert prepare() is None
+    flow_module.server.is_needed = lambda: True
+    assert prepare(overrides={"optim.epochs": 2}) is None and prepare(steps="index") is None
+    text = (place / "params.yaml").read_text() + "source: {kind: folder, path: export}\n"
+    (place / "params.yaml").write_text(text)
+    assert prepare() is None and stages.calls == []
+
+
 def test_two_at_once(run, flow_module, place):
     with flow_module.one_at_a_time(), pytest.raises(TrainingError, match="another training is under way"):
         run()
@@ -380,6 +431,7 @@ def test_the_mlflow_run_ends_as_training_did(run, stages, flow_module, monkeypat
 def test_command_line(place, stages, flow_module, stand_in, monkeypatch, capsys):
     calls = stand_in(flow_module, "train", {"version": 1})
     monkeypatch.setattr(flow_module, "prepare_store", lambda: None)
+    monkeypatch.setattr(flow_module.server, "is_needed", lambda: False)
     Path(".dvc").mkdir()
     words = ["--json", "--set", "pool.beta=2", "--steps", "train", "--force", "--start", "cold"]
     assert command.main("train", words) == 0

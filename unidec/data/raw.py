@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from scipy.sparse import csr_matrix, vstack
-from scipy.sparse.csgraph import connected_components
 
 SPLITS = ("train", "validation", "test")
 TEXT_SCHEMA = pa.schema([("uid", pa.large_string()), ("title", pa.large_string()), ("content", pa.large_string())])
@@ -140,6 +139,8 @@ def _families(filter_pairs: csr_matrix) -> np.ndarray:
     num_queries, num_labels = filter_pairs.shape
     if not filter_pairs.nnz:
         return np.arange(num_queries)
+    from scipy.sparse.csgraph import connected_components
+
     pairs = filter_pairs.tocoo()
     edges = (np.ones(pairs.nnz, dtype=np.int8), (pairs.row, pairs.col.astype(np.int64) + num_queries))
     graph = csr_matrix(edges, shape=(num_queries + num_labels,) * 2)

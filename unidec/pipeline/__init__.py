@@ -5,6 +5,7 @@ A function's module is imported when the function is first used: ingesting data 
 have the name of a function: importing it would replace the function.
 """
 
+import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,17 @@ _MODULES = {
     "training": "start_run train",
 }
 _MODULE_OF = {function: module for module, functions in _MODULES.items() for function in functions.split()}
+
+
+_SLOW = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "sklearn.feature_extraction.text",
+         "matplotlib.figure", "onnxruntime.quantization", "opentelemetry.sdk.metrics.export")  # fmt: skip
+
+
+def import_training() -> None:
+    """Imports what a training and the stages after it need: seconds that may pass beside other work."""
+    for name in [f"{__name__}.{module}" for module in _MODULES] + list(_SLOW):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 def __getattr__(name: str) -> Any:

@@ -67,10 +67,10 @@ def _trained(params: Params) -> Made:
     """Of outputs/bundle."""
     tracker = tracker_of_model()
     metrics = json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
-    tags = provenance.artifact_tags(params.data.path) | start_tags()
-    client = open_client(tracking_uri())
+    client, tags = open_client(tracking_uri()), {}
     if find_version(client, params.tracking.model_name, folder_sha256(paths.BUNDLE)) is None:
         # a version keeps the records it was made with
+        tags = provenance.artifact_tags(params.data.path) | start_tags()
         lock = provenance.lock_sha256()
         tracker.set_tags(tags | ({"dvc.lock.sha256": lock} if lock else {}))
         tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)

@@ -212,15 +212,16 @@ def _link_test_metrics(client: MlflowClient, run_id: str, model_id: str) -> None
     client.log_batch(run_id, [Metric(m.key, m.value, m.timestamp, m.step, model_id, **data) for m in found])
 
 
-def download(address: str, sha256: str, folder: Path | str) -> Path:
-    """The bundle of a registered version, in a new folder below `folder`; within `tracking_to`.
+def download(address: str, sha256: str, folder: Path | str | None) -> Path:
+    """The bundle of a registered version, in a new folder below `folder`, or (None) where it is on this machine; within
+    `tracking_to`.
 
     Raises:
         ArtifactError: it holds no bundle, a damaged or another one. MlflowException: the registry does not answer.
     """
     import mlflow
 
-    path = mlflow.artifacts.download_artifacts(address, dst_path=str(folder))
+    path = mlflow.artifacts.download_artifacts(address, dst_path=folder and str(folder))
     stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
     got = checked_sha256(stored[0].parent) if len(stored) == 1 else "no bundle"
     if got != sha256:
@@ -230,12 +231,15 @@ def download(address: str, sha256: str, folder: Path | str) -> Path:
 
 def verify_version(model_name: str, version: str | int, sha256: str) -> None:
     """`download` to nowhere: an ArtifactError also where what is stored is missing. No alias has moved."""
+    from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
     address = f"models:/{model_name}/{version}"
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            download(address, sha256, scratch)
+            stored = MlflowClient().get_model_version_download_uri(model_name, str(version))
+            in_place = urlsplit(stored).scheme == "file"
+            download(stored if in_place else address, sha256, None if in_place else scratch)
         except (MlflowException, OSError) as error:
             raise ArtifactError("the stored bundle cannot be read", where=address, got=error, fix=_FIX) from error
 
