@@ -9,7 +9,6 @@ from unidec import interrupt  # before all that takes time: from now on Ctrl-C e
 
 # isort: split
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -17,7 +16,7 @@ import traceback
 from types import TracebackType
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from unidec.cli import bundles, data, init, labels, models  # noqa: F401  init adds its command
 from unidec.cli.commands import (
@@ -25,27 +24,25 @@ from unidec.cli.commands import (
     AsJson,
     Assignments,
     ParamsFile,
+    Shown,
     add_stage,
     app,
     command,
     group,
     load,
-    show_list,
-    show_table,
+    table,
 )
 from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml
 from unidec.errors import ConfigError, Stopped, UnidecError, without_credentials
 from unidec.version import __version__
 
-config_app = group("Show, check and explain the parameters.")
-runs_app = group("List training runs, and find and repair what a crash left.")
+config_app = group("config", "Show, check and explain the parameters.")
+runs_app = group("runs", "List training runs, and find and repair what a crash left.")
 
 
 @app.callback()
 def _options(
-    debug: Annotated[
-        bool, typer.Option("--debug", help="show the traceback of an error (anywhere on the line)")
-    ] = False,
+    debug: Annotated[bool, Option("--debug", help="show the traceback of an error (anywhere on the line)")] = False,
 ) -> None:
     """Options before the command."""
 
@@ -53,19 +50,16 @@ def _options(
 # -- training and evaluation ------------------------------------------------------------------------------------------
 
 
-@command(
-    app, "unidec train --set optim.epochs=3", "unidec train --resume",
-    "unidec train --resume 3f2a --accept optim.lr_clf --accept code",
-)  # fmt: skip
+@command(app, "--set optim.epochs=3", "--resume", "--resume 3f2a --accept optim.lr_clf --accept code")
 def train(
     params: Params,
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="with --resume: a run's name, or its first letters")
+        str | None, Argument(metavar="[RUN]", help="with --resume: a run's name, or its first letters")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="resume RUN, or the newest unfinished run")] = False,
+    resume: Annotated[bool, Option("--resume", help="resume RUN, or the newest unfinished run")] = False,
     accept: Annotated[
         list[str] | None,
-        typer.Option("--accept", metavar="KEY", help="resume although this differs from how the run began; repeatable"),
+        Option(metavar="KEY", help="resume although this differs from how the run began; repeatable"),
     ] = None,
 ) -> dict[str, Any]:
     """Train in this process, without Prefect; re-run the command to resume a training that was stopped or killed."""
@@ -78,7 +72,7 @@ def train(
 
 add_stage(
     app, "evaluate", "evaluate", "Compute every metric on the test split; report and plots in outputs/.",
-    "unidec evaluate --json",
+    "--json",
 )  # fmt: skip
 
 
@@ -87,18 +81,18 @@ add_stage(
     'unidec compare comparison/full.yaml --only "lf-debian titles/unidec/0" --jobs 2'
 )
 def compare(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="the comparison file")],
+    file: Annotated[str, Argument(metavar="FILE", help="the comparison file")],
     only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="cell, data/cell or data/cell/seed, with wildcards")
+        list[str] | None, Option(metavar="NAME", help="cell, data/cell or data/cell/seed, with wildcards")
     ] = None,
     assignments: Assignments = None,
-    jobs: Annotated[int, typer.Option(help="runs at a time: their times are no fair measure unless it is 1")] = 1,
-    folder: Annotated[str | None, typer.Option(help="of the results, instead of runs/compare/<name>")] = None,
-    accept: Annotated[Literal["code"] | None, typer.Option(help="results by other code are taken as done")] = None,
-    metrics: Annotated[str | None, typer.Option(help="a JSON file for the last run's figures")] = None,
+    jobs: Annotated[int, Option(help="runs at a time: their times are no fair measure unless it is 1")] = 1,
+    folder: Annotated[str | None, Option(help="of the results, instead of runs/compare/<name>")] = None,
+    accept: Annotated[Literal["code"] | None, Option(help="results by other code are taken as done")] = None,
+    metrics: Annotated[str | None, Option(help="a JSON file for the last run's figures")] = None,
     as_json: AsJson = False,
-    listed: Annotated[bool, typer.Option("--list", help="list the runs, done or not; run nothing")] = False,
-    report_only: Annotated[bool, typer.Option("--report-only", help="write the report of what there is")] = False,
+    listed: Annotated[bool, Option("--list", help="list the runs, done or not; run nothing")] = False,
+    report_only: Annotated[bool, Option("--report-only", help="write the report of what there is")] = False,
 ) -> None:
     """Run every system of a comparison file on the same data and seeds, and report; what is done is not run again."""
     if not (listed or report_only):
@@ -109,7 +103,7 @@ def compare(
 
     comparison = load_comparison(file, parse_overrides(assignments or []), folder, accept == "code")
     if listed:
-        show_table(["run", "what", "state"], listing(comparison, only or []))
+        print(*table(["run", "what", "state"], listing(comparison, only or [])), sep="\n")
     else:
         from unidec.comparison.results import write_report
 
@@ -117,58 +111,57 @@ def compare(
 
 
 @command(
-    app, "unidec plan", "unidec plan --set run.table_place=host --json",
-    "unidec plan --set recipe=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB",
+    app, "", "--set run.table_place=host --json",
+    "--set recipe=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB",
 )  # fmt: skip
 def plan(
     params: Params,
-    labels: Annotated[int | None, typer.Option(min=1, help="sizes by hand instead of data/dataset: labels")] = None,
-    queries: Annotated[int | None, typer.Option(min=1, help="training queries")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="tokens of each text")] = None,
+    labels: Annotated[int | None, Option(min=1, help="sizes by hand instead of data/dataset: labels")] = None,
+    queries: Annotated[int | None, Option(min=1, help="training queries")] = None,
+    tokens: Annotated[int | None, Option(min=1, help="tokens of each text")] = None,
     device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="compare with a GPU of this size alone: 16GiB")
+        str | None, Option(metavar="SIZE", help="compare with a GPU of this size alone: 16GiB")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Shown:
     """Memory of a training before it starts, and settings that would fit; exit code 1: too large."""
     from unidec.pipeline.plan import plan_command
 
-    sys.exit(0 if plan_command(params, labels, queries, tokens, device_memory, as_json) else 1)
+    planned = plan_command(params, labels, queries, tokens, device_memory)
+    return Shown(planned.as_dict(), planned.lines(), 1 if planned.short else 0)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-@command(runs_app, "unidec runs list", "unidec runs list --json", name="list")
-def list_runs(as_json: AsJson = False) -> None:
+@command(runs_app, "", "--json", name="list")
+def list_runs() -> Shown:
     """List the training runs of this folder: how far each came, its newest checkpoint, its MLflow run."""
     from unidec.pipeline.runs import list_runs, rows_of
 
     found = list_runs()
-    show_list([vars(run) for run in found], rows_of(found), "no runs yet: unidec train begins one", as_json)
+    lines = table(*rows_of(found)) if found else ["no runs yet: unidec train begins one"]
+    return Shown([vars(run) for run in found], lines)
 
 
-@command(runs_app, "unidec runs doctor", "unidec runs doctor --fix", "unidec runs doctor --deep --json")
+@command(runs_app, "", "--fix", "--deep --json")
 def doctor(
-    fix: Annotated[bool, typer.Option("--fix", help="do what cannot lose data, and say what was done")] = False,
-    deep: Annotated[bool, typer.Option("--deep", help="also hash models, bundles and checkpoints")] = False,
-    as_json: AsJson = False,
-) -> None:
+    fix: Annotated[bool, Option("--fix", help="do what cannot lose data, and say what was done")] = False,
+    deep: Annotated[bool, Option("--deep", help="also hash models, bundles and checkpoints")] = False,
+) -> Shown:
     """Look for what a crash or a full disk leaves behind; exit code 0: nothing wrong, 1: warnings, 4: broken."""
     from unidec.pipeline.doctor import examine, exit_code, rows_of
 
-    findings = examine(deep=deep, fix=fix)
-    show_list([vars(finding) for finding in findings], rows_of(findings), "healthy", as_json)
-    sys.exit(exit_code(findings))
+    found = examine(deep=deep, fix=fix)
+    return Shown([vars(one) for one in found], table(*rows_of(found)) if found else ["healthy"], exit_code(found))
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
 
 
-@command(config_app, "unidec config show --set recipe=depsl", name="show")
-def config_show(params: Params, as_json: AsJson = False) -> None:
+@command(config_app, "--set recipe=depsl", name="show")
+def config_show(params: Params) -> Shown:
     """Print every parameter as it will be used: file over recipe over default."""
-    print(json.dumps(params.model_dump(), indent=2) if as_json else to_yaml(params), end="\n" if as_json else "")
+    return Shown(params.model_dump(), to_yaml(params).splitlines())
 
 
 @config_app.command("check", epilog="Example: unidec config check --params mine.yaml")
@@ -178,7 +171,7 @@ def config_check(params: ParamsFile = DEFAULT_PARAMS, assignments: Assignments =
     print(f"{params}: ok")
 
 
-@command(config_app, "unidec config keys | grep pool", name="keys")
+@command(config_app, "| grep pool", name="keys")
 def config_keys() -> None:
     """Explain every parameter: default, what it takes, what it does."""
     for key, default, takes, about in describe():
@@ -197,11 +190,10 @@ def version() -> None:
             print(f"{name} {metadata.version(name)}")
 
 
-for _name, _group in (
-    ("data", data.data_app), ("models", models.models_app), ("labels", labels.labels_app),
-    ("index", bundles.index_app), ("export", bundles.export_app), ("runs", runs_app), ("config", config_app),
+for _group in (
+    data.data_app, models.models_app, labels.labels_app, bundles.index_app, bundles.export_app, runs_app, config_app,
 ):  # fmt: skip
-    app.add_typer(_group, name=_name)
+    app.add_typer(_group)
 
 
 # -- the program ---------------------------------------------------------------------------------------------------

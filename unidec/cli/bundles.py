@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from unidec.cli.commands import (
     DEFAULT_BUNDLE,
@@ -17,6 +15,7 @@ from unidec.cli.commands import (
     Assignments,
     BundleAddress,
     ParamsFile,
+    Shown,
     add_stage,
     app,
     bundle_folder,
@@ -25,7 +24,7 @@ from unidec.cli.commands import (
     load_if_there,
     show,
     show_predictions,
-    show_table,
+    table,
 )
 from unidec.errors import ArtifactError, ConfigError, DataError, UnidecError
 
@@ -35,37 +34,38 @@ if TYPE_CHECKING:
 
 Runtime = Annotated[
     Literal["torch", "auto", "onnx", "onnx-int8"] | None,
-    typer.Option(
-        "--runtime",
+    Option(
         help="what encodes the texts; auto: the fastest that keeps quality (docs/serving.md). Default: torch for "
         "--input, onnx for texts on the command line (torch where onnxruntime cannot run the model)",
     ),
 ]
 Head = Annotated[
     Literal["both", "de", "clf"] | None,
-    typer.Option("--head", help="of which score; queries and labels need the same one; default: the bundle's own"),
+    Option(help="of which score; queries and labels need the same one; default: the bundle's own"),
 ]
-Target = Annotated[Path, typer.Option("--output", metavar="FOLDER", help="a new folder, or that of an earlier export")]
+Target = Annotated[Path, Option("--output", metavar="FOLDER", help="a new folder, or that of an earlier export")]
 
-index_app = group("Build a bundle's search index, and choose its kind by measurement.")
-export_app = group("Write a bundle's parts for other programs: label vectors, the query encoder (docs/bundles.md).")
+index_app = group("index", "Build a bundle's search index, and choose its kind by measurement.")
+export_app = group(
+    "export", "Write a bundle's parts for other programs: label vectors, the query encoder (docs/bundles.md)."
+)
 
 
 @command(
-    app, 'unidec predict "editor for tables" -k 5', "unidec predict --input queries.csv --output predictions.parquet",
-    "unidec predict --input q.parquet --output p.parquet --bundle models:/unidec@champion --runtime auto",
+    app, '"editor for tables" -k 5', "--input queries.csv --output predictions.parquet",
+    "--input q.parquet --output p.parquet --bundle models:/unidec@champion --runtime auto",
 )  # fmt: skip
 def predict(
-    texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="queries")] = None,
-    k: Annotated[int, typer.Option("-k", min=1, help="labels for each query")] = 5,
-    bundle: BundleAddress = str(DEFAULT_BUNDLE),
+    texts: Annotated[list[str] | None, Argument(metavar="[TEXT]...", help="queries")] = None,
+    k: Annotated[int, Option("-k", min=1, help="labels for each query")] = 5,
+    bundle: BundleAddress = DEFAULT_BUNDLE,
     source: Annotated[
-        Path | None, typer.Option("--input", help="queries: .csv, .tsv, .jsonl or .parquet with a column `text`")
+        Path | None, Option("--input", help="queries: .csv, .tsv, .jsonl or .parquet with a column `text`")
     ] = None,
     target: Annotated[
-        Path | None, typer.Option("--output", help=".parquet, .csv, .tsv or .jsonl; vectors instead: .vectors")
+        Path | None, Option("--output", help=".parquet, .csv, .tsv or .jsonl; vectors instead: .vectors")
     ] = None,
-    column: Annotated[str | None, typer.Option("--column", help="column of --input, if not `query` or `text`")] = None,
+    column: Annotated[str | None, Option(help="column of --input, if not `query` or `text`")] = None,
     runtime: Runtime = None,
     as_json: AsJson = False,
 ) -> None:
@@ -107,15 +107,13 @@ def _encoder(bundle: Bundle, runtime: Runtime) -> QueryEncoder:
         return open_encoder(bundle, "torch")  # an unknown architecture, or onnxruntime is not installed
 
 
-@command(
-    app, "unidec serve", "unidec serve models:/unidec@champion --port 9000", "unidec serve --set serve.max_k=20"
-)  # fmt: skip
+@command(app, "", "models:/unidec@champion --port 9000", "--set serve.max_k=20")
 def serve(
     source: Annotated[
-        str, typer.Argument(metavar="[BUNDLE]", help="folder, models:/name@alias (followed) or models:/name/version")
-    ] = str(DEFAULT_BUNDLE),
-    host: Annotated[str | None, typer.Option(help="address to listen at; default serve.host, 127.0.0.1")] = None,
-    port: Annotated[int | None, typer.Option(help="0: any free one; default serve.port, 8080")] = None,
+        str, Argument(metavar="[BUNDLE]", help="folder, models:/name@alias (followed) or models:/name/version")
+    ] = DEFAULT_BUNDLE,
+    host: Annotated[str | None, Option(help="address to listen at; default serve.host, 127.0.0.1")] = None,
+    port: Annotated[int | None, Option(help="0: any free one; default serve.port, 8080")] = None,
     params: ParamsFile = DEFAULT_PARAMS,
     assignments: Assignments = None,
 ) -> None:
@@ -144,68 +142,49 @@ def serve(
 
 add_stage(
     index_app, "build", "index", "Encode the labels and build the search index: outputs/bundle.",
-    "unidec index build --set index.kind=pq",
+    "--set index.kind=pq",
 )  # fmt: skip
 
 
-@command(
-    index_app, "unidec index tune", "unidec index tune --recall 0.99 -k 10",
-    "unidec index tune --kinds pq,ivf-pq --out outputs/bundle-pq",
-)  # fmt: skip
+@command(index_app, "", "--recall 0.99 -k 10", "--kinds pq,ivf-pq --out outputs/bundle-pq")
 def tune(
-    recall: Annotated[
-        float, typer.Option("--recall", min=0, max=1, help="target recall against the exact search")
-    ] = 0.98,
-    k: Annotated[int, typer.Option("-k", min=1, help="results of a search")] = 100,
-    bundle: BundleAddress = str(DEFAULT_BUNDLE),
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="write the bundle with the chosen index there")
-    ] = None,
-    kinds: Annotated[
-        str, typer.Option("--kinds", metavar="A,B", help="kinds to measure; by default those that suit the labels")
-    ] = "",
-    queries: Annotated[int, typer.Option("--queries", min=1, help="queries that are asked")] = 300,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="threads of builds and searches")] = 1,
-    as_json: AsJson = False,
-) -> None:
+    recall: Annotated[float, Option(min=0, max=1, help="target recall against the exact search")] = 0.98,
+    k: Annotated[int, Option("-k", min=1, help="results of a search")] = 100,
+    bundle: BundleAddress = DEFAULT_BUNDLE,
+    out: Annotated[Path | None, Option(metavar="FOLDER", help="write the bundle with the chosen index there")] = None,
+    kinds: Annotated[str, Option(metavar="A,B", help="kinds to measure; by default those that suit the labels")] = "",
+    queries: Annotated[int, Option(min=1, help="queries that are asked")] = 300,
+    threads: Annotated[int, Option(min=1, help="threads of builds and searches")] = 1,
+) -> Shown:
     """Measure kinds of index on a bundle: recall against exact search, time of one query, memory, time to build; the
     fastest that finds enough is chosen. Exit code 1: none does."""
     from unidec.pipeline.index_tune import index_tune
 
     named = [name.strip() for name in kinds.split(",") if name.strip()]
     found = index_tune(bundle_folder(bundle), recall, k, queries, named, out, threads)
-    if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        _show_tuned(found)
-    if found["chosen"] is None:
-        sys.exit(1)
+    return Shown(found, _tuned(found), 1 if found["chosen"] is None else 0)
 
 
-def _show_tuned(found: dict[str, Any]) -> None:
+def _tuned(found: dict[str, Any]) -> list[str]:
     names = ["kind", "options", "recall", "p50_ms", "p99_ms", "index_bytes", "build_seconds"]
     cells = [[one[name] for name in names] for one in found["measured"]]
-    show_table(names, [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in cells])
-    print(f"asked: {found['queries']}, {found['labels']} labels; recall of the first {found['k']}")
+    lines = table(names, [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in cells])
+    lines.append(f"asked: {found['queries']}, {found['labels']} labels; recall of the first {found['k']}")
     if found["chosen"] is None:
-        print(f"nothing that was measured finds {found['wanted']:.2%}: try --kinds flat")
-        return
+        return [*lines, f"nothing that was measured finds {found['wanted']:.2%}: try --kinds flat"]
     keys = ", ".join(f"{key.removeprefix('index.')}: {value}" for key, value in found["params"].items())
-    print(f"for params.yaml: index: {{{keys}}}")
-    print(f"written: {found['out']}" if found["out"] else "not written: --out FOLDER writes the bundle with it")
+    written = f"written: {found['out']}" if found["out"] else "not written: --out FOLDER writes the bundle with it"
+    return [*lines, f"for params.yaml: index: {{{keys}}}", written]
 
 
 # -- exports -----------------------------------------------------------------------------------------------------------
 
 
-@command(
-    export_app, "unidec export vectors --output labels.parquet",
-    "unidec export vectors --head de --bundle models:/unidec@champion",
-)  # fmt: skip
+@command(export_app, "--output labels.parquet", "--head de --bundle models:/unidec@champion")
 def vectors(
-    target: Annotated[Path, typer.Option("--output", metavar="FILE", help=".parquet")] = Path("labels.parquet"),
+    target: Annotated[Path, Option("--output", metavar="FILE", help=".parquet")] = Path("labels.parquet"),
     head: Head = None,
-    bundle: BundleAddress = str(DEFAULT_BUNDLE),
+    bundle: BundleAddress = DEFAULT_BUNDLE,
 ) -> dict[str, Any]:
     """Write uid, title and vector of every label, for a vector database with inner product."""
     from unidec.retrieval.export.heads import export_vectors
@@ -213,10 +192,8 @@ def vectors(
     return export_vectors(bundle_folder(bundle), target, head=head)
 
 
-@command(export_app, "unidec export onnx --output onnx", "unidec export onnx --head de --bundle models:/unidec/7")
-def onnx(
-    target: Target = Path("onnx"), head: Head = None, bundle: BundleAddress = str(DEFAULT_BUNDLE)
-) -> dict[str, Any]:
+@command(export_app, "--output onnx", "--head de --bundle models:/unidec/7")
+def onnx(target: Target = Path("onnx"), head: Head = None, bundle: BundleAddress = DEFAULT_BUNDLE) -> dict[str, Any]:
     """Write encoder and heads as an ONNX file, with tokenizer and README beside it."""
     from unidec.retrieval.bundle import Bundle
     from unidec.retrieval.export.onnx_folder import export_onnx
@@ -224,12 +201,9 @@ def onnx(
     return export_onnx(Bundle.load(bundle_folder(bundle), lazy=True), target, head=head)
 
 
-@command(
-    export_app, "unidec export sentence-transformers --head de",
-    "unidec export sentence-transformers --head clf --output encoder", title="export",
-)  # fmt: skip
+@command(export_app, "--head de", "--head clf --output encoder", title="export")
 def sentence_transformers(
-    target: Target = Path("sentence-transformers"), head: Head = None, bundle: BundleAddress = str(DEFAULT_BUNDLE)
+    target: Target = Path("sentence-transformers"), head: Head = None, bundle: BundleAddress = DEFAULT_BUNDLE
 ) -> dict[str, Any]:
     """Write the query encoder as a folder that SentenceTransformer(folder) loads."""
     from unidec.retrieval.bundle import Bundle

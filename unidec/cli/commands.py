@@ -7,19 +7,20 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import typer
+from typer import Option, Typer
 
 from unidec.config import Params, load_params, parse_overrides
 
 if TYPE_CHECKING:
     import pandas as pd
 
-app = typer.Typer(
+app = Typer(
     name="unidec",
     help="Extreme multi-label classification with a dual encoder and a classifier trained together.",
     epilog="In a checkout, `make train` runs all stages, and only those that are out of date.",
@@ -30,15 +31,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 DEFAULT_PARAMS = Path("params.yaml")
-DEFAULT_BUNDLE = Path("outputs/bundle")
-ParamsFile = Annotated[Path, typer.Option("--params", metavar="FILE", help="parameter file")]
+ParamsFile = Annotated[Path, Option("--params", metavar="FILE", help="parameter file")]
 Assignments = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="another value for one parameter; repeatable")
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="another value for one parameter; repeatable")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
-BundleAddress = Annotated[
-    str, typer.Option("--bundle", metavar="WHERE", help="a folder, models:/name@alias or models:/name/version")
-]
+AsJson = Annotated[bool, Option("--json", help="print the result as JSON")]
+DEFAULT_BUNDLE = "outputs/bundle"
+BundleAddress = Annotated[str, Option(metavar="WHERE", help="a folder, models:/name@alias or models:/name/version")]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a command found: printed as JSON with --json, else as lines; then the program ends with the exit code."""
+
+    found: Any
+    lines: Sequence[str]
+    exit_code: int = 0
 
 
 def load(path: Path, assignments: list[str] | None) -> Params:
@@ -60,26 +68,27 @@ def bundle_folder(address: str) -> Path:
     return fetch.bundle_folder(address)
 
 
-def group(about: str) -> typer.Typer:
+def group(name: str, about: str) -> Typer:
     """A group of commands; without a command it prints its help."""
-    return typer.Typer(help=about, no_args_is_help=True, rich_markup_mode=None)
+    return Typer(name=name, help=about, no_args_is_help=True, rich_markup_mode=None)
 
 
 def command(
-    app: typer.Typer,
+    group: Typer,
     *examples: str,
     name: str | None = None,
     title: str | None = None,
     loads: Callable[[Path, list[str] | None], Params] = load,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: a command of `app` with the options that its function needs.
+    """Decorator: a command of `group` with the options that its function needs.
 
     A function with an argument `params: Params` gets the loaded parameters, and the command --params and --set; one
-    that returns a result gets --json, and its result is printed. An argument of a dataclass's type stands for the
-    options that are its fields.
+    that returns a result gets --json, and its result is printed. An argument whose type is a dataclass becomes one
+    option for each of its fields.
 
     Args:
-        examples: command lines for the help.
+        group: of the command; `app` for one without a group.
+        examples: for the help: what follows the command's name.
         name: of the command, if it is not the function's.
         title: of what is printed, if it is not the command's name.
         loads: `load` or `load_if_there`.
@@ -109,14 +118,14 @@ def command(
                 given["params"] = loads(given["params"], given.pop("assignments"))
             for key, kind in groups.items():
                 given[key] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
-            result = function(**given)
-            if prints and result:
+            if result := function(**given):
                 show(title or called, result, as_json)
 
         run.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in own}
-        plural = "s" if len(examples) > 1 else ""
-        app.command(called, epilog=f"Example{plural}: {'  |  '.join(examples)}")(run)
+        path = f"unidec {called}" if group is app else f"unidec {group.info.name} {called}"
+        listed = "  |  ".join(f"{path} {example}".strip() for example in examples)
+        group.command(called, epilog=f"Example{'s' if len(examples) > 1 else ''}: {listed}")(run)
         return function
 
     return add
@@ -126,7 +135,7 @@ def _option(name: str, annotation: Any, default: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-def add_stage(app: typer.Typer, name: str, stage: str, about: str, example: str) -> None:
+def add_stage(group: Typer, name: str, stage: str, about: str, example: str = "") -> None:
     """Add a command that runs `unidec.pipeline.<stage>`, which takes nothing but the parameters."""
 
     def run(params: Params) -> dict[str, Any]:
@@ -136,43 +145,41 @@ def add_stage(app: typer.Typer, name: str, stage: str, about: str, example: str)
         return result
 
     run.__doc__ = about
-    command(app, example, name=name, title=stage.replace("_", "-"))(run)
+    command(group, example, name=name, title=stage.replace("_", "-"))(run)
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
-def show(title: str, result: dict[str, Any], as_json: bool) -> None:
-    """The result as JSON, or a line for each value, nested ones too; long lists as their length."""
+def show(title: str, result: dict[str, Any] | Shown, as_json: bool) -> None:
+    """The result as JSON, or its lines: of a dictionary one for each value, nested ones too; long lists as length."""
     if as_json:
-        print(json.dumps(result, indent=2, default=str))
-        return
+        print(json.dumps(result.found if isinstance(result, Shown) else result, indent=2, default=str))
+    else:
+        print("\n".join(result.lines if isinstance(result, Shown) else _lines(title, result)))
+    if isinstance(result, Shown) and result.exit_code:
+        sys.exit(result.exit_code)
+
+
+def _lines(title: str, result: dict[str, Any]) -> list[str]:
+    lines = []
     for key, value in result.items():
         if isinstance(value, dict):
-            show(title, {f"{key}.{name}": inner for name, inner in value.items()}, False)
+            lines += _lines(title, {f"{key}.{name}": inner for name, inner in value.items()})
         elif isinstance(value, list) and len(value) > 5:
-            print(f"{title}: {key} = {len(value)} entries")
+            lines.append(f"{title}: {key} = {len(value)} entries")
         else:
-            print(f"{title}: {key} = {value:.4g}" if isinstance(value, float) else f"{title}: {key} = {value}")
+            lines.append(f"{title}: {key} = {value:.4g}" if isinstance(value, float) else f"{title}: {key} = {value}")
+    return lines
 
 
-def show_table(columns: list[str], rows: list[list[str]]) -> None:
-    """Aligned columns on a terminal, tab-separated lines otherwise."""
-    lines = [columns, *rows]
-    if sys.stdout.isatty():
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        lines = [[cell.ljust(width + 1) for cell, width in zip(line, widths, strict=True)] for line in lines]
-    print("\n".join("\t".join(line) if not sys.stdout.isatty() else " ".join(line).rstrip() for line in lines))
-
-
-def show_list(found: list[Any], table: tuple[list[str], list[list[str]]], nothing: str, as_json: bool) -> None:
-    """What was found as JSON or a table, or the line for nothing."""
-    if as_json:
-        print(json.dumps(found, indent=2))
-    elif found:
-        show_table(*table)
-    else:
-        print(nothing)
+def table(columns: Sequence[str], rows: list[list[str]]) -> list[str]:
+    """Lines of aligned columns for a terminal, tab-separated otherwise."""
+    if not sys.stdout.isatty():
+        return ["\t".join(line) for line in (columns, *rows)]
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    padded = ([cell.ljust(width + 1) for cell, width in zip(line, widths, strict=True)] for line in (columns, *rows))
+    return [" ".join(line).rstrip() for line in padded]
 
 
 def show_predictions(frame: pd.DataFrame) -> None:
@@ -181,6 +188,5 @@ def show_predictions(frame: pd.DataFrame) -> None:
         print(frame.to_csv(sep="\t", index=False), end="")
         return
     for query, rows in frame.groupby("query", sort=False):
-        print(query)
         cells = [[str(row.rank), f"{row.score:.4f}", str(row.label), str(row.title)] for row in rows.itertuples()]
-        show_table(["rank", "score", "label", "title"], cells)
+        print(query, *table(["rank", "score", "label", "title"], cells), sep="\n")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from unidec.cli.commands import AsJson, add_stage, command, group, show_table
+from unidec.cli.commands import Shown, add_stage, command, group, table
 from unidec.config import Params
 
-Column = Annotated[str | None, typer.Option("--column", metavar="NAME", help="of the texts, if not query or text")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="where the report goes")]
-EXIT_DRIFT = 1
+Column = Annotated[str | None, Option(metavar="NAME", help="of the texts, if not query or text")]
+Out = Annotated[Path | None, Option(metavar="FOLDER", help="where the report goes")]
 
-data_app = group("Read, check and prepare the data of a training, and compare it over time.")
+data_app = group("data", "Read, check and prepare the data of a training, and compare it over time.")
 for _name, _stage, _about, _options in (
     ("ingest", "ingest", "Read raw files of any known layout into data/dataset, and cut the validation split.",
      "--set data.path=my/folder --set data.format=tables"),
@@ -28,33 +25,26 @@ for _name, _stage, _about, _options in (
     ("change", "data_change", "Compare data/dataset with what the champion was trained on; a change beyond the limits "
      "ends with exit code 3.", "--set drift.stop_change=1"),
 ):  # fmt: skip
-    add_stage(data_app, _name, _stage, _about, f"unidec data {_name} {_options}".strip())
+    add_stage(data_app, _name, _stage, _about, _options)
 
 
-@command(
-    data_app, "unidec data drift old/dataset data/dataset", "unidec data drift models:/unidec@champion queries.csv"
-)
+@command(data_app, "old/dataset data/dataset", "models:/unidec@champion queries.csv")
 def drift(
     params: Params,
-    first: Annotated[str, typer.Argument(metavar="EARLIER", help="data set folder, or bundle: its training data")],
-    second: Annotated[str, typer.Argument(metavar="LATER", help="data set folder, or a file of queries")],
+    first: Annotated[str, Argument(metavar="EARLIER", help="data set folder, or bundle: its training data")],
+    second: Annotated[str, Argument(metavar="LATER", help="data set folder, or a file of queries")],
     column: Column = None,
     out: Out = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Shown:
     """Compare two versions of the data, or data with a file of queries; exit code 1: something drifted."""
     from unidec import pipeline
 
-    print_findings(pipeline.drift(params, first, second, out, column), as_json)
+    return findings(pipeline.drift(params, first, second, out, column))
 
 
-def print_findings(result: dict[str, Any], as_json: bool) -> None:
-    """What was found, and an exit code for scripts."""
-    if as_json:
-        print(json.dumps(result, indent=2))
-    else:
-        show_table(["state", "finding"], [[finding["state"], finding["words"]] for finding in result["findings"]])
-        if not result.get("judged", True):
-            print("not judged: fewer queries than drift.min_window")
-        print(f"report: {result['page']}")
-    sys.exit(EXIT_DRIFT if result["drifted"] else 0)
+def findings(result: dict[str, Any]) -> Shown:
+    """What drifted, with exit code 1 if anything did."""
+    lines = table(["state", "finding"], [[finding["state"], finding["words"]] for finding in result["findings"]])
+    if not result.get("judged", True):
+        lines.append("not judged: fewer queries than drift.min_window")
+    return Shown(result, [*lines, f"report: {result['page']}"], 1 if result["drifted"] else 0)

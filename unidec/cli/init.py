@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from ruamel.yaml import YAML
 from ruamel.yaml.nodes import MappingNode
+from typer import Argument, Option
 
 from unidec.cli.commands import app, command
 from unidec.config import Params, load_params, recipe_names
@@ -30,18 +30,18 @@ _FILES = ("dvc.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore"
 DEFAULTS = {"recipe": "unidec", "data.path": "data/raw/mine", "data.format": "auto"}
 
 
-@command(app, "unidec init --data-path data/raw/shop", "unidec init my-project --format tables")
+@command(app, "--data-path data/raw/shop", "my-project --format tables")
 def init(
-    folder: Annotated[Path, typer.Argument(help="of params.yaml; this folder, if it is not given")] = Path("."),
+    folder: Annotated[Path, Argument(help="of params.yaml; this folder, if it is not given")] = Path("."),
     data_path: Annotated[
-        str | None, typer.Option(help=f"folder of raw files; {DEFAULTS['data.path']} in a new params.yaml")
+        str | None, Option(help=f"folder of raw files; {DEFAULTS['data.path']} in a new params.yaml")
     ] = None,
     data_format: Annotated[
-        str | None, typer.Option("--format", help="layout of the files (docs/data.md); auto in a new params.yaml")
+        str | None, Option("--format", help="layout of the files (docs/data.md); auto in a new params.yaml")
     ] = None,
-    recipe: Annotated[str | None, typer.Option(help=f"one of {', '.join(recipe_names())}")] = None,
+    recipe: Annotated[str | None, Option(help=f"one of {', '.join(recipe_names())}")] = None,
     project: Annotated[
-        bool, typer.Option("--project", help="also write what DVC and Prefect need without a checkout")
+        bool, Option("--project", help="also write what DVC and Prefect need without a checkout")
     ] = False,
 ) -> None:
     """Write a params.yaml for your own data; in one that exists, change these keys and keep all other lines."""
@@ -52,9 +52,9 @@ def init(
     given = {"recipe": recipe, "data.path": data_path, "data.format": data_format}
     values = {key: value for key, value in given.items() if value is not None}
     before = path.read_text(encoding="utf-8") if path.exists() else None
-    if project and before is not None and not values:
-        return
     if before is not None and not values:
+        if project:
+            return
         raise ConfigError(
             "exists already, and no key to change is given", where=str(path),
             fix="unidec init --data-path FOLDER, or another folder for params.yaml",

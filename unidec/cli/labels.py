@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from unidec.cli.commands import DEFAULT_BUNDLE, BundleAddress, command, group, load_if_there
 from unidec.config import Params
@@ -15,27 +15,24 @@ from unidec.errors import ConfigError
 if TYPE_CHECKING:
     from unidec.retrieval.label_change import LabelText
 
-labels_app = group("Add, remove and change the labels of a bundle without training: a new bundle, the old one stays.")
+labels_app = group(
+    "labels", "Add, remove and change the labels of a bundle without training: a new bundle, the old one stays."
+)
 
 _ABOUT_FILE = "labels: .csv, .tsv, .jsonl or .parquet with the columns uid, text [, title]"
 _ABOUT_UIDS = "the same with a column uid"
-File = Annotated[Path | None, typer.Option("--file", metavar="FILE", help=_ABOUT_FILE)]
-Uid = Annotated[str | None, typer.Argument(metavar="[UID]", help="one label")]
-Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="its text: encoded, and shown")]
-Title = Annotated[str | None, typer.Option("--title", help="what is shown, if not the text")]
-Register = Annotated[bool, typer.Option("--register", help="register the new bundle as challenger")]
+File = Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_FILE)]
+Register = Annotated[bool, Option("--register", help="register the new bundle as challenger")]
 
 
 @dataclass(frozen=True)
 class Change:
     """Options of every change."""
 
-    bundle: BundleAddress = str(DEFAULT_BUNDLE)
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="the new bundle; default outputs/refreshed")
-    ] = None
+    bundle: BundleAddress = DEFAULT_BUNDLE
+    out: Annotated[Path | None, Option(metavar="FOLDER", help="the new bundle; default outputs/refreshed")] = None
     register: Register = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would change, write nothing")] = False
+    dry_run: Annotated[bool, Option("--dry-run", help="print what would change, write nothing")] = False
 
     def make(self, params: Params, **edit: list[Any]) -> dict[str, Any]:
         """The change itself; `edit` as `change_labels` takes it."""
@@ -45,37 +42,44 @@ class Change:
         return change_labels(params, options.pop("bundle"), **options)
 
 
-@command(
-    labels_app, 'unidec labels add zed "editor for code, shared"',
-    "unidec labels add --file new.csv --bundle models:/unidec@champion --register", loads=load_if_there,
+def _add_texts_command(name: str, about: str, *examples: str) -> None:
+    """`unidec labels add` and `update`: texts of labels, one on the command line or many from a file."""
+
+    def run(
+        params: Params,
+        change: Change,
+        uid: Annotated[str | None, Argument(metavar="[UID]", help="one label")] = None,
+        text: Annotated[str | None, Argument(metavar="[TEXT]", help="its text: encoded, and shown")] = None,
+        title: Annotated[str | None, Option(help="what is shown, if not the text")] = None,
+        file: File = None,
+    ) -> dict[str, Any]:
+        if (uid is None or text is None) == (file is None) or (file and (uid or title)):
+            fix = 'unidec labels add UID "TEXT", or unidec labels add --file labels.csv; update likewise'
+            raise ConfigError("either a uid and a text, or --file are needed", where="unidec labels", fix=fix)
+        from unidec.retrieval.label_change import LabelText
+
+        return change.make(params, **{name: _read(file) or [LabelText(str(uid), str(text), title or "")]})
+
+    run.__doc__ = about
+    command(labels_app, *examples, name=name, loads=load_if_there)(run)
+
+
+_add_texts_command(
+    "add", "Add labels, answered from now on by their text; the others answer as they did.",
+    'zed "editor for code, shared"', "--file new.csv --bundle models:/unidec@champion --register",
 )  # fmt: skip
-def add(
-    params: Params, change: Change, uid: Uid = None, text: Text = None, title: Title = None, file: File = None
-) -> dict[str, Any]:
-    """Add labels, answered from now on by their text; the others answer as they did."""
-    return change.make(params, add=_texts(uid, text, title, file))
-
-
-@command(
-    labels_app, 'unidec labels update kate "editor for KDE"', "unidec labels update --file changed.csv",
-    loads=load_if_there,
+_add_texts_command(
+    "update", "Change the texts of labels: they are encoded again; what was trained of them stays.",
+    'kate "editor for KDE"', "--file changed.csv",
 )  # fmt: skip
-def update(
-    params: Params, change: Change, uid: Uid = None, text: Text = None, title: Title = None, file: File = None
-) -> dict[str, Any]:
-    """Change the texts of labels: they are encoded again; what was trained of them stays."""
-    return change.make(params, update=_texts(uid, text, title, file))
 
 
-@command(
-    labels_app, "unidec labels remove kate gedit", "unidec labels remove --file gone.csv --dry-run",
-    loads=load_if_there,
-)  # fmt: skip
+@command(labels_app, "kate gedit", "--file gone.csv --dry-run", loads=load_if_there)
 def remove(
     params: Params,
     change: Change,
-    uids: Annotated[list[str] | None, typer.Argument(metavar="[UID]...", help="labels")] = None,
-    file: Annotated[Path | None, typer.Option("--file", metavar="FILE", help=_ABOUT_UIDS)] = None,
+    uids: Annotated[list[str] | None, Argument(metavar="[UID]...", help="labels")] = None,
+    file: Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_UIDS)] = None,
 ) -> dict[str, Any]:
     """Remove labels: they are never answered again, and get no votes."""
     if bool(uids) == (file is not None):
@@ -84,28 +88,24 @@ def remove(
     return change.make(params, remove=uids or [label.uid for label in _read(file)])
 
 
-@command(
-    labels_app, "unidec labels apply --add new.csv --remove gone.csv --update changed.csv --register",
-    loads=load_if_there,
-)  # fmt: skip
+@command(labels_app, "--add new.csv --remove gone.csv --update changed.csv --register", loads=load_if_there)
 def apply(
     params: Params,
     change: Change,
-    added: Annotated[Path | None, typer.Option("--add", metavar="FILE", help=_ABOUT_FILE)] = None,
-    removed: Annotated[Path | None, typer.Option("--remove", metavar="FILE", help=_ABOUT_UIDS)] = None,
-    updated: Annotated[Path | None, typer.Option("--update", metavar="FILE", help=_ABOUT_FILE)] = None,
+    add: File = None,
+    remove: Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_UIDS)] = None,
+    update: File = None,
 ) -> dict[str, Any]:
     """Add, remove and update at once: one new bundle, one new version."""
-    if not (added or removed or updated):
+    if not (add or remove or update):
         raise ConfigError("nothing to do", where="unidec labels apply", fix="name a file: --add, --remove or --update")
-    uids = [label.uid for label in _read(removed)]
-    return change.make(params, add=_read(added), remove=uids, update=_read(updated))
+    return change.make(params, add=_read(add), remove=[label.uid for label in _read(remove)], update=_read(update))
 
 
-@command(labels_app, "unidec labels refresh", "unidec labels refresh --version 7 --register")
+@command(labels_app, "", "--version 7 --register")
 def refresh(
     params: Params,
-    version: Annotated[str, typer.Option("--version", metavar="VERSION", help="number or alias")] = "champion",
+    version: Annotated[str, Option(metavar="VERSION", help="number or alias")] = "champion",
     register: Register = False,
 ) -> dict[str, Any]:
     """Give a registered model the labels of data/dataset, without training: outputs/refreshed."""
@@ -115,15 +115,6 @@ def refresh(
     if register and result["changed"]:
         result |= pipeline.register(params, result["bundle"])
     return result
-
-
-def _texts(uid: str | None, text: str | None, title: str | None, file: Path | None) -> list[LabelText]:
-    if (uid is None or text is None) == (file is None) or (file and (uid or title)):
-        fix = 'unidec labels add UID "TEXT", or unidec labels add --file labels.csv; update likewise'
-        raise ConfigError("either a uid and a text, or --file are needed", where="unidec labels", fix=fix)
-    from unidec.retrieval.label_change import LabelText
-
-    return _read(file) or [LabelText(str(uid), str(text), title or "")]
 
 
 def _read(file: Path | None) -> list[LabelText]:

@@ -2,59 +2,54 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from unidec.cli.commands import AsJson, add_stage, command, group, show_list, show_table
-from unidec.cli.data import Column, Out, print_findings
+from unidec.cli.commands import Shown, add_stage, command, group, table
+from unidec.cli.data import Column, Out, findings
 from unidec.config import Params
 from unidec.errors import ConfigError, Refused
 
-Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="kept with the version")]
-Which = Annotated[str, typer.Argument(metavar="[VERSION]", help="number or alias")]
+Reason = Annotated[str, Option(metavar="TEXT", help="kept with the version")]
+Which = Annotated[str, Argument(metavar="[VERSION]", help="number or alias")]
 
-models_app = group("List, compare, promote and trace registered models.")
+models_app = group("models", "List, compare, promote and trace registered models.")
 
 
-@command(models_app, "unidec models list", "unidec models list --json", name="list")
-def list_models(params: Params, as_json: AsJson = False) -> None:
+@command(models_app, "", "--json", name="list")
+def list_models(params: Params) -> Shown:
     """List the registered versions: aliases, metrics, data, code, result of the gate, date."""
     from unidec.tracking.lineage import COLUMNS, list_versions, rows_of
 
     found = list_versions(params.tracking.model_name)
     nothing = f"no versions of {params.tracking.model_name} yet: unidec models register makes one"
-    show_list(found, (list(COLUMNS), rows_of(found)), nothing, as_json)
+    return Shown(found, table(COLUMNS, rows_of(found)) if found else [nothing])
 
 
-@command(models_app, "unidec models gate", "unidec models gate 7 --set gate.margin=0.2 --json")
-def gate(params: Params, version: Which = "challenger", as_json: AsJson = False) -> None:
+@command(models_app, "", "7 --set gate.margin=0.2 --json")
+def gate(params: Params, version: Which = "challenger") -> Shown:
     """Compare a version with the champion and see whether it can be served: outputs/gate.html; exit code 6: refused."""
     from unidec import pipeline
 
     result = pipeline.gate(params, version)
-    if as_json:
-        print(json.dumps(result, indent=2))
-    else:
-        against = f"against version {result['champion']}" if result["champion"] else "(no champion to compare with)"
-        checks = [[r["check"], "pass" if r["passed"] else "FAIL", r["words"]] for r in result["reasons"]]
-        show_table(["check", "", "why"], checks)
-        outcome = "passed" if result["passed"] else "refused"
-        print(f"version {result['challenger']} {against}: {outcome}; page: {result['page']}")
-    sys.exit(0 if result["passed"] else Refused.exit_code)
+    against = f"against version {result['champion']}" if result["champion"] else "(no champion to compare with)"
+    outcome = "passed" if result["passed"] else "refused"
+    checks = [[r["check"], "pass" if r["passed"] else "FAIL", r["words"]] for r in result["reasons"]]
+    last = f"version {result['challenger']} {against}: {outcome}; page: {result['page']}"
+    code = 0 if result["passed"] else Refused.exit_code
+    return Shown(result, [*table(["check", "", "why"], checks), last], code)
 
 
-@command(models_app, "unidec models promote", 'unidec models promote 7 --force --reason "the labels moved"')
+@command(models_app, "", '7 --force --reason "the labels moved"')
 def promote(
     params: Params,
     version: Which = "challenger",
     allow_dirty: Annotated[
-        bool, typer.Option("--allow-dirty", help="also a version made with uncommitted changes; recorded in a tag")
+        bool, Option("--allow-dirty", help="also a version made with uncommitted changes; recorded in a tag")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="whatever the gate decided; recorded in a tag")] = False,
+    force: Annotated[bool, Option("--force", help="whatever the gate decided; recorded in a tag")] = False,
     reason: Reason = "",
 ) -> dict[str, Any]:
     """Make a version that passed the gate the champion, and the champion the previous one."""
@@ -63,7 +58,7 @@ def promote(
     return pipeline.promote(params, version, allow_dirty=allow_dirty, force=force, reason=reason)
 
 
-@command(models_app, 'unidec models rollback --reason "answers to short queries are odd"')
+@command(models_app, '--reason "answers to short queries are odd"')
 def rollback(params: Params, reason: Reason = "") -> dict[str, Any]:
     """Swap champion and previous; the version that is left is refused until somebody forces it."""
     from unidec import pipeline
@@ -71,21 +66,14 @@ def rollback(params: Params, reason: Reason = "") -> dict[str, Any]:
     return pipeline.rollback(params, reason=reason)
 
 
-@command(
-    models_app, "unidec models lineage", "unidec models lineage models:/unidec/7 --json",
-    "unidec models lineage bundle:3f2a91c0", "unidec models lineage --data 6c82de6d",
-)  # fmt: skip
+@command(models_app, "", "models:/unidec/7 --json", "bundle:3f2a91c0", "--data 6c82de6d")
 def lineage(
     params: Params,
     model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="champion (default), models:/unidec/7, bundle:HASH, a folder"),
+        str | None, Argument(metavar="[MODEL]", help="champion (default), models:/unidec/7, bundle:HASH, a folder")
     ] = None,
-    data: Annotated[
-        str | None, typer.Option("--data", metavar="HASH", help="the versions that this data went into instead")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    data: Annotated[str | None, Option(metavar="HASH", help="the versions that this data went into instead")] = None,
+) -> Shown:
     """Print what a model was made of, back to its first ancestor; or which models data went into."""
     if data is not None and model is not None:
         fix = "unidec models lineage --data HASH"
@@ -95,24 +83,17 @@ def lineage(
     name = params.tracking.model_name
     if data is None:
         about = registry.lineage(model or f"models:/{name}@champion", model_name=name)
-        print(json.dumps(about, indent=2) if as_json else "\n".join(registry.as_lines(about)))
-        return
+        return Shown(about, registry.as_lines(about))
     found = registry.models_of_data(data, model_name=name)
     rows = [[v["version"], ", ".join(v["aliases"]), ", ".join(v["what"]), v["through"] or ""] for v in found]
-    show_list(
-        found,
-        (["version", "aliases", "made of it", "through version"], rows),
-        f"no version of {name} was made of it",
-        as_json,
-    )
+    lines = table(["version", "aliases", "made of it", "through version"], rows)
+    return Shown(found, lines if found else [f"no version of {name} was made of it"])
 
 
-@command(models_app, "unidec models register", "unidec models register --bundle outputs/refreshed")
+@command(models_app, "", "--bundle outputs/refreshed")
 def register(
     params: Params,
-    bundle: Annotated[
-        Path | None, typer.Option("--bundle", metavar="FOLDER", help="outputs/bundle, or outputs/refreshed")
-    ] = None,
+    bundle: Annotated[Path | None, Option(metavar="FOLDER", help="outputs/bundle, or outputs/refreshed")] = None,
 ) -> dict[str, Any]:
     """Register a bundle in MLflow under the alias `challenger`: outputs/bundle if no other is named."""
     from unidec import pipeline
@@ -120,31 +101,28 @@ def register(
     return pipeline.register(params) if bundle is None else pipeline.register(params, bundle)
 
 
-@command(
-    models_app, "unidec models monitor queries.parquet", "unidec models monitor log.jsonl --column text --json"
-)  # fmt: skip
+@command(models_app, "queries.parquet", "log.jsonl --column text --json")
 def monitor(
     params: Params,
-    queries: Annotated[str, typer.Argument(metavar="FILE", help=".csv, .tsv, .jsonl (also .gz) or .parquet")],
+    queries: Annotated[str, Argument(metavar="FILE", help=".csv, .tsv, .jsonl (also .gz) or .parquet")],
     column: Column = None,
     labels_column: Annotated[
-        str | None, typer.Option("--labels-column", metavar="NAME", help="of the labels that were right, if not labels")
+        str | None, Option(metavar="NAME", help="of the labels that were right, if not labels")
     ] = None,
     bundle: Annotated[
-        str | None, typer.Option("--bundle", metavar="SOURCE", help="folder or models:/ address; default: the champion")
+        str | None, Option(metavar="SOURCE", help="folder or models:/ address; default: the champion")
     ] = None,
     out: Out = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Shown:
     """Compare a window of live queries with what a model was trained on; exit code 1: it drifted."""
     from unidec import pipeline
 
     found = pipeline.monitor(params, queries, column=column, labels_column=labels_column, bundle=bundle, out=out)
-    print_findings(found, as_json)
+    return findings(found)
 
 
 add_stage(
     models_app, "start", "choose_start",
     "Choose what the next training starts from, the champion or nothing, and write it to data/start.json.",
-    "unidec models start --set retrain.start=cold",
+    "--set retrain.start=cold",
 )  # fmt: skip

@@ -10,7 +10,6 @@ widths of the transformer and of its feed-forward layers.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -423,10 +422,10 @@ def check_fits(params: Params, free: Free | None = None) -> None:
 
 
 def plan_command(
-    params: Params, labels: int | None, queries: int | None, tokens: int | None, device: str | None, as_json: bool
-) -> bool:
-    """Print what `unidec plan` prints; returns whether the training fits. Sizes are those of a data set that is not
-    here, `device` is the memory of a GPU, as "16GiB", in place of this machine's; None: what is here."""
+    params: Params, labels: int | None, queries: int | None, tokens: int | None, device: str | None
+) -> Plan:
+    """The plan of `unidec plan`. Sizes are those of a data set that is not here, `device` is the memory of a GPU, as
+    "16GiB", in place of this machine's; None: what is here."""
     sizes = Sizes.given(labels, queries, tokens) if labels and queries and tokens else None
     if sizes is None and (labels or queries or tokens):
         raise ConfigError("sizes of other data require all three", where="unidec plan",
@@ -437,6 +436,4 @@ def plan_command(
         raise ConfigError(
             "not a size of memory", where="--device-memory", got=device, expected="e.g. 16GiB, 141GB"
         ) from error
-    found = plan_memory(params if sizes else effective(params), sizes, free)
-    print(json.dumps(found.as_dict(), indent=2) if as_json else "\n".join(found.lines()))
-    return not found.short
+    return plan_memory(params if sizes else effective(params), sizes, free)
