@@ -29,7 +29,7 @@ from unidec.data.storage import write_json
 from unidec.model.row_table import RowTable
 from unidec.pipeline.ranking import Ranking
 from unidec.pipeline.training import open_trainer
-from unidec.training.row_optim import ROW_OPTIMISERS
+from unidec.training.optim import ROW_OPTIMISERS
 
 RATES = {"adam": (1e-3, 3e-3, 1e-2), "adagrad": (1e-2, 3e-2, 1e-1, 3e-1), "sgd": (1.0, 3.0, 10.0, 30.0, 100.0)}
 CHOICES = (("fp32", "adam"), ("fp32", "adagrad"), ("fp32", "sgd"), ("bf16", "adam"), ("bf16", "adagrad"),

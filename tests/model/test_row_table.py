@@ -10,7 +10,7 @@ import torch
 from unidec.errors import ArtifactError
 from unidec.model import row_table
 from unidec.model.row_table import Placement, RowTable, zeros_on_disk
-from unidec.training.row_optim import ROW_OPTIMISERS
+from unidec.training.optim import ROW_OPTIMISERS
 
 ROWS, WIDTH = 30, 5
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -152,7 +152,7 @@ class Batches:
             table.gather(torch.from_numpy(rows).to(table.device)).grad = self.grads[step].to(table.device)
             optimiser.step(step + 1, 1.0)
         table.flush()
-        return [table.weight.detach().cpu(), *(tensor.cpu() for tensor in optimiser.state().values())]
+        return [table.weight.detach().cpu(), *(tensor.cpu() for tensor in optimiser.table.state.values())]
 
 
 def fetching(table):
@@ -191,7 +191,7 @@ def test_reading_waits_for_what_is_being_written():
         "state_dict": lambda: table.state_dict()["weight"],
         "numpy": lambda: torch.from_numpy(table.numpy()),
         "gather": lambda: table.eval().gather(None),
-        "state": lambda: (optimiser.state(), table.weight)[1],
+        "rows": lambda: table.rows()["weight"],
         "copy": lambda: copy.deepcopy(table).weight,
     }
     for count, (name, reader) in enumerate(readers.items(), start=1):
@@ -246,7 +246,7 @@ def test_no_room_is_said_before_training(tmp_path, monkeypatch):
 def test_state_is_where_the_weight_is(tmp_path):
     mapped = (tmp_path / "maps").as_posix()
     table = RowTable(ROWS, WIDTH, placement=Placement("disk", tmp_path / "maps"))
-    state = ROW_OPTIMISERS["adam"](table, 0.1).state()
+    state = ROW_OPTIMISERS["adam"](table, 0.1).table.state
     with open("/proc/self/maps", encoding="ascii") as maps:
         lines = [line for line in maps if mapped in line]
     assert len(lines) == 1 + len(state)
@@ -269,7 +269,7 @@ def test_on_a_gpu_every_place_gives_the_same_bits(rng, tmp_path, place, kind, dt
 
 @CUDA
 def test_rounding_is_the_same_on_a_gpu(rng):
-    from unidec.training.row_optim import round_to_bfloat16, row_noise
+    from unidec.training.optim import round_to_bfloat16, row_noise
 
     x, rows = torch.from_numpy(rng.normal(size=(500, 33))).float(), torch.arange(500)
     ours = round_to_bfloat16(x.cuda(), row_noise(rows.cuda(), 33, "a")).cpu()

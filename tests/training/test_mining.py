@@ -9,8 +9,8 @@ import scipy.sparse as sp
 
 from unidec.errors import DataError
 from unidec.model import search
-from unidec.training import mining
-from unidec.training.mining import mine_hard_negatives
+from unidec.training import refresh
+from unidec.training.refresh import mine_hard_negatives
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ class World:
 @pytest.mark.parametrize("block", [1, 5, 512])
 @pytest.mark.parametrize("num_negatives", [1, 4, 20, 33])
 def test_equals_a_loop(num_negatives, block, rng, monkeypatch):
-    monkeypatch.setattr(mining, "BLOCK", block)
+    monkeypatch.setattr(refresh, "BLOCK", block)
     world = World(rng)
     shortlist, report = world.mine(num_negatives)
     assert shortlist.dtype == np.int32 and shortlist.shape == (30, num_negatives)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from unidec.model.row_table import RowTable
-from unidec.training.row_optim import ROW_OPTIMISERS, round_to_bfloat16, row_noise
+from unidec.training.optim import ROW_OPTIMISERS, round_to_bfloat16, row_noise
 
 ROWS, WIDTH = 30, 5
 

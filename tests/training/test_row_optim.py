@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unidec.model.row_table import Placement, RowTable
-from unidec.training.row_optim import EPS, ROW_OPTIMISERS, RowAdam
+from unidec.training.optim import EPS, ROW_OPTIMISERS, RowAdam
 
 ROWS, WIDTH, LR = 30, 5, 0.05
 KINDS = sorted(ROW_OPTIMISERS)
@@ -103,7 +103,7 @@ def test_steps_equal_the_slow_reference(rng, kind, clip, dtype):
         np.testing.assert_allclose(table.weight.double().numpy(), slow.weight, rtol=rounding, atol=1e-6)
         for name, values in slow.state().items():
             np.testing.assert_allclose(
-                optimiser.state()[name].numpy(), values, tolerance, 1e-12 if exact else 1e-6, err_msg=name
+                optimiser.table.state[name].numpy(), values, tolerance, 1e-12 if exact else 1e-6, err_msg=name
             )
         others = np.setdiff1d(np.arange(ROWS), rows)
         assert torch.equal(table.weight[others], before[others])
@@ -178,12 +178,12 @@ def test_rows_not_used_are_not_touched(rng, kind, dtype):
     table = make_table(rng, dtype)
     optimiser = ROW_OPTIMISERS[kind](table, LR)
     for step in range(5):
-        before = [t.detach().clone() for t in (table.weight, *optimiser.state().values())]
+        before = [t.detach().clone() for t in (table.weight, *optimiser.table.state.values())]
         rows = random_rows(rng)
         loss_of(table.gather(rows), random_target(rng)).backward()
         optimiser.step(step + 1, 1.0)
         others = np.setdiff1d(np.arange(ROWS), rows.numpy())
-        for was, now in zip(before, (table.weight, *optimiser.state().values()), strict=True):
+        for was, now in zip(before, (table.weight, *optimiser.table.state.values()), strict=True):
             assert torch.equal(was[others], now[others])
             assert not torch.equal(was[rows], now[rows])
 
@@ -215,7 +215,7 @@ def test_a_step_neither_reads_nor_writes_the_rest_of_the_table(rng, kind, tmp_pa
         optimiser.step(step + 1, 1.0)
     limit = 5 * used << 18  # the system brings in what is around an address: here 64 KiB, elsewhere perhaps more
     assert limit < table.weight.nbytes / 3
-    for tensor in (table.weight, *optimiser.state().values()):
+    for tensor in (table.weight, *optimiser.table.state.values()):
         assert 0 < resident_bytes(tensor.data_ptr()) <= limit
     changed = int((table.weight != 0).any(1).sum())
     assert 0.95 * 5 * used < changed <= 5 * used
@@ -278,16 +278,16 @@ def test_lazy_moments_neither_decay_nor_shrink_the_row():
         before = table.weight[0].clone()
         optimiser.step(step, 1.0)
         assert step == 1 or torch.equal(before, table.weight[0])
-    assert float(optimiser.state()["first"][0, 0]) == pytest.approx(0.1)
-    assert float(optimiser.state()["second"][0, 0]) == pytest.approx(0.001)
+    assert float(optimiser.table.state["first"][0, 0]) == pytest.approx(0.1)
+    assert float(optimiser.table.state["second"][0, 0]) == pytest.approx(0.001)
 
 
 # -- bfloat16 ----------------------------------------------------------------------------------------------------------
 
 
 def copy_state(one, other):
-    for name, tensor in other.state().items():
-        tensor.copy_(one.state()[name])
+    for name, tensor in other.table.state.items():
+        tensor.copy_(one.table.state[name])
 
 
 @pytest.mark.parametrize("kind", KINDS)

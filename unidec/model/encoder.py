@@ -169,10 +169,8 @@ class TextEncoder(nn.Module):
     """Phi: the parts side by side, dropout, and a residual network if wanted.
 
     Args:
-        settings: section `encoder`.
         transformer: the loaded AutoModel, or None for a bag alone.
-        num_tokens: size of the vocabulary.
-        width: width of the bag's embeddings (the transformer's hidden size).
+        num_tokens, width: of the bag's embeddings (the transformer's hidden size).
 
     Attributes:
         unit_vectors: the transformer's vectors are brought to unit length; those of one that trains alone are not. A
@@ -266,7 +264,6 @@ class InputBuilder:
     """Makes `EncoderInput`s of rows of tokenised texts: on the host with numpy, then one copy to the device.
 
     Args:
-        encoder: whose parts decide what is needed.
         frozen_vectors: float [N, D] for each source, where the transformer is frozen as a whole and cached.
         frozen_outputs: float [N, W] for each source, where the whole encoder is frozen and cached.
     """
@@ -283,11 +280,7 @@ class InputBuilder:
         self._pin = device.type == "cuda"
 
     def __call__(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> EncoderInput:
-        """One input for rows of several sources, in the order given.
-
-        Args:
-            parts: (name of the source, its tokens, rows int64) each.
-        """
+        """One input for rows of several sources, (name, tokens, rows int64) each, in the order given."""
         if not self.encoder.frozen:
             return self.texts(parts)
         if all(name in self.frozen_outputs for name, _, _ in parts):

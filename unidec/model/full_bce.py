@@ -3,8 +3,8 @@
 Legend: B queries, L labels, C labels of a chunk, D width of a head, P positive pairs, F ignored pairs, E pairs of a
 block.
 
-Source: Renee (Jain et al. 2023): the loss needs no graph, since its gradient is known, `sigmoid(x) - y`; loss and
-gradients are made in one pass over the labels.
+Source: Renee (Jain et al. 2023): the gradient is known, `sigmoid(x) - y`; it is made with the loss in one pass over the
+labels, and kept until backward, which happens once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,8 @@ CHUNK = 8192  # labels at once
 
 
 class _Sums:
-    """The sum of a loss over entries, and its gradients, each where it is wanted.
-
-    Args:
-        query_BD, row_LD, bias_L1: what the scores are made of; bias may be None.
-        scale: 1 / tau, 0-d; a logit is `scale * (query . row + bias)`.
-        wanted: which of query, row, bias and scale need a gradient.
-    """
+    """The sum of a loss over entries, logits being `scale * (query . row + bias)`, and those of its gradients that are
+    wanted: of query, row, bias and scale."""
 
     def __init__(
         self, query_BD: Tensor, row_LD: Tensor, bias_L1: Tensor | None, scale: Tensor, wanted: tuple[bool, ...]
@@ -83,8 +78,6 @@ class _Sums:
 
 
 class _FullBCE(torch.autograd.Function):
-    """The loss's sum over entries; gradients are made on the way and kept until backward, which happens once."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -143,11 +136,8 @@ def full_bce(
     Args:
         query_BD: float32 or float64 [B, D], the classifier head's vectors.
         row_LD: float [L, D], rows of all labels; bfloat16 ones are computed in the queries' type.
-        bias_L1: float [L, 1], or None.
         scale: 0-d, 1 / tau.
-        targets: pairs, columns being label ids; soft targets and importances count as in `unidec.model.losses.bce`.
-        normalise: "rows" or "entries", as there.
-        chunk: labels at once, at least 1.
+        targets: pairs, columns being label ids; they and `normalise` count as in `unidec.model.losses.bce`.
 
     Returns:
         0-d, of the queries' dtype; backward can run through it once.

@@ -1,25 +1,22 @@
 """Losses on the logits of a pool, and how all are applied: decoupled softmax, SupCon / InfoNCE, binary cross entropy,
-triplet, squared hinge.
-
-Soft top-k is in `unidec.model.soft_topk`, BCE over all labels without the logits in `unidec.model.full_bce`.
+triplet, squared hinge, soft top-k. BCE over all labels without the logits is in `unidec.model.full_bce`.
 
 Legend: B queries (rows), S pool labels (columns), P positive pairs in the pool, F ignored pairs (filter pairs), M
-masked pairs.
+masked pairs, K the k highest entries of a row.
 
 Common contract of the functions in `LOSSES`:
 - `logit_BS`: float [B, S], similarity / temperature; half precision is computed in float32.
-- `pairs`: `unidec.model.pairs.Pairs`.
 - result: 0-d float32 (float64 for float64 logits), `sum_P weight * loss / number of rows with positive total weight`.
-  With no such row it is exactly 0, with a graph and finite gradients. Rows without weight drop out of the loss (and,
-  as rows, out of the count).
+  With no such row it is exactly 0, with a graph and finite gradients.
 
 Positives are sparse and the only dense things are the logits and their exponentials: no P x S, no B x S mask. Nothing
-waits for the device. The softmax family is one autograd function that reads the logits once for both directions,
-because on a CPU each pass over B x S costs as much as a tenth of the matrix product that made it.
+waits for the device. The softmax family reads the logits once for both directions: on a CPU each pass over B x S costs
+as much as a tenth of the matrix product that made it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,10 +36,11 @@ from unidec.model.pairs import (
     mean_over_rows,
     target_weights,
 )
-from unidec.model.soft_topk import soft_topk
 from unidec.sections import Loss
 
 BLOCK = 1 << 22  # entries of the largest temporary of a triplet loss, 16 MB of float32
+# Newton's steps of soft top-k at most; a CPU sees when all rows have converged (3 to 5), a GPU's host would wait
+STEPS = 12
 # of a loss: its share, whether it is query -> label, and the pairs of the logits (else of their transpose)
 Direction = tuple[float, bool, Pairs]
 
@@ -247,6 +245,99 @@ def squared_hinge(
     return (every + (pairs.weight_P * instead_P).sum()) / count
 
 
+def thresholds(x_BS: Tensor, k: int) -> Tensor:
+    """t of each row with `sum_j sigmoid(x_j + t) = k`, float [B]; -`MASKED` where k labels or fewer are unmasked.
+
+    Solved as `log R(t) = log T(t)`, R the sum of sigmoid(x + t) over all but the k highest entries, T the sum of
+    sigmoid(-x - t) over those: the same equation without the difference of large numbers, nearly linear in t, by
+    Newton's steps inside a bracket that both sums give.
+
+    Args:
+        x_BS: float32 or float64 [B, S], `MASKED` where an entry takes no part; changed and restored.
+        k: at least 1.
+    """
+    num_rows, num_cols = x_BS.shape
+    if num_cols <= k:
+        return x_BS.new_full((num_rows,), -MASKED)
+    top_BK, index_BK = x_BS.topk(k + 1, dim=1)
+    next_B1 = top_BK[:, k:].clone()
+    top_BK, index_BK = top_BK[:, :k], index_BK[:, :k]
+    x_BS.scatter_(1, index_BK, MASKED)
+    # at `low` T exceeds R, at `high` R exceeds T: bounds by the k-th and the next entry alone
+    low_B1, high_B1 = -top_BK[:, k - 1 :] - math.log(2 * num_cols), math.log(2 * k) - next_B1
+    t_B1 = -(top_BK[:, k - 1 :] + next_B1) / 2
+    close = 0.5 * math.sqrt(torch.finfo(x_BS.dtype).eps)  # a Newton's step of this length leaves its square to go
+    rest_BS = torch.empty_like(x_BS)
+    for _ in range(STEPS):
+        torch.sigmoid(torch.add(x_BS, t_B1, out=rest_BS), out=rest_BS)
+        head_BK = torch.sigmoid(-(top_BK + t_B1))
+        above_B1, below_B1 = rest_BS.sum(1, keepdim=True), head_BK.sum(1, keepdim=True)
+        low_B1, high_B1 = (
+            torch.where(above_B1 < below_B1, t_B1, low_B1),
+            torch.where(above_B1 < below_B1, high_B1, t_B1),
+        )
+        squares_B1 = torch.linalg.vector_norm(rest_BS, dim=1, keepdim=True).square()
+        slope_B1 = 2 - squares_B1 / above_B1 - head_BK.square().sum(1, keepdim=True) / below_B1
+        next_t_B1 = t_B1 - (above_B1 / below_B1).log() / slope_B1
+        inside_B1 = (low_B1 <= next_t_B1) & (next_t_B1 <= high_B1)  # false for what is not finite
+        next_t_B1 = torch.where(inside_B1, next_t_B1, (low_B1 + high_B1) / 2)
+        # both sums underflow where the gap is wider than the exponent's range: its middle is the solution
+        solved_B1 = (above_B1 == 0) & (below_B1 == 0)
+        next_t_B1 = torch.where(solved_B1, t_B1, next_t_B1)
+        solved_B1 |= inside_B1 & ((next_t_B1 - t_B1).abs() <= close)
+        t_B1 = next_t_B1
+        if x_BS.device.type == "cpu" and bool(solved_B1.all()):
+            break
+    x_BS.scatter_(1, index_BK, top_BK)
+    return torch.where(next_B1 > MASKED / 2, t_B1, torch.full_like(t_B1, -MASKED)).squeeze(1)
+
+
+class _SoftTopK(torch.autograd.Function):
+    """(s_P, t_B): positive logits, and the thresholds. The gradient of t is that of the implicit function:
+    `dt / dx_j = -v_j / sum v`, `v = sigmoid'(x + t)`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logit_BS: Tensor, pairs: Pairs, k: int) -> tuple[Tensor, Tensor]:
+        row_P, col_P, _, *ignored = pairs
+        dtype = loss_dtype(logit_BS)
+        s_P = logit_BS[row_P, col_P].to(dtype)
+        x_BS = mask_(logit_BS.to(dtype, copy=True), *ignored)
+        t_B = thresholds(x_BS, k)
+        ctx.save_for_backward(x_BS, t_B, row_P, col_P)
+        ctx.dtype = logit_BS.dtype
+        return s_P, t_B
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_s_P: Tensor, grad_t_B: Tensor) -> tuple[Tensor | None, ...]:
+        x_BS, t_B, row_P, col_P = ctx.saved_tensors
+        e_BS = (x_BS + t_B.unsqueeze(1)).abs_().neg_().exp_()
+        v_BS = e_BS.div_((1 + e_BS).square_())  # sigmoid' from its small side: nothing cancels
+        total_B1 = v_BS.sum(1, keepdim=True).clamp_min(torch.finfo(v_BS.dtype).tiny)
+        grad_BS = v_BS.mul_(-grad_t_B.unsqueeze(1) / total_B1)
+        grad_BS.index_put_((row_P, col_P), grad_s_P, accumulate=True)
+        return grad_BS.to(ctx.dtype), None, None
+
+
+def soft_topk(logit_BS: Tensor, pairs: Pairs, *, topk: int = 5) -> Tensor:
+    """Soft top-k: `-log sigmoid(s_ip + t_i)`, t_i such that `sum_{l in L_B} sigmoid(s_il + t_i) = k`.
+
+    A positive costs nothing once it is among the k labels that the row lets through, however they are ordered. Other
+    positives stay in the sum. A row with k labels or fewer (ignored ones not counted) lets all of them through: its
+    loss is 0.
+
+    Source: DEXML (Gupta et al. 2024), soft top-k operator with a sigmoid, and cross entropy of the row's positives on
+    it. Query to label only: k counts labels of a query.
+
+    Args:
+        topk: k, at least 1; the k of the P@k or R@k that matters.
+    """
+    s_P, t_B = _SoftTopK.apply(logit_BS, pairs, topk)
+    loss_P = -F.logsigmoid(s_P + t_B[pairs.row_P])
+    return mean_over_rows(loss_P, pairs.weight_P, pairs.row_P, logit_BS.shape[0])
+
+
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "ds": decoupled_softmax,
     "supcon": supcon,
@@ -294,17 +385,12 @@ def symmetric_loss(
 
     With `targets.importance_P` the losses are propensity-weighted (Jain et al. 2016). Entry by entry (bce, hinge) the
     positive side of a pair counts its label's inverse propensity. Else the pair's weight does, query -> label, rescaled
-    so that a batch's positives together weigh what the reduction gave them: learning rates and the balance of the heads
-    keep their meaning. Label -> query needs none: a row's pairs share one propensity, their mean is unbiased as it is.
+    (`target_weights`): learning rates and the balance of the heads keep their meaning.
 
     Args:
-        kind: a key of `LOSSES`.
-        logit_BS: float [B, S], as in `LOSSES`.
-        targets: pairs of this pool.
-        reduction: one of `unidec.model.pairs.REDUCTIONS`.
+        kind: a key of `LOSSES`; options: its own, of `loss_options`.
+        reduction: one of `unidec.model.pairs.REDUCTIONS`; generator: for "pol".
         forward: weight of query -> label, 0 to 1.
-        generator: passed to the reduction ("pol").
-        options: passed to the loss: `loss_options`.
     """
     if kind in ENTRYWISE:
         return LOSSES[kind](logit_BS, targets.pairs(targets.relevance_P), importance_P=targets.importance_P, **options)

@@ -28,8 +28,7 @@ class Pairs(NamedTuple):
 
     Attributes:
         row_P, col_P: int64 [P], positions of all true positives in the pool, each pair once, any order.
-        weight_P: float [P], the reduction's weight of each (`target_weights`); for `bce` and `hinge` the target itself,
-            in [0, 1].
+        weight_P: float [P], of `target_weights`; for `bce` and `hinge` the target itself, in [0, 1].
         row_F, col_F: int64 [F], pairs that are neither positive nor negative; they leave every denominator.
     """
 

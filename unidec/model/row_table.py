@@ -3,7 +3,7 @@
 Legend: R rows in all, n rows held here, U rows used in a step (each once), D width.
 
 The table itself takes no part in autograd: a step gathers the rows it uses as a leaf, whose dense gradient [U, D] is
-all that the row-sparse optimiser (`unidec.training.row_optim`) reads. So nothing of size R x D is touched, no sparse
+all that the row-sparse optimiser (`unidec.training.optim`) reads. So nothing of size R x D is touched, no sparse
 tensor is coalesced, and the host waits for the device only where the table is elsewhere.
 
 A table may hold a contiguous part of the rows (several processes), as float32 or bfloat16, on the model's device, in
@@ -53,12 +53,6 @@ HERE = Placement()
 
 class RowTable(nn.Module):
     """A weight [R, D] whose rows are gathered, trained and written back.
-
-    Args:
-        num_rows: R.
-        width: D.
-        dtype: of the weight.
-        placement: where it lives, and which rows are held here.
 
     Attributes:
         num_rows: R; first_row, own_rows: the rows held here are first_row to first_row + own_rows.
@@ -128,6 +122,11 @@ class RowTable(nn.Module):
 
     def _columns(self) -> dict[str, Tensor]:
         return {"weight": self.weight.data, **self.state}
+
+    def rows(self) -> dict[str, Tensor]:
+        """ "weight" and the state by name, of the rows held here: the tensors themselves, up to date."""
+        self.flush()
+        return self._columns()
 
     def _empty_on_host(self, num_rows: int, like: Tensor) -> Tensor:
         # pinned memory, from torch's cache, is freed only once its copy is done
@@ -221,12 +220,8 @@ class RowTable(nn.Module):
 
     @torch.no_grad()
     def write_back(self, weight_UD: Tensor, state: dict[str, Tensor]) -> None:
-        """New values of the used rows, which are then forgotten.
-
-        Args:
-            weight_UD: of the weight's dtype.
-            state: as `used_state` gave it, changed in place.
-        """
+        """New values of the used rows, of the weight's dtype, and their state, as `used_state` gave it and changed in
+        place; the rows are then forgotten."""
         assert self.used is not None
         rows_U, fetched = self.used[0], self._fetched
         self.forget()

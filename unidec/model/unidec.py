@@ -43,10 +43,7 @@ class UniDEC(nn.Module):
     """Encoder, heads and classifier table.
 
     Args:
-        encoder_settings: section `encoder`.
-        settings: section `model`.
-        num_labels: L.
-        encoder: the text encoder.
+        encoder_settings, settings: sections `encoder` and `model`.
         placement: where the classifier's rows live, and which of them are held here.
 
     Attributes:
@@ -108,7 +105,6 @@ class UniDEC(nn.Module):
             folder: of `resolve_encoder`; a bag alone takes its token embeddings and tokenizer only.
             num_tokens: size of the tokenizer's vocabulary.
             params: all parameters, kept with the model.
-            placement: where the classifier's rows live, and which of them are held here.
         """
         transformer = load_transformer(folder)
         start_VD = transformer.get_input_embeddings().weight.detach()  # type: ignore[operator]
@@ -206,8 +202,7 @@ class UniDEC(nn.Module):
 
         Args:
             name: source of the texts for the input builder's caches ("queries" or "labels").
-            tokens: tokenised texts.
-            rows: which; None: all.
+            rows: which texts; None: all.
             build: an input builder with caches; None: nothing is cached.
             bar: counts the texts.
         """

@@ -31,8 +31,8 @@ from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.start import effective
+from unidec.training.optim import bytes_per_row
 from unidec.training.precision import autocast_type, choose_device
-from unidec.training.row_optim import bytes_per_row
 from unidec.training.sampler import draws_pools, encoded_labels, head_labels
 
 Place = Literal["device", "host", "disk"]

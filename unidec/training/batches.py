@@ -65,7 +65,6 @@ class Batches:
     Args:
         tokens: token caches "queries" and "labels".
         build: puts texts on the device; device: of the targets.
-        ranks: processes that share the batch's texts.
         label_graph: csr [L, L] of soft targets; needed, and only read, with `pool.gandalf`.
 
     Attributes:

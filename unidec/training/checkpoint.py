@@ -282,7 +282,7 @@ def _snapshot(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
-    """Write dense tensors and state; the files' hashes by name."""
+    """The files' hashes by name."""
     state = (json.dumps(checkpoint.state, sort_keys=True) + "\n").encode()
     (folder / "state.json").write_bytes(state)
     return {

@@ -5,8 +5,6 @@ split.
 
 Source: NGAME's batches as UniDEC uses them (spec, detail 7): points are ordered by the difference of their
 similarities to two centres and cut in half, centres follow, until the gain in mean cosine falls under a tolerance.
-
-Several ranks: the first one clusters, and all get its clusters.
 """
 
 from __future__ import annotations
@@ -45,10 +43,9 @@ def balanced_clusters(
 
     Args:
         vectors_ND: float [N, D], finite; scaled to unit length where they are not.
-        max_size: largest number of points in a cluster, at least 1.
-        seed: seed of the two points each split starts from.
+        seed: of the two points each split starts from.
         device: where to compute; None: the CPU. It holds the vectors, and up to half of them again.
-        ranks: processes that all call this with all vectors; the first one works.
+        ranks: processes that all call this with all vectors; the first one works, and all get its clusters.
 
     Raises:
         DataError: values that are not finite.

@@ -45,9 +45,7 @@ class Ranks:
     """The processes that train together; the default is this process alone, for which every method is free.
 
     Attributes:
-        rank: number of this process, from 0.
-        world: how many there are.
-        local_world: how many of them are on this machine.
+        rank: number of this process, from 0, of `world`; `local_world` of them are on this machine.
     """
 
     rank: int = 0
@@ -93,7 +91,7 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether this is the only process."""
+        """This is the only process."""
         return self.world == 1
 
     @property

@@ -30,10 +30,8 @@ Phase = Callable[[str, int, Callable[[], Report]], Report]  # name of the phase,
 def fit(rounds: Rounds, phase: Phase = lambda _name, _round, work: work()) -> None:
     """Train until the last epoch: refresh (cluster, mine), train a round, validate; repeat.
 
-    Killed anywhere and started again, it continues from the newest checkpoint: phases that are done return at once.
-
-    Args:
-        phase: runs each phase; a flow passes one that also makes it a task.
+    Killed anywhere and started again, it continues from the newest checkpoint. `phase` runs each phase; a flow passes
+    one that also makes it a task.
     """
     while not rounds.finished:
         number = rounds.round_number

@@ -70,8 +70,6 @@ def encode_texts(
     """Vectors of a step's texts, in one pass or in chunks, and what computes all gradients of a loss on them.
 
     Args:
-        encoder: of the model; in training its tables must not have been gathered from in this step.
-        texts: of the step.
         context: entered around each pass (autocast), a new one for each: it keeps casts of the weights until it ends,
             and those of a pass without a graph have none (some versions of torch would take them for the other pass).
 

@@ -29,8 +29,7 @@ class Objective:
         """Weighted losses of the heads: balance * L_D, (1 - balance) * (L_C + clf_bce * BCE).
 
         Args:
-            x_BW: the encoder's outputs for this rank's texts: queries, then pool labels.
-            batch: whose texts these are.
+            x_BW: the encoder's outputs for this rank's texts of the batch: queries, then pool labels.
             step: number of the step in the run; decides what is drawn at random.
 
         Returns:
@@ -79,14 +78,8 @@ class Objective:
     def loss(
         self, kind: str, similarity_BS: Tensor, scale: Tensor, targets: PoolTargets, forward: float, step: int
     ) -> Tensor:
-        """One head's loss, 0-d, of its similarities [B, S] before the temperature.
-
-        Args:
-            kind: the loss's name.
-            similarity_BS: cosines of the dual encoder, raw scores of the classifier.
-            scale: 1 / tau, 0-d.
-            forward: weight of query to label.
-        """
+        """One head's loss, 0-d, of cosines or raw scores [B, S] before the temperature; scale: 1 / tau, 0-d; forward:
+        weight of query to label."""
         settings = self.settings
         options: dict[str, Any] = loss_options(kind, settings)
         if settings.reduction == "pol":  # which of the sampled positives; a stream of its own for each step

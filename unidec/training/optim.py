@@ -1,33 +1,125 @@
 """Optimisers and schedule: AdamW in learning-rate groups for dense parameters, row-sparse optimisers for tables.
 
-Legend: S rows that the classifier uses in a step.
+Legend: R rows of a table, U rows used in a step, D width.
+
+Rows that a step does not use are not touched: their moments do not decay and no weight decay reaches them, and a row
+that returns after k steps continues with the state it had (`torch.optim.SparseAdam` does the same). That costs U x D
+instead of R x D a step, which is what lets a table outgrow the batch (benchmarks/results/classifier-rows.md).
+
+All compute in float32. A table in bfloat16 is written with stochastic rounding: to nearest, an update smaller than
+half a unit of bfloat16's 8 bits would be lost each time; rounded up with the right probability it counts on average.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
+from unidec.model.row_table import RowTable
 from unidec.model.unidec import UniDEC
 from unidec.sections import Optim
-from unidec.training.row_optim import BETA1, BETA2, EPS, ROW_OPTIMISERS
+
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+State = dict[str, Tensor]  # by name
+
+
+class RowOptimiser:
+    """Gradient descent without state: w -= lr g. The others differ in `columns` and `update`.
+
+    Args:
+        table: keeps the state too (`RowTable.state`).
+        lr: base learning rate.
+        seed: with the step's number decides how rows in bfloat16 are rounded.
+    """
+
+    columns: ClassVar[dict[str, bool]] = {}  # state by name: a value for each entry (True), or one a row
+
+    def __init__(self, table: RowTable, lr: float, seed: int | str = 0):
+        self.table, self.lr, self.seed = table, lr, seed
+        for name, wide in self.columns.items():
+            table.add_state(name, *([table.weight.shape[1]] if wide else []))
+
+    @torch.no_grad()
+    def step(self, step: int, factor: float, scale: Tensor | float = 1.0) -> None:
+        """Update the gathered rows from their leaf's gradient, then forget them.
+
+        Args:
+            step: number of this update, from 1 (bias correction).
+            factor: the schedule's share of the learning rate.
+            scale: multiplies the gradient (clipping), 0-d.
+        """
+        rows_U, leaf = self.table.used or (None, None)
+        if leaf is None or leaf.grad is None:
+            self.table.forget()
+            return
+        weight, state = leaf.detach(), self.table.used_state()  # the leaf holds the rows' values
+        self.update(weight, leaf.grad, state, step, self.lr * factor, torch.as_tensor(scale, dtype=weight.dtype))
+        if self.table.weight.dtype == torch.bfloat16:
+            if rows_U is None:
+                first = self.table.first_row
+                rows_U = torch.arange(first, first + self.table.own_rows, device=weight.device)
+            weight = round_to_bfloat16(weight, row_noise(rows_U, weight.shape[1], f"{self.seed} {step}"))
+        self.table.write_back(weight, state)
+
+    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor) -> None:
+        """Change weight [U, D] and state in place; the gradient may be used up."""
+        weight.addcmul_(grad, scale, value=-lr)
+
+
+class RowAdam(RowOptimiser):
+    """Adam (Kingma and Ba, 2015) with the moments of each row as they were when it was last used."""
+
+    columns: ClassVar = {"first": True, "second": True}
+
+    def __init__(self, table: RowTable, lr: float, seed: int | str = 0):
+        super().__init__(table, lr, seed)
+        self._count = torch.zeros((), dtype=torch.float32, device=table.device)
+
+    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor) -> None:
+        self._count.fill_(step - 1)
+        adamw(  # one pass over gradient, moments and weight
+            [weight], [grad.mul_(scale)], [state["first"]], [state["second"]], [], [self._count], fused=True,
+            amsgrad=False, beta1=BETA1, beta2=BETA2, lr=lr, weight_decay=0.0, eps=EPS, maximize=False,
+        )  # fmt: skip
+
+
+class RowAdagrad(RowOptimiser):
+    """Row-wise AdaGrad (Mudigere et al., 2022; AdaGrad: Duchi et al., 2011): one value a row.
+
+    sum += mean_d(g_d^2); w -= lr g / (sqrt(sum) + eps). With D = 1, a bias, it is AdaGrad itself.
+    """
+
+    columns: ClassVar = {"sum": False}
+
+    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor) -> None:
+        norm_U = torch.linalg.vector_norm(grad, dim=1).mul_(scale)  # reads the gradient once, makes no [U, D]
+        sum_U = state["sum"].addcmul_(norm_U, norm_U, value=1 / grad.shape[1])
+        rate_U = sum_U.sqrt().add_(EPS).reciprocal_().mul_(scale)
+        weight.addcmul_(grad, rate_U.unsqueeze(1), value=-lr)
+
+
+# by what they keep: two values an entry, one a row, nothing
+ROW_OPTIMISERS: dict[str, type[RowOptimiser]] = {"adam": RowAdam, "adagrad": RowAdagrad, "sgd": RowOptimiser}
+
+
+def bytes_per_row(dtype: str, state: str, width: int) -> tuple[int, int]:
+    """Bytes of a row's weight and of its state, which is float32 always."""
+    values = sum(width if wide else 1 for wide in ROW_OPTIMISERS[state].columns.values())
+    return width * (2 if dtype == "bf16" else 4), 4 * values
 
 
 class Optimisers:
-    """Everything that changes weights: AdamW groups, a row-sparse optimiser a table, warm-up and cosine, clipping.
+    """Everything that changes the weights of a model, which is on its device: AdamW groups, a row-sparse optimiser a
+    table, warm-up and cosine, clipping.
 
     Groups (spec, detail 9): transformer, heads (with the residual network and temperatures), bag, classifier table;
     weight decay on matrices of the dense groups only. The bag's tables train by Adam, the classifier's by
     `clf_state`.
-
-    Args:
-        model: on its device.
-        settings: section `optim`.
-        steps_per_epoch: for the schedule.
-        seed: decides how rows in bfloat16 are rounded.
 
     Attributes:
         dense: parameters that AdamW trains; row: optimisers of the tables, by the tables' names.
@@ -114,10 +206,47 @@ class Optimisers:
 
     def row_states(self) -> dict[str, dict[str, Tensor]]:
         """Rows held here, by table: "weight" and what its optimiser keeps. The tensors themselves, no copies."""
-        return {name: {**row.state(), "weight": row.table.weight.detach()} for name, row in self.row.items()}
+        return {name: row.table.rows() for name, row in self.row.items()}
 
     def load_row_states(self, tensors: dict[str, dict[str, Tensor]]) -> None:
         """Copy in what `row_states` gave; KeyError or RuntimeError: it is of another model."""
         for name, own in self.row_states().items():
             for key, tensor in own.items():
                 tensor.copy_(tensors[name][key].view(tensor.shape))
+
+
+# -- stochastic rounding -----------------------------------------------------------------------------------------------
+
+
+def row_noise(rows_U: Tensor, width: int, seed: str) -> Tensor:
+    """Random int16 [U, D], uniform over all values: a hash of (seed, row, column).
+
+    So the same on every device, for any order of the rows and any number of processes. SplitMix64 (Steele, Lea and
+    Flood, 2014), one 64-bit word for four columns.
+    """
+    start = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True)
+    words = (width + 3) // 4
+    counter = rows_U.unsqueeze(1) * words
+    z = counter + torch.arange(words, device=rows_U.device)
+    z.mul_(_signed(0x9E3779B97F4A7C15)).add_(start)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))  # >> copies the sign
+    z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+    return z.view(torch.int16)[:, :width]
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def round_to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
+    """float32 to bfloat16, up or down at random so that the mean is x; what bfloat16 can hold stays as it is.
+
+    The upper half of a float32 is a bfloat16, and 16 random bits added to the lower half carry into the upper with the
+    probability of its share. Infinity stays, NaN stays NaN, and beyond the largest finite value it is infinity or that
+    value. `x` is used up; `noise` is int16 of the same shape, uniform.
+    """
+    nan = x.isnan()
+    bits = x.view(torch.int32).add_(noise).add_(0x8000)  # noise is signed: from 0 on
+    upper = bits.view(torch.int16).unflatten(-1, (-1, 2))[..., 1]  # little endian, as torch's platforms are
+    return upper.view(torch.bfloat16).masked_fill(nan, torch.nan)

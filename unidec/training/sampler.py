@@ -83,10 +83,7 @@ class PoolSampler:
 
     Args:
         relevance, filter_pairs: csr [N, L], the positives, and pairs never to be used as negatives.
-        beta: positives sampled a query, at least 1.
-        eta: hard negatives sampled a query.
         size: at most so many labels in a pool; 0: no limit.
-        seed: seed of every draw.
         weight_L: float [L], finite and above 0: each of a query's positives that are left is the next one drawn with a
             chance in proportion to its weight (inverse propensities: tail labels more often); None: all alike.
     """
@@ -225,7 +222,6 @@ def clustered_batches(
 
     Args:
         order: int [n], data set rows, cluster after cluster; offsets: int [C + 1], where each begins.
-        seed, epoch: decide the order.
         num_batches: with more clusters than this they are dealt to so many batches at random; sizes of batches then
             differ by at most one where those of clusters do.
     """

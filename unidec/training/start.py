@@ -53,11 +53,8 @@ class Start:
 
 
 def start_bag(model: UniDEC, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> None:
-    """Weigh the bag's tokens by how many training texts have them; nothing without a bag, or with another's weights.
-
-    Draws no random numbers and gives the same weights each time, so that a resumed run may begin with it too. `parts`
-    are (source, tokens, rows int64) of all training texts.
-    """
+    """Weigh the bag's tokens by how many training texts, given as (source, tokens, rows int64), have them; nothing
+    without a bag, or with another's weights. Draws no random numbers, so that a resumed run may begin with it too."""
     bag = model.encoder.bag
     if bag is None or model.encoder_settings.start:
         return
