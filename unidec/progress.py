@@ -12,6 +12,8 @@ from tqdm import tqdm
 T = TypeVar("T")
 
 QUIET_SECONDS = 1.0  # shorter work prints no line
+LINE = "{desc}: {n_fmt}/{total_fmt} ({percentage:.0f}%), {rate_fmt}, {elapsed} elapsed, {remaining} left{postfix}"
+LINE_WITHOUT_TOTAL = "{desc}: {n_fmt}, {rate_fmt}, {elapsed} elapsed{postfix}"
 _silent = False
 
 
@@ -21,7 +23,7 @@ class Progress(tqdm, Generic[T]):
     def __init__(self, iterable: Iterable[T] | None, every: float, stream: TextIO, **options: Any):
         self.lines = not stream.isatty()
         if self.lines:
-            options |= {"mininterval": every, "miniters": 1, "delay": every}
+            options |= {"mininterval": every, "miniters": 1, "delay": every, "smoothing": 0}
         super().__init__(iterable, file=stream, dynamic_ncols=True, disable=_silent, **options)
 
     def note(self, text: str) -> None:
@@ -30,32 +32,22 @@ class Progress(tqdm, Generic[T]):
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Refresh the bar, or print a line."""
-        if self.lines:
-            self._print()
-        else:
+        if not self.lines:
             super().display(msg, pos)
+            return
+        facts = self.format_dict | {"ncols": None, "bar_format": LINE if self.total else LINE_WITHOUT_TOTAL}
+        with contextlib.suppress(BrokenPipeError):  # the work does not end because its output is closed
+            print(self.format_meter(**facts), file=self.fp, flush=True)
 
     def close(self) -> None:
         """End the display; a second call does nothing."""
         if not self.lines:
             super().close()
         elif not self.disable:
+            if self.format_dict["elapsed"] >= QUIET_SECONDS:
+                self.display()
             self.disable = True
             type(self)._decr_instances(self)  # type: ignore[attr-defined]  # forget the bar's line
-            failed = sys.exc_info()[0] not in (None, GeneratorExit)  # an early end of a loop is not a failure
-            if failed or self.format_dict["elapsed"] >= QUIET_SECONDS:
-                self._print("stopped" if failed else "done")
-
-    def _print(self, ending: str = "") -> None:
-        elapsed = max(self.format_dict["elapsed"], 1e-9)
-        rate, unit = self.n / elapsed, self.unit
-        share = f"/{self.total:,} ({100 * self.n / self.total:.0f}%)" if self.total else ""
-        speed = f"{rate:,.1f} {unit}/s" if rate >= 1 or not self.n else f"{1 / rate:.1f} s/{unit}"
-        if not ending and self.total and self.n:
-            ending = f"{self.format_interval(max(self.total - self.n, 0) / rate)} left"
-        parts = [f"{self.n:,}{share} {unit}", speed, f"{self.format_interval(elapsed)} elapsed", ending, self.postfix]
-        with contextlib.suppress(BrokenPipeError):  # nobody reads any more: the work is not ended by that
-            print(f"{self.desc}: {', '.join(str(part) for part in parts if part)}", file=self.fp, flush=True)
 
 
 def progress(

@@ -9,8 +9,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 from unidec.errors import DataError
-from unidec.evaluation.frequency import frequency_bins, volume_bins
-from unidec.evaluation.metrics import evaluate
+from unidec.evaluation.metrics import evaluate, frequency_bins, volume_bins
 
 
 def _case(seed: int, num_queries: int = 60, num_labels: int = 40, width: int = 7):

@@ -6,7 +6,7 @@ import csv
 
 import pytest
 
-from unidec.evaluation.plots import plots_csv, round_parts, validation_records
+from unidec.evaluation.report import plots_csv, round_parts, validation_records
 
 METRICS = {"P@1": 45.125, "P@5": 21.0, "R@100": 71.0, "tail/R@10": 1.5, "torso/R@10": 2.5, "head/R@10": 3.5}
 HISTORY = [{"step": s, "loss": 5 / s, "lr_heads": 1e-4} for s in range(1, 30)]

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from unidec.evaluation.figures import Chart, Line, Range, line_chart, range_chart
-from unidec.evaluation.page import Shown, Table, number, render, write_page
-from unidec.evaluation.plots import Records, validation_records
-from unidec.evaluation.report import colour, interval_and_p
+from unidec.evaluation.page import Records, Shown, Table, number, render, write_page
+from unidec.evaluation.report import colour, interval_and_p, validation_records
 from unidec.evaluation.significance import ALPHA, Comparison
 from unidec.metric_names import GROUPS
 

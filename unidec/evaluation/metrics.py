@@ -75,29 +75,20 @@ def _check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> ND
     """Predictions as int64 [B, K], or a DataError that names the first faulty row."""
     label_BK = np.asarray(predicted)
     if label_BK.ndim != 2 or (label_BK.size and label_BK.dtype.kind not in "iu"):
-        raise DataError(
-            "predictions must be a matrix of label ids",
-            got=f"shape {label_BK.shape}, dtype {label_BK.dtype}",
-            expected="[queries, k] integers, -1 = none",
-        )
+        got, expected = f"shape {label_BK.shape}, dtype {label_BK.dtype}", "[queries, k] integers, -1 = none"
+        raise DataError("predictions must be a matrix of label ids", got=got, expected=expected)
     label_BK = label_BK.astype(np.int64, copy=False)
     if truth.shape != (len(label_BK), num_labels):
-        raise DataError(
-            "predictions and relevance do not fit together",
-            got=f"{len(label_BK)} rows of predictions, relevance {truth.shape}",
-            expected=f"relevance ({len(label_BK)}, {num_labels})",
-            fix="pass the relevance rows of exactly the predicted queries, over all labels",
-        )
+        got, expected = f"{len(label_BK)} rows of predictions, relevance {truth.shape}", f"{num_labels} labels"
+        raise DataError("predictions and relevance do not fit together", got=got, expected=expected)
     sorted_BK = np.sort(label_BK, axis=1)
-    wrong_B = ((label_BK < -1) | (label_BK >= num_labels)).any(axis=1)
-    double_B = ((sorted_BK[:, 1:] == sorted_BK[:, :-1]) & (sorted_BK[:, 1:] >= 0)).any(axis=1)
-    for faulty_B, what, expected in (
-        (wrong_B, "a predicted label does not exist", f"-1 (none) or 0 to {num_labels - 1}"),
-        (double_B, "a label is predicted twice for one query", "each label at most once a query"),
+    for faulty_BK, what in (
+        ((label_BK < -1) | (label_BK >= num_labels), "a predicted label does not exist"),
+        ((sorted_BK[:, 1:] == sorted_BK[:, :-1]) & (sorted_BK[:, 1:] >= 0), "a label is predicted twice for one query"),
     ):
-        if faulty_B.any():
-            row = int(np.argmax(faulty_B))
-            raise DataError(what, where=f"predictions row {row}", got=label_BK[row].tolist()[:20], expected=expected)
+        if faulty_BK.any():
+            row = int(np.argmax(faulty_BK.any(axis=1)))
+            raise DataError(what, where=f"predictions row {row}", got=label_BK[row].tolist()[:20])
     return label_BK
 
 
@@ -226,13 +217,11 @@ def evaluate(
 
 def _checked_labels(inverse_propensity_L: Any, group_L: Any) -> tuple[Floats, NDArray[Any]]:
     weight_L, group_L = np.asarray(inverse_propensity_L, dtype=np.float64), np.asarray(group_L)
-    if weight_L.ndim != 1 or group_L.shape != weight_L.shape:
-        got = f"shapes {weight_L.shape} and {group_L.shape}"
-        raise DataError("inverse propensities and groups must be two vectors over the labels", got=got)
+    if weight_L.ndim != 1 or group_L.shape != weight_L.shape or not np.isin(group_L, range(len(GROUPS))).all():
+        got = f"shapes {weight_L.shape} and {group_L.shape}, groups {np.unique(group_L).tolist()[:20]}"
+        raise DataError("an inverse propensity and a group of 0, 1, 2 are needed for each label", got=got)
     if not (np.isfinite(weight_L).all() and (weight_L >= 0).all()):
         raise DataError("inverse propensities must be finite and at least 0")
-    if not np.isin(group_L, range(len(GROUPS))).all():
-        raise DataError("unknown frequency group", got=np.unique(group_L).tolist()[:20], expected="0, 1, 2")
     return weight_L, group_L
 
 
@@ -274,3 +263,70 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
     key_E = np.setdiff1d(pair_keys(relevance, True), pair_keys(filter_pairs), assume_unique=True)
     row_E, label_E = np.divmod(key_E, max(_shape(relevance)[1], 1))
     return csr_matrix((np.ones(len(key_E), dtype=bool), (row_E, label_E)), shape=_shape(relevance))
+
+
+# -- by bins of label frequency ---------------------------------------------------------------------------------------
+
+
+def frequency_bins(
+    predicted_NK: Any, truth: csr_matrix, count_L: Any, inverse_propensity_L: Any, num_bins: int = 5
+) -> list[dict[str, float]]:
+    """What labels of each frequency add to the metrics (the quantile analysis of Gandalf; thesis, figure 1.3).
+
+    Bins are those of `volume_bins`; their contributions add up to the whole metric.
+
+    Args:
+        predicted_NK: int [N, K], label ids, best first; -1 = none.
+        truth: CSR [N, L], the truth after filters, relevant where > 0.
+        count_L: int [L], training queries of each label. inverse_propensity_L: float [L].
+
+    Returns:
+        a record a bin, most frequent labels first: "bin" (from 1), "labels", "train_pairs", "most" and "least"
+        (training queries of its labels), "mean_frequency", "test_pairs" (relevant pairs of the truth), "P@5" and
+        "PSP@5" (contributions, percentage points), "recall@5" (percent of its test pairs found) and "coverage@5"
+        (percent of its labels with a test pair that are found at least once).
+    """
+    count_L, weight_L = np.asarray(count_L), np.asarray(inverse_propensity_L, dtype=np.float64)
+    if weight_L.shape != count_L.shape:
+        got = f"{len(count_L)} counts, {len(weight_L)} propensities"
+        raise DataError("counts and propensities do not fit together", got=got)
+    bin_L, k = volume_bins(count_L, num_bins), 5
+    ranked = Ranked(predicted_NK, truth, weight_L, bin_L)
+    label_E, hit_label = ranked.label_E, ranked.label_NK[:, :k][ranked.hit_NK[:, :k]]  # once for each query
+    places, best_psp = max(len(ranked.label_NK), 1) * k, Scope(ranked).parts("PSP", k)[1].sum()
+
+    def per_bin(label: NDArray[Any], weight: NDArray[Any] | None = None) -> NDArray[Any]:
+        return np.bincount(bin_L[label], weights=weight, minlength=num_bins)
+
+    hits, pairs, psp = per_bin(hit_label), per_bin(label_E), per_bin(hit_label, weight_L[hit_label])
+    tested, found = per_bin(np.unique(label_E)), per_bin(np.unique(hit_label))
+    records = []
+    for b in np.unique(bin_L).tolist():
+        own = count_L[bin_L == b]
+        records.append(
+            {
+                "bin": b + 1, "labels": len(own), "train_pairs": int(own.sum()), "most": int(own.max()),
+                "least": int(own.min()), "mean_frequency": float(own.mean()), "test_pairs": int(pairs[b]),
+                f"P@{k}": percent(hits[b], places), f"PSP@{k}": percent(psp[b], best_psp),
+                f"recall@{k}": percent(hits[b], pairs[b]), f"coverage@{k}": percent(found[b], tested[b]),
+            }
+        )  # fmt: skip
+    return records
+
+
+def volume_bins(count_L: Any, num_bins: int) -> NDArray[np.int64]:
+    """Bin of each label, int64 [L] in 0 to num_bins - 1: equal sums of counts, most frequent first.
+
+    Labels of one frequency stay together, so bins can differ in volume and one can be empty; labels without a training
+    query are in the last.
+    """
+    count_L = np.asarray(count_L)
+    values, place_L, members = np.unique(-count_L, return_inverse=True, return_counts=True)
+    volume = -values.astype(np.float64) * members
+    total = volume.sum()
+    if total <= 0:
+        return np.full(len(count_L), num_bins - 1, dtype=np.int64)
+    middle = (np.cumsum(volume) - volume / 2) / total  # a frequency belongs where the middle of its volume lies
+    bin_of_value = np.minimum((middle * num_bins).astype(np.int64), num_bins - 1)
+    bin_of_value[values == 0] = num_bins - 1
+    return bin_of_value[place_L]

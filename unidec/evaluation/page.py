@@ -12,6 +12,8 @@ from typing import Any
 
 from unidec.data.storage import write_bytes_atomic
 
+Records = Sequence[Mapping[str, Any]]
+
 
 @dataclass(frozen=True)
 class Shown:

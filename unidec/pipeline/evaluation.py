@@ -12,11 +12,9 @@ import pyarrow.parquet as pq
 from unidec.config import Params
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_json
 from unidec.evaluation.baselines import COMPARED, compare_with_baselines, measure_baselines, verdict, warnings
-from unidec.evaluation.frequency import frequency_bins
-from unidec.evaluation.metrics import pair_keys
+from unidec.evaluation.metrics import frequency_bins, pair_keys
 from unidec.evaluation.page import write_page
-from unidec.evaluation.plots import plots_csv
-from unidec.evaluation.report import render
+from unidec.evaluation.report import plots_csv, render
 from unidec.metric_names import GROUPS
 from unidec.model.search import exact_search
 from unidec.pipeline import paths
