@@ -1,6 +1,7 @@
 """params.yaml as frozen, typed sections: unknown keys refused, all errors at once, recipes, fingerprint.
 
-`load_params` is called by the command line and the flows only; everything else takes one section or plain arguments.
+The file is YAML 1.2, read by ruamel.yaml as DVC reads it: plain data only, every key's line known. `load_params` is
+called by the command line and the flows only; everything else takes one section or plain arguments.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node
 
 from unidec.errors import ConfigError, without_credentials
 from unidec.params import Params
 from unidec.sections import Section
-from unidec.strict_yaml import parse_scalar, read_yaml
 
 OPERATIONS = ("device", "raw", "validation", "source", "retrain", "gate", "drift", "serve", "tracking")
 """Sections that do not decide a model: a bundle does not keep them."""
+
+
+KeyPath = tuple[str, ...]
 
 
 class ParamsError(ConfigError):
@@ -32,6 +38,41 @@ class ParamsError(ConfigError):
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__("\n".join([f"{count} in the {what}", *problems]), where=where)
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """Read a file that holds one mapping: the mapping, and the 1-based line of each key path in it.
+
+    Raises:
+        ConfigError: no such file, not UTF-8, not YAML, a key given twice, or no mapping; with `file:line`.
+    """
+    yaml, where = YAML(typ="safe", pure=True), str(path)
+    try:
+        node = yaml.compose(path.read_bytes().decode("utf-8"))
+        lines = dict(_lines(node, ()))
+        value = {} if node is None else yaml.constructor.construct_document(node)
+    except OSError as error:
+        fix = "run in the folder that holds params.yaml, name one with --params, or write one: unidec init DIR"
+        raise ConfigError(f"cannot be read: {error.strerror}", where=where, fix=fix) from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError("not UTF-8", where=f"{where}:{line}", fix="save the file as UTF-8") from error
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where += f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"not YAML for parameters: {error.problem or error.context}", where=where) from error
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"not YAML for parameters: {error}", where=where) from error
+    if not isinstance(value or {}, dict):
+        raise ConfigError("no mapping at the top", where=where, got=type(value).__name__, expected="key: value")
+    return value or {}, lines
+
+
+def _lines(node: Node | None, prefix: KeyPath) -> Iterator[tuple[KeyPath, int]]:
+    for key_node, value_node in node.value if isinstance(node, MappingNode) else ():
+        key = (*prefix, str(key_node.value))
+        yield key, key_node.start_mark.line + 1
+        yield from _lines(value_node, key)
 
 
 def valid_values(detail: ErrorDetails) -> str:
@@ -117,10 +158,20 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
         if key not in known:
             problems.append(_no_such_key(key, value, origin))
     right = {key: value for key, value in values.items() if key in known}
+    wrong: dict[str, str] = {}
     try:
         params = Params.model_validate(nested(right))
     except ValidationError as error:
-        problems += _explain(right, error, origin)
+        wrong = _wrong_values(error, origin)
+        # with the wrong keys at their defaults the rest can be checked for conflicts
+        params = Params.model_validate(nested({key: value for key, value in right.items() if key not in wrong}))
+    problems += wrong.values()
+    found = dict(leaves(params))
+    for conflict in params.conflicts():
+        keys = conflict.keys.split()
+        if not wrong.keys() & set(keys):
+            got = ", ".join(f"{key} = {found[key]!r}" for key in keys)
+            problems.append(problem(keys[0], conflict.what, got, None, origin, fix=conflict.fix))
     if problems:
         raise ParamsError(problems, where)
     return params
@@ -130,7 +181,7 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
     """`["pool.beta=2"]` -> `{"pool.beta": 2}`; values are read as YAML would read them.
 
     Raises:
-        ConfigError: an assignment without `=`, or a key given twice.
+        ConfigError: an assignment without `=`, a key given twice, or a value that is not YAML.
     """
     overrides: dict[str, Any] = {}
     for assignment in assignments:
@@ -139,16 +190,17 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
             raise ConfigError("not an assignment", where="--set", got=assignment, expected="section.key=value")
         if key.strip() in overrides:
             raise ConfigError(f"{key.strip()} is set twice", where="--set", got=assignment, fix="keep one of the two")
-        overrides[key.strip()] = parse_scalar(text)
+        try:
+            overrides[key.strip()] = YAML(typ="safe", pure=True).load(text)
+        except (YAMLError, ValueError) as error:
+            raise ConfigError("not a YAML value", got=text, expected="a number, a word, true or false") from error
     return overrides
 
 
 def with_settings(params: Params, settings: Mapping[str, Any]) -> Params | None:
     """The parameters with other values by key path; None if they are in conflict."""
-    try:
-        return Params.model_validate(nested(dict(leaves(params)) | dict(settings)))
-    except ValidationError:
-        return None
+    changed = Params.model_validate(nested(dict(leaves(params)) | dict(settings)))
+    return None if any(changed.conflicts()) else changed
 
 
 def flatten(params: Params) -> dict[str, str | int | float]:
@@ -210,30 +262,18 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _explain(values: Mapping[str, Any], error: ValidationError, origin: dict[str, str]) -> list[str]:
-    """Every problem with the values of known keys as text, and the conflicts among those that are right."""
+def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, str]:
+    """Every problem with the values of known keys as text, by key."""
     wrong: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        if detail["type"] != "conflict":
-            names = [str(part) for part in detail["loc"]]  # deeper: what pydantic adds, the member of a union
-            wrong.setdefault(".".join(names[: 2 if _section(names[0]) else 1]), []).append(detail)
-    problems = []
+        names = [str(part) for part in detail["loc"]]  # deeper: what pydantic adds, the member of a union
+        wrong.setdefault(".".join(names[: 2 if _section(names[0]) else 1]), []).append(detail)
+    problems = {}
     for key, group in wrong.items():
         got, expected = group[0]["input"], " or ".join(dict.fromkeys(valid_values(detail) for detail in group))
         listed = "".join(detail.get("ctx", {}).get("expected", "") for detail in group)
         near = nearest(got, listed.split("'")[1::2]) if isinstance(got, str) else None
-        problems.append(problem(key, "wrong value", short(got), expected, origin, near))
-    # with the wrong keys at their defaults the rest can be checked for conflicts
-    found = dict(leaves(Params())) | {key: value for key, value in values.items() if key not in wrong}
-    sections = {name: _section(name) for name in Params.model_fields}
-    own: dict[str, Any] = {
-        name: section(**value) if (section := sections[name]) else value for name, value in nested(found).items()
-    }
-    for conflict in Params.model_construct(**own).conflicts():
-        keys = conflict.keys.split()
-        if not wrong.keys() & set(keys):
-            got = ", ".join(f"{key} = {found[key]!r}" for key in keys)
-            problems.append(problem(keys[0], conflict.what, got, None, origin, fix=conflict.fix))
+        problems[key] = problem(key, "wrong value", short(got), expected, origin, near)
     return problems
 
 

@@ -6,10 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
-
-from pydantic import model_validator
-from pydantic_core import PydanticCustomError
+from typing import Any, Literal
 
 from unidec import sections
 from unidec.sections import Conflict, Section, key
@@ -62,13 +59,6 @@ class Params(Section):
     drift: sections.Drift = sections.Drift()
     serve: sections.Serve = sections.Serve()
     tracking: sections.Tracking = sections.Tracking()
-
-    @model_validator(mode="after")
-    def _no_conflicts(self) -> Self:
-        found = list(self.conflicts())
-        if found:
-            raise PydanticCustomError("conflict", "{text}", {"text": "; ".join(conflict.what for conflict in found)})
-        return self
 
     @property
     def training(self) -> TrainingSettings:

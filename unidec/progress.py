@@ -35,7 +35,7 @@ class Progress(tqdm, Generic[T]):
         if not self.lines:
             super().display(msg, pos)
             return
-        facts = self.format_dict | {"ncols": None, "bar_format": LINE if self.total else LINE_WITHOUT_TOTAL}
+        facts = {**self.format_dict, "ncols": None, "bar_format": LINE if self.total else LINE_WITHOUT_TOTAL}
         with contextlib.suppress(BrokenPipeError):  # the work does not end because its output is closed
             print(self.format_meter(**facts), file=self.fp, flush=True)
 

@@ -12,10 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
-from unidec.config import ParamsError, nearest, problem, short, valid_values
+from unidec.config import ParamsError, nearest, problem, read_yaml, short, valid_values
 from unidec.errors import ConfigError
 from unidec.sections import Count, Section, Seed
-from unidec.strict_yaml import read_yaml
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=60, pattern=r"^[^/*?\[\]\x00-\x1f]+$")]
 Overrides = dict[str, Any]
