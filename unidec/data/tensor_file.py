@@ -40,13 +40,13 @@ def write_tensors(
     from safetensors import SafetensorError, TensorSpec, serialize_file
 
     held, specs = [], {}
-    for name, tensor in tensors.items():
-        held.append(tensor.detach().cpu().contiguous())  # kept until its memory is written
-        specs[name] = TensorSpec(
-            dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), data_ptr=held[-1].data_ptr(),
-            data_len=tensor.numel() * tensor.element_size(),
-        )  # fmt: skip
     try:
+        for name, tensor in tensors.items():
+            held.append(tensor.detach().cpu().contiguous())  # kept until its memory is written
+            specs[name] = TensorSpec(
+                dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape),
+                data_ptr=held[-1].data_ptr(), data_len=tensor.numel() * tensor.element_size(),
+            )  # fmt: skip
         serialize_file(specs, os.fspath(path), metadata=dict(metadata or {}) or None)
     except SafetensorError as error:
         if number := re.search(r"os error (\d+)", str(error)):
