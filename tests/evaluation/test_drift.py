@@ -13,7 +13,7 @@ import pytest
 from scipy.spatial.distance import jensenshannon
 
 from unidec.data.dataset import write_dataset
-from unidec.data.profile import Vocabulary, measure_texts, profile_dataset
+from unidec.data.profile import measure_texts, profile_dataset
 from unidec.data.raw import RawData
 from unidec.evaluation.drift import Check, _distance, _share, compare, js_distance, served_facts
 from unidec.sections import Drift
@@ -33,7 +33,7 @@ def profile(helper: Callable[[str], Any], tokenizer: Path, tmp_path_factory: pyt
     """1,600 training and 400 validation queries."""
     raw = helper("conftest").make_raw(2000, 50, 60)
     dataset = write_dataset(tmp_path_factory.mktemp("d") / "d", raw, validation_share=0.2)
-    return profile_dataset(dataset, tokenizer, 16).figures
+    return profile_dataset(dataset, tokenizer, 16)
 
 
 def queries(rng: np.random.Generator, count: int, topics: np.ndarray = TOPICS) -> list[str]:
@@ -43,8 +43,8 @@ def queries(rng: np.random.Generator, count: int, topics: np.ndarray = TOPICS) -
 
 
 def of_texts(profile: Figures, tokenizer: Path, texts: list[str]) -> list[Check]:
-    measured = measure_texts(texts, tokenizer, 16, Vocabulary.from_json(profile["vocabulary"]))
-    return compare(profile, {"queries": measured.summary(), "held_out": measured.strangeness()}, LIMITS)
+    measured = measure_texts(texts, tokenizer, 16, profile["vocabulary"])
+    return compare(profile, {"queries": measured, "held_out": measured}, LIMITS)
 
 
 def changed(checks: list[Check]) -> dict[str, str]:

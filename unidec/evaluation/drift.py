@@ -131,7 +131,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> li
         old: figures of `profile_dataset`; also "served" (`served_facts`) and "metrics" ({name: percent}), if known.
         new: the same of a later data set, also "label_changes" ({"left", "new"}: share of the earlier labels that are
             gone, of the later ones that are new); or a window of queries, on which nothing stops: "queries"
-            (`Measured.summary`), "held_out" (`Measured.strangeness`), "served" (with the edges of `old`), "metrics"
+            and "held_out" (`measure_texts`), "served" (with the edges of `old`), "metrics"
             ({name: (percent, its standard error)}) and "unknown_labels" (a share).
     """
     whole = "rows" in new

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.profile import Vocabulary, measure_texts, profile_dataset, share, spaced
+from unidec.data.profile import measure_texts, profile_dataset, share, spaced
 from unidec.data.storage import MANIFEST, file_sha256, swap_folder, write_json
 from unidec.errors import ArtifactError, DataError
 from unidec.evaluation.drift import compare, served_facts
@@ -71,7 +71,7 @@ def data_change(params: Params) -> dict[str, Any]:
             reason = "the data is the very data that the champion was trained on"
         else:
             old, (tokens, text) = profile, (profile["max_length"], profile["text"])
-            new = profile_dataset(dataset, bundle / _TOKENIZER, tokens, text).figures
+            new = profile_dataset(dataset, bundle / _TOKENIZER, tokens, text)
             new["label_changes"] = _label_changes(bundle, dataset)
     checks, docs = compare(old, new, params.drift) if old else [], "docs/index.html" if old else ""
     facts = {"accepted": accepted or "none", "now": {"dataset_sha256": dataset.sha256}}
@@ -116,9 +116,9 @@ def drift(
         old, tokenizer = _of_bundle(fetch_bundle(source, paths.BUNDLES), source)
     else:
         tokenizer, tokens = resolve_encoder(params.encoder.name), params.tokens
-        old = profile_dataset(XMCDataset.open(source), tokenizer, tokens.max_length, tokens.text).figures
+        old = profile_dataset(XMCDataset.open(source), tokenizer, tokens.max_length, tokens.text)
     if (later / MANIFEST).is_file():
-        new = profile_dataset(XMCDataset.open(later), tokenizer, old["max_length"], old["text"]).figures
+        new = profile_dataset(XMCDataset.open(later), tokenizer, old["max_length"], old["text"])
     else:
         new = _later_texts(old, tokenizer, read_window(later, column).texts)
     facts = {"earlier": source, "later": str(second), "earlier data": old["rows"], "later data": new.get("rows", {})}
@@ -184,8 +184,8 @@ def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
 
 
 def _later_texts(old: Side, tokenizer: Path, texts: Sequence[str]) -> dict[str, Any]:
-    measured = measure_texts(texts, tokenizer, old["max_length"], Vocabulary.from_json(old["vocabulary"]))
-    return {"queries": measured.summary(), "held_out": measured.strangeness()}
+    measured = measure_texts(texts, tokenizer, old["max_length"], old["vocabulary"])
+    return {"queries": measured, "held_out": measured}
 
 
 def _label_changes(bundle: Path, dataset: XMCDataset) -> dict[str, float]:

@@ -55,7 +55,7 @@ def training_profile(
                 lambda query_P, label_P: pair_scores(query, query_P, label_P, ranking.vectors, space, normalize),
             )
             scores = candidates.top(blend.knn_weight, 1).scores
-    return profile.figures | {"served": served_facts(query, scores[:, 0])}
+    return profile | {"served": served_facts(query, scores[:, 0])}
 
 
 def read_profile(bundle: Path) -> dict[str, Any] | None:
