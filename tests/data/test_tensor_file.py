@@ -120,7 +120,7 @@ def test_a_file_cut_off(tmp_path):
 PEAK = """
 import resource, sys, torch
 from unidec.data.tensor_file import write_tensors
-table = torch.ones(100_000, 512)  # 200 MB
+table = torch.ones(50_000, 512)  # 100 MB
 write_tensors(sys.argv[1] + "/warm", {"t": table[:9]})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 write_tensors(sys.argv[1] + "/x", {"t": table, "rows": table[9:], "again": table})
@@ -132,5 +132,5 @@ def test_no_second_copy_in_memory(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PEAK, tmp_path], capture_output=True, text=True, check=True, timeout=120
     )
-    assert int(done.stdout) < 100 << 10  # KiB; the file has 500 MB, torch itself takes some on first use
-    assert (tmp_path / "x").stat().st_size > 500e6
+    assert int(done.stdout) < 80 << 10  # KiB; the file has 300 MB, torch itself takes some on first use
+    assert (tmp_path / "x").stat().st_size > 250e6
