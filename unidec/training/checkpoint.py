@@ -50,11 +50,8 @@ RowRanges = Mapping[str, tuple[int, int]]  # of a table: begin, end
 
 @dataclass(frozen=True)
 class RowPart:
-    """Rows [first_row, first_row + n) of a table that has `num_rows` over all ranks.
-
-    Attributes:
-        tensors: "weight", and what the optimiser keeps ("first", "second" | "sum" | nothing); each [n, ...].
-    """
+    """Rows [first_row, first_row + n) of a table that has `num_rows` over all ranks: "weight" and what the optimiser
+    keeps ("first", "second" | "sum" | nothing), each [n, ...]."""
 
     first_row: int
     num_rows: int
@@ -62,7 +59,7 @@ class RowPart:
 
     @property
     def held(self) -> int:
-        """n: how many rows are here."""
+        """n."""
         return next(iter(self.tensors.values())).shape[0]
 
 
@@ -231,14 +228,8 @@ def checkpoint_folders(run_dir: Path) -> list[Path]:
 
 
 def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]:
-    """The state (`Checkpoint.state`) of one checkpoint; no tensor is read.
-
-    Args:
-        verify: check all hashes, and those of the refresh it needs; else names and sizes only.
-
-    Raises:
-        ArtifactError: it is not whole; NewerFormatError: its version is not known yet.
-    """
+    """`Checkpoint.state` of one checkpoint; `verify` checks all hashes, and those of the refresh it needs, else names
+    and sizes only. Raises ArtifactError: it is not whole; NewerFormatError: its version is not known yet."""
     read_manifest(path, KIND, VERSION, verify)
     try:
         state = json.loads((path / "state.json").read_bytes())

@@ -41,14 +41,11 @@ def run_identity(
     Args:
         parameters: all of them, as plain values by section.
         start: hash of the bundle that a warm start continues from.
-        label_graph: soft targets, which count where `pool.gandalf` uses them.
 
     Returns:
         `{"optim.lr_clf": "0.003", ...}` (values as JSON), and sha256 as "data", "tokens.queries", "tokens.labels",
-        "tokenizer" and "code", and as "encoder.start", "start" and "label_graph" where there is one.
-
-    Raises:
-        ArtifactError: there is no model at `encoder.start`.
+        "tokenizer" and "code", and as "encoder.start", "start" and "label_graph" (with `pool.gandalf`) where there is
+        one. Raises ArtifactError: there is no model at `encoder.start`.
     """
     pool = parameters["pool"]
     deciding = {name: parameters[name] for name in (*SECTIONS, *(["label_graph"] if pool["gandalf"] else []))}

@@ -107,7 +107,6 @@ def take_rows(
         model: with the start's encoder and heads (`take_model`), its table at 0.
         uids: of the L labels.
         encode: gives the encoder's outputs [n, W] of the labels at some rows, int64 [n].
-        keep: from 0 to 1.
 
     Raises:
         ArtifactError: the start's rows and uids differ in number.
