@@ -79,7 +79,7 @@ class RowTable(nn.Module):
         self._fetched: tuple[Tensor, dict[str, Tensor]] | None = None
         # of the last step: the same on its way back, and the event that ends it
         self._landing: tuple[Tensor, dict[str, Tensor], Any] | None = None
-        self.register_state_dict_pre_hook(_flush)
+        self.register_state_dict_pre_hook(lambda table, *_: table.flush())
 
     # -- where the rows are -------------------------------------------------------------------------------------------
 
@@ -258,10 +258,6 @@ class RowTable(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
         return self.__dict__
-
-
-def _flush(table: RowTable, *_: Any) -> None:
-    table.flush()
 
 
 def _at_least_float(rows: Tensor) -> Tensor:

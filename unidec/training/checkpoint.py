@@ -147,7 +147,10 @@ class CheckpointWriter:
             hashes = ranks.gather_array(np.array(list(written.values())))
             out.hashes |= {_rows_name(rank): str(digest) for rank, digest in enumerate(hashes)}
             if ranks.is_first:
-                written |= _write_dense(out.path, checkpoint)
+                state = (json.dumps(checkpoint.state, sort_keys=True) + "\n").encode()
+                (out.path / "state.json").write_bytes(state)
+                written["state.json"] = hashlib.sha256(state).hexdigest()
+                written["dense.safetensors"] = write_tensors(out.path / "dense.safetensors", checkpoint.dense)
                 out.hashes |= written
         ranks.barrier()  # it has its name; each rank reads back what it wrote
         self._read_back(path, written)
@@ -270,16 +273,6 @@ def _snapshot(checkpoint: Checkpoint) -> Checkpoint:
     state = json.loads(json.dumps(checkpoint.state))
     rows = {name: RowPart(p.first_row, p.num_rows, copies(p.tensors)) for name, p in checkpoint.rows.items()}
     return Checkpoint(state, copies(checkpoint.dense), rows)
-
-
-def _write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
-    """The files' hashes by name."""
-    state = (json.dumps(checkpoint.state, sort_keys=True) + "\n").encode()
-    (folder / "state.json").write_bytes(state)
-    return {
-        "dense.safetensors": write_tensors(folder / "dense.safetensors", checkpoint.dense),
-        "state.json": hashlib.sha256(state).hexdigest(),
-    }
 
 
 def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, str]:

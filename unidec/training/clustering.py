@@ -114,15 +114,6 @@ def _halves(slot_CM: Tensor, size_C: Tensor) -> tuple[Tensor, Tensor]:
     return slot_C2M.reshape(-1, width), torch.stack([first_C, second_C], dim=1).reshape(-1)
 
 
-def _start_centres(point_CMD: Tensor, size_C: Tensor, draw_C2: Tensor) -> Tensor:
-    """Difference of two distinct random members of each cluster (of the only one and itself, if it has one): [C, D]."""
-    first_C = (draw_C2[:, 0] * size_C).long()
-    shift_C = 1 + (draw_C2[:, 1] * (size_C - 1).clamp_min(0)).long()
-    second_C = (first_C + shift_C) % size_C.clamp_min(1)
-    cluster_C = torch.arange(len(size_C), device=point_CMD.device)
-    return point_CMD[cluster_C, first_C] - point_CMD[cluster_C, second_C]
-
-
 def _split_level(point_CMD: Tensor, size_C: Tensor, draw_C2: Tensor) -> tuple[Tensor, Tensor]:
     """Balanced 2-means in every cluster at once; a cluster that has converged keeps its split while others move.
 
@@ -136,7 +127,10 @@ def _split_level(point_CMD: Tensor, size_C: Tensor, draw_C2: Tensor) -> tuple[Te
     objective_C = torch.full((num_clusters,), -torch.inf, device=device)
     active_C = torch.arange(num_clusters, device=device)  # clusters still moving; arrays below have a row for each
     size_A, point_AMD, total_AD = size_C, point_CMD, point_CMD.sum(1)
-    difference_AD = _start_centres(point_CMD, size_C, draw_C2)
+    # centres at first: two distinct random members of each cluster (the only one twice, if it has one)
+    first_C = (draw_C2[:, 0] * size_C).long()
+    second_C = (first_C + 1 + (draw_C2[:, 1] * (size_C - 1).clamp_min(0)).long()) % size_C.clamp_min(1)
+    difference_AD = point_CMD[active_C, first_C] - point_CMD[active_C, second_C]
     column_M = torch.arange(num_slots, device=device)
     for _ in range(MAX_ITERATIONS):
         if not len(active_C):
