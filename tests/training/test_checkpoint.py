@@ -421,8 +421,8 @@ def test_rows_that_no_file_has(tmp_path):
     path = tmp_path / "checkpoints" / "step-0000000009"
     (path / "rows-00001.safetensors").unlink()
     write_manifest(path, "checkpoint", 2, {})
-    with pytest.raises(ArtifactError, match="rows are missing"):
-        load_checkpoint(tmp_path)
+    loaded, refused = load_checkpoint(tmp_path)
+    assert equal(loaded, make(5)) and "rows are missing" in refused[0]
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from unidec.training.distributed import ALONE, Ranks
 
 KIND, VERSION = "checkpoint", 2
 KEPT = 2
+Found = TypeVar("Found")
 RowRanges = Mapping[str, tuple[int, int]]  # of a table: begin, end
 
 
@@ -147,10 +148,7 @@ class CheckpointWriter:
             hashes = ranks.gather_array(np.array(list(written.values())))
             out.hashes |= {_rows_name(rank): str(digest) for rank, digest in enumerate(hashes)}
             if ranks.is_first:
-                state = (json.dumps(checkpoint.state, sort_keys=True) + "\n").encode()
-                (out.path / "state.json").write_bytes(state)
-                written["state.json"] = hashlib.sha256(state).hexdigest()
-                written["dense.safetensors"] = write_tensors(out.path / "dense.safetensors", checkpoint.dense)
+                written |= _write_dense(out.path, checkpoint)
                 out.hashes |= written
         ranks.barrier()  # it has its name; each rank reads back what it wrote
         self._read_back(path, written)
@@ -198,21 +196,28 @@ def load_checkpoint(
     Raises:
         ArtifactError: there are checkpoints and none is whole, or the newest is of a version not known yet.
     """
-    path, state, refused = newest_state(run_dir)
-    if path is None:
-        return None, refused
-    if check is not None:
-        check(state)
-    return _load(path, state, row_ranges or {}), refused
+
+    def load(path: Path) -> Checkpoint:
+        state = read_state(run_dir, path)
+        if check is not None:
+            check(state)
+        return _load(path, state, row_ranges or {})
+
+    return _newest(run_dir, load)
 
 
 def newest_state(run_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]:
     """Folder and state of the checkpoint that `load_checkpoint` would load, and what was wrong with newer ones; raises
     as it does, and reads no tensor. (None, {}, []) where there is none at all."""
+    found, refused = _newest(run_dir, lambda path: (path, read_state(run_dir, path)))
+    return (*(found or (None, {})), refused)
+
+
+def _newest(run_dir: Path, read: Callable[[Path], Found]) -> tuple[Found | None, list[str]]:
     refused: list[str] = []
     for path in checkpoint_folders(run_dir):
         try:
-            return path, read_state(run_dir, path), refused
+            return read(path), refused
         except NewerFormatError:
             raise  # an older one would lose what was learnt since, and remove it
         except ArtifactError as error:
@@ -222,7 +227,7 @@ def newest_state(run_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]
             "no checkpoint of this run is whole", where=str(run_dir / "checkpoints"), got="; ".join(refused),
             fix="delete the run's folder to train from the start",
         )  # fmt: skip
-    return None, {}, refused
+    return None, refused
 
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:
@@ -273,6 +278,16 @@ def _snapshot(checkpoint: Checkpoint) -> Checkpoint:
     state = json.loads(json.dumps(checkpoint.state))
     rows = {name: RowPart(p.first_row, p.num_rows, copies(p.tensors)) for name, p in checkpoint.rows.items()}
     return Checkpoint(state, copies(checkpoint.dense), rows)
+
+
+def _write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
+    """The files' hashes by name."""
+    state = (json.dumps(checkpoint.state, sort_keys=True) + "\n").encode()
+    (folder / "state.json").write_bytes(state)
+    return {
+        "dense.safetensors": write_tensors(folder / "dense.safetensors", checkpoint.dense),
+        "state.json": hashlib.sha256(state).hexdigest(),
+    }
 
 
 def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, str]:
