@@ -1,7 +1,8 @@
 """Predict a file of queries of any size: streamed, sharded, resumable; here or on a cluster (docs/scale.md).
 
 `python -m flows.predict`, or a run of the deployment `unidec-predict/predict`. `unidec predict` is the same in one
-process, without Prefect.
+process, without Prefect. Shards are tasks, mapped over processes or threads, or a Dask or Ray cluster (`runner`, or
+UNIDEC_RUNNER); workers receive a folder and a number, import this module by its name, and must see the same folders.
 
 examples:
   python -m flows.predict --input queries.parquet --output predictions.parquet
@@ -17,16 +18,132 @@ if __name__ == "__main__":
 
     raise SystemExit(main("predict"))
 
-from typing import Any, Literal
+import contextlib
+import importlib
+import multiprocessing
+import os
+import re
+import signal
+from typing import Any, Literal, NamedTuple
 
-from prefect import flow
+from prefect import flow, task, unmapped
+from prefect.cache_policies import NO_CACHE
+from prefect.futures import as_completed
+from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
 from flows import lifecycle
-from flows.shards import parse_runner, write_shards
-from unidec.data.shards import alone, shards_folder
+from unidec.data.shards import Work, alone, shards_folder
+from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
+from unidec.pipeline.parent_watch import watch
 from unidec.pipeline.paths import BUNDLES
+from unidec.progress import progress
 from unidec.retrieval import predict_file
+from unidec.retrieval.query_encoder import usable_cores
 from unidec.tracking.fetch import fetch_bundle
+
+VARIABLE = "UNIDEC_RUNNER"
+SYNTAX = "processes or threads, also with :N workers, or dask://host:port, ray://host:port"
+
+
+class Runner(NamedTuple):
+    """The setting, parsed: "processes" or "threads" with a number of workers, or "dask" or "ray" with an address."""
+
+    kind: str
+    workers: int = 0
+    address: str = ""
+
+
+def parse_runner(text: str | None) -> Runner:
+    """`text`, else the environment's UNIDEC_RUNNER, else processes; a ConfigError for none of the forms of `SYNTAX`."""
+    text = text or os.environ.get(VARIABLE) or "processes"
+    if found := re.fullmatch(r"(dask|ray)://(\S+:\d+)", text):
+        return Runner(found[1], address=("tcp://" if found[1] == "dask" else "ray://") + found[2])
+    if found := re.fullmatch(r"(processes|threads)(?::([1-9]\d{0,3}))?", text):
+        return Runner(found[1], int(found[2] or usable_cores()))
+    raise ConfigError("no such runner", where=f"runner (or {VARIABLE})", got=text, expected=SYNTAX)
+
+
+def _task_runner(runner: Runner) -> TaskRunner[Any]:
+    if runner.kind == "processes":
+        return ProcessPoolTaskRunner(max_workers=runner.workers, initializer=_begin_worker)
+    if runner.kind == "threads":
+        return ThreadPoolTaskRunner(max_workers=runner.workers)
+    try:
+        package = importlib.import_module(f"prefect_{runner.kind}")
+    except ImportError as error:
+        fix = f'pip install -c constraints.txt -e ".[{runner.kind}]"'
+        raise ConfigError("a package is needed", where="runner", got=str(error), fix=fix) from error
+    return getattr(package, f"{runner.kind.capitalize()}TaskRunner")(address=runner.address)
+
+
+def _begin_worker() -> None:
+    """Ctrl-C is the parent's to handle; a worker whose parent was killed ends with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+        watch(parent.pid)
+
+
+@task(
+    name="shard", task_run_name="shard {number}", cache_policy=NO_CACHE, persist_result=False,
+    retries=2, retry_delay_seconds=[1, 10], retry_condition_fn=lifecycle.worth_retrying,
+)  # fmt: skip
+def shard(folder: str, number: int, threads: int = 0) -> None:
+    """Writes one shard, unless it is there."""
+    predict_file.run_shard(folder, number, threads)
+
+
+def write_shards(work: Work, runner: str | None = None) -> None:
+    """Writes all shards that are missing; each is tried three times.
+
+    Raises:
+        UnidecError: what a shard raised, naming the shard and its rows; TrainingError: its worker died.
+        ArtifactError: workers write into another folder than this one.
+    """
+    where, missing = parse_runner(runner), work.missing()
+    if not missing:
+        return
+    if not where.address:  # one alone: a pool would take longer to start
+        where = Runner("threads" if len(missing) == 1 else where.kind, min(where.workers, len(missing)))
+    threads = 0 if where.address else max(1, usable_cores() // where.workers)
+    errors: dict[int, Exception] = {}
+    bar = progress(total=sum(map(work.size, missing)), desc="predict", unit="query")
+    # OpenMP reads its variable once, when a worker loads it
+    cores = lifecycle.environment("OMP_NUM_THREADS", str(threads)) if threads else contextlib.nullcontext()
+    with bar, cores, _task_runner(where) as pool, _no_orphans():
+        given = {"folder": unmapped(str(work.folder)), "number": missing, "threads": unmapped(threads)}
+        futures = pool.map(shard, given)
+        number_of = {future.task_run_id: number for future, number in zip(futures, missing, strict=True)}
+        for future in as_completed(list(futures)):
+            number = number_of[future.task_run_id]
+            try:
+                future.result()
+            except Exception as error:
+                errors[number] = error
+            bar.update(work.size(number))
+    if errors:
+        number, first = min(errors.items())
+        if isinstance(first, UnidecError):
+            raise type(first)(f"{work.name(number)} failed\n{first}") from first
+        words = f"{len(errors)} of {work.num_shards} shards failed, first {work.name(number)}: {first or repr(first)}"
+        fix = "run the same command again: it resumes with the missing shards"
+        raise TrainingError(words, where=str(work.folder), fix=fix) from first
+    if missing := work.missing():
+        raise ArtifactError(
+            "workers wrote shards that are not in this folder", where=str(work.folder), got=work.name(missing[0]),
+            fix="input, output and bundle must be in a folder that all machines share under the same path",
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _no_orphans() -> Any:
+    """Cancelled, a pool would wait for the shards in progress: its processes are killed first."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    except BaseException:
+        for child in set(multiprocessing.active_children()) - before:
+            child.kill()
+        raise
 
 
 @flow(name="unidec-predict", description=__doc__, persist_result=False)

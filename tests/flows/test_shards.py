@@ -28,16 +28,14 @@ NUM_LABELS = 50
 
 @pytest.fixture(scope="module")
 def module():
-    from flows import shards
+    from flows import predict
 
-    return shards
+    return predict
 
 
 @pytest.fixture(scope="module")
 def predict(module):
-    from flows.predict import predict
-
-    return predict
+    return module.predict
 
 
 @pytest.fixture(scope="module")
