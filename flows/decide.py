@@ -23,8 +23,6 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     """The gate, and promotion of what passes it.
 
     Args:
-        params: all parameters.
-        version: of the registered model.
         promote: None: `retrain.promote` decides.
         always: False: what was judged against the present champion before is not judged again.
 
@@ -32,7 +30,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
         {"gate": its result, "promoted": ... or "refused": words}; {} where there was nothing to judge. Where a refusal
         leaves the model without a champion also {"no_champion": {"version", "reason", "command": what changes it}}.
     """
-    version = str(version)
+    version, name = str(version), params.tracking.model_name
     if not always and not pipeline.needs_gate(params, version):
         return {}
     verdict = lifecycle.run(f"gate of version {version}", pipeline.gate, params, version, retry=True)
@@ -41,20 +39,20 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     if not verdict["passed"]:
         done["refused"] = "; ".join(f"{check}: {why}" for check, why in failed.items())
     elif not verdict.get("already") and (params.retrain.promote if promote is None else promote):
+        task, options = f"promote version {version}", {"retry": True, "reason": "retraining"}
         try:
-            name = f"promote version {version}"
-            done["promoted"] = lifecycle.run(name, pipeline.promote, params, version, retry=True, reason="retraining")
+            done["promoted"] = lifecycle.run(task, pipeline.promote, params, version, **options)
         except Refused as error:
             done["refused"] = str(error)
-    lifecycle.say(outcome({"version": version, "model": params.tracking.model_name, **done}))
+    lifecycle.say(outcome({"version": version, "model": name, **done}))
     if "promoted" in done:
         figures = verdict.get("metrics", {}).get("challenger", {})
-        payload = {"version": version, "previous": done["promoted"].get("previous"), "metrics": figures}
-        publish.emit(params.tracking.model_name, "promoted", payload)
+        before = done["promoted"].get("previous")
+        publish.emit(name, "promoted", {"version": version, "previous": before, "metrics": figures})
     if "refused" in done:
-        payload = {"version": version, "champion": verdict.get("champion"), "reasons": verdict["reasons"]}
-        publish.emit(params.tracking.model_name, "refused", payload)
-        if verdict.get("champion") is None:
+        champion = verdict.get("champion")
+        publish.emit(name, "refused", {"version": version, "champion": champion, "reasons": verdict["reasons"]})
+        if champion is None:
             # a bundle that is damaged or cannot answer is trained again; a limit can be overruled
             command = f"{_program()} models promote {version}{' --force' if failed else ''}"
             if failed.keys() & {"hash", "loads", "answers"}:

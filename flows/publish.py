@@ -64,13 +64,7 @@ def show_result(done: Mapping[str, Any]) -> None:
 def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()) -> dict[str, str]:
     """Commits, or commits and tags, what the retraining recorded: these files and no other, staged ones included.
 
-    Author and committer are git's own settings. Where nothing changed there is no commit.
-
-    Args:
-        params: section `retrain` is used.
-        version: of the registered model.
-        verdict: in words, for the message.
-        extra: further files, such as the .dvc file of the source.
+    Where nothing changed there is no commit. `verdict`: in words; `extra`: further files, as the source's .dvc file.
 
     Returns:
         {"commit": sha} and, if asked for, {"tag": name}.
@@ -114,13 +108,7 @@ def _git(*words: str) -> str:
 
 @harmless("an event could not be sent to Prefect")
 def emit(model_name: str, event: str, payload: Mapping[str, Any]) -> None:
-    """An event that automations can wait for: `unidec.promoted`, about `unidec.model.<name>`.
-
-    Args:
-        model_name: of the registered model.
-        event: skipped, refused, promoted or drift.
-        payload: JSON.
-    """
+    """`unidec.<event>` about `unidec.model.<name>`, for automations: skipped, refused, promoted or drift."""
     if not current_flow_run.id:
         return
     about = {"prefect.resource.id": f"unidec.model.{model_name}", "prefect.resource.name": model_name}

@@ -13,7 +13,7 @@ import sys
 
 import psutil
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import Crashed
 
@@ -23,7 +23,7 @@ log = logging.getLogger("unidec.flows")
 
 _SECONDS_APART = 5.0  # clocks of processes and of the server may differ a little
 _WORDS = "its process is gone (killed, or the machine stopped); the next run resumes from the last checkpoint"
-_AT_WORK = FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CANCELLING])
+_AT_WORK = FlowRunFilter.model_validate({"state": {"type": {"any_": [StateType.RUNNING, StateType.CANCELLING]}}})
 
 
 @harmless("the flow run does not name its process")
@@ -40,8 +40,7 @@ def reconcile_crashed_runs() -> None:
     A Crashed run no longer counts for its deployment's concurrency limit.
     """
     with get_client(sync_client=True) as client:
-        at_work = client.read_flow_runs(flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=_AT_WORK)))
-        for run in filter(_process_is_gone, at_work):
+        for run in filter(_process_is_gone, client.read_flow_runs(flow_run_filter=_AT_WORK)):
             client.set_flow_run_state(run.id, Crashed(message=_WORDS), force=True)
             log.warning("flow run %s is Crashed: %s", run.name, _WORDS)
 

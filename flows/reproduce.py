@@ -101,15 +101,14 @@ def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
 
 
 def commit(stages: Sequence[str]) -> None:
-    """Records what the stages' outputs are now in dvc.lock and the cache, so that `dvc status` agrees."""
+    """Records what the stages' outputs are now in dvc.lock and the cache."""
     dvc(["commit", "--force", *stages])
 
 
 def inputs_state() -> dict[str, tuple[int, ...]]:
     """Size, time of change and inode of the files that decide what the model's stages read, by path.
 
-    Taken before and after a training: where it differs, somebody edited the inputs meanwhile, and a lock file written
-    now would record inputs that did not make the model. DVC hashes them only afterwards.
+    Where it differs after a training, a lock file written then would record inputs that did not make the model.
     """
     facts = {str(file): file.stat() for pattern in _INPUTS for file in Path().glob(pattern) if file.is_file()}
     return {name: (fact.st_size, fact.st_mtime_ns, fact.st_ino) for name, fact in facts.items()}
@@ -126,10 +125,7 @@ def dvc(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None
 def run(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None = None) -> tuple[int, str]:
     """`dvc <words>` in a process group of its own, which ends with us. Returns exit code and output.
 
-    Args:
-        words: the command and its arguments.
-        say: receives each line.
-        secrets: environment variables of that process alone: their values are masked in its output.
+    `say` receives each line; `secrets`: environment variables of that process alone, whose values are masked.
     """
     # our flow run's own identity is not the child's
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT__")}
@@ -163,11 +159,7 @@ def run(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None
 
 
 def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
-    """Fetches the newest raw data and brings the data stages up to date.
-
-    Returns:
-        the model's stages that are out of date then.
-    """
+    """Fetches raw data, brings the data stages up to date; returns the model's stages that are out of date then."""
     if params.source.kind == "dvc":
         lifecycle.say(f"fetch: {lifecycle.run('fetch', fetch, params.source, retry=True)}")
     elif params.source.kind != "none":
@@ -184,8 +176,7 @@ def fetch(source: Source) -> str:
     """Data that DVC tracks, pulled, or updated if it is an import; returns what was done.
 
     Raises:
-        ConfigError: no file of DVC describes it.
-        DataError: it is missing or damaged where it comes from; nothing is trained then.
+        ConfigError: no file of DVC describes it. DataError: it is missing or damaged where it comes from.
     """
     target = dvc_file(source)
     described = yaml.safe_load(target.read_text(encoding="utf-8"))
@@ -218,11 +209,7 @@ def dvc_file(source: Source) -> Path:
 
 
 def secret_values(names: Mapping[str, str]) -> dict[str, str]:
-    """Environment variable -> value, from Prefect's Secret blocks.
-
-    Raises:
-        ConfigError: a block is missing or of another kind; no value is ever part of a message.
-    """
+    """Environment variable -> value, from Prefect's Secret blocks; a ConfigError, without values, if one is missing."""
     values = {}
     for variable, block in names.items():
         try:

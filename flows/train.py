@@ -92,11 +92,7 @@ def train(
 
 
 def parse_steps(steps: str | Sequence[str]) -> list[str]:
-    """ "all", "train,index" or a list -> known steps in the pipeline's order.
-
-    Raises:
-        ConfigError: a step that does not exist.
-    """
+    """ "all", "train,index" or a list -> steps in the pipeline's order; a ConfigError for one that does not exist."""
     named = [word.strip() for word in steps.split(",")] if isinstance(steps, str) else list(steps)
     if named == ["all"]:
         return list(STEPS)
@@ -147,6 +143,13 @@ def _skip(params: Params, promote: bool | None) -> dict[str, Any]:
     return {**done, **judged, "skipped": reason}
 
 
+def _phase(num_rounds: int, name: str, number: int, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A task, not retried: what ended a phase would end it again, and the next run resumes from its checkpoint."""
+    report = run(f"{name} {number} of {num_rounds}", work)
+    publish.show_phase(name, number, report)
+    return report
+
+
 def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] | None = None) -> dict[str, Any]:
     """The steps, in order; `recorded` is called once all outputs are written and before anything is registered."""
     done: dict[str, Any] = {"steps": wanted, "run_url": None}
@@ -160,7 +163,6 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
             stack.enter_context(tracked(training.folder))
             for line in training.lines:
                 lifecycle.say(line)
-            # phases are not retried: what ended one would end it again, and the next run resumes from its checkpoint
             fit(training, partial(_phase, training.num_rounds))
             run("export", training.export)
             done["epoch"] = training.epoch
@@ -178,13 +180,6 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
             done |= {key: registered.get(key) for key in ("model", "version")}
             done["run_url"] = done["run_url"] or registered.get("run")
     return done
-
-
-def _phase(num_rounds: int, name: str, number: int, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A phase of a round as a task, its figures on the run's page."""
-    report = run(f"{name} {number} of {num_rounds}", work)
-    publish.show_phase(name, number, report)
-    return report
 
 
 @contextlib.contextmanager
