@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,25 +17,39 @@ from unidec.pipeline.parent_watch import LAUNCHER
 from unidec.training.distributed import LostRank
 
 
-@pytest.mark.parametrize("kind", [ConfigError, DataError, ArtifactError, TrainingError, UnidecError, LostRank])
-def test_an_error_keeps_its_words_and_its_exit_code(kind):
+def fail_rank(folder, monkeypatch, rank, error):
+    """What a worker makes of an error; returns its exit code."""
+
+    def work(_ranks, _job):
+        raise error
+
+    write_json(folder / "job.json", {"params": {"device": "cpu"}})
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(launch, "watch", lambda *pids: None)
+    monkeypatch.setattr(launch, "silence", lambda: None)
+    return launch.worker(folder, work)
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, ArtifactError, TrainingError, UnidecError])
+def test_an_error_keeps_its_words_and_its_exit_code(tmp_path, monkeypatch, kind):
     error = kind("no space", where="a/b", got=3, expected=4, fix="buy a disk")
-    again = launch.error_from(json.loads(json.dumps(launch.as_json(error))))
-    assert str(again) == str(error) and again.exit_code == error.exit_code
-    # what only training knows comes back as what it is a kind of
-    assert type(again) is (TrainingError if kind is LostRank else kind)
+    assert fail_rank(tmp_path, monkeypatch, 1, error) == 0  # torchrun does not retry it
+    with pytest.raises(UnidecError) as again:
+        launch._result(tmp_path, 0)
+    assert str(again.value) == str(error) and again.value.exit_code == error.exit_code
 
 
-def test_the_error_with_a_cause_is_raised_not_its_consequences(tmp_path):
-    write_json(tmp_path / "error-0.json", launch.as_json(LostRank("gone")))
-    write_json(tmp_path / "error-1.json", launch.as_json(ArtifactError("no space left")))
-    with pytest.raises(ArtifactError, match="no space left"):
+def test_the_error_with_a_cause_is_raised_not_its_consequences(tmp_path, monkeypatch):
+    assert fail_rank(tmp_path, monkeypatch, 1, ArtifactError("no space left")) == 0
+    assert fail_rank(tmp_path, monkeypatch, 0, LostRank("gone")) == 0
+    with pytest.raises(UnidecError, match="no space left"):
         launch._result(tmp_path, 0)
 
 
 @pytest.mark.parametrize(("code", "words"), [(-9, "SIGKILL"), (1, "exit code 1"), (-15, "SIGTERM")])
-def test_a_rank_that_died(tmp_path, code, words):
-    write_json(tmp_path / "error-0.json", launch.as_json(LostRank("gone")))
+def test_a_rank_that_died(tmp_path, monkeypatch, code, words):
+    assert fail_rank(tmp_path, monkeypatch, 0, LostRank("gone")) == 1
     with pytest.raises(TrainingError, match=words):
         launch._result(tmp_path, code)
 

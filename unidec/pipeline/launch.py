@@ -2,8 +2,8 @@
 
 A phase of a training runs on all ranks in one of two ways:
 
-- `torchrun`, for `run.devices` above 1: starts torchrun with a worker for each device and returns what the
-  first rank returned. Signals are passed on; no process is left behind.
+- `torchrun`, for `run.devices` above 1: starts torchrun with a `worker` for each device and returns what the first rank
+  returned. Signals are passed on; no process is left behind.
 - `torchrun_ranks`, under the user's torchrun (`torchrun --nproc-per-node 8 -m unidec.cli train`, also over several
   machines): the first rank does what one process would; where it trains, the other ranks train with it.
 """
@@ -22,10 +22,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from unidec import errors
 from unidec.config import Params
 from unidec.data.storage import write_json
 from unidec.errors import ConfigError, TrainingError, UnidecError
@@ -33,9 +31,6 @@ from unidec.pipeline.parent_watch import GRACE_S, LAUNCHER, watch
 from unidec.progress import silence
 from unidec.training.distributed import LostRank, Ranks
 from unidec.training.precision import choose_device
-from unidec.training.stop import stop_signals
-
-POLL_S = 0.2
 
 Job = dict[str, Any]
 Work = Callable[[Ranks, Job], dict[str, Any]]
@@ -105,17 +100,18 @@ def torchrun(name: str, params: Params, run_dir: Path, accept: Collection[str]) 
             "more devices than this machine has", where="run.devices", got=params.run.devices,
             expected=f"at most {here}", fix="fewer, or torchrun on several machines: docs/scale.md",
         )  # fmt: skip
-    # the signal handlers are the outermost: when the signal takes effect, every process of ours has ended
-    with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="unidec-launch-") as folder:
+    with tempfile.TemporaryDirectory(prefix="unidec-launch-") as folder:
         write_json(Path(folder) / "job.json", _job(name, params, run_dir, accept))
-        process, code = _start(params.run.devices, folder, params.run.restarts), None
+        process = _start(params.run.devices, folder, params.run.restarts)
         try:
-            while code is None and not stop.asked:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(POLL_S)
-        finally:
-            _end(process, GRACE_S if code is None else 0.0)
-        return {} if code is None else _result(Path(folder), code)
+            code = process.wait()
+        except BaseException:  # a signal; when it takes effect, every process of ours has ended
+            process.terminate()  # saves a checkpoint
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S + 10)  # torchrun itself kills workers that do not end
+            process.kill()
+            raise
+        return _result(Path(folder), code)
 
 
 def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
@@ -128,33 +124,18 @@ def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(devices),
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
-        "--max-restarts", str(restarts), "--monitor-interval", "0.5", "-m", "unidec.pipeline.worker", folder,
+        "--max-restarts", str(restarts), "--monitor-interval", "0.5", "-m", "unidec.pipeline.training", folder,
     ]  # fmt: skip
     return subprocess.Popen(command, env=env, start_new_session=True)
 
 
-def _end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """SIGTERM, which saves a checkpoint; what is left `grace` seconds later is killed, workers included."""
-    family: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(process.pid)
-        family = [parent, *parent.children(recursive=True)]
-    if process.poll() is None and grace:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(grace)
-    for member in family:  # each worker has a session of its own: no group holds them all
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.wait()
-
-
 def _result(folder: Path, code: int) -> dict[str, Any]:
     """What the first rank wrote; or the error of the rank that reported one."""
-    for file in sorted(folder.glob("error-*.json")):
-        reported = json.loads(file.read_text(encoding="utf-8"))
+    for reported in _errors(folder):
         if not reported["lost"]:
-            raise error_from(reported)
+            error = UnidecError(reported["message"])
+            error.exit_code = reported["exit_code"]
+            raise error
     result = folder / "result.json"
     if code == 0 and result.is_file():
         return json.loads(result.read_text(encoding="utf-8"))
@@ -165,16 +146,37 @@ def _result(folder: Path, code: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def as_json(error: UnidecError) -> dict[str, Any]:
-    """An error, to be raised again in another process."""
-    known = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
-    lost = isinstance(error, LostRank)
-    return {"class": known, "message": str(error), "exit_code": error.exit_code, "lost": lost}
+def _errors(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("error-*.json"))]
 
 
-def error_from(reported: dict[str, Any]) -> UnidecError:
-    """The error of `as_json`, with its message."""
-    kind = getattr(errors, reported["class"])
-    error: UnidecError = kind.__new__(kind)
-    error.args, error.exit_code = (reported["message"],), reported["exit_code"]
-    return error
+def worker(folder: Path, work: Work) -> int:
+    """One process that `torchrun` started: does the phase of job.json on this rank; returns the exit code.
+
+    The first rank writes result.json into the folder. An error with a fix is reported as error-<rank>.json and ends in
+    0, so that torchrun does not retry it; the launcher raises it. Whatever else ends a rank (a signal, a lost peer, a
+    bug) has another code.
+    """
+    watch(os.getppid())
+    job, rank = json.loads((folder / "job.json").read_text(encoding="utf-8")), int(os.environ["RANK"])
+    own_error, result = folder / f"error-{rank}.json", folder / "result.json"
+    own_error.unlink(missing_ok=True)  # of the start before this one
+    if rank > 0:
+        silence()
+    else:
+        result.unlink(missing_ok=True)
+    try:
+        ranks = Ranks.from_environment(job["params"]["device"])
+        report = work(ranks, job)
+        if ranks.is_first:
+            write_json(result, report)
+        ranks.barrier()
+        ranks.close()
+    except UnidecError as error:
+        lost = isinstance(error, LostRank)
+        write_json(own_error, {"message": str(error), "exit_code": error.exit_code, "lost": lost})
+        # a peer reports its own error before its connections close
+        if lost and all(reported["lost"] for reported in _errors(folder)):
+            print(f"rank {rank}: {error}", file=sys.stderr)
+            return 1
+    return 0

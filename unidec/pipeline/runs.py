@@ -18,7 +18,7 @@ from unidec.data.storage import read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths
 from unidec.tracking.lock_holder import is_alive
-from unidec.tracking.run import Status, Tracker, reconcile_runs, tracking_state
+from unidec.tracking.run import Status, Tracker, tracking_state
 from unidec.training.identity import differences
 
 
@@ -157,14 +157,6 @@ def close_tracking(run_dir: str | Path, status: Status) -> None:
 def tracker_of_model() -> Tracker:
     """The MLflow run that trained outputs/model."""
     return Tracker.resume(paths.RUNS / read_manifest(paths.MODEL, "model", 1, verify=False)["meta"]["run"])
-
-
-def reconcile_crashed_runs(besides: Path | None = None, root: Path = paths.RUNS) -> list[str]:
-    """End, as KILLED, the MLflow runs of trainings whose process is gone; returns their names.
-
-    What other ended runs logged while the tracking store was away is sent, too. `besides`: a run about to resume.
-    """
-    return reconcile_runs(path for path in run_folders(root) if besides is None or path.resolve() != besides.resolve())
 
 
 def _newest(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:

@@ -11,13 +11,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from unidec.config import Params, flatten
 from unidec.data.storage import files_sha256, read_json_lines, write_bytes_atomic, write_folder, write_json
-from unidec.errors import ArtifactError, ConfigError
+from unidec.errors import ArtifactError
 from unidec.interrupt import signals_raise
 from unidec.machine import memory_used
 from unidec.model.unidec import KIND, VERSION
@@ -28,7 +28,7 @@ from unidec.pipeline.plan import check_fits
 from unidec.pipeline.ranking import Ranking, headline, validation_metrics
 from unidec.pipeline.start import effective, open_start, read_start, run_identity, start_lines, start_tags
 from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash
-from unidec.tracking.run import Tracker
+from unidec.tracking.run import Tracker, reconcile_runs
 from unidec.training.checkpoint import newest_state
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import fit
@@ -70,7 +70,7 @@ class Run:
         folder: the run's folder.
         epoch, epoch_step, step: finished epochs, steps of the next one, steps in all when the run was opened or last
             trained.
-        epochs: all epochs; a_round: epochs from one refresh to the next.
+        epochs: all epochs; a_round: epochs from one refresh to the next; num_rounds: of the whole training.
         lines: for people: where training resumes, and what was found on the way.
     """
 
@@ -80,6 +80,7 @@ class Run:
         self.params, self.folder, self.accept, self.launcher = params, folder, tuple(accept), launcher
         self.epoch, self.epoch_step, self.step = (int(state.get(key, 0)) for key in ("epoch", "epoch_step", "step"))
         self.epochs, self.a_round = params.optim.epochs, params.pool.refresh
+        self.num_rounds = -(-self.epochs // self.a_round)
         self.lines: list[str] = []
         self._trainer: Trainer | None = None
         self._trained: dict[str, Any] = {}
@@ -95,9 +96,11 @@ class Run:
         return self.epoch // self.a_round + 1
 
     @property
-    def num_rounds(self) -> int:
-        """Rounds of the whole training."""
-        return -(-self.epochs // self.a_round)
+    def trainer(self) -> Trainer:
+        """Opened at the newest checkpoint when it is first used."""
+        if self._trainer is None:
+            self._trainer = open_trainer(self.params, self.folder, self.accept)
+        return self._trainer
 
     def cluster(self) -> dict[str, Any]:
         """Cluster the training queries for the coming round; {} inside a round, or where its refresh is made.
@@ -136,11 +139,10 @@ class Run:
         Returns:
             {"epoch", "finished", "round", "validation", "refresh", ...}.
         """
-        with self._opened() as trainer:
-            begin = time.perf_counter()
-            ranking = Ranking.of_model(trainer.model, trainer.dataset, "validation", self.params.optim.precision)
-            metrics = validation_metrics(ranking, self.params)
-            validation_seconds = time.perf_counter() - begin
+        begin, trainer = time.perf_counter(), self.trainer
+        ranking = Ranking.of_model(trainer.model, trainer.dataset, "validation", self.params.optim.precision)
+        metrics = validation_metrics(ranking, self.params)
+        validation_seconds = time.perf_counter() - begin
         before = [line for line in read_json_lines(self.folder / ROUNDS) if line["epoch"] < self.epoch]
         last = before[-1] if before else {}
         steps = self.step - int(last.get("step", 0))
@@ -162,11 +164,8 @@ class Run:
 
     def export(self) -> dict[str, Any]:
         """Write the model to outputs/model, with the records of its training, and release the trainer's memory."""
-        start = read_start()
-        with (
-            self._opened() as trainer,
-            write_folder(paths.MODEL, KIND, VERSION, {"run": self.folder.name}) as out,
-        ):
+        start, trainer = read_start(), self.trainer
+        with write_folder(paths.MODEL, KIND, VERSION, {"run": self.folder.name}) as out:
             trainer.model.save_into(out, {"start": start.as_dict()} if start.warm else None)
             for name in (HISTORY, ROUNDS):
                 if (self.folder / name).is_file():
@@ -184,20 +183,7 @@ class Run:
         if self.launcher is not None:
             self.close()  # the ranks write newer checkpoints
             return self.launcher(name, self.params, self.folder, self.accept)
-        with self._opened() as trainer:
-            return work(name, trainer)
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[Trainer]:
-        """The trainer; after an error it is closed: the next use opens it at the newest checkpoint."""
-        if self._trainer is None:
-            self._trainer = open_trainer(self.params, self.folder, self.accept)
-        try:
-            yield self._trainer
-        except BaseException:
-            with contextlib.suppress(ArtifactError):
-                self.close()
-            raise
+        return work(name, self.trainer)
 
 
 def start_run(
@@ -222,13 +208,8 @@ def start_run(
     """
     params, start = effective(params), open_start()
     identity = run_identity(params)
-    if unknown := sorted(set(accept) - identity.keys()):
-        raise ConfigError(
-            "not a key of a run's identity", where="--accept", got=", ".join(unknown),
-            expected="a key that the refusal lists, such as optim.lr_clf, data, tokenizer or code",
-        )  # fmt: skip
     folder = runs.choose_run(resume) if resume is not None else paths.RUNS / files_sha256(identity)[:16]
-    checkpoint, state, refused = newest_state(folder)
+    checkpoint, state, _ = newest_state(folder)
     begun = state.get("identity") or identity
     check_same(begun, identity, accept, str(folder))
     accepted = differences(begun, identity)
@@ -236,24 +217,19 @@ def start_run(
     run = Run(params, folder, accept, state, launcher or (launch.torchrun if params.run.devices > 1 else None))
     if not run.finished:
         check_fits(params)
+    ended = reconcile_runs(path for path in runs.run_folders() if path != folder)
     run.lines = [
         *start_lines(start),
         *(f"accepted: {line}" for line in accepted),
         *(runs.others_unfinished(folder, identity) if checkpoint is None else ()),
-        *(f"checkpoint passed over: {reason}" for reason in refused),
         _where_it_resumes(run, checkpoint),
-        *(f"MLflow run of {name} ended as KILLED: its process is gone" for name in runs.reconcile_crashed_runs(folder)),
+        *(f"MLflow run of {name} ended as KILLED: its process is gone" for name in ended),
     ]
-    tracker = Tracker(params.tracking.experiment) if track else Tracker.resume(folder)
-    try:
-        if track:
-            _begin_tracking(tracker, params, folder, state.get("notes", {}).get("mlflow_run_id"), accepted)
-        if run.lacks_validation:
-            run.validate()
-            run.lines.append(f"epoch {run.epoch} was trained but not validated before the kill: validated now")
-    except BaseException as error:
-        runs.close_tracking(folder, "FAILED" if isinstance(error, Exception) else "KILLED")
-        raise
+    if run.lacks_validation:
+        run.validate()
+        run.lines.append(f"epoch {run.epoch} was trained but not validated before the kill: validated now")
+    if track:
+        _begin_tracking(run, state.get("notes", {}).get("mlflow_run_id"), accepted)
     return run
 
 
@@ -352,22 +328,20 @@ def model_params(flat: Mapping[str, Any], is_warm: bool) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key.partition(".")[0] not in left_out and key != "data.path"}
 
 
-def _begin_tracking(
-    tracker: Tracker, params: Params, run_dir: Path, run_id: str | None, accepted: Collection[str]
-) -> None:
+def _begin_tracking(run: Run, run_id: str | None, accepted: Collection[str]) -> None:
     """Begin or continue the MLflow run of this training."""
-    dataset = paths.open_dataset()
+    params, dataset = run.params, paths.open_dataset()
     experiment = os.environ.get("DVC_EXP_NAME", "")  # set by `dvc exp run` and `dvc queue`
     tags = code_tags() | start_tags() | {
-        "dataset.sha256": dataset.sha256, "run.folder": run_dir.name, "accepted": "; ".join(accepted)[:5000],
+        "dataset.sha256": dataset.sha256, "run.folder": run.folder.name, "accepted": "; ".join(accepted)[:5000],
         "dvc_experiment": experiment, f"{DVC_TAG}{paths.DATASET}": dvc_hash(str(paths.DATASET)) or "",
     }  # fmt: skip
     about = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET)}
     about |= {key: dataset.manifest["meta"][key] for key in ("num_queries", "num_labels", "num_pairs")}
-    tracker.start(
-        run_dir, model_params(flatten(params), read_start().warm), {name: tag for name, tag in tags.items() if tag},
-        about, f"{dataset.name} {params.recipe or params.model.heads} {experiment or run_dir.name[:6]}", run_id,
-    )  # fmt: skip
+    name = f"{dataset.name} {params.recipe or params.model.heads} {experiment or run.folder.name[:6]}"
+    kept = model_params(flatten(params), read_start().warm)
+    tags = {key: tag for key, tag in tags.items() if tag}
+    Tracker(params.tracking.experiment).start(run.folder, kept, tags, about, name, run_id)
 
 
 def _where_it_resumes(run: Run, checkpoint: Path | None) -> str:
@@ -381,3 +355,7 @@ def _where_it_resumes(run: Run, checkpoint: Path | None) -> str:
         f"run {name} resumes after epoch {run.epoch} of {run.epochs}{inside} (step {run.step}), "
         f"from the checkpoint of {runs.in_words(runs.age(checkpoint))} ago"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(launch.worker(Path(sys.argv[1]), work_on_rank))
