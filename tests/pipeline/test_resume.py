@@ -242,18 +242,6 @@ def test_runs_by_name(work: SimpleNamespace) -> None:
             runs.choose_run(wrong)
 
 
-def test_an_unfinished_run_of_other_parameters_is_told_of(
-    work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_training(monkeypatch, work.params(), Trainer, "train_step", 5)
-    (run,) = runs.run_folders()
-    begun = pipeline.start_run(work.params(**{"optim.lr_heads": 0.005}))
-    (line,) = [line for line in begun.lines if "is unfinished" in line]
-    assert f"run {run.name} is unfinished (epoch 0 of {EPOCHS}, step 3)" in line and "differs in optim.lr_heads" in line
-    assert f"unidec train --resume {run.name}" in line
-    assert not any("is unfinished" in line for line in pipeline.start_run(work.params()).lines)
-
-
 def test_a_run_whose_process_is_gone_is_closed_by_the_next_start(
     work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from unidec.data.raw import RawData
 from unidec.data.storage import read_json_lines, read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import launch, paths, start, training
-from unidec.pipeline.start import START, StartFile, effective, open_start, read_start, start_tags, write_start
+from unidec.pipeline.start import START, WarmStart, effective, open_start, read_start, start_tags
 from unidec.retrieval.bundle import Bundle
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.tracking.registry import checked_sha256, register
@@ -117,11 +117,11 @@ def test_from_the_champion(work):
     found = pipeline.choose_start(work.params())
     sha256 = checked_sha256(work.bundle)
     note = {"kind": "warm", "model": "unidec", "version": "1", "bundle_sha256": sha256, "generation": 1}
-    assert found == note | {"reason": "the champion, version 1", "changed": True}
+    assert found == note | {"reason": "the champion, version 1"}
     assert json.loads(START.read_bytes()) == note
     assert checked_sha256(paths.BUNDLES / sha256[:16]) == sha256
-    before = START.stat().st_mtime_ns
-    assert pipeline.choose_start(work.params())["changed"] is False and START.stat().st_mtime_ns == before
+    before = START.read_bytes()
+    assert pipeline.choose_start(work.params()) == found and START.read_bytes() == before
     assert start_tags() == {"start.kind": "warm", "start.model": "unidec", "start.version": "1",
                             "start.bundle.sha256": sha256, "start.generation": "1"}  # fmt: skip
 
@@ -129,7 +129,7 @@ def test_from_the_champion(work):
 def test_without_a_champion(work):
     move("champion", None)
     assert pipeline.choose_start(work.params()) == {
-        "kind": "cold", "reason": "unidec has no champion yet", "changed": False,
+        "kind": "cold", "reason": "unidec has no champion yet",
     }  # fmt: skip
     assert START.read_bytes() == COLD and start_tags() == {"start.kind": "cold"}
     named = work.params(**{"tracking.model_name": "another"})
@@ -142,7 +142,7 @@ def test_as_asked_for(work):
     assert pipeline.choose_start(work.params(), "cold")["reason"] == "asked for"
     assert pipeline.choose_start(work.params(**{"retrain.start": "cold"}))["kind"] == "cold"
     assert pipeline.choose_start(work.params(**{"retrain.start": "cold"}), "auto")["kind"] == "warm"
-    assert pipeline.choose_start(work.params(), "cold")["changed"] is True and START.read_bytes() == COLD
+    assert pipeline.choose_start(work.params(), "cold")["kind"] == "cold" and START.read_bytes() == COLD
 
 
 UNFIT = {"encoder.bag_words": 8, "model.dim": 8}
@@ -201,7 +201,7 @@ def test_the_effective_parameters(work):
     assert effective(params).optim.epochs == 1 != params.optim.epochs
     assert effective(effective(params)) == effective(params)
     START.unlink()
-    assert effective(params) is params and read_start() == StartFile()
+    assert effective(params) is params and read_start() is None
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,8 @@ def test_a_damaged_file_is_named(work, text):
     START.write_text(text)
     with pytest.raises(ArtifactError, match=r"data/start.json(.|\n)*bring it back from git"):
         read_start()
-    assert write_start(StartFile()) and START.read_bytes() == COLD
+    START.write_bytes(COLD)
+    assert read_start() is None
 
 
 # -- the training -----------------------------------------------------------------------------------------------------
@@ -226,13 +227,12 @@ def test_a_warm_training_from_choice_to_bundle(work):
     assert start.run_identity(params) != cold
     begun = pipeline.start_run(params)
     assert (begun.epochs, begun.num_rounds, begun.a_round) == (1, 1, 2) and read_start().version == "1"
-    assert "starts from unidec version 1" in begun.lines[0]
-    assert "39 labels are kept, 1 are new, 1 are gone" in begun.lines[0]
+    assert begun.lines[0] == "starts from unidec version 1, its warm start 1"
     done, said = training.train(params), []
     assert done["epoch"] == 1
     assert training.train(params, say=said.append)["epoch"] == 1 and "is trained" in said[1], "the same run"
     champion = Bundle.load(work.bundle)
-    assert json.loads((paths.MODEL / "config.json").read_text())["start"] == read_start().as_dict()
+    assert json.loads((paths.MODEL / "config.json").read_text())["start"] == read_start().model_dump()
     pipeline.index(params)
     ours = Bundle.load(paths.BUNDLE)
     assert set(ours.uids.to_pylist()) - set(champion.uids.to_pylist()) == {"new"}
@@ -284,7 +284,7 @@ def test_a_start_is_fetched_again_and_the_same_model_comes_out(work):
 
 
 def test_a_start_that_is_gone_is_named(work):
-    write_start(StartFile(kind="warm", model="unidec", version="1", bundle_sha256=SHA, generation=1))
+    START.write_text(WarmStart(model="unidec", version="1", bundle_sha256=SHA, generation=1).model_dump_json())
     with pytest.raises(ArtifactError, match=r"no version of unidec holds this bundle(.|\n)*MLFLOW_TRACKING_URI"):
         pipeline.start_run(work.params())
 

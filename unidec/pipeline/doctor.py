@@ -7,7 +7,7 @@ only what cannot lose data.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,10 @@ from unidec.retrieval import bundle_folder
 from unidec.tracking.run import STATE, Tracker, has_died, is_behind, tracking_state
 from unidec.training.checkpoint import checkpoint_folders, read_state
 
-_EXIT_CODES = {"warning": 1, "broken": 4}
+Severity = Literal["warning", "broken"]
+# severity, what, where, fix; and what does the fix where that cannot lose data, and returns what was done
+Found = tuple[Severity, str, object, str, Callable[[], str] | None]
+_EXIT_CODES: dict[Severity, int] = {"warning": 1, "broken": 4}
 
 
 @dataclass(frozen=True)
@@ -39,38 +42,35 @@ class Finding:
         fixable: `examine(fix=True)` does it; done: what it did.
     """
 
-    severity: Literal["warning", "broken"]
+    severity: Severity
     what: str
     where: str
     fix: str
-    fixable: bool = False
+    fixable: bool
     done: str | None = None
 
 
-Repair = Callable[[], str] | None  # does the fix where that cannot lose data; returns what was done
-
-
-def examine(deep: bool = False, fix: bool = False, root: Path = Path(".")) -> list[Finding]:
+def examine(deep: bool = False, fix: bool = False) -> list[Finding]:
     """Look at everything; the worst finding comes first.
 
     Args:
         deep: also hash every file of models, bundles and checkpoints; what a training reads is always hashed.
         fix: repair what can be repaired without losing data; `done` of a finding names it.
-        root: of the project.
     """
-    bases = [root, *sorted((root / paths.RUNS / "own").glob("*"))]  # runs with parameters of their own
-    run_dirs = [path for base in bases for path in run_folders(base / paths.RUNS)]
-    found = list(_half_written(root))
-    found += [one for base in bases for one in _artifacts(base, deep)]
-    found += [one for run_dir in run_dirs for check in (_checkpoints, _tracking) for one in check(run_dir, deep)]
+    bases = [Path(), *sorted((paths.RUNS / "own").glob("*"))]  # runs with parameters of their own
+    found = list(_half_written())
+    for base in bases:
+        found += _artifacts(base, deep)
+        for run_dir in run_folders(base / paths.RUNS):
+            found += [*_checkpoints(run_dir, deep), *_tracking(run_dir)]
     findings = []
-    for finding, repair in found:
-        if fix and repair is not None:
-            try:
-                finding = replace(finding, done=repair())
-            except OSError as error:
-                finding = replace(finding, fix=f"{finding.fix} (tried: {error})")
-        findings.append(replace(finding, fixable=repair is not None))
+    for severity, what, where, how, repair in found:
+        done = None
+        try:
+            done = repair() if fix and repair is not None else None
+        except OSError as error:
+            how = f"{how} (tried: {error})"
+        findings.append(Finding(severity, what, str(where), how, repair is not None, done))
     return sorted(findings, key=lambda finding: -_EXIT_CODES[finding.severity])
 
 
@@ -88,23 +88,23 @@ def rows_of(findings: Collection[Finding]) -> tuple[list[str], list[list[str]]]:
     return ["severity", "what", "where", "fix"], rows
 
 
-def _half_written(root: Path) -> Iterator[tuple[Finding, Repair]]:
+def _half_written() -> Iterator[Found]:
     """Temporary folders and files whose writer is gone."""
-    at_work = is_held(root / paths.RUNS)
+    at_work = is_held()
 
     def remove(path: Path) -> str:
         remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
         return "removed"
 
-    found = {path for top in ("data", "outputs", "runs") for path in (root / top).rglob(".*.tmp")}
+    found = {path for top in ("data", "outputs", "runs") for path in Path(top).rglob(".*.tmp")}
     for path in sorted(path for path in found if found.isdisjoint(path.parents)):
         # those of several ranks, and of an interrupted removal, name no process
         nameless = path.name.endswith((".ranks.tmp", ".gone.0.00000000.tmp"))
         if (not at_work) if nameless else is_stale(path):
-            yield Finding("warning", "half-written, its writer is gone", str(path), "remove it"), partial(remove, path)
+            yield "warning", "half-written, its writer is gone", path, "remove it", partial(remove, path)
 
 
-def _artifacts(base: Path, deep: bool) -> Iterator[tuple[Finding, Repair]]:
+def _artifacts(base: Path, deep: bool) -> Iterator[Found]:
     """Damaged artifacts of the stages; what a training reads is always hashed, as the training itself does."""
     opened: dict[Path, Callable[[Path], object]] = {
         paths.DATASET: XMCDataset.open,
@@ -126,25 +126,25 @@ def _artifacts(base: Path, deep: bool) -> Iterator[tuple[Finding, Repair]]:
             fix = f"dvc checkout {name}, or run its stage again"
             if name.parent.name == "cache":
                 fix = "delete it: it is computed again"
-            yield Finding("broken", f"damaged: {error.what}{got}", error.where or str(base / name), fix), None
+            yield "broken", f"damaged: {error.what}{got}", error.where or base / name, fix, None
 
 
-def _checkpoints(run_dir: Path, deep: bool) -> Iterator[tuple[Finding, Repair]]:
+def _checkpoints(run_dir: Path, deep: bool) -> Iterator[Found]:
     damaged, folders = {}, checkpoint_folders(run_dir)
     for path in folders:
         try:
             read_state(run_dir, path, verify=deep)
         except ArtifactError as error:
             damaged[path] = f"a damaged checkpoint: {error.what}"
-    severity: Literal["warning", "broken"] = "warning"
-    fix = "none: the newest whole one is used, and the next save removes this"
-    if len(damaged) == len(folders):
-        severity, fix = "broken", "no other is whole: delete the run's folder to train from the start"
     for path, what in damaged.items():
-        yield Finding(severity, what, str(path), fix), None
+        if len(damaged) < len(folders):
+            fix = "none: the newest whole one is used, and the next save removes this"
+            yield "warning", what, path, fix, None
+        else:
+            yield "broken", what, path, "no other is whole: delete the run's folder to train from the start", None
 
 
-def _tracking(run_dir: Path, _deep: bool) -> Iterator[tuple[Finding, Repair]]:
+def _tracking(run_dir: Path) -> Iterator[Found]:
     """An MLflow run that was never ended, and what was never sent to its store."""
 
     def end() -> str:
@@ -157,11 +157,9 @@ def _tracking(run_dir: Path, _deep: bool) -> Iterator[tuple[Finding, Repair]]:
     state = tracking_state(run_dir)
     if (run_dir / STATE).exists() and not state:
         fix = "delete it: the next start finds the run by its checkpoint"
-        yield Finding("warning", "a damaged note of the MLflow run", str(run_dir / STATE), fix), None
+        yield "warning", "a damaged note of the MLflow run", run_dir / STATE, fix, None
     elif has_died(run_dir):
         what = f"MLflow run {state.get('run_id')} was never ended, and its process is gone"
-        fix = "end it as KILLED; a training that resumes opens it again"
-        yield Finding("warning", what, str(run_dir), fix), end
+        yield "warning", what, run_dir, "end it as KILLED; a training that resumes opens it again", end
     elif is_behind(run_dir):
-        what = "not everything that was logged was sent to the tracking store"
-        yield Finding("warning", what, str(run_dir), "send it"), send
+        yield "warning", "not everything that was logged was sent to the tracking store", run_dir, "send it", send

@@ -73,7 +73,7 @@ def evaluate(params: Params) -> dict[str, Any]:
     found = Evaluated(bundle, ranking, scores, labels, result, baselines, compared, tracker)
     write_page(paths.REPORT, render(report_input(params, found, history, rounds)))
     start = read_start()
-    origin = f"version {start.version} of {start.model}" if start.warm else "from nothing"
+    origin = f"version {start.version} of {start.model}" if start else "from nothing"
     about = f"{dataset.name}, {dataset.num_labels:,} labels; recipe {params.recipe or '-'}; start: {origin}. {_PAGES}"
     tracker.log_final(split_figures(result))
     tracker.set_tags({"mlflow.note.content": about})

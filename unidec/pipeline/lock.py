@@ -8,14 +8,10 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from unidec.errors import TrainingError
 from unidec.pipeline import paths
 from unidec.tracking.lock_holder import is_alive, this_process
-
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
 
 LOCK, HOLDER = ".train.lock", ".train.holder"
 HELD = "UNIDEC_LOCK"  # environment variable: which process holds the lock of which folder
@@ -28,10 +24,19 @@ def one_at_a_time(folder: Path = paths.RUNS) -> Iterator[None]:
     Raises:
         TrainingError: another process holds it: a training, or a stage that replaces what a training reads.
     """
-    lock, before = _acquire(folder), os.environ.get(HELD)
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, holder, before = FileLock(folder / LOCK), folder / HOLDER, os.environ.get(HELD)
     try:
-        command = " ".join(sys.orig_argv)
-        (folder / HOLDER).write_text(f"process {os.getpid()}: {command[:200]}", encoding="utf-8")
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise TrainingError(
+            "another training is under way in this folder, or a stage that replaces its data", where=str(folder),
+            got=holder.read_text(encoding="utf-8") if holder.is_file() else None, fix="wait for it, or cancel it",
+        ) from error  # fmt: skip
+    try:
+        holder.write_text(f"process {os.getpid()}: {' '.join(sys.orig_argv)[:200]}", encoding="utf-8")
         os.environ[HELD] = json.dumps(this_process() | {"folder": str(folder.resolve())})  # for stages it starts
         yield
     finally:
@@ -59,26 +64,8 @@ def replaces_inputs(folder: Path = paths.RUNS) -> Iterator[None]:
 
 def is_held(folder: Path = paths.RUNS) -> bool:
     """Whether a process holds the project's training lock."""
-    if not folder.is_dir():
-        return False
     try:
-        _acquire(folder).release()
+        with one_at_a_time(folder) if folder.is_dir() else contextlib.nullcontext():
+            return False
     except (TrainingError, OSError):
         return True
-    return False
-
-
-def _acquire(folder: Path) -> BaseFileLock:
-    from filelock import FileLock, Timeout
-
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        holder = folder / HOLDER
-        raise TrainingError(
-            "another training is under way in this folder, or a stage that replaces its data", where=str(folder),
-            got=holder.read_text(encoding="utf-8") if holder.is_file() else None, fix="wait for it, or cancel it",
-        ) from error  # fmt: skip
-    return lock

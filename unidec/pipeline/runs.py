@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,6 @@ from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths
 from unidec.tracking.lock_holder import is_alive
 from unidec.tracking.run import Status, Tracker, tracking_state
-from unidec.training.identity import differences
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,7 @@ class RunInfo:
     Attributes:
         state: "running" (a living process holds it), "finished", "failed", "stopped" or "begun" (no checkpoint yet).
         epoch, epochs, step: finished ones and all, at the newest checkpoint; None without one.
-        checkpoint: the newest one's name; checkpoint_age: in seconds.
-        mlflow_run: its id.
+        checkpoint: the newest one's name; checkpoint_age: in seconds. mlflow_run: its id.
         unfinished: training can resume, and no process is at it.
     """
 
@@ -56,9 +54,9 @@ def run_folders(root: Path = paths.RUNS) -> list[Path]:
     return sorted(found, key=written, reverse=True)
 
 
-def list_runs(root: Path = paths.RUNS) -> list[RunInfo]:
+def list_runs() -> list[RunInfo]:
     """Every run of the project, the one last written to first."""
-    return list(map(run_info, run_folders(root)))
+    return list(map(run_info, run_folders()))
 
 
 def run_info(run_dir: Path) -> RunInfo:
@@ -66,13 +64,12 @@ def run_info(run_dir: Path) -> RunInfo:
     path, state = _newest(run_dir)
     tracked = tracking_state(run_dir)
     epochs = int(state["identity"]["optim.epochs"]) if state.get("identity") else None
-    how = "stopped" if state else "begun"
     if tracked.get("status") is None and is_alive(tracked.get("holder")):
         how = "running"
     elif epochs is not None and state["epoch"] >= epochs:
         how = "finished"
-    elif tracked.get("status") == "FAILED":
-        how = "failed"
+    else:
+        how = "failed" if tracked.get("status") == "FAILED" else "stopped" if state else "begun"
     return RunInfo(
         run_dir.name, how, state.get("epoch"), epochs, state.get("step"), path.name if path else None,
         age(path) if path else None, tracked.get("run_id"), how not in ("running", "finished"),
@@ -104,54 +101,35 @@ def some_keys(keys: list[str], most: int) -> str:
     return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")
 
 
-def others_unfinished(run_dir: Path, identity: Mapping[str, str], root: Path = paths.RUNS) -> list[str]:
-    """One line on the newest unfinished run of other parameters or code, where there is one."""
-    for info in list_runs(root):
-        if info.unfinished and info.checkpoint and info.name != run_dir.name:
-            old = _newest(root / info.name)[1].get("identity", {})
-            keys = some_keys([line.partition(":")[0] for line in differences(old, identity)], 6)
-            return [
-                f"run {info.name} is unfinished (epoch {info.epoch} of {info.epochs}, step {info.step}) and differs in "
-                f"{keys}; to resume it put these back, or: unidec train --resume {info.name} --accept KEY ..."
-            ]
-    return []
-
-
-def choose_run(name: str, root: Path = paths.RUNS) -> Path:
+def choose_run(name: str) -> Path:
     """The run of a name, or of the beginning of one; "": the newest that is unfinished.
 
     Raises:
         ConfigError: there is none, or several.
     """
-    infos = list_runs(root)
-    if name:
-        found = [info for info in infos if info.name == name] or [i for i in infos if i.name.startswith(name)]
-    else:
-        found = [info for info in infos if info.unfinished][:1]
+    infos = list_runs()
+    found = [info for info in infos if info.name.startswith(name)] if name else [i for i in infos if i.unfinished][:1]
     if len(found) != 1:
         what = "several runs begin with this" if found else "no such run" if name else "no unfinished run to resume"
         known = ", ".join(info.name for info in infos[:5]) or "none"
         fix = "`unidec runs list` lists them; without --resume a run of these parameters begins"
         raise ConfigError(what, where="--resume", got=name or None, expected=f"one of: {known}", fix=fix)
-    return root / found[0].name
+    return paths.RUNS / found[0].name
 
 
 @contextlib.contextmanager
 def tracked(run_dir: str | Path) -> Iterator[None]:
     """The MLflow run ends as what happens inside: FINISHED, FAILED, or KILLED by a signal."""
+    status: Status = "FINISHED"
     try:
         yield
     except BaseException as error:
-        close_tracking(run_dir, "FAILED" if isinstance(error, Exception) else "KILLED")
+        status = "FAILED" if isinstance(error, Exception) else "KILLED"
         raise
-    close_tracking(run_dir, "FINISHED")
-
-
-def close_tracking(run_dir: str | Path, status: Status) -> None:
-    """Ends the MLflow run of a training folder, unless it has ended."""
-    tracker = Tracker.resume(run_dir)
-    if tracker.status is None:
-        tracker.finish(status)
+    finally:
+        tracker = Tracker.resume(run_dir)
+        if tracker.status is None:
+            tracker.finish(status)
 
 
 def tracker_of_model() -> Tracker:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from unidec.config import Params, leaves
 from unidec.data.storage import write_bytes_atomic
@@ -31,56 +31,41 @@ START = Path("data/start.json")
 FIX = "retrain.start: cold"
 
 
-class StartFile(BaseModel):
-    """The content of data/start.json: from nothing, or from a registered model (where it was when it was chosen, and
-    its hash, which finds it wherever it is now) and the number of warm starts in a row, this one counted."""
+class ColdStart(BaseModel):
+    """The content of data/start.json: from nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    kind: Literal["cold", "warm"] = "cold"
-    model: str = ""
-    version: Annotated[str, Field(pattern=r"^\d*$")] = ""
-    bundle_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
-    generation: Annotated[int, Field(ge=0)] = 0
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        given = [bool(self.model), bool(self.version), bool(self.bundle_sha256), self.generation > 0]
-        if any(given) if self.kind == "cold" else not all(given):
-            raise ValueError("a warm start has model, version, bundle_sha256 and generation, a cold one none of them")
-        return self
-
-    @property
-    def warm(self) -> bool:
-        return self.kind == "warm"
-
-    def as_dict(self) -> dict[str, str | int]:
-        """As the file has it."""
-        return self.model_dump(exclude_defaults=True) | {"kind": self.kind}
+    kind: Literal["cold"] = "cold"
 
 
-def read_start() -> StartFile:
-    """data/start.json; a cold start where there is none.
+class WarmStart(BaseModel):
+    """The content of data/start.json: from a registered model (where it was when it was chosen, and its hash, which
+    finds it wherever it is now) and the number of warm starts in a row, this one counted."""
+
+    model_config = ColdStart.model_config
+
+    kind: Literal["warm"] = "warm"
+    model: Annotated[str, Field(min_length=1)]
+    version: Annotated[str, Field(pattern=r"^\d+$")]
+    bundle_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    generation: Annotated[int, Field(ge=1)]
+
+
+def read_start() -> WarmStart | None:
+    """data/start.json; None for a cold start, as where there is none.
 
     Raises:
         ArtifactError: it is damaged.
     """
     if not START.is_file():
-        return StartFile()
+        return None
     try:
-        return StartFile.model_validate_json(START.read_bytes())
+        start = TypeAdapter[ColdStart | WarmStart](ColdStart | WarmStart).validate_json(START.read_bytes())
     except ValidationError as error:
         got, fix = error.errors()[0]["msg"], 'bring it back from git, or write {"kind": "cold"}'
         raise ArtifactError("what training starts from cannot be read", where=str(START), got=got, fix=fix) from error
-
-
-def write_start(start: StartFile) -> bool:
-    """Write data/start.json, unless it has these bytes; returns whether it was written. Equal starts, equal bytes."""
-    data = json.dumps(start.as_dict(), indent=2).encode() + b"\n"
-    if START.is_file() and START.read_bytes() == data:
-        return False
-    write_bytes_atomic(START, data)
-    return True
+    return start if isinstance(start, WarmStart) else None
 
 
 def effective(params: Params) -> Params:
@@ -92,7 +77,7 @@ def effective(params: Params) -> Params:
         ConfigError: two starts at once: data/start.json and `encoder.start`.
         ArtifactError: data/start.json is damaged.
     """
-    if not read_start().warm:
+    if read_start() is None:
         return params
     if params.encoder.start:
         raise ConfigError(
@@ -113,7 +98,8 @@ def warm_params(params: Params) -> Params:
 
 def start_tags() -> dict[str, str]:
     """The start as tags of a run or of a model's version."""
-    return {f"start.{key.replace('_', '.')}": str(value) for key, value in read_start().as_dict().items()}
+    note = (read_start() or ColdStart()).model_dump()
+    return {f"start.{key.replace('_', '.')}": str(value) for key, value in note.items()}
 
 
 def run_identity(params: Params) -> dict[str, str]:
@@ -121,24 +107,23 @@ def run_identity(params: Params) -> dict[str, str]:
 
     What only decides where it runs or is shown (`device`, `run`, `tracking`, `index`) is no part of it.
     """
-    start = read_start().bundle_sha256 or None
+    start = read_start()
     return identity.run_identity(
         effective(params).model_dump(), paths.open_dataset(), paths.open_tokens("queries"),
-        paths.open_tokens("labels"), start, paths.open_label_graph(params),
+        paths.open_tokens("labels"), start.bundle_sha256 if start else None, paths.open_label_graph(params),
     )  # fmt: skip
 
 
 @replaces_inputs()
 def choose_start(params: Params, kind: Kind | None = None) -> dict[str, Any]:
-    """Choose what the next training starts from, and write it to data/start.json if that differs.
+    """Choose what the next training starts from, and write it to data/start.json.
 
     Args:
         params: as params.yaml has them.
         kind: "auto": from the champion where that is sensible, else from nothing; None: `retrain.start` decides.
 
     Returns:
-        {"kind", "reason", "changed"}, and for a warm start {"model", "version", "bundle_sha256", "generation"};
-        changed: data/start.json was written.
+        {"kind", "reason"}, and for a warm start {"model", "version", "bundle_sha256", "generation"}.
 
     Raises:
         ConfigError: a warm start was asked for, and there is no champion, or it does not fit.
@@ -146,39 +131,39 @@ def choose_start(params: Params, kind: Kind | None = None) -> dict[str, Any]:
         MlflowException: the registry does not answer; nothing is trained from nothing for that reason.
     """
     kind = kind or params.retrain.start
-    start, reason = (StartFile(), "asked for") if kind == "cold" else _from_champion(params, kind == "auto")
-    if kind == "warm" and not start.warm:
+    start, reason = (None, "asked for") if kind == "cold" else _from_champion(params, kind == "auto")
+    if kind == "warm" and start is None:
         fix = f'{FIX}, or auto; or encoder.start: ""' if params.encoder.start else f"{FIX}, or auto"
         raise ConfigError("no warm start", where="retrain.start", got=reason, fix=fix)
-    return start.as_dict() | {"reason": reason, "changed": write_start(start)}
+    note = (start or ColdStart()).model_dump()
+    write_bytes_atomic(START, json.dumps(note, indent=2).encode() + b"\n")
+    return note | {"reason": reason}
 
 
-def _from_champion(params: Params, auto: bool) -> tuple[StartFile, str]:
-    """A warm start, or a cold one, and the reason; `auto`: only where a warm start is sensible."""
+def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
+    """A warm start, or None, and the reason; `auto`: only where a warm start is sensible."""
     from unidec.model.sources import resolve_encoder
     from unidec.model.weights import start_differences  # imports torch
 
-    name, cold = params.tracking.model_name, StartFile()
+    name = params.tracking.model_name
     if params.encoder.start:
-        return cold, "encoder.start names a model to start from"
+        return None, "encoder.start names a model to start from"
     champion = find_alias(name, "champion")
     if champion is None:
-        return cold, f"{name} has no champion yet"
+        return None, f"{name} has no champion yet"
     bundle, who = fetch_bundle(f"models:/{name}/{champion.version}", paths.BUNDLES), f"version {champion.version}"
     config = json.loads((bundle / "model" / "config.json").read_text(encoding="utf-8"))
     encoder = resolve_encoder(params.encoder.name)
     unfit = start_differences(params.encoder, encoder, encoder, bundle / "model")
     if unfit := unfit + ["model.dim"] * (config["model"]["dim"] != params.model.dim):
-        return cold, f"the champion, {who}, has another {some_keys(unfit, 4)}"
+        return None, f"the champion, {who}, has another {some_keys(unfit, 4)}"
     before = int(config.get("start", {}).get("generation", 0))
     if auto and (other := _other_parameters(params, bundle)):
-        return cold, f"other parameters than the champion's, {who}: {some_keys(other, 4)}"
+        return None, f"other parameters than the champion's, {who}: {some_keys(other, 4)}"
     if auto and 0 < params.retrain.cold_every <= before:
-        return cold, f"{before} warm starts in a row (retrain.cold_every)"
-    start = StartFile(
-        kind="warm", model=name, version=str(champion.version), bundle_sha256=champion.tags["bundle.sha256"],
-        generation=before + 1,
-    )  # fmt: skip
+        return None, f"{before} warm starts in a row (retrain.cold_every)"
+    sha256 = champion.tags["bundle.sha256"]
+    start = WarmStart(model=name, version=str(champion.version), bundle_sha256=sha256, generation=before + 1)
     return start, f"the champion, {who}"
 
 
@@ -204,21 +189,8 @@ def open_start() -> Start | None:
     from unidec.training.start import Start  # imports torch
 
     start = read_start()
-    if not start.warm:
+    if start is None:
         return None
     bundle = fetch_by_hash(start.model, start.bundle_sha256, paths.BUNDLES)
     uids = read_labels(bundle, read_info(bundle).num_labels)["uid"].combine_chunks()
     return Start(bundle / "model", uids, start.bundle_sha256, bundle / "vectors")
-
-
-def start_lines(start: Start | None) -> list[str]:
-    """Lines for people on a warm start."""
-    if start is None:
-        return []
-    note, uids = read_start(), paths.open_dataset().labels["uid"]
-    kept = int((start.rows_of(uids) >= 0).sum())
-    return [
-        f"starts from {note.model} version {note.version} (bundle {note.bundle_sha256[:12]}), warm starts in a row: "
-        f"{note.generation}; {kept:,} labels are kept, {len(uids) - kept:,} are new, "
-        f"{len(start.uids) - kept:,} are gone"
-    ]

@@ -26,7 +26,7 @@ from unidec.pipeline.launch import LAUNCHER, Launcher
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.plan import check_fits
 from unidec.pipeline.ranking import Ranking, headline, validation_metrics
-from unidec.pipeline.start import effective, open_start, read_start, run_identity, start_lines, start_tags
+from unidec.pipeline.start import effective, open_start, read_start, run_identity, start_tags
 from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash
 from unidec.tracking.run import Tracker, reconcile_runs
 from unidec.training.checkpoint import newest_state
@@ -166,7 +166,7 @@ class Run:
         """Write the model to outputs/model, with the records of its training, and release the trainer's memory."""
         start, trainer = read_start(), self.trainer
         with write_folder(paths.MODEL, KIND, VERSION, {"run": self.folder.name}) as out:
-            trainer.model.save_into(out, {"start": start.as_dict()} if start.warm else None)
+            trainer.model.save_into(out, {"start": start.model_dump()} if start else None)
             for name in (HISTORY, ROUNDS):
                 if (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, out.path / name)
@@ -206,7 +206,8 @@ def start_run(
         ConfigError: it does not fit into memory, or the run to resume was begun with other data, parameters,
             tokenizer or code: every key that differs is listed.
     """
-    params, start = effective(params), open_start()
+    params, start = effective(params), read_start()
+    open_start()  # fetched now, or refused
     identity = run_identity(params)
     folder = runs.choose_run(resume) if resume is not None else paths.RUNS / files_sha256(identity)[:16]
     checkpoint, state, _ = newest_state(folder)
@@ -218,10 +219,10 @@ def start_run(
     if not run.finished:
         check_fits(params)
     ended = reconcile_runs(path for path in runs.run_folders() if path != folder)
+    origin = f"starts from {start.model} version {start.version}, its warm start {start.generation}" if start else ""
     run.lines = [
-        *start_lines(start),
+        *filter(None, [origin]),
         *(f"accepted: {line}" for line in accepted),
-        *(runs.others_unfinished(folder, identity) if checkpoint is None else ()),
         _where_it_resumes(run, checkpoint),
         *(f"MLflow run of {name} ended as KILLED: its process is gone" for name in ended),
     ]
@@ -339,21 +340,21 @@ def _begin_tracking(run: Run, run_id: str | None, accepted: Collection[str]) -> 
     about = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET)}
     about |= {key: dataset.manifest["meta"][key] for key in ("num_queries", "num_labels", "num_pairs")}
     name = f"{dataset.name} {params.recipe or params.model.heads} {experiment or run.folder.name[:6]}"
-    kept = model_params(flatten(params), read_start().warm)
+    kept = model_params(flatten(params), read_start() is not None)
     tags = {key: tag for key, tag in tags.items() if tag}
     Tracker(params.tracking.experiment).start(run.folder, kept, tags, about, name, run_id)
 
 
 def _where_it_resumes(run: Run, checkpoint: Path | None) -> str:
-    name = run.folder.name
     if checkpoint is None:
-        return f"run {name} begins"
+        return f"run {run.folder.name} begins"
     if run.finished:
-        return f"run {name} is trained: {run.epoch} epochs, {run.step} steps"
+        return f"run {run.folder.name} is trained: {run.epoch} epochs, {run.step} steps"
     inside = f" and {run.epoch_step} steps of the next" if run.epoch_step else ""
+    age = runs.in_words(runs.age(checkpoint))
     return (
-        f"run {name} resumes after epoch {run.epoch} of {run.epochs}{inside} (step {run.step}), "
-        f"from the checkpoint of {runs.in_words(runs.age(checkpoint))} ago"
+        f"run {run.folder.name} resumes after epoch {run.epoch} of {run.epochs}{inside} (step {run.step}), from the "
+        f"checkpoint of {age} ago"
     )
 
 
