@@ -124,7 +124,9 @@ def test_any_damaged_file_is_named_before_the_first_step(mine: SimpleNamespace, 
                 training.train(mine.params, say=lambda line: None)
             named = _where(refused.value)
             assert named == str(path) or (damage is _swap and _swapped(path, named)), named
-            assert str(path) in [f.where for f, _ in doctor._artifacts(Path("."), False)] or _swapped(path, named)
+            assert str(path) in [str(found[2]) for found in doctor._artifacts(Path("."), False)] or _swapped(
+                path, named
+            )
             if path.parent.name != "label_graph":
                 with pytest.raises(ArtifactError):
                     pipeline.evaluate(mine.params)
@@ -148,7 +150,7 @@ def test_a_damaged_cache_of_the_frozen_encoder_is_named(mine: SimpleNamespace, d
             with pytest.raises(ArtifactError) as refused:
                 opens(path)
             assert _where(refused.value) == str(path)
-            assert str(path) in [finding.where for finding, _ in doctor._artifacts(Path("."), True)]
+            assert str(path) in [str(found[2]) for found in doctor._artifacts(Path("."), True)]
         finally:
             path.write_bytes(before)
 
