@@ -142,12 +142,12 @@ def test_data_that_changed_a_little_goes_on(
     params = ingested(work, monkeypatch, make_slice(raw, 1230, 310), "little")
     result = pipeline.data_change(params)
     assert result["reason"] == "" and result["stops"] == [] and result["warnings"] == []
-    stored = json.loads((paths.CHANGE / "result.json").read_text())
-    assert len(stored["checks"]) >= 24 and all(r["success"] for r in stored["expectations"])
+    stored = json.loads((paths.CHANGE / "drift.json").read_text())
+    assert len(stored["findings"]) >= 24 and all(r["success"] for r in stored["expectations"])
     assert len(stored["expectations"]) >= 40
-    again = (paths.CHANGE / "result.json").read_bytes()
+    again = (paths.CHANGE / "drift.json").read_bytes()
     pipeline.data_change(params)
-    assert (paths.CHANGE / "result.json").read_bytes() == again
+    assert (paths.CHANGE / "drift.json").read_bytes() == again
     page = Path(result["page"]).read_text()
     assert "nothing changed more than it may" in page and "docs/index.html" in page and "<script" not in page
     assert Path(result["docs"]).is_file()
@@ -162,7 +162,7 @@ def test_data_that_grew_warns_and_data_that_shrank_stops(
     with pytest.raises(DataError, match=r"training queries: 9.. before, 3.. now") as caught:
         pipeline.data_change(params)
     assert "data/change/index.html" in str(caught.value) and "drift.stop_change" in str(caught.value)
-    stored = json.loads((paths.CHANGE / "result.json").read_text())
+    stored = json.loads((paths.CHANGE / "drift.json").read_text())
     assert stored["stops"] and "stops" in (paths.CHANGE / "index.html").read_text()
     allowed = pipeline.data_change(
         params.model_copy(update={"drift": params.drift.model_copy(update={"stop_change": 5.0})})

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pytest
 from unidec import pipeline
 from unidec.data.dataset import XMCDataset
 from unidec.errors import ArtifactError, ConfigError, Refused
-from unidec.pipeline import servable
+from unidec.pipeline import gating
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.probe import Probe, answers
 from unidec.tracking.provenance import code_tags
@@ -54,7 +53,7 @@ def played(monkeypatch):
         labels, scores = answers(bundle, texts, k)
         return Probe(sha256=bundle.sha256, megabytes=size, labels=labels, scores=scores, **mine)
 
-    monkeypatch.setattr(servable, "probe_bundle", probe)
+    monkeypatch.setattr(gating, "probe_bundle", probe)
     return times
 
 
@@ -116,7 +115,7 @@ def test_a_worse_one_is_refused_and_every_reason_is_kept(world):
 
 
 def test_copies_of_old_bundles_make_room(world, monkeypatch):
-    monkeypatch.setattr(sys.modules["unidec.pipeline.gating"], "_ENOUGH", 2)
+    monkeypatch.setattr(gating, "_ENOUGH", 2)
     world.version(world.bundle("champion", wrong=[1, 2]), alias="champion")
     pipeline.gate(world.params(), world.version(world.bundle("a", wrong=[3, 4])))
     for i, name in enumerate(("old", "older", "oldest")):
@@ -144,11 +143,11 @@ def test_labels_meet_by_uid_a_new_one_is_a_miss_a_removed_one_leaves_the_answer(
 
 
 def test_rankings_beside_a_slow_reference_filter_pairs_left_out(world, monkeypatch):
-    monkeypatch.setattr(servable, "K", 7)
+    monkeypatch.setattr(gating, "K", 7)
     place = world.bundle("one", wrong=range(3), labels=[*range(50), 90, 91])
     bundle = Bundle.load(place / "artifacts" / "bundle")
     dataset = XMCDataset.open("data/dataset")
-    found, about = servable.rank_test_split(bundle, dataset)
+    found, about = gating.rank_test_split(bundle, dataset)
     assert about == {"unknown": 10, "removed": 2}
     uids, rows = dataset.label_uids(), dataset.rows("test")
     for i, text in enumerate(dataset.query_texts(rows)):
@@ -275,14 +274,14 @@ def test_a_busy_machine_decides_nothing(world, played):
 def test_a_clock_that_was_disturbed_once_is_asked_again(world, played, monkeypatch):
     world.version(world.bundle("champion"), alias="champion")
     version = world.version(world.bundle("same", labels=[*range(60), 70]))
-    probe, calls = servable.probe_bundle, []
+    probe, calls = gating.probe_bundle, []
 
     def disturbed(path, *args, **options):
         calls.append(path)
         played["p95_cpu_ms"] = {world.tags(version)["bundle.sha256"]: 50.0 if len(calls) < 3 else 2.0}
         return probe(path, *args, **options)
 
-    monkeypatch.setattr(servable, "probe_bundle", disturbed)
+    monkeypatch.setattr(gating, "probe_bundle", disturbed)
     result = pipeline.gate(world.params())
     assert result["passed"] and len(calls) == 4
 

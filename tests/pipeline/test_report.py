@@ -13,8 +13,8 @@ from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import build_propensity
 from unidec.metric_names import GROUPS
+from unidec.pipeline import evaluation as stage
 from unidec.pipeline import paths
-from unidec.pipeline import report as stage
 
 
 def test_the_card_against_loops(

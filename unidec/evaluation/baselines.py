@@ -118,11 +118,12 @@ def verdict(compared: Sequence[Comparison]) -> str:
         return ""
 
     def listed(better: bool, worse: bool) -> str:
-        some = [one for one in compared if (one.better, one.worse) == (better, worse)]
-        names = [(one.metric.rpartition("/"), one.difference) for one in some]
-        return ", ".join(
-            f"{name}{f' of {group} labels' if group else ''} {gap:+.1f}" for (group, _, name), gap in names
-        )
+        words = []
+        for one in compared:
+            group, _, name = one.metric.rpartition("/")
+            if (one.better, one.worse) == (better, worse):
+                words.append(f"{name}{f' of {group} labels' if group else ''} {one.difference:+.1f}")
+        return ", ".join(words)
 
     unsure = listed(False, False)
     return (

@@ -5,24 +5,17 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from unidec.evaluation.figures import Chart, Line, Range, line_chart, range_chart
-from unidec.evaluation.page import Records, Shown, Table, number, render, write_page
+from unidec.evaluation.page import Records, Shown, number, render, write_page
 from unidec.evaluation.report import colour, interval_and_p, validation_records
 from unidec.evaluation.significance import ALPHA, Comparison
 from unidec.metric_names import GROUPS
 
 HEADLINE = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100", "coverage@5")
-COSTS = {
-    "train_seconds": "training, s", "refresh_seconds": "refreshes, s", "total_seconds": "whole cell, s",
-    "search_ms": "prediction, ms a query", "peak_memory_bytes": "peak memory, MB", "parameters": "parameters",
-    "bundle_bytes": "bundle, MB",
-}  # fmt: skip
-"""Keys of `Run.costs` that are shown, and their column heads; a name that ends in `_bytes` is shown in MB."""
-
 CURVES = 8  # systems in a chart of curves: as many as there are colours
 PEER_COLOUR = 5
 MARKS = {"right": " ▲", "wrong": " ▼", "": ""}
@@ -45,7 +38,8 @@ class Run:
 
     Attributes:
         metrics: of the test split in percent, named as `metrics.evaluate` does. validation: of the validation split.
-        costs: keys of `COSTS`; what was not measured is left out.
+        costs: "train_seconds", "refresh_seconds", "total_seconds", "search_ms" (a query), "peak_memory_bytes",
+            "parameters", "bundle_bytes"; what was not measured is left out.
         curve: lines of rounds.jsonl; peers have none.
     """
 
@@ -97,14 +91,14 @@ class Cell:
     settings: Mapping[str, Any] = field(default_factory=dict)
     runs: Sequence[Run] = ()
 
-    def values(self, metric: str) -> list[float]:
-        """A metric of each seed that has it, finite."""
-        found = [float(run.metrics[metric]) for run in self.runs if metric in run.metrics]
+    def values(self, name: str, of: Literal["metrics", "costs"] = "metrics") -> list[float]:
+        """A metric or a cost of each seed that has it, finite."""
+        found = [float(getattr(run, of).get(name, math.nan)) for run in self.runs]
         return [value for value in found if math.isfinite(value)]
 
-    def summary(self, metric: str) -> Summary:
-        """A metric over the seeds."""
-        return summary(self.values(metric))
+    def summary(self, name: str, of: Literal["metrics", "costs"] = "metrics") -> Summary:
+        """A metric or a cost over the seeds."""
+        return summary(self.values(name, of))
 
 
 @dataclass(frozen=True)
@@ -149,9 +143,6 @@ class ComparisonInput:
     lineage: Mapping[str, Any] = field(default_factory=dict)
 
 
-Contrasts = Mapping[tuple[str, str, str, str], Comparison]  # by (task, cell, against, metric)
-
-
 def write_comparison(path: str | os.PathLike[str], comparison: ComparisonInput) -> None:
     """Write the page atomically. Raises ArtifactError where it cannot be written."""
     write_page(path, render_comparison(comparison))
@@ -164,32 +155,28 @@ def render_comparison(comparison: ComparisonInput) -> str:
         tasks.setdefault(cell.task, Task(cell.task))
     cells = {name: [cell for cell in comparison.cells if cell.task == name] for name in tasks}
     contrasts = {(task, c.system, c.against, c.metric): c for task, own in comparison.contrasts.items() for c in own}
-    tests = [[*names, f"{c.difference:+.2f}", *interval_and_p(c)] for names, c in contrasts.items()]
-    groups = [(group, [table for name, own in cells.items() if (table := _group_table(group, name, own, contrasts))])
-              for group in comparison.groups]  # fmt: skip
     return render(
         "comparison",
         comparison=comparison,
-        tasks=[(task, _of_task(cells[name], contrasts)) for name, task in tasks.items()],
-        groups=[(group, shown) for group, shown in groups if shown],
-        contrasts=Table(["task", "system", "against", "metric", "difference", "95 % interval", "p, corrected"], tests,
-                        text_columns=4),
-        failures=Table(["task", "system", "seed", "state", "why", "log"], [[*f.values()] for f in comparison.failures],
-                       text_columns=6),
-        settings=_settings(comparison.cells),
-        better=MARKS["right"].strip(),
-        worse=MARKS["wrong"].strip(),
-        alpha=ALPHA,
+        tasks=[{"task": task, **_of_task(cells[name])} for name, task in tasks.items()],
+        contrasts=contrasts,
+        alpha=ALPHA, colour=colour, difference_to=difference_to, interval_and_p=interval_and_p, marks=MARKS,
         limit=f"The {CURVES} best by {MAIN[0]} are drawn.",
     )  # fmt: skip
 
 
-def _of_task(cells: Sequence[Cell], contrasts: Contrasts) -> dict[str, Any]:
-    """Tables and charts of one task's cells, best first."""
+def _of_task(cells: Sequence[Cell]) -> dict[str, Any]:
+    """One task's cells, best first, what of them is shown in tables, and their charts."""
     cells = ranked(cells, MAIN[0])
+    metrics = [metric for metric in HEADLINE if any(cell.values(metric) for cell in cells)]
+    groups = [(f"{group}/{metric}", f"{metric} {group}") for metric in GROUP_METRICS for group in GROUPS]
     timed = [cell for cell in cells if any(_curve(cell, metric).x for metric in MAIN)]
     return {
-        "headline": _headline(cells, contrasts),
+        "cells": cells,
+        "metrics": metrics,
+        "best_peers": {m: next((c.name for c in ranked(cells, m) if c.kind == "peer" and c.values(m)), "")
+                       for m in metrics},
+        "groups": {name: head for name, head in groups if any(any(cell.values(name)) for cell in cells)},  # 0: no query
         "ranges": [_ranges(cells, metric) for metric in MAIN],
         "curves": [
             line_chart(f"{metric}, validation split", [_curve(cell, metric) for cell in timed[:CURVES]],
@@ -197,8 +184,6 @@ def _of_task(cells: Sequence[Cell], contrasts: Contrasts) -> dict[str, Any]:
             for metric in MAIN
         ],
         "more_curves": len(timed) > CURVES,
-        "costs": _costs(cells),
-        "by_group": _by_group(cells),
     }  # fmt: skip
 
 
@@ -233,69 +218,6 @@ def ranked(cells: Sequence[Cell], metric: str) -> list[Cell]:
     return sorted(cells, key=lambda cell: -cell.summary(metric).mean if cell.values(metric) else math.inf)
 
 
-def _of_systems(
-    cells: Sequence[Cell], heads: Iterable[str], values: Callable[[Cell], Iterable[Any]], **options: Any
-) -> Table:
-    """A row for each cell."""
-    rows = [[Shown(cell.name, small=" peer" if cell.kind == "peer" else ""), *values(cell)] for cell in cells]
-    kinds = ["reference" if cell.kind == "peer" else "" for cell in cells]
-    return Table(["system", *heads], rows, kinds=kinds, **options)
-
-
-def _headline(cells: Sequence[Cell], contrasts: Contrasts) -> Table:
-    """Mean and spread of each cell, marked where it differs from the best peer."""
-    columns = [metric for metric in HEADLINE if any(cell.values(metric) for cell in cells)]
-    shown = [cell for cell in cells if cell.runs and columns]
-    peers = {m: next((c.name for c in ranked(cells, m) if c.kind == "peer" and c.values(m)), "") for m in columns}
-
-    def values(cell: Cell) -> list[Any]:
-        tests = {m: contrasts.get((cell.task, cell.name, peer, m)) for m, peer in peers.items()}
-        return [str(len(cell.runs)), *(cell.summary(m).shown(MARKS[colour(test)]) for m, test in tests.items())]
-
-    return _of_systems(shown, ["seeds", *columns], values, best=True)
-
-
-def _costs(cells: Sequence[Cell]) -> Table:
-    """Means over seeds of time, memory, parameters and search time."""
-    shown = [cell for cell in cells if any(run.costs for run in cell.runs)]
-    columns = [key for key in COSTS if any(key in run.costs for cell in shown for run in cell.runs)]
-
-    def cost(cell: Cell, key: str) -> str:
-        value = summary([run.costs[key] for run in cell.runs if key in run.costs]).mean
-        value /= 1e6 if key.endswith("_bytes") else 1
-        if not math.isfinite(value):
-            return number(None)
-        return f"{value:,.0f}" if value >= 100 or key.startswith("parameters") else f"{value:.3g}"
-
-    return _of_systems(shown, [COSTS[key] for key in columns], lambda cell: [cost(cell, key) for key in columns])
-
-
-def _by_group(cells: Sequence[Cell]) -> Table:
-    """Metrics of tail, torso and head labels, means over seeds."""
-    columns = {f"{group}/{metric}": f"{metric} {group}" for metric in GROUP_METRICS for group in GROUPS}
-    columns = {name: head for name, head in columns.items() if any(any(cell.values(name)) for cell in cells)}  # 0: none
-    shown = [cell for cell in cells if any(cell.values(name) for name in columns)]
-    return _of_systems(shown, columns.values(), lambda cell: [cell.summary(name).mean for name in columns], best=True)
-
-
-def _group_table(group: Group, task: str, cells: Sequence[Cell], contrasts: Contrasts) -> Table | None:
-    """The base's figures, and the others' differences to it; None where the task has no such cells with results."""
-    by_name = {cell.name: cell for cell in cells if cell.runs}
-    base, others = by_name.get(group.base), [by_name[name] for name in group.cells if name in by_name]
-    if base is None or not others:
-        return None
-    columns = [metric for metric in HEADLINE if base.values(metric)]
-    first = [base.name, str(len(base.runs)), *(base.summary(metric).shown() for metric in columns)]
-    rows: list[list[Any]] = [first]
-    for cell in others:
-        differences = []
-        for metric in columns:
-            kind = colour(contrasts.get((task, cell.name, base.name, metric)))
-            differences.append(difference_to(cell, base, metric).shown(MARKS[kind], kind, "+.2f"))
-        rows.append([cell.name, str(len(cell.runs)), *differences])
-    return Table(["system", "seeds", *columns], rows, kinds=["base"], caption=task)
-
-
 def difference_to(cell: Cell, base: Cell, metric: str) -> Summary:
     """Differences cell - base: seed by seed where both have the same seeds, else of the means (then without spread)."""
     ours, theirs = (
@@ -305,13 +227,3 @@ def difference_to(cell: Cell, base: Cell, metric: str) -> Summary:
         return summary([ours[seed] - theirs[seed] for seed in sorted(ours)])
     difference = cell.summary(metric).mean - base.summary(metric).mean
     return Summary(difference, math.nan, min(len(ours), len(theirs)))
-
-
-def _settings(cells: Sequence[Cell]) -> Table:
-    """What each cell sets; a row for those that are the same on several tasks."""
-    rows = dict.fromkeys(
-        (cell.name, cell.recipe or cell.kind, cell.about or cell.recipe,
-         ", ".join(f"{key} {number(value, exact=True)}" for key, value in cell.settings.items()))
-        for cell in cells
-    )  # fmt: skip
-    return Table(["system", "recipe", "about", "set for it"], list(rows), text_columns=4)

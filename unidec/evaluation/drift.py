@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
-from scipy.special import rel_entr
+from scipy.spatial.distance import jensenshannon
 
 from unidec.sections import Drift
 
@@ -232,13 +232,11 @@ def _distance(
 
 def js_distance(first_B: Any, second_B: Any) -> Any:
     """Jensen-Shannon distance of histograms, [..., B] (Lin, 1991): root of the divergence in bits, 0 (the same) to 1
-    (nothing shared). Two empty histograms are the same.
-    """
-    sides = [np.asarray(side, dtype=np.float64) for side in (first_B, second_B)]
-    p, q = (side / np.maximum(side.sum(axis=-1, keepdims=True), 1.0) for side in sides)
-    divergence = (rel_entr(p, (p + q) / 2) + rel_entr(q, (p + q) / 2)).sum(axis=-1) / (2 * np.log(2))
-    one_is_empty = p.any(axis=-1) != q.any(axis=-1)
-    return np.where(one_is_empty, 1.0, np.sqrt(np.clip(divergence, 0.0, 1.0)))
+    (nothing shared). Two empty histograms are the same."""
+    with np.errstate(invalid="ignore"):
+        distance = jensenshannon(first_B, second_B, base=2, axis=-1)
+    one_is_empty = np.any(first_B, axis=-1) != np.any(second_B, axis=-1)
+    return np.where(np.isnan(distance), one_is_empty, distance)
 
 
 def _noise(variance: float, *sizes: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from unidec.data.propensity import build_propensity, load_propensity
 from unidec.data.storage import file_sha256, files_sha256, swap_folder
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ConfigError, DataError
+from unidec.metric_names import GROUPS
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
 from unidec.pipeline.lock import replaces_inputs
@@ -22,21 +24,17 @@ from unidec.sections import Source
 from unidec.tracking.provenance import git
 
 TEXTS_A_BATCH = 4096
-_ENDINGS = [f".{kind}{packed}" for kind in ("csv", "tsv", "parquet", "jsonl") for packed in ("", ".gz")]
+_TABLE = re.compile(r"\.(csv|tsv|parquet|jsonl)(\.gz)?$")
 
 
 @replaces_inputs()
 def ingest(params: Params) -> dict[str, Any]:
     """Raw files of any known layout -> data/dataset; the validation split is cut here."""
-    data = params.data
-    dataset = write_dataset(
-        paths.DATASET,
-        read_section(data, params.raw),
-        validation_share=data.validation_share,
-        split_seed=data.split_seed,
-    )
-    facts = {key: dataset.manifest["meta"][key] for key in ("name", "format", "num_labels", "num_pairs")}
-    return {**facts, **dataset.manifest["meta"]["splits"], "sha256": dataset.sha256}
+    data, raw = params.data, read_section(params.data, params.raw)
+    dataset = write_dataset(paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed)
+    meta = dataset.manifest["meta"]
+    facts = {key: meta[key] for key in ("name", "format", "num_labels", "num_pairs")}
+    return {**facts, **meta["splits"], "sha256": dataset.sha256}
 
 
 def validate(params: Params) -> dict[str, Any]:
@@ -55,31 +53,24 @@ def validate(params: Params) -> dict[str, Any]:
     page = str(paths.VALIDATION / "index.html")
     if not result["success"]:
         raise DataError(
-            "the data is not fit to train on",
-            where=page,
-            got="\n    ".join(["", *result["failed"]]),
+            "the data is not fit to train on", where=page, got="\n    ".join(["", *result["failed"]]),
             fix="correct the rows; or raise the bound that is named, or set its ..._severity to warn, in section "
             "validation of the parameters. Nothing was trained",
-        )
-    return {
-        "success": True,
-        "expectations": len(result["expectations"]),
-        "warnings": dict(enumerate(result["warnings"], 1)),
-        "page": page,
-    }
+        )  # fmt: skip
+    counted = {"expectations": len(result["expectations"]), "warnings": dict(enumerate(result["warnings"], 1))}
+    return {"success": True, **counted, "page": page}
 
 
 @replaces_inputs()
 def tokens(params: Params) -> dict[str, Any]:
     """Texts -> data/tokens/{queries,labels}."""
-    dataset = paths.open_dataset()
-    folder = resolve_encoder(params.encoder.name)
-    summary: dict[str, Any] = {}
+    dataset, section, summary = paths.open_dataset(), params.tokens, {}
     sizes: dict[Literal["queries", "labels"], int] = {"queries": dataset.num_queries, "labels": dataset.num_labels}
+    folder = resolve_encoder(params.encoder.name)
     for which, num_texts in sizes.items():
+        batches = dataset.text_batches(which, section.text, TEXTS_A_BATCH)
         path = paths.TOKENS / which
-        batches = dataset.text_batches(which, params.tokens.text, TEXTS_A_BATCH)
-        build_token_cache(batches, folder, params.tokens.max_length, path, num_texts, {"text": params.tokens.text})
+        build_token_cache(batches, folder, section.max_length, path, num_texts, {"text": section.text})
         summary[f"{which}_texts"] = num_texts
         summary[f"{which}_tokens"] = int(TokenCache.open(path, verify=False).offsets[-1])
     return summary
@@ -90,8 +81,7 @@ def propensity(params: Params) -> dict[str, Any]:
     """Inverse propensities and frequency groups -> data/propensity."""
     build_propensity(paths.open_dataset(), params.data.propensity_a, params.data.propensity_b, paths.PROPENSITY)
     made = load_propensity(paths.PROPENSITY, verify=False)
-    names = ("tail", "torso", "head")
-    groups = {f"{name}_labels": int((made.group_L == number).sum()) for number, name in enumerate(names)}
+    groups = {f"{name}_labels": int((made.group_L == number).sum()) for number, name in enumerate(GROUPS)}
     return {"a": made.a, "b": made.b, **groups}
 
 
@@ -107,8 +97,8 @@ def label_graph(params: Params) -> dict[str, Any]:
 def fetch(params: Params) -> dict[str, Any]:
     """Copy `source.path`, or the three files, to `data.path` if their content differs from what is there.
 
-    The new folder is written beside, checked against the source's hashes and swapped in: whoever reads `data.path` sees
-    the old content or the new, also when this is killed. Kind `dvc` is the flow's (flows/source.py): nothing is done.
+    The new folder is written beside, checked against the source's hashes and swapped in: who reads `data.path` sees
+    the old content or the new, also when this is killed. Of kind `dvc` flows/reproduce.py fetches: nothing is done.
 
     Returns:
         {"changed", "source" (in words), "sha256" (of all files), "reason"}.
@@ -121,7 +111,7 @@ def fetch(params: Params) -> dict[str, Any]:
     if source.kind in ("none", "dvc"):
         return {"changed": False, "source": source.kind, "sha256": "", "reason": "nothing is fetched by this stage"}
     files = _listed(Path(source.path)) if source.kind == "folder" else _tables(source)
-    words = source.path if source.kind == "folder" else ", ".join(str(path) for path in files.values())
+    words = source.path if source.kind == "folder" else ", ".join(map(str, files.values()))
     if not files:
         raise DataError("no files there", where=words, fix="mount it, wait for the export, or correct source.path")
     hashes = _hashes(files)
@@ -156,11 +146,10 @@ def _tables(source: Source) -> dict[str, Path]:
     files = {}
     for stem in ("queries", "labels", "pairs"):
         path = Path(getattr(source, stem))
-        ending = next((ending for ending in _ENDINGS if path.name.lower().endswith(ending)), None)
-        if ending is None:
-            expected = " ".join(_ENDINGS)
+        if (ending := _TABLE.search(path.name.lower())) is None:
+            expected = ".csv .tsv .parquet .jsonl, also with .gz"
             raise ConfigError("not a table that can be read", where=f"source.{stem}", got=str(path), expected=expected)
-        files[f"{stem}{ending}"] = path
+        files[f"{stem}{ending[0]}"] = path
     return files
 
 

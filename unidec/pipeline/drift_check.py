@@ -17,12 +17,13 @@ import scipy.sparse as sp
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.profile import measure_texts, profile_dataset, share, spaced
+from unidec.data.profile import LENGTH_EDGES, measure_texts, profile_dataset, share, spaced
 from unidec.data.storage import MANIFEST, file_sha256, swap_folder, write_json
 from unidec.errors import ArtifactError, DataError
-from unidec.evaluation.drift import compare, served_facts
-from unidec.evaluation.drift_page import DriftReport, render
+from unidec.evaluation.drift import Check, compare, served_facts
+from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
 from unidec.evaluation.metrics import by_query
+from unidec.evaluation.page import Table, render
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
 from unidec.pipeline.profile import read_profile
@@ -36,9 +37,10 @@ MAX_QUERIES = 20_000  # of a window; of a larger one this many evenly spaced one
 BATCH = 1024
 K = 100
 _METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "R@10", "R@100", "MRR")
-_PAGE = "index.html"
+MOVED_WORDS = 15
+_PAGE, _FINDINGS = "index.html", "drift.json"
 _TOKENIZER = Path("model", "tokenizer")  # in a bundle
-Side = Mapping[str, Any]  # of a comparison, as `compare` takes it
+Side = Mapping[str, Any]  # of a comparison, as `compare` takes it; empty: nothing was compared
 
 
 def data_change(params: Params) -> dict[str, Any]:
@@ -64,29 +66,27 @@ def data_change(params: Params) -> dict[str, Any]:
         bundle = fetch_bundle(f"models:/{model}/{champion.version}", paths.BUNDLES)
         trained_on = str(read_info(bundle).dataset.get("sha256"))
         accepted = {"model": model, "version": str(champion.version), "dataset_sha256": trained_on}
-        profile, reason = read_profile(bundle), ""
-        if profile is None:
-            reason = f"version {champion.version} of {model} has no profile that this code can read"
-        elif profile["sha256"] == dataset.sha256:
+        reason = f"version {champion.version} of {model} has no profile that this code can read"
+        if (profile := read_profile(bundle)) is not None:
             reason = "the data is the very data that the champion was trained on"
-        else:
-            old, (tokens, text) = profile, (profile["max_length"], profile["text"])
-            new = profile_dataset(dataset, bundle / _TOKENIZER, tokens, text)
-            new["label_changes"] = _label_changes(bundle, dataset)
+        if profile is not None and profile["sha256"] != dataset.sha256:
+            old, new, reason = profile, _figures(profile, bundle / _TOKENIZER, dataset), ""
+            # shares of the champion's labels that are gone, and of the data's that are new
+            before = set(read_labels(bundle, read_info(bundle).num_labels)["uid"].to_pylist())
+            now = set(dataset.label_uids())
+            new["label_changes"] = {
+                "left": len(before - now) / max(len(before), 1), "new": len(now - before) / max(len(now), 1)
+            }  # fmt: skip
     checks, docs = compare(old, new, params.drift) if old else [], "docs/index.html" if old else ""
     facts = {"accepted": accepted or "none", "now": {"dataset_sha256": dataset.sha256}}
-    report = DriftReport(f"Change of {dataset.name}", ("accepted", "now"), checks, old, new, facts, reason, docs)
     with swap_folder(paths.CHANGE) as folder:
         expectations = run_change_suite(checks, folder / "docs") if checks else []
-        stopped, warned = ({one["key"] for one in expectations if one["severity"] == severity and not one["success"]}
-                           for severity in ("critical", "warning"))  # fmt: skip
-        stops, warnings = (
-            [check.words for check in checks if check.key in some] for some in (stopped, warned - stopped)
-        )
+        critical = {one["key"] for one in expectations if one["severity"] == "critical" and not one["success"]}
+        stops = [check.words for check in checks if check.key in critical]
+        warnings = [check.words for check in checks if check.state == "warning" and check.key not in critical]
         result = {"accepted": accepted, "reason": reason, "stops": stops, "warnings": warnings}
-        stored = {"checks": [check.to_json() for check in checks], "expectations": expectations}
-        write_json(folder / "result.json", result | {"dataset_sha256": dataset.sha256} | stored)
-        (folder / _PAGE).write_text(render(report), encoding="utf-8")
+        more = result | {"dataset_sha256": dataset.sha256, "expectations": expectations}
+        _write(folder, f"Change of {dataset.name}", ("accepted", "now"), (old, new), checks, facts, more, docs)
     page = str(paths.CHANGE / _PAGE)
     if stops:
         fix = "correct the source; or, if this is what the data is now, raise drift.stop_change or drift.stop_distance"
@@ -116,15 +116,15 @@ def drift(
         old, tokenizer = _of_bundle(fetch_bundle(source, paths.BUNDLES), source)
     else:
         tokenizer, tokens = resolve_encoder(params.encoder.name), params.tokens
-        old = profile_dataset(XMCDataset.open(source), tokenizer, tokens.max_length, tokens.text)
-    if (later / MANIFEST).is_file():
-        new = profile_dataset(XMCDataset.open(later), tokenizer, old["max_length"], old["text"])
-    else:
-        new = _later_texts(old, tokenizer, read_window(later, column).texts)
+        old = _figures({"max_length": tokens.max_length, "text": tokens.text}, tokenizer, XMCDataset.open(source))
+    is_dataset = (later / MANIFEST).is_file()
+    new = _figures(old, tokenizer, XMCDataset.open(later) if is_dataset else read_window(later, column).texts)
     facts = {"earlier": source, "later": str(second), "earlier data": old["rows"], "later data": new.get("rows", {})}
     checks = compare(old, new, params.drift)
-    report = DriftReport(f"Drift from {old['name']}", ("earlier", "later"), checks, old, new, facts)
-    return _write_report(out or paths.DRIFT / _digest(first, second), report, {})
+    out = out or paths.DRIFT / _digest(first, second)
+    with swap_folder(out) as folder:
+        result = _write(folder, f"Drift from {old['name']}", ("earlier", "later"), (old, new), checks, facts, {})
+    return result | {"page": str(out / _PAGE), "result": str(out / _FINDINGS)}
 
 
 def monitor(
@@ -155,10 +155,9 @@ def monitor(
         raise DataError("a window without queries", where=queries_path)
     window = window.sample(spaced(np.arange(total), MAX_QUERIES))
     loaded = Bundle.load(folder)
-    new = _later_texts(old, tokenizer, window.texts)
+    new, metrics = _figures(old, tokenizer, window.texts), None
     if old["served"] is not None:
         new["served"] = served_facts(*_answers(loaded, window.texts), old["served"]["score_edges"])
-    metrics = None
     if window.labels is not None:
         new["metrics"], new["unknown_labels"] = _quality(loaded, window)
         metrics = {name: value for name, (value, _) in new["metrics"].items()}
@@ -167,12 +166,15 @@ def monitor(
     reason = "" if judged else f"not judged: fewer queries than drift.min_window ({params.drift.min_window})"
     facts = {"queries": total, "looked at": len(window.texts), "bundle": loaded.sha256, "data set": old["name"],
              "data set sha256": old["sha256"], "metrics": metrics or {}}  # fmt: skip
-    sides = ("trained on", "window")
-    report = DriftReport(f"Window of {total:,} queries", sides, checks, old, new, facts, reason)
-    model = {"source": source, "bundle_sha256": loaded.sha256}
+    more = {
+        "judged": judged, "reason": reason, "queries": total, "metrics": metrics,
+        "model": {"source": source, "bundle_sha256": loaded.sha256},
+    }  # fmt: skip
     name = f"{Path(queries_path).name.partition('.')[0]}-{_digest(file_sha256(queries_path), loaded.sha256)}"
-    more = {"judged": judged, "queries": total, "model": model, "metrics": metrics}
-    result = _write_report(out or paths.MONITOR / name, report, more)
+    out, title = out or paths.MONITOR / name, f"Window of {total:,} queries"
+    with swap_folder(out) as folder:
+        result = _write(folder, title, ("trained on", "window"), (old, new), checks, facts, more)
+    result |= {"page": str(out / _PAGE), "result": str(out / _FINDINGS)}
     return result | {"run_url": _track(params, result, name)}
 
 
@@ -183,16 +185,12 @@ def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
     return profile, folder / _TOKENIZER
 
 
-def _later_texts(old: Side, tokenizer: Path, texts: Sequence[str]) -> dict[str, Any]:
-    measured = measure_texts(texts, tokenizer, old["max_length"], old["vocabulary"])
+def _figures(old: Side, tokenizer: Path, later: XMCDataset | Sequence[str]) -> dict[str, Any]:
+    """Of a later data set, or of texts, as a model reads them whose data `old` describes."""
+    if isinstance(later, XMCDataset):
+        return profile_dataset(later, tokenizer, old["max_length"], old["text"])
+    measured = measure_texts(later, tokenizer, old["max_length"], old["vocabulary"])
     return {"queries": measured, "held_out": measured}
-
-
-def _label_changes(bundle: Path, dataset: XMCDataset) -> dict[str, float]:
-    """Share of the champion's labels that are gone, and of the data's that are new; by uid."""
-    before = set(read_labels(bundle, read_info(bundle).num_labels)["uid"].to_pylist())
-    now = set(dataset.label_uids())
-    return {"left": len(before - now) / max(len(before), 1), "new": len(now - before) / max(len(now), 1)}
 
 
 def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -221,14 +219,50 @@ def _quality(bundle: Bundle, window: Window) -> tuple[dict[str, tuple[float, flo
     return {name: (float(of.mean()), float(of.std() / np.sqrt(len(of)))) for name, of in percent.items()}, unknown
 
 
-def _write_report(target: Path, report: DriftReport, more: dict[str, Any]) -> dict[str, Any]:
-    """drift.json and index.html; the result: whether something drifted, the findings, `more`, and the files' paths."""
-    findings = [check.to_json() | {"drifted": check.state != "ok" and not report.reason} for check in report.checks]
+def _write(
+    folder: Path, title: str, names: tuple[str, str], sides: tuple[Side, Side], checks: Sequence[Check],
+    facts: Mapping[str, Any], more: Mapping[str, Any], docs: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    """drift.json, the result: whether something drifted, the findings and `more`, whose "reason" tells why nothing was
+    judged; and index.html, where the sides have these names, and Data Docs this address."""
+    old, new = sides
+    reason = more.get("reason", "")
+    findings = [check.to_json() | {"drifted": not reason and check.state != "ok"} for check in checks]
     result = {"drifted": any(finding["drifted"] for finding in findings), "findings": findings, **more}
-    with swap_folder(target) as folder:
-        write_json(folder / "drift.json", result)
-        (folder / _PAGE).write_text(render(report), encoding="utf-8")
-    return result | {"page": str(target / _PAGE), "result": str(target / "drift.json")}
+    charts = [_lengths(which, names, old[which], new[which]) for which in ("queries", "labels")
+              if which in old and which in new]  # fmt: skip
+    if old.get("served") and new.get("served"):
+        scores = [side["served"]["score_quantiles"] for side in sides]
+        lines = [Line(name, range(len(of)), of) for name, of in zip(names, scores, strict=True)]
+        charts.append(line_chart("Score of the best label", lines, "percent of queries", "top score at most"))
+    words = _words(*(side["queries"]["words"] for side in sides)) if old and new else []
+    html = render(
+        "drift", title=title, names=names, checks=checks, facts_shown=facts, reason=reason, docs=docs,
+        distributions=charts,
+        words=Table(["word", *names], words, caption="Words that moved most, by share of all words"),
+    )  # fmt: skip
+    write_json(folder / _FINDINGS, result)
+    (folder / _PAGE).write_text(html, encoding="utf-8")
+    return result
+
+
+def _lengths(which: str, names: Sequence[str], old: Side, new: Side) -> Chart | None:
+    counts = [side["length"]["histogram"] for side in (old, new)]
+    filled = [i for i, pair in enumerate(zip(*counts, strict=True)) if any(pair)] or [0]
+    some = slice(filled[0], filled[-1] + 1)
+    bars = [(name, [100 * count / max(sum(side), 1) for count in side[some]])
+            for name, side in zip(names, counts, strict=True)]  # fmt: skip
+    edges = [str(edge) for edge in LENGTH_EDGES[some]]
+    return bar_chart(f"Length of {which}", edges, bars, "percent", x_label="characters from")
+
+
+def _words(*words: Side) -> list[list[str]]:
+    """Only the commonest words of each side are known; of another the share counts as that of the rarest of them."""
+    old, new = ({word: count / max(of["count"], 1) for word, count in of["top"].items()} for of in words)
+    least = [min(of.values(), default=0.0) for of in (old, new)]
+    change = {word: abs(new.get(word, least[1]) - old.get(word, least[0])) for word in {**old, **new}}
+    moved = sorted(change, key=lambda word: (-change[word], word))[:MOVED_WORDS]
+    return [[word, *(f"{of[word]:.2%}" if word in of else "–" for of in (old, new))] for word in moved]
 
 
 def _digest(*parts: object) -> str:

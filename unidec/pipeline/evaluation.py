@@ -1,36 +1,46 @@
-"""Stage `evaluate`: the bundle on the test split -> metrics, plots, predictions, report."""
+"""Stage `evaluate`: the bundle on the test split -> metrics, plots, predictions, report.
+
+Legend: n queries of the split, K places.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from unidec.config import Params
+from unidec.config import Params, flatten
+from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_json
-from unidec.evaluation.baselines import COMPARED, compare_with_baselines, measure_baselines, verdict, warnings
+from unidec.evaluation import baselines
 from unidec.evaluation.metrics import frequency_bins, pair_keys
 from unidec.evaluation.page import write_page
-from unidec.evaluation.report import plots_csv, render
-from unidec.metric_names import GROUPS
+from unidec.evaluation.report import ReportInput, plots_csv, render
+from unidec.metric_names import BASELINES, GROUPS
 from unidec.model.search import exact_search
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking, headline
-from unidec.pipeline.report import Evaluated, report_input
 from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.start import read_start
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import recall
 from unidec.retrieval.scoring_space import Space
+from unidec.tracking.provenance import code_tags, dvc_hash
+from unidec.version import __version__
 
 SINGLE_HEADS: tuple[Space, ...] = ("de", "clf")
 PARTS = ("de", "clf", "heads", "knn")  # each head, their blend, the votes
 _OF_PART, _OF_GROUP = ("P@1", "nDCG@5", "PSP@5", "R@100"), ("R@10", "nDCG@5", "PSP@5")
 _PAGES = "`report.html`: by frequency, curves, examples; `gate/gate.html`: against the champion."
 ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
+EXAMPLES = 6  # queries answered right and as many answered wrong
+SHOWN = 5  # labels shown for each
+CALIBRATED = 5  # predictions a query that the calibration plot counts
+WITH_VOTES = {"both": "both heads", "de": "dual encoder", "clf": "classifier"}
 
 
 def evaluate(params: Params) -> dict[str, Any]:
@@ -43,26 +53,16 @@ def evaluate(params: Params) -> dict[str, Any]:
     dataset = paths.open_dataset()
     bundle = Bundle.load(paths.BUNDLE)
     ranking = Ranking.of_model(bundle.model, dataset, "test", params.optim.precision, bundle.vectors)
-    truth, propensity = ranking.truth, ranking.propensity
-    info = bundle.info
     scores, labels = _search(bundle, ranking)
-    result: dict[str, Any] = {"test": ranking.metrics_of(labels)}
-    for space in SINGLE_HEADS if bundle.model.heads == "both" else ():
-        result[space] = ranking.metrics(space, 1.0, info.clf_normalize)
-    if bundle.neighbours is not None and info.knn is not None:
-        result["heads"] = ranking.metrics(info.space, info.clf_weight, info.clf_normalize)
-        result["knn"] = ranking.metrics_of_votes(bundle.neighbours, info.knn.neighbours)
-    weights = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight if info.knn else 0.0}
-    result["index"] = _against_exact(bundle, ranking) | weights
-    result["validation"] = info.metrics.get("validation", {})
-    result["frequency_bins"] = frequency_bins(labels, truth, propensity.counts_L, propensity.inverse_L)
-    baselines = measure_baselines(dataset, params.tokens.text, propensity.inverse_L, propensity.group_L)
-    compared = compare_with_baselines(labels, truth, baselines, propensity.inverse_L, propensity.group_L)
-    warned = warnings(headline(result["test"]), dataset, params.tokens.text, propensity.counts_L)
+    result = _measured(bundle, ranking, labels)
+    text, weights = params.tokens.text, (ranking.propensity.inverse_L, ranking.propensity.group_L)
+    tfidf = baselines.measure_baselines(dataset, text, *weights)
+    compared = baselines.compare_with_baselines(labels, ranking.truth, tfidf, *weights)
     result |= {
-        "baselines": {name: {key: own[key] for key in COMPARED} for name, own in baselines.metrics.items()},
+        "baselines": {name: {key: own[key] for key in baselines.COMPARED} for name, own in tfidf.metrics.items()},
         # lists, which `dvc metrics` leaves out of its tables
-        "against_baselines": [asdict(one) for one in compared], "warnings": warned,
+        "against_baselines": [asdict(one) for one in compared],
+        "warnings": baselines.warnings(headline(result["test"]), dataset, text, ranking.propensity.counts_L),
     }  # fmt: skip
     shown = {name: headline(result[name]) for name in PARTS if name in result}
     write_json(paths.METRICS, result | shown)
@@ -70,8 +70,19 @@ def evaluate(params: Params) -> dict[str, Any]:
     history, rounds = (read_json_lines(paths.MODEL / f"{name}.jsonl") for name in ("history", "rounds"))
     plots_csv(history, rounds, result["test"], paths.PLOTS)
     tracker = tracker_of_model()
-    found = Evaluated(bundle, ranking, scores, labels, result, baselines, compared, tracker)
-    write_page(paths.REPORT, render(report_input(params, found, history, rounds)))
+    report = ReportInput(
+        title=f"{dataset.name}: {'UniDEC' if bundle.model.heads == 'both' else bundle.model.heads}",
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        dataset=f"{dataset.name}, {text}",
+        model=f"{params.encoder.kind} encoder ({params.encoder.name})",
+        index={"kind": bundle.info.index_kind, "space": bundle.info.space, **result["index"]},
+        card=_card(params, dataset), params=flatten(params), lineage=_lineage(bundle, dataset, tracker.run_id),
+        history=history, rounds=rounds, bins=result["frequency_bins"], metrics=_metrics(result, bundle.model.heads),
+        baselines={BASELINES[name]: headline(dict(own)) for name, own in tfidf.metrics.items()},
+        baseline_note=tfidf.about, comparison=compared, verdict=baselines.verdict(compared),
+        warnings=result["warnings"], **_answered(ranking, scores, labels),
+    )  # fmt: skip
+    write_page(paths.REPORT, render(report))
     start = read_start()
     origin = f"version {start.version} of {start.model}" if start else "from nothing"
     about = f"{dataset.name}, {dataset.num_labels:,} labels; recipe {params.recipe or '-'}; start: {origin}. {_PAGES}"
@@ -82,9 +93,28 @@ def evaluate(params: Params) -> dict[str, Any]:
     tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results and Data Docs
     return {
         "metrics": headline(result["test"]), "baselines": result["baselines"],
-        "against_baselines": verdict(compared), "warnings": warned,
-        "report": str(paths.REPORT),
+        "against_baselines": baselines.verdict(compared), "warnings": result["warnings"], "report": str(paths.REPORT),
     }  # fmt: skip
+
+
+def _measured(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict[str, Any]:
+    """Every metric: of what is served, of its parts; the index, the weights, the validation split, the frequency bins.
+
+    Args:
+        labels: as served, int [n, K].
+    """
+    info, propensity = bundle.info, ranking.propensity
+    result: dict[str, Any] = {"test": ranking.metrics_of(labels)}
+    for space in SINGLE_HEADS if bundle.model.heads == "both" else ():
+        result[space] = ranking.metrics(space, 1.0, info.clf_normalize)
+    if bundle.neighbours is not None and info.knn is not None:
+        result["heads"] = ranking.metrics(info.space, info.clf_weight, info.clf_normalize)
+        result["knn"] = ranking.metrics_of_votes(bundle.neighbours, info.knn.neighbours)
+    weights = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight if info.knn else 0.0}
+    result["index"] = _against_exact(bundle, ranking) | weights
+    result["validation"] = info.metrics.get("validation", {})
+    result["frequency_bins"] = frequency_bins(labels, ranking.truth, propensity.counts_L, propensity.inverse_L)
+    return result
 
 
 def _search(bundle: Bundle, ranking: Ranking) -> tuple[np.ndarray, np.ndarray]:
@@ -131,3 +161,69 @@ def split_figures(result: dict[str, Any]) -> dict[str, float]:
     for part in PARTS:
         figures |= {f"{part}/{name}": value for name, value in result.get(part, {}).items() if name in _OF_PART}
     return figures | {f"index/{name}": value for name, value in result["index"].items()}
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def _metrics(result: dict[str, Any], heads: str) -> dict[str, dict[str, float]]:
+    """Metrics by what was searched: what is served, then without the votes, each head alone, the votes alone."""
+    shown = {f"{WITH_VOTES[heads]} and votes" if "knn" in result else heads: result["test"]}
+    if "heads" in result:
+        shown[heads] = result["heads"]
+    return shown | {name: result[name] for name in ("de", "clf", "knn") if name in result}
+
+
+def _card(params: Params, dataset: XMCDataset) -> dict[str, Any]:
+    """Facts about the data set."""
+    meta, propensity = dataset.manifest["meta"], paths.open_propensity()
+    groups = np.bincount(propensity.group_L, minlength=len(GROUPS))
+    return {
+        "name": dataset.name, "text": params.tokens.text, "tokens a text, at most": params.tokens.max_length,
+        **{f"{split} queries": count for split, count in meta["splits"].items()}, "labels": dataset.num_labels,
+        "pairs": meta["num_pairs"], "filter pairs": meta["num_filter_pairs"],
+        **{f"{group} labels": int(count) for group, count in zip(GROUPS, groups, strict=True)},
+        "labels without a training query": int((propensity.counts_L == 0).sum()),
+        "propensity A, B": f"{params.data.propensity_a}, {params.data.propensity_b}",
+    }  # fmt: skip
+
+
+def _lineage(bundle: Bundle, dataset: XMCDataset, run_id: str | None) -> dict[str, Any]:
+    tags = code_tags()
+    lineage = {
+        "git commit": tags.get("mlflow.source.git.commit"), "edited since": tags.get("git.dirty"),
+        "unidec": __version__, "data set": dataset.sha256, "data set in DVC": dvc_hash(str(paths.DATASET)),
+        "dvc.lock": tags.get("dvc.lock.sha256"), "bundle": bundle.sha256, "MLflow run": run_id,
+    }  # fmt: skip
+    return {key: value for key, value in lineage.items() if value}
+
+
+def _answered(ranking: Ranking, scores: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    """What the page shows of the answers: calibration, examples of queries answered right and wrong; [n, K] each."""
+    truth = ranking.truth
+    true = np.asarray(truth[np.arange(len(labels))[:, None], np.maximum(labels, 0)].todense()).astype(bool)
+    correct = true & (labels >= 0)
+    wrong = ~correct[:, :SHOWN].any(axis=1) & (np.diff(truth.indptr) > 0)
+
+    def examples(mask: np.ndarray) -> list[dict[str, Any]]:
+        drawn = np.random.default_rng(0).permutation(np.flatnonzero(mask))[:EXAMPLES]
+        return [_example(ranking, i, labels[i, :SHOWN], scores[i], correct[i]) for i in drawn]
+
+    calibration = {"score": scores[:, :CALIBRATED], "correct": correct[:, :CALIBRATED]}
+    return {"calibration": calibration, "right": examples(correct[:, 0]), "wrong": examples(wrong)}
+
+
+def _example(
+    ranking: Ranking, i: int, answered: np.ndarray, scores: np.ndarray, correct: np.ndarray
+) -> dict[str, Any]:  # fmt: skip
+    dataset, true, answered = ranking.dataset, ranking.truth[i].indices, answered[answered >= 0]
+    missed = np.setdiff1d(true, answered)
+    shown = zip(dataset.label_uids(answered), dataset.label_texts(answered), scores, correct)
+    return {
+        "query": dataset.query_texts(ranking.rows[[i]])[0], "truth": dataset.label_texts(true),
+        "missed": dataset.label_texts(missed) if len(missed) else [],
+        "predictions": [
+            {"label": uid, "title": title, "score": float(score), "correct": bool(right)}
+            for uid, title, score, right in shown
+        ],
+    }  # fmt: skip

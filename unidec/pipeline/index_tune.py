@@ -23,14 +23,9 @@ from unidec.retrieval.scoring_space import LabelRows
 
 
 def index_tune(
-    source: Path,
-    wanted: float = 0.98,
-    k: int = 100,
-    num_queries: int = 300,
-    kinds: Sequence[str] = (),
-    out: Path | None = None,
-    threads: int = 1,
-) -> dict[str, Any]:
+    source: Path, wanted: float = 0.98, k: int = 100, num_queries: int = 300, kinds: Sequence[str] = (),
+    out: Path | None = None, threads: int = 1,
+) -> dict[str, Any]:  # fmt: skip
     """Measure kinds of index on a bundle; with `out` write it with the best one. The bundle itself is not touched.
 
     Args:
@@ -55,8 +50,8 @@ def index_tune(
     bundle = Bundle.load(source)
     rows, k = LabelRows(bundle.vectors, bundle.info.space, bundle.info.clf_normalize), min(k, bundle.num_labels)
     queries, what = _queries(bundle, num_queries)
-    chosen_kinds = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
-    measured, best = tune(rows, queries, k, wanted, chosen_kinds, threads)
+    some = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
+    measured, best = tune(rows, queries, k, wanted, some, threads)
     found: dict[str, Any] = {
         "bundle": str(source), "labels": bundle.num_labels, "k": k, "wanted": wanted, "queries": what,
         "measured": [asdict(one) for one in measured], "chosen": None, "params": {}, "out": None,

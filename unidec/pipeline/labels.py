@@ -11,10 +11,10 @@ from unidec.config import Params
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.tokens import encode_texts
 from unidec.pipeline import paths
+from unidec.pipeline.gating import own_texts
 from unidec.pipeline.ranking import NeighboursBy, training_neighbours
 from unidec.pipeline.registration import parent_version
 from unidec.pipeline.registration import register as register_bundle
-from unidec.pipeline.servable import own_texts
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import read_info
 from unidec.retrieval.label_change import LabelChange, LabelText, with_labels
@@ -26,16 +26,10 @@ from unidec.training.precision import choose_device
 
 
 def change_labels(
-    params: Params,
-    source: str | os.PathLike[str],
-    *,
-    add: Sequence[LabelText] = (),
-    remove: Sequence[str] = (),
-    update: Sequence[LabelText] = (),
-    out: str | os.PathLike[str] | None = None,
-    register: bool = False,
+    params: Params, source: str | os.PathLike[str], *, add: Sequence[LabelText] = (), remove: Sequence[str] = (),
+    update: Sequence[LabelText] = (), out: str | os.PathLike[str] | None = None, register: bool = False,
     dry_run: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Write a bundle with some labels more, fewer or with another text; everything else answers as it did.
 
     Args:

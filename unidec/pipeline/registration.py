@@ -21,9 +21,6 @@ from unidec.tracking.registry import register as register_bundle
 from unidec.tracking.run import Tracker, run_tags
 from unidec.tracking.store import open_client, tracking_uri
 
-Made = tuple[Tracker, dict[str, Any], dict[str, str]]
-"""The run that a bundle came from, facts for its card, tags of what it was made of."""
-
 
 def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> dict[str, Any]:
     """Register a bundle under the alias `challenger`; the same bundle again keeps its version.
@@ -54,27 +51,27 @@ def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> d
     prefect = {key: tag for key, tag in run_tags().items() if key.startswith("prefect.")}
     # a bundle with other labels has the parameters of its parent, which its own tags say all of
     tags = provenance.code_tags(made_with=None if relabelled else info.params) | prefect
-    tags |= {"dataset.name": str(info.dataset.get("name", "")), "dataset.sha256": str(info.dataset.get("sha256", ""))}
-    uri = tracking_uri()
-    check_artifacts(open_client(uri).get_experiment_by_name(params.tracking.experiment), uri)
-    tracker, facts, more = _relabelled(params, path, info, tags) if relabelled else _trained(params)
-    card = {"data set": info.dataset.get("name"), "labels": info.num_labels, **facts}
-    version = register_bundle(path, tracker.run_id, name, card=card, tags=tags | more)
+    tags |= {f"dataset.{key}": str(info.dataset.get(key, "")) for key in ("name", "sha256")}
+    uri, facts = tracking_uri(), {"data set": info.dataset.get("name"), "labels": info.num_labels}
+    client = open_client(uri)
+    check_artifacts(client.get_experiment_by_name(params.tracking.experiment), uri)
+    if relabelled:
+        tracker, more = _relabelled(params, path, info, tags)
+        tags |= more
+        facts |= {"labels of version": more["start.version"], **_counts(info)}
+    else:
+        tracker = tracker_of_model()
+        metrics = json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
+        facts["metrics"] = {"test": headline(metrics.get("test", {}))}
+        if find_version(client, name, folder_sha256(paths.BUNDLE)) is None:
+            # a version keeps the records it was made with
+            made_of = provenance.artifact_tags(params.data.path) | start_tags()
+            lock = provenance.lock_sha256()
+            tracker.set_tags(made_of | ({"dvc.lock.sha256": lock} if lock else {}))
+            tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)
+            tags |= made_of
+    version = register_bundle(path, tracker.run_id, name, card=facts, tags=tags)
     return {"model": name, "version": version, "alias": "challenger", "run": tracker.url}
-
-
-def _trained(params: Params) -> Made:
-    """Of outputs/bundle."""
-    tracker = tracker_of_model()
-    metrics = json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
-    client, tags = open_client(tracking_uri()), {}
-    if find_version(client, params.tracking.model_name, folder_sha256(paths.BUNDLE)) is None:
-        # a version keeps the records it was made with
-        tags = provenance.artifact_tags(params.data.path) | start_tags()
-        lock = provenance.lock_sha256()
-        tracker.set_tags(tags | ({"dvc.lock.sha256": lock} if lock else {}))
-        tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)
-    return tracker, {"metrics": {"test": headline(metrics.get("test", {}))}}, tags
 
 
 def parent_version(params: Params, sha256: str, where: str) -> str:
@@ -94,8 +91,12 @@ def parent_version(params: Params, sha256: str, where: str) -> str:
     return str(version.version)
 
 
-def _relabelled(params: Params, path: Path, info: BundleInfo, tags: dict[str, str]) -> Made:
-    """Of a bundle whose labels alone are new, in a run of its own.
+def _counts(info: BundleInfo) -> dict[str, int]:
+    return {key: info.card["refreshed"][key] for key in ("added", "removed", "renamed", "kept")}
+
+
+def _relabelled(params: Params, path: Path, info: BundleInfo, tags: dict[str, str]) -> tuple[Tracker, dict[str, str]]:
+    """Of a bundle whose labels alone are new: a run of its own, and tags of what it was made of.
 
     Labels of the data as it is now: the data set is all that is new of DVC's artifacts. Labels by hand
     (`change_labels`): none of them is.
@@ -109,12 +110,11 @@ def _relabelled(params: Params, path: Path, info: BundleInfo, tags: dict[str, st
     }  # fmt: skip
     if not by_hand:
         more |= provenance.artifact_tags(params.data.path, only=("data/dataset", "data/validation"))
-    counts = {key: refreshed[key] for key in ("added", "removed", "renamed", "kept")}
     tracker = Tracker(params.tracking.experiment)
     dataset = {"name": name, "digest": info.dataset.get("sha256"), "path": str(paths.DATASET)}
     folder = paths.RUNS / f"labels-{checked_sha256(path)[:16]}"
     tracker.start(folder, {}, tags | more, dataset, f"{name} labels of version {version}{', by hand' * by_hand}")
     tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)
-    tracker.log_final({f"labels/{key}": value for key, value in counts.items()})
+    tracker.log_final({f"labels/{key}": value for key, value in _counts(info).items()})
     tracker.finish()
-    return tracker, {"labels of version": version, **counts}, more
+    return tracker, more

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from html_page import Page
 
 from unidec.data.profile import LENGTH_EDGES
 from unidec.evaluation.drift import Check
-from unidec.evaluation.drift_page import DriftReport, render
+from unidec.pipeline.drift_check import _write
 
 CHECKS = [
     Check("bad", "lengths", "distance", None, 0.7, (None, 0.1), (None, 0.5), 0.02),
@@ -24,8 +26,11 @@ def side(words: dict[str, int], first: int, **more: Any) -> dict[str, Any]:
 
 
 def page(**changes: Any) -> Page:
-    values: dict[str, Any] = {"title": "Change", "names": ("before", "now")}
-    html = render(DriftReport(**(values | {"checks": CHECKS} | changes)))
+    sides, more = (changes.pop("old", {}), changes.pop("new", {})), {"reason": changes.pop("reason", "")}
+    values: dict[str, Any] = {"title": "Change", "names": ("before", "now"), "checks": CHECKS, "facts": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        _write(Path(folder), sides=sides, more=more, **(values | changes))
+        html = (Path(folder) / "index.html").read_text()
     assert "<script" not in html and "http:" not in html and "https:" not in html
     return Page(html)
 
