@@ -83,7 +83,7 @@ add_stage(
 def compare(
     file: Annotated[str, Argument(metavar="FILE", help="the comparison file")],
     only: Annotated[
-        list[str] | None, Option(metavar="NAME", help="cell, data/cell or data/cell/seed, with wildcards")
+        list[str] | None, Option(metavar="NAME", help="cell, data/cell or data/cell/seed, with wildcards; repeatable")
     ] = None,
     assignments: Assignments = None,
     jobs: Annotated[int, Option(help="runs at a time: their times are no fair measure unless it is 1")] = 1,

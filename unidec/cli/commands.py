@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import json
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option, Typer
 
@@ -83,8 +82,7 @@ def command(
     """Decorator: a command of `group` with the options that its function needs.
 
     A function with an argument `params: Params` gets the loaded parameters, and the command --params and --set; one
-    that returns a result gets --json, and its result is printed. An argument whose type is a dataclass becomes one
-    option for each of its fields.
+    that returns a result gets --json, and its result is printed.
 
     Args:
         group: of the command; `app` for one without a group.
@@ -97,17 +95,11 @@ def command(
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function, eval_str=True)
         prints, called = signature.return_annotation is not None, name or function.__name__.replace("_", "-")
-        kinds = {p.name: p.annotation for p in signature.parameters.values()}
-        groups: dict[str, Any] = {
-            key: kind for key, kind in kinds.items() if dataclasses.is_dataclass(kind) and kind is not Params
-        }
-        own = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in signature.parameters.values() if p.name not in groups]
-        for kind in groups.values():
-            hints = get_type_hints(kind, include_extras=True)
-            own += [_option(field.name, hints[field.name], field.default) for field in dataclasses.fields(kind)]
-        needs_params = kinds.get("params") is Params
+        own = [
+            p.replace(kind=Parameter.KEYWORD_ONLY) for p in signature.parameters.values() if p.annotation is not Params
+        ]
+        needs_params = len(own) < len(signature.parameters)
         if needs_params:
-            own = [p for p in own if p.name != "params"]
             own += [_option("params", ParamsFile, DEFAULT_PARAMS), _option("assignments", Assignments, None)]
         own += [_option("as_json", AsJson, False)] if prints else []
 
@@ -116,8 +108,6 @@ def command(
             as_json = given.pop("as_json") if prints else False
             if needs_params:
                 given["params"] = loads(given["params"], given.pop("assignments"))
-            for key, kind in groups.items():
-                given[key] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
             if result := function(**given):
                 show(title or called, result, as_json)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,23 +22,8 @@ _ABOUT_FILE = "labels: .csv, .tsv, .jsonl or .parquet with the columns uid, text
 _ABOUT_UIDS = "the same with a column uid"
 File = Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_FILE)]
 Register = Annotated[bool, Option("--register", help="register the new bundle as challenger")]
-
-
-@dataclass(frozen=True)
-class Change:
-    """Options of every change."""
-
-    bundle: BundleAddress = DEFAULT_BUNDLE
-    out: Annotated[Path | None, Option(metavar="FOLDER", help="the new bundle; default outputs/refreshed")] = None
-    register: Register = False
-    dry_run: Annotated[bool, Option("--dry-run", help="print what would change, write nothing")] = False
-
-    def make(self, params: Params, **edit: list[Any]) -> dict[str, Any]:
-        """The change itself; `edit` as `change_labels` takes it."""
-        from unidec.pipeline.labels import change_labels
-
-        options: dict[str, Any] = asdict(self) | edit
-        return change_labels(params, options.pop("bundle"), **options)
+Out = Annotated[Path | None, Option(metavar="FOLDER", help="the new bundle; default outputs/refreshed")]
+DryRun = Annotated[bool, Option("--dry-run", help="print what would change, write nothing")]
 
 
 def _add_texts_command(name: str, about: str, *examples: str) -> None:
@@ -47,18 +31,23 @@ def _add_texts_command(name: str, about: str, *examples: str) -> None:
 
     def run(
         params: Params,
-        change: Change,
         uid: Annotated[str | None, Argument(metavar="[UID]", help="one label")] = None,
         text: Annotated[str | None, Argument(metavar="[TEXT]", help="its text: encoded, and shown")] = None,
         title: Annotated[str | None, Option(help="what is shown, if not the text")] = None,
         file: File = None,
+        bundle: BundleAddress = DEFAULT_BUNDLE,
+        out: Out = None,
+        register: Register = False,
+        dry_run: DryRun = False,
     ) -> dict[str, Any]:
         if (uid is None or text is None) == (file is None) or (file and (uid or title)):
             fix = 'unidec labels add UID "TEXT", or unidec labels add --file labels.csv; update likewise'
             raise ConfigError("either a uid and a text, or --file are needed", where="unidec labels", fix=fix)
+        from unidec.pipeline.labels import change_labels
         from unidec.retrieval.label_change import LabelText
 
-        return change.make(params, **{name: _read(file) or [LabelText(str(uid), str(text), title or "")]})
+        texts: dict[str, Any] = {name: _read(file) or [LabelText(str(uid), str(text), title or "")]}
+        return change_labels(params, bundle, **texts, out=out, register=register, dry_run=dry_run)
 
     run.__doc__ = about
     command(labels_app, *examples, name=name, loads=load_if_there)(run)
@@ -77,29 +66,45 @@ _add_texts_command(
 @command(labels_app, "kate gedit", "--file gone.csv --dry-run", loads=load_if_there)
 def remove(
     params: Params,
-    change: Change,
     uids: Annotated[list[str] | None, Argument(metavar="[UID]...", help="labels")] = None,
     file: Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_UIDS)] = None,
+    bundle: BundleAddress = DEFAULT_BUNDLE,
+    out: Out = None,
+    register: Register = False,
+    dry_run: DryRun = False,
 ) -> dict[str, Any]:
     """Remove labels: they are never answered again, and get no votes."""
     if bool(uids) == (file is not None):
         fix = "unidec labels remove UID, or unidec labels remove --file gone.csv"
         raise ConfigError("either uids or --file are needed", where="unidec labels remove", fix=fix)
-    return change.make(params, remove=uids or [label.uid for label in _read(file)])
+    from unidec.pipeline.labels import change_labels
+
+    uids = uids or [label.uid for label in _read(file)]
+    return change_labels(params, bundle, remove=uids, out=out, register=register, dry_run=dry_run)
 
 
 @command(labels_app, "--add new.csv --remove gone.csv --update changed.csv --register", loads=load_if_there)
 def apply(
     params: Params,
-    change: Change,
     add: File = None,
     remove: Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_UIDS)] = None,
     update: File = None,
+    bundle: BundleAddress = DEFAULT_BUNDLE,
+    out: Out = None,
+    register: Register = False,
+    dry_run: DryRun = False,
 ) -> dict[str, Any]:
     """Add, remove and update at once: one new bundle, one new version."""
     if not (add or remove or update):
         raise ConfigError("nothing to do", where="unidec labels apply", fix="name a file: --add, --remove or --update")
-    return change.make(params, add=_read(add), remove=[label.uid for label in _read(remove)], update=_read(update))
+    from unidec.pipeline.labels import change_labels
+
+    edit: dict[str, Any] = {
+        "add": _read(add),
+        "remove": [label.uid for label in _read(remove)],
+        "update": _read(update),
+    }
+    return change_labels(params, bundle, **edit, out=out, register=register, dry_run=dry_run)
 
 
 @command(labels_app, "", "--version 7 --register")
