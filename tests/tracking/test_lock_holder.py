@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from unidec.tracking.lock_holder import is_alive, this_process
-from unidec.tracking.run import has_died
+from unidec.tracking.run import has_died, is_alive, this_process
 
 
 @pytest.fixture(scope="module")
 def gone() -> dict:
     """A process that described itself and ended."""
-    code = "import json; from unidec.tracking.lock_holder import this_process; print(json.dumps(this_process()))"
+    code = "import json; from unidec.tracking.run import this_process; print(json.dumps(this_process()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     return json.loads(done.stdout)
 

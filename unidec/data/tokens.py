@@ -180,24 +180,16 @@ class TextTokenizer:
             raise ArtifactError("no room for text", where=str(self.file), got=got, expected=expected)
         self.max_length, self.num_specials = max_length, specials
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-        self.pad_id = self._find_pad_id()
-        self.unknown_id = self._find_unknown_id()
+        padding, named = self._tokenizer.padding, map(self._tokenizer.token_to_id, ("[PAD]", "<pad>"))
+        # 0 without one: it is only ever seen under a False mask
+        self.pad_id = int(padding["pad_id"]) if padding else next(filter(None, named), 0)
+        model = json.loads(self.file.read_text(encoding="utf-8"))["model"]
+        unknown = model.get("unk_id")  # Unigram
+        if unknown is None and model.get("unk_token"):
+            unknown = self._tokenizer.token_to_id(model["unk_token"])
+        self.unknown_id = -1 if unknown is None else int(unknown)
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(max_length, stride=0, strategy="longest_first", direction="right")
-
-    def _find_pad_id(self) -> int:
-        """The padding token's id; 0 if the tokenizer has none: it is only ever seen under a False mask."""
-        if self._tokenizer.padding:
-            return int(self._tokenizer.padding["pad_id"])
-        found = (self._tokenizer.token_to_id(name) for name in ("[PAD]", "<pad>"))
-        return next((number for number in found if number is not None), 0)
-
-    def _find_unknown_id(self) -> int:
-        model = json.loads(self.file.read_text(encoding="utf-8"))["model"]
-        number = model.get("unk_id")  # Unigram
-        if number is None and model.get("unk_token"):
-            number = self._tokenizer.token_to_id(model["unk_token"])
-        return -1 if number is None else int(number)
 
     def pieces(self, text: str) -> tuple[list[Piece], bool]:
         """The tokens of a text, and whether it was cut; raises as `encode`."""

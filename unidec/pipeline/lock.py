@@ -11,7 +11,7 @@ from pathlib import Path
 
 from unidec.errors import TrainingError
 from unidec.pipeline import paths
-from unidec.tracking.lock_holder import is_alive, this_process
+from unidec.tracking.run import is_alive, this_process
 
 LOCK, HOLDER = ".train.lock", ".train.holder"
 HELD = "UNIDEC_LOCK"  # environment variable: which process holds the lock of which folder

@@ -17,8 +17,7 @@ from typing import Any
 from unidec.data.storage import read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths
-from unidec.tracking.lock_holder import is_alive
-from unidec.tracking.run import Status, Tracker, tracking_state
+from unidec.tracking.run import Status, Tracker, is_alive, tracking_state
 
 
 @dataclass(frozen=True)

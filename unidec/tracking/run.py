@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unidec.data.storage import write_json
 from unidec.errors import without_credentials
-from unidec.tracking.lock_holder import is_alive, this_process
 from unidec.tracking.store import answers, experiment_id, open_client, tracking_uri, ui_url
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ RUN_TAGS = "UNIDEC_RUN_TAGS"
 _PARAMS_A_BATCH, _METRICS_A_BATCH, _VALUE_LIMIT, _DIGEST_LIMIT = 100, 1000, 6000, 36  # MLflow's limits
 _KEY_TAG = "unidec.run_key"
 _EVERY = 10.0  # seconds between two flushes of a training
+_SECONDS_APART = 5.0  # the clock that a start time is computed from may have been set a little
 _TIMES = 100  # a failed attempt is repeated after so many times as long as it took
 
 _ask_again: dict[str, float] = {}  # store that is away -> when it may be asked again
@@ -295,6 +296,35 @@ class Tracker:
         """Into the folder's note, beside what other trackers of this run wrote meanwhile."""
         self._state = self._state | tracking_state(self._run_dir) | changes
         write_json(self._run_dir / STATE, self._state, mode=0o600)
+
+
+def this_process() -> dict[str, Any]:
+    """{"host", "pid", "started" (seconds since 1970)} of the calling process; see `is_alive`."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def is_alive(holder: Mapping[str, Any] | None) -> bool | None:
+    """Whether a process that `this_process` described still runs, and not another one that got its number; None where
+    that cannot be known from here."""
+    try:
+        if not holder or holder["host"] != socket.gethostname():
+            return None
+        started, then = _started(int(holder["pid"])), holder["started"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    if started is None or then is None:
+        return started is not None
+    return abs(started - float(then)) < _SECONDS_APART
+
+
+def _started(pid: int) -> float | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
 
 
 def metric_name(name: str) -> str:

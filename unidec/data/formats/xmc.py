@@ -27,11 +27,8 @@ Queries = tuple[pa.Table, tuple[str, Lines], Pairs]
 
 
 def _read(source: Source, labels: pa.Table, files: Sequence[str], one: Callable[[Path, str, int], Queries]) -> RawData:
-    """Training and test queries of files with these names ({}: trn or tst), with their pairs and filter pairs.
-
-    Args:
-        one: reads a split's queries, from its file, its short name and the number of queries before.
-    """
+    """Training and test queries of files with these names ({}: trn or tst), with their pairs and filter pairs; `one`
+    reads a split's queries, from its file, its short name and the number of queries before."""
     queries, relevance, filters, first = {}, {}, {}, 0
     for split, short in SHORT.items():
         names = _named(files, short)
