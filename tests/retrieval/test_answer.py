@@ -211,6 +211,8 @@ def test_an_explanation_adds_up(rng, tmp_path, by_words):
         assert cosine_M[row] == pytest.approx(one.cosine, abs=2e-3)
         assert one.labels == [(UIDS[i], TITLES[i]) for i in np.sort(voters.labels_ML[row].indices)]
     assert told.neighbours[0].vote == pytest.approx(1.0)
+    more = answerer.explain(Request("red strange car"), neighbours=6).neighbours
+    assert more is not None and more[:4] == told.neighbours  # how many are shown changes no vote
     alone = answerer.explain(Request("red", head="clf"))
     assert alone.weights == {"clf": 1.0} and alone.prediction.knn_scores == []
     np.testing.assert_allclose(alone.prediction.clf_scores, alone.prediction.scores, rtol=1e-5)

@@ -21,10 +21,10 @@ from unidec.retrieval.fusion_fit import fit_fusion
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat new car"]
 
 
-@pytest.fixture
-def fused(tmp_path, rng, stub_model) -> Bundle:
+@pytest.fixture(params=["square", "ridge"])
+def fused(request, tmp_path, rng, stub_model) -> Bundle:
     write_tiny_bundle(
-        tmp_path / "bundle", rng, vote="square", by_words=True, fused=True, clf_normalize=False, bias=True
+        tmp_path / "bundle", rng, vote=request.param, by_words=True, fused=True, clf_normalize=False, bias=True
     )
     return Bundle.load(tmp_path / "bundle")
 
@@ -53,9 +53,9 @@ def slow_features(bundle: Bundle, text: str, excluded: set[int]) -> dict[int, li
             together[other] += weight * both / count if count and other != row else 0.0
     out = {}
     for row in range(len(TITLES)):
-        parts = (blend, de, clf, own, profiles)
+        parts = (blend, de, clf, votes, own, profiles)
         below = [max(part[usual]) - part[row] for part in parts]
-        ranks = [np.log1p(sum(part[other] > part[row] for other in usual)) for part in (blend, de, clf)]
+        ranks = [np.log1p(sum(part[other] > part[row] for other in usual)) for part in parts[:4]]
         out[row] = [
             blend[row], de[row], clf[row], votes[row], own[row], profiles[row], together[row],
             np.log1p(labels_ML[:, row].sum()), *ranks, *below, max(blend[usual]), np.log1p((words_F > 0).sum()),

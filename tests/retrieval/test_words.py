@@ -133,6 +133,12 @@ def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypa
         expected = sum(row[m] ** 2 * labels[m] for m in nearest)
         np.testing.assert_allclose(got, expected / max(expected.max(), 1e-30), atol=1e-5)
     assert not votes[-1].any()  # no word, no vote
+    ridge = Neighbours(own, csr_matrix(labels), range_of("q", 50), range_of("text", 50), "ridge", space)
+    kernel = (stored @ stored.T).toarray()
+    for row, got in zip(dense, ridge.votes(query, 7).toarray(), strict=True):
+        near = [m for m in sorted(range(50), key=lambda m: (-row[m], m))[:7] if row[m] > 0]
+        expected = np.linalg.inv(kernel[np.ix_(near, near)] + np.eye(len(near))) @ row[near] @ labels[near]
+        np.testing.assert_allclose(got, np.maximum(expected, 0), atol=1e-5)
     with pytest.raises(ValueError, match="a column for each word"):
         Neighbours(own[:, 1:], csr_matrix(labels), range_of("q", 50), range_of("t", 50), "square", space)
 

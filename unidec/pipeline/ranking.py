@@ -35,8 +35,9 @@ CLF_WEIGHTS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
 QUERIES_AT_ONCE = 4096  # a multiple of faiss's own blocks; the votes of a query take some kilobytes
 KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)
 NeighboursBy = Literal["model", "words"]
-VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "square"}  # measured: benchmarks/results/votes.md
+VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "ridge"}  # measured: benchmarks/results/votes.md
 TAILS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
+TAIL_TOLERANCE = 0.1  # points of the objective, far below its noise, that rare labels may cost
 LEAST_QUERIES = 100  # of a validation split that a fusion is trained on; README's example has fewer
 MAX_TURNS = 3  # of tuning one weight after the other: the second changes little
 
@@ -290,7 +291,8 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
         tail: ranking.metrics_of(evidence.top(fitted.held_out_P + np.float32(tail) * log_inverse_P, K).rows)
         for tail in TAILS
     }
-    tail = max(by_tail, key=lambda tail: by_tail[tail][index.objective])
+    best = max(metrics[index.objective] for metrics in by_tail.values())
+    tail = max(tail for tail, metrics in by_tail.items() if metrics[index.objective] >= best - TAIL_TOLERANCE)
     metrics = by_tail[tail]
     if metrics[index.objective] <= blend.metrics[index.objective]:
         by_blend = blend.metrics[index.objective]

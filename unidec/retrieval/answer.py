@@ -17,7 +17,6 @@ import numpy.typing as npt
 from unidec.data.tokens import Piece
 from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle, Prediction, Predictions
-from unidec.retrieval.neighbours import VOTES
 from unidec.retrieval.query_encoder import Encoded, QueryEncoder
 from unidec.retrieval.scoring_space import SPACES, Space
 
@@ -51,8 +50,8 @@ class Request:
 
 @dataclass(frozen=True)
 class TrainingQuery:
-    """A training query near the one asked: `cosine` to it, how much its labels' votes count (`vote`, the nearest's is
-    the largest), `labels`: (uid, title) of each."""
+    """A training query near the one asked: `cosine` to it, how much its labels' votes count (`vote`, below 0
+    too with "ridge"), `labels`: (uid, title) of each."""
 
     uid: str
     title: str
@@ -186,10 +185,10 @@ class Answerer:
         if voters is None or knn is None:
             return None
         compared = self.bundle.compared(asked.de_BD, asked.clf_BD, asked.words_BF)
-        cosine_BN, row_BN = voters.nearest(compared, min(num, knn.neighbours))
-        vote_BN = VOTES[voters.vote](cosine_BN)
+        cosine_BN, row_BN = voters.nearest(compared, knn.neighbours)
+        parts = (cosine_BN[0], voters.weights(cosine_BN, row_BN)[0], row_BN[0])
         out = []
-        for cosine, count, row in zip(cosine_BN[0].tolist(), vote_BN[0].tolist(), row_BN[0].tolist(), strict=True):
+        for cosine, count, row in zip(*(part[:num].tolist() for part in parts), strict=True):
             if row < 0:
                 break
             labels = zip(*self.bundle.named(np.sort(voters.labels_ML[row].indices)), strict=True)

@@ -34,9 +34,9 @@ VOTED = 50  # labels with most votes, which are candidates too
 FEATURES = (
     "blend", "dual encoder", "classifier", "votes", "words of the label", "words of its queries",
     "labels it comes with", "log frequency",
-    "log rank by the blend", "log rank by the dual encoder", "log rank by the classifier",
-    "blend below the best", "dual encoder below the best", "classifier below the best", "label words below the best",
-    "query words below the best", "best blend", "log words of the query",
+    "log rank by the blend", "log rank by the dual encoder", "log rank by the classifier", "log rank by votes",
+    "blend below the best", "dual encoder below the best", "classifier below the best", "votes below the most",
+    "label words below the best", "query words below the best", "best blend", "log words of the query",
 )  # fmt: skip
 LIMIT = 6.0  # standard deviations from the mean at which a feature is cut
 _PROFILE_WORDS = 256  # words of a label's queries that are kept, the heaviest: popular labels have thousands
@@ -213,15 +213,16 @@ class LabelEvidence:
         blend_P = de_P + self.clf_weight * clf_P
         words_B2L = self._words_F2L.product(words_BF)
         words_P, profile_P = words_B2L[query_P, label_P], words_B2L[query_P, label_P + num_labels]
-        best = [_best(part, usual_P, begin_B) for part in (blend_P, de_P, clf_P, words_P, profile_P)]
-        rank_P, *rank_of_heads = (_rank(part, usual_P, query_P, begin_B) for part in (blend_P, de_P, clf_P))
+        compared = (blend_P, de_P, clf_P, votes_P, words_P, profile_P)
+        best = [_best(part, usual_P, begin_B) for part in compared]
+        rank_P, *other_ranks = (_rank(part, usual_P, query_P, begin_B) for part in compared[:4])
         likely_L = np.flatnonzero(usual_P & (rank_P < _LIKELY))
         together_P = self._likely_together(query_P[likely_L], label_P[likely_L], blend_P[likely_L], best[0])[key_P]
         count_B = np.diff(words_BF.indptr)
         feature_PX = np.stack([
             blend_P, de_P, clf_P, votes_P, words_P, profile_P, together_P, self.log_frequency_L[label_P],
-            *(np.log1p(rank) for rank in (rank_P, *rank_of_heads)),
-            *(top[query_P] - part for top, part in zip(best, (blend_P, de_P, clf_P, words_P, profile_P), strict=True)),
+            *(np.log1p(rank) for rank in (rank_P, *other_ranks)),
+            *(top[query_P] - part for top, part in zip(best, compared, strict=True)),
             best[0][query_P], np.log1p(count_B)[query_P],
         ], axis=1, dtype=np.float32, casting="same_kind")  # fmt: skip
         out = Evidence(query_P, label_P, feature_PX, votes_P, num_queries)

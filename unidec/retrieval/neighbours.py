@@ -3,13 +3,18 @@
 Legend: M training queries that vote, B queries, N nearest of them, L labels, D width of a head (or number of words), P
 pairs of a query and a label that may be among the best, K results.
 
-    votes(x, l) = sum over the N nearest m of w(cos(x, m)) y_ml, divided by its largest value over all labels
+    votes(x, l) = sum over the N nearest m of w_m(x) y_ml
     score(x, l) = heads(x, l) + weight * votes(x, l)
 
-with w(c) = c^2, or exp((c - the largest c) / 0.05), for c above 0, else 0. Sources: the distance-weighted vote of
-nearest neighbours (Dudani 1976); a model's score beside that of its nearest training examples, softmax over their
-similarities (Khandelwal et al. 2020, kNN-LM, section 2). The largest vote is taken before anything is excluded, so that
-a label's score does not depend on what else may be returned.
+ridge: w(x) = (K + I)^-1 k(x), with k the cosines of x to its neighbours (those above 0) and K those of the neighbours
+to each other: kernel ridge regression of the labels on the neighbours alone. Neighbours that say the same share one
+vote. square and softmax: w_m = cos^2, or exp((cos - the largest) / 0.05), for cosines above 0; these votes are divided
+by the largest over all labels, before anything is excluded: a label's score does not depend on what else may be
+returned.
+
+Sources: local learning (Bottou and Vapnik 1992) with the dual form of ridge regression (Saunders et al. 1998); the
+distance-weighted vote of nearest neighbours (Dudani 1976); a model's score beside that of its nearest training
+examples, softmax over their similarities (Khandelwal et al. 2020, kNN-LM, section 2).
 """
 
 from __future__ import annotations
@@ -32,10 +37,11 @@ from unidec.retrieval.scoring_space import unit_rows
 from unidec.retrieval.sparse import PairScores, SparseRows
 from unidec.retrieval.words import WordSpace
 
-Vote = Literal["square", "softmax"]
+Vote = Literal["square", "softmax", "ridge"]
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
 
+RIDGE = 1.0  # measured: benchmarks/results/votes.md
 TEMPERATURE = 0.05  # of the softmax vote: that of the heads' own softmax, about
 _LABELS = ("indptr.npy", "labels.npy", "queries.arrow")
 _WORDS = ("words_indptr.npy", "words.npy", "words_values.npy", "word_keys.npy", "word_weights.npy")
@@ -56,9 +62,10 @@ def _softmax(cosine_BN: Floats) -> Floats:
     return np.where(cosine_BN > 0, np.exp((cosine_BN - nearest_B1) / np.float32(TEMPERATURE)), np.float32(0))
 
 
-VOTES: dict[Vote, Callable[[Floats], Floats]] = {
+OF_COSINE: dict[Vote, Callable[[Floats], Floats]] = {
     "square": lambda cosine_BN: np.square(np.maximum(cosine_BN, np.float32(0))), "softmax": _softmax,
 }  # fmt: skip
+VOTES: tuple[Vote, ...] = ("square", "softmax", "ridge")
 
 
 class Neighbours:
@@ -69,7 +76,7 @@ class Neighbours:
             with `words` CSR, their words.
         labels_ML: CSR [M, L], their labels (relevance above 0); each is one vote.
         uids, titles: of the M queries.
-        vote: how much a neighbour's vote counts by its cosine; a key of `VOTES`.
+        vote: how much a neighbour's vote counts by its cosine; one of `VOTES`.
         words: the space of the CSR `vectors_MD`; None for a head's.
         label_words_LF: the labels' texts in that space, CSR; None: not kept.
 
@@ -110,6 +117,7 @@ class Neighbours:
         self.labels_ML.sum_duplicates()
         self.labels_ML.data[:] = 1.0  # each label of a row once
         self._labels = SparseRows(self.labels_ML)
+        self._words = None if words is None else SparseRows(self.vectors_MD)
         self._index: Any = LabelIndex.build(self.vectors_MD.astype(np.float32)) if words is None else None
         self._by_word = None if words is None else SparseRows(csr_matrix(self.vectors_MD.T))
 
@@ -144,16 +152,40 @@ class Neighbours:
         cosine_BN, row_BN = (np.concatenate(part) for part in zip(*found, strict=True))
         return cosine_BN, row_BN
 
+    def weights(self, cosine_BN: Floats, row_BN: Labels) -> Floats:
+        """How much each neighbour's vote counts, float32 [B, N]: of `nearest`, with all that vote."""
+        if self.vote != "ridge":
+            return OF_COSINE[self.vote](cosine_BN)
+        out = np.zeros_like(cosine_BN)
+        for query, (cosine_N, row_N) in enumerate(zip(cosine_BN, row_BN, strict=True)):
+            near = np.flatnonzero(cosine_N > 0)
+            vectors_ND = self._vectors(row_N[near])
+            kernel_NN = vectors_ND @ vectors_ND.T
+            kernel_NN.ravel()[:: len(near) + 1] += RIDGE
+            out[query, near] = np.linalg.solve(kernel_NN, cosine_N[near])
+        return out
+
+    def _vectors(self, row_N: Labels) -> Floats:
+        """Vectors of some training queries; by words without the words that none of them has."""
+        if self._words is None:
+            return self.vectors_MD[row_N].astype(np.float32)
+        place_E, word_E, value_E = self._words.entries(row_N)
+        used, column_E = np.unique(word_E, return_inverse=True)
+        out = np.zeros((len(row_N), len(used)), dtype=np.float32)
+        out[place_E, column_E] = value_E
+        return out
+
     def votes(self, query_BD: Floats | csr_matrix, num: int) -> PairScores:
-        """Votes of the `num` nearest training queries for labels, above 0, the largest of each query 1; a query has
-        none where no neighbour has a label or no cosine is positive."""
+        """Votes above 0 of the `num` nearest training queries for labels; a query has none where no neighbour has a
+        label or no cosine is positive."""
         cosine_BN, row_BN = self.nearest(query_BD, num)
-        vote_BN, num_labels, num_queries = VOTES[self.vote](cosine_BN), self.num_labels, len(row_BN)
-        query_T, rank_T = np.nonzero(vote_BN > 0)
+        weight_BN, num_labels, num_queries = self.weights(cosine_BN, row_BN), self.num_labels, len(row_BN)
+        query_T, rank_T = np.nonzero(weight_BN)
         place_E, label_E, _ = self._labels.entries(row_BN[query_T, rank_T])
         key_N, which_E = np.unique(query_T[place_E] * num_labels + label_E, return_inverse=True)
-        sum_N = np.bincount(which_E, vote_BN[query_T, rank_T][place_E], minlength=len(key_N))
-        if len(key_N):
+        sum_N = np.bincount(which_E, weight_BN[query_T, rank_T][place_E], minlength=len(key_N))
+        key_N, sum_N = key_N[sum_N > 0], sum_N[sum_N > 0]
+        if len(key_N) and self.vote != "ridge":
             count_B = np.bincount(key_N // num_labels, minlength=num_queries)
             some_B = count_B > 0
             most_B = np.maximum.reduceat(sum_N, (np.cumsum(count_B) - count_B)[some_B])
