@@ -172,7 +172,7 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     # what is no dependency, and what is one for whom
     project.edit("params.yaml", "device: auto", "device: cpu")
     project.edit("unidec/recipes/depsl.yaml", "optim: {epochs:", "optim: {warmup_epochs: 0.5, epochs:")
-    project.edit("unidec/cli/__init__.py", "import json", "import json  # changed")
+    project.edit("unidec/cli/__init__.py", "import os", "import os  # changed")
     cache = project.root / "unidec" / "model" / "__pycache__"
     cache.mkdir()
     (cache / "x.pyc").write_bytes(b"x")

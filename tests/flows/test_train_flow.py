@@ -525,7 +525,7 @@ def test_a_run_shows_tasks_and_results(prefect_server, stages, flow_module, plac
             if wanted <= names:
                 break
             time.sleep(0.2)
-        shown = {(artifact.description, artifact.data) for artifact in client.read_artifacts()}
+        shown = {(artifact.description, str(artifact.data)) for artifact in client.read_artifacts()}
     assert wanted <= names
     assert {"cluster, round 3", "mine, round 1", "validate, round 2"} <= {description for description, _ in shown}
     for figure, value in (("cluster_cosine", "0.71"), ("mine_positives_found", "0.93")):

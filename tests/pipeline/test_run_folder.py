@@ -42,6 +42,6 @@ def test_other_data_and_other_code_are_another_run(ingested: SimpleNamespace, mo
         patch.setattr("unidec.training.identity.code_sha256", lambda: "other")
         assert start.run_identity(ingested.params()) != before
     with monkeypatch.context() as patch:
-        patch.setattr("unidec.data.dataset.files_sha256", lambda files: "other")
+        patch.setattr("unidec.data.dataset.manifest_sha256", lambda manifest: "other")
         assert start.run_identity(ingested.params()) != before
     assert start.run_identity(ingested.params()) == before

@@ -12,7 +12,7 @@ from unidec.data.profile import VERSION, profile_dataset
 from unidec.evaluation.drift import served_facts
 from unidec.pipeline.ranking import Blend, Ranking
 from unidec.retrieval.bundle_folder import read_info
-from unidec.retrieval.fusion import CANDIDATES
+from unidec.retrieval.fusion import FEWEST_CANDIDATES
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours, candidate_keys
 from unidec.retrieval.scoring_space import pair_scores
@@ -42,7 +42,7 @@ def training_profile(
     elif blend.fusion is not None and blend.reader is not None:
         words, none = ranking.words(neighbours), np.zeros(0, dtype=np.int64)
         assert ranking.query_de is not None and ranking.query_clf is not None and words is not None
-        found = index.candidates(query, CANDIDATES)[1]
+        found = index.candidates(query, FEWEST_CANDIDATES)[1]
         evidence = blend.reader.read(ranking.query_de, ranking.query_clf, words, found, none)
         scores = blend.reader.rank(blend.fusion, evidence, 1).scores
     else:
