@@ -7,7 +7,7 @@ import ctypes
 import gc
 
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3  # of glibc's malloc.h
-_OWN_PAGES = 1 << 17  # bytes; glibc's own value, which grows to 32 MiB with what is freed unless it is set
+_OWN_PAGES = 1 << 19  # bytes, more than the arrays of one query; unset, it grows to 32 MiB with what is freed
 
 
 def share_one_heap() -> None:
