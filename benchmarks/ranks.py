@@ -1,4 +1,4 @@
-"""What a second process on the same two cores costs and gives: step time and bytes exchanged, counted and predicted.
+"""What a second process on the same two cores costs and gives: step time, bytes exchanged as seen and as predicted.
 
     python benchmarks/ranks.py              # writes benchmarks/results/ranks.json, prints the table
     python benchmarks/ranks.py --steps 10   # quicker
@@ -66,7 +66,6 @@ def one_rank(system: str, steps: int, folder: Path) -> dict[str, Any]:
     batches = trainer.made.batches(trainer.rows, params.pool.batch_size, params.seed, 0)[:steps]
     seconds, sizes, before = [], [], time.perf_counter()
     ranks.barrier()
-    ranks.traffic.clear()
     carried, cpu = loopback(), time.process_time()
     for batch in trainer.batches.ahead(batches, 0, 0, None):
         used = 0 if batch.texts.unique_U is None else len(batch.texts.unique_U)
@@ -80,7 +79,7 @@ def one_rank(system: str, steps: int, folder: Path) -> dict[str, Any]:
     ranks.barrier()
     result = {
         "seconds": seconds, "cpu_seconds": time.process_time() - cpu, "loopback": loopback() - carried, "sizes": sizes,
-        "traffic": dict(ranks.traffic), "threads": torch.get_num_threads(),
+        "threads": torch.get_num_threads(),
         "dense": sum(p.numel() for p in trainer.optimisers.dense), "dim": params.model.dim,
         "bag_width": 0 if trainer.model.encoder.bag is None else trainer.model.encoder.bag.width,
         "heads": params.model.heads,
@@ -134,11 +133,9 @@ def measure(system: str, world: int, threads: int, steps: int) -> dict[str, Any]
         "dense_parameters": ranks[0]["dense"],
     }  # fmt: skip
     if world > 1:
-        counted = {name: value / steps for name, value in ranks[0]["traffic"].items()}
-        row |= {"counted_bytes": counted, "predicted_bytes": predicted(ranks)}
+        row["predicted_bytes"] = predicted(ranks)
         # what the kernel saw, on the way to both ranks, with whatever else was on the loopback meanwhile
         row["loopback_mb_a_rank"] = ranks[0]["loopback"] / steps / world / 1e6
-        row["counted_mb"] = sum(counted.values()) / 1e6
         row["predicted_mb"] = sum(row["predicted_bytes"].values()) / 1e6
     return row
 
@@ -160,7 +157,7 @@ def main() -> None:
             rows.append(row)
             exchanged = ""
             if world > 1:
-                exchanged = (f"MB a step: {row['counted_mb']:.2f} counted, {row['predicted_mb']:.2f} predicted, "
+                exchanged = (f"MB a step: {row['predicted_mb']:.2f} predicted, "
                              f"{row['loopback_mb_a_rank']:.2f} on the loopback")  # fmt: skip
             times = f"{row['step_ms']:9.1f} ms a step, {row['cpu_ms_a_rank']:9.1f} CPU ms a rank"
             print(f"{system:12s} {name:24s} {times} {exchanged}", flush=True)
