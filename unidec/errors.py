@@ -48,7 +48,7 @@ class ConfigError(UnidecError):
 
 
 class DataError(UnidecError):
-    """Data that cannot be read, or is not fit to train on."""
+    """Data that cannot be read, or whose validation failed."""
 
     exit_code = 3
 

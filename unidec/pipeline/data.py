@@ -53,7 +53,7 @@ def validate(params: Params) -> dict[str, Any]:
     page = str(paths.VALIDATION / "index.html")
     if not result["success"]:
         raise DataError(
-            "the data is not fit to train on", where=page, got="\n    ".join(["", *result["failed"]]),
+            "data validation failed", where=page, got="\n    ".join(["", *result["failed"]]),
             fix="correct the rows; or raise the bound that is named, or set its ..._severity to warn, in section "
             "validation of the parameters. Nothing was trained",
         )  # fmt: skip
