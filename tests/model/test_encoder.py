@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 from unidec.data.tokens import Tokens
 from unidec.errors import ConfigError
@@ -13,6 +14,7 @@ from unidec.model.encoder import (
     InputBuilder,
     TextEncoder,
     TransformerEncoder,
+    empty_transformer,
     length_chunks,
     load_transformer,
     pool_tokens,
@@ -301,3 +303,14 @@ def test_a_bag_of_the_first_tokens_stands_beside_the_whole_text(rng):
     expected = [dense_bag(t, rows, embedding, log_weight) for t in (tokens, starts)]
     assert encoder.width == 2 * WIDTH
     torch.testing.assert_close(x_BD, torch.cat(expected, dim=-1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "on_gpu"), [("MPNet", "eager"), ("Bert", "sdpa"), ("DistilBert", "sdpa")])
+def test_attention_is_fused_on_a_gpu_where_the_architecture_has_it(monkeypatch, tmp_path, kind, on_gpu):
+    getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with torch.device("meta"):
+        assert empty_transformer(tmp_path).config._attn_implementation == on_gpu
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with torch.device("meta"):
+        assert empty_transformer(tmp_path).config._attn_implementation == "eager"

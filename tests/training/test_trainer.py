@@ -338,3 +338,21 @@ def test_device_and_precision():
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no usable GPU"):
             choose_device("cuda")
+
+
+def test_a_gpu_has_its_number_in_every_thread(monkeypatch):
+    """Without one, a batch that another thread prepares would go to the first GPU, whatever `set_device` said here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for local_rank, device in (("0", "auto"), ("1", "auto"), ("1", "cuda")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert choose_device(device) == torch.device("cuda", int(local_rank))
+    monkeypatch.delenv("LOCAL_RANK")
+    assert choose_device("cuda") == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("in_hardware", [False, True])
+def test_emulated_bfloat16_is_not_taken(monkeypatch, in_hardware):
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or in_hardware
+    )
+    assert autocast_type("auto", torch.device("cuda", 0)) == (torch.bfloat16 if in_hardware else None)

@@ -352,8 +352,12 @@ def empty_transformer(config_folder: Path) -> nn.Module:
 
 
 def transformer_options(config: Any) -> dict[str, Any]:
-    """Options of `AutoModel` for a config: how attention is computed, and no unused pooling head."""
-    options: dict[str, Any] = {"attn_implementation": "eager" if not torch.cuda.is_available() else "sdpa"}
+    """Options of `AutoModel` for a config: how attention is computed (on GPUs fused, where the architecture has that;
+    MPNet has not), and no unused pooling head."""
+    from transformers import AutoModel
+
+    fused = torch.cuda.is_available() and AutoModel._model_mapping[type(config)]._supports_sdpa
+    options: dict[str, Any] = {"attn_implementation": "sdpa" if fused else "eager"}
     if config.model_type in ("bert", "roberta", "xlm-roberta", "mpnet"):
         options["add_pooling_layer"] = False
     return options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -13,18 +14,21 @@ if TYPE_CHECKING:
 
 
 def choose_device(device: str) -> torch.device:
-    """ "auto" is a GPU where there is one.
+    """ "auto" is a GPU where there is one; under torchrun that of LOCAL_RANK.
+
+    A GPU comes with its number: the current device, which torch takes where there is none, belongs to a thread, and
+    batches are prepared in another one.
 
     Raises:
         ConfigError: "cuda" without a usable GPU.
     """
     import torch
 
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("no usable GPU", where="device", got="cuda", fix="device: auto or cpu")
-    return torch.device(device)
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
@@ -38,7 +42,7 @@ def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
 
     able = precision == "bf16"
     if precision == "auto" and device.type == "cuda":
-        able = torch.cuda.is_bf16_supported()
+        able = torch.cuda.is_bf16_supported(including_emulation=False)  # V100 and T4 emulate it, slower than float32
     elif precision == "auto":
         able = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if able else None
