@@ -140,6 +140,13 @@ def test_what_the_registry_does_not_have_is_answered_with_what_it_has(shop, tmp_
     assert error.fix == f"nearest: {meant}" if meant else "`unidec models list`" in error.fix
 
 
+def test_a_model_without_a_version_is_told_how_to_get_one(tmp_path):
+    open_client(store(tmp_path)).create_registered_model(NAME)
+    with pytest.raises(ConfigError, match="has no version yet") as caught:
+        fetch_bundle(f"models:/{NAME}@champion", tmp_path, uri=store(tmp_path))
+    assert "unidec models register" in str(caught.value.fix) and "nearest" not in str(caught.value)
+
+
 def test_a_server_with_a_bad_address_ends_with_the_fix(shop, tmp_path):
     for source, code, said in (
         (f"models:/{NAME}@champoin", 2, "nearest: champion"),

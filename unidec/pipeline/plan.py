@@ -325,12 +325,13 @@ class Formulas:
         ]
 
     def index(self) -> list[Amount]:
-        """Label vectors, names and the index while it is built (whole vectors, with the links of a graph or the ids of
-        lists; a quantised one is smaller); files; the sampler."""
+        """Label vectors, names and the index while it is built (whole vectors, also of one that is quantised, with the
+        links of a graph or the ids of lists); files; the sampler."""
         sizes, model, index, labels = self.sizes, self.params.model, self.params.index, self.sizes.num_labels
         heads = (model.heads == "both") + 1 + (model.heads != "de" and index.clf_normalize)
         width = (2 if index.space == "both" else 1) * model.dim + model.clf_bias
-        stored = labels * (FP32 * width + 2 * INT32 * index.hnsw_links + 2 * INT64)
+        of_kind = {"hnsw": 2 * INT32 * index.hnsw_links + 2 * INT64, "ivf-pq": INT64}
+        stored = labels * (FP32 * width + of_kind.get(index.kind, 0))
         vectors = FP32 * (labels * model.dim * heads + _BLOCK * (512 + self.width + model.dim))
         names = math.ceil(labels * (57 + 8 * sizes.label_tokens[0]))  # 57: a Python string; 8: characters of a token
         texts = sizes.num_queries + labels

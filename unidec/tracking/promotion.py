@@ -72,6 +72,11 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
     if not numbers:
         known = [model.name for model in client.search_registered_models(max_results=_LISTED)]
         kind, near = "model", nearest(model_name, known)
+        if model_name == near:
+            raise ConfigError(
+                "not in the registry: the model has no version yet", where=f"models:/{model_name}", got=str(which),
+                fix=f"`unidec models register` makes one of outputs/bundle (tracking.model_name: {model_name})",
+            )  # fmt: skip
     raise ConfigError(
         f"not in the registry: no such {kind}", where=f"models:/{model_name}", got=str(which),
         expected=f"one of {', '.join(known)}" if known else "no model is registered",
