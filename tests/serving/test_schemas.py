@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from unidec.sections import Serve
 from unidec.serving import schemas
 from unidec.serving.errors import RequestError, shown
 
+MANY_VALUES = [
+    f'{{"queries":[{",".join(values)}]}}' for values in (['{"a":1}'] * 120_000, ["[]"] * 320_000, ["10"] * 320_000)
+] + [json.dumps({str(i): 0 for i in range(80_000)})]
 MODELS = schemas.request_models(Serve(max_queries=3, max_query_chars=10, max_k=7, max_filter_labels=4))
 
 
@@ -106,6 +110,7 @@ def test_one_query_is_explained() -> None:
         (b'{"a":' * 100_000, None),
         (b'"\x00"', None),
         (json.dumps({str(i): 1 for i in range(60)}).encode(), "body"),
+        (b'{"queries": [' + b"{}," * 10_000, "body"),
     ],
 )
 def test_broken_json_is_named_with_its_place(body: bytes, where: str | None) -> None:
@@ -115,11 +120,31 @@ def test_broken_json_is_named_with_its_place(body: bytes, where: str | None) -> 
 
 def test_a_number_of_a_million_digits_and_a_million_keys_cost_little() -> None:
     began = time.perf_counter()
-    keys = ",".join(f'"{i}":0' for i in range(80_000))
-    objects, lists = ",".join(['{"a":1}'] * 120_000), ",".join(["[]"] * 320_000)
-    for body in ("1" * 10**6, "-1e" + "9" * 10**6, f"{{{keys}}}", *(f'{{"queries":[{x}]}}' for x in (objects, lists))):
+    for body in ("1" * 10**6, "-1e" + "9" * 10**6, *MANY_VALUES):
         refusal(body.encode())
     assert time.perf_counter() - began < 5
+
+
+@pytest.mark.parametrize("body", MANY_VALUES, ids=lambda body: body[:18])
+def test_more_values_than_any_request_has_are_not_read(body: str) -> None:
+    """The memory of 300,000 lists is not given back where answers of other requests are kept in between."""
+    data = body.encode()
+    tracemalloc.start()
+    try:
+        status, parts = refusal(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (status, parts["where"]) == (400, "body") and peak < 1e6
+
+
+def test_a_request_at_its_limits_is_read_whatever_its_texts_hold() -> None:
+    models = schemas.request_models(Serve())
+    labels = [f'L"[{i}' for i in range(10_000)]
+    what = {"queries": ['[{,"\\' * 1600] * 256, "allow": labels, "deny": labels}
+    asked = parsed(what, models.predict)
+    assert (asked.queries, asked.allow, asked.deny) == (what["queries"], labels, labels)
+    assert refusal(what | {"deny": [*labels, "x"]}, models.predict)[1]["where"] == "deny", "named where it is one more"
 
 
 @settings(max_examples=60, deadline=None)
