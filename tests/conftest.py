@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import shutil
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,6 +120,26 @@ def slice_raw(lf_debian_path: Path) -> RawData:
 def slice_dataset(slice_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> XMCDataset:
     """`slice_raw`, stored: 1,900 / 100 / 500 queries, 4,497 labels."""
     return write_dataset(tmp_path_factory.mktemp("slice") / "dataset", slice_raw)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stores_are_copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """MLflow's migrations take a second or two of a processor: this process runs them for its first store alone."""
+    from unidec.tracking import store
+
+    first = tmp_path_factory.mktemp("store") / "mlflow.db"
+    create = store._create_store
+
+    def copy(database: Path, artifacts: str) -> None:
+        if not first.exists():
+            create(first, "file:///nowhere")
+        shutil.copyfile(first, database)
+        with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+            connection.execute("UPDATE experiments SET artifact_location = ? || '/0'", (artifacts,))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_create_store", copy)
+        yield
 
 
 @pytest.fixture

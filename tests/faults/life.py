@@ -80,6 +80,10 @@ def main() -> None:
     if "--warm" not in sys.argv:
         live(job)
         return
+    import torch._dynamo  # an optimiser's first step imports it
+    from transformers.models.bert import modeling_bert
+
+    assert torch._dynamo is not None and modeling_bert is not None  # imported once, for all children
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

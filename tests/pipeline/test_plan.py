@@ -1,5 +1,6 @@
 """`unidec plan` and the check before a training: state to the byte, steps against what tensors take, what would fit."""
 
+import functools
 import json
 import sys
 
@@ -49,6 +50,14 @@ def data(helper, tiny_bert, tmp_path_factory):
 def live(helper):
     """Counts the bytes of tensors that live."""
     return helper("training/live_bytes").LiveBytes()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def architectures_are_built_once():
+    """A plan copies what it changes of an architecture."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "empty_encoder", functools.cache(empty_encoder))
+        yield
 
 
 def sizes_of(dataset, queries, labels):

@@ -18,6 +18,8 @@ from typing import Any
 warnings.simplefilter("ignore")
 
 import mlflow.pyfunc  # noqa: E402
+import mlflow.store.model_registry.sqlalchemy_store  # noqa: E402
+import mlflow.store.tracking.sqlalchemy_store  # noqa: E402
 from mlflow import MlflowClient  # noqa: E402
 
 from unidec.tracking import promotion, registry  # noqa: E402
@@ -57,7 +59,7 @@ def live(job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    assert mlflow.pyfunc is not None  # imported for the children
+    assert mlflow.store is not None  # imported once, for all children
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -255,29 +254,34 @@ def test_aliases_that_somebody_moved_by_hand_are_left_alone(cut_short, stored, c
     assert aliases(client, stored.name) == {CHAMPION: a, PREVIOUS: b}
 
 
+# two processes that are forked with everything imported; prints {version: what it was refused for}
+TWO_AT_ONCE = """
+import json, sys
+from multiprocessing import get_context
+import mlflow.store.model_registry.sqlalchemy_store
+from unidec.errors import Refused
+from unidec.tracking.promotion import promote
+
+def attempt(version):
+    try:
+        promote(sys.argv[1], version)
+    except Refused as error:
+        return str(error)
+
+with get_context("fork").Pool(2) as pool:
+    print(json.dumps(dict(zip(sys.argv[2:], pool.map(attempt, sys.argv[2:], chunksize=1)))))
+"""
+
+
 def test_two_at_once_both_finish_one_after_the_other(stored, client, uri):
     a = stored("a", **stored.passed())
     promote(stored.name, a)
     rivals = [stored(what, **stored.passed(a)) for what in "bc"]
-    found: list[object] = []
-
-    def try_it(version: str) -> None:
-        words = "import sys; from unidec.tracking.promotion import promote; promote(sys.argv[1], sys.argv[2])"
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", words, stored.name, version], capture_output=True, text=True,
-            timeout=120, check=False,
-        )  # fmt: skip
-        found.append((version, done.returncode, done.stderr))
-
-    threads = [threading.Thread(target=try_it, args=(version,)) for version in rivals]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    (won,) = [version for version, code, _ in found if code == 0]
-    assert aliases(client, stored.name) == {CHAMPION: won, PREVIOUS: a}
-    (lost,) = [error for _, code, error in found if code]
-    assert f"version {won} is champion" in lost  # the gate had compared it with another
+    words = [sys.executable, "-W", "ignore", "-c", TWO_AT_ONCE, stored.name, *rivals]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    won, lost = sorted(json.loads(done.stdout).items(), key=lambda item: item[1] is not None)
+    assert won[1] is None and aliases(client, stored.name) == {CHAMPION: won[0], PREVIOUS: a}
+    assert f"version {won[0]} is champion" in lost[1]  # the gate had compared it with another
 
 
 def test_a_lock_is_left_by_nobody(stored, uri, monkeypatch):

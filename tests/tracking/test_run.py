@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
-import sqlite3
 import subprocess
+import sys
 
 import pytest
 
@@ -194,25 +193,32 @@ def test_no_run_was_begun(tmp_path):
     assert tracker.run_id is None and list(tmp_path.iterdir()) == []
 
 
-def _start_together(barrier, uri: str, results) -> None:
-    barrier.wait()
-    prepare_store(uri)
-    with sqlite3.connect(uri.removeprefix("sqlite:///")) as database:
-        results.put(len(database.execute("select * from alembic_version").fetchall()))
-    database.close()
+# three processes that are forked with everything imported, and start as one writes to their pipe
+STARTED_TOGETHER = """
+import os, sqlite3, sys
+from unidec.tracking.store import import_mlflow, prepare_store
+import_mlflow()
+import mlflow.store.tracking.sqlalchemy_store
+uri = sys.argv[1]
+wait, start = os.pipe()
+children = []
+for _ in range(3):
+    children.append(os.fork())
+    if children[-1] == 0:
+        os.read(wait, 1)
+        prepare_store(uri)
+        with sqlite3.connect(uri.removeprefix("sqlite:///")) as database:
+            rows = database.execute("select * from alembic_version").fetchall()
+        os._exit(len(rows) != 1)
+os.write(start, b"...")
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+"""
 
 
 def test_several_first_starts_at_once(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(3), context.Queue()
-    uri = f"sqlite:///{tmp_path}/new/mlflow.db"
-    processes = [context.Process(target=_start_together, args=(barrier, uri, results)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert [results.get(timeout=5) for _ in processes] == [1, 1, 1]
+    words = [sys.executable, "-W", "ignore", "-c", STARTED_TOGETHER, f"sqlite:///{tmp_path}/new/mlflow.db"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "[0, 0, 0]\n", done.stderr
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["mlflow.db", "mlflow.db-lock"]
 
 

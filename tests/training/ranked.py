@@ -151,6 +151,15 @@ def refresh_parts(ranks: Any, folder: Path, num_points: int, num_labels: int) ->
     return found
 
 
+def all_refresh_parts(ranks: Any, folder: Path, sizes: list[tuple[int, int]]) -> dict[str, Any]:
+    """`refresh_parts` of the folders <points>-<labels>."""
+    return {
+        f"{points}-{labels}: {key}": value
+        for points, labels in sizes
+        for key, value in refresh_parts(ranks, folder / f"{points}-{labels}", points, labels).items()
+    }
+
+
 def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[str, Any]:
     """Losses and final weights of trainings: {case: parameters other than those of tests/tiny_training.py}.
 

@@ -57,20 +57,26 @@ def test_collectives(ranked, tmp_path):
         )
 
 
-@pytest.mark.parametrize(("world", "num_points", "num_labels"), [(2, 203, 41), (3, 200, 7), (3, 2, 2)])
-def test_clusters_and_negatives_are_those_of_one_rank(ranked, rng, tmp_path, world, num_points, num_labels):
+def refresh_input(rng, folder, num_points, num_labels):
+    """Writes vectors, rows and cells for `ranked.refresh_parts`."""
+    folder.mkdir()
     cells = {name: np.unique(rng.integers(0, [num_points + 5, num_labels], (300, 2)), axis=0).T for name in "pf"}
     np.savez(
-        tmp_path / "vectors.npz", points=rng.normal(size=(num_points, 6)).astype(np.float32),
+        folder / "vectors.npz", points=rng.normal(size=(num_points, 6)).astype(np.float32),
         label=rng.normal(size=(num_labels, 6)).astype(np.float32),
         tied=rng.integers(-1, 2, (num_labels, 6)).astype(np.float32),
         rows=rng.permutation(num_points + 5)[:num_points], positive=cells["p"], filtered=cells["f"],
     )  # fmt: skip
-    options = {"num_points": num_points, "num_labels": num_labels}
-    alone = ranked.refresh_parts(ALONE, tmp_path, **options)
-    for values in ranked.run(world, "refresh_parts", tmp_path, **options):
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(2, [(203, 41)]), (3, [(200, 7), (2, 2)])])
+def test_clusters_and_negatives_are_those_of_one_rank(ranked, rng, tmp_path, world, sizes):
+    for points, labels in sizes:
+        refresh_input(rng, tmp_path / f"{points}-{labels}", points, labels)
+    alone = ranked.all_refresh_parts(ALONE, tmp_path, sizes)
+    for values in ranked.run(world, "all_refresh_parts", tmp_path, sizes=sizes):
         for key, expected in alone.items():
-            if key.startswith("figures") or key.endswith("report"):
+            if ": figures" in key or key.endswith("report"):
                 assert values[key] == pytest.approx(expected, rel=1e-5), key
             else:
                 assert np.array_equal(values[key], expected), key

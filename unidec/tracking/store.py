@@ -124,17 +124,22 @@ def prepare_store(uri: str | None = None) -> str:
         return uri
     from filelock import FileLock
 
-    quiet_mlflow()
-    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}-lock"):  # released by the system when its holder dies: nothing to remove by hand
         if not (path.is_file() and path.stat().st_size > 0):
             temporary = path.with_name(f"{path.name}-new")
             temporary.unlink(missing_ok=True)
-            SqlAlchemyStore(f"{_SQLITE}{temporary}", (path.parent / "artifacts").as_uri()).engine.dispose()
+            _create_store(temporary, (path.parent / "artifacts").as_uri())
             os.replace(temporary, path)
     return f"{_SQLITE}{path}"
+
+
+def _create_store(database: Path, artifacts: str) -> None:
+    """An empty store, by all of MLflow's migrations."""
+    quiet_mlflow()
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    SqlAlchemyStore(f"{_SQLITE}{database}", artifacts).engine.dispose()
 
 
 def open_client(uri: str) -> MlflowClient:

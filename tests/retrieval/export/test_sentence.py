@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import numpy as np
@@ -11,8 +12,10 @@ from unidec.errors import ConfigError
 from unidec.retrieval.export.heads import scored_by
 from unidec.retrieval.export.sentence import export_sentence_transformers
 
-pytest.importorskip("sentence_transformers")
-pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:transformers")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="an extra of its own"),
+    pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:transformers"),
+]
 
 
 STOCK = {
