@@ -6,9 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from unidec.config import load_params, parse_overrides, recipe_names, to_yaml
+from unidec.data.tokens import encode_texts
+from unidec.model.unidec import UniDEC
 from unidec.training import trainer as trainer_module
+from unidec.training.sampler import num_clusters, queries_a_batch
 from unidec.training.trainer import Trainer, TrainingData
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +42,7 @@ SPEC = {
     "unidec-v2-bce": UNIDEC | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 1.0, "pool.size": 3000},
     "unidec-v1": UNIDEC | {"loss.de": "supcon", "loss.clf": "supcon", "loss.clf_bce": 0.0, "pool.size": 1500},
     "unidec-gpu": UNIDEC | PAPER | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 1.0, "tokens.max_length": 32},
-    "unidec-gpu-long": UNIDEC | PAPER | {"loss.de": "ds", "loss.clf": "ds", "pool.batch_size": 576,
+    "unidec-gpu-long": UNIDEC | PAPER | {"loss.de": "ds", "loss.clf": "ds", "run.recompute": True,
                                          "tokens.max_length": 128, "tokens.text": "title+content"},
     "depsl": ENCODER_ALONE | {"loss.de": "ds"},
     "supconde": ENCODER_ALONE | {"loss.de": "supcon"},
@@ -108,6 +112,36 @@ def test_the_head_says_what_is_reproduced_and_what_to_expect(name):
 def test_settings_are_those_of_the_specs_tables(name):
     params = parsed(name)
     assert {key: value(params, key) for key in SPEC[name]} == SPEC[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows", "published"),
+    [("unidec-gpu", 294_805, 1152), ("unidec-gpu", 2_248_619, 1098), ("unidec-gpu-long", 294_805, 576),
+     ("unidec-gpu-long", 693_082, 677)],
+)  # fmt: skip
+def test_batches_have_the_published_size(name, num_rows, published):
+    """Training queries of AmazonTitles-131K, 1.3M, Amazon-131K, WikiSeeAlso-320K, with nothing held out."""
+    size = queries_a_batch(parsed(name).pool, num_rows)
+    assert size == published
+    assert (
+        num_clusters(num_rows, size) == num_rows // size + (num_rows % size > 0) == 2 ** round(np.log2(num_rows / size))
+    )
+
+
+@pytest.mark.parametrize("name", ["unidec-gpu", "unidec-gpu-long"])
+def test_the_classifier_of_an_unfrozen_transformer_starts_unsaturated(name, golden, tiny_bert, tmp_path):
+    """Its first loss is that of a guess, log(pool): vectors of a bare transformer are several units long."""
+    num_labels, pool = 131_072, 300
+    params = golden.small(name, tiny_bert, tmp_path)
+    torch.manual_seed(0)
+    model = UniDEC.create(params.encoder, params.model, num_labels, tiny_bert, 100, params.model_dump()).eval()
+    texts = encode_texts([f"river engine w{i}" for i in range(pool)], tiny_bert, 16)
+    x_BW = torch.from_numpy(model.encode("queries", texts))
+    assert x_BW.norm(dim=1).mean() > 4
+    model.start_table(lambda begin, end: x_BW[torch.arange(begin, end) % pool])
+    logit_BS = model.clf(x_BW).detach() @ model.table.weight[:pool].T / params.model.temperature
+    loss = torch.nn.functional.cross_entropy(logit_BS, torch.arange(pool))
+    assert float(loss) == pytest.approx(np.log(pool), rel=0.1)
 
 
 def test_recipes_at_cpu_scale_share_encoder_width_and_epochs():

@@ -191,7 +191,8 @@ class Pool(Section):
     """Batches, and the labels on which each batch's loss is computed."""
 
     batches: Literal["clustered", "random"] = key("clustered", "batches of similar queries, or random")
-    batch_size: Count = key(512, "queries a batch (clusters have N / 2^depth <= this many)")
+    batch_size: Count = key(512, "queries a batch; a cluster has N / 2^depth of them")
+    batch_fit: Literal["most", "least"] = key("most", "batch_size is a cluster's most queries, or (papers) its least")
     cluster_start: CountOrZero = key(0, "queries a cluster at first, doubled at each refresh (NGAME); 0: a batch")
     beta: Count = key(3, "positives sampled for each query")
     positives: Literal["uniform", "tail"] = key("uniform", "drawn alike, or by their inverse propensity")

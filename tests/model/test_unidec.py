@@ -173,6 +173,15 @@ def test_the_classifiers_start(tiny_bert, tiny_params, clf_init):
         assert 0.015 < table.std() < 0.025
 
 
+def test_rows_begin_as_cosines_where_the_encoders_vectors_have_no_unit_length(tiny_bert, tiny_params):
+    params = tiny_params(**{"encoder.kind": "transformer", "encoder.trainable_layers": -1})
+    model = make_model(tiny_bert, params)
+    x_LW = 5 * torch.randn(NUM_LABELS, 32, generator=torch.Generator().manual_seed(1))
+    model.start_table(x_LW)
+    own_L = (model.eval().clf(x_LW) * model.table.weight).sum(1)
+    torch.testing.assert_close(own_L, torch.ones(NUM_LABELS))
+
+
 def test_the_classifiers_head_keeps_angles_at_the_start(tiny_bert, tiny_params):
     model = make_model(tiny_bert, tiny_params(**{"model.dim": 32}))
     weight = model.head_clf[0].weight.detach()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unidec import cli
-from unidec.config import Params, with_settings
+from unidec.config import Params, load_params, with_settings
 from unidec.data.dataset import write_dataset
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ArtifactError, ConfigError
@@ -331,7 +331,7 @@ def run_cli(monkeypatch, capsys):
 def papers(tmp_path, monkeypatch):
     """A folder with the papers' setting, and no data."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu\nmodel: {dim: 256}\npool: {batch_size: 1098}\n")
+    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu\nmodel: {dim: 256}\n")
 
 
 def test_the_training_here_fits(ingested):
@@ -420,6 +420,14 @@ def test_the_papers_setting():
     assert found.step == "1,098 queries, 3,000 labels, bf16"
     assert 4 * GIB < found.state_bytes < 6 * GIB
     assert not found.shortages and plan_of(paper_params(), free=roomy(24)).shortages
+
+
+@pytest.mark.parametrize(("recipe", "tokens"), [("unidec-gpu", 32), ("unidec-gpu-long", 128)])
+def test_the_shipped_recipes_fit_the_papers_card(recipe, tokens):
+    """LF-Amazon(Titles)-131K: the recipe sets run.recompute where it is needed."""
+    params = load_params(None, {"recipe": recipe})
+    found = plan_of(params, Sizes.given(131_073, 294_805, tokens), roomy(44.7))
+    assert not found.shortages
 
 
 @pytest.mark.parametrize("device", [0.1, 3, 5, 8, 12, 16])

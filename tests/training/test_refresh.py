@@ -39,9 +39,9 @@ def refresh(params, epoch, query_vectors=lambda: unit_vectors(len(ROWS)), label_
 )
 def test_clusters_double_at_each_refresh_up_to_a_batch(start, expected):
     pool = Pool(cluster_start=start, batch_size=512, refresh=5)
-    assert [cluster_size(pool, epoch) for epoch in range(0, 30, 5)] == expected
-    assert cluster_size(pool, 4) == expected[0], "within a round it stays"
-    assert cluster_size(pool, 10**9) == 512
+    assert [cluster_size(pool, epoch, 10_000) for epoch in range(0, 30, 5)] == expected
+    assert cluster_size(pool, 4, 10_000) == expected[0], "within a round it stays"
+    assert cluster_size(pool, 10**9, 10_000) == 512
 
 
 @pytest.mark.parametrize("start", [0, 1, 3, 12])
@@ -50,7 +50,7 @@ def test_batches_of_a_round_hold_every_query_once_whatever_the_size_of_clusters(
     batch, count = params.pool.batch_size, num_clusters(len(ROWS), params.pool.batch_size)
     for epoch in range(0, 10, params.pool.refresh):
         made, report = refresh(params, epoch)
-        size = cluster_size(params.pool, epoch)
+        size = cluster_size(params.pool, epoch, len(ROWS))
         assert np.diff(made.offsets).max() <= size
         assert report.get("cluster_size", 1) == size
         made.save(tmp_path / f"{start}-{epoch}", epoch)

@@ -128,11 +128,13 @@ class UniDEC(nn.Module):
 
     @torch.no_grad()
     def start_table(self, label_input: Tensor | Callable[[int, int], Tensor] | None = None) -> None:
-        """Psi's start: unit label embeddings through the classifier's own head, Xavier, or N(0, 0.02) (Renee).
+        """Psi's start: label embeddings through the classifier's own head, Xavier, or N(0, 0.02) (Renee).
 
-        A residual classifier's free vectors start at 0. Block by block, so that no second table is in memory. Random
-        rows are drawn for all labels from the default generator of the model's device: the same wherever the table
-        lives and whatever part of it is held here.
+        Embeddings have unit length; where the encoder's own vectors have not (a transformer that trains alone), the
+        inverse of their length, so that scores begin as cosines: unit rows would give logits of several tens, and a
+        softmax without a gradient. A residual classifier's free vectors start at 0. Block by block, so that no second
+        table is in memory. Random rows are drawn for all labels from the default generator of the model's device: the
+        same wherever the table lives and whatever part of it is held here.
 
         Args:
             label_input: only read for "label_embedding": encoder outputs [L, W] of all label texts, or what gives
@@ -149,6 +151,8 @@ class UniDEC(nn.Module):
                 assert label_input is not None
                 x_BW = label_input(start, end) if callable(label_input) else label_input[start:end]
                 rows_BD = self._text_rows(x_BW)
+                if not self.encoder.unit_vectors:
+                    rows_BD = rows_BD / self.head_clf[0](x_BW).norm(dim=-1, keepdim=True).clamp_min(1.0)
             else:
                 rows_BD = self._random_rows(end - start)
             begin, until = max(start, first), min(end, last)

@@ -33,7 +33,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.start import effective
 from unidec.training.optim import bytes_per_row
 from unidec.training.precision import autocast_type, choose_device
-from unidec.training.sampler import draws_pools, encoded_labels, head_labels
+from unidec.training.sampler import draws_pools, encoded_labels, head_labels, queries_a_batch
 
 Place = Literal["device", "host", "disk"]
 Phase = Literal["always", "step", "refresh", "index"]
@@ -224,7 +224,7 @@ class Formulas:
         self.row_bytes = bytes_per_row(model.clf_dtype, params.optim.clf_state, model.dim)
         self.rows = sizes.num_train + math.ceil(params.label_graph.share * sizes.num_labels) * pool.gandalf
         # the largest step
-        self.queries = min(pool.batch_size, self.rows)
+        self.queries = min(queries_a_batch(pool, self.rows), self.rows)
         mines = pool.eta > 0 and draws_pools(model, pool)
         self.shortlist = INT32 * (sizes.num_queries + sizes.num_labels * pool.gandalf) * pool.eta * pool.refresh * mines
         positives = pool.beta if pool.gandalf else min(pool.beta, sizes.num_pairs / sizes.num_queries)

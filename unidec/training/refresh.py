@@ -27,7 +27,14 @@ from unidec.progress import progress
 from unidec.sections import Pool
 from unidec.training.clustering import balanced_clusters
 from unidec.training.distributed import ALONE, Ranks
-from unidec.training.sampler import PoolSampler, clustered_batches, draws_pools, num_clusters, random_batches
+from unidec.training.sampler import (
+    PoolSampler,
+    clustered_batches,
+    draws_pools,
+    num_clusters,
+    queries_a_batch,
+    random_batches,
+)
 
 KIND, VERSION = "refresh", 1
 BLOCK = 512  # queries compared with all labels at a time
@@ -86,15 +93,16 @@ class Refresh:
         return cls(**present, sha256=file_sha256(path / MANIFEST))
 
 
-def cluster_size(pool: Pool, epoch: int) -> int:
-    """Largest number of queries in a cluster of the round that begins after `epoch` epochs.
+def cluster_size(pool: Pool, epoch: int, num_rows: int) -> int:
+    """Largest number of queries in a cluster of the round that begins after `epoch` epochs, of `num_rows` in all.
 
     A batch's, or NGAME's curriculum: it starts at `pool.cluster_start` and doubles at each refresh up to a batch's.
     """
+    batch = queries_a_batch(pool, num_rows)
     if pool.cluster_start == 0:
-        return pool.batch_size
-    doublings = min(epoch // pool.refresh, pool.batch_size.bit_length())
-    return min(pool.cluster_start << doublings, pool.batch_size)
+        return batch
+    doublings = min(epoch // pool.refresh, batch.bit_length())
+    return min(pool.cluster_start << doublings, batch)
 
 
 # the first half of a refresh; float32 [n, D] of the training queries, None where nothing compares them; figures
@@ -111,7 +119,8 @@ def make_clusters(
 ) -> Clusters:
     """Cluster the training queries, rows int64 [n], after `epoch` epochs; all ranks call this. `query_vectors` gives
     float32 [n, D] of them, and is called only where clusters or negatives need them."""
-    begin, size, refresh, query_ND = time.perf_counter(), cluster_size(settings.pool, epoch), Refresh(), None
+    begin, refresh, query_ND = time.perf_counter(), Refresh(), None
+    size = cluster_size(settings.pool, epoch, len(rows))
     report: dict[str, Any] = {}
     clustered = settings.pool.batches == "clustered"
     if (clustered and size > 1) or (settings.pool.eta > 0 and draws_pools(settings.model, settings.pool)):

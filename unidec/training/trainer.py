@@ -42,7 +42,7 @@ from unidec.training.objective import Objective
 from unidec.training.optim import Optimisers
 from unidec.training.precision import autocast_type, choose_device, random_state, restore_random_state
 from unidec.training.refresh import Clusters, Refresh, make_clusters, make_refresh
-from unidec.training.sampler import num_clusters
+from unidec.training.sampler import num_clusters, queries_a_batch
 from unidec.training.start import Start, start_bag, take_model, take_rows
 from unidec.training.stop import stop_signals
 
@@ -69,6 +69,7 @@ class Trainer:
 
     Attributes:
         epoch: finished epochs; epoch_step: finished steps of the next one; step: finished steps in all.
+        batch_size: queries of the largest batch.
         notes: what a checkpoint keeps for the caller (JSON: the tracker's run id).
 
     Raises:
@@ -115,10 +116,10 @@ class Trainer:
             self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp)
         self.batches.build = self.build
         self.model.label_input = self._encode_labels if settings.model.clf_residual else None
-        batch_size = settings.pool.batch_size
-        self.steps_per_epoch = math.ceil(len(self.rows) / batch_size)
+        self.batch_size = queries_a_batch(settings.pool, len(self.rows))
+        self.steps_per_epoch = math.ceil(len(self.rows) / self.batch_size)
         if settings.pool.batches == "clustered":
-            self.steps_per_epoch = num_clusters(len(self.rows), batch_size)
+            self.steps_per_epoch = num_clusters(len(self.rows), self.batch_size)
         self.optimisers = Optimisers(self.model, settings.optim, self.steps_per_epoch, seed=settings.seed)
         self.writer = CheckpointWriter(run_dir, ranks)
         self.epoch = self.epoch_step = self.step = 0
@@ -330,7 +331,7 @@ class Trainer:
         """Steps up to an epoch's end, from wherever the run is; after each the counters, then the figures to log."""
         while self.epoch < until:
             # from the seed and the epoch alone: a resumed run cuts the same batches and leaves out those it has done
-            batches = self.made.batches(self.rows, self.settings.pool.batch_size, self.settings.seed, self.epoch)
+            batches = self.made.batches(self.rows, self.batch_size, self.settings.seed, self.epoch)
             for prepared in self.batches.ahead(batches, self.epoch, self.epoch_step, self.made.negatives):
                 logs = self.train_step(prepared)
                 self.step += 1
