@@ -51,6 +51,8 @@ endif
 	@# compiled here, on every core, since containers often forbid Python to do it later: start-up takes three times as long
 	@# without bytecode. Not what is never imported: it would take twice the time
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib/python3*/site-packages unidec flows || true
+	@# databases of Prefect and MLflow, where they are files here: else the first run makes them, in ten seconds
+	@{ $(BIN)/prefect server database upgrade -y && $(BIN)/python -c 'from unidec.tracking.store import prepare_store; prepare_store()'; } >/dev/null 2>&1 || true
 	@mkdir -p .dvcstore
 	@# .dvc/ is committed; a tree that was downloaded without git needs only to be told so
 	@git rev-parse --git-dir >/dev/null 2>&1 || $(BIN)/dvc config --local core.no_scm true

@@ -25,6 +25,7 @@ from flows import lifecycle
 from unidec import pipeline
 from unidec.config import Params
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError, without_credentials
+from unidec.pipeline import paths
 from unidec.sections import Source
 
 MODEL_STAGES = ("train", "index", "evaluate")
@@ -45,10 +46,11 @@ class CommandError(RuntimeError):
 
 
 def make_data(stages: Sequence[str]) -> None:
-    """`reproduce` of the data stages; what the model's stages import takes seconds, and is imported meanwhile."""
-    with ThreadPoolExecutor(1) as imports:
-        imports.submit(pipeline.import_training)
-        reproduce(stages, log.info)
+    """`reproduce` of the data stages; what the model's stages import takes seconds, and is imported beside."""
+    imports = ThreadPoolExecutor(1)
+    imports.submit(pipeline.import_training)
+    imports.shutdown(wait=False)
+    reproduce(stages, log.info)
 
 
 def check_repository() -> None:
@@ -82,13 +84,15 @@ def reproduce(stages: Sequence[str], say: Say) -> None:
 
 
 def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
-    """What is out of date, by one `dvc status`.
+    """What is out of date, by one `dvc status`; all, where there is no data set yet.
 
     Returns:
         whether one of the data stages must be reproduced; and of the model's stages, which follow one another, the
         first that changed and all after it (to be asked for again once the data stages are reproduced).
     """
     check_repository()
+    if data_stages and not paths.DATASET.is_dir():
+        return True, []
     code, output = run(["status", "--json", *data_stages, *MODEL_STAGES])
     lines = [line for line in output.splitlines() if line.startswith("{")]
     if code or not lines:

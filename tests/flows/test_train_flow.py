@@ -492,8 +492,12 @@ def test_dvc_says_what_is_stale_and_records_what_was_made(dvc_project, place):
 
 
 def test_one_call_of_dvc_reports_data_and_model(dvc_project, place, monkeypatch):
+    run, calls = dvc_project.run, []
+    monkeypatch.setattr(dvc_project, "run", lambda words, *_: (calls.append(words), (0, "{}"))[1])
+    assert dvc_project.stale(("validate",)) == (True, []) and not calls, "no data set yet"
+    (place / "data/dataset").mkdir(parents=True)
+    monkeypatch.setattr(dvc_project, "run", run)
     assert dvc_project.stale(("validate",))[0]
-    calls = []
     monkeypatch.setattr(dvc_project, "run", lambda words, *_: (calls.append(words), (0, "{}"))[1])
     assert dvc_project.stale(("validate",)) == (False, [])
     assert calls == [["status", "--json", "validate", "train", "index", "evaluate"]]

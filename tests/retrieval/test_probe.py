@@ -59,6 +59,19 @@ def test_one_that_cannot_be_served_says_why(bundle, tmp_path, monkeypatch):
         probe_bundle(bundle, ["x"], 5, timeout=30)
 
 
+def test_its_threads_do_not_spin(tmp_path, monkeypatch):
+    """Votes solve small systems, for which BLAS would wake threads: while they wait they use a processor, and the gate
+    compares processor time."""
+    shows = tmp_path / "python"
+    shows.write_text('#!/bin/sh\necho "$OPENBLAS_NUM_THREADS $OMP_WAIT_POLICY" >&2\nexit 1\n')
+    shows.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(shows))
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    with pytest.raises(ArtifactError, match="1 PASSIVE"):
+        probe_bundle(tmp_path, ["x"], 5, timeout=30)
+
+
 def test_nothing_heavy_is_imported_for_training(bundle):
     """The memory of a probe is that of serving: it must not import what only training or tracking needs."""
     job = {"bundle": str(bundle), "texts": ["red"], "k": 1, "began": time.time(), "runtime": "torch", "threads": 0}

@@ -98,8 +98,10 @@ def probe_bundle(
         "runtime": runtime, "threads": threads, "max_bytes": max_bytes, "parent": os.getpid(),
     }  # fmt: skip
     fix = f"look at it with: unidec predict --bundle {bundle} TEXT"
-    # Arrow's own pool reserves a gigabyte at once, which `max_bytes` would count
-    environment = os.environ | ({"ARROW_DEFAULT_MEMORY_POOL": "system"} if max_bytes else {})
+    # as the server has it: threads that wait in a loop would count as work
+    environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+    if max_bytes:  # Arrow's own pool reserves a gigabyte at once, which would count
+        environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     try:
         done = subprocess.run(
             [sys.executable, "-m", "unidec.retrieval.probe"], input=json.dumps(job), capture_output=True, text=True,
