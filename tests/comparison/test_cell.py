@@ -126,7 +126,7 @@ def test_figures_are_those_of_the_predictions(project: SimpleNamespace, name: st
         recall += truth[i, found[:10]].sum() / max(truth[i].sum(), 1)
     assert made["metrics"]["P@1"] == pytest.approx(100 * first / 40)
     assert made["metrics"]["R@10"] == pytest.approx(100 * recall / 40)
-    assert made["dataset"]["test"] == 40 and made["lineage"]["threads"] >= "1"
+    assert made["dataset"]["test queries"] == 40 and made["lineage"]["threads"] >= "1"
     assert ("P@1" in made["validation"]) == (name != "kNN")
 
 

@@ -18,7 +18,7 @@ import pytest
 import scipy.sparse as sp
 
 from unidec.comparison.peers import PEERS, running
-from unidec.comparison.peers.running import requirements, run_peer, start_command, write_task
+from unidec.comparison.peers.running import features, requirements, run_peer, start_command, write_task
 from unidec.errors import ArtifactError, DataError, TrainingError
 
 SETTINGS = {
@@ -84,7 +84,9 @@ def test_tf_idf_scores_equal_loops(tiny_dataset, folder, name):
 
 
 def test_what_a_peer_is_given(tiny_dataset, folder):
-    assert write_task(tiny_dataset, "title", folder / "task") == 40
+    texts, matrices, width = features(tiny_dataset, "title")
+    write_task(texts, matrices, folder / "task")
+    assert width == 40
     train = json.loads((folder / "task" / "train.json").read_text())
     rows = tiny_dataset.rows("train")
     assert train == list(tiny_dataset.query_texts(rows))

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from unidec.comparison.file import flat
-from unidec.comparison.plan import slug
+from unidec.comparison.plan import flat, slug
 from unidec.comparison.workspace import Comparison, load_comparison, select
 from unidec.config import Params, load_params, nested, recipe_names
 from unidec.errors import ConfigError

@@ -23,7 +23,7 @@ from unidec.data.raw import RawData
 from unidec.errors import ArtifactError, ConfigError, DataError
 from unidec.pipeline import paths, training
 from unidec.pipeline.drift_check import _answers
-from unidec.pipeline.profile import KEY, read_profile
+from unidec.pipeline.indexing import PROFILE_KEY, read_profile
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import read_info
 from unidec.tracking.registry import register
@@ -122,7 +122,7 @@ def test_a_profile_of_another_version_is_none(work: SimpleNamespace, tmp_path: P
     shutil.copytree(paths.BUNDLE, tmp_path / "bundle")
     about = json.loads((tmp_path / "bundle" / "bundle.json").read_text())
     for value in ({"version": 2}, "no", None):
-        about["card"][KEY] = value
+        about["card"][PROFILE_KEY] = value
         (tmp_path / "bundle" / "bundle.json").write_text(json.dumps(about))
         assert read_profile(tmp_path / "bundle") is None
     with pytest.raises(ArtifactError, match="without a profile"):

@@ -73,7 +73,7 @@ def test_the_command(rng, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     asked = Bundle.load("bundle").encode(["red car", "old house", "a boat"])
     query_BD = Bundle.load("bundle").searched(asked.de_BD, asked.clf_BD)
-    monkeypatch.setattr("unidec.pipeline.index_tune._queries", lambda bundle, num: (query_BD, "3 queries"))
+    monkeypatch.setattr("unidec.pipeline.indexing._queries", lambda bundle, num: (query_BD, "3 queries"))
 
     def run(*words: str) -> int:
         monkeypatch.setattr("sys.argv", ["unidec", "index", "tune", "--bundle", "bundle", *words])

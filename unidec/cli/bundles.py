@@ -158,7 +158,7 @@ def tune(
 ) -> Shown:
     """Measure kinds of index on a bundle: recall against exact search, time of one query, memory, time to build; the
     fastest that finds enough is chosen. Exit code 1: none does."""
-    from unidec.pipeline.index_tune import index_tune
+    from unidec.pipeline.indexing import index_tune
 
     named = [name.strip() for name in kinds.split(",") if name.strip()]
     found = index_tune(bundle_folder(bundle), recall, k, queries, named, out, threads)

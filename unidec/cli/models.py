@@ -61,9 +61,9 @@ def promote(
 @command(models_app, '--reason "answers to short queries are odd"')
 def rollback(params: Params, reason: Reason = "") -> dict[str, Any]:
     """Swap champion and previous; the version that is left is refused until somebody forces it."""
-    from unidec import pipeline
+    from unidec.tracking import promotion
 
-    return pipeline.rollback(params, reason=reason)
+    return promotion.rollback(params.tracking.model_name, reason=reason)
 
 
 @command(models_app, "", "models:/unidec/7 --json", "bundle:3f2a91c0", "--data 6c82de6d")

@@ -2,6 +2,8 @@
 
 The folder is the working folder and holds cell.json. Killed or stopped, the same command continues: training from its
 checkpoint, everything else from its beginning. result.json comes last; what went wrong is in failure.json.
+
+Legend: n test queries, K labels a query.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -19,14 +22,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unidec.comparison.workspace import FAILURE, LOG, MODEL, RESULT, SPEC, Step
-from unidec.config import Params
-from unidec.data.storage import MANIFEST, write_json
+import numpy as np
+
+from unidec.comparison.peers import PEERS
+from unidec.comparison.peers.running import K, last_lines, run_peer
+from unidec.comparison.workspace import FAILURE, LOG, MODEL, PREDICTIONS, RESULT, SPEC, Step
+from unidec.config import Params, flatten
+from unidec.data.storage import MANIFEST, read_json_lines, write_json
 from unidec.errors import Stopped, TrainingError, UnidecError
+from unidec.machine import host_peak
+from unidec.pipeline import paths
 
 PARENT = "UNIDEC_COMPARE_PARENT"  # environment variable: the process that must be alive
 COMMAND = (sys.executable, "-m", "unidec.comparison.cell")
 POLL_S, GRACE_S = 0.1, 120.0  # the latter for the checkpoint of a child that is stopped
+TIMED_QUERIES, TIMED_K = 512, 10  # queries whose prediction is timed
 
 
 def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Event) -> None:
@@ -35,8 +45,6 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
     Raises:
         TrainingError: with the reason, which is in failure.json, too.
     """
-    from unidec.comparison.peers.running import last_lines
-
     variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     if stopping.is_set():
         raise TrainingError("the comparison is being stopped", where=step.name)
@@ -111,7 +119,10 @@ def _make(step: Step) -> None:
     if spec["kind"] == "data":
         _prepare_data(params, spec["train"], spec["test"])
     else:
+        from unidec.pipeline.evaluation import data_card
+
         result |= _peer(spec["peer"], params) if spec["kind"] == "peer" else _recipe(spec, params)
+        result["dataset"], result["lineage"] = data_card(params), _lineage() | result.get("lineage", {})
         # an attempt that was cut off before left the seconds of its training only
         recorded = sum(line["seconds"] + line.get("refresh", {}).get("refresh_seconds", 0) for line in result["curve"])
         result["costs"]["total_seconds"] = max(time.time() - begin, recorded)
@@ -127,7 +138,6 @@ def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
     from unidec.data.dataset import write_dataset
     from unidec.data.formats import read_section
     from unidec.data.raw import make_slice
-    from unidec.pipeline import paths
 
     if train or test:
         data, everything = params.data, 2**62
@@ -140,40 +150,103 @@ def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
 
 
 def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
-    """Train (or take another cell's model), index, evaluate, measure."""
-    from unidec import pipeline
-    from unidec.comparison import measure
-    from unidec.machine import host_peak
-    from unidec.pipeline import paths
-    from unidec.pipeline.runs import list_runs
+    """Train (or take another cell's model), index, evaluate; metrics, costs and curve of the bundle in outputs/."""
+    import pyarrow.parquet as pq
 
-    run_dir, costs = None, {}
+    from unidec import pipeline
+    from unidec.pipeline.runs import list_runs
+    from unidec.retrieval.bundle import Bundle
+    from unidec.tracking.run import tracking_state
+
+    costs: dict[str, float] = {}
+    curve, run_id = [], None
     if spec["kind"] == "recipe":
         if params.pool.gandalf and not (paths.LABEL_GRAPH / MANIFEST).is_file():
             pipeline.label_graph(params)
         # by other code the run would get another name: where that is accepted, the one that was begun is resumed
         resume = "" if spec["accept_code"] and any(run.unfinished for run in list_runs()) else None
         state = pipeline.train(params, resume, ("code",) if resume is not None else ())
-        run_dir, costs = Path(state["run_dir"]), {"peak_memory_bytes": float(host_peak())}
+        run_dir = Path(state["run_dir"])
+        curve, run_id = read_json_lines(run_dir / "rounds.jsonl"), tracking_state(run_dir).get("run_id")
+        costs = {
+            "peak_memory_bytes": float(host_peak()), "train_seconds": sum(line["train_seconds"] for line in curve),
+            "refresh_seconds": sum(line.get("refresh", {}).get("refresh_seconds", 0.0) for line in curve),
+        }  # fmt: skip
     pipeline.index(params)
     pipeline.evaluate(params)
-    return measure.of_recipe(params, costs, run_dir)
+    metrics = json.loads(paths.METRICS.read_text(encoding="utf-8"))
+    lists = pq.read_table(paths.PREDICTIONS, columns=["labels"])["labels"].to_pylist()
+    labels = np.full((len(lists), K), -1, dtype=np.int32)  # [n, K], -1 behind the last
+    for row, found in enumerate(lists):
+        labels[row, : len(found)] = found
+    np.save(PREDICTIONS, labels, allow_pickle=False)
+    bundle = Bundle.load(paths.BUNDLE, verify=False)
+    heads = [head for head in (bundle.model.head_de, bundle.model.head_clf) if head is not None]
+    weights = [parameter for part in (bundle.model.encoder, *heads) for parameter in part.parameters()]
+    classifier = [bundle.vectors[name].size for name in ("clf", "bias") if name in bundle.vectors]
+    costs |= {
+        "search_ms": _search_ms(bundle, params),
+        "parameters": float(sum(weight.numel() for weight in weights) + sum(classifier)),
+        "bundle_bytes": float(sum(file.stat().st_size for file in paths.BUNDLE.rglob("*") if file.is_file())),
+    }
+    return {
+        "metrics": metrics["test"], "validation": metrics.get("validation", {}), "costs": costs, "curve": curve,
+        "params": flatten(params), "mlflow_run": run_id,
+    }  # fmt: skip
+
+
+def _search_ms(bundle: Any, params: Params) -> float:
+    """Milliseconds a test query, from its text to its labels."""
+    dataset = paths.open_dataset()
+    texts = dataset.query_texts(dataset.rows("test")[:TIMED_QUERIES], params.tokens.text)
+    bundle.predict_arrays(texts[:8], k=TIMED_K)  # what is loaded at the first call is no search time
+    begin = time.perf_counter()
+    bundle.predict_arrays(texts, k=TIMED_K)
+    return 1000 * (time.perf_counter() - begin) / max(len(texts), 1)
 
 
 def _peer(name: str, params: Params) -> dict[str, Any]:
-    from unidec.comparison import measure
-    from unidec.comparison.peers import PEERS
-    from unidec.comparison.peers.running import run_peer
+    """Run a peer; filtered pairs are removed, what is left is measured as our labels are, and becomes an MLflow run."""
+    from unidec.evaluation.metrics import evaluate, filtered_truth, remove_filtered
     from unidec.model.sources import resolve_encoder
-    from unidec.pipeline import paths
+    from unidec.tracking.run import Tracker
 
-    settings = {
+    dataset, propensity = paths.open_dataset(), paths.open_propensity()
+    labels, facts = run_peer(name, dataset, {
         "text": params.tokens.text, "max_length": params.tokens.max_length, "pooling": params.encoder.pooling,
         "encoder": str(resolve_encoder(params.encoder.name)) if PEERS[name].script == "sentence.py" else "",
         "epochs": params.optim.epochs, "batch_size": params.pool.batch_size, "seed": params.seed,
         "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
+    })  # fmt: skip
+    rows = dataset.rows("test")
+    filters = dataset.filter_pairs[rows]
+    truth, labels = filtered_truth(dataset.relevance[rows], filters), remove_filtered(labels, filters, K)
+    np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
+    metrics, version = evaluate(labels, truth, propensity.inverse_L, propensity.group_L), facts.pop("version")
+    costs = {"peak_memory_bytes": float(host_peak()), **facts}
+    tracker = Tracker(params.tracking.experiment)
+    about = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET)}
+    tracker.start("runs/peer", {"peer": name, "seed": params.seed}, {}, about)
+    figures = {f"test/{metric}": value for metric, value in metrics.items()}
+    tracker.log_final(figures | {f"cost/{cost}": value for cost, value in costs.items()})
+    tracker.finish("FINISHED")
+    return {"metrics": metrics, "validation": {}, "costs": costs, "curve": [], "mlflow_run": tracker.run_id,
+            "lineage": {name: version}}  # fmt: skip
+
+
+def _lineage() -> dict[str, str]:
+    """What the figures were measured with and on: versions, commit, machine; no names."""
+    import torch
+
+    from unidec.tracking.provenance import COMMIT_TAG, DIRTY_TAG, code_tags
+
+    tags, names = code_tags(), {COMMIT_TAG: "commit", DIRTY_TAG: "edited", "unidec.version": "unidec"}
+    found = {short: tags[name] for name, short in names.items() if name in tags}
+    found |= {
+        "system": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()), "python": platform.python_version(), "torch": torch.__version__,
     }  # fmt: skip
-    return measure.of_peer(params, name, *run_peer(name, paths.open_dataset(), settings))
+    return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
 def _remove(paths: Iterable[Path]) -> None:

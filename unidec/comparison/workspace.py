@@ -22,8 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from unidec.comparison.file import ComparisonFile, flat, read_file
-from unidec.comparison.plan import START, Job, Planner, slug
+from unidec.comparison.plan import START, ComparisonFile, Job, Planner, flat, read_file, slug
 from unidec.config import Params, fingerprint, nearest
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
@@ -135,12 +134,11 @@ def select(comparison: Comparison, only: Sequence[str]) -> list[Step]:
 
 
 def _matches(job: Job, pattern: str) -> bool:
-    parts = pattern.split("/")
-    names = [job.cell] if len(parts) == 1 else [job.data, job.cell, str(job.seed)][: len(parts)]
-    return len(parts) == len(names) and all(
-        fnmatch.fnmatchcase(name, part) or fnmatch.fnmatchcase(slug(name), part)
-        for name, part in zip(names, parts, strict=True)
-    )
+    names = (job.data, job.cell, str(job.seed))
+    for data, cell, seed in (names, tuple(map(slug, names))):
+        if any(fnmatch.fnmatchcase(name, pattern) for name in (cell, f"{data}/{cell}", f"{data}/{cell}/{seed}")):
+            return True
+    return False
 
 
 def listing(comparison: Comparison, only: Sequence[str]) -> list[list[str]]:

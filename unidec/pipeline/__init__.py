@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from unidec.pipeline.data import fetch, ingest, label_graph, propensity, tokens, validate
     from unidec.pipeline.drift_check import data_change, drift, monitor
     from unidec.pipeline.evaluation import evaluate
-    from unidec.pipeline.gating import gate, needs_gate, promote, rollback
+    from unidec.pipeline.gating import gate, needs_gate, promote
     from unidec.pipeline.indexing import index
     from unidec.pipeline.labels import refresh_labels
     from unidec.pipeline.registration import register
@@ -24,7 +24,7 @@ _MODULES = {
     "drift_check": "data_change drift monitor",
     "data": "fetch ingest label_graph propensity tokens validate",
     "evaluation": "evaluate",
-    "gating": "gate needs_gate promote rollback",
+    "gating": "gate needs_gate promote",
     "indexing": "index",
     "labels": "refresh_labels",
     "registration": "register",

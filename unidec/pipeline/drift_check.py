@@ -26,7 +26,7 @@ from unidec.evaluation.metrics import by_query
 from unidec.evaluation.page import Table, render
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
-from unidec.pipeline.profile import read_profile
+from unidec.pipeline.indexing import read_profile
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import read_info, read_labels
 from unidec.retrieval.text_file import Window, read_window

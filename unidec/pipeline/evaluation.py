@@ -76,7 +76,7 @@ def evaluate(params: Params) -> dict[str, Any]:
         dataset=f"{dataset.name}, {text}",
         model=f"{params.encoder.kind} encoder ({params.encoder.name})",
         index={"kind": bundle.info.index_kind, "space": bundle.info.space, **result["index"]},
-        card=_card(params, dataset), params=flatten(params), lineage=_lineage(bundle, dataset, tracker.run_id),
+        card=data_card(params), params=flatten(params), lineage=_lineage(bundle, dataset, tracker.run_id),
         history=history, rounds=rounds, bins=result["frequency_bins"], metrics=_metrics(result, bundle.model.heads),
         baselines={BASELINES[name]: headline(dict(own)) for name, own in tfidf.metrics.items()},
         baseline_note=tfidf.about, comparison=compared, verdict=baselines.verdict(compared),
@@ -174,9 +174,10 @@ def _metrics(result: dict[str, Any], heads: str) -> dict[str, dict[str, float]]:
     return shown | {name: result[name] for name in ("de", "clf", "knn") if name in result}
 
 
-def _card(params: Params, dataset: XMCDataset) -> dict[str, Any]:
-    """Facts about the data set."""
-    meta, propensity = dataset.manifest["meta"], paths.open_propensity()
+def data_card(params: Params) -> dict[str, Any]:
+    """Facts about the data set, for people."""
+    dataset, propensity = paths.open_dataset(), paths.open_propensity()
+    meta = dataset.manifest["meta"]
     groups = np.bincount(propensity.group_L, minlength=len(GROUPS))
     return {
         "name": dataset.name, "text": params.tokens.text, "tokens a text, at most": params.tokens.max_length,

@@ -130,11 +130,6 @@ def promote(
     return promotion.promote(params.tracking.model_name, version, allow_dirty=dirty, force=force, reason=reason)
 
 
-def rollback(params: Params, *, reason: str = "") -> dict[str, Any]:
-    """The previous champion answers again: `unidec.tracking.promotion.rollback`."""
-    return promotion.rollback(params.tracking.model_name, reason=reason)
-
-
 def _question(params: Params, challenger: ModelVersion, champion: ModelVersion | None) -> str:
     """What a verdict depends on beside the model, as a hash."""
     facts = {

@@ -1,17 +1,40 @@
-"""Stage `index`: label vectors, the blend of the scores, the search index -> outputs/bundle."""
+"""Stage `index`: label vectors, the blend of the scores, the search index, the training profile -> outputs/bundle; and
+`unidec index tune`: the quickest index that finds enough, measured on a bundle's labels and on real queries."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from unidec.config import OPERATIONS, Params
+from unidec.data.dataset import Text
+from unidec.data.profile import VERSION, profile_dataset
+from unidec.data.storage import MANIFEST
+from unidec.errors import ConfigError
+from unidec.evaluation.drift import served_facts
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
-from unidec.pipeline.profile import KEY, training_profile
-from unidec.pipeline.ranking import Ranking, fused, headline, training_neighbours, tuned_blend
-from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
-from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.scoring_space import LabelRows
+from unidec.pipeline.ranking import Blend, Ranking, fused, headline, training_neighbours, tuned_blend
+from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.bundle_folder import (
+    BundleLabels,
+    Facts,
+    KnnInfo,
+    Scoring,
+    read_info,
+    write_bundle,
+    write_with_index,
+)
+from unidec.retrieval.fusion import FEWEST_CANDIDATES
+from unidec.retrieval.index import KINDS, Kind, LabelIndex
+from unidec.retrieval.index_tune import default_kinds, tune
+from unidec.retrieval.neighbours import Candidates, Neighbours, candidate_keys
+from unidec.retrieval.scoring_space import LabelRows, pair_scores
 from unidec.training.precision import choose_device
 
 OPTION_KEYS = {
@@ -19,6 +42,8 @@ OPTION_KEYS = {
     "probes": "ivf_probes", "code_dims": "pq_dims", "rescore": "rescore",
 }  # fmt: skip
 """Fields of `IndexOptions`, and their keys in the section `index`."""
+PROFILE_KEY = "profile"
+"""Of the training profile in the card of bundle.json."""
 
 
 def index(params: Params) -> dict[str, Any]:
@@ -39,7 +64,7 @@ def index(params: Params) -> dict[str, Any]:
     rows = LabelRows(vectors, settings.space, settings.clf_normalize)
     options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
     label_index = LabelIndex.build(rows, settings.kind, show=True, **options)
-    card = {KEY: training_profile(params, model, ranking, label_index, blend, neighbours)}
+    card = {PROFILE_KEY: training_profile(params, model, ranking, label_index, blend, neighbours)}
     knn = None
     if neighbours is not None and (blend.knn_weight or blend.fusion):
         head: Literal["de", "clf"] = "de" if "de" in vectors else "clf"
@@ -58,3 +83,102 @@ def index(params: Params) -> dict[str, Any]:
         "bundle": str(paths.BUNDLE), "labels": dataset.num_labels, "clf_weight": blend.clf_weight,
         "knn_weight": blend.knn_weight, "fusion": blend.fusion is not None, "validation": metrics,
     }  # fmt: skip
+
+
+# -- the training profile: what its data looked like, and what it answered held-out queries ----------------------------
+
+
+def training_profile(
+    params: Params, model: UniDEC, ranking: Ranking, index: LabelIndex, blend: Blend, neighbours: Neighbours | None
+) -> dict[str, Any]:
+    """`profile_dataset` of the data set; "served": vectors in the searched space and the best label's score, as
+    `Bundle.rank` gives it, nothing excluded, of the validation queries (None without any).
+
+    Args:
+        ranking: of the validation split. index, blend, neighbours: as the bundle serves them.
+    """
+    settings = params.index
+    profile = profile_dataset(ranking.dataset, model.tokenizer_folder, model.max_length, params.tokens.text)
+    space, normalize = settings.space, settings.clf_normalize
+    query, scores = ranking.queries(space, blend.clf_weight, normalize), np.zeros((0, 1), dtype=np.float32)
+    if not len(query):
+        pass
+    elif blend.fusion is not None and blend.reader is not None:
+        words, none = ranking.words(neighbours), np.zeros(0, dtype=np.int64)
+        assert ranking.query_de is not None and ranking.query_clf is not None and words is not None
+        found = index.candidates(query, FEWEST_CANDIDATES)[1]
+        evidence = blend.reader.read(ranking.query_de, ranking.query_clf, words, found, none)
+        scores = blend.reader.rank(blend.fusion, evidence, 1).scores
+    else:
+        scores, rows = index.search(query, 1)
+        if neighbours is not None and blend.knn_weight:
+            votes = ranking.votes(neighbours, settings.knn_neighbours)
+            candidates = Candidates.of(
+                candidate_keys(rows, votes.key_N, votes.shape[1]),
+                votes,
+                lambda query_P, label_P: pair_scores(query, query_P, label_P, ranking.vectors, space, normalize),
+            )
+            scores = candidates.top(blend.knn_weight, 1).scores
+    return profile | {"served": served_facts(query, scores[:, 0])}
+
+
+def read_profile(bundle: Path) -> dict[str, Any] | None:
+    """The profile in a bundle; None in one of before there were any, or of a version that this code does not know."""
+    profile = read_info(bundle).card.get(PROFILE_KEY)
+    return profile if isinstance(profile, dict) and profile.get("version") == VERSION else None
+
+
+# -- unidec index tune -------------------------------------------------------------------------------------------------
+
+
+def index_tune(
+    source: Path, wanted: float = 0.98, k: int = 100, num_queries: int = 300, kinds: Sequence[str] = (),
+    out: Path | None = None, threads: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure kinds of index on a bundle; with `out` write it with the best one. The bundle itself is not touched.
+
+    Args:
+        source: the bundle's folder.
+        wanted: recall of the first k labels against exact search, 0 to 1.
+        num_queries: of the validation split of data/dataset (training queries where there is none).
+        kinds: to be measured; empty: those that suit the number of labels.
+        threads: of builds and searches.
+
+    Returns:
+        {"bundle", "labels", "k", "wanted", "queries": what was asked, "measured": list, "chosen": one of them or None,
+        "params": its keys for params.yaml, "out"}.
+
+    Raises:
+        ConfigError: an unknown kind, or a folder that is no place for a bundle.
+        ArtifactError: a damaged bundle, or no data set.
+    """
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        raise ConfigError("unknown kinds of index", got=", ".join(unknown), expected=", ".join(KINDS))
+    if out is not None and out.exists() and (out.samefile(source) or not (out / MANIFEST).is_file()):
+        raise ConfigError("the bundle itself, or something else, is there", where=str(out), fix="name another folder")
+    bundle = Bundle.load(source)
+    rows, k = LabelRows(bundle.vectors, bundle.info.space, bundle.info.clf_normalize), min(k, bundle.num_labels)
+    queries, what = _queries(bundle, num_queries)
+    some = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
+    measured, best = tune(rows, queries, k, wanted, some, threads)
+    found: dict[str, Any] = {
+        "bundle": str(source), "labels": bundle.num_labels, "k": k, "wanted": wanted, "queries": what,
+        "measured": [asdict(one) for one in measured], "chosen": None, "params": {}, "out": None,
+    }  # fmt: skip
+    if best is not None:
+        chosen = min((one for one in measured if one.recall >= wanted), key=lambda one: one.p50_ms)
+        keys = {f"index.{OPTION_KEYS[name]}": value for name, value in chosen.options.items()}
+        found |= {"chosen": asdict(chosen), "params": {"index.kind": chosen.kind} | keys}
+        if out is not None:
+            found["out"] = str(write_with_index(source, bundle.info, out, best))
+    return found
+
+
+def _queries(bundle: Bundle, num: int) -> tuple[npt.NDArray[np.float32], str]:
+    """float32 [N, D'] and what they are."""
+    dataset = paths.open_dataset()
+    split = "validation" if len(dataset.rows("validation")) else "train"
+    of_split = dataset.rows(split)  # type: ignore[arg-type]
+    chosen = np.sort(np.random.default_rng(0).choice(of_split, min(num, len(of_split)), replace=False))
+    encoded = bundle.encode(dataset.query_texts(chosen, cast(Text, bundle.info.text)))
+    return bundle.searched(encoded.de_BD, encoded.clf_BD), f"{len(chosen)} {split} queries of {dataset.name}"

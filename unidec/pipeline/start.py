@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from unidec.config import Params, leaves
 from unidec.data.storage import write_bytes_atomic
@@ -29,21 +29,14 @@ if TYPE_CHECKING:
 Kind = Literal["auto", "warm", "cold"]
 START = Path("data/start.json")
 FIX = "retrain.start: cold"
-
-
-class ColdStart(BaseModel):
-    """The content of data/start.json: from nothing."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    kind: Literal["cold"] = "cold"
+COLD = {"kind": "cold"}
 
 
 class WarmStart(BaseModel):
     """The content of data/start.json: from a registered model (where it was when it was chosen, and its hash, which
-    finds it wherever it is now) and the number of warm starts in a row, this one counted."""
+    finds it wherever it is now) and the number of warm starts in a row, this one counted; `COLD`: from nothing."""
 
-    model_config = ColdStart.model_config
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     kind: Literal["warm"] = "warm"
     model: Annotated[str, Field(min_length=1)]
@@ -61,11 +54,11 @@ def read_start() -> WarmStart | None:
     if not START.is_file():
         return None
     try:
-        start = TypeAdapter[ColdStart | WarmStart](ColdStart | WarmStart).validate_json(START.read_bytes())
-    except ValidationError as error:
-        got, fix = error.errors()[0]["msg"], 'bring it back from git, or write {"kind": "cold"}'
+        note = json.loads(START.read_bytes())
+        return None if note == COLD else WarmStart.model_validate(note)
+    except ValueError as error:  # of json, UTF-8 or pydantic
+        got, fix = str(error).partition("\n")[0], f"bring it back from git, or write {json.dumps(COLD)}"
         raise ArtifactError("what training starts from cannot be read", where=str(START), got=got, fix=fix) from error
-    return start if isinstance(start, WarmStart) else None
 
 
 def effective(params: Params) -> Params:
@@ -98,8 +91,11 @@ def warm_params(params: Params) -> Params:
 
 def start_tags() -> dict[str, str]:
     """The start as tags of a run or of a model's version."""
-    note = (read_start() or ColdStart()).model_dump()
-    return {f"start.{key.replace('_', '.')}": str(value) for key, value in note.items()}
+    return {f"start.{key.replace('_', '.')}": str(value) for key, value in _note(read_start()).items()}
+
+
+def _note(start: WarmStart | None) -> dict[str, Any]:
+    return COLD if start is None else start.model_dump()
 
 
 def run_identity(params: Params) -> dict[str, str]:
@@ -135,9 +131,8 @@ def choose_start(params: Params, kind: Kind | None = None) -> dict[str, Any]:
     if kind == "warm" and start is None:
         fix = f'{FIX}, or auto; or encoder.start: ""' if params.encoder.start else f"{FIX}, or auto"
         raise ConfigError("no warm start", where="retrain.start", got=reason, fix=fix)
-    note = (start or ColdStart()).model_dump()
-    write_bytes_atomic(START, json.dumps(note, indent=2).encode() + b"\n")
-    return note | {"reason": reason}
+    write_bytes_atomic(START, json.dumps(_note(start), indent=2).encode() + b"\n")
+    return _note(start) | {"reason": reason}
 
 
 def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:

@@ -55,22 +55,22 @@ def run_peer(
         DataError: an empty split. ArtifactError: its packages cannot be had. TrainingError: the script fails.
     """
     start = time.perf_counter()
-    width = write_task(dataset, settings["text"], TASK)
+    texts, matrices, width = features(dataset, settings["text"])
     feature_seconds = time.perf_counter() - start  # the features are part of training
-    labels, facts = _scripted(name, settings, width) if PEERS[name].script else _tfidf(name, width)
-    shutil.rmtree(TASK)
+    if PEERS[name].script:
+        write_task(texts, matrices, TASK)
+        labels, facts = _scripted(name, settings, width)
+        shutil.rmtree(TASK)
+    else:
+        labels, facts = _tfidf(name, matrices, width)
     facts["train_seconds"] += feature_seconds
     return labels, facts
 
 
-def write_task(dataset: XMCDataset, text: Text, folder: Path) -> int:
-    """Write what a peer is given: features and relevance as .npz (float32 CSR), texts as JSON lists.
-
-    Files: `X.train`, `Y.train`, `X.labels`, `X.test`, and the texts of train, labels and test as .json.
-    TF-IDF (sublinear, without English stop words) is fitted on the training queries' texts.
-
-    Returns:
-        how many labels to predict, so that K are left after filters.
+def features(dataset: XMCDataset, text: Text) -> tuple[dict[str, list[str]], dict[str, sp.csr_matrix], int]:
+    """What a peer is given: texts of "train", "labels" and "test", their float32 TF-IDF (`fit_words` of the training
+    texts) and relevance as "X.train", "X.labels", "X.test" and "Y.train", and how many labels to predict, so that K are
+    left after filters.
 
     Raises:
         DataError: no queries to train on or to predict, or texts without a single word.
@@ -78,33 +78,36 @@ def write_task(dataset: XMCDataset, text: Text, folder: Path) -> int:
     train, test = dataset.rows("train"), dataset.rows("test")
     if not len(train) or not len(test):
         raise DataError("an empty split", where=str(dataset.path), got=f"train: {len(train)}, test: {len(test)}")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     texts = {
         "train": list(dataset.query_texts(train, text)),
         "labels": list(dataset.label_texts(None, text)),
         "test": list(dataset.query_texts(test, text)),
     }
     vectorizer, _ = fit_words(texts["train"], str(dataset.path))
-    sp.save_npz(folder / "Y.train.npz", (dataset.relevance[train] > 0).astype(np.float32))
+    matrices = {f"X.{name}": sp.csr_matrix(vectorizer.transform(lines)) for name, lines in texts.items()}
+    matrices["Y.train"] = (dataset.relevance[train] > 0).astype(np.float32)
+    most = int(np.diff(dataset.filter_pairs[test].indptr).max(initial=0))
+    return texts, matrices, min(K + most, dataset.num_labels)
+
+
+def write_task(texts: Mapping[str, list[str]], matrices: Mapping[str, sp.csr_matrix], folder: Path) -> None:
+    """Write texts as JSON lists, matrices as .npz."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     for name, lines in texts.items():
         write_json(folder / f"{name}.json", lines)
-        sp.save_npz(folder / f"X.{name}.npz", sp.csr_matrix(vectorizer.transform(lines)))
-    most = int(np.diff(dataset.filter_pairs[test].indptr).max(initial=0))
-    return min(K + most, dataset.num_labels)
+    for name, matrix in matrices.items():
+        sp.save_npz(folder / f"{name}.npz", matrix)
 
 
-def _tfidf(name: str, width: int) -> tuple[NDArray[np.int64], dict[str, Any]]:
+def _tfidf(name: str, matrices: Mapping[str, sp.csr_matrix], width: int) -> tuple[NDArray[np.int64], dict[str, Any]]:
     import sklearn
 
     start = time.perf_counter()
-    train_MF, relevance_ML, label_LF, test_nF = (
-        sp.load_npz(TASK / f"{part}.npz") for part in ("X.train", "Y.train", "X.labels", "X.test")
-    )
-    train_FM, label_FL = sp.csr_matrix(train_MF.T), sp.csr_matrix(label_LF.T)
-    stored = {"knn": train_MF.nnz + relevance_ML.nnz, "label-match": label_LF.nnz}
+    train_FM, label_FL = (sp.csr_matrix(matrices[part].T) for part in ("X.train", "X.labels"))
+    stored = {"knn": train_FM.nnz + matrices["Y.train"].nnz, "label-match": label_FL.nnz}
     trained = time.perf_counter()
-    labels = rank(train_FM, relevance_ML, label_FL, test_nF, [name], width, name)[name]
+    labels = rank(train_FM, matrices["Y.train"], label_FL, matrices["X.test"], [name], width, name)[name]
     return labels, {
         "train_seconds": trained - start, "search_ms": 1000 * (time.perf_counter() - trained) / len(labels),
         "parameters": stored.get(name, sum(stored.values())), "version": f"scikit-learn {sklearn.__version__}",
