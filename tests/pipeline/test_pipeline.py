@@ -27,6 +27,7 @@ from unidec.pipeline import indexing, paths
 from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline, training_neighbours, tuned_blend
 from unidec.pipeline.training import Run
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.sparse import PairScores
 from unidec.tracking.run import Tracker
 from unidec.training.fit import fit
@@ -241,6 +242,34 @@ def test_a_round_cut_off_before_its_record_is_repeated_without_doubles(done: Sim
     kept = records(run / "rounds.jsonl")
     assert kept[0] == first[0] and [line["epoch"] for line in kept] == [1, 2] and "of" not in kept[1]
     assert [line["step"] for line in records(run / "history.jsonl")] == [0, 10]
+
+
+def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
+    done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = json.loads(paths.METRICS.read_text())
+    for name in ("METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
+        monkeypatch.setattr(paths, name, tmp_path / getattr(paths, name).name)
+    search, load, devices = LabelIndex.search, Bundle.load, []
+
+    def lossy(index: LabelIndex, queries: Any, k: int) -> Any:
+        """The best label of each query is never found."""
+        scores, rows = search(index, queries, k + 1)
+        return scores[:, 1:], rows[:, 1:]
+
+    def loaded(path: Path, **given: Any) -> Bundle:
+        devices.append(given["device"])
+        return load(path, **given | {"device": "cpu"})
+
+    monkeypatch.setattr(LabelIndex, "search", lossy)
+    monkeypatch.setattr(Bundle, "load", loaded)
+    monkeypatch.setattr("unidec.pipeline.evaluation.choose_device", lambda device: f"that of {device}")
+    pipeline.evaluate(done.params())
+    after = json.loads(paths.METRICS.read_text())
+    assert devices == ["that of cpu"]
+    assert after["test"] == before["test"] and after["de"] == before["de"]
+    assert after["index"]["lost/P@1"] > 2 > abs(before["index"]["lost/P@1"])
+    assert after["index"]["recall@10"] < 95 < before["index"]["recall@10"]
 
 
 @pytest.fixture

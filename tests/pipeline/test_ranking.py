@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from scipy.sparse import csr_matrix
 
 from unidec.config import Params
 from unidec.data.propensity import Propensity
 from unidec.evaluation.metrics import by_query
-from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Blend, Ranking, tuned_blend
+from unidec.model.search import exact_search
+from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Blend, ExactLabels, Ranking, tuned_blend
+from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Neighbours
 from unidec.retrieval.scoring_space import unit_rows
 
@@ -152,3 +156,30 @@ def test_votes_that_know_nothing_get_little_weight_and_none_where_there_is_nothi
     empty, neighbours = random_ranking(3, num=0)
     assert isinstance(tuned_blend(empty, params, neighbours), Blend)
     assert tuned_blend(empty, params, neighbours).knn_weight == 0
+
+
+def test_labels_are_searched_on_the_models_device(random_ranking, monkeypatch) -> None:
+    ranking, _ = random_ranking(0)
+    devices = []
+
+    def search(*given, device=None, **options):
+        devices.append(device)
+        return exact_search(*given, **options)
+
+    monkeypatch.setattr("unidec.model.search.exact_search", search)
+    replace(ranking, device=torch.device("cuda", 1)).metrics("both", 1.0, True)
+    assert devices == [torch.device("cuda", 1)]
+
+
+def test_exact_labels_stand_in_for_an_index() -> None:
+    """Of equal scores the smaller label comes first, and what is not there is -1."""
+    rng = np.random.default_rng(0)
+    label_LD = rng.integers(-1, 2, (7, 3)).astype(np.float32)
+    query_BD = rng.integers(-1, 2, (5, 3)).astype(np.float32)
+    index, flat = ExactLabels(label_LD, None), LabelIndex.build(label_LD, "flat")
+    for k in (3, 7, 9):
+        score_BK, label_BK = index.search(query_BD, k)
+        expected = np.lexsort((np.broadcast_to(np.arange(7), (5, 7)), -(query_BD @ label_LD.T)), axis=1)
+        if k >= 7:
+            assert np.array_equal(label_BK[:, :7], expected) and (label_BK[:, 7:] == -1).all()
+        np.testing.assert_allclose(score_BK, flat.search(query_BD, k)[0])

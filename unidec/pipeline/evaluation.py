@@ -5,6 +5,7 @@ Legend: n queries of the split, K places.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -23,13 +24,14 @@ from unidec.evaluation.report import ReportInput, plots_csv, render
 from unidec.metric_names import BASELINES, GROUPS
 from unidec.model.search import exact_search
 from unidec.pipeline import paths
-from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking, headline
+from unidec.pipeline.ranking import QUERIES_AT_ONCE, ExactLabels, K, Ranking, headline
 from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.start import read_start
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import recall
 from unidec.retrieval.scoring_space import Space
 from unidec.tracking.provenance import code_tags, dvc_hash
+from unidec.training.precision import choose_device
 from unidec.version import __version__
 
 SINGLE_HEADS: tuple[Space, ...] = ("de", "clf")
@@ -44,16 +46,18 @@ WITH_VOTES = {"both": "both heads", "de": "dual encoder", "clf": "classifier"}
 
 
 def evaluate(params: Params) -> dict[str, Any]:
-    """Rank labels for every test query as the bundle serves them, and measure; also each head alone, where training
-    queries vote also both heads without them and the votes alone, the index against exact search, and TF-IDF
-    baselines made from the same training split.
+    """Rank labels for every test query as the bundle does, by exact search in its index's place, and measure; also each
+    head alone, where training queries vote also both heads without them and the votes alone, what the index loses,
+    and TF-IDF baselines made from the same training split. Models and searches run on the device of the training.
 
     Writes outputs/metrics.json, outputs/plots/, outputs/predictions.parquet and outputs/report.html.
     """
     dataset = paths.open_dataset()
-    bundle = Bundle.load(paths.BUNDLE)
+    bundle = Bundle.load(paths.BUNDLE, device=str(choose_device(params.device)))
     ranking = Ranking.of_model(bundle.model, dataset, "test", params.optim.precision, bundle.vectors)
-    scores, labels = _search(bundle, ranking)
+    space, exact = (bundle.info.space, bundle.info.clf_normalize), copy.copy(bundle)
+    exact.index = ExactLabels(ranking.labels(*space), ranking.device)  # type: ignore[assignment]
+    scores, labels = _search(exact, ranking)
     result = _measured(bundle, ranking, labels)
     text, weights = params.tokens.text, (ranking.propensity.inverse_L, ranking.propensity.group_L)
     tfidf = baselines.measure_baselines(dataset, text, *weights)
@@ -98,10 +102,10 @@ def evaluate(params: Params) -> dict[str, Any]:
 
 
 def _measured(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict[str, Any]:
-    """Every metric: of what is served, of its parts; the index, the weights, the validation split, the frequency bins.
+    """Every metric: of the bundle, of its parts; the index, the weights, the validation split, the frequency bins.
 
     Args:
-        labels: as served, int [n, K].
+        labels: by exact search, int [n, K].
     """
     info, propensity = bundle.info, ranking.propensity
     result: dict[str, Any] = {"test": ranking.metrics_of(labels)}
@@ -111,7 +115,7 @@ def _measured(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict[str,
         result["heads"] = ranking.metrics(info.space, info.clf_weight, info.clf_normalize)
         result["knn"] = ranking.metrics_of_votes(bundle.neighbours, info.knn.neighbours)
     weights = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight if info.knn else 0.0}
-    result["index"] = _against_exact(bundle, ranking) | weights
+    result["index"] = _against_exact(bundle, ranking, labels) | weights
     result["validation"] = info.metrics.get("validation", {})
     result["frequency_bins"] = frequency_bins(labels, ranking.truth, propensity.counts_L, propensity.inverse_L)
     return result
@@ -127,14 +131,17 @@ def _search(bundle: Bundle, ranking: Ranking) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([part.scores for part in parts]), np.concatenate([part.rows for part in parts])
 
 
-def _against_exact(bundle: Bundle, ranking: Ranking) -> dict[str, float]:
-    """Recall of the index's first 10 and 100 labels against exact search, in percent."""
-    info = bundle.info
-    query = ranking.queries(info.space, info.clf_weight, info.clf_normalize)[:ORACLE_QUERIES]
+def _against_exact(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict[str, float]:
+    """What the index loses, on the first queries: recall of its first 10 and 100 labels against exact search, in
+    percent, and "lost/P@1", ...: points by which what is served is below the exact `labels`, int [n, K]."""
+    info, some = bundle.info, ranking.part(slice(ORACLE_QUERIES))
+    query = some.queries(info.space, info.clf_weight, info.clf_normalize)
     k = min(K, bundle.num_labels)
-    exact = exact_search(query, ranking.labels(info.space, info.clf_normalize), k)[1]
+    exact = exact_search(query, some.labels(info.space, info.clf_normalize), k, device=ranking.device)[1]
     found = bundle.index.search(query, k)[1]
-    return {f"recall@{n}": 100 * recall(found[:, :n], exact[:, :n]) for n in (10, K) if n <= k}
+    own, served = (some.metrics_of(each) for each in (labels[:ORACLE_QUERIES], _search(bundle, some)[1]))
+    recalls = {f"recall@{n}": 100 * recall(found[:, :n], exact[:, :n]) for n in (10, K) if n <= k}
+    return recalls | {f"lost/{name}": own[name] - served[name] for name in _OF_PART}
 
 
 def _write_predictions(ranking: Ranking, scores: np.ndarray, labels: np.ndarray) -> None:

@@ -27,6 +27,8 @@ from unidec.retrieval.words import WordSpace
 from unidec.training.precision import autocast_type
 
 if TYPE_CHECKING:
+    import torch
+
     from unidec.model.unidec import UniDEC
 
 K = 100
@@ -55,6 +57,7 @@ class Ranking:
         rows: int64 [n], data set rows of the queries.
         query_de, query_clf: float32 [n, D]; None for a head that is not there.
         vectors: the labels' arrays "de", "clf" float32 [L, D] and "bias" [L]; those that exist.
+        device: where labels are searched, the model's; None: the CPU.
     """
 
     dataset: XMCDataset
@@ -62,6 +65,7 @@ class Ranking:
     query_de: np.ndarray | None
     query_clf: np.ndarray | None
     vectors: Mapping[str, np.ndarray]
+    device: torch.device | None = None
 
     @classmethod
     def of_model(
@@ -83,12 +87,12 @@ class Ranking:
                 label_de = model.encode_labels(tokens["labels"], build) if model.heads != "clf" else None
                 parts = zip(("de", "clf", "bias"), (label_de, *model.classifier_table()), strict=True)
                 vectors = {name: array for name, array in parts if array is not None}
-        return cls(dataset, rows, query_de, query_clf, vectors)
+        return cls(dataset, rows, query_de, query_clf, vectors, model.device)
 
-    def one(self, i: int) -> Ranking:
-        """Its i-th query alone."""
-        de, clf = (None if part is None else part[i : i + 1] for part in (self.query_de, self.query_clf))
-        return replace(self, rows=self.rows[i : i + 1], query_de=de, query_clf=clf)
+    def part(self, some: slice) -> Ranking:
+        """Of some of its queries alone."""
+        de, clf = (None if part is None else part[some] for part in (self.query_de, self.query_clf))
+        return replace(self, rows=self.rows[some], query_de=de, query_clf=clf)
 
     @cached_property
     def truth(self) -> sp.csr_matrix:
@@ -114,7 +118,7 @@ class Ranking:
         from unidec.model.search import exact_search
 
         query, label = self.queries(space, clf_weight, clf_normalize), self.labels(space, clf_normalize)
-        return exact_search(query, label, min(k, len(label)), exclude=self.filter_pairs)
+        return exact_search(query, label, min(k, len(label)), exclude=self.filter_pairs, device=self.device)
 
     def votes(self, neighbours: Neighbours, num: int) -> PairScores:
         """Votes of the `num` nearest training queries."""
@@ -165,6 +169,26 @@ class Ranking:
             votes = neighbours.votes(compared[some], num)
             labels[some] = votes_alone(votes, K, pair_keys(self.filter_pairs[some])).rows
         return self.metrics_of(labels)
+
+
+class ExactLabels:
+    """The labels of a space on a device, searched exactly: what takes an index's place in a bundle that is measured."""
+
+    def __init__(self, label_LD: np.ndarray, device: torch.device | None):
+        import torch
+
+        # torch shares memory with writable arrays only; a read-only memory map is copied.
+        self._label_LD = torch.from_numpy(np.require(label_LD, requirements=["C", "W"])).to(device)
+
+    def search(self, queries_BD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `LabelIndex.search`; of equal scores the smaller label number comes first."""
+        from unidec.model.search import exact_search
+
+        score_BK, label_BK = exact_search(queries_BD, self._label_LD, k, device=self._label_LD.device)
+        order_BK = np.lexsort((label_BK, -score_BK), axis=1)
+        return np.take_along_axis(score_BK, order_BK, axis=1), np.take_along_axis(label_BK, order_BK, axis=1)
+
+    candidates = search
 
 
 def training_neighbours(
