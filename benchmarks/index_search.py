@@ -31,8 +31,7 @@ from measure import MIB, Memory, machine, status
 
 from unidec.data.storage import write_json
 from unidec.progress import progress
-from unidec.retrieval.index import IndexOptions, Kind, LabelIndex, recall
-from unidec.retrieval.index_kinds import faiss_threads
+from unidec.retrieval.index import IndexOptions, Kind, LabelIndex, faiss_threads, recall
 from unidec.retrieval.index_tune import exact_labels
 from unidec.retrieval.scoring_space import as_rows
 

@@ -22,7 +22,7 @@ from unidec.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from unidec.data.raw import RawData
-    from unidec.retrieval.answer import Answerer, Explanation
+    from unidec.retrieval.answer import Explanation
     from unidec.retrieval.query_encoder import Runtime
 
 BATCH = 256  # queries answered at once
@@ -63,12 +63,9 @@ class Model:
 
     def __init__(self, folder: str | Path, runtime: Runtime = "auto") -> None:
         from unidec.retrieval.answer import Answerer
-        from unidec.retrieval.bundle import Bundle
-        from unidec.retrieval.query_encoder import open_encoder
 
-        bundle = Bundle.load(folder, lazy=True)
         self.folder, self.runtime = Path(folder), runtime
-        self._answerer: Answerer = Answerer(bundle, open_encoder(bundle, runtime))
+        self._answerer = Answerer.open(folder, runtime)
 
     @property
     def num_labels(self) -> int:

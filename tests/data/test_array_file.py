@@ -2,36 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from unidec.data import array_file
-
-
-@pytest.mark.parametrize("shape", [(7, 5), (1, 3), (4,), (0, 6), (3, 0), (2, 3, 4)])
-@pytest.mark.parametrize("block", [1, 40, 1 << 20])
-@pytest.mark.parametrize("kind", ["float32", "float16", "int64"])
-def test_the_bytes_of_numpy(
-    shape: tuple[int, ...], block: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(array_file, "BLOCK_BYTES", block)
-    array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(kind)
-    sha256 = array_file.write_array(tmp_path / "ours.npy", array, kind)
-    np.save(tmp_path / "theirs.npy", array)
-    data = (tmp_path / "ours.npy").read_bytes()
-    assert data == (tmp_path / "theirs.npy").read_bytes() and sha256 == hashlib.sha256(data).hexdigest()
-
-
-def test_another_type_and_order_of_the_rows(tmp_path: Path) -> None:
-    array = np.asfortranarray(np.arange(12.0).reshape(3, 4))
-    array_file.write_array(tmp_path / "ours.npy", array, np.float32)
-    found = np.load(tmp_path / "ours.npy")
-    assert found.dtype == np.float32 and np.array_equal(found, array)
-    with pytest.raises(FileExistsError):
-        array_file.write_array(tmp_path / "ours.npy", array)
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, np.float32])

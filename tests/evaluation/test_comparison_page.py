@@ -17,7 +17,6 @@ from html_page import Page
 from unidec.evaluation.comparison_page import (
     Cell,
     ComparisonInput,
-    Group,
     Run,
     Task,
     _curve,
@@ -65,7 +64,9 @@ def _full(text: str = "some text", tasks: int = 2) -> ComparisonInput:
                                          ("b", "peer", -0.4, -1.0, 0.2, 0.4, 0.4),
                                          ("b", "a", 1.0, 0.5, 1.5, 0.02, 0.02))
         ]},
-        contrast_note=text, groups=[Group(text, f"{text} a", [f"{text} b", f"{text} c", "no such cell"], text)],
+        contrast_note=text, groups=[{
+            "title": text, "base": f"{text} a", "cells": [f"{text} b", f"{text} c", "no such cell"], "about": text,
+        }],
         failures=[{"task": names[0], "cell": f"{text} failed", "seed": 1, "state": "failed", "reason": text,
                    "log": text}],
         common={text: text},

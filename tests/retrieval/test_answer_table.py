@@ -9,8 +9,7 @@ from tiny_bundle import UIDS, write_tiny_bundle
 
 from unidec.errors import ArtifactError, DataError
 from unidec.retrieval import answer
-from unidec.retrieval.answer import Request
-from unidec.retrieval.answer_table import TableAnswerer
+from unidec.retrieval.answer import Answerer, Request
 from unidec.retrieval.bundle import Bundle
 
 TEXTS = ["red car", "old blue boat", "xyz", "big green house", "red car"]
@@ -34,12 +33,12 @@ def _stub(stub_model):
 def test_a_row_for_each_label_of_each_query(rng, tmp_path, monkeypatch, told) -> None:
     monkeypatch.setattr(answer, "BATCH", 2)
     write_tiny_bundle(tmp_path / "b", rng)
-    answers = TableAnswerer(tmp_path / "b", "torch")
-    got = answers.predict(pd.DataFrame({"id": range(5), "query": TEXTS}), **told)
+    answers = Answerer.open(tmp_path / "b", "torch")
+    got = answers.table(pd.DataFrame({"id": range(5), "query": TEXTS}), **told)
     rows = []
     for text in TEXTS:
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
-        [one] = answers.answerer.answer([Request(text, **options)])
+        [one] = answers.answer([Request(text, **options)])
         rows += [
             (text, rank + 1, *row) for rank, row in enumerate(zip(one.labels, one.titles, one.scores, strict=True))
         ]
@@ -56,24 +55,24 @@ def test_a_row_for_each_label_of_each_query(rng, tmp_path, monkeypatch, told) ->
 def test_it_is_the_bundles_own_table(rng, tmp_path) -> None:
     write_tiny_bundle(tmp_path / "b", rng, vote="softmax")
     frame = pd.DataFrame({"text": TEXTS})
-    answers = TableAnswerer(tmp_path / "b", "torch")
-    got, expected = answers.predict(frame), Bundle.load(tmp_path / "b").predict_table(TEXTS).to_pandas()
+    answers = Answerer.open(tmp_path / "b", "torch")
+    got, expected = answers.table(frame), Bundle.load(tmp_path / "b").predict_table(TEXTS).to_pandas()
     columns = ["query", "rank", "label", "title"]
     assert got[columns].values.tolist() == expected[columns].values.tolist() and len(got) == 25
     np.testing.assert_allclose(got["score"], expected["score"], rtol=1e-5)
-    assert len(answers.predict(frame, allow=[], k=12)) == 5 * len(UIDS)  # empty: all
+    assert len(answers.table(frame, allow=[], k=12)) == 5 * len(UIDS)  # empty: all
 
 
 def test_no_queries_and_what_is_no_query(rng, tmp_path) -> None:
     write_tiny_bundle(tmp_path / "b", rng)
-    answers = TableAnswerer(tmp_path / "b", "torch")
-    empty = answers.predict(pd.DataFrame({"query": []}))
+    answers = Answerer.open(tmp_path / "b", "torch")
+    empty = answers.table(pd.DataFrame({"query": []}))
     assert len(empty) == 0 and empty["rank"].dtype == np.int64
     with pytest.raises(DataError, match="request 1"):
-        answers.predict(pd.DataFrame({"query": ["a", None]}))
+        answers.table(pd.DataFrame({"query": ["a", None]}))
     with pytest.raises(DataError, match="column"):
-        answers.predict(pd.DataFrame({"question": ["a"]}))
+        answers.table(pd.DataFrame({"question": ["a"]}))
     with pytest.raises(DataError, match="head"):
-        answers.predict(pd.DataFrame({"query": ["a"]}), head="tail")
+        answers.table(pd.DataFrame({"query": ["a"]}), head="tail")
     with pytest.raises(ArtifactError):
-        TableAnswerer(tmp_path / "nowhere")
+        Answerer.open(tmp_path / "nowhere")

@@ -11,8 +11,15 @@ from tiny_bundle import recall_with_ties
 
 from unidec.config import load_params
 from unidec.errors import ArtifactError, ConfigError
-from unidec.retrieval.index import KINDS, IndexOptions, LabelIndex, recall
-from unidec.retrieval.index_kinds import COMPRESSED, FLAT_CENTROIDS, faiss_module
+from unidec.retrieval.index import (
+    COMPRESSED,
+    FLAT_CENTROIDS,
+    KINDS,
+    IndexOptions,
+    LabelIndex,
+    faiss_module,
+    recall,
+)
 from unidec.retrieval.scoring_space import LabelRows, as_rows, label_vectors, query_vectors, unit_rows
 from unidec.sections import Index
 

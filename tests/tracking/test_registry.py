@@ -58,12 +58,16 @@ def run_id(uri, tmp_path) -> str:
 def stand_in(monkeypatch):
     """What answers, ranking labels by nothing but their order."""
 
-    class TableAnswerer:
+    class Answerer:
         def __init__(self, path, runtime, threads):
             self.labels = json.loads((pathlib.Path(path) / "labels.json").read_text())
             self.opened = (runtime, threads)
 
-        def predict(self, frame, k=5, **filters):
+        @classmethod
+        def open(cls, *given):
+            return cls(*given)
+
+        def table(self, frame, k=5, **filters):
             import pandas as pd
 
             asked.append((self.opened, filters))
@@ -76,9 +80,9 @@ def stand_in(monkeypatch):
             return pd.DataFrame(rows, columns=["query", "rank", "label", "title", "score"])
 
     asked = []
-    module = types.ModuleType("unidec.retrieval.answer_table")
-    module.TableAnswerer = TableAnswerer
-    monkeypatch.setitem(sys.modules, "unidec.retrieval.answer_table", module)
+    module = types.ModuleType("unidec.retrieval.answer")
+    module.Answerer = Answerer
+    monkeypatch.setitem(sys.modules, "unidec.retrieval.answer", module)
     return asked
 
 
@@ -248,10 +252,10 @@ def test_requirements_are_ours_without_our_name():
 ECHO = """
 import sys, types
 class Echo:
-    __init__ = lambda self, *_: None
-    predict = lambda self, frame, **_: print("asked", *frame["query"])
-module = types.ModuleType("unidec.retrieval.answer_table")
-module.TableAnswerer, sys.modules[module.__name__] = Echo, module
+    open = classmethod(lambda cls, *_: cls())
+    table = lambda self, frame, **_: print("asked", *frame["query"])
+module = types.ModuleType("unidec.retrieval.answer")
+module.Answerer, sys.modules[module.__name__] = Echo, module
 """
 
 

@@ -18,7 +18,7 @@ from unidec.comparison.workspace import LOG, PREDICTIONS, Comparison, Step
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
 from unidec.data.storage import load_array, write_json
-from unidec.evaluation.comparison_page import Cell, ComparisonInput, Group, Run, Task, write_comparison
+from unidec.evaluation.comparison_page import Cell, ComparisonInput, Run, Task, write_comparison
 from unidec.evaluation.metrics import QueryParts, by_query, filtered_truth
 from unidec.evaluation.significance import Comparison as PairedTest
 from unidec.evaluation.significance import best_systems, compare_systems
@@ -88,7 +88,7 @@ def page_input(
         cells=_cells(comparison, found),
         contrasts=contrasts,
         contrast_note=NOTE,
-        groups=[Group(title, group.base, group.cells, group.about) for title, group in file.groups.items()],
+        groups=[{"title": title, **group.model_dump()} for title, group in file.groups.items()],
         failures=[_failure(job, comparison.steps[key]) for key, job in comparison.jobs.items() if key not in found],
         common=comparison.common,
         lineage={name: ", ".join(list(values)[:5]) for name, values in made.items()},

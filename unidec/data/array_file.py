@@ -10,33 +10,31 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix
 
-from unidec.data.storage import REBUILD, file_sha256, load_array
+from unidec.data.storage import REBUILD, load_array
 from unidec.errors import ArtifactError
-
-BLOCK_BYTES = 16 << 20
 
 
 class ArrayFile:
-    """An array on disk whose first axis grows: `with ArrayFile(path, np.int32) as out: out.add(piece)`.
+    """An array of one dimension on disk, that grows: `with ArrayFile(path, np.int32) as out: out.add(piece)`.
 
     Attributes:
-        size: rows so far.
+        size: values so far.
     """
 
-    def __init__(self, path: str | os.PathLike[str], dtype: npt.DTypeLike, row_shape: tuple[int, ...] = ()) -> None:
-        self.dtype, self.row_shape, self.size = np.dtype(dtype), row_shape, 0
+    def __init__(self, path: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
+        self.dtype, self.size = np.dtype(dtype), 0
         self._file = open(path, "xb")  # noqa: SIM115 (closed on leaving the context)
         self._write_header()
 
     def add(self, piece: npt.NDArray[Any]) -> None:
-        """Append rows, cast to the file's type."""
+        """Append values, cast to the file's type."""
         self._file.write(np.ascontiguousarray(piece, dtype=self.dtype).data)
         self.size += len(piece)
 
     def _write_header(self) -> None:
         """numpy pads headers so that the first axis can grow in place."""
         descr = np.lib.format.dtype_to_descr(self.dtype)
-        header = {"descr": descr, "fortran_order": False, "shape": (self.size, *self.row_shape)}
+        header = {"descr": descr, "fortran_order": False, "shape": (self.size,)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
     def __enter__(self) -> Self:
@@ -47,23 +45,6 @@ class ArrayFile:
             if kind is None:
                 self._file.seek(0)
                 self._write_header()
-
-
-def write_array(path: str | os.PathLike[str], rows: Any, dtype: npt.DTypeLike = np.float32) -> str:
-    """Write an array of one or more dimensions, at most a block of rows in memory.
-
-    Args:
-        path: a file that does not exist yet.
-        rows: an array, or what computes rows: it has a `shape` and is read by slices, in order, each row once.
-
-    Returns:
-        sha256 (hex) of the file.
-    """
-    step = max(1, BLOCK_BYTES // max(1, np.dtype(dtype).itemsize * int(np.prod(rows.shape[1:]))))
-    with ArrayFile(path, dtype, tuple(rows.shape[1:])) as out:
-        for begin in range(0, rows.shape[0], step):
-            out.add(rows[begin : begin + step])
-    return file_sha256(path)
 
 
 def load_csr(root: Path, prefix: str, shape: tuple[int, int], dtype: Any, check: bool) -> csr_matrix:

@@ -102,21 +102,6 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Cells that differ in one thing, shown as a small table of differences to the base.
-
-    Attributes:
-        base: name of the cell the others are compared with. cells: the others, in order.
-        about: which table of which paper this repeats.
-    """
-
-    title: str
-    base: str
-    cells: Sequence[str]
-    about: str = ""
-
-
-@dataclass(frozen=True)
 class ComparisonInput:
     """All that the page shows; a part that is not given is left out.
 
@@ -124,7 +109,8 @@ class ComparisonInput:
         date: as it shall read. about: one line. notes: paragraphs under the heading: what was found.
         tasks, cells: shown in this order; a cell's task that is not among `tasks` gets a table without a card.
         contrasts: paired tests of each task; `contrast_note`: which test, how corrected.
-        groups: ablation tables, shown for each task that has their cells.
+        groups: ablations, shown for each task that has their cells: {"title", "base": name of the cell that the others
+            are compared with, "cells": the others, in order, "about": which table of which paper this repeats}.
         failures: runs without a result: {"task", "cell", "seed", "state": "failed" or "not run", "reason", "log"}.
         common: settings that all recipes share. lineage: commit, hashes, machine, commands.
     """
@@ -137,7 +123,7 @@ class ComparisonInput:
     cells: Sequence[Cell] = ()
     contrasts: Mapping[str, Sequence[Comparison]] = field(default_factory=dict)
     contrast_note: str = ""
-    groups: Sequence[Group] = ()
+    groups: Records = ()
     failures: Records = ()
     common: Mapping[str, Any] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 One method for all figures. Each has a change or a distance, and a bound from section `drift` of the parameters that is
 never below what chance explains in 99 of 100 draws of that size: 2.58 standard errors of a share, a mean or a metric;
 of a distance of histograms its quantile over draws from the reference's histogram (parametric bootstrap, Efron and
-Tibshirani 1993). Of a data set Great Expectations judges the checks (`unidec.validation.change_suite`).
+Tibshirani 1993). Of a data set Great Expectations judges the checks (`unidec.validation.suite`).
 
 Shape legend: N queries, D width of the embeddings, B bins, R draws.
 """

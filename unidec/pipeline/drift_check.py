@@ -56,7 +56,7 @@ def data_change(params: Params) -> dict[str, Any]:
         DataError: something changed more than section `drift` allows.
         ArtifactError: the champion's bundle is damaged.
     """
-    from unidec.validation.change_suite import run_change_suite
+    from unidec.validation.suite import run_change_suite
 
     model, dataset = params.tracking.model_name, paths.open_dataset()
     accepted, reason = None, f"{model} has no champion yet: nothing to compare with"

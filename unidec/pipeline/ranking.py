@@ -21,7 +21,7 @@ from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
 from unidec.pipeline import paths
 from unidec.retrieval.fusion import CANDIDATES, Fusion, LabelEvidence
 from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, candidate_keys, votes_alone
-from unidec.retrieval.scoring_space import Space, pair_scores, query_vectors, space_rows
+from unidec.retrieval.scoring_space import LabelRows, Space, pair_scores, query_vectors
 from unidec.retrieval.sparse import PairScores
 from unidec.retrieval.words import WordSpace
 from unidec.training.precision import autocast_type
@@ -106,7 +106,7 @@ class Ranking:
 
     def labels(self, space: Space, clf_normalize: bool) -> np.ndarray:
         """Label side of a space, float32 [L, D']."""
-        return space_rows(self.vectors, slice(None), space, clf_normalize)
+        return LabelRows(self.vectors, space, clf_normalize).take(slice(None))
 
     def queries(self, space: Space, clf_weight: float, clf_normalize: bool) -> np.ndarray:
         """Query side of a space, float32 [n, D']."""

@@ -6,10 +6,11 @@ Legend: B requests, A labels to choose from, K results, D' width of the searched
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,12 @@ import numpy.typing as npt
 from unidec.data.tokens import Piece
 from unidec.errors import DataError
 from unidec.retrieval.bundle import Bundle, Prediction, Predictions
-from unidec.retrieval.query_encoder import Encoded, QueryEncoder
+from unidec.retrieval.query_encoder import Encoded, QueryEncoder, Runtime, open_encoder
 from unidec.retrieval.scoring_space import SPACES, Space
+from unidec.retrieval.text_file import text_column
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Labels = npt.NDArray[np.int64]
 BATCH = 256  # requests answered at once
@@ -93,6 +98,12 @@ class Answerer:
     def __init__(self, bundle: Bundle, encoder: QueryEncoder) -> None:
         self.bundle, self.encoder = bundle, encoder
 
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], runtime: Runtime = "auto", threads: int = 0) -> Answerer:
+        """Of a bundle's folder; errors as of `Bundle.load` and `open_encoder`, which has runtime and threads."""
+        bundle = Bundle.load(folder, lazy=True)
+        return cls(bundle, open_encoder(bundle, runtime, threads))
+
     def check(self, request: Request, where: str = "request") -> None:
         """Raise a DataError for what cannot be answered: not a text, k, min_score or head of this bundle."""
         if not isinstance(request.text, str):
@@ -125,6 +136,32 @@ class Answerer:
             for some in batches
             for found in self._answer(some, self.encoder.encode([request.text for request in some]))
         ]
+
+    def table(
+        self, frame: Any, k: int = 5, *, allow: Sequence[str] = (), deny: Sequence[str] = (),
+        min_score: float | None = None, head: Space = "both",
+    ) -> pd.DataFrame:  # fmt: skip
+        """A table of queries to one of answers, as MLflow's pyfunc has them: columns query, rank (int64, from 1),
+        label, title, score (float64); queries in order, best label first.
+
+        Args:
+            frame: DataFrame with a text column `query` or `text`.
+            k, deny, min_score, head: see `Request`. allow: too, but empty: all labels.
+
+        Raises:
+            DataError: no such column, or a request that cannot be answered; it names the request by its place.
+        """
+        import pandas as pd
+
+        texts = frame[text_column(list(getattr(frame, "columns", [])), None, "the table")].tolist()
+        found = self.answer([Request(text, k, tuple(allow) or None, tuple(deny), min_score, head) for text in texts])
+        rows = [
+            (text, rank, *named)
+            for text, one in zip(texts, found, strict=True)
+            for rank, named in enumerate(zip(one.labels, one.titles, one.scores, strict=True), 1)
+        ]
+        table = pd.DataFrame(rows, columns=["query", "rank", "label", "title", "score"])
+        return table.astype({"rank": "int64", "score": "float64"})
 
     def explain(self, request: Request, neighbours: int = 10) -> Explanation:
         """The answer to a request with what it comes from, at most so many training queries among it."""

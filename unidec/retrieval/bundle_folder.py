@@ -17,14 +17,12 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from unidec.data.array_file import write_array
 from unidec.data.storage import MANIFEST, load_array, read_manifest, write_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_texts_table, text_array, write_texts_table
 from unidec.retrieval.bundle_model import place, typical_texts, write_model
 from unidec.retrieval.fusion import Fusion
-from unidec.retrieval.index import LabelIndex
-from unidec.retrieval.index_kinds import REPLACED, IndexOptions, Kind, OldKind
+from unidec.retrieval.index import REPLACED, IndexOptions, Kind, LabelIndex, OldKind
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
 from unidec.retrieval.neighbours import Neighbours, Vote
 from unidec.retrieval.scoring_space import LabelRows, Space, width
@@ -228,7 +226,7 @@ def write_bundle(
         out.hashes.update({f"model/{name}": digest for name, digest in hashes.items()})
         (out.path / "vectors").mkdir()
         for name, array in vectors.items():
-            out.hashes[f"vectors/{name}.npy"] = write_array(out.path / "vectors" / f"{name}.npy", array)
+            np.save(out.path / "vectors" / f"{name}.npy", array)
         write_texts_table(out.path / "labels.arrow", table)
         if neighbours is not None:
             neighbours.write(out.path, label_words=scoring.fusion is not None)

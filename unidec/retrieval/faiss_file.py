@@ -18,40 +18,45 @@ from typing import Any
 import numpy as np
 
 from unidec.errors import ArtifactError
-from unidec.retrieval.index_kinds import IndexOptions, Kind, faiss_module
 
-_MAGIC: dict[Kind, bytes] = {"flat": b"IxFI", "pq": b"IxPq", "hnsw": b"IHNf", "ivf-pq": b"IwPQ"}
+_MAGIC = {"IndexFlat": b"IxFI", "IndexPQ": b"IxPq", "IndexHNSWFlat": b"IHNf", "IndexIVFPQ": b"IwPQ"}
 _LEAST_LIST_BYTES = 48  # that a list needs in memory; in a sound file it needs more
 _CHECKED_AT_ONCE = 1 << 22
 _limits = threading.Lock()
 
 
-def read_index_file(where: Path, kind: Kind, num_vectors: int, dim: int, options: IndexOptions) -> tuple[Any, Any]:
+def _faiss() -> Any:
+    import faiss
+
+    return faiss
+
+
+def read_index_file(where: Path, like: Any, num_vectors: int) -> tuple[Any, Any]:
     """A faiss index, and the bytes that it has views into; a file that takes its place later does not show.
 
     Args:
-        num_vectors, dim: what it must hold; in lists of older bundles each vector is twice.
-        options: as it was built: dimensions that share a code of 4 bits.
+        like: an empty index of the kind, width and codes that it must have.
+        num_vectors: that it must hold; in lists of older bundles each is twice.
 
     Raises:
         ArtifactError: missing, damaged, or another kind or size of index.
     """
-    faiss = faiss_module()
+    faiss = _faiss()
     try:
         with where.open("rb") as file:
             data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-        if bytes(data[:4]) != _MAGIC[kind]:
-            raise RuntimeError(f"not an index of kind {kind}")
+        if bytes(data[:4]) != _MAGIC[type(like).__name__.removesuffix("IP")]:
+            raise RuntimeError(f"not an {type(like).__name__}")
         reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(data), data.size)
         with _bounded(data.size):
             index = faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE | faiss.IO_FLAG_READ_ONLY)
         if reader.rp_ != data.size:
             raise RuntimeError(f"{data.size - reader.rp_} bytes behind its end")
-        _check(index, options.empty(kind, dim, num_vectors), num_vectors)
+        _check(index, like, num_vectors)
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error)[-200:]
         raise ArtifactError(
-            "a damaged index", where=str(where), got=reason, expected=f"{num_vectors} vectors of width {dim}",
+            "a damaged index", where=str(where), got=reason, expected=f"{num_vectors} vectors of width {like.d}",
             fix="build the index again: unidec index build",
         ) from error  # fmt: skip
     return index, data
@@ -60,7 +65,7 @@ def read_index_file(where: Path, kind: Kind, num_vectors: int, dim: int, options
 @contextlib.contextmanager
 def _bounded(num_bytes: int) -> Iterator[None]:
     """faiss allocates no vector larger than the file, and no more lists than could be in it."""
-    faiss = faiss_module()
+    faiss = _faiss()
     with _limits:  # they are the process's
         before = faiss.get_deserialization_vector_byte_limit(), faiss.get_deserialization_loop_limit()
         faiss.set_deserialization_vector_byte_limit(num_bytes)
@@ -74,7 +79,7 @@ def _bounded(num_bytes: int) -> Iterator[None]:
 
 def _check(index: Any, like: Any, num_vectors: int) -> None:
     """RuntimeError: not an index such as `like`, an empty one of the same kind, with so many vectors."""
-    faiss = faiss_module()
+    faiss = _faiss()
     got, wanted = _layout(index), _layout(like)
     if got != wanted or not index.is_trained:
         raise RuntimeError(f"layout {got} instead of {wanted}")
@@ -96,7 +101,7 @@ def _check(index: Any, like: Any, num_vectors: int) -> None:
 
 def _layout(index: Any) -> list[Any]:
     """What is the same in all indexes of one kind, width and code."""
-    faiss = faiss_module()
+    faiss = _faiss()
     name, size = type(index).__name__.removesuffix("IP"), getattr(index, "code_size", 0)
     found: list[Any] = [name, index.d, index.metric_type, size]
     if hasattr(index, "hnsw"):
@@ -112,7 +117,7 @@ def _layout(index: Any) -> list[Any]:
 
 def _check_links(graph: Any) -> None:
     """A link at some level must lead to a node that exists at that level, or the search reads past its links."""
-    faiss = faiss_module()
+    faiss = _faiss()
     levels, upto, links, starts = (
         faiss.vector_to_array(array)
         for array in (graph.levels, graph.cum_nneighbor_per_level, graph.neighbors, graph.offsets)
@@ -130,7 +135,7 @@ def _check_links(graph: Any) -> None:
 
 
 def _check_lists(index: Any, num_vectors: int) -> None:
-    faiss, lists = faiss_module(), index.invlists
+    faiss, lists = _faiss(), index.invlists
     centroids = faiss.downcast_index(index.quantizer)
     if not lists.nlist == index.nlist == centroids.ntotal == centroids.codes.size() // centroids.code_size:
         raise RuntimeError(f"{lists.nlist} lists of {centroids.ntotal} centroids")

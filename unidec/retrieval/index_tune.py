@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unidec.progress import progress
-from unidec.retrieval.index import LabelIndex, recall
-from unidec.retrieval.index_kinds import KINDS, Kind, blocks, faiss_module
+from unidec.retrieval.index import KINDS, Kind, LabelIndex, blocks, faiss_module, recall
 from unidec.retrieval.scoring_space import LabelRows
 
 GRAPH_LABELS = 200_000

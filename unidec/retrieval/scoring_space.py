@@ -44,31 +44,33 @@ def label_vectors(
     Raises:
         ValueError: a part that the space needs is not given, or the parts differ in number of labels.
     """
-    parts = _parts(de_LD, clf_LD, bias_L, space, clf_normalize)
-    return np.ascontiguousarray(np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0])
+    given = {"de": de_LD, "clf": clf_LD, "bias": bias_L}
+    vectors = {name: np.asarray(part) for name, part in given.items() if part is not None}
+    return _joined(_parts(vectors, slice(None), space, clf_normalize))
 
 
-def _parts(
-    de_LD: Floats | None, clf_LD: Floats | None, bias_L: Floats | None, space: Space, clf_normalize: bool
-) -> list[Floats]:
-    """The parts that `label_vectors` concatenates, float32 [L, D] each, the biases [L, 1]."""
-    given: dict[str, Floats | None] = {"de": de_LD, "clf": clf_LD}
+def _parts(vectors: Mapping[str, Floats], rows_P: Rows | slice, space: Space, clf_normalize: bool) -> list[Floats]:
+    """The parts of some rows of `label_vectors`, float32 [P, D] each, the biases [P, 1]."""
     if space not in SPACES:
         raise ValueError(f"unknown space {space!r}, expected one of {', '.join(SPACES)}")
     parts = []
     for name in ("de", "clf") if space == "both" else (space,):
-        if (part := given[name]) is None:
+        if name not in vectors:
             raise ValueError(f"space {space!r} needs the vectors of {name!r}, got None: the model has no such head")
-        parts.append(np.asarray(part, dtype=np.float32))
+        parts.append(np.asarray(vectors[name][rows_P], dtype=np.float32))
         if parts[-1].ndim != 2:
             raise ValueError(f"vectors of {name!r} must have two dimensions, got shape {parts[-1].shape}")
     if space != "de" and clf_normalize:
         parts[-1] = unit_rows(parts[-1])
-    elif space != "de" and bias_L is not None:
-        parts.append(np.asarray(bias_L, dtype=np.float32).reshape(-1, 1))
+    elif space != "de" and "bias" in vectors:
+        parts.append(np.asarray(vectors["bias"][rows_P], dtype=np.float32).reshape(-1, 1))
     if len({len(part) for part in parts}) > 1:
         raise ValueError(f"parts of {space!r} differ in their number of rows: {[len(part) for part in parts]}")
     return parts
+
+
+def _joined(parts: list[Floats]) -> Floats:
+    return np.ascontiguousarray(np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0])
 
 
 class LabelRows:
@@ -92,12 +94,12 @@ class LabelRows:
 
     def take(self, rows_P: Rows | slice) -> Floats:
         """float32 [P, D'], contiguous: `label_vectors(...)[rows_P]`."""
-        return space_rows(self._vectors, rows_P, self._space, self._normalize)
+        return _joined(_parts(self._vectors, rows_P, self._space, self._normalize))
 
     def scores(self, query_D: Floats, rows_C: Rows) -> Floats:
         """float32 [C], inner products of one query [D'] with these rows, the heads' parts added."""
         out, at = np.zeros(len(rows_C), dtype=np.float32), 0
-        for part_CD in _parts(*_taken(self._vectors, rows_C), self._space, self._normalize):
+        for part_CD in _parts(self._vectors, rows_C, self._space, self._normalize):
             out += part_CD @ query_D[at : at + part_CD.shape[1]]
             at += part_CD.shape[1]
         return out
@@ -106,20 +108,6 @@ class LabelRows:
 def as_rows(vectors: LabelRows | npt.NDArray) -> LabelRows:
     """An array [L, D], float32 or float16, as rows of a space; what is some already stays as it is."""
     return LabelRows({"de": vectors}, "de", False) if isinstance(vectors, np.ndarray) else vectors
-
-
-def space_rows(vectors: Mapping[str, Floats], rows_A: Rows | slice, space: Space, clf_normalize: bool) -> Floats:
-    """`label_vectors` of some rows, float32 [A, D'].
-
-    Args:
-        vectors: arrays of all labels by name: de, clf [L, D], bias [L]; those that exist.
-    """
-    return label_vectors(*_taken(vectors, rows_A), space, clf_normalize)
-
-
-def _taken(vectors: Mapping[str, Floats], rows_A: Rows | slice) -> tuple[Floats | None, Floats | None, Floats | None]:
-    de, clf, bias = (None if name not in vectors else vectors[name][rows_A] for name in ("de", "clf", "bias"))
-    return de, clf, bias
 
 
 def query_vectors(
@@ -175,12 +163,12 @@ def pair_scores(
     Args:
         query_BD: float32 [B, D'], of `query_vectors`.
         query_P, label_P: int64 [P], rows of queries and labels.
-        vectors, space, clf_normalize: as for `space_rows`.
+        vectors, space, clf_normalize: as for `LabelRows`.
     """
     out = np.empty(len(query_P), dtype=np.float32)
     for start in range(0, len(query_P), _PAIRS_AT_ONCE):
         some = slice(start, start + _PAIRS_AT_ONCE)
-        label_PD = space_rows(vectors, label_P[some], space, clf_normalize)
+        label_PD = _joined(_parts(vectors, label_P[some], space, clf_normalize))
         out[some] = np.einsum("pd,pd->p", query_BD[query_P[some]], label_PD)
     return out
 

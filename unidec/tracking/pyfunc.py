@@ -17,7 +17,7 @@ MAX_K = 100
 
 
 class _Calls:
-    """MLflow's calls, passed on to `unidec.retrieval.answer_table.TableAnswerer`."""
+    """MLflow's calls, passed on to `unidec.retrieval.answer.Answerer`."""
 
     def load_context(self, context: Any) -> None:
         """Opens the bundle; its hashes are checked before anything in it is parsed.
@@ -25,11 +25,11 @@ class _Calls:
         `load_model(..., model_config={"runtime": "torch", "threads": 2})` chooses what encodes the queries; by default
         it is the fastest that keeps quality.
         """
-        from unidec.retrieval.answer_table import TableAnswerer
+        from unidec.retrieval.answer import Answerer
 
         options = context.model_config or {}
         runtime, threads = options.get("runtime", "auto"), int(options.get("threads", 0))
-        self._answers = TableAnswerer(context.artifacts["bundle"], runtime, threads)
+        self._answerer = Answerer.open(context.artifacts["bundle"], runtime, threads)
 
     # without type hints, and inherited below: MLflow would make a schema of them, beside the signature it is given
     def predict(self, context, model_input, params=None):
@@ -46,7 +46,7 @@ class _Calls:
             options["k"] = k = int(options.get("k", 5))
             if not 1 <= k <= MAX_K:
                 raise ConfigError("k is out of range", where="params.k", got=k, expected=f"1 to {MAX_K}")
-            return self._answers.predict(model_input, **options)
+            return self._answerer.table(model_input, **options)
         except (ConfigError, DataError) as error:
             raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from error
 

@@ -8,10 +8,11 @@ and what is legal but may be a fault is judged by section `validation` of the pa
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,11 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.profile import text_facts
 from unidec.data.raw import SPLITS
 from unidec.data.storage import swap_folder, write_json
+from unidec.evaluation.drift import Check as DriftCheck
 from unidec.evaluation.page import render
 from unidec.sections import Validation
 
+CHANGE_TABLE = "data_change"
 MAX_SAMPLES = 20
 _SMALL = 1_000_000  # pairs of data that is read again within seconds
 Find = Callable[[list[str], list[str]], tuple[dict[str, str], dict[str, str]]]
@@ -316,3 +319,50 @@ def raised(item: Any) -> str | None:
     entries = [info] if "raised_exception" in info else list(info.values())
     found = [entry for entry in entries if isinstance(entry, dict) and entry.get("raised_exception")]
     return str(found[0]["exception_message"]) if found else None
+
+
+# -- a later data set beside the accepted one -------------------------------------------------------------------------
+
+
+def run_change_suite(checks: Sequence[DriftCheck], docs: Path | None = None) -> list[dict[str, Any]]:
+    """Every check of drift, whose bounds are learnt from the data that the accepted model was trained on, as one or two
+    expectations over a table of the later data set's figures (a row, a column each).
+
+    Args:
+        docs: folder for Data Docs; None: none are built.
+
+    Returns:
+        {"key", "severity" ("critical" stops, "warning" warns), "success", "minimum", "maximum", "observed"} each.
+    """
+    frame = pd.DataFrame({check.key: [float(check.new)] for check in checks})
+    found = run_checkpoint(CHANGE_TABLE, {CHANGE_TABLE: frame}, lambda: {CHANGE_TABLE: _learnt(checks)}, docs)
+    results = []
+    for _, item in found:
+        config = item.expectation_config
+        key, kwargs = config.kwargs["column"], config.kwargs
+        results.append({
+            "key": key, "severity": str(getattr(config.severity, "value", config.severity)),
+            "success": bool(item.success), "minimum": kwargs.get("min_value"), "maximum": kwargs.get("max_value"),
+            "observed": raised(item) or float(frame[key].iloc[0]),
+        })  # fmt: skip
+    return results
+
+
+def _learnt(checks: Sequence[DriftCheck]) -> list[Any]:
+    import great_expectations.expectations as gxe
+
+    # Great Expectations takes a figure that is no number for a missing one, which no bound minds
+    numbers = [
+        gxe.ExpectColumnValuesToNotBeNull(column=check.key, severity="critical", description=f"{check.name}: a number")
+        for check in checks
+        if math.isnan(check.new)
+    ]
+    return numbers + [
+        gxe.ExpectColumnValuesToBeBetween(
+            column=check.key, min_value=bounds[0], max_value=bounds[1], severity=severity,
+            description=f"{check.name}: {check.within(bounds)}",
+        )
+        for check in checks
+        for bounds, severity in ((check.stop, "critical"), (check.warn, "warning"))
+        if bounds != (None, None)
+    ]  # fmt: skip
