@@ -95,7 +95,7 @@ def exact(bundle: Bundle, texts: list[str], answerer: Answerer) -> tuple[np.ndar
         asked = [
             answerer.encoder.encode(texts[i : i + BATCH]) for i in range(start, min(start + BLOCK, len(texts)), BATCH)
         ]
-        query = np.concatenate([bundle.searched(one.de_BD, one.clf_BD) for one in asked])
+        query = np.concatenate([bundle.searched(one) for one in asked])
         score = query @ label_LD.T
         top = np.argpartition(-score, TOP, axis=1)[:, :TOP]
         top_score = np.take_along_axis(score, top, axis=1)

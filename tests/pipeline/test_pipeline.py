@@ -28,6 +28,7 @@ from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline,
 from unidec.pipeline.training import Run
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import LabelIndex
+from unidec.retrieval.query_encoder import Encoded
 from unidec.retrieval.sparse import PairScores
 from unidec.tracking.run import Tracker
 from unidec.training.fit import fit
@@ -394,7 +395,7 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     # the bundle ranks the test split by it, and the profile has the scores that it gives
     quantiles = bundle.info.card["profile"]["served"]["score_quantiles"]
     ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors)
-    found = bundle.rank(ranking.query_de, ranking.query_clf, 1, words_BF=ranking.words(bundle.neighbours))
+    found = bundle.rank(Encoded(ranking.query_de, ranking.query_clf, ranking.words(bundle.neighbours)), 1)
     assert [quantiles[0], quantiles[-1]] == pytest.approx([found.scores.min(), found.scores.max()], rel=1e-3)
     pipeline.evaluate(params)
     result = json.loads(paths.METRICS.read_text())

@@ -129,7 +129,7 @@ def test_a_bundle_ranks_by_network_and_tail(fused):
 
 def test_one_head_alone_is_not_fused(fused):
     asked = fused.encode(QUERIES)
-    rows = fused.rank(asked.de_BD, asked.clf_BD, 12, words_BF=asked.words_BF, head="de").rows
+    rows = fused.rank(asked, 12, head="de").rows
     np.testing.assert_array_equal(rows, np.argsort(-(asked.de_BD @ fused.vectors["de"].T), axis=1, kind="stable"))
 
 

@@ -72,7 +72,7 @@ def test_the_command(rng, tmp_path, monkeypatch, capsys):
     before = Bundle.load(tmp_path / "bundle").sha256
     monkeypatch.chdir(tmp_path)
     asked = Bundle.load("bundle").encode(["red car", "old house", "a boat"])
-    query_BD = Bundle.load("bundle").searched(asked.de_BD, asked.clf_BD)
+    query_BD = Bundle.load("bundle").searched(asked)
     monkeypatch.setattr("unidec.pipeline.indexing._queries", lambda bundle, num: (query_BD, "3 queries"))
 
     def run(*words: str) -> int:

@@ -27,6 +27,7 @@ from unidec.retrieval.neighbours import (
     candidate_keys,
     votes_alone,
 )
+from unidec.retrieval.query_encoder import Encoded
 from unidec.retrieval.sparse import PairScores
 
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat"]
@@ -233,7 +234,7 @@ def test_votes_can_lift_a_label_far_below_the_heads_best(rng, tmp_path):
     bundle = Bundle.load(tmp_path / "with")
     tokens = encode_texts(QUERIES, bundle.model.tokenizer_folder, 8)
     de, clf = bundle.model.encode_queries(tokens, np.arange(len(QUERIES)))
-    found = bundle.rank(de, clf, 1)
+    found = bundle.rank(Encoded(de, clf), 1)
     _, by_heads = bundle.index.search(np.concatenate([de, np.float32(0.5) * clf], axis=1), 1)
     votes = bundle.neighbours.votes(de, 7)
     assert (found.votes[votes.toarray().any(axis=1)] == 1).all() and (found.rows != by_heads).any()

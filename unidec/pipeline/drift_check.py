@@ -198,8 +198,8 @@ def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarr
     vectors, scores = [], []
     for start in range(0, len(texts), BATCH):
         asked = bundle.encode(texts[start : start + BATCH])
-        vectors.append(bundle.searched(asked.de_BD, asked.clf_BD))
-        scores.append(bundle.rank(asked.de_BD, asked.clf_BD, 1, words_BF=asked.words_BF).scores[:, 0])
+        vectors.append(bundle.searched(asked))
+        scores.append(bundle.rank(asked, 1).scores[:, 0])
     return np.concatenate(vectors), np.concatenate(scores)
 
 

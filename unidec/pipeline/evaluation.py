@@ -29,6 +29,7 @@ from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.start import read_start
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.index import recall
+from unidec.retrieval.query_encoder import Encoded
 from unidec.retrieval.scoring_space import Space
 from unidec.tracking.provenance import code_tags, dvc_hash
 from unidec.training.precision import choose_device
@@ -123,11 +124,10 @@ def _measured(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict[str,
 
 def _search(bundle: Bundle, ranking: Ranking) -> tuple[np.ndarray, np.ndarray]:
     """The bundle's answer for each query of the split, filtered pairs removed: (scores [n, K], labels [n, K])."""
-    sides, parts = (ranking.query_de, ranking.query_clf, ranking.words(bundle.neighbours)), []
+    asked, parts = Encoded(ranking.query_de, ranking.query_clf, ranking.words(bundle.neighbours)), []
     for start in range(0, max(len(ranking.rows), 1), QUERIES_AT_ONCE):
         some = slice(start, start + QUERIES_AT_ONCE)
-        de, clf, words = (None if side is None else side[some] for side in sides)
-        parts.append(bundle.rank(de, clf, K, pair_keys(ranking.filter_pairs[some]), words))
+        parts.append(bundle.rank(asked.take(some), K, pair_keys(ranking.filter_pairs[some])))
     return np.concatenate([part.scores for part in parts]), np.concatenate([part.rows for part in parts])
 
 

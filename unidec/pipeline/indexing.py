@@ -181,4 +181,4 @@ def _queries(bundle: Bundle, num: int) -> tuple[npt.NDArray[np.float32], str]:
     of_split = dataset.rows(split)  # type: ignore[arg-type]
     chosen = np.sort(np.random.default_rng(0).choice(of_split, min(num, len(of_split)), replace=False))
     encoded = bundle.encode(dataset.query_texts(chosen, cast(Text, bundle.info.text)))
-    return bundle.searched(encoded.de_BD, encoded.clf_BD), f"{len(chosen)} {split} queries of {dataset.name}"
+    return bundle.searched(encoded), f"{len(chosen)} {split} queries of {dataset.name}"

@@ -197,7 +197,7 @@ class Answerer:
         excluded = np.asarray(pairs, dtype=np.int64)
         allowed, unknown_allowed = self._rows(first.allow or ())
         rows = None if first.allow is None else np.asarray(allowed, dtype=np.int64)
-        found = bundle.rank(asked.de_BD, asked.clf_BD, k, excluded, asked.words_BF, first.head, first.tail, rows)
+        found = bundle.rank(asked, k, excluded, first.head, first.tail, rows)
         most = max(request.k for request in requests)
         parts = bundle.parts(asked, found.rows[:, :most])
         count_B = []
@@ -221,7 +221,7 @@ class Answerer:
         voters, knn = self.bundle.neighbours, self.bundle.info.knn
         if voters is None or knn is None:
             return None
-        compared = self.bundle.compared(asked.de_BD, asked.clf_BD, asked.words_BF)
+        compared = self.bundle.compared(asked)
         cosine_BN, row_BN = voters.nearest(compared, knn.neighbours)
         parts = (cosine_BN[0], voters.weights(cosine_BN, row_BN)[0], row_BN[0])
         out = []

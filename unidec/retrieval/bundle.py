@@ -193,8 +193,8 @@ class Bundle:
         """Queries as `rank` takes them, by `encoder`, all at once; a DataError for what is not valid Unicode text."""
         return self.encoder.encode(texts)
 
-    def searched(self, de_BD: Floats | None, clf_BD: Floats | None, head: Space = "both") -> Floats:
-        """Encoded queries in the searched space, float32 [B, D']; with a `head` that alone decides, in the same index.
+    def searched(self, asked: Encoded, head: Space = "both") -> Floats:
+        """Queries in the searched space, float32 [B, D']; with a `head` that alone decides, in the same index.
 
         Raises:
             DataError: the searched space has not that head.
@@ -203,7 +203,7 @@ class Bundle:
         if head != "both" and info.space not in ("both", head):
             raise DataError(f"this bundle does not rank by the head {head!r}", where="head", expected=info.space)
         weight = info.clf_weight if head == "both" else 1.0
-        out = query_vectors(de_BD, clf_BD, info.space, weight, info.clf_normalize, "bias" in self.vectors)
+        out = query_vectors(asked.de_BD, asked.clf_BD, info.space, weight, info.clf_normalize, "bias" in self.vectors)
         if info.space == "both" and head != "both":  # the other head's half is 0
             out[:, slice(info.dim, None) if head == "de" else slice(info.dim)] = 0.0
         return out
@@ -259,7 +259,7 @@ class Bundle:
         for start in range(0, max(1, len(texts)), batch_size):
             excluded = None if exclude is None else self._excluded_pairs(exclude[start : start + batch_size])
             asked = self.encode(texts[start : start + batch_size])
-            ranked = self.rank(asked.de_BD, asked.clf_BD, k, excluded, asked.words_BF)
+            ranked = self.rank(asked, k, excluded)
             parts.append((ranked.rows, ranked.scores, *self.parts(asked, ranked.rows), ranked.votes))
         joined: list[Any] = [None if each[0] is None else np.concatenate(each) for each in zip(*parts, strict=True)]
         return Predictions(*joined)
@@ -289,37 +289,34 @@ class Bundle:
 
     def rank(
         self,
-        de_BD: Floats | None,
-        clf_BD: Floats | None,
+        asked: Encoded,
         k: int,
         excluded: Labels | None = None,
-        words_BF: csr_matrix | None = None,
         head: Space = "both",
         tail: float = 0.0,
         allowed: Labels | None = None,
     ) -> Ranked:
-        """The k best labels of encoded queries: by the fusion where there is one, else by the heads' score and the
+        """The k best labels of queries: by the fusion where there is one, else by the heads' score and the
         votes of training queries. As exact as the index: every label with votes is scored.
 
         Args:
-            de_BD, clf_BD: queries as `encode` gives them.
             k: at least 1; may exceed L.
             excluded: int64, unique keys query * L + label of the pairs that must not be returned.
-            words_BF: the queries' words, where training queries are compared by them.
             head: "both": as the bundle ranks; "de" or "clf": that head alone, and no votes.
             tail: added to the fusion's weight of the log inverse propensity: more of it for rare labels. Without a
                 fusion it does nothing.
             allowed: int64, ascending, the only labels that may be returned; their scores are exact.
         """
-        info, num_queries = self.info, len(next(part for part in (de_BD, clf_BD) if part is not None))
+        info, num_queries, query_BD = self.info, len(asked), self.searched(asked, head)
         excluded = np.zeros(0, np.int64) if excluded is None else excluded
-        query_BD = self.searched(de_BD, clf_BD, head)
         if self.evidence is not None and info.fusion is not None and head == "both":
             _, found_BC = self._search(self.index.candidates, query_BD, max(FEWEST_CANDIDATES, 2 * k), excluded)
-            assert de_BD is not None and clf_BD is not None and words_BF is not None
-            evidence = self.evidence.read(de_BD, clf_BD, words_BF, found_BC, excluded, allowed)
+            assert asked.de_BD is not None and asked.clf_BD is not None and asked.words_BF is not None
+            evidence = self.evidence.read(asked.de_BD, asked.clf_BD, asked.words_BF, found_BC, excluded, allowed)
             return self.evidence.rank(info.fusion, evidence, k, tail)
-        votes = self.votes(de_BD, clf_BD, words_BF) if head == "both" else None
+        votes = None
+        if self.neighbours is not None and info.knn is not None and head == "both":
+            votes = self.neighbours.votes(self.compared(asked), info.knn.neighbours)
         if allowed is not None:
             key_P = allowed_keys(allowed, num_queries, self.num_labels, excluded)
         else:
@@ -334,16 +331,12 @@ class Bundle:
         found = Candidates.of(key_P, votes or none, heads).top(0.0 if info.knn is None else info.knn.weight, k)
         return found if votes is not None else replace(found, votes=None)
 
-    def votes(self, de_BD: Floats | None, clf_BD: Floats | None, words_BF: csr_matrix | None) -> PairScores | None:
-        """Votes of training queries (`Neighbours.votes`); None where none vote."""
-        if self.neighbours is None or self.info.knn is None:
-            return None
-        return self.neighbours.votes(self.compared(de_BD, clf_BD, words_BF), self.info.knn.neighbours)
-
-    def compared(self, de_BD: Floats | None, clf_BD: Floats | None, words_BF: csr_matrix | None) -> Floats | csr_matrix:
-        """Which of them training queries that vote are compared by: a head's vectors, or words."""
+    def compared(self, asked: Encoded) -> Floats | csr_matrix:
+        """Which part of queries training queries that vote are compared by: a head's vectors, or words."""
         assert self.info.knn is not None
-        found = words_BF if self.words is not None else de_BD if self.info.knn.space == "de" else clf_BD
+        found = (
+            asked.words_BF if self.words is not None else asked.de_BD if self.info.knn.space == "de" else asked.clf_BD
+        )
         assert found is not None
         return found
 

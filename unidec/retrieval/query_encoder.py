@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,27 +35,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Encoded:
-    """B query texts, ready for the search in a bundle.
+    """B queries, ready for the search in a bundle.
 
     Attributes:
         de_BD: float32 [B, D], unit length; None without a dual-encoder head.
         clf_BD: float32 [B, D], as the classifier's head gives them; None without one.
         words_BF: CSR of `WordSpace.vectors`, where training queries are compared by words; else None.
-        num_tokens_B: int64 [B], tokens without the special ones, after cutting.
-        unknown_B: int64 [B], how many of them are the unknown token.
+        num_tokens_B: int64 [B], tokens without the special ones, after cutting; empty where no texts were encoded.
+        unknown_B: int64 [B], how many of them are the unknown token; as well.
     """
 
     de_BD: Floats | None
     clf_BD: Floats | None
-    words_BF: csr_matrix | None
-    num_tokens_B: Counts
-    unknown_B: Counts
+    words_BF: csr_matrix | None = None
+    num_tokens_B: Counts = field(default_factory=lambda: np.zeros(0, np.int64))
+    unknown_B: Counts = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
-        return len(self.num_tokens_B)
+        return len(next(part for part in (self.de_BD, self.clf_BD) if part is not None))
 
-    def take(self, rows: npt.NDArray[np.int64]) -> Encoded:
-        """Some of the texts."""
+    def take(self, rows: npt.NDArray[np.int64] | slice) -> Encoded:
+        """Some of the queries."""
         taken: dict[str, Any] = {name: None if part is None else part[rows] for name, part in vars(self).items()}
         return Encoded(**taken)
 

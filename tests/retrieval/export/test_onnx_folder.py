@@ -10,7 +10,7 @@ import pytest
 from unidec.errors import ConfigError, DataError
 from unidec.retrieval.export.heads import scored_by
 from unidec.retrieval.export.onnx_folder import export_onnx
-from unidec.retrieval.scoring_space import space_rows
+from unidec.retrieval.scoring_space import LabelRows
 
 onnxruntime = pytest.importorskip("onnxruntime")
 KINDS = {
@@ -52,7 +52,7 @@ def test_every_encoder_in_onnxruntime(world, tmp_path, name, normalize, bias) ->
         np.testing.assert_allclose(together[output], vectors, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(alone[output], vectors[[1]], rtol=1e-4, atol=1e-4)
     assert np.abs(clf[0] - clf[1]).max() > 0.01
-    sides = space_rows(bundle.vectors, slice(None), bundle.info.space, bundle.info.clf_normalize)
+    sides = LabelRows(bundle.vectors, bundle.info.space, bundle.info.clf_normalize).take(slice(None))
     best = (together["vector"] @ sides.T).argmax(axis=1)
     assert [bundle.uids[int(row)].as_py() for row in best] == [p.labels[0] for p in bundle.predict(texts, k=1)]
 
