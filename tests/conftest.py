@@ -79,16 +79,19 @@ def make_raw(
     )
 
 
-# folders with the longest tests: they start first, so that no worker is left alone with them at the end
-SLOWEST = ("faults", "flows", "pipeline", "tracking", "serving", "comparison", "training")
+# files and folders with the longest tests: they start first, so that no worker is left alone with them at the end
+SLOWEST = (
+    "flows/test_shards.py", "test_dvc.py", "flows", "faults", "comparison", "tracking", "pipeline", "validation", "training",
+    "serving", "cli", "retrieval",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests by `SLOWEST`; pytest-xdist hands out whole files in this order."""
 
     def place(item: pytest.Item) -> int:
-        folder = item.path.relative_to(ROOT / "tests").parts[0]
-        return SLOWEST.index(folder) if folder in SLOWEST else len(SLOWEST)
+        path = item.path.relative_to(ROOT / "tests")
+        return next((i for i, name in enumerate(SLOWEST) if path.is_relative_to(name)), len(SLOWEST))
 
     items.sort(key=place)
 

@@ -215,11 +215,17 @@ def test_a_queue_of_two_experiments_runs_with_the_checkouts_python_and_store(tmp
     # its output is inherited by the worker: read, it would end with the last task
     words = [sys.executable, "-m", "dvc", "queue", "start"]
     subprocess.run(words, cwd=project.root, env=project.env, stdout=subprocess.DEVNULL, check=True)
-    for _ in range(400):
+    end = time.monotonic() + 240
+    ran = Path(project.env["RAN"])
+    while not ran.exists() or ran.read_text().split().count(STAGES[-1]) < 2:  # a command of DVC takes a second
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    while True:
         rows = project.dvc("queue", "status").splitlines()[1:]
         if not any("Running" in row or "Queued" in row for row in rows):
             break
-        time.sleep(0.3)
+        assert time.monotonic() < end, rows
+        time.sleep(0.5)
     assert sum("Success" in row for row in rows) == 2, rows
     looked = [json.loads(line) for line in (tmp_path / "looked").read_text().splitlines()]
     assert {found["store"] for found in looked} == {f"sqlite:///{project.root}/mlflow/mlflow.db"}

@@ -15,6 +15,8 @@ import pytest
 import yaml
 from raw_files import write_raw
 
+from unidec import cli
+
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -39,15 +41,27 @@ def project(
     return tmp_path
 
 
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
+    """`listed()`: what `--list` says of each run; it ends in the command's own process, here in this one."""
+
+    def listed() -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["unidec", "compare", "c.yaml", "--list"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+        return [line.split("\t")[2] for line in capsys.readouterr().out.splitlines()[1:]]
+
+    return listed
+
+
 def unidec(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "unidec.cli", "compare", "c.yaml", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 
 
-def test_from_nothing_to_a_report(project: Path) -> None:
-    listed = unidec("--list")
-    assert listed.returncode == 0
-    assert [line.split("\t")[2] for line in listed.stdout.splitlines()[1:]] == ["to do"] * 3
+def test_from_nothing_to_a_report(project: Path, listed: Callable[[], list[str]]) -> None:
+    assert listed() == ["to do"] * 3
     assert not (project / "runs").exists()
 
     done = unidec("--only", "kNN", "--metrics", "figures/knn.json")
@@ -65,8 +79,7 @@ def test_from_nothing_to_a_report(project: Path) -> None:
     run = MlflowClient(f"sqlite:///{project}/mlflow.db").get_run(result["mlflow_run"])
     assert run.info.run_name == "d/kNN/0" and run.data.tags["comparison"] == "tiny"
 
-    states = [line.split("\t")[2] for line in unidec("--list").stdout.splitlines()[1:]]
-    assert states == ["to do", "done", "to do"]
+    assert listed() == ["to do", "done", "to do"]
     # what fails is named, and the exit code reports it; the rest is there all the same
     place = next(workspace.glob("cells/d/knn/0-*"))
     (workspace / "cells/d/mix").write_text("a file where a folder should be")

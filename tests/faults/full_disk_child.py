@@ -1,12 +1,14 @@
 """Fault 4's program: saves checkpoints where the disk, a limit or a read-only mount says no.
 
-    python full_disk_child.py FOLDER full|blind|limit|read-only
+    python full_disk_child.py FOLDER full|blind|limit|read-only...
 
-FOLDER is a small file system of its own (`unshare -rm`, tmpfs), or for `limit` any folder.
+Mounts a small file system of its own for each (the process may: `unshare --map-root-user --mount`), none for `limit`.
+Prints the refusal, a JSON string a line.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -28,6 +30,11 @@ def make(step: int, num_rows: int) -> Checkpoint:
 
 
 def main(folder: Path, how: str) -> None:
+    folder.mkdir()
+    if how != "limit":
+        size = "30m" if how == "read-only" else "3m"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+    disk_usage = shutil.disk_usage
     writer = CheckpointWriter(folder)
     writer.save(make(5, 100))
     writer.wait()
@@ -46,7 +53,7 @@ def main(folder: Path, how: str) -> None:
         text = str(error)
     else:
         raise SystemExit("it was saved")
-    print(text)
+    print(json.dumps(text))
     assert f"at least {big.num_bytes:,} bytes" in text and "step-0000000010" in text and "fix:" in text, text
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert sorted(os.listdir(folder / "checkpoints")) == ["latest", "step-0000000005"]
@@ -55,7 +62,9 @@ def main(folder: Path, how: str) -> None:
     if how != "read-only":  # it goes on when there is space for what is to be saved
         writer.save(make(15, 100))
         assert writer.wait() is not None
+    shutil.disk_usage = disk_usage
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    for how in sys.argv[2:]:
+        main(Path(sys.argv[1]) / how, how)

@@ -1,11 +1,11 @@
 """Fault 2's program: saves checkpoints in children that kill themselves at every point inside the save.
 
-    python saving_child.py FOLDER SCENARIO [EVERY]
+    python saving_child.py FOLDER EVERY SCENARIO...
 
 A point is a call from Python into the system's functions or a file's methods that may change what is on the disk (open,
 write, fsync, rename, unlink, ...), before and after it. Each child kills itself by SIGKILL at the next point (of every
 EVERY), until one lives. After each the newest checkpoint has to load whole, and the next save has to leave nothing of
-the killed one. Prints JSON.
+the killed one. Prints JSON, a line for each scenario.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ def check_next(run_dir: Path) -> None:
 
 def main(folder: Path, scenario: str, every: int) -> None:
     before, step = {"first": ([], 5), "third": ([5, 10], 15), "again": ([5, 10], 10)}[scenario]
-    base, run_dir = folder / "base", folder / "run"
+    base, run_dir = folder / scenario / "base", folder / scenario / "run"
     for number in before:
         save(base, number)
-    base.mkdir(exist_ok=True)
+    base.mkdir(exist_ok=True, parents=True)
     outcomes: dict[str, int] = {}
     point, lived = 0, False
     while not lived:
@@ -134,4 +134,5 @@ def main(folder: Path, scenario: str, every: int) -> None:
 
 if __name__ == "__main__":
     tensor_file.CHUNK_BYTES = 512  # several writes a file
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 1)
+    for scenario in sys.argv[3:]:
+        main(Path(sys.argv[1]), scenario, int(sys.argv[2]))

@@ -112,7 +112,7 @@ def once_a_shard_is_whole(folder: Path, act) -> threading.Thread:
     """Calls `act` in a thread when the first shard is there."""
 
     def wait() -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 200
         while not list(folder.glob("0*-of-*")) and time.monotonic() < end:
             time.sleep(0.002)
         act()

@@ -120,13 +120,13 @@ class World:
     def start(self, version: str = "1") -> None:
         self.shelf.alias = version
         self.follower.start()
-        self.follower.first.result(10)
+        self.follower.first.result(60)
 
     def says(self) -> str:
         assert self.service.current is not None
         return self.service.current.answer([None])[0].labels[0]
 
-    def until(self, true: Callable[[], Any], seconds: float = 10) -> None:
+    def until(self, true: Callable[[], Any], seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < end, self.follower.state()
@@ -365,7 +365,7 @@ def test_too_little_memory_costs_the_previous_one_first_and_then_refuses(world, 
 def test_at_the_start_an_unknown_alias_is_an_error(world):
     world.follower.start()
     with pytest.raises(ConfigError, match="not in the registry"):
-        world.follower.first.result(10)
+        world.follower.first.result(60)
     assert world.service.current is None
 
 
@@ -373,7 +373,7 @@ def test_at_the_start_a_registry_that_is_away_is_an_error_the_first_time(world):
     world.shelf.alias = RegistryAway("gone")
     world.follower.start()
     with pytest.raises(RegistryAway):
-        world.follower.first.result(10)
+        world.follower.first.result(60)
 
 
 def short(world: World, version: str) -> None:
@@ -391,7 +391,7 @@ def test_a_start_while_the_registry_is_away_serves_what_served_last(world):
     world.begin()
     world.shelf.alias = RegistryAway("gone")
     world.follower.start()
-    assert world.follower.first.result(10).version == "2" and world.says() == "2"
+    assert world.follower.first.result(60).version == "2" and world.says() == "2"
     assert world.follower.state()["registry"] == "away"
     world.shelf.alias = "3"
     world.until(lambda: world.says() == "3")
@@ -440,7 +440,7 @@ def test_a_folder_is_loaded_again_only_when_asked(tmp_path, monkeypatch):
     (folder / "about.json").write_text(json.dumps({"sha256": "a", "says": "a"}))
     world.begin(str(folder))
     world.follower.start()
-    assert world.follower.first.result(10).version is None
+    assert world.follower.first.result(60).version is None
     (folder / "about.json").write_text(json.dumps({"sha256": "b", "says": "b"}))
     time.sleep(0.1)
     assert world.says() == "a" and world.follower.state()["registry"] == "not asked"
