@@ -81,8 +81,8 @@ def make_raw(
 
 # files and folders with the longest tests: they start first, so that no worker is left alone with them at the end
 SLOWEST = (
-    "flows/test_shards.py", "test_dvc.py", "flows", "faults", "comparison", "tracking", "pipeline", "validation", "training",
-    "serving", "cli", "retrieval",
+    "flows/test_shards.py", "test_dvc.py", "flows", "faults", "comparison", "tracking", "pipeline", "validation",
+    "training", "serving", "cli", "retrieval",
 )  # fmt: skip
 
 

@@ -42,15 +42,15 @@ def project(
 
 
 @pytest.fixture
-def listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
-    """`listed()`: what `--list` says of each run; it ends in the command's own process, here in this one."""
+def listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[str]]]:
+    """`listed(...)`: exit code of `--list` and the state of each run. It starts no flow and runs in this process."""
 
-    def listed() -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["unidec", "compare", "c.yaml", "--list"])
+    def listed(*words: str) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["unidec", "compare", "c.yaml", "--list", *words])
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        assert ended.value.code == 0
-        return [line.split("\t")[2] for line in capsys.readouterr().out.splitlines()[1:]]
+        lines = capsys.readouterr().out.splitlines()[1:]
+        return int(ended.value.code or 0), [line.split("\t")[2] for line in lines]
 
     return listed
 
@@ -60,8 +60,8 @@ def unidec(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 
 
-def test_from_nothing_to_a_report(project: Path, listed: Callable[[], list[str]]) -> None:
-    assert listed() == ["to do"] * 3
+def test_from_nothing_to_a_report(project: Path, listed: Callable[..., tuple[int, list[str]]]) -> None:
+    assert listed() == (0, ["to do"] * 3)
     assert not (project / "runs").exists()
 
     done = unidec("--only", "kNN", "--metrics", "figures/knn.json")
@@ -79,7 +79,7 @@ def test_from_nothing_to_a_report(project: Path, listed: Callable[[], list[str]]
     run = MlflowClient(f"sqlite:///{project}/mlflow.db").get_run(result["mlflow_run"])
     assert run.info.run_name == "d/kNN/0" and run.data.tags["comparison"] == "tiny"
 
-    assert listed() == ["to do", "done", "to do"]
+    assert listed() == (0, ["to do", "done", "to do"])
     # what fails is named, and the exit code reports it; the rest is there all the same
     place = next(workspace.glob("cells/d/knn/0-*"))
     (workspace / "cells/d/mix").write_text("a file where a folder should be")
@@ -89,11 +89,11 @@ def test_from_nothing_to_a_report(project: Path, listed: Callable[[], list[str]]
     assert (place / "result.json").is_file()
 
 
-def test_wrong_files_and_names(project: Path) -> None:
+def test_wrong_files_and_names(project: Path, listed: Callable[..., tuple[int, list[str]]]) -> None:
     wrong = unidec("--only", "KNN")
     assert wrong.returncode == 2 and "no such cell" in wrong.stderr and "Traceback" not in wrong.stderr
-    assert unidec("--set", "pool.betta=3", "--list").returncode == 2
-    assert unidec("--accept", "data").returncode == 2
+    assert listed("--set", "pool.betta=3") == (2, [])
+    assert listed("--accept", "data") == (2, [])
     assert not (project / "runs").exists()
 
 
