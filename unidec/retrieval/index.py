@@ -343,7 +343,9 @@ def blocks(rows: Labels, size: int = ROWS_AT_ONCE) -> Iterator[Labels]:
 
 def _padded(array_PD: Floats, width: int) -> Floats:
     """float32 [P, width], contiguous: zeros behind the columns that are there."""
-    return np.ascontiguousarray(np.pad(array_PD, ((0, 0), (0, width - array_PD.shape[1]))))
+    out = np.zeros((len(array_PD), width), dtype=np.float32)  # np.pad takes ten times as long
+    out[:, : array_PD.shape[1]] = array_PD
+    return out
 
 
 def _checked_rows(vectors: LabelRows, rows_P: Labels, width: int) -> Floats:

@@ -111,10 +111,12 @@ class Batcher:
         self._jobs.append(job)
         self.waiting = ahead
         self._arrived.set()
-        gone = None if disconnected is None else asyncio.ensure_future(disconnected())
-        if gone is not None:
-            gone.add_done_callback(lambda _: job.lose(ClientGone()))
+        gone = None
         try:
+            await asyncio.sleep(0)  # a lone query that is quick is answered by then: nobody need listen for its client
+            if disconnected is not None and not job.answers.done():
+                gone = asyncio.ensure_future(disconnected())
+                gone.add_done_callback(lambda _: job.lose(ClientGone()))
             async with asyncio.timeout(self.timeout_seconds):
                 return await job.answers
         except TimeoutError:
