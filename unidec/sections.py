@@ -167,10 +167,6 @@ class Encoder(Section):
             what = "a frozen encoder's vectors are computed once: no tokens can be dropped from them"
             fix = "encoder.bag_dropout: 0 (encoder.dropout works), or encoder.frozen: false"
             yield Conflict("encoder.frozen encoder.bag_dropout", what, fix)
-        if self.residual and self.frozen and not self.start:
-            what = "a frozen residual network without a start does nothing"
-            fix = "encoder.residual: false, or encoder.start: a model that has trained one"
-            yield Conflict("encoder.residual encoder.frozen encoder.start", what, fix)
 
 
 class Model(Section):
@@ -272,12 +268,6 @@ class Index(Section):
     objective: Literal["nDCG@5", "P@1", "PSP@5", "R@100"] = key("nDCG@5", "what weights and fusion are chosen by")
 
     def conflicts(self) -> Iterator[Conflict]:
-        if 0 < self.ivf_lists < self.ivf_probes:
-            what, fix = "a search looks into more lists than there are", "index.ivf_probes at most index.ivf_lists"
-            yield Conflict("index.ivf_probes index.ivf_lists", what, fix)
-        if self.space != "both" and self.clf_weight != 1.0:
-            what = "the classifier's weight counts only where both heads are searched"
-            yield Conflict("index.clf_weight index.space", what, "index.space: both, or index.clf_weight: 1")
         if self.fuses and self.knn_by != "words":
             what = "fusion reads words that queries share"
             yield Conflict("index.fusion index.knn_by", what, "index.knn_by: words, or index.fusion: false")

@@ -55,7 +55,7 @@ def test_a_rank_that_died(tmp_path, monkeypatch, code, words):
 
 
 def test_the_first_ranks_result(tmp_path):
-    write_json(tmp_path / "result.json", {"epoch": 3})
+    write_json(tmp_path / "rank-0.json", {"report": {"epoch": 3}})
     assert launch._result(tmp_path, 0) == {"epoch": 3}
     with pytest.raises(TrainingError, match="died"):  # written, but then a rank died
         launch._result(tmp_path, 1)

@@ -131,14 +131,14 @@ def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
 
 def _result(folder: Path, code: int) -> dict[str, Any]:
     """What the first rank wrote; or the error of the rank that reported one."""
-    for reported in _errors(folder):
-        if not reported["lost"]:
-            error = UnidecError(reported["message"])
-            error.exit_code = reported["exit_code"]
+    outcomes = _outcomes(folder)
+    for outcome in outcomes:
+        if outcome.get("exit_code"):
+            error = UnidecError(outcome["message"])
+            error.exit_code = outcome["exit_code"]
             raise error
-    result = folder / "result.json"
-    if code == 0 and result.is_file():
-        return json.loads(result.read_text(encoding="utf-8"))
+    if code == 0 and outcomes and "report" in outcomes[0]:
+        return outcomes[0]["report"]
     how = f"torchrun ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} of torchrun"
     raise TrainingError(
         "a process of the training died", where="torchrun", got=how,
@@ -146,37 +146,36 @@ def _result(folder: Path, code: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _errors(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("error-*.json"))]
+def _outcomes(folder: Path) -> list[dict[str, Any]]:
+    """What the ranks wrote: the first one's {"report"}, or {"message", "exit_code"}, which is 0 for a lost peer."""
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))]
 
 
 def worker(folder: Path, work: Work) -> int:
     """One process that `torchrun` started: does the phase of job.json on this rank; returns the exit code.
 
-    The first rank writes result.json into the folder. An error with a fix is reported as error-<rank>.json and ends in
+    The first rank writes its report into rank-0.json. An error with a fix is written as rank-<rank>.json and ends in
     0, so that torchrun does not retry it; the launcher raises it. Whatever else ends a rank (a signal, a lost peer, a
     bug) has another code.
     """
     watch(os.getppid())
     job, rank = json.loads((folder / "job.json").read_text(encoding="utf-8")), int(os.environ["RANK"])
-    own_error, result = folder / f"error-{rank}.json", folder / "result.json"
-    own_error.unlink(missing_ok=True)  # of the start before this one
+    outcome = folder / f"rank-{rank}.json"
+    outcome.unlink(missing_ok=True)  # of the start before this one
     if rank > 0:
         silence()
-    else:
-        result.unlink(missing_ok=True)
     try:
         ranks = Ranks.from_environment(job["params"]["device"])
         report = work(ranks, job)
         if ranks.is_first:
-            write_json(result, report)
+            write_json(outcome, {"report": report})
         ranks.barrier()
         ranks.close()
     except UnidecError as error:
         lost = isinstance(error, LostRank)
-        write_json(own_error, {"message": str(error), "exit_code": error.exit_code, "lost": lost})
+        write_json(outcome, {"message": str(error), "exit_code": 0 if lost else error.exit_code})
         # a peer reports its own error before its connections close
-        if lost and all(reported["lost"] for reported in _errors(folder)):
+        if lost and not any(other.get("exit_code") for other in _outcomes(folder)):
             print(f"rank {rank}: {error}", file=sys.stderr)
             return 1
     return 0
