@@ -20,7 +20,7 @@ from prefect.states import Cancelled, Completed
 
 from flows import reconcile
 from unidec.errors import TrainingError, UnidecError, without_credentials
-from unidec.pipeline.lock import one_at_a_time
+from unidec.pipeline.lock import environment, one_at_a_time
 from unidec.pipeline.parent_watch import watch
 from unidec.tracking.run import RUN_TAGS
 
@@ -71,19 +71,6 @@ def at_work() -> Iterator[None]:
         watch(os.getppid())
     with environment(RUN_TAGS, json.dumps(_tags())):
         yield
-
-
-@contextlib.contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    """Inside, an environment variable has this value."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 def _tags() -> dict[str, str]:

@@ -18,6 +18,19 @@ HELD = "UNIDEC_LOCK"  # environment variable: which process holds the lock of wh
 
 
 @contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Inside, an environment variable has this value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextlib.contextmanager
 def one_at_a_time(folder: Path = paths.RUNS) -> Iterator[None]:
     """Hold the project's training lock; the system releases it when its holder dies, so there is nothing to remove.
 
@@ -27,7 +40,7 @@ def one_at_a_time(folder: Path = paths.RUNS) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
-    lock, holder, before = FileLock(folder / LOCK), folder / HOLDER, os.environ.get(HELD)
+    lock, holder = FileLock(folder / LOCK), folder / HOLDER
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
@@ -37,12 +50,9 @@ def one_at_a_time(folder: Path = paths.RUNS) -> Iterator[None]:
         ) from error  # fmt: skip
     try:
         holder.write_text(f"process {os.getpid()}: {' '.join(sys.orig_argv)[:200]}", encoding="utf-8")
-        os.environ[HELD] = json.dumps(this_process() | {"folder": str(folder.resolve())})  # for stages it starts
-        yield
+        with environment(HELD, json.dumps(this_process() | {"folder": str(folder.resolve())})):  # for stages it starts
+            yield
     finally:
-        os.environ.pop(HELD, None)
-        if before is not None:
-            os.environ[HELD] = before
         lock.release()
 
 
