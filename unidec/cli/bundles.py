@@ -196,7 +196,7 @@ def vectors(
 def onnx(target: Target = Path("onnx"), head: Head = None, bundle: BundleAddress = DEFAULT_BUNDLE) -> dict[str, Any]:
     """Write encoder and heads as an ONNX file, with tokenizer and README beside it."""
     from unidec.retrieval.bundle import Bundle
-    from unidec.retrieval.export.onnx_folder import export_onnx
+    from unidec.retrieval.export.encoder import export_onnx
 
     return export_onnx(Bundle.load(bundle_folder(bundle), lazy=True), target, head=head)
 
@@ -207,6 +207,6 @@ def sentence_transformers(
 ) -> dict[str, Any]:
     """Write the query encoder as a folder that SentenceTransformer(folder) loads."""
     from unidec.retrieval.bundle import Bundle
-    from unidec.retrieval.export.sentence import export_sentence_transformers
+    from unidec.retrieval.export.encoder import export_sentence_transformers
 
     return export_sentence_transformers(Bundle.load(bundle_folder(bundle)), target, head=head)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from unidec.data.dataset import Text, XMCDataset
-from unidec.data.profile import text_facts
+from unidec.data.profile import spaced, text_facts
 from unidec.errors import DataError
 from unidec.evaluation.metrics import GROUPS, by_query, evaluate, filtered_truth, remove_filtered
 from unidec.evaluation.significance import Comparison, best_systems, compare_systems, holm
@@ -60,9 +60,9 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
         text: which texts are compared. inverse_L, group_L: inverse propensity and frequency group of each label.
     """
     train, test = dataset.rows("train"), dataset.rows("test")
-    rows = _sample(train, MAX_TRAIN)
+    rows = spaced(train, MAX_TRAIN)
     affordable = max(MIN_TEST, MAX_SCORES // max(len(rows) + dataset.num_labels, 1))
-    places = _sample(np.arange(len(test)), min(MAX_TEST, affordable))
+    places = spaced(np.arange(len(test)), min(MAX_TEST, affordable))
     try:
         if not len(train) or not len(test):
             raise DataError("a split without queries")
@@ -167,10 +167,3 @@ def _is_trivial(metric: str, num_labels: int) -> bool:
     """Whether all labels together reach 100: recall and coverage at no fewer places than there are labels."""
     name = parse(metric)
     return name.kind in ("R", "coverage") and name.k >= num_labels
-
-
-def _sample(rows: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """At most so many of the rows: seeded, ascending."""
-    if len(rows) <= most:
-        return rows
-    return np.sort(np.random.default_rng(0).choice(rows, most, replace=False))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from unidec.errors import ConfigError, DataError
+from unidec.retrieval.export.encoder import export_onnx
 from unidec.retrieval.export.heads import scored_by
-from unidec.retrieval.export.onnx_folder import export_onnx
 from unidec.retrieval.scoring_space import LabelRows
 
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from unidec.errors import ConfigError
+from unidec.retrieval.export.encoder import export_sentence_transformers
 from unidec.retrieval.export.heads import scored_by
-from unidec.retrieval.export.sentence import export_sentence_transformers
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="an extra of its own"),
