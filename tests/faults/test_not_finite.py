@@ -38,13 +38,17 @@ def spoil_gradient(trainer: Any, value: float) -> None:
     trainer.optimisers.gradients = spoilt
 
 
+@pytest.mark.parametrize("late", [{}, {"optim.clf_state": "adagrad"}, {"optim.clf_state": "sgd"},
+                                  {"model.clf_dtype": "bf16", "optim.clip_norm": 0.0}, None], ids=str)  # fmt: skip
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("spoil", [spoil_loss, spoil_gradient])
 def test_the_step_changes_nothing_and_the_run_goes_on(
-    open_trainer: Callable[..., Any], spoil: Callable[..., None], value: float
+    open_trainer: Callable[..., Any], spoil: Callable[..., None], value: float, late: dict[str, Any] | None
 ) -> None:
-    overrides = {"run.checkpoint_steps": 4, "model.dropout": 0.2}
+    """`late`: as on a GPU, whose host sees it at the next checkpoint, two steps later; the device keeps the weights."""
+    overrides = {"run.checkpoint_steps": 4, "model.dropout": 0.2} | (late or {})
     trainer = open_trainer("run", **overrides)
+    trainer.checks_each_step = late is None
     trainer.refresh()
     step, before, queries = trainer.train_step, {}, []
 
@@ -53,6 +57,7 @@ def test_the_step_changes_nothing_and_the_run_goes_on(
             before.update(everything(trainer))
             queries.extend(trainer.dataset.query_uids(batch.pool.rows_B[:5]))
             spoil(trainer, value)
+        assert trainer.step <= BAD_STEP + (0 if late is None else 1)
         return step(batch)
 
     trainer.train_step = spoilt_at

@@ -21,7 +21,7 @@ from unidec.model.losses import (
     symmetric_loss,
     triplet,
 )
-from unidec.model.pairs import REDUCTIONS, Pairs, PoolTargets
+from unidec.model.pairs import REDUCTIONS, Pairs, PoolTargets, to_device
 from unidec.sections import Loss
 
 # name of the case -> (loss, options)
@@ -389,6 +389,16 @@ def test_nothing_depends_on_values_on_the_host(kind, reduction, rng):
     loss = symmetric_loss(kind, logit, targets, reduction=reduction, forward=direction(kind, 0.5))
     loss.backward()
     assert loss.shape == () and logit.grad.shape == (6, 11)
+
+
+def test_what_goes_to_a_gpu_is_pinned(monkeypatch):
+    pinned, sent = [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *given, **options: sent.append((given, options)) or tensor)
+    to_device(np.arange(3), torch.device("cuda", 1))
+    assert len(pinned) == 1 and sent == [((torch.device("cuda", 1),), {"non_blocking": True})]
+    to_device(np.arange(3), "cpu")
+    assert len(pinned) == 1 and sent[1] == (("cpu",), {})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

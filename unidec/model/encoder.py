@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unidec.data.tokens import Tokens, length_chunks
 from unidec.errors import ConfigError
+from unidec.model.pairs import to_device
 from unidec.model.row_table import RowTable
 from unidec.model.words import with_words
 from unidec.sections import Encoder
@@ -106,7 +107,12 @@ class TransformerEncoder(nn.Module):
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Token ids [B, T] to float32 [B, D]."""
-        hidden = self.transformer(input_ids=ids_BT, attention_mask=mask_BT.long()).last_hidden_state
+        if self.transformer.config._attn_implementation == "sdpa":  # type: ignore[union-attr]
+            # ready-made: of a mask [B, T] transformers looks at the values, for which the host waits
+            attended = mask_BT[:, None, None, :].expand(-1, 1, mask_BT.shape[1], -1)
+        else:
+            attended = mask_BT.long()
+        hidden = self.transformer(input_ids=ids_BT, attention_mask=attended).last_hidden_state
         return pool_tokens(hidden, mask_BT, self.pooling)
 
 
@@ -277,7 +283,6 @@ class InputBuilder:
     ):
         self.encoder, self.device = encoder, device
         self.frozen_vectors, self.frozen_outputs = frozen_vectors or {}, frozen_outputs or {}
-        self._pin = device.type == "cuda"
 
     def __call__(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> EncoderInput:
         """One input for rows of several sources, (name, tokens, rows int64) each, in the order given."""
@@ -316,10 +321,7 @@ class InputBuilder:
         )  # fmt: skip
 
     def _to(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
-        if self._pin:
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor
+        return to_device(array, self.device)
 
     def _chunks(self, parts: Sequence[tuple[str, Tokens, np.ndarray]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         first = 0

@@ -23,6 +23,14 @@ MASKED = -1e30
 REDUCTIONS = ("psl", "psl-sum", "pal-n", "pol")
 
 
+def to_device(array: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
+    """An array on the device. For a GPU through pinned memory: else the host would wait for the copy."""
+    tensor = array if isinstance(array, Tensor) else torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Pairs(NamedTuple):
     """The pairs of a pool's logits [B, S] that are not plain negatives.
 
@@ -89,7 +97,7 @@ class PoolTargets:
                   batch.ignored_row_F, batch.ignored_col_F]  # fmt: skip
         if importance_L is not None:
             arrays.append(importance_L[batch.pool_S[batch.positive_col_P]].astype(np.float32))
-        return cls(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays))
+        return cls(*(to_device(array, device) for array in arrays))
 
     def t(self, num_columns: int) -> PoolTargets:
         """Of the transposed logits: a row's positives are the batch's queries that have the label, and all weigh alike
@@ -149,7 +157,7 @@ def _picked(row_P: Tensor, sampled_P: Tensor, num_rows: int, generator: torch.Ge
     if generator is None:
         rank_P = torch.arange(num_pairs, device=row_P.device)
     else:
-        rank_P = torch.randperm(num_pairs, generator=generator, device=generator.device).to(row_P.device)
+        rank_P = to_device(torch.randperm(num_pairs, generator=generator, device=generator.device), row_P.device)
     rank_P = torch.where(sampled_P, rank_P, num_pairs)
     first_B = torch.full((num_rows,), num_pairs, dtype=rank_P.dtype, device=row_P.device)
     first_B = first_B.scatter_reduce(0, row_P, rank_P, reduce="amin")

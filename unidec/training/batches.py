@@ -22,7 +22,7 @@ from unidec.data.propensity import inverse_propensity, label_counts
 from unidec.data.tokens import TokenCache
 from unidec.errors import DataError
 from unidec.model.encoder import EncoderInput, InputBuilder
-from unidec.model.pairs import PoolTargets
+from unidec.model.pairs import PoolTargets, to_device
 from unidec.params import TrainingSettings
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.gradient_cache import TextChunks, TextParts, cut_texts
@@ -171,10 +171,10 @@ class Batches:
             return None, self.ranks.sizes(num_labels), None
         sizes = self.ranks.sizes_among(clf_pool.pool_S, num_labels)
         first = sum(sizes[: self.ranks.rank])
-        ids = torch.from_numpy(clf_pool.pool_S[first : first + sizes[self.ranks.rank]]).to(self.device)
+        ids = to_device(clf_pool.pool_S[first : first + sizes[self.ranks.rank]], self.device)
         places = None
         if self.settings.model.clf_residual and len(encoded) > len(clf_pool.pool_S):
-            places = torch.from_numpy(np.searchsorted(encoded, clf_pool.pool_S)).to(self.device)
+            places = to_device(np.searchsorted(encoded, clf_pool.pool_S), self.device)
         return ids, sizes, places
 
     def ahead(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from unidec.data.tokens import Tokens, length_chunks
 from unidec.model.encoder import EncoderInput, InputBuilder, TextEncoder
+from unidec.model.pairs import to_device
 from unidec.model.row_table import RowTable
 from unidec.training.precision import random_state, restore_random_state
 
@@ -58,7 +59,7 @@ def cut_texts(parts: TextParts, build: InputBuilder, size: int, device: torch.de
     texts = TextChunks(0, ())
     for name, tokens, rows in parts:
         cut = length_chunks(tokens.lengths(rows), size)
-        chunks = [(torch.from_numpy(places).to(device), build([(name, tokens, rows[places])])) for places in cut]
+        chunks = [(to_device(places, device), build([(name, tokens, rows[places])])) for places in cut]
         ids = [given.unique_U for _, given in chunks if given.unique_U is not None]
         texts = texts.followed_by(TextChunks(len(rows), tuple(chunks), torch.cat(ids).unique() if ids else None))
     return texts

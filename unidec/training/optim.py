@@ -45,20 +45,25 @@ class RowOptimiser:
             table.add_state(name, *([table.weight.shape[1]] if wide else []))
 
     @torch.no_grad()
-    def step(self, step: int, factor: float, scale: Tensor | float = 1.0) -> None:
+    def step(self, step: int, factor: float, scale: Tensor | float = 1.0, failed: Tensor | None = None) -> None:
         """Update the gathered rows from their leaf's gradient, then forget them.
 
         Args:
             step: number of this update, from 1 (bias correction).
             factor: the schedule's share of the learning rate.
             scale: multiplies the gradient (clipping), 0-d.
+            failed: float32 0-d, 1 where nothing may change; None: 0.
         """
         rows_U, leaf = self.table.used or (None, None)
         if leaf is None or leaf.grad is None:
             self.table.forget()
             return
         weight, state = leaf.detach(), self.table.used_state()  # the leaf holds the rows' values
-        self.update(weight, leaf.grad, state, step, self.lr * factor, torch.as_tensor(scale, dtype=weight.dtype))
+        factors = torch.as_tensor(scale, dtype=weight.dtype)
+        if failed is not None:  # without a gradient only Adam's moments would still move
+            leaf.grad.masked_fill_(failed.bool(), 0.0)
+            factors = torch.where(failed.bool(), 0.0, factors)
+        self.update(weight, leaf.grad, state, step, self.lr * factor, factors, failed)
         if self.table.weight.dtype == torch.bfloat16:
             if rows_U is None:
                 first = self.table.first_row
@@ -66,8 +71,11 @@ class RowOptimiser:
             weight = round_to_bfloat16(weight, row_noise(rows_U, weight.shape[1], f"{self.seed} {step}"))
         self.table.write_back(weight, state)
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor) -> None:
-        """Change weight [U, D] and state in place; the gradient may be used up."""
+    def update(
+        self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor, failed: Tensor | None
+    ) -> None:
+        """Change weight [U, D] and state in place; the gradient may be used up. Where `failed`, gradient and scale are
+        0, and both must stay as they are."""
         weight.addcmul_(grad, scale, value=-lr)
 
 
@@ -80,11 +88,14 @@ class RowAdam(RowOptimiser):
         super().__init__(table, lr, seed)
         self._count = torch.zeros((), dtype=torch.float32, device=table.device)
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor) -> None:
+    def update(
+        self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor, failed: Tensor | None
+    ) -> None:
         self._count.fill_(step - 1)
         adamw(  # one pass over gradient, moments and weight
             [weight], [grad.mul_(scale)], [state["first"]], [state["second"]], [], [self._count], fused=True,
             amsgrad=False, beta1=BETA1, beta2=BETA2, lr=lr, weight_decay=0.0, eps=EPS, maximize=False,
+            found_inf=failed,
         )  # fmt: skip
 
 
@@ -96,7 +107,9 @@ class RowAdagrad(RowOptimiser):
 
     columns: ClassVar = {"sum": False}
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor) -> None:
+    def update(
+        self, weight: Tensor, grad: Tensor, state: State, step: int, lr: float, scale: Tensor, failed: Tensor | None
+    ) -> None:
         norm_U = torch.linalg.vector_norm(grad, dim=1).mul_(scale)  # reads the gradient once, makes no [U, D]
         sum_U = state["sum"].addcmul_(norm_U, norm_U, value=1 / grad.shape[1])
         rate_U = sum_U.sqrt().add_(EPS).reciprocal_().mul_(scale)
@@ -165,8 +178,9 @@ class Optimisers:
         return [t.grad for t in (*self.dense, *leaves) if t.grad is not None]
 
     @torch.no_grad()
-    def step(self, step: int, norm: Tensor) -> None:
-        """One update of everything at a step (from 0), given the norm of all gradients, 0-d."""
+    def step(self, step: int, norm: Tensor, failed: Tensor | None = None) -> None:
+        """One update of everything at a step (from 0), given the norm of all gradients, 0-d. Where `failed` (float32,
+        0-d) is 1 nothing changes, which the device decides: the host need not wait; None: 0."""
         scale: Tensor | float = 1.0
         if self.settings.clip_norm > 0:
             scale = (self.settings.clip_norm / (norm + 1e-6)).clamp_max(1.0)
@@ -176,9 +190,10 @@ class Optimisers:
         factor = self.factor(step)
         for group in self.adamw.param_groups:
             group["lr"] = self.rates[group["part"]] * factor
+        self.adamw.found_inf = failed  # type: ignore[attr-defined] # as torch.amp's GradScaler hands it over
         self.adamw.step()
         for row in self.row.values():
-            row.step(step + 1, factor, scale)
+            row.step(step + 1, factor, scale, failed)
         self.zero_grad()
 
     def zero_grad(self) -> None:

@@ -46,7 +46,7 @@ from unidec.training.sampler import num_clusters, queries_a_batch
 from unidec.training.start import Start, start_bag, take_model, take_rows
 from unidec.training.stop import stop_signals
 
-LOG_EVERY = 10  # steps between two lines of history; each step waits for the device once, for its check of finiteness
+LOG_EVERY = 10  # steps between two lines of history; a GPU's host waits for it only then
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,18 @@ class TrainingData:
     query_tokens: TokenCache
     label_tokens: TokenCache
     label_graph: sp.csr_matrix | None = None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step whose finiteness is not known to the host yet: some of its queries, its losses 0-d, and whether it or one
+    before it failed, 0-d."""
+
+    epoch: int
+    step: int
+    some_rows: np.ndarray
+    losses: dict[str, Tensor]
+    failed: Tensor
 
 
 class Trainer:
@@ -125,6 +137,11 @@ class Trainer:
         self.epoch = self.epoch_step = self.step = 0
         self.made = Refresh()
         self._clusters: Clusters | None = None  # of the coming round, until its hard negatives are mined
+        # finiteness: on a GPU looked at when figures are logged or a checkpoint is written; until then `_failed` keeps
+        # the weights as they were before the step that was not finite
+        self.checks_each_step = self.device.type == "cpu"
+        self._failed = torch.zeros((), device=self.device)
+        self._unchecked: list[_Step] = []
         self.seconds = 0.0
         self.notes: dict[str, Any] = {}
         self._saved_step, self._saved_at = 0, time.monotonic()
@@ -313,6 +330,7 @@ class Trainer:
                         on_log(self.step - 1, logs)
                 stopping, due = self.ranks.any(stop.asked is not None, self._save_is_due())
                 if stopping or due or self.epoch == until:
+                    self._check_finite()
                     history.flush()
                     if first:
                         os.fsync(history.fileno())  # a resumed run keeps the lines before its checkpoint
@@ -351,7 +369,8 @@ class Trainer:
             figures to log every `LOG_EVERY` steps, else None.
 
         Raises:
-            TrainingError: a loss or gradient that is not finite (the weights keep their values), or no memory left.
+            TrainingError: a loss or gradient that is not finite (the weights keep their values; on a GPU raised at the
+                next step with figures), or no memory left.
         """
         begin = time.perf_counter()
         if not self.ranks.is_first:  # texts of different ranks must not lose the same entries to dropout
@@ -365,11 +384,26 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             raise self._no_memory(batch) from error
         norm = self._complete_gradients()
-        if not bool(torch.isfinite(norm + loss.detach())):
-            raise self._not_finite(batch, losses)
-        self.optimisers.step(self.step, norm)
+        finite = torch.isfinite(norm + loss.detach())
+        if not self.checks_each_step:
+            self._failed = torch.maximum(self._failed, (~finite).float())
+            losses = {name: value.detach() for name, value in losses.items()}
+            self._unchecked.append(_Step(self.epoch, self.step, batch.pool.rows_B[:5], losses, self._failed))
+        elif not bool(finite):
+            raise self._not_finite(_Step(self.epoch, self.step, batch.pool.rows_B[:5], losses, self._failed))
+        self.optimisers.step(self.step, norm, None if self.checks_each_step else self._failed)
         self.seconds += time.perf_counter() - begin
-        return self._figures(batch, losses, norm) if self.step % LOG_EVERY == 0 else None
+        if self.step % LOG_EVERY:
+            return None
+        self._check_finite()
+        return self._figures(batch, losses, norm)
+
+    def _check_finite(self) -> None:
+        """Raise for the first step since the last look whose loss or gradient was not finite."""
+        steps, self._unchecked = self._unchecked, []
+        if steps and bool(self._failed):
+            self._failed = torch.zeros_like(self._failed)
+            raise self._not_finite(next(step for step in steps if bool(step.failed)))
 
     def _complete_gradients(self) -> Tensor:
         """Add what the ranks have of the gradients; their norm, 0-d."""
@@ -400,13 +434,13 @@ class Trainer:
             "texts_per_s": batch.num_texts / seconds, "tokens_per_s": batch.num_tokens / seconds,
         }  # fmt: skip
 
-    def _not_finite(self, batch: Prepared, losses: dict[str, Tensor]) -> TrainingError:
+    def _not_finite(self, step: _Step) -> TrainingError:
         self.optimisers.zero_grad()
-        uids = self.dataset.query_uids(batch.pool.rows_B[:5])
+        uids = self.dataset.query_uids(step.some_rows)
         return TrainingError(
             "a loss or gradient is not finite; the weights are as they were before this step",
-            where=f"epoch {self.epoch}, step {self.step}, queries {', '.join(uids)}, ...",
-            got=", ".join(f"{name} {float(value.detach()):g}" for name, value in losses.items()),
+            where=f"epoch {step.epoch}, step {step.step}, queries {', '.join(uids)}, ...",
+            got=", ".join(f"{name} {float(value.detach()):g}" for name, value in step.losses.items()),
             fix="a lower learning rate, a higher model.temperature, or optim.clip_norm above 0",
         )
 
