@@ -203,11 +203,15 @@ def test_a_trial_logs_the_same_data_as_any_run(
         if folder == tmp_path:
             lock = {"stages": {"ingest": {"outs": [{"path": "data/dataset", "md5": "0a.dir"}]}}}
             Path("dvc.lock").write_text(json.dumps(lock))
+        else:
+            monkeypatch.setenv("DVC_EXP_NAME", "brave-fox")  # as `dvc exp run` and `dvc queue` set it
         begun = pipeline.start_run(done.params(**{"data.path": data, "tracking.experiment": "trials"}))
         run = client.get_run(Tracker.resume(begun.folder).run_id)
         (used,) = run.inputs.dataset_inputs
         logged.append((run.data.params, used.dataset.name, used.dataset.digest))
         assert run.data.tags.get("dvc.data/dataset") == ("0a.dir" if folder == tmp_path else None)
+        assert run.data.tags.get("dvc_experiment") == (None if folder == tmp_path else "brave-fox")
+        assert run.info.run_name.endswith("brave-fox") == (folder != tmp_path)
     assert logged[0] == logged[1] and "data.path" not in logged[0][0]
 
 

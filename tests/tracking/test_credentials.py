@@ -112,8 +112,12 @@ def test_a_databases_password_stays_out_of_the_file_which_is_private_from_the_st
     modes = []
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (modes.append(stat.S_IMODE(os.stat(a).st_mode)), replace(a, b)))
-    Tracker().start(tmp_path, {})
+    tracker = Tracker()
+    tracker.start(tmp_path, {})
+    tracker.log(1, {"loss": 1.0})
     assert set(modes) == {0o600}, "before it has its name"
+    files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert {"tracking.json", "tracking.jsonl"} <= files.keys() and set(files.values()) == {0o600}
     assert "s3cr" not in everything_below(tmp_path)
     assert Tracker.resume(tmp_path).uri == uri
 

@@ -45,6 +45,24 @@ def test_the_model_is_served_with_a_key_and_only_when_asked_for(services):
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_deployed", "paused"),
+    [({}, False, True), ({"SCHEDULES": "active"}, False, False), ({}, True, False)],
+)
+def test_schedules_are_paused_at_the_first_deployment_alone(helper, tmp_path, settings, is_deployed, paused):
+    """Each `up` deploys again: a schedule that somebody resumed stays active."""
+    listed = "nightly" if is_deployed else "none"
+    (tmp_path / "prefect").write_text(
+        f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n[ "$3" = ls ] && echo {listed}; exit 0\n'
+    )
+    (tmp_path / "prefect").chmod(0o755)
+    command = helper("compose").compose(settings)["services"]["deploy"]["command"]
+    subprocess.run(command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, check=True, timeout=60)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert "--no-prompt deploy --all" in calls
+    assert ("--no-prompt deployment schedule pause --all" in calls) == paused
+
+
 def test_every_port_is_bound_to_this_machine(services):
     ports = [port for service in services.values() for port in service.get("ports", [])]
     assert ports == ["127.0.0.1:5000:5000", "127.0.0.1:4200:4200", "127.0.0.1:8080:8080"]

@@ -43,6 +43,7 @@ PHASES: dict[Phase, str] = {"always": "all the time", "step": "a training step",
                             "index": "validation and indexing"}  # fmt: skip
 STATE = ("encoder and heads", "token table", "classifier rows")
 MARGIN = 0.05  # of what is free: allocators round up and fragment, other processes need some
+SMALL = 0.1  # of what is free: a plan that needs no more anywhere is one line
 FP32, BF16, INT32, INT64 = 4, 2, 4, 8
 CONTEXT_BYTES = 512 << 20  # the GPU's driver, its libraries and cuBLAS's workspaces: an assumption
 _ROW_SETS = 2  # classifier rows in flight: in use, and being written back
@@ -184,7 +185,11 @@ class Plan:
         return found | {"estimate": estimate, "free": self.free, "short": self.short, "advice": self.advice}
 
     def lines(self) -> list[str]:
-        """For people: the largest amounts of each place, whether it fits, and settings that would."""
+        """For people: the largest amounts of each place, whether it fits, and settings that would; one if small."""
+        peaks = {place: self.peak(place)[1] for place in PLACES if self.peak(place)[1]}
+        if all(size <= SMALL * (self.free.get(place) or 0) for place, size in peaks.items()):
+            parts = [f"{PLACES[p]} {gib(size)} of {gib(self.free[p] or 0)} free" for p, size in peaks.items()]
+            return [f"fits: {', '.join(parts)} (--json: all amounts)"]
         lines = [f"largest step: {self.step}"]
         for place, name in PLACES.items():
             phase, needed = self.peak(place)
