@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +64,19 @@ def test_predict_for_texts_requires_no_torch(kind, tmp_path, helper):
 from unidec.cli import app
 app(["predict", "redcar bluecar", "-k", "2", "--bundle", {str(bundle)!r}], standalone_mode=False)"""
     assert not imported(code) & {"torch", "transformers", "mlflow", "prefect"}
+
+
+def test_setup_compiles_what_commands_import():
+    """Containers often forbid Python to write bytecode: without it each start takes three times as long."""
+    done = subprocess.run(["make", "-n", "setup", "VENV=none"], cwd=ROOT, capture_output=True, text=True, check=True)
+    left_out = re.search(r"python -m compileall .* -x '(\S+)' none/lib/\S+/site-packages unidec flows", done.stdout)
+    assert left_out is not None
+    code = """
+import sys
+import flows.train
+from unidec import pipeline
+for name in pipeline._MODULE_OF: getattr(pipeline, name)
+print(*{module.__file__ for module in [*sys.modules.values()] if getattr(module, "__file__", None)}, sep="\\n")"""
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [file for file in found.stdout.splitlines() if file.endswith(".py")]
+    assert len(files) > 500 and [file for file in files if re.search(left_out[1], file)] == []

@@ -37,7 +37,9 @@ def perfect_answers(truth) -> np.ndarray:
 def test_they_are_measured_by_the_metric_code_of_the_model(case):
     dataset, truth, inverse, groups, _ = case
     measured = measure_baselines(dataset, "title", inverse, groups)
-    assert set(measured.labels) == set(BASELINES) and measured.about.endswith("1,900 queries of the train split.")
+    assert set(measured.labels) == set(BASELINES) and measured.about.endswith(
+        "2,000 queries of the train and validation splits."
+    )
     np.testing.assert_array_equal(measured.places, np.arange(500))
     filters = dataset.filter_pairs[dataset.rows("test")].toarray().astype(bool)
     for name, labels in measured.labels.items():
@@ -55,7 +57,7 @@ def test_large_data_is_sampled_and_says_so(case, monkeypatch):
     monkeypatch.setattr(module, "MIN_TEST", 40)
     measured = measure_baselines(dataset, "title", inverse, groups)
     assert len(measured.places) == 40 == len(measured.labels["knn"]) and (np.diff(measured.places) > 0).all()
-    assert "a sample of 300 queries of the train split (of 1,900" in measured.about
+    assert "a sample of 300 queries of the train and validation splits (of 2,000" in measured.about
     assert "a sample of 40 test queries (of 500)" in measured.about
     found = compare_with_baselines(perfect_answers(truth), truth, measured, inverse, groups)
     assert {one.num_queries for one in found} == {40}

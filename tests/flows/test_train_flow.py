@@ -447,6 +447,7 @@ def test_command_line(place, stages, flow_module, stand_in, monkeypatch, capsys)
     assert json.loads(capsys.readouterr().out) == {"version": 1}
     assert command.main("train", ["--set", "pool.bta=2"]) == 2
     assert "pool.beta" in capsys.readouterr().err and len(calls) == 1
+    assert command.main("train", ["--json", "--set", "pool.beta=2", "--register"]) == 0 and calls[1]["register_trial"]
     stand_in(flow_module, "train", DataError("no such file", where="data/raw", fix="put it there"))
     assert command.main("train", []) == 3
     assert capsys.readouterr().err == "data/raw: no such file\n  fix: put it there\n"

@@ -23,7 +23,7 @@ from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.label_change import LabelText
 from unidec.retrieval.query_encoder import open_encoder
 from unidec.tracking.lineage import lineage
-from unidec.tracking.store import tracking_uri
+from unidec.tracking.store import prepare_store, tracking_uri
 
 pytestmark = pytest.mark.timeout(240)
 NAME = "by-hand"
@@ -154,3 +154,17 @@ def test_mistakes_write_nothing(params: Params) -> None:
 def test_commands_without_what_they_need(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match="unidec labels"):
         CliRunner().invoke(app, ["labels", *arguments], catch_exceptions=False)
+
+
+def test_a_bundle_is_registered_in_another_store_than_its_runs(
+    params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is sent there with its whole history, and is the version's run."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", prepare_store(f"sqlite:///{tmp_path}/mlflow.db"))
+    done = CliRunner().invoke(app, ["models", "register", "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    client = MlflowClient(tracking_uri())
+    version = client.get_model_version_by_alias(NAME, "challenger")
+    run = client.get_run(version.run_id)
+    assert str(version.version) == "1" and run.data.params["model.heads"] == params.model.heads
+    assert client.get_metric_history(run.info.run_id, "training/loss")

@@ -27,6 +27,7 @@ from unidec.pipeline import indexing, paths
 from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline, training_neighbours, tuned_blend
 from unidec.pipeline.training import Run
 from unidec.retrieval.bundle import Bundle
+from unidec.retrieval.fusion import LabelEvidence
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.query_encoder import Encoded
 from unidec.retrieval.sparse import PairScores
@@ -353,13 +354,15 @@ def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleN
     # neither weight can be bettered alone
     assert {line["knn_weight"] for line in tried if line["clf_weight"] == info.clf_weight} == set(KNN_WEIGHTS)
     assert {line["clf_weight"] for line in tried if line["knn_weight"] == info.knn.weight} == set(CLF_WEIGHTS)
-    # better than the heads alone, and what a dense computation says
+    # better than the heads alone, and what a dense computation says of the votes of training queries alone
+    every, bundle.neighbours = bundle.neighbours, training_neighbours(bundle.model, dataset, "fp32")
     assert said["validation"]["nDCG@5"] > done.said["index"]["validation"]["nDCG@5"]
     for line in (best, tried[0], tried[-1]):
         dense = dense_ndcg(bundle, "validation", line["clf_weight"], line["knn_weight"])
         assert line["nDCG@5"] == pytest.approx(dense, abs=0.3)  # ties: the tiny tokenizer reads some titles alike
-    # training queries vote, no others, and no filtered pair
-    rows = dataset.rows("train")
+    bundle.neighbours = every
+    # training queries vote, and at last those of the validation split; no others, and no filtered pair
+    rows = np.concatenate([dataset.rows("train"), dataset.rows("validation")])
     assert bundle.neighbours.uids.to_pylist() == dataset.query_uids(rows)
     assert bundle.neighbours.titles.to_pylist() == dataset.query_texts(rows)
     voting = bundle.neighbours.labels_ML > 0
@@ -368,7 +371,8 @@ def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleN
     relevant = dataset.relevance.toarray() > 0
     altered.filter_pairs = csr_matrix(relevant & (relevant.cumsum(axis=1) == 1))
     left = training_neighbours(bundle.model, altered, "fp32").labels_ML  # all but each query's first label
-    assert left.nnz == voting.nnz - (voting.getnnz(axis=1) > 0).sum()
+    of_training = voting[: left.shape[0]]
+    assert left.nnz == of_training.nnz - (of_training.getnnz(axis=1) > 0).sum()
     before = folder_sha256(paths.BUNDLE)
     assert pipeline.index(params) == said and folder_sha256(paths.BUNDLE) == before
 
@@ -377,7 +381,7 @@ def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleN
 def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    votes = {"index.knn_by": "words", "index.knn_weight": "auto", "index.knn_neighbours": 20}
+    votes = {"index.knn_by": "words", "index.knn_weight": 0.05, "index.knn_neighbours": 20}  # too little for a blend
     blend = pipeline.index(done.params(**votes))
     params = done.params(**votes | {"index.fusion": True})
     monkeypatch.setattr("unidec.pipeline.ranking.LEAST_QUERIES", 10**6)
@@ -396,10 +400,15 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     assert gain == pytest.approx(bundle.info.fusion.gain["nDCG@5"], abs=1e-3) and gain > 0
     before = folder_sha256(paths.BUNDLE)
     assert pipeline.index(params) == said and folder_sha256(paths.BUNDLE) == before
-    # the bundle ranks the test split by it, and the profile has the scores that it gives
+    # the bundle ranks the test split by it, and the profile has the scores that it gives to queries that do not vote
+    dataset, info = XMCDataset.open(paths.DATASET), bundle.info
+    voters = training_neighbours(bundle.model, dataset, "fp32", by="words")
+    blending = (bundle.vectors, info.clf_weight, info.clf_normalize)
+    bundle.evidence = LabelEvidence(*blending, voters, info.knn.neighbours, info.fusion.propensity)
     quantiles = bundle.info.card["profile"]["served"]["score_quantiles"]
-    ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors)
-    found = bundle.rank(Encoded(ranking.query_de, ranking.query_clf, ranking.words(bundle.neighbours)), 1)
+    ranking = Ranking.of_model(bundle.model, dataset, "validation", "fp32", bundle.vectors)
+    found = bundle.rank(Encoded(ranking.query_de, ranking.query_clf, ranking.words(voters)), 1)
+    assert bundle.neighbours.num_queries == voters.num_queries + len(ranking.rows)
     assert [quantiles[0], quantiles[-1]] == pytest.approx([found.scores.min(), found.scores.max()], rel=1e-3)
     pipeline.evaluate(params)
     result = json.loads(paths.METRICS.read_text())

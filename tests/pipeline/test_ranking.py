@@ -43,8 +43,9 @@ def random_ranking(monkeypatch: pytest.MonkeyPatch):
         de = {} if heads == "clf" else {"q": unit_rows(seen(hidden_ND, 1.0)), "l": unit_rows(seen(hidden_LD, 1.0))}
         clf = {} if heads == "de" else {"q": seen(hidden_ND, 1.0), "l": seen(hidden_LD, 1.0)}
         dataset = SimpleNamespace(
-            relevance=truth(hidden_ND), filter_pairs=csr_matrix(rng.random((num, LABELS)) < 0.1), num_labels=LABELS
-        )
+            relevance=truth(hidden_ND), filter_pairs=csr_matrix(rng.random((num, LABELS)) < 0.1), num_labels=LABELS,
+            query_uids=lambda rows: [f"v{row}" for row in rows], query_texts=lambda rows: [f"t{row}" for row in rows],
+        )  # fmt: skip
         ranking = Ranking(
             dataset, np.arange(num), de.get("q"), clf.get("q"),  # type: ignore[arg-type]
             {name: part["l"] for name, part in (("de", de), ("clf", clf)) if part},
@@ -156,6 +157,17 @@ def test_votes_that_know_nothing_get_little_weight_and_none_where_there_is_nothi
     empty, neighbours = random_ranking(3, num=0)
     assert isinstance(tuned_blend(empty, params, neighbours), Blend)
     assert tuned_blend(empty, params, neighbours).knn_weight == 0
+
+
+def test_queries_that_weights_were_chosen_by_vote_in_the_end(random_ranking) -> None:
+    ranking, neighbours = random_ranking(5)
+    joined = ranking.joined_to(neighbours)
+    assert joined.num_queries == TRAIN + NUM and joined.vote == neighbours.vote
+    assert joined.uids.to_pylist()[TRAIN - 1 : TRAIN + 1] == [str(TRAIN - 1), "v0"]
+    np.testing.assert_array_equal(joined.vectors_MD[:TRAIN], neighbours.vectors_MD)
+    assert joined.nearest(ranking.query_de, 1)[1].ravel().tolist() == list(range(TRAIN, TRAIN + NUM))
+    kept = ranking.dataset.relevance.toarray() * (ranking.filter_pairs.toarray() == 0)
+    np.testing.assert_array_equal(joined.labels_ML[TRAIN:].toarray(), kept > 0)
 
 
 def test_labels_are_searched_on_the_models_device(random_ranking, monkeypatch) -> None:

@@ -21,7 +21,7 @@ from unidec.retrieval.fusion_fit import fit_fusion
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown \x00 words", "big green boat new car"]
 
 
-@pytest.fixture(params=["square", "ridge"])
+@pytest.fixture(params=["square", "ridge", "ridge-labels"])
 def fused(request, tmp_path, rng, stub_model) -> Bundle:
     write_tiny_bundle(
         tmp_path / "bundle", rng, vote=request.param, by_words=True, fused=True, clf_normalize=False, bias=True

@@ -65,7 +65,7 @@ def random_neighbours(rng: np.random.Generator, num: int, num_labels: int, dim: 
     return made, [set(np.flatnonzero(row).tolist()) for row in labels_ML]
 
 
-@pytest.mark.parametrize("vote", list(VOTES))
+@pytest.mark.parametrize("vote", [vote for vote in VOTES if vote != "ridge-labels"])  # by words alone: test_words.py
 @pytest.mark.parametrize(
     ("num_train", "num_labels", "share", "num"),
     [(40, 13, 0.2, 5), (40, 13, 0.2, 40), (7, 3, 0.5, 100), (1, 1, 1.0, 1), (25, 50, 0.02, 10), (9, 4, 0.0, 3)],
@@ -114,8 +114,9 @@ def test_parts_that_do_not_fit_are_refused():
         lambda: Neighbours(vectors[:0], labels[:0], "", ""),
         lambda: Neighbours(vectors, labels, "ab", "ab", "loud"),  # type: ignore[arg-type]
         lambda: Neighbours(vectors * np.nan, labels, "ab", "ab"),
+        lambda: Neighbours(vectors, labels, "ab", "ab", "ridge-labels"),
     ):
-        with pytest.raises(ValueError, match=r"same queries|unknown vote|finite"):
+        with pytest.raises(ValueError, match=r"same queries|unknown vote|finite|vote by their words"):
             wrong()
 
 

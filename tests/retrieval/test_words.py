@@ -139,6 +139,19 @@ def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypa
         near = [m for m in sorted(range(50), key=lambda m: (-row[m], m))[:7] if row[m] > 0]
         expected = np.linalg.inv(kernel[np.ix_(near, near)] + np.eye(len(near))) @ row[near] @ labels[near]
         np.testing.assert_allclose(got, np.maximum(expected, 0), atol=1e-5)
+    label_words = space.vectors(*ragged([rng.choice(len(vocabulary), 3) for _ in range(8)]))
+    more = Neighbours(own, csr_matrix(labels), range_of("q", 50), range_of("t", 50), "ridge-labels", space, label_words)
+    every, target = np.vstack([stored.toarray(), more.label_words_LF.toarray()]), np.vstack([labels, np.eye(8)])
+    for label in range(8):
+        for other in set(range(8)) - {label}:
+            share = (labels[:, label] & labels[:, other]).sum() / max(labels[:, label].sum(), 1)
+            target[50 + label, other] = share / 2 if share >= 0.1 else 0.0
+    dense, kernel = query @ every.T, every @ every.T
+    for row, got in zip(dense, more.votes(query, 20).toarray(), strict=True):
+        near = [m for m in sorted(range(58), key=lambda m: (-row[m], m))[:20] if row[m] > 0]
+        expected = np.linalg.inv(kernel[np.ix_(near, near)] + np.eye(len(near))) @ row[near] @ target[near]
+        np.testing.assert_allclose(got, np.maximum(expected, 0), atol=1e-5)
+    assert (more.nearest(query, 58)[1] >= 50).any() and more.num_queries == 50
     with pytest.raises(ValueError, match="a column for each word"):
         Neighbours(own[:, 1:], csr_matrix(labels), range_of("q", 50), range_of("t", 50), "square", space)
 

@@ -59,7 +59,8 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
     Args:
         text: which texts are compared. inverse_L, group_L: inverse propensity and frequency group of each label.
     """
-    train, test = dataset.rows("train"), dataset.rows("test")
+    # as for the model, queries that something was chosen by vote too in the end
+    train, test = np.sort(np.concatenate([dataset.rows("train"), dataset.rows("validation")])), dataset.rows("test")
     rows = spaced(train, MAX_TRAIN)
     affordable = max(MIN_TEST, MAX_SCORES // max(len(rows) + dataset.num_labels, 1))
     places = spaced(np.arange(len(test)), min(MAX_TEST, affordable))
@@ -78,7 +79,7 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
     truth = filtered_truth(dataset.relevance[test[places]], filters)
     labels = {name: remove_filtered(found, filters, K) for name, found in ranked.items()}
     metrics = {name: evaluate(found, truth, inverse_L, group_L) for name, found in labels.items()}
-    about = f"TF-IDF baselines: made from {len(rows):,} queries of the train split"
+    about = f"TF-IDF baselines: made from {len(rows):,} queries of the train and validation splits"
     if len(rows) < len(train):
         about = about.replace("from", "from a sample of") + f" (of {len(train):,}, which makes them weaker)"
     if len(places) < len(test):

@@ -48,7 +48,8 @@ PROFILE_KEY = "profile"
 
 def index(params: Params) -> dict[str, Any]:
     """Build the bundle of outputs/model; the classifier's and the votes' weights are tuned on the validation split
-    where they are "auto". Training queries that get no weight are left out of the bundle."""
+    where they are "auto", and its queries then vote with those of training. Queries whose votes get no weight are left
+    out of the bundle."""
     settings = params.index
     dataset = paths.open_dataset()
     model = UniDEC.load(paths.MODEL, device=str(choose_device(params.device)))
@@ -65,10 +66,11 @@ def index(params: Params) -> dict[str, Any]:
     options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
     label_index = LabelIndex.build(rows, settings.kind, show=True, **options)
     card = {PROFILE_KEY: training_profile(params, model, ranking, label_index, blend, neighbours)}
-    knn = None
+    knn = voters = None
     if neighbours is not None and (blend.knn_weight or blend.fusion):
         head: Literal["de", "clf"] = "de" if "de" in vectors else "clf"
-        knn = KnnInfo.of(neighbours, blend.knn_weight, settings.knn_neighbours, head)
+        voters = ranking.joined_to(neighbours) if len(ranking.rows) else neighbours
+        knn = KnnInfo.of(voters, blend.knn_weight, settings.knn_neighbours, head)
     write_bundle(
         paths.BUNDLE, paths.MODEL, label_index,
         BundleLabels(dataset.label_uids(), dataset.label_texts(), vectors),
@@ -77,7 +79,7 @@ def index(params: Params) -> dict[str, Any]:
             params.tokens.text, {"name": dataset.name, "sha256": dataset.sha256}, {"validation": metrics},
             params.model_dump(exclude=set(OPERATIONS)), card | ({"tuning": blend.tried} if blend.tried else {}),
         ),
-        neighbours if knn is not None else None,
+        voters,
     )  # fmt: skip
     return {
         "bundle": str(paths.BUNDLE), "labels": dataset.num_labels, "clf_weight": blend.clf_weight,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import scipy.sparse as sp
@@ -21,7 +21,7 @@ from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
 from unidec.pipeline import paths
 from unidec.retrieval.fusion import CANDIDATES, Fusion, LabelEvidence
 from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, candidate_keys, votes_alone
-from unidec.retrieval.scoring_space import LabelRows, Space, pair_scores, query_vectors
+from unidec.retrieval.scoring_space import LabelRows, Space, pair_scores, query_vectors, unit_rows
 from unidec.retrieval.sparse import PairScores
 from unidec.retrieval.words import WordSpace
 from unidec.training.precision import autocast_type
@@ -37,7 +37,7 @@ CLF_WEIGHTS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
 QUERIES_AT_ONCE = 4096  # a multiple of faiss's own blocks; the votes of a query take some kilobytes
 KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)
 NeighboursBy = Literal["model", "words"]
-VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "ridge"}  # measured: benchmarks/results/votes.md
+VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "ridge-labels"}  # measured: benchmarks/results/votes.md
 TAILS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 TAIL_TOLERANCE = 0.1  # points of the objective, far below its noise, that rare labels may cost
 LEAST_QUERIES = 100  # of a validation split that a fusion is trained on; README's example has fewer
@@ -134,6 +134,18 @@ class Ranking:
         if neighbours is None or neighbours.words is None:
             return None
         return neighbours.words.vectors(*paths.open_tokens("queries").ragged(self.rows))
+
+    def joined_to(self, neighbours: Neighbours) -> Neighbours:
+        """The neighbours, and these queries, which vote too once nothing more is chosen by them."""
+        own, truth = self.compared(neighbours), self.truth
+        if neighbours.words is None:
+            vectors: Any = np.concatenate([neighbours.vectors_MD, unit_rows(own).astype(np.float16)])
+        else:
+            vectors = sp.vstack([neighbours.vectors_MD, own], format="csr")
+        labels = sp.vstack([neighbours.labels_ML, truth > 0], format="csr")
+        uids = [*neighbours.uids.to_pylist(), *self.dataset.query_uids(self.rows)]
+        titles = [*neighbours.titles.to_pylist(), *self.dataset.query_texts(self.rows)]
+        return Neighbours(vectors, labels, uids, titles, neighbours.vote, neighbours.words, neighbours.label_words_LF)
 
     def candidates(
         self, space: Space, clf_weight: float, clf_normalize: bool, votes: PairScores, k: int = K

@@ -56,7 +56,7 @@ class Request:
 @dataclass(frozen=True)
 class TrainingQuery:
     """A training query near the one asked: `cosine` to it, how much its labels' votes count (`vote`, below 0
-    too with "ridge"), `labels`: (uid, title) of each."""
+    too with "ridge" and "ridge-labels"), `labels`: (uid, title) of each."""
 
     uid: str
     title: str
@@ -223,7 +223,7 @@ class Answerer:
             return None
         compared = self.bundle.compared(asked)
         cosine_BN, row_BN = voters.nearest(compared, knn.neighbours)
-        parts = (cosine_BN[0], voters.weights(cosine_BN, row_BN)[0], row_BN[0])
+        parts = [part[row_BN < voters.num_queries] for part in (cosine_BN, voters.weights(cosine_BN, row_BN), row_BN)]
         out = []
         for cosine, count, row in zip(*(part[:num].tolist() for part in parts), strict=True):
             if row < 0:

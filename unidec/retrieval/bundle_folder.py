@@ -137,12 +137,19 @@ class BundleInfo(BaseModel):
             raise ValueError(f"votes in the space of a head that is not there: {self.knn.space}")
         if self.fusion is not None and (self.space != "both" or self.knn is None or self.knn.num_words is None):
             raise ValueError("a fusion without both heads and training queries that are compared by words")
+        if self.knn is not None and self.knn.vote == "ridge-labels" and self.knn.num_words is None:
+            raise ValueError("labels vote by their words, and queries are not compared by words")
         if self.knn is not None and not self.knn.weight and self.fusion is None:
             raise ValueError("votes without a weight, and no fusion that reads them")
         expected = width(self.dim, self.space, self.clf_normalize, "bias" in self.vectors)
         if self.width != expected:
             raise ValueError(f"a space of width {self.width} instead of {expected}")
         return self
+
+    @property
+    def has_label_words(self) -> bool:
+        """Whether the words of the labels' texts are kept beside those of training queries."""
+        return self.fusion is not None or (self.knn is not None and self.knn.vote == "ridge-labels")
 
 
 @dataclass(frozen=True)
@@ -229,7 +236,7 @@ def write_bundle(
             np.save(out.path / "vectors" / f"{name}.npy", array)
         write_texts_table(out.path / "labels.arrow", table)
         if neighbours is not None:
-            neighbours.write(out.path, label_words=scoring.fusion is not None)
+            neighbours.write(out.path, label_words=info.has_label_words)
         _write_index(out.path, index, info)
         out.meta.update(space=scoring.space, num_labels=index.num_labels, index=index.kind)
     return Path(path)

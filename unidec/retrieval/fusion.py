@@ -40,7 +40,6 @@ FEATURES = (
 )  # fmt: skip
 LIMIT = 6.0  # standard deviations from the mean at which a feature is cut
 _PROFILE_WORDS = 256  # words of a label's queries that are kept, the heaviest: popular labels have thousands
-_MOST_TOGETHER = 128  # labels that a label comes with, the most frequent
 _LIKELY = 10  # labels of the best blend that others may come with
 _LIKELY_TEMPERATURE = 0.3  # of the softmax that weights them
 _QUERIES_AT_ONCE = 256
@@ -143,7 +142,7 @@ class LabelEvidence:
         # in one matrix, for one product: the labels' own words, and those of their queries
         words_2LF = vstack([neighbours.label_words_LF, _profiles(neighbours)], format="csr")
         self._words_F2L = SparseRows(words_2LF.T.tocsr())
-        self._together_LL = SparseRows(_together(neighbours.labels_ML))
+        self._together_LL = SparseRows(neighbours.together)
 
     def read(
         self,
@@ -241,14 +240,6 @@ class LabelEvidence:
         weight_N = np.exp((blend_N - best_B[query_N]) / np.float32(_LIKELY_TEMPERATURE))
         weight_N /= np.bincount(query_N, weight_N, minlength=len(best_B))[query_N]
         return self._together_LL.sums(begin_B, label_N, weight_N.astype(np.float32)).ravel()
-
-
-def _together(labels_ML: csr_matrix) -> csr_matrix:
-    """Share of each label's training queries that have the other label too, without itself, float32 CSR [L, L]."""
-    count_LL = csr_matrix(labels_ML.T @ labels_ML)
-    own_L = np.maximum(count_LL.diagonal(), 1)
-    count_LL.setdiag(0)
-    return csr_matrix(diags(1 / own_L) @ heaviest(count_LL, _MOST_TOGETHER), dtype=np.float32)
 
 
 def _profiles(neighbours: Neighbours) -> csr_matrix:

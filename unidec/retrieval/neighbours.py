@@ -3,14 +3,15 @@
 Legend: M training queries that vote, B queries, N nearest of them, L labels, D width of a head (or number of words), P
 pairs of a query and a label that may be among the best, K results.
 
-    votes(x, l) = sum over the N nearest m of w_m(x) y_ml
+    votes(x, l) = sum over the N nearest m of w_m(x) y_ml                    y_ml 1 for a label of m, 0 for others
     score(x, l) = heads(x, l) + weight * votes(x, l)
 
 ridge: w(x) = (K + I)^-1 k(x), with k the cosines of x to its neighbours (those above 0) and K those of the neighbours
 to each other: kernel ridge regression of the labels on the neighbours alone. Neighbours that say the same share one
-vote. square and softmax: w_m = cos^2, or exp((cos - the largest) / 0.05), for cosines above 0; these votes are divided
-by the largest over all labels, before anything is excluded: a label's score does not depend on what else may be
-returned.
+vote. ridge-labels: the same, and each label's text is one more query that may vote: for the label (1), and for those
+that come with it (`COMPANION` times the share of its training queries that have them). square and softmax: w_m = cos^2,
+or exp((cos - the largest) / 0.05), for cosines above 0; these votes are divided by the largest over all labels, before
+anything is excluded: a label's score does not depend on what else may be returned.
 
 Sources: local learning (Bottou and Vapnik 1992) with the dual form of ridge regression (Saunders et al. 1998); the
 distance-weighted vote of nearest neighbours (Dudani 1976); a model's score beside that of its nearest training
@@ -21,27 +22,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_matrix, diags, identity, vstack
 
 from unidec.data.storage import load_array
 from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_texts_table, text_array, write_texts_table
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.scoring_space import unit_rows
-from unidec.retrieval.sparse import PairScores, SparseRows
+from unidec.retrieval.sparse import PairScores, SparseRows, heaviest
 from unidec.retrieval.words import WordSpace
 
-Vote = Literal["square", "softmax", "ridge"]
+Vote = Literal["square", "softmax", "ridge", "ridge-labels"]
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
 
 RIDGE = 1.0  # measured: benchmarks/results/votes.md
+COMPANION, LEAST_SHARE = 0.5, 0.1  # of a label's text for labels that come with it: weight, and the least share
 TEMPERATURE = 0.05  # of the softmax vote: that of the heads' own softmax, about
 _LABELS = ("indptr.npy", "labels.npy", "queries.arrow")
 _WORDS = ("words_indptr.npy", "words.npy", "words_values.npy", "word_keys.npy", "word_weights.npy")
@@ -65,7 +68,8 @@ def _softmax(cosine_BN: Floats) -> Floats:
 OF_COSINE: dict[Vote, Callable[[Floats], Floats]] = {
     "square": lambda cosine_BN: np.square(np.maximum(cosine_BN, np.float32(0))), "softmax": _softmax,
 }  # fmt: skip
-VOTES: tuple[Vote, ...] = ("square", "softmax", "ridge")
+VOTES: tuple[Vote, ...] = ("square", "softmax", "ridge", "ridge-labels")
+MOST_TOGETHER = 128  # labels that a label comes with, the most frequent
 
 
 class Neighbours:
@@ -78,10 +82,11 @@ class Neighbours:
         uids, titles: of the M queries.
         vote: how much a neighbour's vote counts by its cosine; one of `VOTES`.
         words: the space of the CSR `vectors_MD`; None for a head's.
-        label_words_LF: the labels' texts in that space, CSR; None: not kept.
+        label_words_LF: the labels' texts in that space, CSR; None: not kept, and they cannot vote.
 
     Raises:
-        ValueError: parts that differ in their number of queries, no query, numbers that are not finite, another vote.
+        ValueError: parts that differ in their number of queries, no query, numbers that are not finite, another vote,
+            labels that shall vote without their words.
     """
 
     def __init__(
@@ -116,10 +121,17 @@ class Neighbours:
         self.labels_ML = csr_matrix(labels_ML > 0, dtype=np.float32)
         self.labels_ML.sum_duplicates()
         self.labels_ML.data[:] = 1.0  # each label of a row once
-        self._labels = SparseRows(self.labels_ML)
-        self._words = None if words is None else SparseRows(self.vectors_MD)
-        self._index: Any = LabelIndex.build(self.vectors_MD.astype(np.float32)) if words is None else None
-        self._by_word = None if words is None else SparseRows(csr_matrix(self.vectors_MD.T))
+        voting, voted = self.vectors_MD, self.labels_ML
+        if vote == "ridge-labels":
+            if words is None or self.label_words_LF is None:
+                raise ValueError("labels vote by their words, and there are none")
+            voting = vstack([voting, self.label_words_LF], format="csr")
+            voted = vstack([voted, self._voted_by_labels()], format="csr")
+        self.num_voters = voted.shape[0]
+        self._labels = SparseRows(voted)
+        self._words = None if words is None else SparseRows(voting)
+        self._index: Any = LabelIndex.build(voting.astype(np.float32)) if words is None else None
+        self._by_word = None if words is None else SparseRows(csr_matrix(voting.T))
 
     @property
     def num_queries(self) -> int:
@@ -131,21 +143,36 @@ class Neighbours:
         """L."""
         return int(self.labels_ML.shape[1])
 
+    @cached_property
+    def together(self) -> csr_matrix:
+        """Share of each label's training queries that have the other label too, without itself, float32 CSR [L, L]."""
+        count_LL = csr_matrix(self.labels_ML.T @ self.labels_ML)
+        own_L = np.maximum(count_LL.diagonal(), 1)
+        count_LL.setdiag(0)
+        return csr_matrix(diags(1 / own_L) @ heaviest(count_LL, MOST_TOGETHER), dtype=np.float32)
+
+    def _voted_by_labels(self) -> csr_matrix:
+        """What each label's text votes for, float32 CSR [L, L]."""
+        others_LL = self.together.copy()
+        others_LL.data = np.where(others_LL.data >= LEAST_SHARE, np.float32(COMPANION) * others_LL.data, np.float32(0))
+        others_LL.eliminate_zeros()
+        return csr_matrix(identity(self.num_labels, dtype=np.float32, format="csr") + others_LL)
+
     def nearest(self, query_BD: Floats | csr_matrix, num: int) -> tuple[Floats, Labels]:
-        """The training queries of the largest cosine, best first; among equals the earlier comes first.
+        """The voters of the largest cosine, best first; among equals the earlier comes first.
 
         Args:
             query_BD: float [B, D] in the space of `vectors_MD`, of any length; CSR of `words.vectors` with words.
-            num: N, at least 1; all where it exceeds M.
+            num: N, at least 1; all where it exceeds their number.
 
         Returns:
-            cosines float32 [B, N] (those of the float16 vectors), rows int64 [B, N]. By words only queries that share
-            one are near: 0 and -1 where there are fewer.
+            cosines float32 [B, N] (those of the float16 vectors), rows int64 [B, N], those from M on being labels. By
+            words only texts that share one are near: 0 and -1 where there are fewer.
         """
-        num = min(num, self.num_queries)
+        num = min(num, self.num_voters)
         if self._by_word is None:
             return self._index.search(unit_rows(query_BD), num)
-        step, words_BF = max(1, _BLOCK_SCORES // self.num_queries), cast(csr_matrix, query_BD)
+        step, words_BF = max(1, _BLOCK_SCORES // self.num_voters), cast(csr_matrix, query_BD)
         starts = range(0, max(1, words_BF.shape[0]), step)
         parts = [words_BF] if len(starts) == 1 else [words_BF[start : start + step] for start in starts]
         found = [_largest(self._by_word.product(part), num) for part in parts]
@@ -154,7 +181,7 @@ class Neighbours:
 
     def weights(self, cosine_BN: Floats, row_BN: Labels) -> Floats:
         """How much each neighbour's vote counts, float32 [B, N]: of `nearest`, with all that vote."""
-        if self.vote != "ridge":
+        if self.vote in OF_COSINE:
             return OF_COSINE[self.vote](cosine_BN)
         out = np.zeros_like(cosine_BN)
         for query, (cosine_N, row_N) in enumerate(zip(cosine_BN, row_BN, strict=True)):
@@ -166,7 +193,7 @@ class Neighbours:
         return out
 
     def _vectors(self, row_N: Labels) -> Floats:
-        """Vectors of some training queries; by words without the words that none of them has."""
+        """Vectors of some voters; by words without the words that none of them has."""
         if self._words is None:
             return self.vectors_MD[row_N].astype(np.float32)
         place_E, word_E, value_E = self._words.entries(row_N)
@@ -176,16 +203,16 @@ class Neighbours:
         return out
 
     def votes(self, query_BD: Floats | csr_matrix, num: int) -> PairScores:
-        """Votes above 0 of the `num` nearest training queries for labels; a query has none where no neighbour has a
+        """Votes above 0 of the `num` nearest for labels; a query has none where no neighbour has a
         label or no cosine is positive."""
         cosine_BN, row_BN = self.nearest(query_BD, num)
         weight_BN, num_labels, num_queries = self.weights(cosine_BN, row_BN), self.num_labels, len(row_BN)
         query_T, rank_T = np.nonzero(weight_BN)
-        place_E, label_E, _ = self._labels.entries(row_BN[query_T, rank_T])
+        place_E, label_E, share_E = self._labels.entries(row_BN[query_T, rank_T])
         key_N, which_E = np.unique(query_T[place_E] * num_labels + label_E, return_inverse=True)
-        sum_N = np.bincount(which_E, weight_BN[query_T, rank_T][place_E], minlength=len(key_N))
+        sum_N = np.bincount(which_E, weight_BN[query_T, rank_T][place_E] * share_E, minlength=len(key_N))
         key_N, sum_N = key_N[sum_N > 0], sum_N[sum_N > 0]
-        if len(key_N) and self.vote != "ridge":
+        if len(key_N) and self.vote in OF_COSINE:
             count_B = np.bincount(key_N // num_labels, minlength=num_queries)
             some_B = count_B > 0
             most_B = np.maximum.reduceat(sum_N, (np.cumsum(count_B) - count_B)[some_B])
