@@ -96,6 +96,8 @@ def test_both_servers_on_ports_of_ones_own(project):
         assert "4200" not in text and "5000" not in text
         with urllib.request.urlopen(f"http://127.0.0.1:{prefect}/ui-settings", timeout=10) as answer:
             assert json.load(answer)["api_url"] == f"http://127.0.0.1:{prefect}/api"
+        modes = [stat.S_IMODE(log.stat().st_mode) for log in (project / ".prefect").glob("ui-*.log")]
+        assert modes == [0o600, 0o600]
     finally:
         stop(ui)
 

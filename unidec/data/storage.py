@@ -22,6 +22,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -37,6 +38,7 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20  # some 7,000 files; parsing JSON takes ten times its size
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 _SEAL = re.compile(rb',\n "sha256": "([^"]{64})"\n}\n\Z')  # how a manifest ends: the sha256 of the bytes before it
+_HASHED_AT_ONCE = 4  # files
 _STALE_S = 24 * 3600.0
 _SETTLED_S = 1.0  # a file changed more recently may change again within the resolution of its time stamp
 _verified: set[tuple[Any, ...]] = set()  # folders that this process verified, with the files that it saw
@@ -185,10 +187,12 @@ def read_manifest(
         raise ArtifactError("a file that the manifest does not list", where=str(root / extra[0]), fix="remove it")
     if manifest.keys() - _Manifest.model_fields.keys():
         raise _damaged("a damaged manifest", root / MANIFEST, "changed after it was written")
-    for name, entry in manifest["files"].items() if verify else ():
-        digest = file_sha256(root / name)
-        if digest != entry["sha256"]:
-            raise _damaged("a file is damaged", root / name, f"sha256 {digest}", entry["sha256"])
+    if verify:
+        with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
+            digests = pool.map(file_sha256, [root / name for name in manifest["files"]])
+            for (name, entry), digest in zip(manifest["files"].items(), digests, strict=True):
+                if digest != entry["sha256"]:
+                    raise _damaged("a file is damaged", root / name, f"sha256 {digest}", entry["sha256"])
     return manifest
 
 
