@@ -182,7 +182,7 @@ def test_every_wrong_name_and_parameter_is_reported_with_its_line(write: Write) 
         ("a: {}", "must be one thing"),
         ("a: {recipe: depsl, set: {tokens.max_length: 8}}", "is the same for all cells"),
         ("a: {recipe: depsl, set: {seed: 8}}", "is the same for all cells"),
-        ("a: {recipe: depsl, set: {index: {clf_weight: 0.5}}}", "the classifier's weight counts only"),
+        ("a: {recipe: unidec-v2, set: {index: {fusion: true}}}", "fusion reads words that queries share"),
         ("a: {like: b}\n  b: {like: a}", "goes in a circle"),
         ("a: {recipe: ngame, after: b}\n  b: {recipe: ngame, after: a}", "goes in a circle"),
         ("a: {peer: knn}\n  b: {recipe: depsl, after: a}", "has no model of its own"),

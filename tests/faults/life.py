@@ -14,6 +14,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -29,8 +30,8 @@ def say(*words: object) -> None:
     print(*words, flush=True)
 
 
+@mock.patch.object(module, "LOG_EVERY", 1)
 def live(job: dict[str, Any]) -> None:
-    module.LOG_EVERY = 1
     params = Params.model_validate(job["params"])
     dataset = XMCDataset.open(job["dataset"], verify=False)
     tokens = [TokenCache.open(job[name], verify=False) for name in ("queries", "labels")]

@@ -24,7 +24,7 @@ def test_the_card_against_loops(
     paths.PROPENSITY.parent.mkdir()
     shutil.copytree(tiny_dataset.path, paths.DATASET)
     build_propensity(tiny_dataset, 0.55, 1.5, paths.PROPENSITY)
-    card = stage._card(tiny_params(), tiny_dataset)
+    card = stage.data_card(tiny_params())
     counts = [0] * tiny_dataset.num_labels
     for row in (*tiny_dataset.rows("train"), *tiny_dataset.rows("validation")):
         for label in tiny_dataset.relevance[row].indices:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -160,6 +161,7 @@ def all_refresh_parts(ranks: Any, folder: Path, sizes: list[tuple[int, int]]) ->
     }
 
 
+@mock.patch("unidec.training.trainer.LOG_EVERY", 1)  # some tests call it in their own process
 def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[str, Any]:
     """Losses and final weights of trainings: {case: parameters other than those of tests/tiny_training.py}.
 
@@ -170,7 +172,6 @@ def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[s
     from unidec.data.tokens import TokenCache
     from unidec.training import trainer as module
 
-    module.LOG_EVERY = 1
     found: dict[str, Any] = {}
     dataset = XMCDataset.open(folder / "dataset", verify=False)
     tokens = [TokenCache.open(folder / name, verify=False) for name in ("queries", "labels")]
