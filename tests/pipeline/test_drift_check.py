@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from unidec import pipeline
 from unidec.config import Params
 from unidec.data.formats import make_slice, read_raw
+from unidec.data.profile import PROFILE_KEY
 from unidec.data.raw import RawData
 from unidec.errors import ArtifactError, ConfigError, DataError
 from unidec.pipeline import paths, training
-from unidec.pipeline.drift_check import _answers
-from unidec.pipeline.indexing import PROFILE_KEY, read_profile
+from unidec.pipeline.drift_check import _answers, read_profile
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import read_info
 from unidec.tracking.registry import register

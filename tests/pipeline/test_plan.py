@@ -1,6 +1,5 @@
 """`unidec plan` and the check before a training: state to the byte, steps against what tensors take, what would fit."""
 
-import functools
 import json
 import sys
 
@@ -50,14 +49,6 @@ def data(helper, tiny_bert, tmp_path_factory):
 def live(helper):
     """Counts the bytes of tensors that live."""
     return helper("training/live_bytes").LiveBytes()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def architectures_are_built_once():
-    """A plan copies what it changes of an architecture."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "empty_encoder", functools.cache(empty_encoder))
-        yield
 
 
 def sizes_of(dataset, queries, labels):
@@ -304,7 +295,7 @@ def test_a_small_training_is_one_line():
         "fits: host memory 1.00 GiB of 12.00 GiB free, disk 0.25 GiB of 40.00 GiB free (--json: all amounts)"
     ]
     for free in ({"host": 2 * GIB, "disk": 40 * GIB}, {"host": 12 * GIB}):
-        assert len(Plan(amounts, "cpu", "", free).lines()) > 4, "little is left, or nobody knows"
+        assert len(Plan(amounts, "cpu", "", free).lines()) > 4, "little memory free, or free disk space unknown"
 
 
 def test_amounts_in_words():

@@ -255,7 +255,7 @@ def test_aliases_that_somebody_moved_by_hand_are_left_alone(cut_short, stored, c
 
 
 # two processes that are forked with everything imported; prints {version: what it was refused for}
-TWO_AT_ONCE = """
+CONCURRENT_PROMOTIONS = """
 import json, sys
 from multiprocessing import get_context
 import mlflow.store.model_registry.sqlalchemy_store
@@ -276,15 +276,15 @@ with get_context("fork").Pool(2) as pool:
 def test_two_at_once_both_finish_one_after_the_other(stored, client, uri):
     a = stored("a", **stored.passed())
     promote(stored.name, a)
-    rivals = [stored(what, **stored.passed(a)) for what in "bc"]
-    words = [sys.executable, "-W", "ignore", "-c", TWO_AT_ONCE, stored.name, *rivals]
+    challengers = [stored(what, **stored.passed(a)) for what in "bc"]
+    words = [sys.executable, "-W", "ignore", "-c", CONCURRENT_PROMOTIONS, stored.name, *challengers]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     won, lost = sorted(json.loads(done.stdout).items(), key=lambda item: item[1] is not None)
     assert won[1] is None and aliases(client, stored.name) == {CHAMPION: won[0], PREVIOUS: a}
     assert f"version {won[0]} is champion" in lost[1]  # the gate had compared it with another
 
 
-def test_a_lock_is_left_by_nobody(stored, uri, monkeypatch):
+def test_the_lock_is_released_after_a_refusal(stored, uri, monkeypatch):
     monkeypatch.setattr(promotion, "LOCK_SECONDS", 0.1)
     a = stored("a", **stored.passed())
     with promotion._one_at_a_time(stored.name), pytest.raises(Refused, match="under way"):

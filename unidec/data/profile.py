@@ -23,6 +23,8 @@ from unidec.data.propensity import label_counts
 from unidec.data.tokens import encode_texts, load_tokenizer
 
 VERSION = 1
+PROFILE_KEY = "profile"
+"""Of the training profile in the card of bundle.json."""
 SAMPLE = 100_000  # texts that are looked at, evenly spaced over all: enough for every figure here
 BUCKETS = 256  # of token ids
 LENGTH_EDGES = (0, *sorted({round(1.2**i) for i in range(50)}))  # of bins of characters, each a fifth wider

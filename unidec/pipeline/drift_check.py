@@ -17,7 +17,7 @@ import scipy.sparse as sp
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.profile import LENGTH_EDGES, measure_texts, profile_dataset, share, spaced
+from unidec.data.profile import LENGTH_EDGES, PROFILE_KEY, VERSION, measure_texts, profile_dataset, share, spaced
 from unidec.data.storage import MANIFEST, file_sha256, swap_folder, write_json
 from unidec.errors import ArtifactError, DataError
 from unidec.evaluation.drift import Check, compare, served_facts
@@ -26,7 +26,6 @@ from unidec.evaluation.metrics import by_query
 from unidec.evaluation.page import Table, render
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
-from unidec.pipeline.indexing import read_profile
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import read_info, read_labels
 from unidec.retrieval.text_file import Window, read_window
@@ -41,6 +40,12 @@ MOVED_WORDS = 15
 _PAGE, _FINDINGS = "index.html", "drift.json"
 _TOKENIZER = Path("model", "tokenizer")  # in a bundle
 Side = Mapping[str, Any]  # of a comparison, as `compare` takes it; empty: nothing was compared
+
+
+def read_profile(bundle: Path) -> dict[str, Any] | None:
+    """The profile in a bundle; None in one of before there were any, or of a version that this code does not know."""
+    profile = read_info(bundle).card.get(PROFILE_KEY)
+    return profile if isinstance(profile, dict) and profile.get("version") == VERSION else None
 
 
 def data_change(params: Params) -> dict[str, Any]:

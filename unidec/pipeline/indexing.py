@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from unidec.config import OPERATIONS, Params
 from unidec.data.dataset import Text
-from unidec.data.profile import VERSION, profile_dataset
+from unidec.data.profile import PROFILE_KEY, profile_dataset
 from unidec.data.storage import MANIFEST
 from unidec.errors import ConfigError
 from unidec.evaluation.drift import served_facts
@@ -26,7 +26,6 @@ from unidec.retrieval.bundle_folder import (
     Facts,
     KnnInfo,
     Scoring,
-    read_info,
     write_bundle,
     write_with_index,
 )
@@ -42,8 +41,6 @@ OPTION_KEYS = {
     "probes": "ivf_probes", "code_dims": "pq_dims", "rescore": "rescore",
 }  # fmt: skip
 """Fields of `IndexOptions`, and their keys in the section `index`."""
-PROFILE_KEY = "profile"
-"""Of the training profile in the card of bundle.json."""
 
 
 def index(params: Params) -> dict[str, Any]:
@@ -122,12 +119,6 @@ def training_profile(
             )
             scores = candidates.top(blend.knn_weight, 1).scores
     return profile | {"served": served_facts(query, scores[:, 0])}
-
-
-def read_profile(bundle: Path) -> dict[str, Any] | None:
-    """The profile in a bundle; None in one of before there were any, or of a version that this code does not know."""
-    profile = read_info(bundle).card.get(PROFILE_KEY)
-    return profile if isinstance(profile, dict) and profile.get("version") == VERSION else None
 
 
 # -- unidec index tune -------------------------------------------------------------------------------------------------

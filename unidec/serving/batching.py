@@ -113,7 +113,7 @@ class Batcher:
         self._arrived.set()
         gone = None
         try:
-            await asyncio.sleep(0)  # a lone query that is quick is answered by then: nobody need listen for its client
+            await asyncio.sleep(0)  # a single quick query is answered by then: its client is not watched
             if disconnected is not None and not job.answers.done():
                 gone = asyncio.ensure_future(disconnected())
                 gone.add_done_callback(lambda _: job.lose(ClientGone()))

@@ -20,7 +20,7 @@ Uid = Annotated[str, Field(min_length=1)]
 DEFAULT_K = 5
 MAX_KEYS = 50  # of a body
 _MORE_TOKENS = 4096  # than a body needs: what is a little too long gets an error that names the list
-_TOKEN = rb'[^"\[{,]*+(?:"(?:[^"\\]++|\\.)*+"|[\[{,])'  # a string of JSON, or what stands before a value
+_TOKEN = rb'[^"\[{,]*+(?:"(?:[^"\\]++|\\.)*+"|[\[{,])'  # a JSON string, or up to one of [ { ,
 
 
 class RequestBase(BaseModel):

@@ -384,13 +384,11 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             raise self._no_memory(batch) from error
         norm = self._complete_gradients()
-        finite = torch.isfinite(norm + loss.detach())
-        if not self.checks_each_step:
-            self._failed = torch.maximum(self._failed, (~finite).float())
-            losses = {name: value.detach() for name, value in losses.items()}
-            self._unchecked.append(_Step(self.epoch, self.step, batch.pool.rows_B[:5], losses, self._failed))
-        elif not bool(finite):
-            raise self._not_finite(_Step(self.epoch, self.step, batch.pool.rows_B[:5], losses, self._failed))
+        self._failed = torch.maximum(self._failed, (~torch.isfinite(norm + loss.detach())).float())
+        losses = {name: value.detach() for name, value in losses.items()}
+        self._unchecked.append(_Step(self.epoch, self.step, batch.pool.rows_B[:5], losses, self._failed))
+        if self.checks_each_step:
+            self._check_finite()
         self.optimisers.step(self.step, norm, None if self.checks_each_step else self._failed)
         self.seconds += time.perf_counter() - begin
         if self.step % LOG_EVERY:
