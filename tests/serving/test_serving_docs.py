@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import requests
 
 pytest.importorskip("prometheus_client")
 
 from unidec.sections import Serve
 from unidec.serving import schemas
 from unidec.serving.app import create_app
-from unidec.serving.engine import Service
+from unidec.serving.engine import Engine, Service
 from unidec.serving.follow import Follower
 from unidec.serving.metrics import follow_metrics
 
@@ -79,3 +84,33 @@ def test_every_metric_on_the_page_exists() -> None:
 def test_pictures_are_there() -> None:
     for name in re.findall(r"\((images/[\w.-]+)\)", TEXT):
         assert (ROOT / "docs" / name).is_file(), name
+
+
+def test_the_example_in_python_retries_until_a_model_answers(
+    tmp_path: Path, helper: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uvicorn = pytest.importorskip("uvicorn")
+    (program,) = re.findall(r"## From Python.*?```python\n(.*?)```", TEXT, re.DOTALL)
+    settings = Serve(runtime="torch")
+    engine = Engine.load(helper("served_bundle").make_served_bundle(tmp_path), settings)
+    service = Service(settings)
+    app = create_app(service, settings, api_key="KEY")
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on", ws="none"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            program = program.replace("127.0.0.1:8080", f"127.0.0.1:{listener.getsockname()[1]}")
+            threading.Timer(0.5, lambda: service.swap(engine)).start()
+            begun = time.monotonic()
+            exec(program, {})
+            assert time.monotonic() - begun > 1, "the first answer was 503 with Retry-After: 1"
+            with pytest.raises(requests.HTTPError, match="422"):  # refused, not retried
+                exec(program.replace('"k": 5', '"k": 0'), {})
+        finally:
+            server.should_exit = True
+            thread.join(20)
+    expected = engine.bundle.predict(["a text editor"], k=5)
+    printed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert printed == expected[0].labels
+    assert service.metrics.registry.get_sample_value("unidec_errors_total", {"kind": "not_ready"}) == 1
