@@ -6,7 +6,6 @@ not run again, and a training that was stopped resumes from its checkpoint. A fa
 
 examples:
   unidec compare comparison/small.yaml
-  unidec compare comparison/small.yaml --list
   unidec compare comparison/full.yaml --only "lf-debian titles/unidec/0" --jobs 2
 """
 
@@ -22,7 +21,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -52,7 +51,6 @@ def compare(
     overrides: dict[str, Any] | None = None,
     jobs: int = 1,
     folder: str | None = None,
-    accept: Literal["code"] | None = None,
     metrics: str | None = None,
 ) -> dict[str, Any]:
     """Runs what is not done yet, and writes report.html.
@@ -63,7 +61,6 @@ def compare(
         overrides: a parameter of all cells, over what the file sets; may be repeated.
         jobs: runs at a time: their times are no fair measure unless it is 1.
         folder: of the workspace, instead of runs/compare/<name>.
-        accept: code: results by other versions of the code are taken as done.
         metrics: a JSON file for the figures of the last run that was asked for.
 
     Returns:
@@ -73,7 +70,7 @@ def compare(
         UnidecError: the file is wrong, or some runs have no result; the others are in the report.
     """
     with lifecycle.at_work():
-        comparison = load_comparison(file, overrides, folder, accept == "code")
+        comparison = load_comparison(file, overrides, folder)
         steps = select(comparison, only)
         outcomes = run_steps(steps, jobs, {"comparison": comparison.file.name})
         page = results.write_report(comparison)

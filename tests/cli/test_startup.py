@@ -34,10 +34,8 @@ def test_the_command_line_imports_nothing_heavy():
     assert imported("import unidec.cli") == set()
 
 
-def test_the_list_of_a_comparison_requires_no_prefect():
-    code = """
-from unidec.cli import app
-app(["compare", "comparison/small.yaml", "--list"], standalone_mode=False)"""
+def test_a_comparison_is_read_without_prefect():
+    code = "from unidec.comparison.workspace import load_comparison\nload_comparison('comparison/small.yaml')"
     assert imported(code) == set()
 
 

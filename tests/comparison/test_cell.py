@@ -223,8 +223,6 @@ def test_results_of_other_code_are_shown_and_counted(
     page = results.page_input(comparison, found, {})
     assert page.notes == ["4 of 5 results were made by another version of the code."]
     assert not comparison.steps["d/first/0"].is_done()
-    accepted = load_comparison(project.folder / "c.yaml", None, project.folder / "ws", accept_code=True)
-    assert accepted.steps["d/first/0"].is_done()
 
 
 def test_other_inputs_have_another_folder(project: SimpleNamespace) -> None:
@@ -281,15 +279,14 @@ def test_cut_off_after_training_it_resumes_there(again: SimpleNamespace, monkeyp
     assert again.first.failure() == "" and [line["epoch"] for line in again.first.result()["curve"]] == [2]
 
 
-def test_by_other_code_it_is_rebuilt_unless_accepted(again: SimpleNamespace) -> None:
+def test_by_other_code_it_is_rebuilt(again: SimpleNamespace) -> None:
     assert make(again.folder, again.first) == 0
     result, left = again.first.folder / "result.json", again.first.folder / "outputs" / "left"
     written = result.stat().st_mtime_ns
     assert make(again.folder, again.first) == 0  # done: nothing happens
-    other = dataclasses.replace(again.first, spec={**again.first.spec, "code": "other", "accept_code": True})
-    assert make(again.folder, other) == 0 and result.stat().st_mtime_ns == written
+    assert result.stat().st_mtime_ns == written
     left.write_text("of the first")
-    other = dataclasses.replace(other, spec={**other.spec, "accept_code": False})
+    other = dataclasses.replace(again.first, spec={**again.first.spec, "code": "other"})
     assert not other.is_done() and make(again.folder, other) == 0
     assert result.stat().st_mtime_ns != written and not left.exists() and other.is_done()
 

@@ -16,6 +16,7 @@ import yaml
 from raw_files import write_raw
 
 from unidec import cli
+from unidec.comparison.workspace import load_comparison
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -41,18 +42,10 @@ def project(
     return tmp_path
 
 
-@pytest.fixture
-def listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[str]]]:
-    """`listed(...)`: exit code of `--list` and the state of each run. It starts no flow and runs in this process."""
-
-    def listed(*words: str) -> tuple[int, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["unidec", "compare", "c.yaml", "--list", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        lines = capsys.readouterr().out.splitlines()[1:]
-        return int(ended.value.code or 0), [line.split("\t")[2] for line in lines]
-
-    return listed
+def done() -> list[str]:
+    """Names of the runs that have a result."""
+    comparison = load_comparison("c.yaml")
+    return [name for name in comparison.jobs if comparison.steps[name].is_done()]
 
 
 def unidec(*words: str) -> subprocess.CompletedProcess[str]:
@@ -60,14 +53,13 @@ def unidec(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 
 
-def test_from_nothing_to_a_report(project: Path, listed: Callable[..., tuple[int, list[str]]]) -> None:
-    assert listed() == (0, ["to do"] * 3)
-    assert not (project / "runs").exists()
-
-    done = unidec("--only", "kNN", "--metrics", "figures/knn.json")
-    assert done.returncode == 0, done.stderr
+def test_from_nothing_to_a_report(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    made = unidec("--only", "kNN", "--metrics", "figures/knn.json")
+    assert made.returncode == 0, made.stderr
     workspace = project / "runs" / "compare" / "tiny"
-    assert f"report: {workspace.relative_to(project)}/report.html" in done.stdout
+    assert f"report: {workspace.relative_to(project)}/report.html" in made.stdout
     page = (workspace / "report.html").read_text()
     assert "kNN" in page and "depsl" in page  # what did not run is named too
     figures = json.loads((project / "figures" / "knn.json").read_text())
@@ -79,21 +71,29 @@ def test_from_nothing_to_a_report(project: Path, listed: Callable[..., tuple[int
     run = MlflowClient(f"sqlite:///{project}/mlflow.db").get_run(result["mlflow_run"])
     assert run.info.run_name == "d/kNN/0" and run.data.tags["comparison"] == "tiny"
 
-    assert listed() == (0, ["to do", "done", "to do"])
+    assert done() == ["d/kNN/0"]
+    (workspace / "report.html").unlink()
+    monkeypatch.setattr(sys, "argv", ["unidec", "compare", "c.yaml", "--report-only"])  # no flow: in this process
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code and "report.html" in capsys.readouterr().out
+    page = (workspace / "report.html").read_text()
+    assert "kNN" in page and "depsl" in page and done() == ["d/kNN/0"]
     # what fails is named, and the exit code reports it; the rest is there all the same
     place = next(workspace.glob("cells/d/knn/0-*"))
     (workspace / "cells/d/mix").write_text("a file where a folder should be")
-    broken = unidec("--only", "mix", "--only", "kNN", "--accept", "code")
+    broken = unidec("--only", "mix", "--only", "kNN")
     assert broken.returncode == 1 and "d/mix/0: failed: d/mix/0: cannot be started" in broken.stderr
     assert "report: " in broken.stderr and "d\tkNN\t1" in broken.stdout and "Traceback" not in broken.stderr
     assert (place / "result.json").is_file()
 
 
-def test_wrong_files_and_names(project: Path, listed: Callable[..., tuple[int, list[str]]]) -> None:
+def test_wrong_files_and_names(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = unidec("--only", "KNN")
     assert wrong.returncode == 2 and "no such cell" in wrong.stderr and "Traceback" not in wrong.stderr
-    assert listed("--set", "pool.betta=3") == (2, [])
-    assert listed("--accept", "data") == (2, [])
+    monkeypatch.setattr(sys, "argv", ["unidec", "compare", "c.yaml", "--report-only", "--set", "pool.betta=3"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
     assert not (project / "runs").exists()
 
 
@@ -114,9 +114,8 @@ def test_terminated_and_started_again(project: Path) -> None:
     folder = run.parents[2]
     before = (run.parent / "rounds.jsonl").read_text().splitlines()
     assert 0 < len(before) < 20 and not (folder / "result.json").exists()
-    # with its code edited meanwhile it would begin again; with this it need not
-    done = unidec("--only", "depsl", "--accept", "code")
-    assert done.returncode == 0, done.stderr
+    again = unidec("--only", "depsl")
+    assert again.returncode == 0, again.stderr
     after = (run.parent / "rounds.jsonl").read_text().splitlines()
     assert len(after) == 20 and after[: len(before)] == before
     assert "resumes after epoch" in (folder / "log.txt").read_text()

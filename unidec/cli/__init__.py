@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from types import TracebackType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -77,7 +77,7 @@ add_stage(
 
 
 @app.command(
-    epilog="Examples: unidec compare comparison/small.yaml  |  unidec compare comparison/small.yaml --list  |  "
+    epilog="Examples: unidec compare comparison/small.yaml  |  unidec compare comparison/small.yaml --report-only  |  "
     'unidec compare comparison/full.yaml --only "lf-debian titles/unidec/0" --jobs 2'
 )
 def compare(
@@ -88,26 +88,21 @@ def compare(
     assignments: Assignments = None,
     jobs: Annotated[int, Option(help="runs at a time: their times are no fair measure unless it is 1")] = 1,
     folder: Annotated[str | None, Option(help="of the results, instead of runs/compare/<name>")] = None,
-    accept: Annotated[Literal["code"] | None, Option(help="results by other code are taken as done")] = None,
     metrics: Annotated[str | None, Option(help="a JSON file for the last run's figures")] = None,
     as_json: AsJson = False,
-    listed: Annotated[bool, Option("--list", help="list the runs, done or not; run nothing")] = False,
-    report_only: Annotated[bool, Option("--report-only", help="write the report of what there is")] = False,
+    report_only: Annotated[
+        bool, Option("--report-only", help="write the report: results, and the runs without one; run nothing")
+    ] = False,
 ) -> None:
     """Run every system of a comparison file on the same data and seeds, and report; what is done is not run again."""
-    if not (listed or report_only):
+    if not report_only:
         # in this process's place, so that signals and the exit code are the flow's
         words = [word for word in sys.argv[1:] if word != "--debug"]
         os.execv(sys.executable, [sys.executable, "-m", "flows.compare", *words[1:]])
-    from unidec.comparison.workspace import listing, load_comparison
+    from unidec.comparison.results import write_report
+    from unidec.comparison.workspace import load_comparison
 
-    comparison = load_comparison(file, parse_overrides(assignments or []), folder, accept == "code")
-    if listed:
-        print(*table(["run", "what", "state"], listing(comparison, only or [])), sep="\n")
-    else:
-        from unidec.comparison.results import write_report
-
-        print(f"report: {write_report(comparison)}")
+    print(f"report: {write_report(load_comparison(file, parse_overrides(assignments or []), folder))}")
 
 
 @command(

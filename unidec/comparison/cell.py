@@ -154,7 +154,6 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     import pyarrow.parquet as pq
 
     from unidec import pipeline
-    from unidec.pipeline.runs import list_runs
     from unidec.retrieval.bundle import Bundle
     from unidec.tracking.run import tracking_state
 
@@ -163,10 +162,7 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     if spec["kind"] == "recipe":
         if params.pool.gandalf and not (paths.LABEL_GRAPH / MANIFEST).is_file():
             pipeline.label_graph(params)
-        # by other code the run would get another name: where that is accepted, the one that was begun is resumed
-        resume = "" if spec["accept_code"] and any(run.unfinished for run in list_runs()) else None
-        state = pipeline.train(params, resume, ("code",) if resume is not None else ())
-        run_dir = Path(state["run_dir"])
+        run_dir = Path(pipeline.train(params)["run_dir"])
         curve, run_id = read_json_lines(run_dir / "rounds.jsonl"), tracking_state(run_dir).get("run_id")
         costs = {
             "peak_memory_bytes": float(host_peak()), "train_seconds": sum(line["train_seconds"] for line in curve),

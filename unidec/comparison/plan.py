@@ -1,6 +1,7 @@
 """A comparison file, checked as strictly as params.yaml, and its jobs: one for each data set, cell and seed.
 
 Overrides (`common`, `set`) may be nested as in params.yaml or given by key path: `pool: {beta: 2}` or `pool.beta: 2`.
+A cell names only cells above it: what is read in order needs no sorting and has no circles.
 """
 
 from __future__ import annotations
@@ -193,11 +194,11 @@ class Planner:
     def __init__(self, file: ComparisonFile, origin: dict[str, str], overrides: Mapping[str, Any]) -> None:
         self.file, self.origin, self.overrides = file, origin, overrides
         self.problems: list[str] = []
-        self.systems: dict[str, _System | None] = {}  # those that others need first; None: something is wrong
+        self.systems: dict[str, _System | None] = {}  # of the cells read so far; None: something is wrong
         self.wrong_params: dict[str, str] = {}  # text of a problem -> first cell that has it
 
     def jobs(self, path: str | Path) -> dict[str, Job]:
-        """Every job by its key, those that others need before them; seeds vary slowest.
+        """Every job by its key, in the order of the file; seeds vary slowest.
 
         Raises:
             ParamsError: everything that is wrong, with key path, line, what was expected and the nearest name.
@@ -205,7 +206,7 @@ class Planner:
         self._check_data_and_groups()
         for name, cell in self.file.cells.items():
             self._check_cell(name, cell)
-            self._system(name, ())
+            self.systems[name] = self._system(name, cell)
         jobs = [
             job
             for seed in dict.fromkeys(self.file.seeds)
@@ -250,7 +251,7 @@ class Planner:
         self._check_name(f"{where}.recipe", "recipe", cell.recipe, recipe_names())
         self._check_name(f"{where}.peer", "peer", cell.peer, PEERS)
         for place in ("like", "model_of", "after"):
-            self._check_name(f"{where}.{place}", "cell", getattr(cell, place), self.file.cells)
+            self._check_name(f"{where}.{place}", "cell above this one", getattr(cell, place), self.systems)
         if cell.peer is not None and (cell.set or cell.after):
             self._add(where, "a peer has no parameters of ours", cell.set or cell.after, "nothing beside `peer`")
         for key in flat(cell.set):
@@ -262,34 +263,25 @@ class Planner:
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def _system(self, name: str | None, above: tuple[str, ...]) -> _System | None:
-        """A cell over the one that it is like, or whose model it serves; `above`: the cells that need it."""
-        cell = self.file.cells.get(name or "")
-        if name is None or cell is None or name in self.systems:
-            return self.systems.get(name or "")
-        if name in above:
-            self._add(f"cells.{name}", "goes in a circle", " -> ".join([*above, name]))
-            return None
-        like, model_of, after = (
-            self._system(other, (*above, name)) for other in (cell.like, cell.model_of, cell.after)
-        )
-        for place, other in (("model_of", model_of), ("after", after)):
+    def _system(self, name: str, cell: CellEntry) -> _System | None:
+        """A cell over the one that it is like, or whose model it serves."""
+        for place in ("model_of", "after"):
+            other = self.systems.get(getattr(cell, place) or "")
             if other is not None and other.kind != "recipe":
                 self._add(f"cells.{name}.{place}", "has no model of its own", getattr(cell, place), "a trained cell")
-        system = like or model_of
         if cell.peer in PEERS:
-            system = _System("peer", peer=cell.peer)
-        elif cell.recipe in recipe_names():
+            return _System("peer", peer=cell.peer)
+        system = self.systems.get(cell.like or cell.model_of or "")
+        if cell.recipe in recipe_names():
             system = _System("recipe", cell.recipe)
-        if system is not None and system.kind != "peer":
-            system = replace(
-                system,
-                kind="model_of" if cell.model_of else system.kind,
-                needs=cell.model_of or cell.after or system.needs,
-                given={**system.given, **self._given(f"cells.{name}.set", cell.set)},
-            )
-        self.systems[name] = system
-        return system
+        if system is None or system.kind == "peer":
+            return system
+        return replace(
+            system,
+            kind="model_of" if cell.model_of else system.kind,
+            needs=cell.model_of or cell.after or system.needs,
+            given={**system.given, **self._given(f"cells.{name}.set", cell.set)},
+        )
 
     def _given(self, section: str, values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         """Each key of a section with its value and its place: "line 3, common"."""

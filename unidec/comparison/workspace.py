@@ -7,7 +7,7 @@
       report.html
 
 A run's key is the hash of its inputs (parameters, data, what it starts from), so other inputs get another folder.
-A result names the code that made it; by other code it is rebuilt, unless that is accepted.
+A result names the code that made it; by other code it is rebuilt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from unidec.comparison.plan import START, ComparisonFile, Job, Planner, flat, read_file, slug
-from unidec.config import Params, fingerprint, nearest
+from unidec.config import Params, fingerprint
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
 from unidec.version import PACKAGE
@@ -57,9 +57,9 @@ class Step:
     needs: tuple[str, ...] = ()
 
     def is_done(self) -> bool:
-        """Whether its result is there, by this code (or by any, if accepted), with the model where others need it."""
+        """Whether its result is there, by this code, with the model where others need it."""
         result = self.result()
-        if result is None or not (self.spec["accept_code"] or result["code"] == self.spec["code"]):
+        if result is None or result["code"] != self.spec["code"]:
             return False
         return not self.spec["keep"] or (self.folder / MODEL / MANIFEST).is_file()
 
@@ -88,7 +88,6 @@ def load_comparison(
     path: str | Path,
     overrides: Mapping[str, Any] | None = None,
     folder: str | Path | None = None,
-    accept_code: bool = False,
 ) -> Comparison:
     """Read a comparison file and make its jobs and steps.
 
@@ -96,7 +95,6 @@ def load_comparison(
         path: the file.
         overrides: parameters by key path over everything that the file sets, for all cells (`--set`).
         folder: of the results, instead of runs/compare/<name>.
-        accept_code: results by other versions of the code are taken as done.
 
     Raises:
         ParamsError: everything that is wrong, at once, with key path, line, what was expected and the nearest name.
@@ -104,7 +102,7 @@ def load_comparison(
     file, origin = read_file(path)
     jobs, root = Planner(file, origin, overrides or {}).jobs(path), Path(folder or ROOT / file.name)
     common = flat(file.common) | dict(overrides or {})
-    return Comparison(Path(path), file, common, root, jobs, _steps(jobs, root, accept_code))
+    return Comparison(Path(path), file, common, root, jobs, _steps(jobs, root))
 
 
 def select(comparison: Comparison, only: Sequence[str]) -> list[Step]:
@@ -120,11 +118,8 @@ def select(comparison: Comparison, only: Sequence[str]) -> list[Step]:
     for pattern in only:
         found = [job for job in comparison.jobs.values() if _matches(job, pattern)]
         if not found:
-            near = nearest(pattern.split("/")[min(1, pattern.count("/"))], list(comparison.file.cells))
-            raise ConfigError(
-                "no such cell", where="--only", got=pattern, expected="a cell, data/cell or data/cell/seed",
-                fix=f"nearest: {near}" if near else "unidec compare FILE --list shows them",
-            )  # fmt: skip
+            expected = f"data/cell/seed, data/cell, or one of {', '.join(comparison.file.cells)}"
+            raise ConfigError("no such cell", where="--only", got=pattern, expected=expected)
         chosen.update(job.key for job in found)
     steps = list(comparison.steps.values())
     for step in reversed(steps):
@@ -141,27 +136,10 @@ def _matches(job: Job, pattern: str) -> bool:
     return False
 
 
-def listing(comparison: Comparison, only: Sequence[str]) -> list[list[str]]:
-    """Rows of the runs that patterns name and those that these need: its name, what it is, and whether it is done."""
-    rows = []
-    for step in select(comparison, only):
-        if (job := comparison.jobs.get(step.name)) is not None:
-            state = "done" if step.is_done() else "failed" if step.failure() else "to do"
-            rows.append([step.name, _what(job), state])
-    return rows
-
-
-def _what(job: Job) -> str:
-    if job.kind != "recipe":
-        return f"peer {job.peer}" if job.kind == "peer" else f"model of {job.needs}"
-    settings = ", ".join(f"{key}={value}" for key, value in job.settings.items())
-    return f"recipe {job.params.recipe}" + (f" with {settings}" if settings else "")
-
-
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-def _steps(jobs: Mapping[str, Job], root: Path, accept_code: bool) -> dict[str, Step]:
+def _steps(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:
     """The steps of all jobs, each data set before the first job that uses it."""
     steps: dict[str, Step] = {}
     needed = {job.needs for job in jobs.values()}
@@ -176,7 +154,7 @@ def _steps(jobs: Mapping[str, Job], root: Path, accept_code: bool) -> dict[str, 
             links[MODEL if job.kind == "model_of" else START] = before.folder / MODEL
         spec = {
             "kind": job.kind, "name": job.key, "params": _placed(job.params), "peer": job.peer,
-            "code": code_sha256(PEER_CODE if job.kind == "peer" else TRAINING), "accept_code": accept_code,
+            "code": code_sha256(PEER_CODE if job.kind == "peer" else TRAINING),
             "keep": job.kind == "recipe" and job.key in needed,
             "links": {name: os.path.relpath(to, folder) for name, to in links.items()},
         }  # fmt: skip
@@ -196,7 +174,7 @@ def _data_step(job: Job, root: Path) -> Step:
     key = _digest([params, job.entry.train, job.entry.test, raw, code])
     spec = {
         "kind": "data", "name": f"data {job.data}", "params": _placed(job.params), "train": job.entry.train,
-        "test": job.entry.test, "code": code, "accept_code": False, "keep": False, "links": {},
+        "test": job.entry.test, "code": code, "keep": False, "links": {},
     }  # fmt: skip
     return Step(f"data {job.data} ({key[:8]})", key, root / "shared" / f"data-{key[:16]}", spec)
 
