@@ -198,7 +198,7 @@ def bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     module = types.ModuleType("unidec.retrieval.bundle")
     module.Bundle = FakeBundle  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unidec.retrieval.bundle", module)
-    monkeypatch.setattr("unidec.cli.bundles._encoder", lambda _bundle, runtime: runtime)
+    monkeypatch.setattr("unidec.retrieval.query_encoder.open_encoder", lambda _bundle, runtime: runtime)
     (tmp_path / "outputs" / "bundle").mkdir(parents=True)
     return tmp_path / "outputs" / "bundle"
 

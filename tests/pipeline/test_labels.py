@@ -20,7 +20,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.labels import change_labels
 from unidec.retrieval.answer import Answerer, Request
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.label_change import LabelText
+from unidec.retrieval.label_change import LabelText, read_labels
 from unidec.retrieval.query_encoder import open_encoder
 from unidec.tracking.lineage import lineage
 from unidec.tracking.store import prepare_store, tracking_uri
@@ -66,11 +66,13 @@ def test_added_removed_and_updated_then_registered(params: Params) -> None:
     Path("new.csv").write_text("uid,text,title\nn1,a reader of planets,planets\nn2,sorts bread by age,\n")
     Path("gone.jsonl").write_text("".join(json.dumps({"uid": uid}) + "\n" for uid in uids[:30]))
     Path("changed.csv").write_text(f"uid,text\n{uids[40]},something else altogether\n")
-    files = ("--add", "new.csv", "--remove", "gone.jsonl", "--update", "changed.csv")
-
-    result = run("apply", *files, "--bundle", f"models:/{NAME}@champion", "--dry-run")
+    edit = {
+        "add": read_labels(Path("new.csv")), "remove": [label.uid for label in read_labels(Path("gone.jsonl"))],
+        "update": read_labels(Path("changed.csv")),
+    }  # fmt: skip
+    result = run("remove", "--file", "gone.jsonl", "--bundle", f"models:/{NAME}@champion", "--dry-run")
     assert result["changed"] and result["bundle"] is None and not paths.REFRESHED.exists()
-    result = run("apply", *files, "--bundle", f"models:/{NAME}@champion", "--register")
+    result = change_labels(params, f"models:/{NAME}@champion", **edit, register=True)
     counts = {"added": 2, "removed": 30, "renamed": 1, "kept": len(uids) - 30}
     assert {key: result[key] for key in counts} == counts
     assert (result["labels"], result["estimated"], result["version"]) == (len(uids) - 28, 2, 2)
@@ -92,8 +94,14 @@ def test_added_removed_and_updated_then_registered(params: Params) -> None:
     assert {key: tags.get(key) for key in wanted} == wanted
     assert not any(key.startswith("dvc.data/") for key in tags)
     assert lineage(f"models:/{NAME}@challenger", model_name=NAME)["parent"]["version"] == "1"
-    again = run("apply", *files, "--bundle", "outputs/bundle", "--out", "elsewhere", "--register")
+    again = change_labels(params, "outputs/bundle", **edit, out="elsewhere", register=True)
     assert (again["version"], folder_sha256("elsewhere")) == (2, after.sha256)  # no second version of the same bytes
+
+    run("add", "--file", "new.csv", "--out", "one")
+    run("update", uids[40], "something else altogether", "--bundle", "one", "--out", "two")
+    run("remove", *uids[:30], "--bundle", "two", "--out", "three")
+    in_turn = Bundle.load("three")
+    assert (in_turn.uids.to_pylist(), in_turn.titles.to_pylist()) == (after.uids.to_pylist(), after.titles.to_pylist())
 
 
 def test_removed_labels_are_seen_nowhere(params: Params) -> None:
@@ -149,7 +157,7 @@ def test_mistakes_write_nothing(params: Params) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [["add"], ["add", "x"], ["add", "x", "y", "--file", "z.csv"], ["update", "--title", "t"], ["remove"],
-     ["remove", "x", "--file", "z.csv"], ["apply"]],
+     ["remove", "x", "--file", "z.csv"]],
 )  # fmt: skip
 def test_commands_without_what_they_need(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match="unidec labels"):

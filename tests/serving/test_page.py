@@ -69,7 +69,7 @@ def typed(tab: Any, text: str, count: int) -> None:
     tab.until(f"{ROWS}.length === {count} && document.title.startsWith({json.dumps(text[:60])}) && {IDLE}")
 
 
-def test_files_hold_to_the_policy_and_are_kept_by_browsers() -> None:
+def test_files_hold_to_the_policy() -> None:
     client = TestClient(Starlette(routes=list(page.page_routes())))
     files = {path: client.get(path).text for path in page.PAGE_PATHS}
     folder = Path(page.__file__).parent
@@ -92,10 +92,7 @@ def test_files_hold_to_the_policy_and_are_kept_by_browsers() -> None:
         assert first.status_code == 200 and first.headers["x-content-type-options"] == "nosniff"
         policy = dict(part.split(" ", 1) for part in first.headers["content-security-policy"].split("; "))
         assert policy["default-src"] == "'none'" and policy["script-src"] == policy["connect-src"] == "'self'"
-        again = client.get(path, headers={"If-None-Match": f'"other", {first.headers["etag"]}'})
-        assert (again.status_code, again.content) == (304, b"")
         assert client.head(path).headers["content-length"] == str(len(first.content))
-        assert client.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
         assert client.post(path).status_code == 405
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,28 +238,14 @@ def test_paths_and_methods_that_are_none(asgi: Any) -> None:
     run(main)
 
 
-def test_what_follows_the_registry_is_told_to_look_only_with_a_key(asgi: Any) -> None:
-    class Follower:
-        looks = 0
-
-        def state(self) -> dict[str, Any]:
-            return {"looks": self.looks}
-
-        def look_soon(self) -> None:
-            self.looks += 1
-
+def test_the_state_of_following_is_in_the_version(asgi: Any) -> None:
     async def main() -> None:
-        for key in (None, "secret"):
-            service = Service(Serve())
-            service.follower = follower = Follower()
-            async with asgi.running(asgi.StubEngine(), key, service) as server:
-                head = {"authorization": "Bearer secret"}
-                reply = await server.ask("/admin/reload", method="POST", headers=head)
-                assert (reply.status, follower.looks) == ((202, 1) if key else (404, 0))
-                version = await server.ask("/version", headers=head)
-                assert version.json["follow"] == {"looks": follower.looks} and version.json["previous"] is None
-        async with asgi.running(asgi.StubEngine(), "secret") as server:
-            assert (await server.ask("/admin/reload", method="POST", headers=head)).status == 404
+        service = Service(Serve())
+        service.follower = SimpleNamespace(state=lambda: {"registry": "up"})
+        async with asgi.running(asgi.StubEngine(), service=service) as server:
+            version = (await server.ask("/version")).json
+            assert version["follow"] == (await server.ask("/readyz")).json["follow"] == {"registry": "up"}
+            assert version["previous"] is None
 
     run(main)
 

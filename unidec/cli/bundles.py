@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
@@ -26,17 +26,13 @@ from unidec.cli.commands import (
     show_predictions,
     table,
 )
-from unidec.errors import ArtifactError, ConfigError, DataError, UnidecError
-
-if TYPE_CHECKING:
-    from unidec.retrieval.bundle import Bundle
-    from unidec.retrieval.query_encoder import QueryEncoder
+from unidec.errors import ConfigError, DataError
 
 Runtime = Annotated[
     Literal["torch", "auto", "onnx", "onnx-int8"] | None,
     Option(
         help="what encodes the texts; auto: the fastest that keeps quality (docs/serving.md). Default: torch for "
-        "--input, onnx for texts on the command line (torch where onnxruntime cannot run the model)",
+        "--input, auto for texts on the command line, as the server does",
     ),
 ]
 Head = Annotated[
@@ -87,24 +83,14 @@ def predict(
         count = predict_file(loaded, request)
         show("predict", {"queries": count, "output": str(target)}, as_json)
         return
-    loaded.encoder = _encoder(loaded, runtime)
+    from unidec.retrieval.query_encoder import open_encoder
+
+    loaded.encoder = open_encoder(loaded, runtime or "auto")
     frame = loaded.predict_table(texts or [], k).drop_columns(["query_row"]).to_pandas().astype({"score": float})
     if as_json:
         print(frame.to_json(orient="records", lines=True, force_ascii=False), end="")
     else:
         show_predictions(frame)
-
-
-def _encoder(bundle: Bundle, runtime: Runtime) -> QueryEncoder:
-    """By default onnxruntime with 32 bits: torch's labels without the seconds that importing torch takes."""
-    from unidec.retrieval.query_encoder import open_encoder
-
-    try:
-        return open_encoder(bundle, runtime or "onnx")
-    except UnidecError as error:
-        if runtime is not None or isinstance(error, ArtifactError):
-            raise
-        return open_encoder(bundle, "torch")  # an unknown architecture, or onnxruntime is not installed
 
 
 @command(app, "", "models:/unidec@champion --port 9000", "--set serve.max_k=20")

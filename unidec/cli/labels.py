@@ -83,30 +83,6 @@ def remove(
     return change_labels(params, bundle, remove=uids, out=out, register=register, dry_run=dry_run)
 
 
-@command(labels_app, "--add new.csv --remove gone.csv --update changed.csv --register", loads=load_if_there)
-def apply(
-    params: Params,
-    add: File = None,
-    remove: Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_UIDS)] = None,
-    update: File = None,
-    bundle: BundleAddress = DEFAULT_BUNDLE,
-    out: Out = None,
-    register: Register = False,
-    dry_run: DryRun = False,
-) -> dict[str, Any]:
-    """Add, remove and update at once: one new bundle, one new version."""
-    if not (add or remove or update):
-        raise ConfigError("nothing to do", where="unidec labels apply", fix="name a file: --add, --remove or --update")
-    from unidec.pipeline.labels import change_labels
-
-    edit: dict[str, Any] = {
-        "add": _read(add),
-        "remove": [label.uid for label in _read(remove)],
-        "update": _read(update),
-    }
-    return change_labels(params, bundle, **edit, out=out, register=register, dry_run=dry_run)
-
-
 @command(labels_app, "", "--version 7 --register")
 def refresh(
     params: Params,

@@ -70,14 +70,14 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
     key = [Security(HTTPBearer(scheme_name="key", auto_error=False))] if routes.has_key else []
 
     def add(path: str, endpoint: Any, summary: str, model: Any, **options: Any) -> None:
-        responses = {options.get("status_code", 200): {"model": model}} | options.pop("responses", {})
+        responses = {200: {"model": model}} | options.pop("responses", {})
         given: dict[str, Any] = {"response_class": JsonBytes, "dependencies": key} | options
         app.add_api_route(path, endpoint, summary=summary, responses=responses, **given)
 
     def post(model: Any, example: dict[str, Any]) -> dict[str, Any]:
         return {"methods": ["POST"], "openapi_extra": {"requestBody": schemas.body_schema(model, example)}}
 
-    not_ready: Any = {503: {"model": schemas.Facts, "description": "no model is loaded, or a file of it was edited"}}
+    not_ready: Any = {503: {"model": schemas.Facts, "description": "no model is loaded"}}
     models = routes.models
     add("/predict", routes.predict, "The best labels of each query", schemas.PredictAnswer,
         **post(models.predict, schemas.PREDICT_EXAMPLE))  # fmt: skip
@@ -91,8 +91,6 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
     add("/version", routes.version, "What answers: hashes, versions, runtime", schemas.Facts)
     add("/card", routes.card, "The model's card", schemas.Facts)
     add("/metrics", routes.metrics, "Metrics for Prometheus", None, response_class=PlainTextResponse)
-    add("/admin/reload", routes.reload, "Ask the registry now; only where an API key is set", schemas.Facts,
-        methods=["POST"], status_code=202)  # fmt: skip
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:

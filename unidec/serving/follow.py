@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unidec.data.storage import folder_sha256, remove_folder, write_json
+from unidec.data.storage import remove_folder, write_json
 from unidec.errors import ArtifactError, ConfigError, UnidecError, without_credentials
 from unidec.machine import available_host
 from unidec.retrieval.probe import Probe, probe_bundle
@@ -139,13 +139,11 @@ class Follower:
     """Loads what a server answers with, and swaps it when the alias moves.
 
     Args:
-        source: a folder, `models:/name@alias` or `models:/name/version`. Only an alias is polled; a folder is checked
-            again on `look_soon`.
+        source: a folder, `models:/name@alias` or `models:/name/version`. Only an alias is polled.
         root: the project; copies of bundles are kept in its `runs/bundles`.
         registry, probe, load: replace the real ones in tests.
 
     Attributes:
-        found: done once it is known which bundle is loaded first; not where there is none.
         first: which bundle serves first, once it does, or the error for which none does.
 
     Raises:
@@ -165,7 +163,6 @@ class Follower:
     ) -> None:
         self.service, self.source, self.settings = service, source, settings
         self.address = parse_address(source)
-        self.found: Future[None] = Future()
         self.first: Future[Identity] = Future()
         self._copies = Path(root) / COPIES
         uri = tracking_uri(root) if self.address else ""
@@ -173,14 +170,14 @@ class Follower:
         if registry is None and self.address is not None:
             registry = Registry(self.address, self._copies, uri)
         self._registry, self._probe, self._load = registry, probe, load
-        self._wake, self._ended, self._asked = threading.Event(), threading.Event(), False
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="unidec-follow")
         self._fetched: set[Path] = set()  # copies that this server made, and removes
         self._clean_at = math.inf
         self._looked = self._refused = -math.inf  # when; seconds of the monotonic clock
         self._state: dict[str, Any] = {
             "source": source, "alias": self.address.alias if self.address else None, "registry": "not asked",
-            "wanted": None, "busy": "", "refused": None, "problem": None, "swaps": 0, "refusals": 0,
+            "wanted": None, "refused": None, "problem": None, "swaps": 0, "refusals": 0,
         }  # fmt: skip
 
     def start(self) -> None:
@@ -190,14 +187,8 @@ class Follower:
     def stop(self, seconds: float = 2.0) -> None:
         """Ends the thread; waits at most this long, since loading cannot be cut short."""
         self._ended.set()
-        self._wake.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
-
-    def look_soon(self) -> None:
-        """Polls at once, and retries what was refused; a folder is loaded if it changed."""
-        self._asked = True
-        self._wake.set()
 
     def state(self) -> dict[str, Any]:
         """What is followed, and its state; JSON-able. Times are seconds ago."""
@@ -216,47 +207,36 @@ class Follower:
             return
         self.first.set_result(engine.identity)
         del engine
-        while self._sleep():
+        give_back()
+        polls = self.settings.follow_seconds if self.address and self.address.alias else 0
+        while polls and not self._ended.wait(polls):
+            if time.monotonic() >= self._clean_at:
+                self._clean()
             try:
                 self._poll()
             except UnidecError as error:
-                self._state["problem"] = f"{_on_a_line(error)}; {self._current()} stays"[:_MAX_REASON]
+                problem = f"{_on_a_line(error)}; {self._current()} stays"[:_MAX_REASON]
+                if self._state["problem"] is None:  # once, not at each poll
+                    log.warning("%s", problem)
+                self._state["problem"] = problem
             except Exception:  # the thread survives whatever happened; requests are not affected
                 self._state["problem"] = "following failed: see the log"
                 log.exception("following %s failed; the current model stays", self.source)
-            finally:
-                self._state["busy"] = ""
-
-    def _sleep(self) -> bool:
-        """Until the next poll; whether there is one."""
-        polls = self.settings.follow_seconds if self.address and self.address.alias else 0
-        until_clean = self.settings.timeout_seconds + 1
-        while not self._wake.wait(polls or (until_clean if math.isfinite(self._clean_at) else None)):
-            if time.monotonic() >= self._clean_at:
-                self._clean()
-            if polls:
-                break
-        self._wake.clear()
-        return not self._ended.is_set()
 
     def _first_engine(self) -> Engine:
         """What the registry names; where that cannot be had, the version that served before the restart."""
         if self._registry is None:
-            self.found.set_result(None)
             return self._load_engine(None, Path(self.source))
         noted, version = self._last_served(), None
         try:
-            version = self._look()
-            self.found.set_result(None)
-            # the first version ever has nothing to replace
-            return self._new_engine(version, probed=noted is not None and noted.sha256 != version.sha256)
+            version = self._look(self._registry)
+            probed = noted is not None and noted.sha256 != version.sha256  # the first ever has nothing to replace
+            return self._new_engine(self._registry, version, probed)
         except UnidecError as error:
             if noted is None or (version is not None and noted.sha256 == version.sha256):
                 raise
             if version is not None and not isinstance(error, RegistryAway):
                 self._refuse(version, error)
-            if version is None:
-                self.found.set_result(None)
             log.warning("version %s serves, as before the restart: %s", noted.version, _on_a_line(error))
             return self._load_engine(noted, self._copies / noted.sha256[:16])
 
@@ -268,33 +248,27 @@ class Follower:
         except (OSError, ValueError, TypeError):
             return None
 
-    def _look(self) -> Identity:
-        """What the source names now.
+    def _look(self, registry: Registry) -> Identity:
+        """What the address names now.
 
         Raises:
-            RegistryAway: no answer. ConfigError: there is none. ArtifactError: a folder that is damaged.
+            RegistryAway: no answer. ConfigError: there is none.
         """
-        if self._registry is None:
-            return Identity(folder_sha256(self.source))
-        was_away = self._state["registry"] == "away"
         try:
-            self._state["registry"] = "up"
-            found = self._registry.find()
-        except RegistryAway as error:
-            self._state["registry"] = "away"
-            if not was_away:
-                log.warning("%s; the current model stays", _on_a_line(error))
+            found = registry.find()
+        except UnidecError as error:
+            self._state["registry"] = "away" if isinstance(error, RegistryAway) else "up"
             raise
         finally:
             self._looked = time.monotonic()
-        if was_away:
-            log.info("the registry answers again")
-        self._state |= {"problem": None, "wanted": _shown(found)}
+        if self._state["problem"] is not None:
+            log.info("%s answers again", self.source)
+        self._state |= {"registry": "up", "problem": None, "wanted": _shown(found)}
         return found
 
     def _poll(self) -> None:
-        asked, self._asked = self._asked, False
-        version = self._look()
+        assert self._registry is not None
+        version = self._look(self._registry)
         # their hashes only: a reference would keep an engine from being freed
         current, previous = (
             engine and engine.identity.sha256 for engine in (self.service.current, self.service.previous)
@@ -304,12 +278,11 @@ class Follower:
         elif version.sha256 == previous:
             self.service.swap_back()
             self._swapped(version)
-        elif asked or self._may_try(version):
+        elif self._may_try(version):
             try:
-                engine = self._new_engine(version, probed=True)
-                if self._look() != version or self._ended.is_set():  # the next poll handles what it names now
-                    self._wake.set()
-                    return
+                engine = self._new_engine(self._registry, version, probed=True)
+                if self._look(self._registry) != version or self._ended.is_set():
+                    return  # the next poll handles what it names now
                 self._serve(engine)
             except RegistryAway:
                 raise
@@ -339,23 +312,18 @@ class Follower:
             except (ArtifactError, OSError) as error:  # a read-only folder: a restart then needs the registry
                 log.warning("the served version is not noted for a restart: %s", error)
 
-    def _new_engine(self, version: Identity, probed: bool) -> Engine:
+    def _new_engine(self, registry: Registry, version: Identity, probed: bool) -> Engine:
         """Fetch a version, have a fresh process answer with it where `probed`, and load it."""
-        if self._registry is None:
-            folder = Path(self.source)
-        elif not version.sha256:
+        if not version.sha256:
             fix = "register it with `unidec models register`"
             raise ArtifactError("a version without its bundle's hash", where=self.source, got=version.version, fix=fix)
-        else:
-            self._state["busy"] = "fetching"
-            is_new = not (self._copies / version.sha256[:16]).is_dir()
-            folder = self._registry.fetch(version)
-            if is_new:
-                self._fetched.add(folder.resolve())
+        is_new = not (self._copies / version.sha256[:16]).is_dir()
+        folder = registry.fetch(version)
+        if is_new:
+            self._fetched.add(folder.resolve())
         if probed:
-            self._state["busy"] = "checking"
             self._probe(folder, self.settings)
-        return self._load_engine(None if self._registry is None else version, folder)
+        return self._load_engine(version, folder)
 
     def _load_engine(self, version: Identity | None, folder: Path) -> Engine:
         """A warm engine. The previous one is freed where there is too little memory.
@@ -363,7 +331,6 @@ class Follower:
         Raises:
             ArtifactError: damaged, another bundle, or that is not enough.
         """
-        self._state["busy"] = "loading"
         needed = _num_bytes(folder) + KEEP_FREE
         if needed > available_host() and self.service.previous is not None:
             log.warning("little memory: the previous model is no longer kept")

@@ -172,22 +172,13 @@ class Routes:
         return JsonBytes(b'{"status":"alive"}')
 
     async def readyz(self) -> Response:
-        """503 until a model is loaded and warm, and where a file that it maps was edited (another size or time of
-        change). `follow`: the registry's state; an old model is ready."""
+        """503 until a model is loaded and warm. `follow`: the registry's state; an old model is ready."""
         engine, follow = self.service.current, self._follow()
-        model = None if engine is None else asdict(engine.identity)
-        changed = "" if engine is None else engine.files.changed()
-        if engine is not None and not changed:
-            return JsonBytes(orjson.dumps({"ready": True, "model": model, "follow": follow}))
+        if engine is not None:
+            return JsonBytes(orjson.dumps({"ready": True, "model": asdict(engine.identity), "follow": follow}))
         error = _not_ready()
-        if changed:
-            error = RequestError(
-                503, "edited_file", "a file of the bundle was edited while it is served", where=changed,
-                expected="the bytes that were loaded", retry_after=60,
-                fix="restore the bundle and restart the server; replace bundles by renaming, never in place",
-            )  # fmt: skip
         self.figures.error(error.kind)
-        body = {"error": error.parts, "ready": False, "model": model, "follow": follow}
+        body = {"error": error.parts, "ready": False, "model": None, "follow": follow}
         return JsonBytes(orjson.dumps(body), error.status, error.headers)
 
     async def version(self) -> Response:
@@ -212,15 +203,6 @@ class Routes:
     async def metrics(self) -> Response:
         """Requests, latency, batches, queue, cache, scores, unknown tokens, the model, memory."""
         return Response(self.figures.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def reload(self) -> Response:
-        """The follower asks the registry now; GET /readyz shows the result."""
-        follower = self.service.follower
-        if follower is None or not self.has_key:
-            what = "nothing is followed here" if self.has_key else "only a server with an API key can be reloaded"
-            raise RequestError(404, "not_found", what, fix=f"set {self.settings.api_key_env} where the server starts")
-        follower.look_soon()
-        return JsonBytes(orjson.dumps({"follow": follower.state()}), 202)
 
     def _follow(self) -> dict[str, Any] | None:
         return None if self.service.follower is None else self.service.follower.state()

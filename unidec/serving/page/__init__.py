@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Awaitable, Callable
 from importlib import resources
 
@@ -26,7 +25,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # cached, but revalidated: a newer unidec shows its own page at once
+    "Cache-Control": "no-cache",  # a few kilobytes; a newer unidec shows its own page at once
 }
 
 
@@ -37,13 +36,8 @@ def page_routes() -> list[Route]:
 
 def _answer(name: str) -> Callable[[Request], Awaitable[Response]]:
     body, kind = (resources.files(__name__) / name).read_bytes(), _TYPES[name.rpartition(".")[2]]
-    tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-    headers = {**_HEADERS, "ETag": tag}
 
     async def answer(request: Request) -> Response:
-        known = [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]
-        if tag in known:
-            return Response(status_code=304, headers=headers)
-        return Response(body, media_type=kind, headers=headers)
+        return Response(body, media_type=kind, headers=_HEADERS)
 
     return answer
