@@ -6,9 +6,11 @@ import csv
 import gzip
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -21,7 +23,7 @@ QRELS = {"train": "train", "validation": "dev", "test": "test"}
 
 
 def write_raw(raw: RawData, folder: Path | str, layout: str, kind: str = "csv") -> None:
-    """Write raw data in a layout; only "tables" (of this kind) and "beir" have a validation split."""
+    """Write raw data in a layout; "tables" (of this kind) and "beir" have a validation split; "beir" has no filters."""
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     if layout == "tables":
@@ -34,6 +36,13 @@ def write_raw(raw: RawData, folder: Path | str, layout: str, kind: str = "csv") 
             coo = pairs.tocoo()
             lines = [f"{q} {label}\n" for q, label in zip(coo.row, coo.col, strict=True)]
             (out / f"filter_labels_{split}.txt").write_text("".join(lines))
+
+
+def as_beir_has_it(raw: RawData) -> RawData:
+    """Without filter pairs, and without the queries that have no pair."""
+    judged = raw.take({split: np.flatnonzero(np.diff(pairs.indptr)) for split, pairs in raw.relevance.items()})
+    none = {split: csr_matrix(pairs.shape, dtype=bool) for split, pairs in judged.filter_pairs.items()}
+    return replace(judged, filter_pairs=none)
 
 
 def write_objects(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
@@ -77,15 +86,11 @@ def _beir(raw: RawData, out: Path) -> None:
     corpus = [{"_id": row["uid"], "title": row["title"], "text": row["content"]} for row in raw.labels.to_pylist()]
     write_objects(out / "corpus.jsonl", corpus)
     (out / "qrels").mkdir(exist_ok=True)
-    items, filters = [], []
+    items = []
     for split, table in raw.queries.items():
-        for row in table.to_pylist():
-            texts = {"title": row["title"], "text": row["content"]} if row["content"] else {"text": row["title"]}
-            items.append({"_id": row["uid"], **texts, "metadata": {"split": split}})
+        items += [{"_id": row["uid"], "title": row["title"], "text": row["content"]} for row in table.to_pylist()]
         write_table(_pair_table(raw.relevance[split], table, raw.labels, names), out / "qrels" / f"{QRELS[split]}.tsv")
-        filters.append(_pair_table(raw.filter_pairs[split], table, raw.labels, names[:2]))
     write_objects(out / "queries.jsonl", items)
-    write_table(pa.concat_tables(filters), out / "filters.tsv")
 
 
 def _xmc_json(raw: RawData, out: Path) -> None:

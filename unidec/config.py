@@ -205,13 +205,8 @@ def with_settings(params: Params, settings: Mapping[str, Any]) -> Params | None:
 
 def flatten(params: Params) -> dict[str, str | int | float]:
     """Every parameter by its key path, as a tracking server takes it: true/false in words, none as an empty word."""
-
-    def shown(value: Any) -> str | int | float:
-        if value is None:
-            return ""
-        return json.dumps(value) if isinstance(value, bool | dict | list) else value
-
-    return {key: shown(value) for key, value in leaves(params)}
+    words = {key: json.dumps(value) for key, value in leaves(params) if isinstance(value, bool | dict | list)}
+    return {key: "" if value is None else words.get(key, value) for key, value in leaves(params)}
 
 
 def fingerprint(params: Params, *sections: str) -> str:
@@ -278,18 +273,16 @@ def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, s
 
 
 def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
-    """The problem with an unknown key, and the valid one that was probably meant: one of the same name, else one like
-    it in the same section, else one like it."""
+    """The problem with an unknown key, and the valid one that was probably meant."""
     first, _, name = key.rpartition(".")
     section = _section(first or name)
     listed = ", ".join((section or Params).model_fields)
     if section is not None and not first:
         return problem(key, "not a section", short(value), f"keys under it: {listed}", origin)
-    by_name = {known.rpartition(".")[2]: known for known in known_keys()}
-    like = nearest(name, list(section.model_fields)) if section is not None and name not in by_name else None
-    like = f"{first}.{like}" if like else nearest(name, [*Params.model_fields, *by_name])
+    same_name = [known for known in known_keys() if known.rpartition(".")[2] == name]
+    near = same_name[-1] if same_name else nearest(key, [*Params.model_fields, *known_keys()])
     fix = "a Prefect automation on unidec.* events and failed runs" if key == "retrain.notify" else None
-    return problem(key, "unknown key", short(value), f"one of {listed}", origin, by_name.get(like or "", like), fix)
+    return problem(key, "unknown key", short(value), f"one of {listed}", origin, near, fix)
 
 
 def to_yaml(params: Params) -> str:

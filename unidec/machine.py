@@ -8,14 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
-# limit, use and statistics of the process's own control group: version 2, then 1
-_CGROUPS = tuple(
-    tuple(Path("/sys/fs/cgroup", name) for name in names.split())
-    for names in (
-        "memory.max memory.current memory.stat",
-        "memory/memory.limit_in_bytes memory/memory.usage_in_bytes memory/memory.stat",
-    )
-)
+# limit, use and statistics of the process's own control group
+_CGROUP = tuple(Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current", "memory.stat"))
 
 
 def available_host() -> int:
@@ -23,14 +17,13 @@ def available_host() -> int:
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    for limit_file, used_file, stat_file in _CGROUPS:
-        try:
-            limit, used = limit_file.read_text().strip(), int(used_file.read_text())
-            cached = re.search(r"^inactive_file (\d+)", stat_file.read_text(), re.MULTILINE)
-        except (OSError, ValueError):
-            continue
-        if limit != "max":
-            free = min(free, int(limit) - used + (int(cached.group(1)) if cached else 0))
+    try:
+        limit, used, stat = (file.read_text().strip() for file in _CGROUP)
+    except OSError:
+        return free
+    if limit != "max":
+        cached = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)
+        free = min(free, int(limit) - int(used) + (int(cached.group(1)) if cached else 0))
     return max(free, 0)
 
 

@@ -12,22 +12,21 @@ from unidec.data import array_file
 @pytest.mark.parametrize("sizes", [[], [0], [5], [1, 0, 1000, 3]])
 def test_pieces_give_the_bytes_of_the_whole(tmp_path, dtype, sizes):
     pieces = [np.arange(size) + 7 for size in sizes]
-    with array_file.ArrayFile(tmp_path / "grown.npy", dtype) as out:
+    with array_file.growing_array(tmp_path / "grown.npy", dtype) as add:
         for piece in pieces:
-            out.add(piece)
-        assert out.size == sum(sizes)
+            add(piece)
     np.save(tmp_path / "whole.npy", np.concatenate([np.zeros(0, np.int64), *pieces]).astype(dtype))
     assert (tmp_path / "grown.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
 
 
 def test_a_piece_may_have_gaps_in_memory(tmp_path):
-    with array_file.ArrayFile(tmp_path / "x.npy", np.int32) as out:
-        out.add(np.arange(10, dtype=np.int32)[::3])
+    with array_file.growing_array(tmp_path / "x.npy", np.int32) as add:
+        add(np.arange(10, dtype=np.int32)[::3])
     assert np.load(tmp_path / "x.npy").tolist() == [0, 3, 6, 9]
 
 
 def test_a_failure_closes_the_file_and_passes_on(tmp_path):
-    with pytest.raises(KeyError), array_file.ArrayFile(tmp_path / "x.npy", np.int32) as out:
+    with pytest.raises(KeyError), array_file.growing_array(tmp_path / "x.npy", np.int32) as add:
         raise KeyError("stop")
     with pytest.raises(ValueError, match="closed"):
-        out.add(np.zeros(1))
+        add(np.zeros(1))

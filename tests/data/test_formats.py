@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from raw_files import write_raw
+from raw_files import as_beir_has_it, write_raw
 from scipy.sparse import coo_matrix, csc_matrix, csr_matrix, save_npz
 
 from unidec.data.formats import LAYOUTS, read_raw
@@ -45,7 +45,7 @@ def test_every_layout(tiny_raw: RawData, tmp_path: Path, layout: str) -> None:
     write_raw(tiny_raw, tmp_path / "raw", layout)
     read = read_raw(tmp_path / "raw")
     assert read.format == layout and read.name == "raw"
-    assert_same(read, tiny_raw, texts_only=layout in ONE_TEXT)
+    assert_same(read, as_beir_has_it(tiny_raw) if layout == "beir" else tiny_raw, texts_only=layout in ONE_TEXT)
     files = {path.relative_to(tmp_path / "raw").as_posix(): path for path in (tmp_path / "raw").rglob("*.*")}
     assert read.files == {name: file_sha256(path) for name, path in files.items()}
 
@@ -54,7 +54,7 @@ def test_every_layout(tiny_raw: RawData, tmp_path: Path, layout: str) -> None:
 def test_a_validation_split(tiny_raw: RawData, tmp_path: Path, layout: str) -> None:
     raw = tiny_raw.take({"validation": np.arange(5), "train": np.arange(5, 48)})
     write_raw(raw, tmp_path / "raw", layout)
-    assert_same(read_raw(tmp_path / "raw"), raw)
+    assert_same(read_raw(tmp_path / "raw"), as_beir_has_it(raw) if layout == "beir" else raw)
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "parquet", "jsonl"])
@@ -97,7 +97,7 @@ def test_round_trip_of_any_text_and_relevance(queries: list, extra: str) -> None
         empty,
     )
     with tempfile.TemporaryDirectory() as folder:
-        for layout in LAYOUTS:
+        for layout in LAYOUTS.keys() - {"beir"}:  # which leaves out queries without a pair
             write_raw(raw, Path(folder, layout), layout)
             assert_same(read_raw(Path(folder, layout)), raw, texts_only=layout in ONE_TEXT)
 
@@ -145,7 +145,7 @@ def write_tables(folder: Path, queries: str, labels: str, pairs: str) -> Path:
 def test_tables_by_hand(tmp_path: Path) -> None:
     path = write_tables(
         tmp_path / "shop",
-        '\ufeffid,text,split\n7,"red, round\napple",train\n\n8,pear,test\n9,plum,VAL\n',
+        '\ufeffid,text,split\n7,"red, round\napple",train\n\n8,pear,test\n9,plum,Validation\n',
         "id\ttext\textra\nfruit\tFruit\t1\ntree\tTree\t2\n",
         '{"query_id": 7, "label_id": "fruit"}\n{"query_id": "8", "label_id": "tree", "relevance": 0.5}\n'
         '{"query_id": 9, "label_id": "tree", "relevance": "2"}\n',

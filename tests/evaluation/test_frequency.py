@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
-from unidec.errors import DataError
 from unidec.evaluation.metrics import evaluate, frequency_bins, volume_bins
 
 
@@ -88,11 +87,3 @@ def test_degenerate_input():
     assert frequency_bins(np.zeros((0, 3), int), csr_matrix((0, 2)), [1, 1], np.ones(2))[0]["recall@5"] == 0.0
     explicit_zero = csr_matrix((np.array([0.0, 1.0]), np.array([0, 1]), np.array([0, 2])), shape=(1, 2))
     assert sum(row["test_pairs"] for row in frequency_bins([[0, 1]], explicit_zero, [1, 1], np.ones(2))) == 1
-
-
-@pytest.mark.parametrize("change", [{"count_L": [1]}, {"truth": csr_matrix((3, 2))}])
-def test_what_does_not_fit_is_refused(change):
-    values = {"predicted_NK": np.zeros((1, 1), int), "truth": csr_matrix((1, 2)), "count_L": [1, 1],
-              "inverse_propensity_L": np.ones(2)} | change  # fmt: skip
-    with pytest.raises(DataError, match="fit together"):
-        frequency_bins(**values)

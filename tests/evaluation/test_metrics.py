@@ -217,15 +217,6 @@ def test_the_refusal_names_the_row():
         by_query(np.array([[0, 1], [2, 2]]), csr_matrix((2, 3)), ["P@1"], np.ones(3))
 
 
-@pytest.mark.parametrize(
-    ("weight", "group"),
-    [([1.0, np.nan], [0, 0]), ([1.0, -1.0], [0, 0]), ([1.0], [0, 0]), ([1.0, 1.0], [0, 3])],
-)
-def test_faulty_weights_and_groups_are_refused(weight, group):
-    with pytest.raises(DataError):
-        evaluate(np.zeros((1, 1), int), csr_matrix((1, 2)), weight, group)
-
-
 @pytest.mark.parametrize(("k", "density"), [(1, 0.2), (6, 0.3), (12, 0.2), (20, 0.5), (0, 0.1), (4, 0.0), (4, 1.0)])
 def test_remove_filtered_equals_a_slow_loop(k, density):
     rng = np.random.default_rng(int(100 * density) + k)

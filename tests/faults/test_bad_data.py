@@ -298,7 +298,7 @@ def test_degenerate_data_is_legal(raw_factory: Callable[..., RawData], tmp_path:
         raw = raw_factory(*sizes)
         write_raw(raw, tmp_path / f"{layout}-{number}", layout)
         back = read_raw(tmp_path / f"{layout}-{number}", test_share=0)
-        assert back.relevance["test"][0].nnz == 0
+        assert layout == "beir" or back.relevance["test"][0].nnz == 0  # BEIR leaves such a query out
         dataset = write_dataset(tmp_path / "dataset", back)
         assert dataset.relevance.nnz == sum(m.nnz for m in raw.relevance.values())
 

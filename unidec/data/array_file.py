@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,37 +16,26 @@ from unidec.data.storage import REBUILD, load_array
 from unidec.errors import ArtifactError
 
 
-class ArrayFile:
-    """An array of one dimension on disk, that grows: `with ArrayFile(path, np.int32) as out: out.add(piece)`.
+@contextlib.contextmanager
+def growing_array(path: str | os.PathLike[str], dtype: npt.DTypeLike) -> Iterator[Callable[[npt.NDArray[Any]], None]]:
+    """Write an array of one dimension: `with growing_array(path, np.int32) as add: add(piece)`; pieces are cast."""
+    size = 0
 
-    Attributes:
-        size: values so far.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
-        self.dtype, self.size = np.dtype(dtype), 0
-        self._file = open(path, "xb")  # noqa: SIM115 (closed on leaving the context)
-        self._write_header()
-
-    def add(self, piece: npt.NDArray[Any]) -> None:
-        """Append values, cast to the file's type."""
-        self._file.write(np.ascontiguousarray(piece, dtype=self.dtype).data)
-        self.size += len(piece)
-
-    def _write_header(self) -> None:
+    def write_header() -> None:
         """numpy pads headers so that the first axis can grow in place."""
-        descr = np.lib.format.dtype_to_descr(self.dtype)
-        header = {"descr": descr, "fortran_order": False, "shape": (self.size,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (size,)}
+        np.lib.format.write_array_header_1_0(file, header)
 
-    def __enter__(self) -> Self:
-        return self
+    def add(piece: npt.NDArray[Any]) -> None:
+        nonlocal size
+        file.write(np.ascontiguousarray(piece, dtype=dtype).data)
+        size += len(piece)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._file:
-            if kind is None:
-                self._file.seek(0)
-                self._write_header()
+    with open(path, "xb") as file:
+        write_header()
+        yield add
+        file.seek(0)
+        write_header()
 
 
 def load_csr(root: Path, prefix: str, shape: tuple[int, int], dtype: Any, check: bool) -> csr_matrix:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.sparse import csr_matrix, vstack
 
-from unidec.data.array_file import ArrayFile, load_csr
+from unidec.data.array_file import growing_array, load_csr
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_manifest, verify_once, write_folder
 from unidec.progress import progress
@@ -146,15 +146,17 @@ def build_label_graph(dataset: XMCDataset, settings: LabelGraph, out: str | os.P
     meta = {**chosen, "num_labels": dataset.num_labels, "num_train": len(train_rows)}
     with (
         write_folder(out, KIND, VERSION, meta) as folder,
-        ArrayFile(folder.path / "indptr.npy", np.int64) as indptr,
-        ArrayFile(folder.path / "indices.npy", np.int32) as indices,
-        ArrayFile(folder.path / "data.npy", np.float32) as data,
+        growing_array(folder.path / "indptr.npy", np.int64) as add_starts,
+        growing_array(folder.path / "indices.npy", np.int32) as add_labels,
+        growing_array(folder.path / "data.npy", np.float32) as add_targets,
     ):
-        indptr.add(np.zeros(1, np.int64))
+        total = 0
+        add_starts(np.zeros(1, np.int64))
         for block_JL in target_blocks(dataset.relevance[train_rows], **chosen):
-            indptr.add(block_JL.indptr[1:].astype(np.int64) + indices.size)
-            indices.add(block_JL.indices)
-            data.add(block_JL.data)
+            add_starts(block_JL.indptr[1:].astype(np.int64) + total)
+            add_labels(block_JL.indices)
+            add_targets(block_JL.data)
+            total += block_JL.nnz
     return Path(out)
 
 

@@ -13,7 +13,6 @@ import errno
 import glob
 import hashlib
 import json
-import math
 import os
 import re
 import secrets
@@ -24,12 +23,13 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import psutil
 from pydantic import BaseModel, ConfigDict, StrictInt
+from pydantic_core import to_jsonable_python
 
 from unidec.errors import ArtifactError
 from unidec.version import __version__
@@ -218,7 +218,8 @@ def write_json(path: str | os.PathLike[str], obj: Any, mode: int = 0o666) -> Non
 
 
 def _json(obj: Any) -> bytes:
-    return json.dumps(_plain(obj), ensure_ascii=False, allow_nan=False, indent=1).encode() + b"\n"
+    plain = to_jsonable_python(obj, inf_nan_mode="null", fallback=lambda value: value.tolist())  # of numpy
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=1).encode() + b"\n"
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], data: bytes, mode: int = 0o666) -> None:
@@ -428,15 +429,3 @@ def _storage_error(path: Path, error: OSError, num_bytes: int) -> ArtifactError:
         fix = "raise the limit on the size of a file (ulimit -f), or choose another file system"
     expected = f"at least {num_bytes:,} bytes" if num_bytes else None
     return ArtifactError(what, where=str(path), got=got, expected=expected, fix=fix)
-
-
-def _plain(obj: Any) -> Any:
-    if isinstance(obj, Mapping):
-        return {str(key): _plain(value) for key, value in obj.items()}
-    if isinstance(obj, list | tuple):
-        return [_plain(value) for value in obj]
-    if isinstance(obj, np.ndarray | np.generic):
-        return _plain(obj.tolist())
-    if isinstance(obj, float):
-        return obj if math.isfinite(obj) else None
-    return obj.as_posix() if isinstance(obj, PurePosixPath | Path) else obj

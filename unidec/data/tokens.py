@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unidec.data.array_file import ArrayFile
+from unidec.data.array_file import growing_array
 from unidec.data.storage import REBUILD, file_sha256, load_array, read_manifest, verify_once, write_folder
 from unidec.errors import ArtifactError, DataError
 from unidec.progress import progress
@@ -275,12 +275,12 @@ def build_token_cache(
     lengths: list[NDArray[Any]] = []
     with write_folder(out, KIND, VERSION, meta or {}) as folder:
         with (
-            ArrayFile(folder.path / "ids.npy", _id_dtype(tokenizer.vocab_size)) as ids,
+            growing_array(folder.path / "ids.npy", _id_dtype(tokenizer.vocab_size)) as add_ids,
             progress(total=num_texts, desc="tokenise", unit="text") as bar,
         ):
             for batch in texts:
                 flat, length = tokenizer.encode(batch)
-                ids.add(flat)
+                add_ids(flat)
                 lengths.append(length.astype(np.int32))
                 bar.update(len(batch))
         offsets = _offsets(lengths)

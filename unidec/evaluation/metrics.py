@@ -174,9 +174,7 @@ def percent(part: float, whole: float) -> float:
     return float(100.0 * part / whole) if whole > 0 else 0.0
 
 
-def evaluate(
-    predicted_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any, group_L: Any
-) -> dict[str, float]:  # fmt: skip
+def evaluate(predicted_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any, group_L: Any) -> dict[str, float]:
     """All metrics of N queries, counted in blocks: `"P@1"`, ..., `"tail/R@10"`, ... in percent, and numbers of queries.
 
     Args:
@@ -186,9 +184,9 @@ def evaluate(
         group_L: int [L], 0 tail, 1 torso, 2 head (`unidec.data.propensity.frequency_group`).
 
     Raises:
-        DataError: shapes that do not fit, a label out of range or predicted twice for one query, faulty weights.
+        DataError: shapes that do not fit, a label out of range or predicted twice for one query.
     """
-    weight_L, group_L = _checked_labels(inverse_propensity_L, group_L)
+    weight_L, group_L = np.asarray(inverse_propensity_L, dtype=np.float64), np.asarray(group_L)
     predicted_NK = np.asarray(predicted_NK)
     if len(predicted_NK) != _shape(relevance)[0]:
         _check_predictions(predicted_NK, relevance, len(weight_L))
@@ -213,16 +211,6 @@ def evaluate(
         out |= {f"{prefix}coverage@{k}": percent(float((rank < k).sum()), rank.size) for k in DEFAULT_KS}
         out[f"{prefix}num_queries"] = float(count)
     return out
-
-
-def _checked_labels(inverse_propensity_L: Any, group_L: Any) -> tuple[Floats, NDArray[Any]]:
-    weight_L, group_L = np.asarray(inverse_propensity_L, dtype=np.float64), np.asarray(group_L)
-    if weight_L.ndim != 1 or group_L.shape != weight_L.shape or not np.isin(group_L, range(len(GROUPS))).all():
-        got = f"shapes {weight_L.shape} and {group_L.shape}, groups {np.unique(group_L).tolist()[:20]}"
-        raise DataError("an inverse propensity and a group of 0, 1, 2 are needed for each label", got=got)
-    if not (np.isfinite(weight_L).all() and (weight_L >= 0).all()):
-        raise DataError("inverse propensities must be finite and at least 0")
-    return weight_L, group_L
 
 
 def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> NDArray[np.int64]:
@@ -287,9 +275,6 @@ def frequency_bins(
         (percent of its labels with a test pair that are found at least once).
     """
     count_L, weight_L = np.asarray(count_L), np.asarray(inverse_propensity_L, dtype=np.float64)
-    if weight_L.shape != count_L.shape:
-        got = f"{len(count_L)} counts, {len(weight_L)} propensities"
-        raise DataError("counts and propensities do not fit together", got=got)
     bin_L, k = volume_bins(count_L, num_bins), 5
     ranked = Ranked(predicted_NK, truth, weight_L, bin_L)
     label_E, hit_label = ranked.label_E, ranked.label_NK[:, :k][ranked.hit_NK[:, :k]]  # once for each query

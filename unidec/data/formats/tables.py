@@ -3,8 +3,7 @@
 tables: queries: id, text [, content] [, split]; labels: id, text [, content]; pairs: query_id, label_id [, relevance]
 [, split]; filters (optional): query_id, label_id. A split is train, validation or test, of the query or of its pairs.
 
-BEIR: corpus.jsonl (labels), queries.jsonl, qrels/{train,dev,test}.tsv. Two optional additions of ours: `"metadata":
-{"split": ...}` of a query without judgements, which BEIR would leave out, and filters.tsv (query-id, corpus-id).
+BEIR: corpus.jsonl (labels), queries.jsonl, qrels/{train,dev,test}.tsv.
 """
 
 from __future__ import annotations
@@ -30,9 +29,6 @@ QUERIES, LABELS, PAIRS, FILTERS = (
     for stem in ("queries", "labels", "pairs", "filters")
 )
 QRELS = {split: f"qrels/{stem}.tsv" for split, stem in (("train", "train"), ("validation", "dev"), ("test", "test"))}
-_SPLIT_NAMES = {split: split for split in SPLITS}
-_SPLIT_NAMES |= {"trn": "train", "tst": "test", "dev": "validation", "val": "validation"}
-_BEIR_UIDS = ("query-id", "corpus-id")
 
 
 @dataclass(frozen=True)
@@ -81,53 +77,42 @@ def _read_tables(source: Source) -> RawData:
     found = pairs.pairs(source, query_texts, label_texts)
     split_N = _splits(queries, pairs, found.query_P, source)
     relevance = found.matrix((query_texts.num_rows, label_texts.num_rows))
-    return _by_split(
-        source, (queries.at, query_texts), label_texts, relevance, split_N, (FILTERS, "query_id", "label_id")
-    )
+    filter_pairs = csr_matrix(relevance.shape, dtype=bool)
+    if (path := source.find(*FILTERS)) is not None:
+        filters = read_table(source, path, ("query_id", "label_id"))
+        filter_pairs = filters.pairs(source, query_texts, label_texts, are_filters=True).matrix(relevance.shape)
+    return _by_split(source, (queries.at, query_texts), label_texts, relevance, filter_pairs, split_N)
 
 
 def _read_beir(source: Source) -> RawData:
     """A score of 0 means judged and not relevant: left out."""
     columns = ("_id", "title", "text")
-    found = read_table(source, source.need("corpus.jsonl"), ("_id",), columns[1:], lambda _row, _line: None)
+    found = read_table(source, source.need("corpus.jsonl"), ("_id",), columns[1:])
     source.labels_at, corpus = found.at, found.texts(source, "label", columns)
-    found = read_table(source, source.need("queries.jsonl"), ("_id",), (*columns[1:], "split"), _beir_query)
-    queries, split_N = found.texts(source, "query", columns), found.columns["split"].to_numpy(zero_copy_only=False)
+    found = read_table(source, source.need("queries.jsonl"), ("_id",), columns[1:])
+    queries, split_N = found.texts(source, "query", columns), np.full(found.num_rows, "", dtype=object)
     shape = (queries.num_rows, corpus.num_rows)
     relevance = csr_matrix(shape, dtype=np.float32)
     for split, file in QRELS.items():
         path = source.need(file) if split == "train" else source.find(file)
         if path is None:
             continue
-        pairs = read_table(source, path, (*_BEIR_UIDS, "score")).pairs(source, queries, corpus)
+        pairs = read_table(source, path, ("query-id", "corpus-id", "score")).pairs(source, queries, corpus)
         own = np.unique(pairs.query_P[pairs.query_P >= 0])
         other = own[(split_N[own] != "") & (split_N[own] != split)]
         source.note_rows(f"query of another split again in {split} (leak)", found.at, other, "{}", split_N)
         split_N[own] = split
         relevance += pairs.matrix(shape, zero_is_no_pair=True)
-    return _by_split(source, (found.at, queries), corpus, relevance, split_N, (["filters.tsv"], *_BEIR_UIDS))
-
-
-def _beir_query(row: dict[str, Any], _line: int) -> None:
-    """A query alone is a title; the split that it names for itself ("" if none) is one of its columns."""
-    metadata = row.get("metadata")
-    split = metadata.get("split") if isinstance(metadata, dict) else None
-    row["split"] = split if split in QRELS else ""
-    if "title" not in row:
-        row["title"], row["text"] = row.get("text"), ""
+    filter_pairs = csr_matrix(shape, dtype=bool)
+    return _by_split(source, (found.at, queries), corpus, relevance, filter_pairs, split_N)
 
 
 def _by_split(
     source: Source, queries: tuple[tuple[str, Lines], pa.Table], labels: pa.Table, relevance: csr_matrix,
-    split_N: np.ndarray, filters: tuple[Sequence[str], str, str],
+    filter_pairs: csr_matrix, split_N: np.ndarray,
 ) -> RawData:  # fmt: skip
-    """The queries of each split with their pairs; `filters`: names of the file of filter pairs, and its two columns."""
+    """The queries of each split with their pairs."""
     (file, lines), table = queries
-    path, columns = source.find(*filters[0]), filters[1:]
-    filter_pairs = csr_matrix(relevance.shape, dtype=bool)
-    if path is not None:
-        pairs = read_table(source, path, columns).pairs(source, table, labels, are_filters=True)
-        filter_pairs = pairs.matrix(relevance.shape)
     rows = {split: np.flatnonzero(split_N == split) for split in SPLITS}
     rows = {split: own for split, own in rows.items() if own.size or split == "train"}
     source.queries_at = {split: (file, lines(own).__getitem__) for split, own in rows.items()}
@@ -137,19 +122,14 @@ def _by_split(
     return RawData(source.root.name, {split: table.take(own) for split, own in rows.items()}, labels, positives, others)
 
 
-def _title_is_text(row: dict[str, Any], _line: int) -> None:
-    if "title" in row:
-        row.setdefault("text", row["title"])
-
-
 def read_table(
     source: Source, path: Path, needed: Sequence[str], optional: Sequence[str] = (),
-    prepare: Callable[[dict[str, Any], int], object] = _title_is_text,
+    look: Callable[[dict[str, Any], int], object] = lambda _row, _line: None,
 ) -> Table:  # fmt: skip
     """A file's columns.
 
     Args:
-        prepare: called with each row and its line before its columns are taken.
+        look: called with each row and its line.
 
     Raises:
         DataError: a needed column is missing, one is given twice, or a file that cannot be read. What is wrong with
@@ -160,16 +140,16 @@ def read_table(
     tables = [pa.table({column: pa.array([], pa.large_string()) for column in wanted})]
 
     def check(names: list[str]) -> None:
-        missing = [column for column in needed if column not in names and (column != "text" or "title" not in names)]
+        missing = [column for column in needed if column not in names]
         twice = sorted({column for column in names if names.count(column) > 1})
         if missing or twice:
             what = f"columns missing: {', '.join(missing)}" if missing else f"columns given twice: {', '.join(twice)}"
             expected = ", ".join(needed) + "".join(f" [, {column}]" for column in optional)
             raise DataError(what, where=f"{path}:1", got=", ".join(names)[:300], expected=expected)
 
-    for block in in_blocks(read_rows(path, (*wanted, "title"), check, source.bounds, report)):
+    for block in in_blocks(read_rows(path, wanted, check, source.bounds, report)):
         for line, row in block:
-            prepare(row, line)
+            look(row, line)
             present |= row.keys()
         columns = [_column(block, column, column in needed, report) for column in wanted]
         line_blocks.append(np.asarray([line for line, _ in block]))
@@ -220,12 +200,9 @@ def _splits(queries: Table, pairs: Table, query_P: np.ndarray, source: Source) -
 
 
 def _split_names(table: Table, source: Source) -> np.ndarray:
-    column = pc.utf8_lower(pc.utf8_trim_whitespace(table.columns["split"])).to_numpy(zero_copy_only=False)
-    names = np.full(column.size, "", dtype=object)
-    for given, split in _SPLIT_NAMES.items():
-        names[column == given] = split
-    unknown = np.flatnonzero(names == "")
-    source.note_rows("split that is not train, validation or test", table.at, unknown, "{!r}", column)
+    names = pc.utf8_lower(pc.utf8_trim_whitespace(table.columns["split"])).to_numpy(zero_copy_only=False)
+    unknown = np.flatnonzero(~np.isin(names.astype(str), SPLITS))
+    source.note_rows("split that is not train, validation or test", table.at, unknown, "{!r}", names)
     return names
 
 
