@@ -10,8 +10,7 @@ import pytest
 
 from unidec.data import table_file
 from unidec.data.formats import read_raw
-from unidec.data.formats.files import Source
-from unidec.data.formats.pairs import read_sparse_text
+from unidec.data.formats.files import Source, read_sparse_text
 from unidec.errors import DataError
 
 CONTENTS = [

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
-from unidec.evaluation.challenge import challenge
 from unidec.evaluation.metrics import by_query, evaluate
-from unidec.evaluation.significance import paired_differences
+from unidec.evaluation.significance import challenge, paired_differences
 from unidec.metric_names import metric_names
 from unidec.sections import Gate
 

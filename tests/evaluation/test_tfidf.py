@@ -7,8 +7,8 @@ import pytest
 from scipy.sparse import csr_matrix
 
 from unidec.errors import DataError
-from unidec.evaluation import tfidf
-from unidec.evaluation.tfidf import fit_words, largest, rank, top_rows
+from unidec.evaluation import baselines
+from unidec.evaluation.baselines import fit_words, largest, rank, top_rows
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def ranked(matrices, methods) -> dict[str, np.ndarray]:
 
 def test_fewer_neighbours_are_the_nearest_ones(matrices, monkeypatch):
     train, relevance, _, queries = matrices
-    monkeypatch.setattr(tfidf, "NEIGHBOURS", 3)
+    monkeypatch.setattr(baselines, "NEIGHBOURS", 3)
     for near, found in zip((queries @ train.T).toarray(), ranked(matrices, ["knn"])["knn"], strict=True):
         voters = (near >= np.sort(near)[-3]) & (near > 0)  # those as near as the third vote too
         votes = (near * voters) ** 2 @ relevance.toarray()
@@ -37,11 +37,11 @@ def test_fewer_neighbours_are_the_nearest_ones(matrices, monkeypatch):
 
 
 def test_blocks_change_nothing(matrices, monkeypatch):
-    whole = ranked(matrices, tfidf.METHODS)
-    monkeypatch.setattr(tfidf, "BLOCK_SCORES", 5 * 43)
-    blocks = ranked(matrices, tfidf.METHODS)
-    assert whole.keys() == blocks.keys() == set(tfidf.METHODS)
-    for method in tfidf.METHODS:
+    whole = ranked(matrices, baselines.METHODS)
+    monkeypatch.setattr(baselines, "BLOCK_SCORES", 5 * 43)
+    blocks = ranked(matrices, baselines.METHODS)
+    assert whole.keys() == blocks.keys() == set(baselines.METHODS)
+    for method in baselines.METHODS:
         np.testing.assert_array_equal(whole[method], blocks[method])
 
 

@@ -50,7 +50,7 @@ def test_real_data_passes_and_the_verdict_is_the_same_each_time(slice_dataset: X
     verdict = validate_dataset(slice_dataset.path, tmp_path / "a")
     assert verdict["success"] and verdict["failed"] == []
     assert verdict["dataset_sha256"] == slice_dataset.sha256
-    assert len(verdict["expectations"]) == 29
+    assert len(verdict["expectations"]) == 26
     written = (tmp_path / "a" / "result.json").read_bytes()
     assert json.loads(written) == json.loads(json.dumps(verdict))
     assert (tmp_path / "a" / "docs" / "index.html").is_file()
@@ -168,7 +168,7 @@ def test_what_other_software_may_have_stored(tiny_dataset: XMCDataset, tmp_path:
 def test_degenerate_data_has_a_verdict(raw_factory: Callable[..., RawData], tmp_path: Path) -> None:
     write_dataset(tmp_path / "d", raw_factory(2, 1, 1))
     verdict = validate_dataset(tmp_path / "d", tmp_path / "v", docs=False)
-    assert len(verdict["expectations"]) == 29
+    assert len(verdict["expectations"]) == 26
     raw = raw_factory(2, 0, 3)
     none = {split: csr_matrix(matrix.shape, dtype=np.float32) for split, matrix in raw.relevance.items()}
     write_dataset(tmp_path / "e", replace(raw, relevance=none))

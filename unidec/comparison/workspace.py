@@ -35,7 +35,7 @@ MODEL, PREDICTIONS = "outputs/model", "labels.npy"
 # which code decides what; pages and command lines decide nothing
 READERS = ("data/**/*.py",)
 TRAINING = ("model/**/*.py", "training/**/*.py", "retrieval/**/*.py", "pipeline/*.py", "evaluation/metrics.py")
-PEER_CODE = ("comparison/peers/*.py", "evaluation/metrics.py", "evaluation/tfidf.py")
+PEER_CODE = ("comparison/peers/*.py", "evaluation/metrics.py", "evaluation/baselines.py")
 # ... and which parameters; the data set has a key of its own
 _DECIDES = [name for name in Params.model_fields if name not in ("run", "tracking", "device", "data", "recipe")]
 _PEERS_TAKE = ["seed", "encoder", "optim.epochs", "pool.batch_size"]

@@ -1,6 +1,6 @@
 """Are two systems different, or was it the draw of the queries? Paired tests over queries, for means and for ratios.
 
-Shape legend: N queries, R resamples, C comparisons (system, opponent, metric).
+Shape legend: N queries, K predicted labels, L labels, R resamples, C comparisons (system, opponent, metric).
 
 Every metric here is 100 * sum_i above_i / sum_i below_i over the queries (`metrics.by_query`). The part below does not
 depend on the system, so a metric's mean over seeds is the same ratio of means, and one code tests both kinds.
@@ -10,6 +10,8 @@ depend on the system, so a metric's mean over seeds is the same ratio of means, 
 - Several seeds: a query keeps its results under all seeds together, in a draw as in a swap: the statement is on these
   trained models. Seeds stacked as if each were a set of queries of its own would find too much.
 - p-values are corrected over the whole family of comparisons (Holm 1979).
+
+The same decides whether a challenger may replace the champion: both rankings against one truth, check by check.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.sparse import csr_matrix
 
-from unidec.evaluation.metrics import Floats, QueryParts
+from unidec.evaluation.metrics import Floats, QueryParts, by_query, evaluate
+from unidec.metric_names import parse
+from unidec.sections import Gate
 
 ALPHA = 0.05
 NUM_SAMPLES = 10_000
 _BLOCK = 2**21  # draws of a query at a time: some 50 MB
+_TIE = 1e-9  # percentage points: sums in another order
 Runs = Mapping[str, Sequence[QueryParts]]
 """System -> its runs, at least one (a seed each), all over the same queries and truth; each as `metrics.by_query`."""
 
@@ -163,3 +169,73 @@ def _randomisation(gap_NC: Floats, num_samples: int, seed: int) -> Floats:
         sign_RN = 2.0 * generator.integers(2, size=(size, len(gap_NC)), dtype=np.int32) - 1.0
         extreme_C += (np.abs(sign_RN @ gap_NC) >= seen_C).sum(axis=0)
     return (extreme_C + 1) / (num_samples + 1)
+
+
+# -- challenger and champion -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """One requirement on a challenger: its name, whether it is met, figures (None: there are none), and a sentence."""
+
+    check: str
+    passed: bool
+    got: float | str | None
+    limit: float | str | None
+    words: str
+
+
+def challenge(
+    challenger_NK: Any, champion_NK: Any, relevance: csr_matrix, inverse_propensity_L: Any, group_L: Any, rules: Gate
+) -> tuple[list[Check], dict[str, Any]]:
+    """Both rankings by every metric; whether the challenger may replace the champion.
+
+    Args:
+        challenger_NK, champion_NK: int [N, K], rows of the data set's labels, best first; -1 = none (a miss).
+        relevance: CSR [N, L], the truth after filters. inverse_propensity_L, group_L: [L].
+        rules: which metric decides, by what margin (below 0: so much may be lost) and in what share of the paired
+            bootstrap's resamples (0: any); which metrics are guarded, and what they may lose.
+
+    Returns:
+        the checks (the deciding metric, its confidence, the guarded metrics), and {"metrics": {"challenger",
+        "champion"}: all metrics of each, in percent, "comparison": {"metric": the one that decides, "difference":
+        challenger - champion on it, in points, "confidence": share of the resamples in which the challenger is ahead by
+        the margin (None for coverage), "intervals": {metric: [low, high]} of the difference, 95 % by paired bootstrap,
+        of those that count but coverage, "num_queries", "better", "worse": queries on which either is better}}.
+
+    Raises:
+        DataError: shapes that do not fit.
+    """
+    metric, rankings = rules.metric, (challenger_NK, champion_NK)
+    new, old = (evaluate(rows, relevance, inverse_propensity_L, group_L) for rows in rankings)
+    paired = [name for name in dict.fromkeys([metric, *rules.guarded]) if parse(name).kind != "coverage"]
+    mine, its = (by_query(rows, relevance, paired, inverse_propensity_L, group_L) for rows in rankings)
+    differences = {name: paired_differences(mine, its, name) for name in paired}
+    intervals = {name: np.percentile(found_R, [2.5, 97.5]).tolist() for name, found_R in differences.items()}
+    checks = [_check(metric, new, old, rules.margin, f"at least {rules.margin:+.2f} required")]
+    share, gap_N = None, np.zeros(0)
+    if metric in paired:
+        gap_N = mine[metric][0] - its[metric][0]
+        share = float((differences[metric] >= rules.margin - _TIE).mean())
+    if share is not None and rules.confidence > 0:
+        low, high = intervals[metric]
+        ahead = f"ahead by {rules.margin:.2f}" if rules.margin > 0 else f"worse by at most {-rules.margin:.2f}"
+        words = (
+            f"in {share:.1%} of the resamples of {new['num_queries']:,.0f} queries the challenger is "
+            f"{ahead} points, {rules.confidence:.0%} required; 95 % interval: {low:+.2f} to {high:+.2f} points"
+        )
+        checks.append(Check("confidence", share >= rules.confidence, share, rules.confidence, words))
+    rule = f"it may lose {rules.tolerance:.2f}"
+    checks += [_check(name, new, old, -rules.tolerance, rule) for name in rules.guarded if name != metric]
+    comparison = {
+        "metric": metric, "difference": new[metric] - old[metric], "confidence": share, "intervals": intervals,
+        "num_queries": int(new["num_queries"]), "better": int((gap_N > 1e-12).sum()),
+        "worse": int((gap_N < -1e-12).sum()),
+    }  # fmt: skip
+    return checks, {"metrics": {"challenger": new, "champion": old}, "comparison": comparison}
+
+
+def _check(name: str, new: dict[str, float], old: dict[str, float], limit: float, rule: str) -> Check:
+    gap = new[name] - old[name]
+    words = f"{new[name]:.2f} against {old[name]:.2f}: {gap:+.2f} points, {rule}"
+    return Check(name, gap >= limit - _TIE, gap, limit, words)

@@ -22,9 +22,9 @@ from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import files_sha256, remove_folder, write_json
 from unidec.errors import ArtifactError
-from unidec.evaluation.challenge import Check, challenge
 from unidec.evaluation.metrics import filtered_truth, moved_up
 from unidec.evaluation.page import render, write_page
+from unidec.evaluation.significance import Check, challenge
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import K, headline
 from unidec.progress import progress

@@ -23,7 +23,7 @@ from unidec.comparison.peers import PEERS
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.storage import write_json
 from unidec.errors import ArtifactError, DataError, TrainingError
-from unidec.evaluation.tfidf import fit_words, rank, top_rows
+from unidec.evaluation.baselines import fit_words, rank, top_rows
 
 K = 100  # labels that are left after filters
 TASK, OUT, LOG = Path("peer-task"), Path("peer-output"), Path("peer.log")

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from unidec.data.formats import tables, xmc
-from unidec.data.formats.files import Lines, Source
-from unidec.data.formats.pairs import rows_of
+from unidec.data.formats.files import Lines, Source, rows_of
 from unidec.data.raw import RawData, hold_out, make_slice
 from unidec.data.storage import file_sha256
 from unidec.data.table_file import DEFAULT_BOUNDS

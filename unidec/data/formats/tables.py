@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
-from unidec.data.formats.files import Layout, Lines, Source
-from unidec.data.formats.pairs import Pairs, rows_of
+from unidec.data.formats.files import Layout, Lines, Pairs, Source, rows_of
 from unidec.data.raw import SPLITS, RawData, text_table
 from unidec.data.table_file import Report, in_blocks, read_rows
 from unidec.errors import DataError

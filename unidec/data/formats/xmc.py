@@ -16,8 +16,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
-from unidec.data.formats.files import Layout, Lines, Source, next_line
-from unidec.data.formats.pairs import Pairs, read_filter_text, read_npz, read_sparse_text
+from unidec.data.formats.files import (
+    Layout,
+    Lines,
+    Pairs,
+    Source,
+    next_line,
+    read_filter_text,
+    read_npz,
+    read_sparse_text,
+)  # fmt: skip
 from unidec.data.formats.tables import check_uids, read_table
 from unidec.data.raw import RawData, row_uids, text_table
 
