@@ -55,7 +55,7 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
         if champion is None:
             # a bundle that is damaged or cannot answer is trained again; a limit can be overruled
             command = f"{_program()} models promote {version}{' --force' if failed else ''}"
-            if failed.keys() & {"hash", "loads", "answers"}:
+            if failed.keys() & {"hash", "loads"}:
                 command = "make train ARGS=--force"
             done["no_champion"] = {"version": version, "reason": done["refused"], "command": command}
     return done

@@ -162,8 +162,7 @@ def predict(
 
     Args:
         input: .csv, .tsv, .jsonl (also with .gz) or .parquet with a column of queries.
-        output: .parquet, .csv, .tsv or .jsonl, a row for each query and label, in the input's order; or .vectors: a
-            folder of the queries' vectors, de.npy and clf.npy.
+        output: .parquet, .csv, .tsv or .jsonl, a row for each query and label, in the input's order.
         bundle: a bundle's folder, or a registered one: models:/unidec@champion.
         k: labels for each query.
         column: of the queries, if not `query` or `text`.

@@ -201,13 +201,6 @@ def test_a_shard_that_keeps_failing_is_named(place, tmp_path, module, monkeypatc
         module.write_shards(plan, "threads:2")
 
 
-def test_vectors_by_the_flow(place, tmp_path, predict, prefect_server):
-    output = str(tmp_path / "out.vectors")
-    done = predict(str(place / "in.parquet"), output, str(place / "bundle"), runner="threads:1")
-    assert done == {"rows": ROWS, "shards": 1, "output": output}
-    assert np.load(tmp_path / "out.vectors" / "de.npy").shape == (ROWS, 8)
-
-
 @pytest.mark.parametrize(
     ("text", "kind", "address", "workers"),
     [

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,7 +23,6 @@ from unidec.retrieval.predict_file import (
     FileRequest,
     begin_predictions,
     merge,
-    run_shard,
     write_shard,
 )
 
@@ -186,27 +184,6 @@ def test_killed_and_started_again(rng, tmp_path, texts):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "in.csv", "model", "out.parquet", "whole.parquet"]
 
 
-def test_vectors_of_shards_are_the_vectors(rng, tmp_path, texts):
-    write_tiny_bundle(tmp_path / "b", rng)
-    source, output = write_queries(tmp_path / "in.jsonl", texts), tmp_path / "out.vectors"
-    work = plan(tmp_path / "b", source, output, shards=3, batch_size=BATCH)
-    assert work.num_shards == 3
-    for number in (2, 0, 1, 2):
-        run_shard(work.folder, number)
-    assert merge(work) == output and not work.folder.exists()
-    bundle = Bundle.load(tmp_path / "b")
-    encoded = [bundle.encode(texts[start : start + BATCH]) for start in range(0, len(texts), BATCH)]
-    for head in ("de", "clf"):
-        np.save(tmp_path / "whole.npy", np.concatenate([getattr(part, f"{head}_BD") for part in encoded]))
-        assert (output / f"{head}.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
-    assert predict_file(bundle, source, tmp_path / "other.vectors", batch_size=BATCH) == len(texts)
-    assert (tmp_path / "other.vectors" / "de.npy").read_bytes() == (output / "de.npy").read_bytes()
-    (tmp_path / "empty.csv").write_text("query\n")
-    with pytest.raises(DataError, match="without queries"):
-        predict_file(bundle, tmp_path / "empty.csv", tmp_path / "empty.vectors")
-    assert not list(tmp_path.glob("empty.vectors*"))
-
-
 def test_the_runtime_that_was_asked_for_encodes_every_shard(rng, tmp_path, texts, monkeypatch):
     write_tiny_bundle(tmp_path / "b", rng)
     source = write_queries(tmp_path / "in.csv", texts)
@@ -225,5 +202,3 @@ def test_the_runtime_that_was_asked_for_encodes_every_shard(rng, tmp_path, texts
     assert len(other.missing()) == 3
     run(other)
     assert len(opened) == 1
-    with pytest.raises(DataError, match="unknown runtime"):
-        plan(tmp_path / "b", source, tmp_path / "out.csv", runtime="gpt")

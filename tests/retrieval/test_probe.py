@@ -1,4 +1,4 @@
-"""A bundle asked in a fresh process: what it says, what it says of one that cannot be served, when answers agree."""
+"""A bundle asked in a fresh process: what it says, and what it says of one that cannot be served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from unidec.errors import ArtifactError
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.probe import Probe, answers, num_different, probe_bundle
+from unidec.retrieval.probe import probe_bundle
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +28,11 @@ def bundle(helper, tmp_path_factory) -> Path:
 def test_what_a_fresh_process_says(bundle, helper):
     texts = [helper("pipeline/gate_world").label_text(label) for label in range(12)]
     found = probe_bundle(bundle, texts, 5, timeout=120)
-    here = Bundle.load(bundle)
-    assert found.sha256 == here.sha256
-    assert num_different(found, *answers(here, texts, 5)) == 0
-    assert [labels[0] for labels in found.labels] == [f"L{label}" for label in range(12)]
+    assert found.sha256 == Bundle.load(bundle).sha256
     assert 0 < found.p50_ms <= found.p95_ms < 10_000 and 0 < found.load_seconds < 120
     assert found.megabytes == pytest.approx(sum(f.stat().st_size for f in bundle.rglob("*") if f.is_file()) / 1e6)
     assert 50 < found.peak_megabytes < 4000  # Python and torch, not the parent's memory too
     assert 0 < found.p95_cpu_ms < 10_000 and 0.1 < found.load_cpu_seconds < 120
-    times = {"load_seconds", "load_cpu_seconds", "p50_ms", "p95_ms", "p95_cpu_ms"}
-    assert set(found.figures()) == times | {"peak_megabytes", "megabytes"}
 
 
 def test_one_that_cannot_be_served_says_why(bundle, tmp_path, monkeypatch):
@@ -86,30 +81,3 @@ def test_nothing_heavy_is_imported_for_training(bundle):
         [sys.executable, "-c", code, json.dumps(job)], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def made(labels, scores) -> Probe:
-    return Probe("0", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, labels, scores)
-
-
-@pytest.mark.parametrize(
-    ("labels", "scores", "different"),
-    [
-        (["a", "b", "c"], [3.0, 2.0, 1.0], 0),
-        (["a", "b", "c"], [3.0, 2.0 + 1e-7, 1.0], 0),  # the last bits
-        (["a", "b", "c"], [3.0, 2.1, 1.0], 1),
-        (["b", "a", "c"], [3.0, 2.0, 1.0], 1),
-        (["a", "c", "b"], [3.0, 2.0, 1.0], 1),
-        (["a", "b"], [3.0, 2.0], 1),
-        (["a", "b", "x"], [3.0, 2.0, 1.0], 0),  # ties with the last one: either may be the one that fell out
-        (["a", "x", "c"], [3.0, 2.0, 1.0], 1),
-    ],
-)
-def test_answers_that_differ(labels, scores, different):
-    assert num_different(made([["a", "b", "c"]], [[3.0, 2.0, 1.0]]), [labels], [scores]) == different
-
-
-def test_labels_that_tie_may_come_in_any_order():
-    there = made([["a", "b", "c", "d"], []], [[3.0, 2.0, 2.0, 1.0], []])
-    assert num_different(there, [["a", "c", "b", "d"], []], [[3.0, 2.0, 2.0, 1.0], []]) == 0
-    assert num_different(there, [["c", "a", "b", "d"], []], [[3.0, 2.0, 2.0, 1.0], []]) == 1

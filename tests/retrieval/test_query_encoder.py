@@ -46,7 +46,7 @@ def bundled(tmp_path: Path, tiny_bert: Path, tiny_distilbert: Path):
             model.save_into(out)
         (tmp_path / "bundle").mkdir()
         typical = [" ".join(WORDS[i : i + 3]) for i in range(6)]
-        write_model(tmp_path / "model", tmp_path / "bundle" / "model", 5, texts=typical)
+        write_model(tmp_path / "model", tmp_path / "bundle" / "model", 5, typical)
         return model.eval(), ModelConfig.read(tmp_path / "bundle" / "model")
 
     return make

@@ -19,7 +19,7 @@ import unidec.retrieval.answer  # noqa: F401  its imports take seconds: not with
 from unidec.data.storage import write_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.retrieval.bundle_folder import KIND, VERSION
-from unidec.retrieval.probe import Probe, known_texts
+from unidec.retrieval.probe import NUM_TITLES, Probe, known_texts
 from unidec.sections import Serve
 from unidec.serving import follow
 from unidec.serving.engine import Engine as RealEngine
@@ -91,7 +91,7 @@ class Probes:
         if self.error is not None:
             raise self.error
         about = json.loads((folder / "about.json").read_text())
-        return Probe(about["sha256"], *[0.1] * 7, [[about["says"]]], [[1.0]], ["a text"])
+        return Probe(about["sha256"], *[0.1] * 7)
 
 
 class World:
@@ -464,13 +464,14 @@ def test_an_address_that_is_none_is_refused_at_once():
         Follower(Service(Serve()), "models:/x", Serve())
 
 
-def test_a_probe_answers_as_this_process_does(helper, tmp_path):
+def test_a_probe_answers_known_texts(helper, tmp_path):
     """A real one: what libraries only reserve (Arrow's pool, thread stacks) is more than its bound, and not counted."""
     folder = helper("served_bundle").make_served_bundle(tmp_path, num_labels=400)
     probe = follow.probe_as_served(folder, Serve())
     bundle = RealEngine.load(folder, Serve()).bundle
-    assert probe.sha256 == bundle.sha256 and probe.texts == known_texts(bundle)
-    assert probe.labels[0][0] == "L0", "a title finds its own label"
+    assert probe.sha256 == bundle.sha256 and 0 < probe.p95_ms < 10_000
+    texts = known_texts(bundle)
+    assert texts[0] == bundle.titles[0].as_py() and len(texts) == NUM_TITLES + 2
 
 
 def test_a_damaged_bundle_fails_its_probe_with_the_reason(helper, tmp_path):

@@ -58,9 +58,7 @@ def predict(
     source: Annotated[
         Path | None, Option("--input", help="queries: .csv, .tsv, .jsonl or .parquet with a column `text`")
     ] = None,
-    target: Annotated[
-        Path | None, Option("--output", help=".parquet, .csv, .tsv or .jsonl; vectors instead: .vectors")
-    ] = None,
+    target: Annotated[Path | None, Option("--output", help=".parquet, .csv, .tsv or .jsonl")] = None,
     column: Annotated[str | None, Option(help="column of --input, if not `query` or `text`")] = None,
     runtime: Runtime = None,
     as_json: AsJson = False,
@@ -132,12 +130,11 @@ add_stage(
 )  # fmt: skip
 
 
-@command(index_app, "", "--recall 0.99 -k 10", "--kinds pq,ivf-pq --out outputs/bundle-pq")
+@command(index_app, "", "--recall 0.99 -k 10", "--kinds pq,ivf-pq")
 def tune(
     recall: Annotated[float, Option(min=0, max=1, help="target recall against the exact search")] = 0.98,
     k: Annotated[int, Option("-k", min=1, help="results of a search")] = 100,
     bundle: BundleAddress = DEFAULT_BUNDLE,
-    out: Annotated[Path | None, Option(metavar="FOLDER", help="write the bundle with the chosen index there")] = None,
     kinds: Annotated[str, Option(metavar="A,B", help="kinds to measure; by default those that suit the labels")] = "",
     queries: Annotated[int, Option(min=1, help="queries that are asked")] = 300,
     threads: Annotated[int, Option(min=1, help="threads of builds and searches")] = 1,
@@ -147,7 +144,7 @@ def tune(
     from unidec.pipeline.indexing import index_tune
 
     named = [name.strip() for name in kinds.split(",") if name.strip()]
-    found = index_tune(bundle_folder(bundle), recall, k, queries, named, out, threads)
+    found = index_tune(bundle_folder(bundle), recall, k, queries, named, threads)
     return Shown(found, _tuned(found), 1 if found["chosen"] is None else 0)
 
 
@@ -159,8 +156,7 @@ def _tuned(found: dict[str, Any]) -> list[str]:
     if found["chosen"] is None:
         return [*lines, f"nothing that was measured finds {found['wanted']:.2%}: try --kinds flat"]
     keys = ", ".join(f"{key.removeprefix('index.')}: {value}" for key, value in found["params"].items())
-    written = f"written: {found['out']}" if found["out"] else "not written: --out FOLDER writes the bundle with it"
-    return [*lines, f"for params.yaml: index: {{{keys}}}", written]
+    return [*lines, f"for params.yaml: index: {{{keys}}}; `unidec index build` makes the bundle with them"]
 
 
 # -- exports -----------------------------------------------------------------------------------------------------------
@@ -185,14 +181,3 @@ def onnx(target: Target = Path("onnx"), head: Head = None, bundle: BundleAddress
     from unidec.retrieval.export.encoder import export_onnx
 
     return export_onnx(Bundle.load(bundle_folder(bundle), lazy=True), target, head=head)
-
-
-@command(export_app, "--head de", "--head clf --output encoder", title="export")
-def sentence_transformers(
-    target: Target = Path("sentence-transformers"), head: Head = None, bundle: BundleAddress = DEFAULT_BUNDLE
-) -> dict[str, Any]:
-    """Write the query encoder as a folder that SentenceTransformer(folder) loads."""
-    from unidec.retrieval.bundle import Bundle
-    from unidec.retrieval.export.encoder import export_sentence_transformers
-
-    return export_sentence_transformers(Bundle.load(bundle_folder(bundle)), target, head=head)

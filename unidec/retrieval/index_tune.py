@@ -55,24 +55,17 @@ def default_kinds(num_labels: int) -> tuple[Kind, ...]:
     return tuple(kind for kind in KINDS if kind not in left_out)
 
 
-def tune(
-    vectors: LabelRows, queries_ND: Floats, k: int, wanted: float, kinds: Iterable[Kind], threads: int = 1
-) -> tuple[list[Measured], LabelIndex | None]:
+def tune(vectors: LabelRows, queries_ND: Floats, k: int, kinds: Iterable[Kind], threads: int = 1) -> list[Measured]:
     """Measure each kind with each of its settings.
 
     Args:
         vectors: of the labels.
         queries_ND: float32 [N, D'], asked one by one.
         k: results of a search.
-        wanted: recall of the first k against exact search, 0 to 1.
         threads: of builds and searches.
-
-    Returns:
-        What was measured, and the index with the least median time of those that find enough; None where none does.
     """
     exact_NK = exact_labels(vectors, queries_ND, min(k, vectors.shape[0]))
     measured: list[Measured] = []
-    fastest, best = float("inf"), None
     builds = [(kind, {"code_dims": dims} if dims else {}) for kind in kinds for dims in CODE_DIMS.get(kind, (0,))]
     for kind, build in progress(builds, desc="index tune", unit="build"):
         start = time.perf_counter()
@@ -88,9 +81,7 @@ def tune(
             p50, p99 = (float(x) for x in np.percentile(times[-len(queries_ND) :], [50, 99]))
             share = recall(np.concatenate(found[-len(queries_ND) :]), exact_NK)
             measured.append(Measured(kind, build | settings, share, p50, p99, num_bytes, seconds))
-            if share >= wanted and p50 < fastest:
-                fastest, best = p50, candidate
-    return measured, best
+    return measured
 
 
 def search_settings(index: LabelIndex, k: int) -> list[dict[str, int]]:

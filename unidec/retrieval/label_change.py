@@ -6,7 +6,7 @@ M training queries, D width of a head.
 A new label's dual-encoder vector is that of its text, its classifier row an estimate (`estimated_rows`). Other labels
 keep what they have; where the text changed, the dual-encoder vector is computed again, and the classifier row too if it
 was an estimate. The index is built again, with the old one's options: a second for 10,000 labels, minutes for a million
-(a graph: hours). The arrays of the new labels are held in memory. The model's files are hard links to the old bundle's.
+(a graph: hours). The arrays of the new labels are held in memory.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def with_labels(
         path, bundle.path / "model", index,
         BundleLabels(change.uids, change.titles, vectors, list(zip(edges[::2], edges[1::2], strict=True))),
         Scoring(info.space, info.clf_weight, info.clf_normalize, knn, None if knn is None else info.fusion),
-        Facts(info.text, dataset or info.dataset, {}, info.params, card or info.card), voters, link=True,
+        Facts(info.text, dataset or info.dataset, {}, info.params, card or info.card), voters,
     )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Files of queries to files of predictions, or to vectors, in shards: memory does not grow with the file, and a killed
-run resumes. A runner maps `run_shard` over processes or machines; `predict_file` does all in one process.
+"""Files of queries to files of predictions in shards: memory does not grow with the file, and a killed run resumes. A
+runner maps `run_shard` over processes or machines; `predict_file` does all in one process.
 
 The texts are copied first, a record batch for each batch that is encoded. Shards begin where batches begin, so the
 output has the same bytes however it is cut. (Scores can differ in their last bits where processes use another number of
@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, get_args
+from typing import IO
 
-import numpy as np
 import pyarrow as pa
 
 from unidec.data.shards import Work, alone, cuts, shards_folder
-from unidec.data.storage import file_sha256, folder_sha256, load_array, read_manifest, write_file, write_folder
+from unidec.data.storage import file_sha256, folder_sha256, read_manifest, write_file
 from unidec.errors import ArtifactError, DataError
 from unidec.progress import progress
 from unidec.retrieval.bundle import PREDICTION_SCHEMA, Bundle
@@ -31,8 +30,7 @@ from unidec.retrieval.query_encoder import Runtime, open_encoder
 from unidec.retrieval.text_file import read_texts
 
 QUERIES_A_SHARD = 1 << 16  # seconds with a bag of tokens, a few minutes with a transformer on one core
-VECTORS = ".vectors"  # ending of a folder of vectors
-ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl", VECTORS)
+ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl")
 TEXTS = "texts.arrow"  # the copy, beside the plan
 GROUP_ROWS = 1 << 16  # of a Parquet file's row groups, about: small ones are slow to read
 _loading = threading.Lock()  # threads of one process load a bundle once
@@ -46,8 +44,7 @@ class FileRequest:
         bundle: a bundle's folder.
         input: .csv, .tsv, .jsonl (these also with .gz) or .parquet, with a text column.
         output: .parquet, .csv, .tsv or .jsonl, with columns query_row (from 0), query, rank (from 1), label, title,
-            score, in the input's order; .vectors: a folder with `de.npy` and `clf.npy` float32 [queries, width of a
-            head], those that the model has, as `Bundle.encode` gives them.
+            score, in the input's order.
         k: labels a query.
         column: name of the text column; None: `query`, else `text`.
         batch_size: queries encoded at once.
@@ -95,8 +92,7 @@ def begin_predictions(request: FileRequest, shards: int | None = None) -> Work:
     """Copy the texts and write the plan; finished shards of the same prediction are kept.
 
     Raises:
-        DataError: an unknown format or runtime, no such column, a text that cannot be read, no query to make a vector
-            of, or k below 1.
+        DataError: an unknown format, no such column, a text that cannot be read, or k below 1.
         ArtifactError: the bundle is damaged (all its hashes are checked here, and not again by workers).
     """
     source, target, bundle = (Path(os.path.abspath(p)) for p in (request.input, request.output, request.bundle))
@@ -106,18 +102,13 @@ def begin_predictions(request: FileRequest, shards: int | None = None) -> Work:
         raise DataError("input and output are the same file", where=str(source), fix="choose another output")
     if request.k < 1:
         raise DataError("k is out of range", got=request.k, expected="at least 1")
-    if request.runtime not in get_args(Runtime):
-        expected = " ".join(get_args(Runtime))
-        raise DataError("an unknown runtime", where="runtime", got=request.runtime, expected=expected)
     read_manifest(bundle, KIND, VERSION)
     folder, sha256 = shards_folder(target), folder_sha256(bundle)
     num_rows = _copy_texts(source, request.column, folder / TEXTS, request.batch_size)
-    if target.suffix.lower() == VECTORS and not num_rows:
-        raise DataError("a file without queries", where=str(source))
     count = max(1, -(-num_rows // QUERIES_A_SHARD)) if shards is None else shards
     settings = asdict(request) | {"bundle": str(bundle), "input": str(source), "output": str(target)}
     facts = {name: settings[name] for name in ("k", "runtime", "batch_size")}
-    facts |= {"texts": file_sha256(folder / TEXTS), "bundle": sha256, "vectors": target.suffix.lower() == VECTORS}
+    facts |= {"texts": file_sha256(folder / TEXTS), "bundle": sha256}
     bounds = cuts(num_rows, count, request.batch_size)
     return Work.begin(folder, facts, settings | {"bundle_sha256": sha256}, bounds)
 
@@ -158,7 +149,7 @@ def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> 
 def write_shard(
     work: Work, number: int, bundle: Bundle | None = None, show: Callable[[int], object] = lambda _count: None
 ) -> None:
-    """Predict, or encode, one shard's queries.
+    """Predict one shard's queries.
 
     Args:
         bundle: the plan's bundle, where it is loaded already.
@@ -171,29 +162,19 @@ def write_shard(
     if bundle is None:
         with _loading:
             bundle = _open_bundle(*(given[key] for key in ("bundle", "bundle_sha256", "device", "runtime")))
-
-    def batches() -> Iterator[list[str]]:
-        with pa.memory_map(str(work.folder / TEXTS)) as source, pa.ipc.open_file(source) as reader:
-            for row in range(first, last, given["batch_size"]):
-                texts = reader.get_batch(row // given["batch_size"])["text"].to_pylist()
-                yield texts
-                show(len(texts))
-
-    with work.write(number) as out:
-        if given["output"].lower().endswith(VECTORS):
-            found = [(encoded.de_BD, encoded.clf_BD) for encoded in map(bundle.encode, batches())]
-            for name, parts in zip(("de.npy", "clf.npy"), zip(*found, strict=True), strict=True):
-                if parts[0] is not None:
-                    np.save(out.path / name, np.concatenate(parts))
-            return
-        options = pa.ipc.IpcWriteOptions(compression="zstd")  # a query's text is there k times
-        with (
-            pa.OSFile(str(out.path / "predictions.arrow"), "wb") as file,
-            pa.ipc.new_file(file, PREDICTION_SCHEMA, options=options) as writer,
-        ):
-            for row, texts in zip(range(first, last, given["batch_size"]), batches(), strict=True):
-                table = bundle.predict_table(texts, given["k"], first_row=row, batch_size=len(texts))
-                writer.write_table(table.combine_chunks())
+    options = pa.ipc.IpcWriteOptions(compression="zstd")  # a query's text is there k times
+    with (
+        work.write(number) as out,
+        pa.memory_map(str(work.folder / TEXTS)) as source,
+        pa.ipc.open_file(source) as reader,
+        pa.OSFile(str(out.path / "predictions.arrow"), "wb") as file,
+        pa.ipc.new_file(file, PREDICTION_SCHEMA, options=options) as writer,
+    ):
+        for row in range(first, last, given["batch_size"]):
+            texts = reader.get_batch(row // given["batch_size"])["text"].to_pylist()
+            table = bundle.predict_table(texts, given["k"], first_row=row, batch_size=len(texts))
+            writer.write_table(table.combine_chunks())
+            show(len(texts))
 
 
 @functools.lru_cache(maxsize=1)
@@ -227,26 +208,11 @@ def merge(work: Work) -> Path:
             fix="run the same command again: it writes only those",
         )  # fmt: skip
     target, shards = Path(work.settings["output"]), [work.path(number) for number in range(work.num_shards)]
-    if target.suffix.lower() == VECTORS:
-        _merge_vectors(work, shards, target)
-    else:
-        group = max(1, GROUP_ROWS // (work.settings["batch_size"] * work.settings["k"]))
-        with write_file(target) as file:
-            _write_tables(file, target.suffix.lower(), _tables(shards, group))
+    group = max(1, GROUP_ROWS // (work.settings["batch_size"] * work.settings["k"]))
+    with write_file(target) as file:
+        _write_tables(file, target.suffix.lower(), _tables(shards, group))
     work.remove()
     return target
-
-
-def _merge_vectors(work: Work, shards: Sequence[Path], target: Path) -> None:
-    meta = {"bundle_sha256": work.settings["bundle_sha256"], "num_rows": work.num_rows}
-    size = sum(path.stat().st_size for shard in shards for path in shard.glob("*.npy"))
-    with write_folder(target, "vectors", 1, meta, num_bytes=size) as out:
-        for name in sorted(path.name for path in shards[0].glob("*.npy")):
-            arrays = [load_array(shard / name, np.float32, ndim=2) for shard in shards]
-            shape = (work.num_rows, arrays[0].shape[1])
-            whole = np.lib.format.open_memmap(out.path / name, "w+", np.float32, shape=shape)
-            for number, array in enumerate(arrays):
-                whole[slice(*work.rows(number))] = array
 
 
 def _tables(shards: Sequence[Path], group: int) -> Iterator[pa.Table]:

@@ -1,4 +1,4 @@
-"""Loads a bundle in a fresh process, as a server does: whether it loads, its answers, its speed and its size.
+"""Loads a bundle in a fresh process, as a server does: whether it loads and answers, its speed and its size.
 
 What a hostile or damaged bundle does (a crash in a C++ library, memory without end, a loop) happens in that process.
 
@@ -18,9 +18,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +30,10 @@ from unidec import machine
 from unidec.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from unidec.retrieval.bundle import Bundle, Prediction
+    from unidec.retrieval.bundle import Bundle
     from unidec.retrieval.query_encoder import Runtime
 
 WARM_UP = 8  # queries answered before the clock counts
-CLOSE = 1e-5  # scores that differ by less, relative to 1 or their size, are the same
 NUM_TITLES, LONGEST_TITLE = 16, 400  # of `known_texts`; characters
 _ODD_TEXTS = ("zzyzx ⸘ 42", "a " * 100)  # nothing known, and longer than a model reads
 _PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
@@ -52,8 +51,6 @@ class Probe:
         p50_ms, p95_ms: percentiles over the queries, one query at a time, after a warm-up.
         p95_cpu_ms: as p95_ms, in processor time.
         peak_megabytes: most resident memory. megabytes: size of the folder.
-        labels, scores: uids and scores of each query's answer, best first.
-        texts: the queries.
     """
 
     sha256: str
@@ -64,13 +61,6 @@ class Probe:
     p95_cpu_ms: float
     peak_megabytes: float
     megabytes: float
-    labels: list[list[str]]
-    scores: list[list[float]]
-    texts: list[str] = field(default_factory=list)
-
-    def figures(self) -> dict[str, float]:
-        """The numbers without the answers."""
-        return {name: float(value) for name, value in vars(self).items() if isinstance(value, int | float)}
 
 
 def probe_bundle(
@@ -124,30 +114,6 @@ def known_texts(bundle: Bundle) -> list[str]:
     return [title for title in titles if title.strip()] + list(_ODD_TEXTS)
 
 
-def answers(
-    bundle: Bundle, texts: Sequence[str], k: int, runtime: Runtime = "auto", threads: int = 0
-) -> tuple[list[list[str]], list[list[float]]]:
-    """uids and scores of each text's answer, one text at a time, by the code that answers in the fresh process."""
-    ask = _asker(bundle, k, runtime, threads)
-    found = [ask(text)[0] for text in texts]
-    return [one.labels for one in found], [one.scores for one in found]
-
-
-def num_different(probe: Probe, labels: Sequence[Sequence[str]], scores: Sequence[Sequence[float]]) -> int:
-    """Queries answered differently here and there: another score, or another label where the scores do not tie."""
-    different = 0
-    for label_K, score_K, their_label_K, their_score_K in zip(labels, scores, probe.labels, probe.scores, strict=True):
-        # equal scores may come in any order: at each place the label must be one that has this score there too; a label
-        # that fell out at the end ties with the last
-        score_of = dict(zip(their_label_K, their_score_K, strict=True))
-        same = len(label_K) == len(their_label_K) and all(
-            max(abs(score - there), abs(score - score_of.get(label, score_K[-1]))) <= CLOSE * max(1.0, abs(score))
-            for label, score, there in zip(label_K, score_K, their_score_K, strict=True)
-        )
-        different += not same
-    return different
-
-
 # -- the fresh process -------------------------------------------------------------------------------------------------
 
 
@@ -162,7 +128,9 @@ def main() -> None:
 
 
 def _probe(job: dict[str, Any]) -> Probe:
+    from unidec.retrieval.answer import Answerer, Request
     from unidec.retrieval.bundle import Bundle
+    from unidec.retrieval.query_encoder import open_encoder
 
     if job["max_bytes"]:
         with contextlib.suppress(OSError, AttributeError):
@@ -171,35 +139,25 @@ def _probe(job: dict[str, Any]) -> Probe:
     folder = Path(job["bundle"])
     bundle = Bundle.load(folder, lazy=True)
     texts = job["texts"] if job["texts"] is not None else known_texts(bundle)
-    ask = _asker(bundle, job["k"], job["runtime"], job["threads"])
+    bundle.index.threads = job["threads"]
+    answerer = Answerer(bundle, open_encoder(bundle, job["runtime"], job["threads"]))
+
+    def ask(text: str) -> tuple[float, float]:
+        """Seconds that an answer takes by the wall clock, and of the processor."""
+        began, used = time.perf_counter(), time.process_time()
+        answerer.answer([Request(text, job["k"])])
+        return time.perf_counter() - began, time.process_time() - used
+
     ask(texts[0])
     load_seconds, load_cpu_seconds = time.time() - job["began"], time.process_time()
     for text in texts[:WARM_UP]:
         ask(text)
-    found = [ask(text) for text in texts]
-    milliseconds = 1000 * np.sort([seconds for _, *seconds in found], axis=0)  # [queries, 2]: wall clock, processor
+    milliseconds = 1000 * np.sort([ask(text) for text in texts], axis=0)  # [queries, 2]: wall clock, processor
     (p50_ms, _), (p95_ms, p95_cpu_ms) = milliseconds[[len(texts) // 2, int(0.95 * (len(texts) - 1))]].tolist()
     return Probe(
         bundle.sha256, load_seconds, load_cpu_seconds, p50_ms, p95_ms, p95_cpu_ms, machine.host_peak() / 1e6,
         sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6,
-        [one.labels for one, *_ in found], [one.scores for one, *_ in found], texts,
     )  # fmt: skip
-
-
-def _asker(bundle: Bundle, k: int, runtime: Runtime, threads: int) -> Callable[[str], tuple[Prediction, float, float]]:
-    """What answers a text, and tells the seconds that it took by the wall clock and of the processor."""
-    from unidec.retrieval.answer import Answerer, Request
-    from unidec.retrieval.query_encoder import open_encoder
-
-    bundle.index.threads = threads
-    answerer = Answerer(bundle, open_encoder(bundle, runtime, threads))
-
-    def ask(text: str) -> tuple[Prediction, float, float]:
-        began, used = time.perf_counter(), time.process_time()
-        (found,) = answerer.answer([Request(text, k)])
-        return found, time.perf_counter() - began, time.process_time() - used
-
-    return ask
 
 
 def _end_with(parent: int) -> None:
