@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from unidec.retrieval.answer import Explanation
     from unidec.retrieval.query_encoder import Runtime
 
-BATCH = 256  # queries answered at once
-
 
 class Label(NamedTuple):
     """A label of a prediction.
@@ -119,8 +117,8 @@ class Model:
         from unidec.evaluation.metrics import evaluate
 
         query_texts = _texts(queries, "queries")
-        labels = dict(zip(self._answerer.bundle.uids.to_pylist(), range(self.num_labels), strict=True))
-        truth = _pairs(pairs, list(query_texts), list(labels))
+        row_of = self._answerer.bundle.row_of
+        truth = _pairs(pairs, list(query_texts), list(row_of))
         rows = np.flatnonzero(np.diff(truth.indptr))
         if not len(rows):
             raise DataError("nothing to evaluate on: no query has a label", where="pairs")
@@ -128,7 +126,7 @@ class Model:
         found = self.predict([texts[row] for row in rows], min(100, self.num_labels))
         predicted = np.full((len(rows), 100), -1, dtype=np.int64)
         for row, answer in enumerate(found):
-            predicted[row, : len(answer)] = [labels[label.uid] for label in answer]
+            predicted[row, : len(answer)] = [row_of[label.uid] for label in answer]
         nothing = np.ones(self.num_labels), np.zeros(self.num_labels, dtype=np.int64)
         figures = evaluate(predicted, truth[rows].astype(bool), *nothing)
         return {name: value for name, value in figures.items() if "/" not in name and not name.startswith("PS")}

@@ -176,7 +176,7 @@ def test_a_late_answer_is_503(asgi: Any) -> None:
             reply = await server.predict("a", "b")
             assert (reply.status, reply.json["error"]["what"]) == (503, "no answer in time")
             engine.gate.set()
-            assert server.figure("unidec_dropped_queries_total") == 2
+            assert server.figure("unidec_errors_total", kind="timeout") == 1
 
     run(main)
 

@@ -60,7 +60,7 @@ class Batcher:
         work: (engine, queries) -> their answers; never called twice at once.
         batch_queries, queue_queries: how many are answered together, and may wait.
         wait_seconds: how long an idle model waits for others. timeout_seconds: of a request.
-        on_batch: called with (number of queries, seconds) after each batch. on_drop: with the number not answered.
+        on_batch: called with (number of queries, seconds) after each batch.
     """
 
     def __init__(
@@ -72,9 +72,8 @@ class Batcher:
         wait_seconds: float,
         timeout_seconds: float,
         on_batch: Callable[[int, float], None] = lambda queries, seconds: None,
-        on_drop: Callable[[int], None] = lambda queries: None,
     ) -> None:
-        self.work, self.on_batch, self.on_drop = work, on_batch, on_drop
+        self.work, self.on_batch = work, on_batch
         self.batch_queries, self.queue_queries = batch_queries, queue_queries
         self.wait_seconds, self.timeout_seconds = wait_seconds, timeout_seconds
         self.waiting = 0  # queries in no batch yet
@@ -126,8 +125,6 @@ class Batcher:
                 gone.cancel()
             self.waiting -= job.left()  # what is given up is skipped when its turn comes
             job.next = len(queries)
-            if len(job.found) < len(queries):
-                self.on_drop(len(queries) - len(job.found))
 
     def too_late(self) -> RequestError:
         """The error of a request that timed out."""

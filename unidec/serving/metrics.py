@@ -57,7 +57,6 @@ class Metrics:
         self.empty = counter("empty_answers", "Queries without any label in their answer")
         self.tokens = counter("tokens", "Tokens of queries")
         self.unknown_tokens = counter("unknown_tokens", "Those that the tokenizer does not know")
-        self.dropped = counter("dropped_queries", "Queries not answered: the client disconnected, or time was up")
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """Count a request that was answered."""

@@ -14,20 +14,14 @@ import hmac
 import ipaddress
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unidec.sections import Serve
 from unidec.serving.errors import ClientGone, RequestError
 from unidec.serving.metrics import Metrics
 
 log = logging.getLogger(__name__)
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY = "unidec.body"  # key of the scope under which a route finds the request's body
 HEAD_BYTES = 65_536  # of a request
@@ -45,7 +39,7 @@ class Guard:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         settings: Serve,
         metrics: Metrics,
         api_key: str | None,

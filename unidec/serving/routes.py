@@ -65,7 +65,7 @@ class Routes:
             lambda engine, batch: [answer_of(prediction) for prediction in engine.answer(batch)],
             batch_queries=settings.batch_queries, queue_queries=settings.queue_queries,
             wait_seconds=settings.batch_wait_ms / 1000, timeout_seconds=settings.timeout_seconds,
-            on_batch=self.figures.batch, on_drop=self.figures.dropped.inc,
+            on_batch=self.figures.batch,
         )  # fmt: skip
         try:
             yield
