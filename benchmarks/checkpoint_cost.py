@@ -4,9 +4,8 @@
     python benchmarks/checkpoint_cost.py --set encoder.kind=bag --saves 5
 
 Prints a table and writes JSON. The trainer is the real one on the ingested data set and its token caches, with clusters
-and hard negatives from token embeddings (`step_cost.py`). A save costs what `save` holds the training thread up for,
-and what the steps beside it take longer while the thread writes: both are counted. "Without a thread" is the save as it
-is made when memory is short; its processor time hardly depends on what else the machine does.
+and hard negatives from token embeddings (`step_cost.py`). A save's processor time hardly depends on what else the
+machine does.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from step_cost import open_trainer
 from unidec.config import Params, load_params, parse_overrides, recipe_names
 from unidec.data.storage import write_json
 from unidec.pipeline import paths
-from unidec.training import checkpoint as checkpoint_module
+from unidec.training.checkpoint import checkpoint_folders
 from unidec.training.refresh import Refresh
 from unidec.training.trainer import Trainer, TrainingData
 
@@ -41,41 +40,19 @@ def endless(trainer: Trainer) -> Iterator[float]:
 
 
 def measure_saves(trainer: Trainer, num_saves: int, num_steps: int) -> dict[str, Any]:
-    """Saves with steps beside them, against steps alone; then saves without a thread."""
+    """Seconds of steps, and of saves between them."""
     steps = endless(trainer)
     for _ in range(3):
         next(steps)
     alone: list[float] = []
-    held, slowed, written = [], [], []
+    held, processor = [], []
     for _ in range(num_saves):
         alone += [next(steps) for _ in range(num_steps)]
-        usual = statistics.median(alone)
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         trainer.save()
         held.append(time.perf_counter() - begin)
-        extra = 0.0
-        while trainer.writer._saving is not None and not trainer.writer._saving.done():
-            extra += next(steps) - usual
-        slowed.append(extra)
-        trainer.writer.wait()
-        written.append(time.perf_counter() - begin)
-    at_once, processor = [], []
-    free = checkpoint_module.available_host
-    checkpoint_module.available_host = lambda: 0
-    try:
-        for _ in range(num_saves):
-            next(steps)
-            begin, used = time.perf_counter(), time.process_time()
-            trainer.save()
-            at_once.append(time.perf_counter() - begin)
-            processor.append(time.process_time() - used)
-    finally:
-        checkpoint_module.available_host = free
-    return {
-        "step_seconds": statistics.median(alone), "held_seconds": held, "slowed_seconds": slowed,
-        "until_durable_seconds": written, "at_once_seconds": at_once,
-        "processor_seconds": processor,
-    }  # fmt: skip
+        processor.append(time.process_time() - used)
+    return {"step_seconds": statistics.median(alone), "held_seconds": held, "processor_seconds": processor}
 
 
 def measure_resume(params: Params, run_dir: Path) -> dict[str, float]:
@@ -93,18 +70,13 @@ def measure_resume(params: Params, run_dir: Path) -> dict[str, float]:
 
 def table(result: dict[str, Any], minutes: float) -> str:
     """The result as people read it."""
-    medians = {key: statistics.median(result[key]) for key in ("held_seconds", "slowed_seconds",
-               "until_durable_seconds", "at_once_seconds", "processor_seconds")}  # fmt: skip
-    cost = medians["held_seconds"] + max(0.0, medians["slowed_seconds"])
+    held, processor = (statistics.median(result[key]) for key in ("held_seconds", "processor_seconds"))
     rows = [
         ("size of a checkpoint", f"{result['bytes'] / 1e6:.0f} MB"),
         ("a step", f"{1000 * result['step_seconds']:.0f} ms"),
-        ("save holds training up", f"{medians['held_seconds']:.2f} s"),
-        ("steps beside it take longer, in all", f"{medians['slowed_seconds']:.2f} s"),
-        ("until it is durable and read back", f"{medians['until_durable_seconds']:.2f} s"),
-        ("the same without a thread", f"{medians['at_once_seconds']:.2f} s"),
-        ("the same in processor time", f"{medians['processor_seconds']:.2f} s"),
-        (f"share of training time, one every {minutes:g} minutes", f"{100 * cost / (60 * minutes):.2f}%"),
+        ("save holds training up", f"{held:.2f} s"),
+        ("the same in processor time", f"{processor:.2f} s"),
+        (f"share of training time, one every {minutes:g} minutes", f"{100 * held / (60 * minutes):.2f}%"),
         ("resume: data, model and checkpoint open", f"{result['resume']['open_seconds']:.2f} s"),
         ("resume: first step done", f"{result['resume']['to_first_step_seconds']:.2f} s"),
     ]
@@ -130,9 +102,7 @@ def main() -> None:
         trainer.made.save(run_dir / "refresh" / "epoch-00000", 0)
         trainer.made = Refresh.load(run_dir / "refresh" / "epoch-00000", 0)
         result = measure_saves(trainer, arguments.saves, arguments.steps)
-        newest = trainer.writer.wait()
-        assert newest is not None
-        result["bytes"] = sum(path.stat().st_size for path in newest.iterdir())
+        result["bytes"] = sum(path.stat().st_size for path in checkpoint_folders(run_dir)[0].iterdir())
         del trainer
         result["resume"] = measure_resume(params, run_dir)
     facts = {"recipe": arguments.recipe, "overrides": overrides, "load": os.getloadavg()[0], **machine()}

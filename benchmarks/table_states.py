@@ -100,7 +100,6 @@ def train(arguments: argparse.Namespace, dtype: str, state: str, rate: float, se
         while not trainer.finished:
             trainer.refresh()
             trainer.train_round()
-        trainer.writer.wait()
     ranking = Ranking.of_model(trainer.model.eval(), trainer.dataset, "validation", params.optim.precision)
     found = ranking.metrics("clf", 1.0, True)
     return {

@@ -64,7 +64,8 @@ def make_served_bundle(
         Encoder(kind=kind, trainable_layers=0), Model(dim=16, dropout=0.0), num_labels, source, len(WORDS) + 2,
         {"tokens": {"max_length": 8}},
     ).eval()  # fmt: skip
-    model.start_table(torch.from_numpy(rng.normal(size=(num_labels, model.encoder.width)).astype(np.float32)))
+    x_LW = torch.from_numpy(rng.normal(size=(num_labels, model.encoder.width)).astype(np.float32))
+    model.start_table(lambda rows: x_LW[rows])
     with write_folder(folder / "model", KIND, VERSION) as out:
         model.save_into(out)
     tokens = encode_texts(titles, source, 8)

@@ -285,7 +285,7 @@ class Run(Section):
     restarts: CountOrZero = key(0, "restarts from the newest checkpoint after a process died")
     table_place: Literal["device", "host", "disk"] = key("device", "of classifier rows and optimiser state")
     checkpoint_minutes: NonNegative = key(5.0, "minutes between two checkpoints within a round; 0: only at its end")
-    checkpoint_steps: CountOrZero = key(0, "the same in steps, each waited for; 0: by the clock only")
+    checkpoint_steps: CountOrZero = key(0, "the same in steps; 0: by the clock only")
     recompute: bool = key(False, "activations again in backward: less memory, a third more work")
     check_memory: bool = key(True, "refuse to start what by `unidec plan` does not fit")
 

@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,13 +47,11 @@ def equal(ours: Checkpoint, theirs: Checkpoint) -> bool:
 
 
 def save(run_dir: Path, step: int) -> None:
-    writer = CheckpointWriter(run_dir)
-    writer.save(make(step))
-    writer.wait()
+    CheckpointWriter(run_dir).save(make(step))
 
 
 def kill_at(point: int) -> None:
-    """From now on this process kills itself at its n-th point, whichever thread comes to it."""
+    """From now on this process kills itself at its n-th point."""
     left = [point]
 
     def look(_frame: FrameType, event: str, called: Any) -> None:
@@ -63,7 +60,6 @@ def kill_at(point: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             left[0] -= 1
 
-    threading.setprofile(look)
     sys.setprofile(look)
 
 

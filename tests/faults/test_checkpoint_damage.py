@@ -21,11 +21,7 @@ def save(run_dir: Path, step: int) -> Path:
     rows = {"table": RowPart(0, 9, {"weight": torch.full((9, 4), float(step)), "sum": torch.arange(9.0)})}
     state = {"epoch": 1, "epoch_step": 2, "step": step, "seconds": 0.5, "refresh": None, "identity": {"a": "b"},
              "notes": {}}  # fmt: skip
-    writer = CheckpointWriter(run_dir)
-    writer.save(Checkpoint(state, {"model.x": torch.full((3, 2), step)}, rows))
-    path = writer.wait()
-    assert path is not None
-    return path
+    return CheckpointWriter(run_dir).save(Checkpoint(state, {"model.x": torch.full((3, 2), step)}, rows))
 
 
 @pytest.fixture

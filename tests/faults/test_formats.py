@@ -17,14 +17,14 @@ import pytest
 
 from unidec.data.storage import MANIFEST
 from unidec.errors import ArtifactError
-from unidec.training.checkpoint import VERSION
+from unidec.training.checkpoint import VERSION, checkpoint_folders
 
 
 def test_a_newer_checkpoint_is_refused_and_kept(open_trainer: Callable[..., Any]) -> None:
     trainer = open_trainer()
     trainer.refresh()
     trainer.train_round()
-    newest = trainer.writer.wait()
+    newest = checkpoint_folders(trainer.run_dir)[0]
     newer = newest.with_name("step-0000000009")
     shutil.copytree(newest, newer)
     about = json.loads((newer / MANIFEST).read_text())

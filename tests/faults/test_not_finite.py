@@ -69,7 +69,6 @@ def test_the_step_changes_nothing_and_the_run_goes_on(
     after = everything(trainer)
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
-    trainer.writer.wait()
     loaded, _ = load_checkpoint(trainer.run_dir)
     assert loaded is not None and loaded.state["step"] == 4
     resumed = open_trainer("run", **overrides)

@@ -50,7 +50,6 @@ def test_sizes_and_a_smaller_setting(
     assert re.search(r"\d+ queries, \d+ pool labels, up to 16 tokens", text)
     assert "pool.batch_size: 6" in text and "fix:" in text
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-    trainer.writer.wait()
 
     resumed = open_trainer("run", **overrides)
     assert resumed.step == 2
@@ -98,7 +97,6 @@ def test_a_real_one(tiny_dataset: Any, tiny_tokens: Any, tiny_params: Callable[.
     finally:
         ballast.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
-    trainer.writer.wait()
     resumed = open_run()
     assert resumed.step == 2
     assert resumed.train_round()["epoch"] == 2

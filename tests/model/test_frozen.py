@@ -22,7 +22,7 @@ def make_encoder(folder):
 
 
 def cached(encoder, tokens, folder, amp=None):
-    return FrozenCaches(encoder, folder, CPU, amp).vectors({"labels": tokens})["labels"]
+    return FrozenCaches(encoder, folder, CPU, amp).read("vectors", {"labels": tokens})["labels"]
 
 
 def test_cached_equals_uncached(folder, tiny_tokens, tmp_path, rng, monkeypatch):

@@ -151,7 +151,6 @@ class Batches:
         for step, rows in enumerate(self.rows):
             table.gather(torch.from_numpy(rows).to(table.device)).grad = self.grads[step].to(table.device)
             optimiser.step(step + 1, 1.0)
-        table.flush()
         return [table.weight.detach().cpu(), *(tensor.cpu() for tensor in optimiser.table.state.values())]
 
 
@@ -182,23 +181,6 @@ def test_fetched_rows_train_as_if_they_were_there(rng, kind):
     for dtype in (torch.float32, torch.bfloat16):
         device = batches.train(kind, make_table(batches.start, dtype))
         assert equal(batches.train(kind, fetching(make_table(batches.start, dtype))), device)
-
-
-def test_reading_waits_for_what_is_being_written():
-    table = fetching(make_table(torch.zeros(ROWS, WIDTH)))
-    optimiser = ROW_OPTIMISERS["sgd"](table, 1.0)
-    readers = {
-        "state_dict": lambda: table.state_dict()["weight"],
-        "numpy": lambda: torch.from_numpy(table.numpy()),
-        "gather": lambda: table.eval().gather(None),
-        "rows": lambda: table.rows()["weight"],
-        "copy": lambda: copy.deepcopy(table).weight,
-    }
-    for count, (name, reader) in enumerate(readers.items(), start=1):
-        leaf = table.train().gather(torch.tensor([7]))
-        leaf.grad = torch.full_like(leaf, -1.0)
-        optimiser.step(1, 1.0)
-        assert float(reader()[7, 0]) == count, name
 
 
 def test_all_rows_are_not_fetched():

@@ -86,7 +86,7 @@ def test_a_second_stage_has_the_classifiers_head_alone(start):
     old, new = start({"model.heads": "de", "index.space": "de"},
                      **{"model.heads": "clf", "index.space": "clf", "encoder.frozen": True})  # fmt: skip
     label_LW = encode(old, TEXTS + TEXTS + TEXTS[:1])
-    new.start_table(label_LW)
+    new.start_table(lambda rows: label_LW[rows])
     expected = F.normalize(F.linear(label_LW, old.head_de[0].weight, old.head_de[0].bias), dim=1)
     torch.testing.assert_close(new.table.weight.data, expected.detach())
     assert not any(p.requires_grad for p in new.encoder.parameters())
@@ -193,7 +193,7 @@ def residual(tiny_bert, tiny_params, rng):
     """A residual classifier with free vectors of seven labels, and the encoder's outputs of their texts."""
     model = create(tiny_bert, tiny_params(**{"model.clf_residual": True, "model.dropout": 0.5}), 3)
     label_LW = encode(model, TEXTS + TEXTS + TEXTS[:1]) + torch.from_numpy(rng.normal(size=(7, 32)).astype(np.float32))
-    model.label_input = lambda begin, end: label_LW[begin:end]
+    model.label_input = lambda rows: label_LW[rows]
     return model, label_LW
 
 
@@ -227,7 +227,7 @@ def test_whole_rows_are_text_and_free_vector(residual, monkeypatch, block, rng):
 def test_exported_it_is_an_ordinary_classifier(tiny_bert, tiny_params, tmp_path, rng, dtype):
     model = create(tiny_bert, tiny_params(**{"model.clf_residual": True, "model.clf_dtype": dtype}), 3)
     label_LW = encode(model, TEXTS + TEXTS + TEXTS[:1])
-    model.label_input = lambda begin, end: label_LW[begin:end]
+    model.label_input = lambda rows: label_LW[rows]
     model.table.weight.data.copy_(torch.from_numpy(rng.normal(size=(7, 16))))
     rows_LD = torch.from_numpy(model.classifier_table()[0])
     with write_folder(tmp_path / "model", KIND, VERSION) as out:

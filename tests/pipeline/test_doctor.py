@@ -139,10 +139,7 @@ def checkpoints(run: str, *steps: int, epoch: int = 0, refresh: str | None = Non
         writer = CheckpointWriter(Path("runs") / run)
         state = {"epoch": epoch, "epoch_step": step, "step": step, "seconds": 0.0, "refresh": refresh,
                  "identity": {}, "notes": {}}  # fmt: skip
-        writer.save(Checkpoint(state, {"model.x": torch.ones(4)}, {}))
-        path = writer.wait()
-        assert path is not None
-        found.append(path)
+        found.append(writer.save(Checkpoint(state, {"model.x": torch.ones(4)}, {})))
     return found
 
 

@@ -312,7 +312,8 @@ def real_bundle(folder, titles=("a text editor", "an image editor", "a music pla
         {"tokens": {"max_length": 8}},
     ).eval()
     tokens = encode_texts(list(titles), folder / "source", 8)
-    model.start_table(torch.from_numpy(np.random.default_rng(0).normal(size=(len(titles), 8)).astype(np.float32)))
+    x_LW = torch.from_numpy(np.random.default_rng(0).normal(size=(len(titles), 8)).astype(np.float32))
+    model.start_table(lambda rows: x_LW[rows])
     with write_folder(folder / "model", KIND, VERSION) as out:
         model.save_into(out)
     de_LD, (clf_LD, bias_L) = model.encode_labels(tokens), model.classifier_table()

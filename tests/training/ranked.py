@@ -196,7 +196,6 @@ def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[s
                 trainer.train_round()
             except CutOff:
                 break
-        trainer.writer.wait()
         ranks.barrier()
         lines = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
         for key in ("loss", "grad_norm", "pool_size", "step"):

@@ -71,9 +71,7 @@ def equal(ours, theirs):
 
 
 def save(run_dir, checkpoint):
-    writer = CheckpointWriter(run_dir)
-    writer.save(checkpoint)
-    return writer.wait()
+    return CheckpointWriter(run_dir).save(checkpoint)
 
 
 def flip(path):
@@ -100,64 +98,31 @@ def test_read_back_bit_for_bit(tmp_path):
     assert saved.num_bytes <= sum((path / name).stat().st_size for name in FILES[:2])
 
 
-@pytest.mark.parametrize("available", [10**12, 0], ids=["by a thread", "at once"])
-def test_the_tensors_may_change_when_save_returns(tmp_path, monkeypatch, available):
-    """A snapshot is what is written later; without memory for one, all is on the disk when save returns."""
-    monkeypatch.setattr(module, "available_host", lambda: available)
-    begun, go_on = threading.Event(), threading.Event()
-    write = CheckpointWriter._write
+def test_the_wait_is_counted(tmp_path, monkeypatch):
+    write_dense = module._write_dense
 
-    def slow(self, checkpoint):
-        begun.set()
-        assert available == 0 or go_on.wait(10)
-        write(self, checkpoint)
-
-    monkeypatch.setattr(CheckpointWriter, "_write", slow)
-    writer, given = CheckpointWriter(tmp_path), make(3)
-    writer.save(given)
-    assert begun.wait(10)
-    assert (load_checkpoint(tmp_path)[0] is None) == (available > 0)
-    for tensor in (*given.dense.values(), *(t for part in given.rows.values() for t in part.tensors.values())):
-        tensor.zero_()
-    given.state["notes"]["run"] = "changed"
-    go_on.set()
-    assert writer.wait().name == "step-0000000003"
-    assert equal(load_checkpoint(tmp_path)[0], make(3))
-
-
-def test_one_save_at_a_time_and_the_wait_is_counted(tmp_path, monkeypatch):
-    write, running, most = CheckpointWriter._write, [], []
-
-    def slow(self, checkpoint):
-        running.append(1)
-        most.append(len(running))
+    def slow(*arguments):
         time.sleep(0.05)
-        write(self, checkpoint)
-        running.pop()
+        return write_dense(*arguments)
 
-    monkeypatch.setattr(CheckpointWriter, "_write", slow)
+    monkeypatch.setattr(module, "_write_dense", slow)
     writer = CheckpointWriter(tmp_path)
-    assert writer.wait() is None and writer.seconds < 0.05
+    assert writer.seconds == 0
     for step in (1, 2, 3):
         writer.save(make(step))
-    assert writer.wait().name == "step-0000000003" and max(most) == 1 and len(most) == 3
     assert 0.15 <= writer.seconds < 5
 
 
-@pytest.mark.parametrize("raised_by", ["save", "wait"])
-def test_an_error_of_the_thread_comes_out(tmp_path, monkeypatch, raised_by):
+def test_a_full_disk_and_then_space(tmp_path, monkeypatch):
     writer = CheckpointWriter(tmp_path)
     writer.save(make(1))
-    writer.wait()
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-        writer.save(make(2))
         with pytest.raises(ArtifactError, match="no space left") as caught:
-            writer.wait() if raised_by == "wait" else writer.save(make(3))
+            writer.save(make(2))
     assert f"at least {make(2).num_bytes:,} bytes" in str(caught.value) and "step-0000000002" in str(caught.value)
     assert names(tmp_path) == ["latest", "step-0000000001"]
-    writer.save(make(4))  # it is told once
-    assert writer.wait().name == "step-0000000004"
+    assert writer.save(make(4)).name == "step-0000000004"
 
 
 def test_views_of_one_tensor_are_written_whole(tmp_path):
@@ -247,10 +212,8 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch, failing)
                       "read back": "unidec.training.checkpoint.read_manifest",
                       "latest": "unidec.training.checkpoint.write_bytes_atomic"}[failing]  # fmt: skip
             patch.setattr(target, lambda *_, **__: (_ for _ in ()).throw(ArtifactError("no")))
-        writer = CheckpointWriter(tmp_path)
-        writer.save(make(10))
         with pytest.raises(ArtifactError):
-            writer.wait()
+            save(tmp_path, make(10))
     loaded, refused = load_checkpoint(tmp_path)
     if failing == "latest":  # it is whole, only its name was not written down
         assert equal(loaded, make(10)) and refused == []
@@ -271,10 +234,8 @@ def test_a_disk_that_lies_is_found_by_reading_back(tmp_path, monkeypatch):
         return digest
 
     monkeypatch.setattr(module, "write_tensors", lies)
-    writer = CheckpointWriter(tmp_path)
-    writer.save(make(10))
     with pytest.raises(ArtifactError, match="damaged"):
-        writer.wait()
+        save(tmp_path, make(10))
     assert names(tmp_path) == ["latest", "step-0000000005"] and equal(load_checkpoint(tmp_path)[0], make(5))
 
 
@@ -373,9 +334,7 @@ def save_together(run_dir, checkpoint, world):
     def work(rank):
         ranks = Threads(rank, world, meeting=meeting, given=given)
         try:
-            writer = CheckpointWriter(run_dir, ranks)
-            writer.save(part_of(checkpoint, ranks))
-            assert writer.wait() is not None
+            CheckpointWriter(run_dir, ranks).save(part_of(checkpoint, ranks))
         except BaseException as error:
             failed.append(error)
             meeting.abort()

@@ -289,7 +289,8 @@ def test_fetched_rows_train_the_same_in_every_place(tiny_bert, tiny_params, tmp_
         model = UniDEC.create(
             params.encoder, params.model, NUM_LABELS, tiny_bert, 0, params.model_dump(), placement=placement
         ).train()  # fmt: skip
-        model.start_table(torch.randn(NUM_LABELS, model.encoder.width, generator=torch.Generator().manual_seed(2)))
+        x_LW = torch.randn(NUM_LABELS, model.encoder.width, generator=torch.Generator().manual_seed(2))
+        model.start_table(lambda rows, x_LW=x_LW: x_LW[rows])
         optimisers = Optimisers(model, params.optim, 5)
         for table in (model.table, model.bias):
             table._is_away = placement.place != "device"  # as on a GPU

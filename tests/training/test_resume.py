@@ -95,7 +95,6 @@ def test_killed_in_a_round_it_goes_on_in_it(open_trainer, monkeypatch, system):
         kill_at(part, monkeypatch, {cut})
         with pytest.raises(Killed):
             run(part)
-        part.writer.wait()
         resumed = open_trainer("parts", **overrides, **{"run.checkpoint_steps": 3})
         assert cut - 3 < resumed.step <= cut, "no more than an interval is lost"
         torch.rand(17)  # whatever else the process draws
@@ -111,7 +110,6 @@ def test_killed_at_every_step(open_trainer, monkeypatch):
         if cut + 1 < whole.step:
             with pytest.raises(Killed):
                 run(part)
-            part.writer.wait()
     assert_same(run(part), whole)
 
 
@@ -192,7 +190,6 @@ def test_a_checkpoint_needs_the_refresh_of_its_round(open_trainer, monkeypatch, 
     kill_at(part, monkeypatch, {13})
     with pytest.raises(Killed):
         run(part)
-    part.writer.wait()
     array = part.run_dir / "refresh" / "epoch-00002" / "order.npy"
     content = bytearray(array.read_bytes())
     content[-3] ^= 1

@@ -268,18 +268,6 @@ def test_a_filtered_pair_is_never_a_negative(data):
     assert sampler.size == 0 or full or len(pool) <= sampler.size
 
 
-def test_memory_maps_unsorted_rows_and_repeated_pairs(tmp_path):
-    data, indices, indptr = np.array([1, 2, 4], np.float32), np.array([2, 0, 2], np.int32), np.array([0, 3, 3])
-    for name, array in (("data", data), ("indices", indices), ("indptr", indptr)):
-        np.save(tmp_path / f"{name}.npy", array)
-    parts = tuple(np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("data", "indices", "indptr"))
-    relevance = sp.csr_matrix(parts, shape=(2, 3), copy=False)
-    sampler = PoolSampler(relevance, sp.csr_matrix((2, 3), dtype=bool), beta=3, eta=0, size=0, seed=0)
-    batch = sampler.batch(np.array([1, 0]), epoch=0, step=0, shortlist_NH=None)
-    assert batch.pool_S.tolist() == [0, 2] and batch.positive_row_P.tolist() == [1, 1]
-    assert batch.relevance_P.tolist() == [2, 5] and batch.num_positives_B.tolist() == [0, 2]
-
-
 def test_a_batch_with_nothing_to_learn():
     empty = sp.csr_matrix((3, 4), dtype=np.float32)
     batch = PoolSampler(empty, empty, beta=1, eta=2, size=0, seed=0).batch(

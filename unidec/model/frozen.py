@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from unidec.progress import progress
 
 KIND, VERSION = "encoder-cache", 2
 TEXTS_AT_ONCE = 16384  # sorted by length within such a slice: memory stays bounded for any N
+What = Literal["vectors", "outputs"]
 
 
 def cached_inputs(
@@ -48,8 +49,8 @@ def cached_inputs(
     caches = FrozenCaches(encoder, folder, device, amp)
     return InputBuilder(
         encoder, device,
-        frozen_vectors=caches.vectors(tokens) if encoder.takes_vectors and not encoder.frozen else None,
-        frozen_outputs=caches.outputs(tokens) if encoder.frozen else None,
+        frozen_vectors=caches.read("vectors", tokens) if encoder.takes_vectors and not encoder.frozen else None,
+        frozen_outputs=caches.read("outputs", tokens) if encoder.frozen else None,
     )  # fmt: skip
 
 
@@ -74,56 +75,42 @@ class FrozenCaches:
     device: torch.device
     amp: torch.dtype | None
 
-    def vectors(self, tokens: Mapping[str, TokenCache]) -> dict[str, np.ndarray]:
-        """The transformer's vectors [N, D] of each source."""
-        transformer = self.encoder.transformer
-        assert transformer is not None
-        facts = {
-            "pooling": transformer.pooling, "frozen_layers": transformer.num_frozen_layers,
-            "what": "vectors", "weights": frozen_sha256(transformer),
-        }  # fmt: skip
-        return {name: self._kept(facts, transformer.width, name, cache) for name, cache in tokens.items()}
-
-    def outputs(self, tokens: Mapping[str, TokenCache]) -> dict[str, np.ndarray]:
-        """Outputs [N, W] of an encoder that is frozen as a whole, of each source.
-
-        Its transformer's vectors are kept too: they are the same beside other bags of tokens.
-        """
-        encoder = self.encoder
-        facts = {
-            "settings": output_settings(encoder.settings), "unit": encoder.unit_vectors,
-            "what": "outputs", "weights": frozen_sha256(encoder),
-        }  # fmt: skip
-        return {name: self._kept(facts, encoder.width, name, cache) for name, cache in tokens.items()}
+    def read(self, what: What, tokens: Mapping[str, TokenCache]) -> dict[str, np.ndarray]:
+        """Of each source "vectors" [N, D], the transformer's, or "outputs" [N, W] of an encoder that is frozen as a
+        whole; its transformer's vectors are kept too: they are the same beside other bags of tokens."""
+        encoder, facts = self.encoder, dict[str, Any](what=what)
+        part: TransformerEncoder | TextEncoder = encoder
+        if what == "outputs":
+            facts |= {"settings": output_settings(encoder.settings), "unit": encoder.unit_vectors}
+        elif encoder.transformer is not None:
+            part = encoder.transformer
+            facts |= {"pooling": part.pooling, "frozen_layers": part.num_frozen_layers}
+        facts |= {"weights": frozen_sha256(part), "amp": str(self.amp), "version": VERSION}
+        return {name: self._kept(facts, part.width, name, cache) for name, cache in tokens.items()}
 
     def _kept(self, facts: dict[str, Any], width: int, name: str, tokens: TokenCache) -> np.ndarray:
         """The cache that is named by some facts and by the tokens."""
-        manifest, what = read_manifest(tokens.path, "tokens", 1, verify=False), facts["what"]
-        facts = facts | {"tokens": manifest["files"], "amp": str(self.amp), "version": VERSION}
+        facts = facts | {"tokens": read_manifest(tokens.path, "tokens", 1, verify=False)["files"]}
         key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        path, shape = self.folder / f"{what}-{key[:16]}", (tokens.num_texts, width)
-        meta = {"key": key, "num_rows": shape[0], "width": shape[1]}
+        path, shape = self.folder / f"{facts['what']}-{key[:16]}", (tokens.num_texts, width)
         if not path.is_dir():
-            with write_folder(path, KIND, VERSION, meta) as out, torch.no_grad():
+            with write_folder(path, KIND, VERSION, {"key": key}) as out, torch.no_grad():
                 mapped = np.lib.format.open_memmap(out.path / "values.npy", mode="w+", dtype=np.float16, shape=shape)
-                self._fill(mapped, what, name, tokens)
+                self._fill(mapped, facts["what"], name, tokens)
                 mapped.flush()
         with verify_once(path) as needed:
-            found = read_manifest(path, KIND, VERSION, verify=needed)["meta"]
-        values = load_array(path / "values.npy", np.float16, ndim=2)
-        if found != meta or values.shape != shape:
-            raise ArtifactError(
-                "outputs of another encoder or of other texts", where=str(path), got=f"{found}, {values.shape}",
-                expected=f"{meta}, {shape}", fix="delete the folder: it will be computed again",
-            )  # fmt: skip
-        return values
+            if read_manifest(path, KIND, VERSION, verify=needed)["meta"].get("key") != key:
+                what = "outputs of another encoder or of other texts"
+                raise ArtifactError(what, where=str(path), fix="delete the folder: it will be computed again")
+        return load_array(path / "values.npy", np.float16, ndim=2)
 
-    def _fill(self, values: np.ndarray, what: str, name: str, tokens: TokenCache) -> None:
-        encoder, vectors = self.encoder, {}
-        if what == "outputs" and encoder.transformer is not None:
-            vectors = self.vectors({name: tokens})
+    def _fill(self, values: np.ndarray, what: What, name: str, tokens: TokenCache) -> None:
+        encoder, vectors, compute = self.encoder, {}, self.encoder.transformer_vectors
+        if what == "outputs":
+            compute = encoder.frozen_output
+            if encoder.transformer is not None:
+                vectors = self.read("vectors", {name: tokens})
         build = InputBuilder(encoder, self.device, vectors)
-        compute = encoder.frozen_output if what == "outputs" else encoder.transformer_vectors
         with progress(total=tokens.num_texts, desc=f"encode once ({what})", unit="text") as bar:
             for start in range(0, tokens.num_texts, TEXTS_AT_ONCE):
                 some = np.arange(start, min(start + TEXTS_AT_ONCE, tokens.num_texts))

@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from unidec.errors import ArtifactError
+from unidec.model.pairs import to_device
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class RowTable(nn.Module):
 
     Attributes:
         num_rows: R; first_row, own_rows: the rows held here are first_row to first_row + own_rows.
-        weight: [n, D], not trained by autograd. Who reads it outside a step calls `flush` first.
+        weight: [n, D], not trained by autograd.
         state: what an optimiser keeps for each row, in the same place: tensors [n, ...] by name.
         used: (row ids int64 [U] or None for all rows, leaf [U, D]) of the step in progress, or None.
     """
@@ -77,9 +78,6 @@ class RowTable(nn.Module):
         self._is_away = placement.place != "device" and self.device.type != "cpu"  # the rows are not where the model is
         # of the step in progress: places of its rows, on the host, and their columns on the device
         self._fetched: tuple[Tensor, dict[str, Tensor]] | None = None
-        # of the last step: the same on its way back, and the event that ends it
-        self._landing: tuple[Tensor, dict[str, Tensor], Any] | None = None
-        self.register_state_dict_pre_hook(lambda table, *_: table.flush())
 
     # -- where the rows are -------------------------------------------------------------------------------------------
 
@@ -109,29 +107,9 @@ class RowTable(nn.Module):
         self.state[name] = self._zeros(shape, dtype)
         return self.state[name]
 
-    def flush(self) -> None:
-        """Wait until everything written is in `weight` and `state`."""
-        if self._landing is None:
-            return
-        local_U, values, event = self._landing
-        if event is not None:
-            event.synchronize()
-        for name, column in self._columns().items():
-            column.index_copy_(0, local_U, values[name])
-        self._landing = None
-
-    def _columns(self) -> dict[str, Tensor]:
-        return {"weight": self.weight.data, **self.state}
-
     def rows(self) -> dict[str, Tensor]:
-        """ "weight" and the state by name, of the rows held here: the tensors themselves, up to date."""
-        self.flush()
-        return self._columns()
-
-    def _empty_on_host(self, num_rows: int, like: Tensor) -> Tensor:
-        # pinned memory, from torch's cache, is freed only once its copy is done
-        pins = self.device.type == "cuda"
-        return torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, pin_memory=pins)
+        """ "weight" and the state by name, of the rows held here: the tensors themselves."""
+        return {"weight": self.weight.data, **self.state}
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -146,7 +124,6 @@ class RowTable(nn.Module):
                 rows of a table that is not on the device.
         """
         if not (self.training and torch.is_grad_enabled()):
-            self.flush()
             local = None if rows_U is None else self._local(rows_U).to(self.weight.device)
             rows = self.weight if local is None else self.weight[local]
             return _at_least_float(rows.detach().to(self.device))
@@ -159,21 +136,12 @@ class RowTable(nn.Module):
         elif rows_U is None:
             raise RuntimeError("all rows train only in a table on the device")
         else:
-            rows = self._fetch(self._local(rows_U).cpu())
+            local_U = self._local(rows_U).cpu()
+            fetched = {name: to_device(x.index_select(0, local_U), self.device) for name, x in self.rows().items()}
+            rows, self._fetched = fetched["weight"], (local_U, fetched)
         leaf = _at_least_float(rows.detach()).requires_grad_()
         self.used = (rows_U, leaf)
         return leaf
-
-    @torch.no_grad()
-    def _fetch(self, local_U: Tensor) -> Tensor:
-        """Rows of the weight on the device; those of the state beside them."""
-        self.flush()
-        fetched = {}
-        for name, column in self._columns().items():
-            host = torch.index_select(column, 0, local_U, out=self._empty_on_host(len(local_U), column))
-            fetched[name] = host.to(self.device, non_blocking=True)
-        self._fetched = (local_U, fetched)
-        return fetched["weight"]
 
     @contextlib.contextmanager
     def parts(self, rows_U: Tensor) -> Iterator[None]:
@@ -226,13 +194,9 @@ class RowTable(nn.Module):
         rows_U, fetched = self.used[0], self._fetched
         self.forget()
         if fetched is not None:
-            written = {"weight": weight_UD, **state}
-            host = {
-                name: self._empty_on_host(len(rows), rows).copy_(rows, non_blocking=True)
-                for name, rows in written.items()
-            }
-            event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-            self._landing = (fetched[0], host, event)
+            columns = self.rows()
+            for name, values in {"weight": weight_UD, **state}.items():
+                columns[name].index_copy_(0, fetched[0], values.cpu())
         elif rows_U is not None:
             local = self._local(rows_U)
             for name, values in state.items():
@@ -252,12 +216,7 @@ class RowTable(nn.Module):
 
     def numpy(self) -> np.ndarray:
         """The rows held here, float32 [n, D]; a view where they are float32 in host memory or a file."""
-        self.flush()
         return self.weight.detach().float().cpu().numpy()
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.flush()
-        return self.__dict__
 
 
 def _at_least_float(rows: Tensor) -> Tensor:

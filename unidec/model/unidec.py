@@ -37,6 +37,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROJECT_BLOCK = 1 << 13  # texts whose encoder outputs are held, and go through the heads, at once
 START_BLOCK = 1 << 15  # rows of the table that are made at once (a multiple of the encoder's batches)
+LabelInput = Callable[[np.ndarray], Tensor]
 
 
 class UniDEC(nn.Module):
@@ -50,8 +51,8 @@ class UniDEC(nn.Module):
         heads: "both", "de" or "clf".
         table: Psi, `RowTable` [L, D] (with `clf_residual` its free vectors); bias: `RowTable` [L, 1] or None.
         log_scale: float [2], log(1 / tau) of the two heads.
-        label_input: gives encoder outputs [end - begin, W] of the labels from begin to end; set by who trains a
-            residual classifier, whose whole rows are computed with it.
+        label_input: gives encoder outputs [n, W] of the labels at some rows, int64 [n]; set by who trains a residual
+            classifier, whose whole rows are computed with it.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class UniDEC(nn.Module):
         self.log_scale = nn.Parameter(
             torch.full((2,), -float(np.log(settings.temperature))), requires_grad=settings.learn_temperature
         )
-        self.label_input: Callable[[int, int], Tensor] | None = None
+        self.label_input: LabelInput | None = None
         # set by `create` and `load`
         self.config_folder: Path | None = None
         self.tokenizer_folder: Path = Path()
@@ -127,7 +128,7 @@ class UniDEC(nn.Module):
         return model
 
     @torch.no_grad()
-    def start_table(self, label_input: Tensor | Callable[[int, int], Tensor] | None = None) -> None:
+    def start_table(self, label_input: LabelInput | None = None) -> None:
         """Psi's start: label embeddings through the classifier's own head, Xavier, or N(0, 0.02) (Renee).
 
         Embeddings have unit length; where the encoder's own vectors have not (a transformer that trains alone), the
@@ -137,8 +138,7 @@ class UniDEC(nn.Module):
         same wherever the table lives and whatever part of it is held here.
 
         Args:
-            label_input: only read for "label_embedding": encoder outputs [L, W] of all label texts, or what gives
-                those of labels from begin to end, [end - begin, W].
+            label_input: only for "label_embedding": gives encoder outputs [n, W] of the labels at some rows.
         """
         if self.table is None or self.head_clf is None or self.settings.clf_residual:
             return
@@ -149,7 +149,7 @@ class UniDEC(nn.Module):
             end = min(start + START_BLOCK, stop)
             if embeds:
                 assert label_input is not None
-                x_BW = label_input(start, end) if callable(label_input) else label_input[start:end]
+                x_BW = label_input(np.arange(start, end))
                 rows_BD = self._text_rows(x_BW)
                 if not self.encoder.unit_vectors:
                     rows_BD = rows_BD / self.head_clf[0](x_BW).norm(dim=-1, keepdim=True).clamp_min(1.0)
@@ -283,7 +283,7 @@ class UniDEC(nn.Module):
         first, rows_LD = self.table.first_row, np.empty_like(free_LD)
         for begin in range(0, len(free_LD), START_BLOCK):
             end = min(begin + START_BLOCK, len(free_LD))
-            text_BD = self._text_rows(self.label_input(first + begin, first + end).to(self.device))
+            text_BD = self._text_rows(self.label_input(np.arange(first + begin, first + end)).to(self.device))
             rows_LD[begin:end] = free_LD[begin:end] + text_BD.float().cpu().numpy()
         return rows_LD
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from unidec.config import Params, flatten
 from unidec.data.storage import files_sha256, read_json_lines, write_bytes_atomic, write_folder, write_json
-from unidec.errors import ArtifactError
 from unidec.interrupt import signals_raise
 from unidec.machine import memory_used
 from unidec.model.unidec import KIND, VERSION
@@ -174,10 +173,8 @@ class Run:
         return {"model": str(paths.MODEL), "epoch": self.epoch, "steps": self.step}
 
     def close(self) -> None:
-        """Release the trainer, once its last checkpoint is durable."""
-        trainer, self._trainer = self._trainer, None
-        if trainer is not None:
-            trainer.writer.wait()
+        """Release the trainer's memory."""
+        self._trainer = None
 
     def _work(self, name: str) -> dict[str, Any]:
         if self.launcher is not None:
@@ -270,12 +267,7 @@ def train(
 def work_on_rank(ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
     """One phase, on one of several ranks: each opens its trainer at the newest checkpoint; the first one reports."""
     params = Params.model_validate(job["params"])
-    trainer = open_trainer(params, job["run_dir"], tuple(job["accept"]), ranks)
-    try:
-        return work(job["name"], trainer)
-    finally:
-        with contextlib.suppress(ArtifactError):
-            trainer.writer.wait()
+    return work(job["name"], open_trainer(params, job["run_dir"], tuple(job["accept"]), ranks))
 
 
 def work(name: str, trainer: Trainer) -> dict[str, Any]:

@@ -109,7 +109,6 @@ class Batches:
             relevance, filter_pairs, beta=pool.beta, eta=pool.eta, size=pool.size, seed=settings.seed,
             weight_L=self.inverse_L if pool.positives == "tail" else None,
         )  # fmt: skip
-        self._all_labels: TextChunks | None = None  # their chunks are made once: every step has them
 
     def parts(self, rows: np.ndarray) -> TextParts:
         """Texts of training rows; rows of labels follow those of queries."""
@@ -136,11 +135,12 @@ class Batches:
         (pool, targets), (clf_pool, clf_targets) = drawn[kind], drawn[of_clf]
         own_rows = pool.rows_B[slice(*self.ranks.part(len(pool.rows_B)))]
         encoded = np.empty(0, dtype=np.int64) if self.encoded == "none" else pool.pool_S
-        queries, labels = self.parts(own_rows), self._label_parts(encoded[slice(*self.ranks.part(len(encoded)))])
+        own = self.parts(own_rows) + self._label_parts(encoded[slice(*self.ranks.part(len(encoded)))])
+        size = self.settings.optim.encode_chunk
         everyones = [*self.parts(pool.rows_B), *self._label_parts(encoded)]
         return Prepared(
             pool, targets, clf_targets, *self._classified(clf_pool, encoded),
-            self._texts(queries, labels), len(own_rows),
+            cut_texts(own, self.build, size, self.device) if size else self.build(own), len(own_rows),
             num_texts=sum(len(rows) for _, _, rows in everyones),
             num_tokens=sum(int(tokens.lengths(rows).sum()) for _, tokens, rows in everyones),
         )  # fmt: skip
@@ -152,16 +152,6 @@ class Batches:
         pool = self.sampler.batch(rows_B, epoch=epoch, step=step, shortlist_NH=negatives, all_labels=every)
         weighted = {"importance_L": self.inverse_L} if self.settings.loss.weights == "propensity" else {}
         return pool, PoolTargets.from_batch(pool, self.device, soft=self.settings.pool.gandalf, **weighted)
-
-    def _texts(self, queries: TextParts, labels: TextParts) -> EncoderInput | TextChunks:
-        size = self.settings.optim.encode_chunk
-        if not size:
-            return self.build(queries + labels)
-        if self.encoded != "all":
-            return cut_texts(queries + labels, self.build, size, self.device)
-        if self._all_labels is None:
-            self._all_labels = cut_texts(labels, self.build, size, self.device)
-        return cut_texts(queries, self.build, size, self.device).followed_by(self._all_labels)
 
     def _classified(self, clf_pool: PoolBatch, encoded: np.ndarray) -> tuple[Tensor | None, list[int], Tensor | None]:
         """Ids of this rank's rows among those that the classifier sees, each rank's number of them, and their places

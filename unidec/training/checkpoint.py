@@ -17,7 +17,6 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +38,6 @@ from unidec.data.storage import (
 )
 from unidec.data.tensor_file import TensorFile, num_bytes, open_tensors, read_tensors, write_tensors
 from unidec.errors import ArtifactError
-from unidec.machine import available_host
 from unidec.training import refresh
 from unidec.training.distributed import ALONE, Ranks
 
@@ -86,55 +84,25 @@ class Checkpoint:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, one after the other.
-
-    Alone, `save` takes a copy of the tensors in host memory and a thread writes it, unless the copy would take more
-    than half of the memory that is free; then, and with several ranks, `save` writes what it is given itself. An error
-    of the thread is raised by the next `save` or `wait`.
+    """Writes a run's checkpoints; several ranks do it together, on a file system that all of them see.
 
     Attributes:
         seconds: how long callers were held up, in all.
-        last_seconds: from the beginning of the last save until it was durable.
     """
 
     def __init__(self, run_dir: Path, ranks: Ranks = ALONE):
-        self.root, self.ranks = run_dir / "checkpoints", ranks
-        self.run_dir = run_dir
-        self.seconds = self.last_seconds = 0.0
-        self._executor = ThreadPoolExecutor(1)  # a process that ends by an error finishes what it had begun to save
-        self._saving: Future[None] | None = None
+        self.run_dir, self.root, self.ranks = run_dir, run_dir / "checkpoints", ranks
+        self.seconds = 0.0
         self._last: Path | None = None
-        self._begun = 0.0
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Save a checkpoint; when this returns its tensors may change.
+    def save(self, checkpoint: Checkpoint) -> Path:
+        """Save a checkpoint: its folder, durable and read back when this returns.
 
         Raises:
-            ArtifactError: this one or the one before cannot be written; those on the disk are untouched.
+            ArtifactError: it cannot be written; those on the disk are untouched.
         """
-        begin = self._begun = time.perf_counter()
-        self._join()
-        if self.ranks.world > 1 or 2 * checkpoint.num_bytes > available_host():
-            self._write(checkpoint)
-        else:
-            self._saving = self._executor.submit(self._write, _snapshot(checkpoint))
-        self.seconds += time.perf_counter() - begin
-
-    def wait(self) -> Path | None:
-        """Wait until the last checkpoint is durable: its folder, None where none was saved; raises as `save`."""
-        begin = time.perf_counter()
-        self._join()
-        self.seconds += time.perf_counter() - begin
-        return self._last
-
-    def _join(self) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
-
-    def _write(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint; several ranks do it together, on a file system that all of them see."""
-        ranks, path = self.ranks, self.root / f"step-{checkpoint.state['step']:010d}"
+        begun, ranks = time.perf_counter(), self.ranks
+        path = self.root / f"step-{checkpoint.state['step']:010d}"
         beside = None if ranks.alone else f".{path.name}.ranks.tmp"
         folder: contextlib.AbstractContextManager[Folder] = contextlib.nullcontext(Folder(self.root / str(beside)))
         if ranks.is_first:
@@ -156,6 +124,8 @@ class CheckpointWriter:
         if ranks.is_first:
             self._publish(path)
         self._last = path
+        self.seconds += time.perf_counter() - begun
+        return path
 
     def _read_back(self, path: Path, written: Mapping[str, str]) -> None:
         try:  # the hashes are those of the memory: what the disk gives back must have the same
@@ -173,7 +143,6 @@ class CheckpointWriter:
     def _publish(self, path: Path) -> None:
         """Move `latest`, and of the checkpoints before keep the first that is whole."""
         write_bytes_atomic(self.root / "latest", path.name.encode())
-        self.last_seconds = time.perf_counter() - self._begun
         kept = 1
         for other in checkpoint_folders(self.run_dir):
             # later ones belong to a past cut off
@@ -269,15 +238,6 @@ def _is_whole(run_dir: Path, path: Path) -> bool:
 
 def _rows_name(rank: int) -> str:
     return f"rows-{rank:05d}.safetensors"
-
-
-def _snapshot(checkpoint: Checkpoint) -> Checkpoint:
-    def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-    state = json.loads(json.dumps(checkpoint.state))
-    rows = {name: RowPart(p.first_row, p.num_rows, copies(p.tensors)) for name, p in checkpoint.rows.items()}
-    return Checkpoint(state, copies(checkpoint.dense), rows)
 
 
 def _write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:

@@ -45,24 +45,17 @@ class TextChunks:
     chunks: tuple[tuple[Tensor, EncoderInput], ...]
     unique_U: Tensor | None = None
 
-    def followed_by(self, other: TextChunks) -> TextChunks:
-        """These texts, then others."""
-        shifted = tuple((places + self.num_texts, given) for places, given in other.chunks)
-        ids = [chunks.unique_U for chunks in (self, other) if chunks.unique_U is not None]
-        return TextChunks(
-            self.num_texts + other.num_texts, self.chunks + shifted, torch.cat(ids).unique() if ids else None
-        )
-
 
 def cut_texts(parts: TextParts, build: InputBuilder, size: int, device: torch.device) -> TextChunks:
     """Cut a step's texts, (name of the source, its tokens, rows int64) each, into chunks of at most `size`."""
-    texts = TextChunks(0, ())
+    chunks: list[tuple[Tensor, EncoderInput]] = []
+    first = 0
     for name, tokens, rows in parts:
         cut = length_chunks(tokens.lengths(rows), size)
-        chunks = [(to_device(places, device), build([(name, tokens, rows[places])])) for places in cut]
-        ids = [given.unique_U for _, given in chunks if given.unique_U is not None]
-        texts = texts.followed_by(TextChunks(len(rows), tuple(chunks), torch.cat(ids).unique() if ids else None))
-    return texts
+        chunks += [(to_device(places + first, device), build([(name, tokens, rows[places])])) for places in cut]
+        first += len(rows)
+    ids = [given.unique_U for _, given in chunks if given.unique_U is not None]
+    return TextChunks(first, tuple(chunks), torch.cat(ids).unique() if ids else None)
 
 
 def encode_texts(

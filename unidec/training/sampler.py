@@ -65,14 +65,6 @@ def contains(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return sorted_keys[np.minimum(place, len(sorted_keys) - 1)] == keys
 
 
-def _canonical_csr(matrix: sp.csr_matrix) -> sp.csr_matrix:
-    """The same matrix with rows sorted by label and each pair once; shares memory where it already is so."""
-    if not matrix.has_canonical_format:
-        matrix = matrix.copy()
-        matrix.sum_duplicates()
-    return matrix
-
-
 class PoolSampler:
     """Draws the pool of a batch: sampled positives, hard negatives, and the pairs among them.
 
@@ -82,7 +74,7 @@ class PoolSampler:
     negatives; within each, the most frequent in the batch first, ties at random.
 
     Args:
-        relevance, filter_pairs: csr [N, L], the positives, and pairs never to be used as negatives.
+        relevance, filter_pairs: csr [N, L] in canonical format, the positives, and pairs never to be used as negatives.
         size: at most so many labels in a pool; 0: no limit.
         weight_L: float [L], finite and above 0: each of a query's positives that are left is the next one drawn with a
             chance in proportion to its weight (inverse propensities: tail labels more often); None: all alike.
@@ -99,9 +91,7 @@ class PoolSampler:
         seed: int,
         weight_L: np.ndarray | None = None,
     ) -> None:
-        self.relevance = _canonical_csr(relevance)
-        self.filter_pairs = _canonical_csr(filter_pairs)
-        self.num_labels = self.relevance.shape[1]
+        self.relevance, self.filter_pairs, self.num_labels = relevance, filter_pairs, relevance.shape[1]
         self.beta, self.eta, self.size, self.seed, self.weight_L = beta, eta, size, seed, weight_L
 
     def batch(

@@ -154,10 +154,7 @@ class Trainer:
 
     # -- start and resume ---------------------------------------------------------------------------------------------
 
-    def _encode_labels(self, begin: int, end: int) -> Tensor:
-        return self._encode_some_labels(np.arange(begin, end))
-
-    def _encode_some_labels(self, rows: np.ndarray) -> Tensor:
+    def _encode_labels(self, rows: np.ndarray) -> Tensor:
         with self._autocast():
             output_LW = self.model.encode("labels", self.tokens["labels"], rows, self.build)
         return torch.from_numpy(output_LW).to(self.device)
@@ -179,7 +176,7 @@ class Trainer:
         if checkpoint is None:
             if self.start is not None:
                 uids = self.dataset.labels["uid"]
-                take_rows(self.model, self.start, uids, self._encode_some_labels, self.settings.keep)
+                take_rows(self.model, self.start, uids, self._encode_labels, self.settings.keep)
             else:
                 self.model.start_table(self._encode_labels)
         else:
@@ -205,11 +202,7 @@ class Trainer:
         self._saved_step = self.step
 
     def save(self) -> None:
-        """Write a checkpoint; the weights may change when this returns, it is durable after `writer.wait()`.
-
-        Raises:
-            ArtifactError: this one, or the one before it, cannot be written.
-        """
+        """Write a checkpoint, durable when this returns. Raises ArtifactError: it cannot be written."""
         tables = self.model.tables()
         rows = {
             name: RowPart(tables[name].first_row, tables[name].num_rows, tensors)
@@ -227,8 +220,7 @@ class Trainer:
 
     def _save_is_due(self) -> bool:
         run = self.settings.run
-        # a save begins as much earlier as the last one took until it was durable: no more than an interval is ever lost
-        seconds = time.monotonic() - self._saved_at + self.writer.last_seconds
+        seconds = time.monotonic() - self._saved_at
         return 0 < run.checkpoint_steps <= self.step - self._saved_step or 0 < 60 * run.checkpoint_minutes <= seconds
 
     @property
@@ -335,9 +327,6 @@ class Trainer:
                     if first:
                         os.fsync(history.fileno())  # a resumed run keeps the lines before its checkpoint
                     self.save()
-                    # counted in steps, an interval leaves no step for a writer beside
-                    if stopping or self.epoch == until or self.settings.run.checkpoint_steps:
-                        self.writer.wait()
                 if stopping:
                     stop.asked = stop.asked or signal.SIGTERM  # all ranks leave, also those without a signal
                     break
