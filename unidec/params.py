@@ -140,15 +140,10 @@ class Params(Section):
     def _operations(self) -> Iterator[Conflict]:
         source = self.source
         copied = {"folder": [source.path], "files": [source.queries, source.labels, source.pairs]}.get(source.kind, [])
-        if any(_within_each_other(path, self.data.path) for path in copied if path):
+        places, own = [Path(os.path.abspath(path)) for path in copied if path], Path(os.path.abspath(self.data.path))
+        if any(place.is_relative_to(own) or own.is_relative_to(place) for place in places):
             what, fix = "what is fetched would replace its own source", "data.path: a folder of its own"
             yield Conflict("source.kind source.path data.path", what, fix)
         if self.retrain.start == "warm" and self.encoder.start:
             what = "two models to start from: the champion and that of encoder.start"
             yield Conflict("retrain.start encoder.start", what, 'retrain.start: auto or cold, or encoder.start: ""')
-
-
-def _within_each_other(first: str, second: str) -> bool:
-    """Whether two paths are one, or one is inside the other."""
-    one, other = Path(os.path.abspath(first)), Path(os.path.abspath(second))
-    return one == other or one in other.parents or other in one.parents

@@ -35,7 +35,6 @@ FOUND = {
     "clusters": "clusters",
     "cluster_cosine": "mean cosine to the cluster's centre",
     "mine_negative_score": "mean score of mined negatives",
-    "mine_positives_found": "share of positives that mining finds",
 }
 TRAINING = (
     "step", "epoch", "seconds", "loss", "loss_de", "loss_clf", "lr_heads", "lr_clf", "lr_encoder", "lr_bag",

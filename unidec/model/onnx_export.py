@@ -116,11 +116,7 @@ def _odd_shapes(max_length: int, num_tokens: int) -> Inputs:
 
 
 def _check(path: Path, inputs: Inputs, expected: npt.NDArray[np.float32]) -> None:
-    """The graph computes what the model does.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raises ValueError where the graph does not compute what the model does."""
     import onnxruntime  # type: ignore[import-untyped]
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

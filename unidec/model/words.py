@@ -31,14 +31,13 @@ def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> NDArray[np.boo
 
     file = tokenizer_folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
-    kind = json.loads(file.read_text(encoding="utf-8"))["model"]
+    described = json.loads(file.read_text(encoding="utf-8"))
     whole = tokenizer.get_vocab(with_added_tokens=True)
-    prefix = kind.get("continuing_subword_prefix")
+    prefix = described["model"].get("continuing_subword_prefix")
     if prefix:
         found = [number for token, number in whole.items() if token.startswith(prefix)]
     elif any(token.startswith(_STARTS) for token in whole):
-        added = set(whole) - set(tokenizer.get_vocab(with_added_tokens=False))
-        added |= {token["content"] for token in json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])}
+        added = {token["content"] for token in described.get("added_tokens", [])}
         found = [number for token, number in whole.items() if not token.startswith(_STARTS) and token not in added]
     else:
         raise ConfigError(

@@ -124,8 +124,11 @@ class Trainer:
             take_model(self.model, start)
         else:
             start_bag(self.model, self.batches.parts(self.rows))
-        with ranks.first_alone():  # what it computes the others read
-            self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp)
+        if not ranks.is_first:  # what the first computes the others read
+            ranks.barrier()
+        self.build = cached_inputs(self.model.encoder, self.tokens, cache_dir, self.device, self.amp)
+        if ranks.is_first:
+            ranks.barrier()
         self.batches.build = self.build
         self.model.label_input = self._encode_labels if settings.model.clf_residual else None
         self.batch_size = queries_a_batch(settings.pool, len(self.rows))
