@@ -27,15 +27,14 @@ from unidec.errors import DataError
 def monitor(
     queries: str,
     column: str | None = None,
-    labels_column: str | None = None,
     bundle: str | None = None,
 ) -> Any:
     """Compares a file of queries with the training data of the champion.
 
     Args:
-        queries: .csv, .tsv, .jsonl (also with .gz) or .parquet; with `*` the newest file that fits.
+        queries: .csv, .tsv, .jsonl (also with .gz) or .parquet; with `*` the newest file that fits. A column `labels`
+            holds the labels that were right, where they are known: metrics are measured then.
         column: of the texts, if not `query` or `text`.
-        labels_column: of the labels that were right, if known and not named `labels`: metrics are measured then.
         bundle: a folder, or models:/name/version; default: the champion.
 
     Returns:
@@ -46,7 +45,7 @@ def monitor(
     """
     with lifecycle.at_work():
         params = load_params("params.yaml")
-        options = {"column": column, "labels_column": labels_column, "bundle": bundle}
+        options = {"column": column, "bundle": bundle}
         result = lifecycle.run("monitor", pipeline.monitor, params, newest(queries), **options)
         lifecycle.say(in_words(result))
         if result["drifted"]:

@@ -111,4 +111,4 @@ def test_command_lines(world, place, stand_in, capsys):
     assert main("refresh", ["--json"]) == 0 and json.loads(capsys.readouterr().out) == skipped
     assert main("monitor", ["a.csv", "--json"]) == 0 and json.loads(capsys.readouterr().out) == world.window
     assert refreshed[0] == {"promote": False}
-    assert monitored[0] == {"queries": "a.csv", "column": "text", "labels_column": None, "bundle": None}
+    assert monitored[0] == {"queries": "a.csv", "column": "text", "bundle": None}

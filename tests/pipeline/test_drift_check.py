@@ -188,9 +188,7 @@ def test_windows_like_the_training_data_are_quiet_and_others_are_found(
     rng = np.random.default_rng(0)
     for number in range(5):
         texts = [titles[row] for row in rng.choice(np.arange(2000, len(titles)), 400, replace=False)]
-        result = pipeline.monitor(
-            work.params(), window(tmp_path / f"same{number}.parquet", texts), out=tmp_path / "out"
-        )
+        result = pipeline.monitor(work.params(), window(tmp_path / f"same{number}.parquet", texts))
         assert not result["drifted"] and result["judged"], states(result)
     assert len(result["findings"]) == 8 and result["metrics"] is None
     python = [title for title in titles[2000:] if title.startswith("python3-")][:300]
@@ -252,8 +250,8 @@ def test_drift_of_two_versions_and_of_a_file(work: SimpleNamespace, raw: RawData
     ingested(work, monkeypatch, make_slice(raw, 400, 300), "shrunk")
     params = work.params()
     assert not pipeline.drift(params, first, first)["drifted"]
-    result = pipeline.drift(params, first, str(paths.DATASET), tmp_path / "out")
-    assert states(result)["train"] == "stop" and (tmp_path / "out" / "index.html").is_file()
+    result = pipeline.drift(params, first, str(paths.DATASET))
+    assert states(result)["train"] == "stop" and Path(result["page"]).is_file()
     through = pipeline.drift(params, CHAMPION, str(paths.DATASET))
     assert states(through)["train"] == "stop"
     odd = window(tmp_path / "odd.parquet", [f"hello how are you {number}" for number in range(300)])

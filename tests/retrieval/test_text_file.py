@@ -36,16 +36,15 @@ def test_every_format(tmp_path: Path, name: str) -> None:
     assert window.texts == TEXTS and window.labels == LABELS
     some = window.sample([2, 0])
     assert some.texts == [TEXTS[2], TEXTS[0]] and some.labels == [["L3"], ["L1", "L2"]]
-    with pytest.raises(DataError, match="no column of labels"):
-        read_window(path, labels_column="clicked")
 
 
 def test_without_labels_and_with_other_names(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("said,clicked\nx,L1 L2\ny,\n")
     assert read_window(path, "said").labels is None
-    assert read_window(path, "said", "clicked").labels == [["L1", "L2"], []]
     assert read_window(path, "said").sample([1]).labels is None
+    path.write_text("said,labels\nx,L1 L2\ny,\n")
+    assert read_window(path, "said").labels == [["L1", "L2"], []]
     (tmp_path / "b.jsonl").write_text('{"text": "x", "labels": "L1 L2"}\n{"text": "y"}\n')
     assert read_window(tmp_path / "b.jsonl").labels == [["L1", "L2"], []]
 

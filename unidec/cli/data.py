@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
@@ -11,7 +10,6 @@ from unidec.cli.commands import Shown, add_stage, command, group, table
 from unidec.config import Params
 
 Column = Annotated[str | None, Option(metavar="NAME", help="of the texts, if not query or text")]
-Out = Annotated[Path | None, Option(metavar="FOLDER", help="where the report goes")]
 
 data_app = group("data", "Read, check and prepare the data of a training, and compare it over time.")
 for _name, _stage, _about, _options in (
@@ -34,12 +32,11 @@ def drift(
     first: Annotated[str, Argument(metavar="EARLIER", help="data set folder, or bundle: its training data")],
     second: Annotated[str, Argument(metavar="LATER", help="data set folder, or a file of queries")],
     column: Column = None,
-    out: Out = None,
 ) -> Shown:
     """Compare two versions of the data, or data with a file of queries; exit code 1: something drifted."""
     from unidec import pipeline
 
-    return findings(pipeline.drift(params, first, second, out, column))
+    return findings(pipeline.drift(params, first, second, column))
 
 
 def findings(result: dict[str, Any]) -> Shown:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from unidec.cli.commands import Shown, add_stage, command, group, table
-from unidec.cli.data import Column, Out, findings
+from unidec.cli.data import Column, findings
 from unidec.config import Params
 from unidec.errors import ConfigError, Refused
 
@@ -106,19 +106,14 @@ def monitor(
     params: Params,
     queries: Annotated[str, Argument(metavar="FILE", help=".csv, .tsv, .jsonl (also .gz) or .parquet")],
     column: Column = None,
-    labels_column: Annotated[
-        str | None, Option(metavar="NAME", help="of the labels that were right, if not labels")
-    ] = None,
     bundle: Annotated[
         str | None, Option(metavar="SOURCE", help="folder or models:/ address; default: the champion")
     ] = None,
-    out: Out = None,
 ) -> Shown:
     """Compare a window of live queries with what a model was trained on; exit code 1: it drifted."""
     from unidec import pipeline
 
-    found = pipeline.monitor(params, queries, column=column, labels_column=labels_column, bundle=bundle, out=out)
-    return findings(found)
+    return findings(pipeline.monitor(params, queries, column=column, bundle=bundle))
 
 
 add_stage(

@@ -100,15 +100,13 @@ def data_change(params: Params) -> dict[str, Any]:
 
 
 def drift(
-    params: Params, first: str | os.PathLike[str], second: str | os.PathLike[str], out: Path | None = None,
-    column: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    params: Params, first: str | os.PathLike[str], second: str | os.PathLike[str], column: str | None = None
+) -> dict[str, Any]:
     """A later version of the data, or a file of queries, beside an earlier version.
 
     Args:
         first: a data set's folder, or a bundle (folder or models:/ address): the data that it was trained on.
         second: a data set's folder, or a file of queries; their text is in `column`, or "query" or "text".
-        out: folder for drift.json and index.html; default: below runs/drift/.
 
     Returns:
         {"drifted", "findings" (as `Check.to_json`, what drifted first), "page", "result"}.
@@ -126,22 +124,20 @@ def drift(
     new = _figures(old, tokenizer, XMCDataset.open(later) if is_dataset else read_window(later, column).texts)
     facts = {"earlier": source, "later": str(second), "earlier data": old["rows"], "later data": new.get("rows", {})}
     checks = compare(old, new, params.drift)
-    out = out or paths.DRIFT / _digest(first, second)
+    out = paths.DRIFT / _digest(first, second)
     with swap_folder(out) as folder:
         result = _write(folder, f"Drift from {old['name']}", ("earlier", "later"), (old, new), checks, facts, {})
     return result | {"page": str(out / _PAGE), "result": str(out / _FINDINGS)}
 
 
 def monitor(
-    params: Params, queries_path: str, *, column: str | None = None, labels_column: str | None = None,
-    bundle: str | None = None, out: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    params: Params, queries_path: str, *, column: str | None = None, bundle: str | None = None
+) -> dict[str, Any]:
     """Compare a file of queries with the training profile in a bundle, and measure it where it has labels.
 
     Args:
-        queries_path, column, labels_column: see `read_window`.
+        queries_path, column: see `read_window`.
         bundle: folder or models:/ address; default: the champion.
-        out: folder for drift.json and index.html; default: below runs/monitor/.
 
     Returns:
         {"drifted", "judged" (there were at least drift.min_window queries; else nothing drifts), "findings" (as
@@ -154,7 +150,7 @@ def monitor(
     source = bundle or f"models:/{params.tracking.model_name}@champion"
     folder = fetch_bundle(source, paths.BUNDLES)
     old, tokenizer = _of_bundle(folder, source)
-    window = read_window(Path(queries_path), column, labels_column)
+    window = read_window(Path(queries_path), column)
     total = len(window.texts)
     if not total:
         raise DataError("a window without queries", where=queries_path)
@@ -176,7 +172,7 @@ def monitor(
         "model": {"source": source, "bundle_sha256": loaded.sha256},
     }  # fmt: skip
     name = f"{Path(queries_path).name.partition('.')[0]}-{_digest(file_sha256(queries_path), loaded.sha256)}"
-    out, title = out or paths.MONITOR / name, f"Window of {total:,} queries"
+    out, title = paths.MONITOR / name, f"Window of {total:,} queries"
     with swap_folder(out) as folder:
         result = _write(folder, title, ("trained on", "window"), (old, new), checks, facts, more)
     result |= {"page": str(out / _PAGE), "result": str(out / _FINDINGS)}

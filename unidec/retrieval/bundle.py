@@ -279,9 +279,6 @@ class Bundle:
 
     def named(self, rows: Labels) -> tuple[list[str], list[str]]:
         """Uids and titles of some label rows."""
-        if len(rows) <= _FEW_NAMES:
-            few = rows.tolist()
-            return [self.uids[row].as_py() for row in few], [self.titles[row].as_py() for row in few]
         wanted = pa.array(rows)
         return self.uids.take(wanted).to_pylist(), self.titles.take(wanted).to_pylist()
 
@@ -386,7 +383,6 @@ PREDICTION_SCHEMA = pa.schema({
 })  # fmt: skip
 
 _FIRST_MORE = 32  # labels that are searched beside the k wanted where some are excluded
-_FEW_NAMES = 8  # labels up to which one look-up each is quicker than one for all
 
 
 def _load_model(path: Path, device: str) -> Any:

@@ -58,25 +58,21 @@ class Window:
         return Window([self.texts[row] for row in rows], labels)
 
 
-def read_window(path: Path, column: str | None = None, labels_column: str | None = None) -> Window:
+def read_window(path: Path, column: str | None = None) -> Window:
     """A file of queries, and the labels that turned out to be right.
 
     Args:
-        column: of the texts; default: `query`, else `text`.
-        labels_column: of the labels, which must be there; default: `labels`, where there is one. A list of uids, or
-            (.csv and .tsv always) uids with white space between.
+        column: of the texts; default: `query`, else `text`. Those of the labels are in `labels`, where there is one: a
+            list of uids, or (.csv and .tsv always) uids with white space between.
 
     Raises:
         DataError: no such file or column, or something in it that is neither text nor labels.
     """
-    texts, name = list(read_texts(path, column)), labels_column or "labels"
-    rows = [row for _, row in read_rows(path, [name])]
-    if not any(name in row for row in rows):
-        if labels_column is not None:
-            raise DataError("no column of labels", where=str(path), expected=labels_column)
+    texts, rows = list(read_texts(path, column)), [row for _, row in read_rows(path, ["labels"])]
+    if not any("labels" in row for row in rows):
         return Window(texts)
     labels: list[list[str]] = []
-    for place, value in enumerate(row.get(name) for row in rows):
+    for place, value in enumerate(row.get("labels") for row in rows):
         uids = value.split() if isinstance(value, str) else [] if value is None else value
         if not isinstance(uids, list) or not all(isinstance(uid, str) for uid in uids):
             where, expected = f"{path}, row {place}", "a list of uids, or uids as text"
