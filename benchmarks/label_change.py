@@ -5,7 +5,7 @@
 
 Each change is made from the same bundle into a folder that is removed again: one label and many added, removed and
 given another text. Seconds by the clock and of the processor (both with the checks of all hashes, without loading the
-bundle, which `load` says); `written` are the bytes that are no links to the old bundle. Writes JSON.
+bundle, which `load` says). Writes JSON.
 """
 
 from __future__ import annotations
@@ -69,14 +69,12 @@ def measure(bundle: Bundle, make: Callable[[], LabelChange], folder: Path) -> di
         return change
 
     change, took = timed(work)
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    sizes = {links: sum(p.stat().st_size for p in files if (p.stat().st_nlink > 1) == links) for links in (True, False)}
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     after = Bundle.load(folder, verify=False)
     rows, kind = LabelRows(after.vectors, after.info.space, after.info.clf_normalize), after.index.kind
     _, only = timed(lambda: LabelIndex.build(rows, kind, **after.index.options.model_dump()))
     shutil.rmtree(folder)
-    return took | {"index_seconds": only["seconds"], "written_mb": round(sizes[False] / 1e6, 1),
-                   "linked_mb": round(sizes[True] / 1e6, 1), "labels": len(change.uids)}  # fmt: skip
+    return took | {"index_seconds": only["seconds"], "written_mb": round(size / 1e6, 1), "labels": len(change.uids)}
 
 
 def main() -> None:
@@ -90,7 +88,7 @@ def main() -> None:
     bundle, load = timed(lambda: Bundle.load(fetch_bundle(options.bundle, ROOT / "runs" / "bundles"), verify=False))
     bundle.predict(["a first text, so that what is loaded once is loaded"])
     with tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".label-change-") as scratch:
-        # links stay on one file system; a bundle of an older format is brought to this one first
+        # a bundle of an older format is brought to this one first
         base = Bundle.load(with_labels(bundle, Path(scratch, "base"), LabelChange.edit(bundle, [LabelText("+", "+")])))
         rows: dict[str, dict[str, float]] = {}
         for name, make in changes(base, options.many).items():
