@@ -65,8 +65,7 @@ def at_work() -> Iterator[None]:
     if context is None or context.flow_run is None:
         yield
         return
-    reconcile.reconcile_crashed_runs()
-    reconcile.note_process(context.flow_run)
+    reconcile.reconcile_crashed_runs(context.flow_run)
     if "PREFECT__FLOW_RUN_ID" in os.environ:
         watch(os.getppid())
     with environment(RUN_TAGS, json.dumps(_tags())):

@@ -33,7 +33,7 @@ from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTa
 
 from flows import lifecycle
 from unidec.data.shards import Work, alone, shards_folder
-from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
+from unidec.errors import ConfigError, TrainingError, UnidecError
 from unidec.pipeline.parent_watch import watch
 from unidec.pipeline.paths import BUNDLES
 from unidec.progress import progress
@@ -97,7 +97,6 @@ def write_shards(work: Work, runner: str | None = None) -> None:
 
     Raises:
         UnidecError: what a shard raised, naming the shard and its rows; TrainingError: its worker died.
-        ArtifactError: workers write into another folder than this one.
     """
     where, missing = parse_runner(runner), work.missing()
     if not missing:
@@ -127,11 +126,6 @@ def write_shards(work: Work, runner: str | None = None) -> None:
         words = f"{len(errors)} of {work.num_shards} shards failed, first {work.name(number)}: {first or repr(first)}"
         fix = "run the same command again: it resumes with the missing shards"
         raise TrainingError(words, where=str(work.folder), fix=fix) from first
-    if missing := work.missing():
-        raise ArtifactError(
-            "workers wrote shards that are not in this folder", where=str(work.folder), got=work.name(missing[0]),
-            fix="input, output and bundle must be in a folder that all machines share under the same path",
-        )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -25,10 +25,6 @@ PAGES = ("report.html", "bundle", "gate.html", "../data/validation/index.html", 
 log = logging.getLogger("unidec.flows")
 
 
-class GitRefusal(UnidecError):
-    """Git refused, or is in a state in which a commit would be lost."""
-
-
 @contextlib.contextmanager
 def harmless(what: str) -> Iterator[None]:
     """A failure inside, or of the function that this decorates, is a warning."""
@@ -70,11 +66,11 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
         {"commit": sha} and, if asked for, {"tag": name}.
 
     Raises:
-        GitRefusal: no branch is checked out, or git failed (it refuses while a merge is under way).
+        UnidecError: no branch is checked out, or git failed (it refuses while a merge is under way).
     """
     name = params.tracking.model_name
     if not _git("branch", "--show-current"):
-        raise GitRefusal("no branch is checked out: the commit would be lost", where="git", fix="git switch <branch>")
+        raise UnidecError("no branch is checked out: the commit would be lost", where="git", fix="git switch <branch>")
     paths = [path for path in (*RECORDED, *extra) if Path(path).exists()]
     _git("add", "--intent-to-add", "--", *paths)
     if _git("status", "--porcelain", "--", *paths):
@@ -91,18 +87,10 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
     return done
 
 
-def is_uncommitted(params: Params) -> bool:
-    """Whether a commit is asked for, and the files that it is about differ from the last one."""
-    try:
-        return params.retrain.commit != "none" and bool(_git("status", "--porcelain", "--", *RECORDED))
-    except GitRefusal:
-        return False
-
-
 def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
-        raise GitRefusal("git refused", where=f"git {' '.join(words[:2])}", got=(done.stderr or done.stdout).strip())
+        raise UnidecError("git refused", where=f"git {' '.join(words[:2])}", got=(done.stderr or done.stdout).strip())
     return done.stdout.strip()
 
 

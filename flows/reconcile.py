@@ -26,20 +26,16 @@ _WORDS = "its process is gone (killed, or the machine stopped); the next run res
 _AT_WORK = FlowRunFilter.model_validate({"state": {"type": {"any_": [StateType.RUNNING, StateType.CANCELLING]}}})
 
 
-@harmless("the flow run does not name its process")
-def note_process(run: FlowRun) -> None:
-    """Write into the flow run which process works on it, as Prefect's own worker does: "host:process id"."""
-    with get_client(sync_client=True) as client:
-        client.update_flow_run(run.id, infrastructure_pid=f"{socket.gethostname()}:{os.getpid()}")
-
-
 @harmless("crashed flow runs could not be looked for")
-def reconcile_crashed_runs() -> None:
+def reconcile_crashed_runs(own: FlowRun | None = None) -> None:
     """Set flow runs Crashed whose process on this machine is gone; the next training ends their MLflow runs.
 
-    A Crashed run no longer counts for its deployment's concurrency limit.
+    A Crashed run no longer counts for its deployment's concurrency limit. The process that works on the run `own` is
+    written into it as Prefect's own worker does: "host:process id".
     """
     with get_client(sync_client=True) as client:
+        if own is not None:
+            client.update_flow_run(own.id, infrastructure_pid=f"{socket.gethostname()}:{os.getpid()}")
         for run in filter(_process_is_gone, client.read_flow_runs(flow_run_filter=_AT_WORK)):
             client.set_flow_run_state(run.id, Crashed(message=_WORDS), force=True)
             log.warning("flow run %s is Crashed: %s", run.name, _WORDS)

@@ -56,10 +56,8 @@ def make_data(stages: Sequence[str]) -> None:
 def check_repository() -> None:
     """DVC can work here, or a ConfigError is raised."""
     if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
-        raise ConfigError(
-            "no DVC repository", where=str(Path.cwd()), expected=".dvc/ and dvc.yaml",
-            fix="unidec init --project writes them",
-        )  # fmt: skip
+        fix = "unidec init --project writes .dvc/ and dvc.yaml"
+        raise ConfigError("no DVC repository", where=str(Path.cwd()), fix=fix)
 
 
 def reproduce(stages: Sequence[str], say: Say) -> None:
@@ -205,10 +203,8 @@ def dvc_file(source: Source) -> Path:
     """The .dvc file of `source.path`, or a ConfigError."""
     path = Path(source.path.removesuffix(".dvc") + ".dvc")
     if not path.is_file():
-        raise ConfigError(
-            "no such file of DVC", where="source.path", got=str(path), expected="data that DVC tracks",
-            fix="dvc import (from a repository), dvc import-url, or dvc add, and commit the .dvc file",
-        )  # fmt: skip
+        fix = "dvc import (from a repository), dvc import-url, or dvc add, and commit the .dvc file"
+        raise ConfigError("no such file of DVC", where="source.path", got=str(path), fix=fix)
     return path
 
 
@@ -219,9 +215,6 @@ def secret_values(names: Mapping[str, str]) -> dict[str, str]:
         try:
             values[variable] = str(Secret.load(block.removeprefix("secret/")).get())  # type: ignore[union-attr]
         except Exception as error:  # Prefect's client has no common error
-            raise ConfigError(
-                "no such secret", where=f"source.secrets.{variable}", got=f"{block} ({type(error).__name__})",
-                expected="the name of a Prefect block of type Secret",
-                fix="make it on Prefect's page (Blocks), or by prefect.blocks.system.Secret(value=...).save(name)",
-            ) from None  # fmt: skip
+            got, fix = f"{block} ({type(error).__name__})", "make a block of type Secret on Prefect's page (Blocks)"
+            raise ConfigError("no such secret", where=f"source.secrets.{variable}", got=got, fix=fix) from None
     return values

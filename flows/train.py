@@ -37,6 +37,7 @@ from unidec.config import Params, fingerprint, load_params
 from unidec.errors import ConfigError
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.runs import tracked
+from unidec.tracking.provenance import git
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import import_mlflow, prepare_store, tracking_uri
 from unidec.training.fit import fit
@@ -137,7 +138,7 @@ def _skip(params: Params, promote: bool | None) -> dict[str, Any]:
     lifecycle.say(f"training is skipped: {reason} (force trains anyway)")
     done = _in_process(params, ["register"])
     judged = decide(params, done["version"], promote, always=False)
-    if judged or publish.is_uncommitted(params):
+    if judged or (params.retrain.commit != "none" and git(".", "status", "--porcelain", "--", *publish.RECORDED)):
         judged |= share(params, done | judged)
     publish.emit(params.tracking.model_name, "skipped", {"reason": reason, "version": str(done["version"])})
     return {**done, **judged, "skipped": reason}

@@ -95,12 +95,12 @@ def test_promote_and_rollback(world):
     refused = {"git.dirty": "true", "gate.passed": "false", "gate.failed": "code"}
     b = world.store("b", **(world.passed(a) | refused))
     code, _, error = world.run("models", "promote", b)
-    assert code == 6 and "did not pass the gate: code" in error and "--allow-dirty" in error
-    assert world.run("models", "promote", b, "--set", "gate.allow_dirty=true")[0] == 0
+    assert code == 6 and "did not pass the gate: code" in error and "--force" in error
+    assert world.run("models", "promote", b, "--force")[0] == 0
     assert aliases(world.client, world.name) == {"champion": b, "previous": a}
     code, shown, _ = world.run("models", "rollback", "--reason", "odd", "--json")
     assert code == 0 and json.loads(shown) == {"model": world.name, "version": a, "previous": b}
-    assert world.run("models", "promote", b, "--allow-dirty")[0] == 6
+    assert world.run("models", "promote", b)[0] == 6
     assert world.run("models", "promote", b, "--force")[0] == 0
     assert world.run("models", "promote", "99")[0] == 2
     assert world.run("models", "promote", b, "--params", "nowhere.yaml")[0] == 2

@@ -185,8 +185,9 @@ def test_a_shard_that_cannot_be_written_is_named(place, tmp_path, module, monkey
 def test_workers_that_see_other_folders_are_found_out(place, tmp_path, module, monkeypatch, prefect_server):
     plan = begin(place, tmp_path / "out.parquet", 2)
     monkeypatch.setattr(module.predict_file, "run_shard", lambda folder, number, threads: None)
-    with pytest.raises(ArtifactError, match="not in this folder"):
-        module.write_shards(plan, "threads:1")
+    module.write_shards(plan, "threads:1")
+    with pytest.raises(ArtifactError, match=r"2 of 2 shards are missing[\s\S]*must share this folder"):
+        module.predict_file.merge(plan)
 
 
 def test_a_shard_that_keeps_failing_is_named(place, tmp_path, module, monkeypatch, prefect_server):

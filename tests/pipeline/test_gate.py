@@ -223,9 +223,9 @@ def test_a_dirty_tree_and_what_was_rolled_back(world, caplog):
     assert pipeline.promote(world.params())["dirty"] and world.aliases()["champion"] == dirty
     later = world.version(world.bundle("later", wrong=range(0, 60, 30)), git__dirty="true")
     result = pipeline.gate(world.params())
-    assert failed(result) == ["code"] and "--allow-dirty" in result["reasons"][0]["words"]
+    assert failed(result) == ["code"] and "--force" in result["reasons"][0]["words"]
     assert not pipeline.needs_gate(world.params(), later)
-    with pytest.raises(Refused, match=f"unidec models promote {later} --allow-dirty"):
+    with pytest.raises(Refused, match=f"unidec models promote {later} --force"):
         pipeline.promote(world.params())
     result = pipeline.gate(world.params(allow_dirty=True))
     assert result["passed"] and "gate.allow_dirty accepts" in result["reasons"][0]["words"]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def test_a_process_that_waits_to_be_reaped_is_gone() -> None:
     assert child.stdout is not None
     child.stdout.read()  # its end; nobody has asked for its exit code yet
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert is_alive(this_process() | {"pid": child.pid, "started": None}) is False
+    assert is_alive(this_process() | {"pid": child.pid, "started": time.time()}) is False
     child.wait()
     child.stdout.close()
 

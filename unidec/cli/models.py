@@ -46,16 +46,13 @@ def gate(params: Params, version: Which = "challenger") -> Shown:
 def promote(
     params: Params,
     version: Which = "challenger",
-    allow_dirty: Annotated[
-        bool, Option("--allow-dirty", help="also a version made with uncommitted changes; recorded in a tag")
-    ] = False,
     force: Annotated[bool, Option("--force", help="whatever the gate decided; recorded in a tag")] = False,
     reason: Reason = "",
 ) -> dict[str, Any]:
     """Make a version that passed the gate the champion, and the champion the previous one."""
     from unidec import pipeline
 
-    return pipeline.promote(params, version, allow_dirty=allow_dirty, force=force, reason=reason)
+    return pipeline.promote(params, version, force=force, reason=reason)
 
 
 @command(models_app, '--reason "answers to short queries are odd"')

@@ -58,12 +58,13 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
             )  # fmt: skip
     except OSError as error:
         raise TrainingError("cannot be started", where=step.name, got=error) from error
-    while (code := _wait(process, POLL_S)) is None:
-        if stopping.is_set():
+    while (code := process.poll()) is None:
+        if stopping.wait(POLL_S):
             for number in (signal.SIGTERM, signal.SIGKILL):  # the latter also for what the child had started
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
-                _wait(process, GRACE_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_S)
     if code == 0 and step.result() is not None:
         return
     if not (reason := step.failure()):
@@ -73,12 +74,6 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
         if not stopping.is_set():
             write_json(step.folder / FAILURE, {"what": reason})
     raise TrainingError(reason, where=str(step.folder / LOG))
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(seconds)
-    return None
 
 
 # -- the child --------------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:
     known = list((sections.get(path[0], ComparisonFile) if len(path) > 2 else ComparisonFile).model_fields)
     key, got = ".".join(path), short(detail["input"])
     if detail["type"] == "extra_forbidden":
-        return problem(key, "unknown key", got, one_of(known), origin, nearest(path[-1], known))
+        return problem(key, "unknown key", got, f"one of {', '.join(known)}", origin, nearest(path[-1], known))
     where = next((origin[name] for n in range(len(path), 0, -1) if (name := ".".join(path[:n])) in origin), None)
     what = "missing" if detail["type"] == "missing" else "wrong value"
     return problem(key, what, got, valid_values(detail), {key: where} if where else {})
@@ -133,12 +133,6 @@ def flat(overrides: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None or "." in key:
             found[key] = value
     return found
-
-
-def one_of(names: Iterable[str]) -> str:
-    """The values that are allowed, in words."""
-    listed = list(names)
-    return f"one of {', '.join(listed)}" if listed else "nothing: there is none"
 
 
 # -- its jobs ----------------------------------------------------------------------------------------------------------
@@ -228,7 +222,8 @@ class Planner:
     def _check_name(self, key: str, what: str, name: str | None, known: Iterable[str]) -> None:
         names = list(known)
         if name is not None and name not in names:
-            self._add(key, f"no such {what}", name, one_of(names), nearest(name, names))
+            expected = f"one of {', '.join(names)}" if names else "no name: there is none"
+            self._add(key, f"no such {what}", name, expected, nearest(name, names))
 
     def _check_data_and_groups(self) -> None:
         for name, entry in self.file.data.items():

@@ -38,7 +38,7 @@ from unidec.version import __version__
 SINGLE_HEADS: tuple[Space, ...] = ("de", "clf")
 PARTS = ("de", "clf", "heads", "knn")  # each head, their blend, the votes
 _OF_PART, _OF_GROUP = ("P@1", "nDCG@5", "PSP@5", "R@100"), ("R@10", "nDCG@5", "PSP@5")
-_PAGES = "`report.html`: by frequency, curves, examples; `gate/gate.html`: against the champion."
+_PAGES = "`report.html`: by frequency, curves, examples."
 ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
 EXAMPLES = 6  # queries answered right and as many answered wrong
 SHOWN = 5  # labels shown for each

@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 def gate(params: Params, version: str | int = CHALLENGER) -> dict[str, Any]:
-    """Compare a version with the champion, see whether it can be served, and say so in files, tags and the MLflow run.
+    """Compare a version with the champion, see whether it can be served, and say so in files and tags.
 
     A first model has no champion to be compared with: it must be servable. One that is champion already passes unseen.
 
@@ -94,7 +94,7 @@ def gate(params: Params, version: str | int = CHALLENGER) -> dict[str, Any]:
         write_json(GATE_JSON, about)
         write_page(GATE_PAGE, render("gate", verdict=about))
         question = _question(params, challenger, champion)
-        promotion.record_verdict(client, challenger, about, question, [GATE_JSON, GATE_PAGE])
+        promotion.record_verdict(client, challenger, about, question)
         _purge({version.tags.get(HASH_TAG, "")[:16] for version in (challenger, champion) if version is not None})
     for check in checks:
         log.log(logging.INFO if check.passed else logging.WARNING, "gate: %s: %s", check.check, check.words)
@@ -123,11 +123,10 @@ def needs_gate(params: Params, version: str | int) -> bool:
 
 
 def promote(
-    params: Params, version: str | int = CHALLENGER, *, allow_dirty: bool = False, force: bool = False, reason: str = ""
-) -> dict[str, Any]:
+    params: Params, version: str | int = CHALLENGER, *, force: bool = False, reason: str = ""
+) -> dict[str, Any]:  # fmt: skip
     """A version becomes champion, the champion previous: `unidec.tracking.promotion.promote`."""
-    dirty = allow_dirty or params.gate.allow_dirty
-    return promotion.promote(params.tracking.model_name, version, allow_dirty=dirty, force=force, reason=reason)
+    return promotion.promote(params.tracking.model_name, version, force=force, reason=reason)
 
 
 def _question(params: Params, challenger: ModelVersion, champion: ModelVersion | None) -> str:
@@ -154,7 +153,7 @@ def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gat
     checks = [Check("code", True, commit or None, None, f"commit {commit or 'unknown'}")]
     if left := uncommitted(tags):
         words = f"made with uncommitted changes ({', '.join(left[:5])}{', ...' if len(left) > 5 else ''})"
-        fix = f": commit them and run `make train`, or run `unidec models promote {version.version} --allow-dirty`"
+        fix = f": commit them and run `make train`, or run `unidec models promote {version.version} --force`"
         if champion is None:
             fix = ", accepted for a first champion; commit them, or later models are refused"
             log.warning("gate: version %s was %s%s", version.version, words, fix)

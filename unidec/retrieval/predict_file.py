@@ -205,7 +205,7 @@ def merge(work: Work) -> Path:
         raise ArtifactError(
             f"{len(missing)} of {work.num_shards} shards are missing or damaged", where=str(work.folder),
             got=", ".join(work.name(number) for number in missing[:3]),
-            fix="run the same command again: it writes only those",
+            fix="run the same command again: it writes only those; workers elsewhere must share this folder",
         )  # fmt: skip
     target, shards = Path(work.settings["output"]), [work.path(number) for number in range(work.num_shards)]
     group = max(1, GROUP_ROWS // (work.settings["batch_size"] * work.settings["k"]))

@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +32,6 @@ ROLLED_BACK = ("rolled_back.at", "rolled_back.by", "rolled_back.reason")
 LOCK_SECONDS = 60.0
 _LISTED = 10  # versions or models in an error
 _TAGGED = ("P@1", "nDCG@5", "PSP@5", "R@10", "tail/R@10", "coverage@5")
-
-log = logging.getLogger(__name__)
 
 
 def aliases(client: MlflowClient, model_name: str) -> dict[str, str]:
@@ -67,33 +64,21 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
     if found := version_of(client, model_name, which):
         return found
     named, numbers = aliases(client, model_name), [str(v.version) for v in all_versions(client, model_name)]
-    kind, near = "version" if str(which).isdecimal() else "alias", nearest(str(which), list(named))
+    what, near = "no such version" if str(which).isdecimal() else "no such alias", nearest(str(which), list(named))
     known = [*sorted(named), *numbers[:_LISTED]]
     if not numbers:
         known = [model.name for model in client.search_registered_models(max_results=_LISTED)]
-        kind, near = "model", nearest(model_name, known)
-        if model_name == near:
-            raise ConfigError(
-                "not in the registry: the model has no version yet", where=f"models:/{model_name}", got=str(which),
-                fix=f"`unidec models register` makes one of outputs/bundle (tracking.model_name: {model_name})",
-            )  # fmt: skip
+        what, near = "no such model, or it has no version yet", nearest(model_name, known)
     raise ConfigError(
-        f"not in the registry: no such {kind}", where=f"models:/{model_name}", got=str(which),
+        f"not in the registry: {what}", where=f"models:/{model_name}", got=str(which),
         expected=f"one of {', '.join(known)}" if known else "no model is registered",
-        fix=f"nearest: {near}" if near else
+        fix=f"nearest: {near}" if near not in (None, model_name) else
         "`unidec models list` lists versions and aliases; `unidec models register` registers outputs/bundle",
     )  # fmt: skip
 
 
-def record_verdict(
-    client: MlflowClient, version: ModelVersion, verdict: Mapping[str, Any], settings: str, files: Sequence[Path]
-) -> None:
-    """Writes the verdict to the version, and to the run that it belongs to where that is still there.
-
-    The tag `gate.passed` is written last: where it is set, all others are.
-    """
-    from mlflow.exceptions import MlflowException
-
+def record_verdict(client: MlflowClient, version: ModelVersion, verdict: Mapping[str, Any], settings: str) -> None:
+    """Writes the verdict to the version. The tag `gate.passed` comes last: where it is set, all others are."""
     reasons = verdict["reasons"]
     lines = [f"{'pass' if r['passed'] else 'FAIL'} {r['check']}: {r['words']}" for r in reasons]
     own = verdict.get("metrics", {}).get("challenger", {})
@@ -112,28 +97,15 @@ def record_verdict(
         client.delete_model_version_tag(version.name, number, "gate.passed")
     for key, value in tags.items():
         client.set_model_version_tag(version.name, number, key, value)
-    if not version.run_id:
-        return
-    try:
-        for path in files:
-            client.log_artifact(version.run_id, str(path))
-        client.set_tag(version.run_id, "gate.passed", tags["gate.passed"])
-    except MlflowException as error:  # a deleted run is no reason to hold a model back
-        log.warning("the gate's page did not reach run %s: %s", version.run_id, error)
 
 
-def hindrances(version: ModelVersion, champion: str | None, allow_dirty: bool = False) -> list[str]:
+def hindrances(version: ModelVersion, champion: str | None) -> list[str]:
     """Why a version must not become champion, in words; [] where nothing speaks against it."""
     tags, found = version.tags, []
-    if version.status != "READY":
-        found.append(f"it is not ready: {version.status}")
-    failed = [name for name in tags.get("gate.failed", "").split(", ") if name]
-    if allow_dirty:
-        failed = [name for name in failed if name != "code"]
     if "gate.passed" not in tags:
         found.append("no gate has judged it: `unidec models gate` does")
-    elif tags["gate.passed"] != "true" and (failed or not tags.get("gate.failed")):
-        found.append(f"it did not pass the gate: {', '.join(failed) or 'no reasons are kept'}")
+    elif tags["gate.passed"] != "true":
+        found.append(f"it did not pass the gate: {tags.get('gate.failed') or 'no reasons are kept'}")
     if "gate.passed" in tags and tags.get("gate.champion", "") != (champion or ""):
         judged = f"version {tags['gate.champion']}" if tags.get("gate.champion") else "no champion"
         now = f"version {champion} is champion" if champion else "there is no champion"
@@ -150,18 +122,12 @@ def rolled_back_words(tags: Mapping[str, str]) -> str:
 
 
 def promote(
-    model_name: str,
-    which: str | int = CHALLENGER,
-    *,
-    allow_dirty: bool = False,
-    force: bool = False,
-    reason: str = "",
-) -> dict[str, Any]:
+    model_name: str, which: str | int = CHALLENGER, *, force: bool = False, reason: str = ""
+) -> dict[str, Any]:  # fmt: skip
     """Make a version champion and the champion previous; a version that is champion already stays it.
 
     Args:
         which: version number or alias.
-        allow_dirty: accept a refusal of the gate that names uncommitted changes only; sets the tag `promoted.dirty`.
         force: accept any refusal but a wrong hash; sets the tag `promoted.forced`.
         reason: kept in the tag `promoted.reason`.
 
@@ -179,11 +145,11 @@ def promote(
         done = {"model": model_name, "version": number, "dirty": version.tags.get("git.dirty") == "true"}
         if number == champion:
             return {**done, "previous": now.get(PREVIOUS), "forced": False, "changed": False}
-        against = hindrances(version, champion, allow_dirty or force)
+        against = hindrances(version, champion)
         if against and not force:
             fix = f"unidec models promote {number} --force --reason TEXT"
-            if not hindrances(version, champion, allow_dirty=True):
-                fix = f"commit the changes and run `make train`, or: unidec models promote {number} --allow-dirty"
+            if version.tags.get("gate.failed") == "code":
+                fix = f"commit the changes and run `make train`, or: {fix}"
             raise Refused(f"version {number} is not promoted", where=model_name, got="; ".join(against), fix=fix)
         flags = {"promoted.dirty": str(done["dirty"]).lower(), "promoted.forced": str(bool(against)).lower()}
         _move(client, version, champion, {number: _record("promoted", reason) | flags})

@@ -300,30 +300,25 @@ class Tracker:
 
 def this_process() -> dict[str, Any]:
     """{"host", "pid", "started" (seconds since 1970)} of the calling process; see `is_alive`."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
+    import psutil
+
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
 def is_alive(holder: Mapping[str, Any] | None) -> bool | None:
     """Whether a process that `this_process` described still runs, and not another one that got its number; None where
     that cannot be known from here."""
-    try:
-        if not holder or holder["host"] != socket.gethostname():
-            return None
-        started, then = _started(int(holder["pid"])), holder["started"]
-    except (KeyError, TypeError, ValueError):
-        return None
-    if started is None or then is None:
-        return started is not None
-    return abs(started - float(then)) < _SECONDS_APART
-
-
-def _started(pid: int) -> float | None:
     import psutil
 
     try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+        if not holder or holder["host"] != socket.gethostname():
+            return None
+        process = psutil.Process(int(holder["pid"]))
+        is_the_same = abs(process.create_time() - float(holder["started"])) < _SECONDS_APART
+        return is_the_same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
+        return False
+    except (KeyError, TypeError, ValueError):
         return None
 
 
