@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
+
+from unidec.tracking.store import answers
 
 TIMEOUT_S = 120.0
 _ENVIRONMENT = {
@@ -51,12 +52,8 @@ def running() -> Iterator[None]:
         yield
         return
     address = f"http://127.0.0.1:{port}/api"
-    while time.monotonic() < end:
-        try:
-            urllib.request.urlopen(f"{address}/health", timeout=5).close()
-            break
-        except OSError:
-            time.sleep(0.05)
+    while not answers(address) and time.monotonic() < end:
+        time.sleep(0.05)
     # it has no pages, and no automation that listens for signs of life
     unset = {PREFECT_UI_URL: "", "flows.heartbeat_frequency": None}
     with temporary_settings({PREFECT_API_URL: address, **unset}):

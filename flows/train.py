@@ -120,11 +120,8 @@ def _through_dvc(params: Params, force: bool, start: Start | None, promote: bool
 
     def record() -> None:
         if reproduce.inputs_state() != before:
-            raise ConfigError(
-                "parameters, code or data were edited while the model was trained", where="dvc.lock",
-                got="a lock file that does not describe the outputs, which are kept",
-                fix="run it again: what the edit concerns is then rebuilt",
-            )  # fmt: skip
+            what = "parameters, code or data were edited while the model was trained; its outputs are kept"
+            raise ConfigError(what, where="dvc.lock", fix="run it again: what the edit concerns is then rebuilt")
         run("record", reproduce.commit, work, retry=True)
 
     done |= _in_process(params, [*work, "register"], record)

@@ -22,7 +22,6 @@ from unidec.evaluation.comparison_page import Cell, ComparisonInput, Run, Task, 
 from unidec.evaluation.metrics import QueryParts, by_query, filtered_truth
 from unidec.evaluation.significance import Comparison as PairedTest
 from unidec.evaluation.significance import best_systems, compare_systems
-from unidec.progress import progress
 
 TESTED = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@100")
 TABLE = ("P@1", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100")
@@ -98,7 +97,7 @@ def page_input(
 def contrasts(comparison: Comparison, found: Results) -> dict[str, list[PairedTest]]:
     """Every system against the best peer of each metric, and the cells of each group against its base."""
     done: dict[str, list[PairedTest]] = {}
-    for data in progress(list(comparison.file.data), desc="tests", unit="data set"):
+    for data in comparison.file.data:
         jobs = [job for key, job in comparison.jobs.items() if job.data == data and key in found]
         scores, tests = _scores(comparison, jobs), done.setdefault(data, [])
         peers = [name for name in scores if comparison.file.cells[name].peer]

@@ -155,10 +155,8 @@ def _named(named: Mapping[str, str], version: str) -> list[str]:
 
 def _check_hash(prefix: str, where: str) -> None:
     if not _HASH.fullmatch(prefix):
-        raise ConfigError(
-            "not a hash", where=where, got=prefix, expected=f"{SHORTEST} to 64 hexadecimal digits",
-            fix="dvc.lock and `unidec models lineage` have them",
-        )  # fmt: skip
+        expected = f"{SHORTEST} to 64 hexadecimal digits, as in dvc.lock and `unidec models lineage`"
+        raise ConfigError("not a hash", where=where, got=prefix, expected=expected)
 
 
 def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion:

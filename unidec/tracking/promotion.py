@@ -107,9 +107,8 @@ def hindrances(version: ModelVersion, champion: str | None) -> list[str]:
     elif tags["gate.passed"] != "true":
         found.append(f"it did not pass the gate: {tags.get('gate.failed') or 'no reasons are kept'}")
     if "gate.passed" in tags and tags.get("gate.champion", "") != (champion or ""):
-        judged = f"version {tags['gate.champion']}" if tags.get("gate.champion") else "no champion"
-        now = f"version {champion} is champion" if champion else "there is no champion"
-        found.append(f"the gate compared it with {judged}, and now {now}: `unidec models gate` compares again")
+        judged, now = (f"version {one}" if one else "no champion" for one in (tags.get("gate.champion"), champion))
+        found.append(f"the gate compared it with {judged}, now it would be {now}: `unidec models gate` compares again")
     if ROLLED_BACK[0] in tags:
         found.append(rolled_back_words(tags))
     return found
@@ -174,11 +173,11 @@ def rollback(model_name: str, *, reason: str = "") -> dict[str, Any]:
         if is_completed and champion and ROLLED_BACK[0] in known_version(client, model_name, previous or "").tags:
             return {"model": model_name, "version": champion, "previous": previous}
         if champion is None or previous is None or champion == previous:
-            raise Refused(
-                "there is no earlier champion to go back to", where=model_name,
-                got=f"champion {champion or 'none'}, previous {previous or 'none'}",
-                fix="`unidec models list` lists the versions; unidec models promote VERSION --force takes any of them",
-            )  # fmt: skip
+            got, fix = (
+                f"champion {champion}, previous {previous}",
+                "unidec models promote VERSION --force takes any version",
+            )
+            raise Refused("there is no earlier champion to go back to", where=model_name, got=got, fix=fix)
         back = _record("promoted", f"rollback from version {champion}" + (f": {reason}" if reason else ""))
         tags = {previous: back, champion: _record("rolled_back", reason)}
         _move(client, known_version(client, model_name, previous), champion, tags)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -169,23 +168,19 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
     """Logs the model under its run, whose status stays what it was. Returns model id and run id."""
     import mlflow
 
-    package = PACKAGE
-    before, run_id = (run.info.status, run.info.run_id) if run else ("FINISHED", None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # MLflow's use of pandas, and its advice to write type hints
-        # MLflow runs the model's file where it stores it: byte code written there would be logged with it
-        stack.callback(setattr, sys, "dont_write_bytecode", sys.dont_write_bytecode)
-        sys.dont_write_bytecode = True
-        mlflow.start_run(run_id=run_id, run_name=None if run_id else "register")
-        stack.callback(mlflow.end_run, "FINISHED" if before == "RUNNING" else before)
-        active = mlflow.active_run().info.run_id
+        if run is not None:
+            stack.callback(client.update_run, run.info.run_id, status=run.info.status)
+        own = mlflow.start_run(run_id=run.info.run_id) if run else mlflow.start_run(run_name="register")
+        active = stack.enter_context(own).info.run_id
         steps = [m.step for m in client.get_run(active).data.to_proto().metrics if m.key.startswith("training/")]
         info = mlflow.pyfunc.log_model(
             name="bundle",
-            python_model=str(package / "tracking" / "pyfunc.py"),
+            python_model=str(PACKAGE / "tracking" / "pyfunc.py"),
             artifacts={"bundle": str(bundle_path)},
-            code_paths=[str(package)],
+            code_paths=[str(PACKAGE)],
             signature=signature(),
             # no input example: MLflow would load the whole model to try it, and the signature is given
             model_config={"runtime": "auto", "threads": 0},
@@ -194,8 +189,6 @@ def _log_model(client: MlflowClient, bundle_path: Path, run: Run | None, tags: M
             tags=dict(tags),
             step=max([1, *steps]),  # its figures become the model's; those without a step: `_link_test_metrics`
         )
-    if before == "RUNNING":
-        client.update_run(active, status="RUNNING")
     _link_test_metrics(client, active, info.model_id)
     return info.model_id, active
 

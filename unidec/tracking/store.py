@@ -158,11 +158,11 @@ def open_client(uri: str) -> MlflowClient:
     except MlflowException as error:
         if "out-of-date database schema" not in str(error):
             raise
-        raise ArtifactError(
+        what, fix = (
             "the tracking database was written by another version of MLflow",
-            where=str(sqlite_path(uri) or uri),
-            fix=f"copy it, then run: mlflow db upgrade {uri}",
-        ) from error
+            f"copy it, then: mlflow db upgrade {uri}",
+        )
+        raise ArtifactError(what, where=str(sqlite_path(uri) or uri), fix=fix) from error
 
 
 class UnlessMissing:
