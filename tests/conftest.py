@@ -201,7 +201,8 @@ def open_trainer(
     """`open_trainer("run", **{"pool.beta": 1})`: a `Trainer` of `tiny_dataset`; the same name opens the run again."""
 
     def open_trainer(run: str = "run", **overrides: Any) -> Any:
-        from unidec.data.label_graph import soft_targets
+        from label_targets import soft_targets
+
         from unidec.training.trainer import Trainer, TrainingData
 
         params = tiny_params(**overrides)

@@ -163,10 +163,6 @@ class Encoder(Section):
         if self.frozen and self.trainable_layers != 0:
             fix = "encoder.trainable_layers: 0, or encoder.frozen: false"
             yield Conflict("encoder.frozen encoder.trainable_layers", "a frozen encoder has no layers that train", fix)
-        if self.frozen and self.bag_dropout > 0:
-            what = "a frozen encoder's vectors are computed once: no tokens can be dropped from them"
-            fix = "encoder.bag_dropout: 0 (encoder.dropout works), or encoder.frozen: false"
-            yield Conflict("encoder.frozen encoder.bag_dropout", what, fix)
 
 
 class Model(Section):
@@ -204,9 +200,6 @@ class Pool(Section):
             what = "the pool is smaller than the batch: queries without a positive in it drop out of the loss"
             fix = "pool.size at least pool.batch_size (the papers: 2 to 5 times), or 0 for no limit"
             yield Conflict("pool.size pool.batch_size", what, fix)
-        if self.cluster_start > self.batch_size:
-            fix = "pool.cluster_start well below pool.batch_size, or 0"
-            yield Conflict("pool.cluster_start pool.batch_size", "the first clusters are larger than a batch", fix)
 
 
 class Loss(Section):

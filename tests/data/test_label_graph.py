@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from label_targets import soft_targets
 from scipy.sparse import csr_matrix
 
 from unidec.data import label_graph, storage
-from unidec.data.label_graph import build_label_graph, chosen_labels, load_label_graph, soft_targets
+from unidec.data.label_graph import build_label_graph, chosen_labels, load_label_graph
 from unidec.errors import ArtifactError
 from unidec.sections import LabelGraph
 

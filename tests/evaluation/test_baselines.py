@@ -37,9 +37,7 @@ def perfect_answers(truth) -> np.ndarray:
 def test_they_are_measured_by_the_metric_code_of_the_model(case):
     dataset, truth, inverse, groups, _ = case
     measured = measure_baselines(dataset, "title", inverse, groups)
-    assert set(measured.labels) == set(BASELINES) and measured.about.endswith(
-        "2,000 queries of the train and validation splits."
-    )
+    assert set(measured.labels) == set(BASELINES) and "measured on 500 of 500 test queries." in measured.about
     np.testing.assert_array_equal(measured.places, np.arange(500))
     filters = dataset.filter_pairs[dataset.rows("test")].toarray().astype(bool)
     for name, labels in measured.labels.items():
@@ -57,8 +55,8 @@ def test_large_data_is_sampled_and_says_so(case, monkeypatch):
     monkeypatch.setattr(module, "MIN_TEST", 40)
     measured = measure_baselines(dataset, "title", inverse, groups)
     assert len(measured.places) == 40 == len(measured.labels["knn"]) and (np.diff(measured.places) > 0).all()
-    assert "a sample of 300 queries of the train and validation splits (of 2,000" in measured.about
-    assert "a sample of 40 test queries (of 500)" in measured.about
+    assert "300 of 2,000 queries of the train and validation splits" in measured.about
+    assert "40 of 500 test queries" in measured.about
     found = compare_with_baselines(perfect_answers(truth), truth, measured, inverse, groups)
     assert {one.num_queries for one in found} == {40}
     whole = evaluate(perfect_answers(truth)[measured.places], truth[measured.places], inverse, groups)

@@ -17,10 +17,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from label_targets import soft_targets
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.label_graph import soft_targets
 from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.data.tokens import TokenCache
 from unidec.training import trainer as module

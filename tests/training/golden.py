@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from label_targets import soft_targets
 from scipy.sparse import csr_matrix
 
 from unidec.config import Params, load_params, recipe_names
 from unidec.data.dataset import XMCDataset, write_dataset
-from unidec.data.label_graph import soft_targets
 from unidec.data.raw import RawData
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.training import trainer as trainer_module

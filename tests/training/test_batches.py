@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
+from label_targets import soft_targets
 
-from unidec.data.label_graph import soft_targets
 from unidec.errors import DataError
 from unidec.training.batches import Batches
 from unidec.training.distributed import Ranks

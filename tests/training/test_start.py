@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from label_targets import soft_targets
 
-from unidec.data.label_graph import soft_targets
 from unidec.data.storage import write_folder
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.unidec import KIND, VERSION, UniDEC

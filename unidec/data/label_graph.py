@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from scipy.sparse import csr_matrix, vstack
+from scipy.sparse import csr_matrix
 
 from unidec.data.array_file import growing_array, load_csr
 from unidec.data.dataset import XMCDataset
@@ -34,12 +34,6 @@ _WALKS_AT_ONCE = 1024  # labels; random numbers belong to a block, so this is pa
 _WALK_SEED = 20210
 
 Kind = Literal["cooccurrence", "random-walk", "glas", "self"]
-
-
-def soft_targets(relevance: csr_matrix, threshold: float, **options: Any) -> csr_matrix:
-    """All of `target_blocks` in one float32 CSR [L, L]."""
-    none = csr_matrix((0, relevance.shape[1]), dtype=np.float32)
-    return csr_matrix(vstack([none, *target_blocks(relevance, threshold, **options)], format="csr"))
 
 
 def target_blocks(

@@ -425,7 +425,5 @@ def _storage_error(path: Path, error: OSError, num_bytes: int) -> ArtifactError:
     what, fix = "it cannot be written", "check the folder's permissions"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what, fix = "no space left to write it", "free some space, or choose another folder"
-    elif error.errno == errno.EFBIG:
-        fix = "raise the limit on the size of a file (ulimit -f), or choose another file system"
     expected = f"at least {num_bytes:,} bytes" if num_bytes else None
     return ArtifactError(what, where=str(path), got=got, expected=expected, fix=fix)

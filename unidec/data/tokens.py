@@ -48,12 +48,8 @@ class Tokens:
         self.ids, self.offsets = np.asarray(ids), np.asarray(offsets)  # asarray: indexing plain arrays is faster
         self.vocab_size, self.pad_id, self.max_length = vocab_size, pad_id, max_length
 
-    @property
-    def num_texts(self) -> int:
-        return len(self.offsets) - 1
-
     def __len__(self) -> int:
-        return self.num_texts
+        return len(self.offsets) - 1
 
     def lengths(self, rows: Sequence[int] | NDArray[Any] | None = None) -> NDArray[np.int64]:
         """Tokens of some texts or of all, int64 [B]; not kept."""
@@ -75,8 +71,8 @@ class Tokens:
         Raises IndexError: a row that is negative or beyond the last text.
         """
         rows_B = np.asarray(rows, dtype=np.int64)
-        if rows_B.size and (rows_B.min() < 0 or rows_B.max() >= self.num_texts):
-            raise IndexError(f"rows from {rows_B.min()} to {rows_B.max()} of {self.num_texts} texts")
+        if rows_B.size and (rows_B.min() < 0 or rows_B.max() >= len(self)):
+            raise IndexError(f"rows from {rows_B.min()} to {rows_B.max()} of {len(self)} texts")
         offsets = _offsets([self.lengths(rows_B)])
         return self.ids[self.places(rows_B)].astype(np.int64), offsets
 
@@ -264,11 +260,11 @@ def build_token_cache(
         texts: batches, in the order of rows (`XMCDataset.text_batches`).
         tokenizer_folder, max_length: see `TextTokenizer`.
         out: the folder: ids.npy (uint16 where the vocabulary is below 65,536, else uint32), offsets.npy (int64, N + 1).
-        num_texts: how many texts there will be; any other number is refused.
+        num_texts: how many texts there will be, for the display of progress.
         meta: more facts for the manifest, such as {"text": "title"}.
 
     Raises:
-        DataError: another number of texts, or a text that cannot be tokenised.
+        DataError: a text that cannot be tokenised.
         ArtifactError: no tokenizer, or the folder cannot be written.
     """
     tokenizer = TextTokenizer(tokenizer_folder, max_length)
@@ -284,15 +280,13 @@ def build_token_cache(
                 lengths.append(length.astype(np.int32))
                 bar.update(len(batch))
         offsets = _offsets(lengths)
-        if len(offsets) - 1 != num_texts:
-            raise DataError("another number of texts than announced", got=len(offsets) - 1, expected=num_texts)
         np.save(folder.path / "offsets.npy", offsets)
         folder.meta |= {
             "vocab_size": tokenizer.vocab_size,
             "pad_id": tokenizer.pad_id,
             "max_length": max_length,
             "tokenizer_sha256": file_sha256(tokenizer.file),
-            "num_texts": num_texts,
+            "num_texts": len(offsets) - 1,
             "num_tokens": int(offsets[-1]),
         }
     return Path(out)

@@ -24,7 +24,7 @@ from unidec.data.dataset import Text, XMCDataset
 from unidec.data.profile import spaced, text_facts
 from unidec.errors import DataError
 from unidec.evaluation.metrics import GROUPS, by_query, evaluate, filtered_truth, remove_filtered
-from unidec.evaluation.significance import Comparison, best_systems, compare_systems, holm
+from unidec.evaluation.significance import Comparison, best_systems, compare_systems
 from unidec.metric_names import BASELINES, parse
 from unidec.progress import progress
 
@@ -86,12 +86,11 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
     truth = filtered_truth(dataset.relevance[test[places]], filters)
     labels = {name: remove_filtered(found, filters, K) for name, found in ranked.items()}
     metrics = {name: evaluate(found, truth, inverse_L, group_L) for name, found in labels.items()}
-    about = f"TF-IDF baselines: made from {len(rows):,} queries of the train and validation splits"
-    if len(rows) < len(train):
-        about = about.replace("from", "from a sample of") + f" (of {len(train):,}, which makes them weaker)"
-    if len(places) < len(test):
-        about += f", measured on a sample of {len(places):,} test queries (of {len(test):,})"
-    return Baselines(labels, metrics, places, f"{about}.")
+    about = (
+        f"TF-IDF baselines: made from {len(rows):,} of {len(train):,} queries of the train and validation splits, "
+        f"measured on {len(places):,} of {len(test):,} test queries."
+    )
+    return Baselines(labels, metrics, places, about)
 
 
 def compare_with_baselines(
@@ -115,9 +114,9 @@ def compare_with_baselines(
     runs = {system: [by_query(labels, truth, names, inverse_L, group_L)] for system, labels in rankings.items()}
     names = [name for name in names if runs[MODEL][0][name][1].any()]
     best = best_systems(runs, list(baselines.labels), names)
-    found = [one for one in compare_systems(runs, best, names, num_samples=NUM_SAMPLES) if one.system == MODEL]
-    corrected = holm([one.p_value for one in found]).tolist()  # over these alone, not also over the other baseline's
-    return [dataclasses.replace(one, p_adjusted=p) for one, p in zip(found, corrected, strict=True)]
+    better = [{name: runs[best[name]][0][name] for name in names}]
+    found = compare_systems({MODEL: runs[MODEL], "best": better}, "best", names, num_samples=NUM_SAMPLES)
+    return [dataclasses.replace(one, against=best[one.metric]) for one in found]
 
 
 def verdict(compared: Sequence[Comparison]) -> str:

@@ -31,11 +31,6 @@ BINS = {"labels": "labels", "mean_frequency": "training queries, mean", "test_pa
         "P@5": "adds to P@5", "PSP@5": "adds to PSP@5", "recall@5": "its pairs found in the first 5, percent",
         "coverage@5": "coverage@5"}  # fmt: skip
 VALIDATION = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
-FOUND = {
-    "clusters": "clusters",
-    "cluster_cosine": "mean cosine to the cluster's centre",
-    "mine_negative_score": "mean score of mined negatives",
-}
 TRAINING = (
     "step", "epoch", "seconds", "loss", "loss_de", "loss_clf", "lr_heads", "lr_clf", "lr_encoder", "lr_bag",
     "grad_norm", "pool_size", "positives_per_query", "texts_per_s", "tokens_per_s",
@@ -197,18 +192,16 @@ def _lines(records: Records, x: str, names: Mapping[str, str], dots: bool = Fals
 
 
 def _rounds(rounds: Records) -> dict[str, Any]:
-    """Seconds of each round's parts, totals, what refreshes found."""
+    """Seconds of each round's parts, and totals."""
     parts, groups = round_parts(rounds), [str(r.get("round", i + 1)) for i, r in enumerate(rounds)]
     total: dict[str, float | None] = {f"{name}, seconds": sum(column) for name, column in parts.items()}
     for key, shown in MEMORY.items():
         total[shown] = max((finite(r.get("memory") or {}, key) for r in rounds), default=0.0) or None
-    found = {group: r.get("refresh") or {} for group, r in zip(groups, rounds, strict=True)}
     return {
         "cost_chart": bar_chart(
             "Seconds a round", groups, list(parts.items()), "seconds", x_label="round", stacked=True
         ),
         "cost_totals": {name: round(value, 2) for name, value in total.items() if value is not None},
-        "found": Table.of("round", found, FOUND),
     }
 
 

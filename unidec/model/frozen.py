@@ -92,7 +92,7 @@ class FrozenCaches:
         """The cache that is named by some facts and by the tokens."""
         facts = facts | {"tokens": read_manifest(tokens.path, "tokens", 1, verify=False)["files"]}
         key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        path, shape = self.folder / f"{facts['what']}-{key[:16]}", (tokens.num_texts, width)
+        path, shape = self.folder / f"{facts['what']}-{key[:16]}", (len(tokens), width)
         if not path.is_dir():
             with write_folder(path, KIND, VERSION, {"key": key}) as out, torch.no_grad():
                 mapped = np.lib.format.open_memmap(out.path / "values.npy", mode="w+", dtype=np.float16, shape=shape)
@@ -111,9 +111,9 @@ class FrozenCaches:
             if encoder.transformer is not None:
                 vectors = self.read("vectors", {name: tokens})
         build = InputBuilder(encoder, self.device, vectors)
-        with progress(total=tokens.num_texts, desc=f"encode once ({what})", unit="text") as bar:
-            for start in range(0, tokens.num_texts, TEXTS_AT_ONCE):
-                some = np.arange(start, min(start + TEXTS_AT_ONCE, tokens.num_texts))
+        with progress(total=len(tokens), desc=f"encode once ({what})", unit="text") as bar:
+            for start in range(0, len(tokens), TEXTS_AT_ONCE):
+                some = np.arange(start, min(start + TEXTS_AT_ONCE, len(tokens)))
                 for places in length_chunks(tokens.lengths(some)):
                     texts = build.texts([(name, tokens, some[places])])
                     with torch.autocast(

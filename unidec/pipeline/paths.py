@@ -51,7 +51,7 @@ def open_tokens(which: str, verify: bool = True) -> TokenCache:
         ArtifactError: damaged, or made of another number of texts than the data set has.
     """
     cache = TokenCache.open(TOKENS / which, verify)
-    return _made_of(cache, cache.num_texts, which, TOKENS / which, "tokens")
+    return _made_of(cache, len(cache), which, TOKENS / which, "tokens")
 
 
 def open_propensity() -> Propensity:

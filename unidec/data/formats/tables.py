@@ -175,8 +175,6 @@ def _column(block: list[tuple[int, dict[str, Any]]], name: str, needed: bool, re
 
 def check_uids(source: Source, uids: pa.Array | pa.ChunkedArray, at: tuple[str, Lines], what: str) -> None:
     """Note every repeated uid and every empty one."""
-    if pc.count_distinct(uids).as_py() == len(uids) and not pc.any(pc.equal(uids, "")).as_py():
-        return
     rows = np.arange(len(uids))
     first = pa.table({"uid": uids, "row": rows}).group_by("uid").aggregate([("row", "min")])["row_min"].to_numpy()
     empty = pc.equal(uids, "").to_numpy(zero_copy_only=False)
