@@ -81,8 +81,9 @@ def make_raw(
 
 # files and folders with the longest tests: they start first, so that no worker is left alone with them at the end
 SLOWEST = (
-    "flows/test_shards.py", "test_dvc.py", "flows", "faults", "comparison", "tracking", "pipeline", "validation",
-    "training", "serving", "cli", "retrieval",
+    "flows/test_shards.py", "test_recipes.py", "test_dvc.py", "flows", "faults", "comparison", "tracking", "pipeline",
+    "validation", "training", "serving", "cli", "retrieval", "test_cli.py", "test_client.py", "test_api.py",
+    "test_house.py",
 )  # fmt: skip
 
 
@@ -211,6 +212,12 @@ def open_trainer(
         return Trainer(params.training, TrainingData(tiny_dataset, *tokens, graph), tmp_path / run, tmp_path / "cache")
 
     return open_trainer
+
+
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Address of a real Prefect server, for PREFECT_API_URL; all workers of pytest-xdist share it."""
+    return str(load_helper("shared_prefect").address(tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ dvc.yaml says it depends on, and notes that it ran.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import re
@@ -14,6 +15,8 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -104,6 +107,24 @@ class Project:
         self.git("commit", "-q", "-m", message)
 
     def dvc(self, *words: str) -> str:
+        """DVC's command line within this process: to import it takes longer than most of its commands."""
+        from dvc.cli import main
+
+        out, errors = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
+            patch.chdir(self.root)
+            for name in os.environ.keys() - self.env.keys():
+                patch.delenv(name)
+            patch.setenv("DVC_TEST", "1")  # without it DVC prints JSON on the stdout that it began with
+            for name, value in self.env.items():
+                patch.setenv(name, value)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # DVC's own
+                code = main(list(words))
+        assert code == 0, f"{words}\n{out.getvalue()}\n{errors.getvalue()}"
+        return out.getvalue()
+
+    def dvc_process(self, *words: str) -> str:
         return self._run(sys.executable, "-m", "dvc", *words)
 
     def _run(self, *words: str) -> str:
@@ -117,7 +138,7 @@ class Project:
         """The stages that `dvc repro` ran, in order."""
         log = Path(self.env["RAN"])
         log.unlink(missing_ok=True)
-        self.dvc("repro", "-q")
+        self.dvc("repro")
         return log.read_text().split() if log.exists() else []
 
     def stale(self) -> list[str]:
@@ -187,7 +208,7 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     before = (project.root / "data" / "dataset" / "result.json").read_text()
     Path(project.env["UNIDEC_PYTHON"]).write_text("#!/bin/sh\nexit 5\n")
     with pytest.raises(AssertionError, match="exited with 5"):
-        project.dvc("repro", "ingest")
+        project.dvc_process("repro", "ingest")
     assert (project.root / "data" / "dataset" / "result.json").read_text() == before
 
 
@@ -201,7 +222,9 @@ with open(os.environ["LOOKED"], "a") as log:
 """
 
 
-def test_a_queue_of_two_experiments_runs_with_the_checkouts_python_and_store(tmp_path: Path) -> None:
+@pytest.fixture
+def looking(tmp_path: Path) -> Project:
+    """A checkout with an environment that notes where each training of an experiment runs."""
     project = Project(tmp_path / "project")
     # the checkout's environment is found from the temporary copies: they have no .venv, git ignores it
     python = project.root / ".venv" / "bin" / "python"
@@ -211,32 +234,43 @@ def test_a_queue_of_two_experiments_runs_with_the_checkouts_python_and_store(tmp
     python.chmod(0o755)
     project.env |= {"LOOKED": str(tmp_path / "looked"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     project.env = {name: value for name, value in project.env.items() if name != "MLFLOW_TRACKING_URI"}
-    project.dvc("exp", "run", "--queue", "--set-param", "optim.lr_clf=0.001,0.002")
+    return project
+
+
+def experiments(project: Project) -> dict[str, str]:
+    """name -> learning rate of each; all ran in temporary copies, with the checkout's python and store."""
+    looked = [json.loads(line) for line in Path(project.env["LOOKED"]).read_text().splitlines()]
+    assert {found["store"] for found in looked} == {f"sqlite:///{project.root}/mlflow/mlflow.db"}
+    assert all(found["folder"].startswith(f"{project.root}/.dvc/tmp/exps/") for found in looked)
+    rows = list(csv.DictReader(project.dvc("exp", "show", "--csv", "--only-changed").splitlines()))
+    shown = {row["Experiment"]: row["optim.lr_clf"] for row in rows if row["Experiment"]}
+    assert set(shown) == {found["experiment"] for found in looked}
+    return shown
+
+
+def test_an_experiment_in_a_temporary_copy_runs_with_the_checkouts_python_and_store(looking: Project) -> None:
+    looking.dvc_process("exp", "run", "--temp", "--set-param", "optim.lr_clf=0.002")
+    [(name, value)] = experiments(looking).items()
+    assert value == "0.002"
+    looking.dvc("exp", "apply", name)
+    assert yaml.safe_load((looking.root / "params.yaml").read_text())["optim"]["lr_clf"] == 0.002
+
+
+@pytest.mark.slow
+def test_so_does_a_queue_of_two(looking: Project) -> None:
+    looking.dvc_process("exp", "run", "--queue", "--set-param", "optim.lr_clf=0.001,0.002")
     # its output is inherited by the worker: read, it would end with the last task
     words = [sys.executable, "-m", "dvc", "queue", "start"]
-    subprocess.run(words, cwd=project.root, env=project.env, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(words, cwd=looking.root, env=looking.env, stdout=subprocess.DEVNULL, check=True)
     end = time.monotonic() + 240
-    ran = Path(project.env["RAN"])
-    while not ran.exists() or ran.read_text().split().count(STAGES[-1]) < 2:  # a command of DVC takes a second
-        assert time.monotonic() < end
-        time.sleep(0.1)
     while True:
-        rows = project.dvc("queue", "status").splitlines()[1:]
+        rows = looking.dvc_process("queue", "status").splitlines()[1:]
         if not any("Running" in row or "Queued" in row for row in rows):
             break
         assert time.monotonic() < end, rows
         time.sleep(0.5)
     assert sum("Success" in row for row in rows) == 2, rows
-    looked = [json.loads(line) for line in (tmp_path / "looked").read_text().splitlines()]
-    assert {found["store"] for found in looked} == {f"sqlite:///{project.root}/mlflow/mlflow.db"}
-    assert all(found["folder"].startswith(f"{project.root}/.dvc/tmp/exps/") for found in looked)
-    rows = list(csv.DictReader(project.dvc("exp", "show", "--csv", "--only-changed").splitlines()))
-    shown = {row["Experiment"]: row["optim.lr_clf"] for row in rows if row["Experiment"]}
-    assert sorted(shown.values()) == ["0.001", "0.002"] and set(shown) == {found["experiment"] for found in looked}
-
-    name = next(name for name, value in shown.items() if value == "0.002")
-    project.dvc("exp", "apply", name)
-    assert yaml.safe_load((project.root / "params.yaml").read_text())["optim"]["lr_clf"] == 0.002
+    assert sorted(experiments(looking).values()) == ["0.001", "0.002"]
 
 
 def test_an_experiment_can_set_every_key(tmp_path: Path) -> None:

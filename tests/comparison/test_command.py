@@ -17,18 +17,20 @@ from raw_files import write_raw
 
 from unidec import cli
 from unidec.comparison.workspace import load_comparison
+from unidec.tracking.store import prepare_store
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
 def project(
-    tiny_bert: Path, helper: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_bert: Path, helper: Callable[[str], Any], prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:  # fmt: skip
     """A working folder with raw data and c.yaml: two peers, one of which cannot work, and a recipe."""
     write_raw(helper("conftest").make_raw(num_train=96, num_test=40), tmp_path / "raw", "xmc-json")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", prepare_store(f"sqlite:///{tmp_path}/mlflow.db"))
+    monkeypatch.setenv("PREFECT_API_URL", prefect_api)
     values = {
         "name": "tiny", "seeds": [0],
         "common": {

@@ -1,4 +1,4 @@
-"""One temporary Prefect server for all tests of the flows: it takes seconds to start."""
+"""What tests of the flows share: Prefect's server, stand-ins for flows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 
 
 @pytest.fixture(scope="package")
-def prefect_server() -> Iterator[None]:
-    """Flows called meanwhile run on it, with a database of their own."""
+def prefect_server(prefect_api: str) -> Iterator[None]:
+    """Flows called meanwhile in this process report to a real server."""
     import flows  # noqa: F401  quiets Prefect before it is imported
 
-    from prefect.testing.utilities import prefect_test_harness  # isort: skip
+    from prefect.settings import PREFECT_API_URL, temporary_settings  # isort: skip
 
-    with prefect_test_harness(server_startup_timeout=300):
+    with temporary_settings({PREFECT_API_URL: prefect_api}):
         yield
 
 

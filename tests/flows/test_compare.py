@@ -180,8 +180,9 @@ def test_so_many_at_once(stage: Stage) -> None:
     assert most == 2
 
 
-def test_a_signal_ends_the_cells_in_order(stage: Stage) -> None:
+def test_a_signal_ends_the_cells_in_order(stage: Stage, prefect_api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, as on the command line."""
+    monkeypatch.setenv("PREFECT_API_URL", prefect_api)
     stage.tell(first="wait")
     stage.comparison()
     code = (

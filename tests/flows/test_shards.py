@@ -135,7 +135,7 @@ def test_processes_of_this_machine(ask, tmp_path):
         ask("processes:2")  # the pool breaks with its worker
     thread.join()
     assert len(killed) == 1 and multiprocessing.active_children() == []
-    ask("processes:1")
+    ask("threads:1")  # the same command, in whatever way; with processes to the end: test_what_the_flow_starts_itself
 
 
 def test_a_dask_cluster_that_loses_a_worker(ask, tmp_path, cluster):

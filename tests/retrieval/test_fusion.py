@@ -133,7 +133,7 @@ def test_one_head_alone_is_not_fused(fused):
     np.testing.assert_array_equal(rows, np.argsort(-(asked.de_BD @ fused.vectors["de"].T), axis=1, kind="stable"))
 
 
-def test_training_beats_the_best_single_feature_on_queries_not_seen(rng):
+def test_training_beats_the_best_single_feature_on_queries_not_seen(rng, monkeypatch):
     num, per_query = 300, 20
     query_P = np.repeat(np.arange(num), per_query)
     feature_PX = rng.normal(size=(num * per_query, len(FEATURES))).astype(np.float32)
@@ -148,10 +148,12 @@ def test_training_beats_the_best_single_feature_on_queries_not_seen(rng):
         return float(relevant_P.reshape(num, -1)[np.arange(num), score_P.reshape(num, -1).argmax(axis=1)].mean())
 
     assert first_is_right(fitted.held_out_P) > first_is_right(feature_PX[:, 0]) + 0.2
-    assert fitted.fusion == fit_fusion(evidence, relevant_P, (0.55, 1.5)).fusion  # the same again
-    torch.manual_seed(5)  # whatever else draws random numbers
-    assert fitted.fusion == fit_fusion(evidence, relevant_P, (0.55, 1.5)).fusion
-    assert fitted.fusion != fit_fusion(evidence, relevant_P, (0.55, 1.5), seed=1).fusion
+    # the same again, whatever else draws random numbers; a few steps show it as well as all
+    monkeypatch.setattr("unidec.retrieval.fusion_fit.MOST_STEPS", 10)
+    short = fit_fusion(evidence, relevant_P, (0.55, 1.5)).fusion
+    torch.manual_seed(5)
+    assert short == fit_fusion(evidence, relevant_P, (0.55, 1.5)).fusion != fitted.fusion
+    assert short != fit_fusion(evidence, relevant_P, (0.55, 1.5), seed=1).fusion
 
 
 def test_training_without_any_positive_is_harmless():

@@ -27,7 +27,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run(world: int, function: str, folder: Path, timeout: float = 120, **options: Any) -> list[dict[str, np.ndarray]]:
+def run(world: int, function: str, folder: Path, timeout: float = 280, **options: Any) -> list[dict[str, np.ndarray]]:
     """What each rank's function returned, rank by rank."""
     folder.mkdir(parents=True, exist_ok=True)
     port, processes = free_port(), []

@@ -12,7 +12,7 @@ from unidec.data.label_graph import build_label_graph
 from unidec.sections import LabelGraph
 from unidec.training.distributed import ALONE
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 STEPS = 20  # 4 an epoch; a refresh before steps 0, 8 and 16
 
 CASES = {
