@@ -75,7 +75,9 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
         app.add_api_route(path, endpoint, summary=summary, responses=responses, **given)
 
     def post(model: Any, example: dict[str, Any]) -> dict[str, Any]:
-        return {"methods": ["POST"], "openapi_extra": {"requestBody": schemas.body_schema(model, example)}}
+        body = {"schema": model.model_json_schema() | {"examples": [example]}, "example": example}
+        content = {"application/json": body}
+        return {"methods": ["POST"], "openapi_extra": {"requestBody": {"required": True, "content": content}}}
 
     not_ready: Any = {503: {"model": schemas.Facts, "description": "no model is loaded"}}
     models = routes.models

@@ -81,12 +81,6 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and abs(value) < 2**53 and value.is_integer() else value
 
 
-def body_schema(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
-    """`requestBody` of OpenAPI."""
-    schema = model.model_json_schema() | {"examples": [example]}
-    return {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}
-
-
 def parse_request(model: Any, body: bytes) -> Any:
     """A request's body as an instance of its model.
 
