@@ -21,7 +21,7 @@ from unidec.pipeline import paths
 from unidec.pipeline.ranking import Blend, Ranking, fused, headline, training_neighbours, tuned_blend
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
-from unidec.retrieval.fusion import FEWEST_CANDIDATES
+from unidec.retrieval.fusion import FEWEST_CANDIDATES, RESCORE
 from unidec.retrieval.index import KINDS, Kind, LabelIndex
 from unidec.retrieval.index_tune import default_kinds, tune
 from unidec.retrieval.neighbours import Candidates, Neighbours, candidate_keys
@@ -97,7 +97,7 @@ def training_profile(
     elif blend.fusion is not None and blend.reader is not None:
         words, none = ranking.words(neighbours), np.zeros(0, dtype=np.int64)
         assert ranking.query_de is not None and ranking.query_clf is not None and words is not None
-        found = index.candidates(query, FEWEST_CANDIDATES)[1]
+        found = index.search(query, FEWEST_CANDIDATES, RESCORE)[1]
         evidence = blend.reader.read(ranking.query_de, ranking.query_clf, words, found, none)
         scores = blend.reader.rank(blend.fusion, evidence, 1).scores
     else:

@@ -192,15 +192,13 @@ class ExactLabels:
         # torch shares memory with writable arrays only; a read-only memory map is copied.
         self._label_LD = torch.from_numpy(np.require(label_LD, requirements=["C", "W"])).to(device)
 
-    def search(self, queries_BD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    def search(self, queries_BD: np.ndarray, k: int, rescore: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """As `LabelIndex.search`; of equal scores the smaller label number comes first."""
         from unidec.model.search import exact_search
 
         score_BK, label_BK = exact_search(queries_BD, self._label_LD, k, device=self._label_LD.device)
         order_BK = np.lexsort((label_BK, -score_BK), axis=1)
         return np.take_along_axis(score_BK, order_BK, axis=1), np.take_along_axis(label_BK, order_BK, axis=1)
-
-    candidates = search
 
 
 def training_neighbours(

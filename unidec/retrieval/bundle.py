@@ -41,7 +41,7 @@ from unidec.retrieval.bundle_folder import (
     read_labels,
     read_vectors,
 )
-from unidec.retrieval.fusion import FEWEST_CANDIDATES, LabelEvidence
+from unidec.retrieval.fusion import FEWEST_CANDIDATES, RESCORE, LabelEvidence
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.neighbours import Candidates, Neighbours, Ranked, allowed_keys, candidate_keys, read_neighbours
 from unidec.retrieval.query_encoder import Encoded, ModelEncoder, QueryEncoder
@@ -310,7 +310,8 @@ class Bundle:
         info, num_queries, query_BD = self.info, len(asked), self.searched(asked, head)
         excluded = np.zeros(0, np.int64) if excluded is None else excluded
         if self.evidence is not None and info.fusion is not None and head == "both":
-            _, found_BC = self._search(self.index.candidates, query_BD, max(FEWEST_CANDIDATES, 2 * k), excluded)
+            search = functools.partial(self.index.search, rescore=RESCORE)
+            _, found_BC = self._search(search, query_BD, max(FEWEST_CANDIDATES, 2 * k), excluded)
             assert asked.de_BD is not None and asked.clf_BD is not None and asked.words_BF is not None
             evidence = self.evidence.read(asked.de_BD, asked.clf_BD, asked.words_BF, found_BC, excluded, allowed)
             return self.evidence.rank(info.fusion, evidence, k, tail)

@@ -30,6 +30,7 @@ from unidec.retrieval.sparse import SparseRows, heaviest
 
 CANDIDATES = 200  # labels that the search gives for each query that the fusion is trained on or ranks a hundred for
 FEWEST_CANDIDATES = 100  # where fewer are asked for
+RESCORE = 2  # labels for each candidate that an approximate search scores exactly
 VOTED = 50  # labels with most votes, which are candidates too
 FEATURES = (
     "blend", "dual encoder", "classifier", "votes", "words of the label", "words of its queries",

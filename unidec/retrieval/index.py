@@ -213,12 +213,13 @@ class LabelIndex:
                     bar.update(len(rows))
         return cls(index, kind, settings, vectors)
 
-    def search(self, queries_BD: Floats, k: int) -> tuple[Floats, Labels]:
+    def search(self, queries_BD: Floats, k: int, rescore: int = 0) -> tuple[Floats, Labels]:
         """The k labels of the largest inner product, best first, among equal scores the smaller label number first.
 
         Args:
             queries_BD: float32 [B, D], finite.
             k: at least 1; may exceed L.
+            rescore: candidates for each result that are scored exactly; 0: as in `options`.
 
         Returns:
             scores float32 [B, K] (-inf where there is no result), labels int64 [B, K] (-1 there).
@@ -227,8 +228,8 @@ class LabelIndex:
         labels = np.full((len(queries_BD), k), -1, dtype=np.int64)
         num = found = min(k, self.num_labels)
         if self.vectors is not None:
-            num = min(max(LEAST_CANDIDATES, self.options.rescore * found), self.num_labels)
-        rough_BC, rows_BC = self.candidates(queries_BD, num)
+            num = min(max(LEAST_CANDIDATES, (rescore or self.options.rescore) * found), self.num_labels)
+        rough_BC, rows_BC = self._candidates(queries_BD, num)
         for query, rows_C in enumerate(rows_BC):
             rows, score_C = rows_C[rows_C >= 0], rough_BC[query, rows_C >= 0]
             if self.vectors is not None:
@@ -237,7 +238,7 @@ class LabelIndex:
             scores[query, : len(best)], labels[query, : len(best)] = score_C[best], rows[best]
         return scores, labels
 
-    def candidates(self, queries_BD: Floats, num: int) -> tuple[Floats, Labels]:
+    def _candidates(self, queries_BD: Floats, num: int) -> tuple[Floats, Labels]:
         """The first stage alone: labels of the largest inner product as the index has them, and these products, which
         in a compressed kind are those of the codes.
 
