@@ -35,7 +35,7 @@ def bundle(helper, tiny_bert, tmp_path) -> Path:
     return real.real_bundle(tmp_path, tiny_bert, kind="bag", trainable_layers=0).path
 
 
-@pytest.mark.parametrize("command", ["vectors", "onnx"])
+@pytest.mark.parametrize("command", ["vectors", "onnx", "sentence-transformers"])
 def test_every_export_explains_itself_with_an_example(run, command) -> None:
     code, out, _ = run("export", command, "--help")
     assert code == 0 and f"unidec export {command}" in out and "--head" in out
@@ -50,6 +50,16 @@ def test_vectors(run, bundle) -> None:
     assert run("export", "vectors", "--bundle", "nowhere")[0] == 4
     code, _, said = run("export", "vectors", "--bundle", "models:/unidec")
     assert code == 2 and "models:/name@alias" in said
+
+
+def test_sentence_transformers(run, helper, tiny_bert, tmp_path) -> None:
+    real = helper("retrieval/export/real_model")
+    bundle = real.real_bundle(tmp_path, tiny_bert, kind="transformer", trainable_layers=0).path
+    code, _, said = run("export", "sentence-transformers", "--bundle", str(bundle))
+    assert code == 2 and "both heads" in said and "--head de or clf" in said
+    assert not Path("sentence-transformers").exists()
+    code, out, _ = run("export", "sentence-transformers", "--bundle", str(bundle), "--head", "de", "--output", "stock")
+    assert code == 0 and "modules = " in out and not list(Path("stock").rglob("*.py"))
 
 
 def test_a_registered_bundle_is_fetched(run, bundle, monkeypatch) -> None:

@@ -181,3 +181,14 @@ def onnx(target: Target = Path("onnx"), head: Head = None, bundle: BundleAddress
     from unidec.retrieval.export.encoder import export_onnx
 
     return export_onnx(Bundle.load(bundle_folder(bundle), lazy=True), target, head=head)
+
+
+@command(export_app, "--head de", "--head clf --output encoder", title="export")
+def sentence_transformers(
+    target: Target = Path("sentence-transformers"), head: Head = None, bundle: BundleAddress = DEFAULT_BUNDLE
+) -> dict[str, Any]:
+    """Write the query encoder as a folder that SentenceTransformer(folder) loads."""
+    from unidec.retrieval.bundle import Bundle
+    from unidec.retrieval.export.encoder import export_sentence_transformers
+
+    return export_sentence_transformers(Bundle.load(bundle_folder(bundle)), target, head=head)

@@ -87,14 +87,6 @@ def test_the_folder(world, tmp_path) -> None:
     assert names == {"model.onnx", "tokenizer.json", "config.json", "README.md", "manifest.json"}
 
 
-def test_a_folder_of_something_else_is_not_replaced(world, tmp_path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(ConfigError, match="no earlier export"):
-        export_onnx(world(kind="bag", trainable_layers=0), tmp_path / "mine")
-    assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
-
-
 def test_words_by_hash_are_refused_with_the_reason(world, tmp_path) -> None:
     bundle = world(kind="bag", trainable_layers=0, bag_words=8)
     with pytest.raises(ConfigError, match="bag_words"):

@@ -1,1 +1,1 @@
-"""A bundle's parts for other programs: label vectors, and the query encoder as ONNX."""
+"""A bundle's parts for other programs: label vectors, the query encoder as ONNX, as a sentence-transformers folder."""

@@ -24,7 +24,6 @@ from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleInfo
 from unidec.retrieval.scoring_space import LabelRows, width
 
-KIND = "onnx-export"  # of an exported folder
 BLOCK_BYTES = 32 << 20  # of one block of rows, and of a Parquet row group: what is held at once
 
 
@@ -58,8 +57,8 @@ def facts(score: BundleInfo) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_readme(folder: Path, bundle: Bundle, score: BundleInfo, outputs: Sequence[str], opset: int) -> None:
-    """What an exported folder is and how it is loaded; `outputs`: of its ONNX graph."""
+def write_readme(folder: Path, bundle: Bundle, score: BundleInfo, outputs: Sequence[str] = (), opset: int = 0) -> None:
+    """What an exported folder is and how it is loaded; `outputs`: of its ONNX graph, if it has one."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined)
@@ -79,7 +78,7 @@ def refuse_foreign(folder: Path) -> None:
         kind = json.loads((folder / "manifest.json").read_text(encoding="utf-8")).get("kind")
     except (OSError, ValueError, AttributeError):
         kind = None
-    if kind != KIND:
+    if kind not in ("sentence-transformers", "onnx-export"):
         raise ConfigError(
             "the folder exists and is no earlier export", where=str(folder), fix="name a new folder, or remove this one"
         )
