@@ -54,6 +54,7 @@ class StubEngine:
             row_of={uid: i for i, uid in enumerate(uids)}, info=SimpleNamespace(index_kind="flat", width=8),
         )  # fmt: skip
         self.score, self.batches = score, []
+        self.files = SimpleNamespace(changed=lambda: "")
         self.gate = threading.Event()
         self.gate.set()
 

@@ -1,7 +1,10 @@
-"""What answers: engines, the service and labels found by prefix."""
+"""What answers: engines and the service, labels found by prefix, and a bundle's files while they are served."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 
 from unidec.errors import ArtifactError
 from unidec.sections import Serve
-from unidec.serving.engine import Engine, Identity, LabelSearch, Service
+from unidec.serving.engine import Engine, Identity, LabelSearch, MappedFiles, Service
 
 
 def test_another_bundle_than_the_registry_names_is_refused(tmp_path: Path, helper: Any) -> None:
@@ -66,3 +69,62 @@ def test_one_label() -> None:
 
 
 # -- files: an edit in place is noticed, a replaced folder is not one
+
+
+@pytest.fixture
+def files_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "bundle"
+    (folder / "vectors").mkdir(parents=True)
+    (folder / "empty").touch()
+    (folder / "small.json").write_text("{}")
+    (folder / "vectors" / "large.npy").write_bytes(os.urandom(1_000_000))
+    return folder
+
+
+def test_an_edit_in_place_is_noticed(files_folder: Path) -> None:
+    large, small = files_folder / "vectors" / "large.npy", files_folder / "small.json"
+    files = MappedFiles(files_folder)
+    assert files.changed() == ""
+    with small.open("r+b") as file:
+        file.write(b"[]")
+    assert files.changed() == "small.json"
+    files = MappedFiles(files_folder)
+    before = large.stat()
+    with large.open("r+b") as file:  # the size stays, and a copying tool may restore the time of change
+        file.write(b"!")
+    os.utime(large, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert files.changed() == "vectors/large.npy"
+    files = MappedFiles(files_folder)
+    os.truncate(large, 999_999)
+    assert files.changed() == "vectors/large.npy"
+
+
+def test_a_folder_replaced_by_renaming_stays_what_was_loaded(files_folder: Path) -> None:
+    folder = files_folder
+    files = MappedFiles(folder)
+    other = folder.parent / "other"
+    shutil.copytree(folder, other)
+    (other / "small.json").write_text("[1]")
+    folder.rename(folder.parent / "old")
+    other.rename(folder)
+    shutil.rmtree(folder.parent / "old")
+    assert files.changed() == ""
+
+
+def test_readyz_names_the_file_and_other_routes_answer(files_folder: Path, helper: Any) -> None:
+    folder = files_folder
+    asgi = helper("serving/asgi")
+
+    async def main() -> None:
+        stub = asgi.StubEngine()
+        stub.files = MappedFiles(folder)
+        async with asgi.running(stub) as server:
+            assert (await server.ask("/readyz")).status == 200
+            os.truncate(folder / "vectors" / "large.npy", 10)
+            reply = await server.ask("/readyz")
+            assert reply.status == 503 and reply.json["ready"] is False and reply.json["error"]["fix"]
+            assert reply.json["error"]["where"] == "vectors/large.npy" and reply.json["model"]["sha256"] == "a" * 64
+            assert server.figure("unidec_errors_total", kind="edited_file") == 1
+            assert (await server.predict("a")).status == 200
+
+    asyncio.run(main())

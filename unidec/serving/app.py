@@ -79,7 +79,7 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
         content = {"application/json": body}
         return {"methods": ["POST"], "openapi_extra": {"requestBody": {"required": True, "content": content}}}
 
-    not_ready: Any = {503: {"model": schemas.Facts, "description": "no model is loaded"}}
+    not_ready: Any = {503: {"model": schemas.Facts, "description": "no model is loaded, or a file of it was edited"}}
     models = routes.models
     add("/predict", routes.predict, "The best labels of each query", schemas.PredictAnswer,
         **post(models.predict, schemas.PREDICT_EXAMPLE))  # fmt: skip

@@ -6,11 +6,15 @@ else keeps an engine: when it is neither current nor previous and its last reque
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
 import pyarrow as pa
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
     from unidec.retrieval.answer import Answerer, Request
     from unidec.retrieval.bundle import Bundle, Prediction
     from unidec.sections import Serve
+
+
+_NUM_BLOCKS, _BLOCK = 4, 1024  # of each file that /readyz compares: a fraction of a millisecond for a bundle
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Engine:
     """One loaded bundle with its encoder; several threads may use it.
 
     Attributes:
-        identity, bundle, answerer: what it was made of.
+        identity, bundle, answerer: what it was made of. files: the bundle's files, which are mapped into memory.
         runtime: what encodes queries.
         model_json: {"sha256", "version"} as answers show it. card: the answer to GET /card.
     """
@@ -54,6 +61,7 @@ class Engine:
     def __init__(self, identity: Identity, answerer: Answerer, settings: Serve) -> None:
         self.identity, self.answerer = identity, answerer
         self.bundle: Bundle = answerer.bundle
+        self.files = MappedFiles(self.bundle.path)
         self.runtime: str = answerer.encoder.name
         self.model_json = orjson.dumps({"sha256": identity.sha256, "version": identity.version})
         self.card = {"model": asdict(identity), "runtime": self.runtime} | card(self.bundle, settings)
@@ -142,3 +150,29 @@ class LabelSearch:
             rows += pc.indices_nonzero(has_word)[: limit + 1 - len(rows)].to_pylist()
         found = [{"uid": self.uids[row].as_py(), "title": self.titles[row].as_py()} for row in rows[:limit]]
         return found, len(rows) > limit
+
+
+class MappedFiles:
+    """All files of a bundle, held open, with their sizes, times of change and a hash of some of their blocks.
+
+    A file that is edited in place changes answers; one that gets shorter ends the process with SIGBUS. A file or folder
+    replaced by renaming does neither: the old one is still mapped, and is what is compared here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        opened = contextlib.ExitStack()
+        weakref.finalize(self, opened.close)
+        paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+        files = {path.relative_to(folder).as_posix(): opened.enter_context(path.open("rb")) for path in paths}
+        self._files = {name: (file, _facts(file)) for name, file in files.items()}
+
+    def changed(self) -> str:
+        """Name of a file that changed since it was loaded, "" where none did."""
+        return next((name for name, (file, seen) in self._files.items() if _facts(file) != seen), "")
+
+
+def _facts(file: BinaryIO) -> tuple[int, int, bytes]:
+    found = os.fstat(file.fileno())
+    blocks = (max(0, found.st_size - _BLOCK) * place // (_NUM_BLOCKS - 1) for place in range(_NUM_BLOCKS))
+    sample = b"".join(os.pread(file.fileno(), _BLOCK, at) for at in blocks)
+    return found.st_size, found.st_mtime_ns, hashlib.blake2b(sample).digest()

@@ -144,6 +144,7 @@ class Follower:
         registry, probe, load: replace the real ones in tests.
 
     Attributes:
+        found: done once it is known which bundle is loaded first; not where there is none.
         first: which bundle serves first, once it does, or the error for which none does.
 
     Raises:
@@ -163,6 +164,7 @@ class Follower:
     ) -> None:
         self.service, self.source, self.settings = service, source, settings
         self.address = parse_address(source)
+        self.found: Future[None] = Future()
         self.first: Future[Identity] = Future()
         self._copies = Path(root) / COPIES
         uri = tracking_uri(root) if self.address else ""
@@ -226,10 +228,12 @@ class Follower:
     def _first_engine(self) -> Engine:
         """What the registry names; where that cannot be had, the version that served before the restart."""
         if self._registry is None:
+            self.found.set_result(None)
             return self._load_engine(None, Path(self.source))
         noted, version = self._last_served(), None
         try:
             version = self._look(self._registry)
+            self.found.set_result(None)
             probed = noted is not None and noted.sha256 != version.sha256  # the first ever has nothing to replace
             return self._new_engine(self._registry, version, probed)
         except UnidecError as error:
@@ -237,6 +241,8 @@ class Follower:
                 raise
             if version is not None and not isinstance(error, RegistryAway):
                 self._refuse(version, error)
+            if version is None:
+                self.found.set_result(None)
             log.warning("version %s serves, as before the restart: %s", noted.version, _on_a_line(error))
             return self._load_engine(noted, self._copies / noted.sha256[:16])
 

@@ -172,13 +172,22 @@ class Routes:
         return JsonBytes(b'{"status":"alive"}')
 
     async def readyz(self) -> Response:
-        """503 until a model is loaded and warm. `follow`: the registry's state; an old model is ready."""
+        """503 until a model is loaded and warm, and where a file that it maps was edited (another size or time of
+        change). `follow`: the registry's state; an old model is ready."""
         engine, follow = self.service.current, self._follow()
-        if engine is not None:
-            return JsonBytes(orjson.dumps({"ready": True, "model": asdict(engine.identity), "follow": follow}))
+        model = None if engine is None else asdict(engine.identity)
+        changed = "" if engine is None else engine.files.changed()
+        if engine is not None and not changed:
+            return JsonBytes(orjson.dumps({"ready": True, "model": model, "follow": follow}))
         error = _not_ready()
+        if changed:
+            error = RequestError(
+                503, "edited_file", "a file of the bundle was edited while it is served", where=changed,
+                expected="the bytes that were loaded", retry_after=60,
+                fix="restore the bundle and restart the server; replace bundles by renaming, never in place",
+            )  # fmt: skip
         self.figures.error(error.kind)
-        body = {"error": error.parts, "ready": False, "model": None, "follow": follow}
+        body = {"error": error.parts, "ready": False, "model": model, "follow": follow}
         return JsonBytes(orjson.dumps(body), error.status, error.headers)
 
     async def version(self) -> Response:

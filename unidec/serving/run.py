@@ -70,7 +70,7 @@ def serve(source: str, settings: Serve, root: Path | str = ".") -> None:
         try:
             server = _server(service, settings, api_key)
             address = _address(listener)
-            print(f"serve: listening at {address}", flush=True)
+            follower.found.add_done_callback(lambda _: print(f"serve: listening at {address}", flush=True))
 
             def loaded(first: Future[Identity]) -> None:
                 if first.exception() is None:
