@@ -127,7 +127,7 @@ class FakeRun:
         return self.stages._call("cluster") | {"cluster_seconds": 0.5, "clusters": 8, "cluster_cosine": 0.71}
 
     def mine(self) -> dict:
-        return self.stages._call("mine") | {"mine_negative_score": 0.31}
+        return self.stages._call("mine") | {"mine_negative_score": 0.31, "mine_positives_found": 0.93}
 
     def train_round(self) -> dict:
         self.stages._call("train_round")
@@ -533,7 +533,7 @@ def test_a_run_shows_tasks_and_results(prefect_server, stages, flow_module, plac
         shown = {(artifact.description, str(artifact.data)) for artifact in client.read_artifacts()}
     assert wanted <= names
     assert {"cluster, round 3", "mine, round 1", "validate, round 2"} <= {description for description, _ in shown}
-    for figure, value in (("cluster_cosine", "0.71"), ("mine_negative_score", "0.31")):
+    for figure, value in (("cluster_cosine", "0.71"), ("mine_positives_found", "0.93")):
         assert any(figure in data and value in data for _, data in shown)
 
 

@@ -56,15 +56,17 @@ def test_equals_a_loop(num_negatives, block, rng, monkeypatch):
     shortlist, report = world.mine(num_negatives)
     assert shortlist.dtype == np.int32 and shortlist.shape == (30, num_negatives)
     expected = np.full((30, num_negatives), -1)
-    scores = []
+    scores, reached = [], []
     for n, row in enumerate(world.rows):
         best = [j for j in world.ranked(n) if not world.positive[row, j] and not world.filtered[row, j]][:num_negatives]
         expected[row, : len(best)] = best
         scores += [float(world.query[n] @ world.label[j]) for j in best]
+        ahead = world.ranked(n)[: world.ranked(n).index(best[-1])] if len(best) == num_negatives else range(20)
+        reached += [j in ahead for j in np.flatnonzero(world.positive[row])]
     assert np.array_equal(shortlist, expected)
     assert report["queries"] == 22
     assert report["negative_score"] == pytest.approx(np.mean(scores), rel=1e-5)
-    assert report["seconds"] > 0
+    assert report["positives_found"] == pytest.approx(np.mean(reached)) and report["seconds"] > 0
 
 
 @pytest.mark.parametrize("tile", [1, 3, 7, 19, 20])

@@ -39,16 +39,17 @@ _AGAIN = "run the same command again to resume from the last checkpoint"
 _FAREWELL = "stopped at once; the last whole checkpoint is kept"
 _OF_REFRESH = {
     "refresh_seconds": "seconds", "cluster_cosine": "cluster_cosine", "mine_negative_score": "negative_score",
+    "mine_positives_found": "positives_found",
 }  # fmt: skip
 _NOT_THE_MODELS = ("raw", "validation", "run", "source", "retrain", "gate", "drift", "serve", "tracking")
 
 
 def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = (), ranks: Ranks = ALONE) -> Trainer:
-    """The run's trainer, at its newest checkpoint; the first of several processes verifies what all of them read.
+    """The run's trainer, at its newest checkpoint; on each machine one process verifies what it reads.
 
     Where `launch` started this process, the one that called it did.
     """
-    verify = ranks.is_first and LAUNCHER not in os.environ
+    verify = ranks.is_first_here and LAUNCHER not in os.environ
     data = TrainingData(
         paths.open_dataset(verify),
         paths.open_tokens("queries", verify),

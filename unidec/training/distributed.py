@@ -45,11 +45,12 @@ class Ranks:
     """The processes that train together; the default is this process alone, for which every method is free.
 
     Attributes:
-        rank: number of this process, from 0, of `world`.
+        rank: number of this process, from 0, of `world`; `local_world` of them are on this machine.
     """
 
     rank: int = 0
     world: int = 1
+    local_world: int = 1
     _steps: Any = field(default=None, compare=False, repr=False)  # group of the tensors of a step, on the device
     _flags: Any = field(default=None, compare=False, repr=False)  # group of the host's flags of a step
     _patient: Any = field(default=None, compare=False, repr=False)  # group of the host's arrays between rounds
@@ -85,7 +86,8 @@ class Ranks:
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
             steps = dist.new_group(backend=backend, timeout=STEP_TIMEOUT)
             flags = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if backend == "nccl" else steps
-        return cls(dist.get_rank(), world, steps, flags, dist.group.WORLD)
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+        return cls(dist.get_rank(), world, local_world, steps, flags, dist.group.WORLD)
 
     @property
     def alone(self) -> bool:
@@ -96,6 +98,11 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this process is the one that writes and speaks for all."""
         return self.rank == 0
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether this process is its machine's first: the one that verifies what all of them read there."""
+        return self.rank % self.local_world == 0
 
     # -- who has what -------------------------------------------------------------------------------------------------
 

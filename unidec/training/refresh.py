@@ -1,6 +1,7 @@
 """The refresh every T epochs: clusters of queries (the batches of the coming round) and mined hard negatives.
 
-Legend: N queries of the data set, n training queries, L labels, H mined negatives a query, D width of a head.
+Legend: N queries of the data set, n training queries, L labels, H mined negatives a query, D width of a head, E
+positives of some queries.
 
 Source: UniDEC, H_i = top-k of a search without P_i (exact here), |H_i| = eta x T. Filter pairs (the query is the label
 itself) must leave it too: such a label scores best and is no negative (spec, detail 6).
@@ -38,6 +39,7 @@ from unidec.training.sampler import (
 KIND, VERSION = "refresh", 1
 BLOCK = 512  # queries compared with all labels at a time
 _BLOCKS = 8  # between two looks at the progress
+_PAIRS = 1 << 16  # positives scored at once
 _SPARE = 32  # labels beyond those wanted, to tell equal scores apart
 _NDIM = {"order": 1, "offsets": 1, "negatives": 2}
 
@@ -179,7 +181,8 @@ def mine_hard_negatives(
 
     Returns:
         Mined labels by data set row, best first, int32 [N, H], -1 where there is none; and a report: `queries`,
-        `negative_score` (mean over all negatives), `seconds`.
+        `negative_score` (mean over all negatives), `positives_found` (share of the queries' positives that score at
+        least as high as the query's last negative: the search would have found them), `seconds`.
 
     Raises:
         DataError: vectors that are not finite.
@@ -190,24 +193,37 @@ def mine_hard_negatives(
     # blocks are those of one rank: the bits of scores depend on their size
     block = query_block(len(label), BLOCK)
     own = slice(*(min(block * number, len(query_nD)) for number in ranks.part(-(-len(query_nD) // block))))
-    rows, sums = rows_n[own], np.zeros(2)  # of the negatives' scores, of negatives
+    rows, sums = rows_n[own], np.zeros(4)  # of the negatives' scores; negatives, positives, positives found
     with progress(total=len(rows), desc="mine hard negatives", unit="query") as bar:
         for begin in range(0, len(rows), _BLOCKS * block):
             some, query = rows[begin : begin + _BLOCKS * block], query_nD[own][begin : begin + _BLOCKS * block]
-            excluded = _pattern(relevance[some]) + _pattern(filter_pairs[some])
+            positive = _pattern(relevance[some])
+            excluded = positive + _pattern(filter_pairs[some])
             score, found = exact_search(
                 query, label, num_negatives + _SPARE, exclude=excluded, block=block, device=device
             )  # fmt: skip
             order = np.lexsort((found, -score), axis=1)[:, :num_negatives]
             score, found = np.take_along_axis(score, order, axis=1), np.take_along_axis(found, order, axis=1)
             shortlist[some] = found
+            reached_E = _scores(query, label, positive) >= np.repeat(score[:, -1], np.diff(positive.indptr))
             mined = score[found >= 0]
-            sums += mined.sum(dtype=np.float64), len(mined)
+            sums += mined.sum(dtype=np.float64), len(mined), len(reached_E), reached_E.sum()
             bar.update(len(some))
     shortlist[rows_n] = ranks.gather_array(shortlist[rows])
-    total, negatives = ranks.gather_array(sums[None]).sum(0).tolist()
-    seconds = time.perf_counter() - begin_time
-    return shortlist, {"queries": len(query_nD), "negative_score": total / max(negatives, 1), "seconds": seconds}
+    total, negatives, positives, reached = ranks.gather_array(sums[None]).sum(0).tolist()
+    return shortlist, {
+        "queries": len(query_nD), "negative_score": total / max(negatives, 1),
+        "positives_found": reached / max(positives, 1), "seconds": time.perf_counter() - begin_time,
+    }  # fmt: skip
+
+
+def _scores(query_nD: np.ndarray, label_LD: torch.Tensor, pairs: sp.csr_matrix) -> np.ndarray:
+    """Inner products of the pairs [N, L] of some queries, float32 [E]."""
+    row_E = torch.from_numpy(np.repeat(np.arange(len(query_nD)), np.diff(pairs.indptr))).to(label_LD.device)
+    label_E = torch.from_numpy(pairs.indices.astype(np.int64)).to(label_LD.device)
+    query = torch.from_numpy(np.require(query_nD, requirements=["C", "W"])).to(label_LD)
+    pieces = zip(row_E.split(_PAIRS), label_E.split(_PAIRS), strict=True)
+    return torch.cat([torch.linalg.vecdot(query[row], label_LD[label]) for row, label in pieces]).cpu().numpy()
 
 
 def _pattern(matrix: sp.csr_matrix) -> sp.csr_matrix:
