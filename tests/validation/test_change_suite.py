@@ -40,3 +40,9 @@ def test_great_expectations_agrees_with_the_checks_also_on_the_bounds(tmp_path: 
     assert (tmp_path / "docs" / "index.html").is_file()
     page = next((tmp_path / "docs" / "validations").rglob("*.html")).read_text()
     assert "only_warn" in page
+
+
+def test_a_figure_that_is_no_number_does_not_pass() -> None:
+    check = Check("x", "x", "mean", 1.0, float("nan"), (0.9, 1.1), (0.5, 1.5))
+    assert check.state == "stop"
+    assert stated(run_change_suite([check])) == {"x": "stop"}

@@ -30,6 +30,7 @@ BOM = b"\xef\xbb\xbf"
 DEFAULT_BOUNDS = RawBounds()
 NOT_UTF8 = "text that is not UTF-8"
 BLOCK_ROWS = 4096  # rows that are held as Python objects
+_DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _BUFFER = 1 << 20  # bytes of each column of a Parquet file read at once; without it a row group's whole column is
 
 
@@ -146,6 +147,10 @@ def read_rows(
         _, names = next(rows, (0, []))
         if not names:
             raise DataError("an empty file", where=str(path), expected="a header and rows")
+        for other, called in _DELIMITERS.items():
+            if len(names) == 1 and other in names[0]:
+                fix = f"the columns are separated by {called}: save the file with {_DELIMITERS[delimiter]} between them"
+                raise DataError("a header of one column", where=f"{path}:1", got=names[0][:300], fix=fix)
         check(names)
         for line, cells in rows:
             if len(cells) == len(names):

@@ -8,6 +8,7 @@ parameters. `critical` fails the gate, `warning` is reported.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import warnings
@@ -335,7 +336,13 @@ def run_change_suite(checks: Sequence[DriftCheck], docs: Path | None = None) -> 
 def _learnt(checks: Sequence[DriftCheck]) -> list[Any]:
     import great_expectations.expectations as gxe
 
-    return [
+    # Great Expectations takes a figure that is no number for a missing one, which passes every bound
+    numbers = [
+        gxe.ExpectColumnValuesToNotBeNull(column=check.key, severity="critical", description=f"{check.name}: a number")
+        for check in checks
+        if math.isnan(check.new)
+    ]
+    return numbers + [
         gxe.ExpectColumnValuesToBeBetween(
             column=check.key, min_value=bounds[0], max_value=bounds[1], severity=severity,
             description=f"{check.name}: {check.within(bounds)}",
