@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -20,7 +18,7 @@ import pytest
 import scipy.sparse as sp
 
 from unidec.comparison.peers import PEERS, running
-from unidec.comparison.peers.running import features, run_peer, start_command, write_task
+from unidec.comparison.peers.running import features, requirements, run_peer, start_command, write_task
 from unidec.errors import ArtifactError, DataError, TrainingError
 
 SETTINGS = {
@@ -111,19 +109,27 @@ def test_nothing_to_train_on_is_refused(raw_factory, folder):
 
 def test_every_script_names_its_packages_with_their_versions():
     for name in {peer.script for peer in PEERS.values() if peer.script}:
+        assert all(str(one.specifier).startswith("==") for one in requirements(SCRIPTS / name)), name
         text = (SCRIPTS / name).read_text()
-        head = re.search(r"(?m)^# /// script$\s(?P<text>(^#(| .*)$\s)+)^# ///$", text)  # as PEP 723 gives it
-        named = tomllib.loads(re.sub(r"(?m)^# ?", "", head["text"]))["dependencies"]
-        assert named and all("==" in package for package in named), name
         assert "unidec" not in "".join(line for line in text.splitlines() if "import" in line), name
+    assert {"libpecos", "numpy"} <= {one.name for one in requirements(SCRIPTS / "xr_linear.py")}
 
 
 def test_how_a_script_is_started(folder, monkeypatch):
-    monkeypatch.setattr(running.shutil, "which", lambda name, path: f"there/{name}")
-    assert start_command(folder / "a.py") == ["there/uv", "run", "--no-progress", "--script", str(folder / "a.py")]
+    script = folder / "script.py"
+    script.write_text("print()\n")
+    assert requirements(script) == []
+    script.write_text(f'# /// script\n# dependencies = [\n#   "numpy=={np.__version__}",\n# ]\n# ///\n')
+    assert start_command(script) == [sys.executable, str(script)]
+    for missing in ("numpy==0.1", "nowhere==1.0"):
+        script.write_text(f'# /// script\n# dependencies = ["{missing}"]\n# ///\n')
+        with monkeypatch.context() as patch:
+            patch.setattr(running.shutil, "which", lambda name, path: f"there/{name}")
+            assert start_command(script) == ["there/uv", "run", "--no-progress", "--script", str(script)]
 
 
 def test_without_uv_the_fix_is_named(folder, monkeypatch):
+    (folder / "script.py").write_text('# /// script\n# dependencies = ["nowhere==1.0"]\n# ///\n')
     monkeypatch.setattr(running.shutil, "which", lambda name, path: None)
     with pytest.raises(ArtifactError, match="pip install uv"):
         start_command(folder / "script.py")
@@ -134,8 +140,7 @@ def test_without_uv_the_fix_is_named(folder, monkeypatch):
 
 @pytest.fixture
 def own(monkeypatch, folder):
-    """Replaces a peer's script by one without requirements, for this interpreter."""
-    monkeypatch.setattr(running, "start_command", lambda script: [sys.executable, str(script)])
+    """Replaces a peer's script by one without requirements."""
 
     def write(text):
         (folder / "script.py").write_text("import json, os, sys\nfrom pathlib import Path\n" + text)
@@ -199,11 +204,10 @@ def test_ending_the_group_ends_the_script_too(folder):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["st-static", "st-transformer"])
-def test_sentence_transformers_learns(name, tiny_dataset, tiny_bert, folder, monkeypatch):
+def test_sentence_transformers_learns(name, tiny_dataset, tiny_bert, folder):
     """Only where its own packages are installed: accelerate and datasets are no packages of ours."""
     for package in ("sentence_transformers", "datasets", "accelerate"):
         pytest.importorskip(package)
-    monkeypatch.setattr(running, "start_command", lambda script: [sys.executable, str(script)])
     settings = SETTINGS | {"encoder": str(tiny_bert), "epochs": 6, "seed": 0}
     labels, _ = run_peer(name, tiny_dataset, settings)
     assert labels.shape == (12, 40)

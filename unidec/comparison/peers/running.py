@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
+from packaging.requirements import Requirement
 
 from unidec.comparison.peers import PEERS
 from unidec.data.dataset import Text, XMCDataset
@@ -27,6 +31,7 @@ from unidec.evaluation.baselines import fit_words, rank, top_rows
 
 K = 100  # labels that are left after filters
 TASK, OUT, LOG = Path("peer-task"), Path("peer-output"), Path("peer.log")
+_HEAD = re.compile(r"(?m)^# /// script$\s(?P<text>(^#(| .*)$\s)+)^# ///$")  # as PEP 723 gives it
 
 
 def run_peer(
@@ -124,12 +129,25 @@ def _scripted(name: str, settings: Mapping[str, Any], width: int) -> tuple[NDArr
     return labels, facts
 
 
+def requirements(script: Path) -> list[Requirement]:
+    """The packages that the head of a script names (PEP 723)."""
+    found = _HEAD.search(script.read_text(encoding="utf-8"))
+    head = tomllib.loads(re.sub(r"(?m)^# ?", "", found["text"])) if found else {}
+    return [Requirement(package) for package in head.get("dependencies", [])]
+
+
 def start_command(script: Path) -> list[str]:
-    """How to start a script: by `uv run`, which installs the packages that its head names.
+    """How to start a script: by this interpreter where it has all packages, else by `uv run`.
 
     Raises:
-        ArtifactError: there is no uv.
+        ArtifactError: packages are missing, and there is no uv.
     """
+    try:
+        wanted = requirements(script)
+        if all(one.specifier.contains(metadata.version(one.name), prereleases=True) for one in wanted):
+            return [sys.executable, str(script)]
+    except metadata.PackageNotFoundError:
+        pass
     uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if uv is None:
         fix = "pip install uv; or leave this peer out"
