@@ -12,9 +12,11 @@ def prefect_server(prefect_api: str) -> Iterator[None]:
     """Flows called meanwhile in this process report to a real server."""
     import flows  # noqa: F401  quiets Prefect before it is imported
 
-    from prefect.settings import PREFECT_API_URL, temporary_settings  # isort: skip
+    from prefect.context import _temporary_global_settings_context, get_settings_context  # isort: skip
+    from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    with temporary_settings({PREFECT_API_URL: prefect_api}):
+    # also for Prefect's own threads, as in its test harness: else a pool of processes starts another server
+    with temporary_settings({PREFECT_API_URL: prefect_api}), _temporary_global_settings_context(get_settings_context()):
         yield
 
 
