@@ -33,7 +33,7 @@ import pyarrow.compute as pc
 
 from unidec.data import dataset as dataset_module
 from unidec.data import tokens as tokens_module
-from unidec.data.array_file import ArrayFile
+from unidec.data.array_file import growing_array
 from unidec.data.dataset import BATCH_ROWS
 from unidec.data.raw import TEXT_SCHEMA, text_table
 from unidec.data.storage import file_sha256, files_sha256, swap_folder, write_folder
@@ -237,21 +237,21 @@ def write_dataset(data: Synthetic, folder: Path) -> Path:
         _write_table(out.path / "labels.arrow", data, data.label_words, data.num_labels)
         _write_table(out.path / "queries.arrow", data, data.query_words, data.num_queries)
         with (
-            ArrayFile(out.path / "relevance_indptr.npy", np.int64) as indptr,
-            ArrayFile(out.path / "relevance_indices.npy", np.int32) as indices,
-            ArrayFile(out.path / "relevance_data.npy", np.float32) as values,
+            growing_array(out.path / "relevance_indptr.npy", np.int64) as add_offsets,
+            growing_array(out.path / "relevance_indices.npy", np.int32) as add_labels,
+            growing_array(out.path / "relevance_data.npy", np.float32) as add_values,
         ):
-            indptr.add(np.zeros(1))
+            add_offsets(np.zeros(1))
             for rows_B in _blocks("write pairs", 0, data.num_queries):
                 labels, offsets = data.positives(rows_B)
-                indptr.add(offsets[1:] + indices.size)
-                indices.add(labels)
-                values.add(np.ones(len(labels)))
+                add_offsets(offsets[1:] + out.meta["num_pairs"])
+                add_labels(labels)
+                add_values(np.ones(len(labels)))
+                out.meta["num_pairs"] += len(labels)
         split_N = np.repeat(np.array([0, 2], np.uint8), [num_train, num_test])
         empty = {"filter_indptr": np.zeros(data.num_queries + 1, np.int64), "filter_indices": np.zeros(0, np.int32)}
         for name, array in {"split": split_N, **empty}.items():
             np.save(out.path / f"{name}.npy", array, allow_pickle=False)
-        out.meta["num_pairs"] = indices.size
     return folder
 
 
@@ -298,19 +298,19 @@ def write_tokens(data: Synthetic, folder: Path, which: str, tokenizer_folder: Pa
     words, num_texts = _texts_of(data, which)
     meta = {
         "text": "title", "vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id, "max_length": max_length,
-        "tokenizer_sha256": file_sha256(tokenizer.file), "num_texts": num_texts,
+        "tokenizer_sha256": file_sha256(tokenizer.file), "num_texts": num_texts, "num_tokens": 0,
     }  # fmt: skip
     with (
         write_folder(folder, tokens_module.KIND, tokens_module.VERSION, meta) as out,
-        ArrayFile(out.path / "ids.npy", encoder.flat.dtype) as ids,
-        ArrayFile(out.path / "offsets.npy", np.int64) as offsets,
+        growing_array(out.path / "ids.npy", encoder.flat.dtype) as add_ids,
+        growing_array(out.path / "offsets.npy", np.int64) as add_offsets,
     ):
-        offsets.add(np.zeros(1))
+        add_offsets(np.zeros(1))
         for rows_B in _blocks(f"write tokens of {which}", 0, num_texts):
             id_F, offset_B = encoder.encode(words(rows_B))
-            offsets.add(offset_B[1:] + ids.size)
-            ids.add(id_F)
-        out.meta["num_tokens"] = ids.size
+            add_offsets(offset_B[1:] + out.meta["num_tokens"])
+            add_ids(id_F)
+            out.meta["num_tokens"] += len(id_F)
     return folder
 
 
@@ -341,12 +341,11 @@ class HashedTokens(TokenCache):
         self._words, self._num_texts = _texts_of(data, which)
         self._encoder = WordTokens(data.words, tokenizer)
 
-    @property
-    def num_texts(self) -> int:
+    def __len__(self) -> int:
         return self._num_texts
 
     def lengths(self, rows: Any = None) -> np.ndarray:
-        return np.diff(self.ragged(np.arange(self.num_texts) if rows is None else rows)[1])
+        return np.diff(self.ragged(np.arange(len(self)) if rows is None else rows)[1])
 
     def ragged(self, rows: Any) -> Ragged:
         ids, offsets = self._encoder.encode(self._words(np.asarray(rows, dtype=np.int64)))

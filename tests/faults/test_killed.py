@@ -55,7 +55,7 @@ class Lives:
             return subprocess.Popen(
                 [sys.executable, str(LIFE), str(file), *options],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(LIFE.parents[1])},
             )  # fmt: skip
 
     def live(self, run: str, kill: Callable[[str], bool]) -> list[str]:

@@ -200,12 +200,12 @@ SLOW_TO_SAVE = """
 import sys, time
 from unidec.training.checkpoint import CheckpointWriter
 
-write = CheckpointWriter._write
+save = CheckpointWriter.save
 def slowly(self, checkpoint):
     open("saving", "w").close()
     time.sleep(120)
-    write(self, checkpoint)
-CheckpointWriter._write = slowly
+    return save(self, checkpoint)
+CheckpointWriter.save = slowly
 sys.argv = ["unidec", "train", "--set", "run.checkpoint_steps=0"]
 from unidec.cli import main
 main()

@@ -89,11 +89,6 @@ def test_negatives_are_mined_also_while_batches_are_random(tiny_params):
     assert made.negatives is not None and (made.negatives[ROWS] >= 0).any()
 
 
-def test_a_curriculum_that_begins_above_a_batch_is_a_conflict(tiny_params):
-    found = list(tiny_params(**{"pool.cluster_start": 13}).conflicts())
-    assert [(one.keys.split()[0], "larger than a batch" in one.what) for one in found] == [("pool.cluster_start", True)]
-
-
 def test_a_training_goes_through_the_curriculum(open_trainer):
     """Every round has as many steps as without it, so the schedule and the counters stay right."""
     trainer = open_trainer(**{"pool.cluster_start": 1, "optim.epochs": 6})

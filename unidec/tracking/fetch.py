@@ -80,8 +80,10 @@ def bundle_folder(source: str, folder: str | os.PathLike[str] = COPIES) -> Path:
     try:
         return fetch_bundle(source, folder)
     except MlflowException as error:
-        got, fix = str(error).splitlines()[0][:300], f"bundles that were fetched before are in {folder}"
-        raise ArtifactError("the registry does not answer", where=tracking_uri(), got=got, fix=fix) from error
+        raise ArtifactError(
+            "the registry does not answer", where=tracking_uri(), got=str(error).splitlines()[0][:300],
+            fix=f"MLFLOW_TRACKING_URI names it; bundles that were fetched before are in {folder}",
+        ) from error  # fmt: skip
 
 
 def fetch_by_hash(model_name: str, sha256: str, folder: Path) -> Path:
