@@ -15,7 +15,7 @@ from filelock import FileLock
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 280.0
-# by a process between, which ends: the server is nobody's child, and no test finds it among its own
+# starts the server and exits at once: detached, it is not among a test's child processes
 START = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"
 
 
