@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import shutil
 import sqlite3
@@ -187,6 +188,14 @@ def tiny_tokens(
 def helper() -> Callable[[str], ModuleType]:
     """`load_helper`."""
     return load_helper
+
+
+@pytest.fixture(scope="session")
+def benchmark_module() -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a benchmark by name: they are programs, not a package, so their folder goes on the path."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield importlib.import_module
+    sys.path.remove(str(ROOT / "benchmarks"))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from unidec.config import load_params, parse_overrides, recipe_names, to_yaml
 from unidec.data.tokens import encode_texts
@@ -148,27 +148,14 @@ def test_the_classifier_of_an_unfrozen_transformer_starts_unsaturated(name, gold
     assert float(loss) == pytest.approx(np.log(pool), rel=0.1)
 
 
-class NoWaiting(TorchDispatchMode):
-    """Refuses what would make a GPU's host wait: values that are looked at, results whose size depends on values."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_", "is_nonzero", "equal.", "item")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__
-        by_mask = name.startswith("index") and any(
-            index is not None and index.dtype == torch.bool
-            for given in args if isinstance(given, (list, tuple)) for index in given if isinstance(index, torch.Tensor)
-        )  # fmt: skip
-        assert not by_mask and not name.startswith(self.WAITING), f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", recipe_names())
-def test_no_step_waits_for_the_device(name, helper, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, monkeypatch):
+def test_no_step_waits_for_the_device(
+    name, helper, benchmark_module, tiny_dataset, tiny_tokens, tiny_bert, tmp_path, monkeypatch
+):
     """Between two logging steps: every operator of a step under a mode that refuses those which would wait, with the
     attention that a GPU has."""
     monkeypatch.setattr("unidec.model.encoder.transformer_options", lambda _: {"attn_implementation": "sdpa"})
-    golden = helper("training/golden")
+    golden, no_waiting = helper("training/golden"), benchmark_module("no_waiting").NoWaiting
     params = golden.small(name, tiny_bert, tmp_path)
     graph = golden.label_graph(params, tiny_dataset) if params.pool.gandalf else None
     data = TrainingData(tiny_dataset, *tiny_tokens.values(), graph)
@@ -188,22 +175,11 @@ def test_no_step_waits_for_the_device(name, helper, tiny_dataset, tiny_tokens, t
     batches = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
     for step in range(3):
         batch = trainer.prepare(batches[step], step)
-        with NoWaiting() if step else contextlib.nullcontext():
+        with no_waiting() if step else contextlib.nullcontext():
             logs = trainer.train_step(batch)
         assert (logs is None) == (step > 0)
         trainer.step += 1
     trainer._check_finite()
-
-
-def test_what_waits_is_refused():
-    x, mask = torch.arange(3.0), torch.tensor([True, False, True])
-    waits = [x.sum().item, lambda: bool(mask.any()), mask.nonzero, lambda: x[mask], lambda: x.unique(),
-             lambda: x.masked_select(mask), lambda: x.index_put_((mask,), torch.zeros(2))]  # fmt: skip
-    for wait in waits:
-        with NoWaiting(), pytest.raises(AssertionError, match="waits"):
-            wait()
-    with NoWaiting():
-        x[torch.tensor([0, 2])], torch.where(mask, x, 0.0), x.masked_fill(mask, 1.0)
 
 
 def test_recipes_at_cpu_scale_share_encoder_width_and_epochs():

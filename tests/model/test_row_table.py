@@ -151,7 +151,7 @@ class Batches:
         for step, rows in enumerate(self.rows):
             table.gather(torch.from_numpy(rows).to(table.device)).grad = self.grads[step].to(table.device)
             optimiser.step(step + 1, 1.0)
-        return [table.weight.detach().cpu(), *(tensor.cpu() for tensor in optimiser.table.state.values())]
+        return [tensor.cpu() for tensor in table.rows().values()]
 
 
 def fetching(table):
@@ -181,6 +181,70 @@ def test_fetched_rows_train_as_if_they_were_there(rng, kind):
     for dtype in (torch.float32, torch.bfloat16):
         device = batches.train(kind, make_table(batches.start, dtype))
         assert equal(batches.train(kind, fetching(make_table(batches.start, dtype))), device)
+
+
+@pytest.mark.parametrize("kind", sorted(ROW_OPTIMISERS))
+def test_what_is_on_its_way_back_is_seen_by_every_reader(rng, kind):
+    batches = Batches(rng, steps=4)
+    rows, grad = torch.arange(7), torch.from_numpy(rng.normal(size=(7, WIDTH))).float()
+    trained = []
+    readers = [
+        lambda table: table.rows()["weight"], lambda table: torch.from_numpy(table.numpy()),
+        lambda table: table.state_dict()["weight"], lambda table: table.eval().gather(None),
+        lambda table: table.eval().gather(torch.arange(ROWS)), lambda table: table.gather(torch.arange(ROWS)).detach(),
+    ]  # fmt: skip
+    for away in (False, *[True] * len(readers)):
+        table = make_table(batches.start)
+        table._is_away = away
+        optimiser = ROW_OPTIMISERS[kind](table, 0.05)
+        table.gather(rows).grad = grad.clone()
+        optimiser.step(1, 1.0)
+        if away:
+            assert torch.equal(table.weight, batches.start.float()), "still on its way"
+            assert torch.equal(readers[len(trained) - 1](table), trained[0])
+            assert table._landing is None
+        trained.append(table.weight.detach().clone())
+    assert equal(trained[1:], trained[:1] * len(readers))
+    assert not torch.equal(trained[0], batches.start.float())
+
+
+def test_copies_have_arrived_before_they_are_read(table):
+    """The event that ends them is waited for once, then the values are taken."""
+    fetching(table)
+    table.gather(torch.arange(3))
+    table.write_back(torch.ones(3, WIDTH), {})
+    local, values, arrived = table._landing
+    assert arrived is None, "a processor has none"
+
+    class Arrived:
+        waited = 0
+
+        def synchronize(self):
+            self.waited += 1
+            values["weight"].fill_(2)  # a copy that ends just now
+
+    table._landing = (local, values, event := Arrived())
+    assert bool((table.rows()["weight"][:3] == 2).all())
+    table.flush()
+    assert event.waited == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", sorted(ROW_OPTIMISERS))
+def test_no_step_of_fetched_rows_waits_for_the_device(rng, benchmark_module, kind, dtype, monkeypatch):
+    """The model on "meta", which stands for a GPU, the rows on the host."""
+    monkeypatch.setattr(row_table, "to_device", lambda x, device: x.to(device, non_blocking=True))  # as to a GPU
+    table = make_table(torch.from_numpy(rng.normal(size=(ROWS, WIDTH))), dtype, Placement("host")).to("meta")
+    optimiser = ROW_OPTIMISERS[kind](table, 0.05)
+    failed = torch.zeros((), device="meta")
+    for step, scale in enumerate((1.0, failed.new_ones(()), 1.0), start=1):  # a number: gradients are not clipped
+        with benchmark_module("no_waiting").NoWaiting():
+            leaf = table.gather(torch.from_numpy(rng.choice(ROWS, 8, replace=False)))
+            assert leaf.device.type == "meta" and leaf.dtype == torch.float32
+            leaf.grad = torch.zeros_like(leaf)
+            optimiser.step(step, 1.0, scale, failed)
+    with benchmark_module("no_waiting").NoWaiting(), pytest.raises(AssertionError, match="waits"):
+        table.gather(torch.zeros(2, dtype=torch.int64, device="meta"))  # ids belong on the host
 
 
 def test_all_rows_are_not_fetched():

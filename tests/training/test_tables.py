@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from unidec.model import row_table
+from unidec.training import trainer as trainer_module
 
 TIMES = ("seconds", "texts_per_s", "tokens_per_s")
 SMALL = {"pool.size": 16, "optim.epochs": 2, "pool.refresh": 2}  # of 40 labels: a step leaves most rows alone
@@ -55,7 +56,25 @@ def test_rows_that_are_fetched_as_on_a_gpu_train_the_same(open_trainer, monkeypa
     trainer = open_trainer("host", **values, **{"run.table_place": "host"})
     trainer.model.table._is_away = trainer.model.bias._is_away = True
     assert_same(run(trainer), device)
-    assert len(fetched) == 2 * 3 * trainer.step  # table and bias: weight and two moments
+    assert len(fetched) == 2 * 4 * trainer.step  # table and bias: weight, two moments, ids
+
+
+def test_a_checkpoint_holds_what_was_on_its_way_back(open_trainer):
+    values = {**SMALL, "run.table_place": "host", "pool.clf_labels": "pool"}
+    trainer = open_trainer("run", **values)
+    trainer.refresh()
+    trainer.made, table = trainer_module.Refresh.load(trainer._refresh_folder(0), 0), trainer.model.table
+    table._is_away = True
+    trainer.model.train()
+    batches = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
+    batch = trainer.prepare(batches[0], 0)
+    assert batch.clf_labels.device.type == "cpu"  # where the rows are looked up, whatever the device
+    trainer.train_step(batch)
+    trainer.step = trainer.epoch_step = 1
+    before = table.weight.detach().clone()
+    trainer.save()
+    assert not torch.equal(table.weight, before)
+    assert torch.equal(open_trainer("run", **values).model.table.weight, table.weight)
 
 
 @pytest.mark.parametrize(("dtype", "state"), [choice for choice in CHOICES if choice != ("fp32", "adam")])

@@ -3,12 +3,13 @@
 Legend: R rows in all, n rows held here, U rows used in a step (each once), D width.
 
 The table itself takes no part in autograd: a step gathers the rows it uses as a leaf, whose dense gradient [U, D] is
-all that the row-sparse optimiser (`unidec.training.optim`) reads. So nothing of size R x D is touched, no sparse
-tensor is coalesced, and the host waits for the device only where the table is elsewhere.
+all that the row-sparse optimiser (`unidec.training.optim`) reads. So nothing of size R x D is touched and no sparse
+tensor is coalesced.
 
 A table may hold a contiguous part of the rows (several processes), as float32 or bfloat16, on the model's device, in
-host memory, or in files that are mapped into memory: the rows of a step then go to the device and back. Row ids are
-global everywhere, and gathered rows are float32 on the model's device everywhere.
+host memory, or in files that are mapped into memory: the rows of a step then go to the device and back. The way back
+is not waited for: new values are put into the table before rows are read next, in a step once the encoder's work is
+queued. Row ids are global everywhere, and gathered rows are float32 on the model's device everywhere.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class RowTable(nn.Module):
 
     Attributes:
         num_rows: R; first_row, own_rows: the rows held here are first_row to first_row + own_rows.
-        weight: [n, D], not trained by autograd.
-        state: what an optimiser keeps for each row, in the same place: tensors [n, ...] by name.
+        weight: [n, D], not trained by autograd; whoever reads it outside a step calls `flush` first.
+        state: what an optimiser keeps for each row, in the same place: tensors [n, ...] by name; read like `weight`.
         used: (row ids int64 [U] or None for all rows, leaf [U, D]) of the step in progress, or None.
     """
 
@@ -78,6 +79,9 @@ class RowTable(nn.Module):
         self._is_away = placement.place != "device" and self.device.type != "cpu"  # the rows are not where the model is
         # of the step in progress: places of its rows, on the host, and their columns on the device
         self._fetched: tuple[Tensor, dict[str, Tensor]] | None = None
+        # of the last step: the same on its way to the host, and the event that ends the copies (None: no GPU)
+        self._landing: tuple[Tensor, dict[str, Tensor], torch.Event | None] | None = None
+        self.register_state_dict_pre_hook(lambda table, *_: table.flush())
 
     # -- where the rows are -------------------------------------------------------------------------------------------
 
@@ -108,8 +112,19 @@ class RowTable(nn.Module):
         return self.state[name]
 
     def rows(self) -> dict[str, Tensor]:
-        """ "weight" and the state by name, of the rows held here: the tensors themselves."""
+        """ "weight" and the state by name, of the rows held here: the tensors themselves, up to date."""
+        self.flush()
         return {"weight": self.weight.data, **self.state}
+
+    def flush(self) -> None:
+        """Put what the last step wrote back into `weight` and `state`, once it has arrived on the host."""
+        if self._landing is None:
+            return
+        (local_U, values, arrived), self._landing = self._landing, None
+        if arrived is not None:
+            arrived.synchronize()
+        for name, column in self.rows().items():
+            column.index_copy_(0, local_U, values[name])
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -117,13 +132,15 @@ class RowTable(nn.Module):
         """Rows as float [U, D] on the model's device; in training a leaf that collects their gradient.
 
         Args:
-            rows_U: int64 [U], each once, of the rows held here; None: all of them.
+            rows_U: int64 [U], each once, of the rows held here; None: all of them. On the host where the table is not
+                on the device: else the host waits for them.
 
         Raises:
             RuntimeError: gathered twice in one training step (rows in both would be updated twice; see `parts`); all
                 rows of a table that is not on the device.
         """
         if not (self.training and torch.is_grad_enabled()):
+            self.flush()
             local = None if rows_U is None else self._local(rows_U).to(self.weight.device)
             rows = self.weight if local is None else self.weight[local]
             return _at_least_float(rows.detach().to(self.device))
@@ -136,9 +153,11 @@ class RowTable(nn.Module):
         elif rows_U is None:
             raise RuntimeError("all rows train only in a table on the device")
         else:
-            local_U = self._local(rows_U).cpu()
+            rows_U = rows_U.cpu()
+            local_U = self._local(rows_U)
             fetched = {name: to_device(x.index_select(0, local_U), self.device) for name, x in self.rows().items()}
             rows, self._fetched = fetched["weight"], (local_U, fetched)
+            rows_U = to_device(rows_U, self.device)
         leaf = _at_least_float(rows.detach()).requires_grad_()
         self.used = (rows_U, leaf)
         return leaf
@@ -194,9 +213,12 @@ class RowTable(nn.Module):
         rows_U, fetched = self.used[0], self._fetched
         self.forget()
         if fetched is not None:
-            columns = self.rows()
-            for name, values in {"weight": weight_UD, **state}.items():
-                columns[name].index_copy_(0, fetched[0], values.cpu())
+            on_gpu, written = self.device.type == "cuda", {"weight": weight_UD, **state}
+            landing = {name: torch.empty(x.shape, dtype=x.dtype, pin_memory=on_gpu) for name, x in written.items()}
+            for name, values in written.items():
+                landing[name].copy_(values, non_blocking=True)
+            arrived = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
+            self._landing = (fetched[0], landing, arrived)
         elif rows_U is not None:
             local = self._local(rows_U)
             for name, values in state.items():
@@ -216,6 +238,7 @@ class RowTable(nn.Module):
 
     def numpy(self) -> np.ndarray:
         """The rows held here, float32 [n, D]; a view where they are float32 in host memory or a file."""
+        self.flush()
         return self.weight.detach().float().cpu().numpy()
 
 

@@ -37,7 +37,7 @@ class Prepared:
         pool: all of the batch's queries and the dual encoder's labels, whatever part of them this rank encodes (a
             classifier alone: its pool).
         targets, clf_targets: pairs of those labels, and of what the classifier sees.
-        clf_labels: int64 label ids that the classifier sees, those of this rank's rows; None: all of them.
+        clf_labels: int64 label ids that the classifier sees, those of this rank's rows, where its table is; None: all.
         clf_sizes: how many of them are in each rank's rows.
         clf_places: int64, where they are among the encoded labels, for rows that hold their label's text; None: they
             are the encoded labels, or rows hold no texts.
@@ -161,7 +161,8 @@ class Batches:
             return None, self.ranks.sizes(num_labels), None
         sizes = self.ranks.sizes_among(clf_pool.pool_S, num_labels)
         first = sum(sizes[: self.ranks.rank])
-        ids = to_device(clf_pool.pool_S[first : first + sizes[self.ranks.rank]], self.device)
+        place = self.device if self.settings.run.table_place == "device" else "cpu"  # where the rows are looked up
+        ids = to_device(clf_pool.pool_S[first : first + sizes[self.ranks.rank]], place)
         places = None
         if self.settings.model.clf_residual and len(encoded) > len(clf_pool.pool_S):
             places = to_device(np.searchsorted(encoded, clf_pool.pool_S), self.device)

@@ -59,7 +59,8 @@ class RowOptimiser:
             self.table.forget()
             return
         weight, state = leaf.detach(), self.table.used_state()  # the leaf holds the rows' values
-        factors = torch.as_tensor(scale, dtype=weight.dtype)
+        # multiplied on the device: a number made into a tensor would be copied there, for which the host waits
+        factors = torch.ones((), dtype=weight.dtype, device=weight.device).mul_(scale)
         if failed is not None:  # without a gradient only Adam's moments would still move
             leaf.grad.masked_fill_(failed.bool(), 0.0)
             factors = torch.where(failed.bool(), 0.0, factors)
