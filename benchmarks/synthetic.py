@@ -45,7 +45,7 @@ TOPIC = 16  # labels that share two words
 MOST_POSITIVES = 64
 _SLOTS = 1 << 20  # of the table that words are drawn from
 # streams of random numbers
-_COUNT, _ZIPF, _SAME, _MEMBER, _LENGTH, _TOPIC_WORD, _WORD, _SOURCE, _PICK = range(9)
+_COUNT, _ZIPF, _SAME, _MEMBER, _LENGTH, _TOPIC_WORD, _WORD, _SOURCE, _PICK, _LONGER = range(10)
 Ragged = tuple[np.ndarray, np.ndarray]
 
 
@@ -76,16 +76,18 @@ class Synthetic:
         num_train, num_test: queries; rows of test queries follow those of training queries.
         num_labels: L.
         mean_positives: about so many positives a query, at least 1 (pairs drawn twice count once).
+        query_mean, label_mean: words of a text on average, at least 3; lengths lie within 2 of it.
         exponent: of the Zipf law, below 1. shift: labels of nearly equal frequency at its head.
         seed: of everything.
     """
 
     def __init__(
         self, words: Words, num_train: int, num_test: int, num_labels: int, *, mean_positives: float = 4.0,
-        exponent: float = 0.75, shift: float = 10.0, seed: int = 0,
+        query_mean: float = 6.0, label_mean: float = 3.5, exponent: float = 0.75, shift: float = 10.0, seed: int = 0,
     ) -> None:  # fmt: skip
         self.words, self.num_train, self.num_test, self.num_labels = words, num_train, num_test, num_labels
         self.mean_positives, self.exponent, self.shift, self.seed = mean_positives, exponent, shift, seed
+        self.query_mean, self.label_mean = query_mean, label_mean
         mean = mean_positives - 1.0
         poisson = [math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) if mean > 0 else 1.0 - min(k, 1)
                    for k in range(MOST_POSITIVES)]  # fmt: skip
@@ -110,7 +112,7 @@ class Synthetic:
 
     def query_words(self, rows_B: np.ndarray) -> Ragged:
         """Words of each query's text: (int32 [F], offsets [B + 1])."""
-        length_B = 4 + (self._bits(_LENGTH, rows_B) % np.uint64(5)).astype(np.int64)
+        length_B = self._length(rows_B, self.query_mean, 5)
         row_F, place_F = _places(length_B)
         query_F = rows_B[row_F]
         pick_F = self._bits(_PICK, query_F, place_F)
@@ -143,7 +145,13 @@ class Synthetic:
         return np.minimum(rank_F.astype(np.int64), self.num_labels - 1) * self._factor % self.num_labels
 
     def _label_length(self, label_F: np.ndarray) -> np.ndarray:
-        return 2 + (self._bits(_LENGTH, label_F + self.num_queries) % np.uint64(4)).astype(np.int64)
+        return self._length(label_F + self.num_queries, self.label_mean, 4)
+
+    def _length(self, text_F: np.ndarray, mean: float, lengths: int) -> np.ndarray:
+        """Words of texts: one of so many lengths around the mean, drawn alike."""
+        shortest = mean - (lengths - 1) / 2
+        drawn_F = (self._bits(_LENGTH, text_F) % np.uint64(lengths)).astype(np.int64)
+        return int(shortest) + drawn_F + (self._uniform(_LONGER, text_F) < shortest % 1)
 
     def _label_word(self, label_F: np.ndarray, place_F: np.ndarray) -> np.ndarray:
         """The first two words are the topic's, the others the label's own."""

@@ -118,7 +118,11 @@ def test_weights_and_state_are_exact(overrides, open_trainer, tiny_distilbert):
     assert sum(real.values()) < stored < sum(real.values()) + 40_000
 
 
-@pytest.mark.parametrize(("name", "millions"), [("distilbert-base-uncased", 66.4), ("bert-base-uncased", 108.9)])
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("distilbert-base-uncased", 66.4), ("sentence-transformers/msmarco-distilbert-base-v4", 66.4),
+     ("bert-base-uncased", 108.9)],
+)  # fmt: skip
 def test_parameters_of_the_known_encoders(name, millions):
     """As their model cards state them, without the pooling head."""
     count = sum(p.numel() for p in empty_encoder(name).parameters())

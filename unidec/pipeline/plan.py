@@ -51,7 +51,8 @@ _FULL_BCE_CHUNK = 8192  # labels at once in unidec.model.full_bce
 _TRIPLET_BLOCK = 1 << 22  # triplets at once in unidec.model.losses
 _BLOCK = 1 << 16  # rows that are encoded, projected or scored together
 _TABLES = ("table.weight", "bias.weight", "bag.embedding.weight", "bag.log_weight.weight")  # counted by rows
-KNOWN = {"distilbert-base-uncased": "distilbert", "bert-base-uncased": "bert"}  # plans for them need no files
+KNOWN = {"distilbert-base-uncased": "distilbert", "msmarco-distilbert-base-v4": "distilbert",
+         "bert-base-uncased": "bert"}  # fmt: skip  # plans for them need no files
 # tried in this order, mildest first: those that change nothing that is learnt, then precision, then data
 REMEDIES: tuple[dict[str, Any], ...] = (
     {"run.recompute": True}, {"optim.encode_chunk": 256}, {"run.table_place": "host"}, {"run.table_place": "disk"},
