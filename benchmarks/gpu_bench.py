@@ -1,0 +1,255 @@
+"""What the sections of `gpu.py` share: sizes, figures with their origin, clocks, and trainers on synthetic data.
+
+Everything takes the device as a value; what only CUDA has is behind the functions at the head of this file.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from scale_step import open_data
+from synthetic import write_encoder
+
+from unidec.config import Params, load_params
+from unidec.data.dataset import XMCDataset
+from unidec.data.tokens import TokenCache
+from unidec.model.sources import resolve_encoder
+from unidec.training.batches import Prepared
+from unidec.training.refresh import Refresh
+from unidec.training.trainer import Trainer, TrainingData
+
+MINILM = "all-MiniLM-L6-v2"  # its tokenizer comes with extra `minilm`; no weights of it are used
+
+# -- the device -------------------------------------------------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(device: torch.device, run: Callable[[], Any]) -> float:
+    """How long it takes, the device's work included."""
+    synchronize(device)
+    begin = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - begin
+
+
+def start_peak(device: torch.device) -> None:
+    """Measure the peak of allocated memory from here on."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most bytes that tensors held on a GPU since `start_peak`."""
+    return torch.cuda.max_memory_allocated(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of the GPU, with what torch keeps for later."""
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def clean_up(device: torch.device) -> None:
+    """After a section, whatever became of it: its memory is free, and nothing is refused any longer."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.empty_cache()
+
+
+def device_name(device: torch.device) -> str:
+    """For the table."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the processor"
+
+
+# -- sizes and figures ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the sections are.
+
+    Attributes:
+        hidden, layers: of the DistilBERT that trains, with random weights.
+        train, labels, batch, pool, dim: of the step, the refresh and what compile brings.
+        steps: whole steps that are timed.
+        small: queries, labels, batch and pool of what is compared with the CPU; its encoder is small too.
+        search: labels, queries and their width, of search and mining.
+        product: queries, pool labels, width of the encoder and of a head, of the products in bf16.
+        compiler: torch.compile's backend.
+    """
+
+    hidden: int
+    layers: int
+    train: int
+    labels: int
+    batch: int
+    pool: int
+    dim: int
+    steps: int
+    small: tuple[int, int, int, int]
+    search: tuple[int, int, int]
+    product: tuple[int, int, int, int]
+    compiler: str = "inductor"
+
+
+SIZES = {
+    # LF-AmazonTitles-131K as published: 294,805 queries, batches of N / 2^8 = 1,152
+    "card": Sizes(768, 6, 294_805, 131_073, 1024, 3000, 384, 20, (2048, 2000, 256, 700), (1_305_265, 8192, 384),
+                  (1152, 3000, 768, 384)),
+    "cpu": Sizes(128, 2, 4096, 4000, 128, 350, 64, 8, (512, 500, 64, 180), (50_000, 1024, 64),
+                 (256, 700, 256, 128)),
+    "tiny": Sizes(64, 1, 96, 60, 16, 40, 16, 2, (96, 60, 16, 40), (300, 24, 16), (16, 40, 32, 16), "eager"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A line of the table.
+
+    Attributes:
+        section, what, value: what was found; a number is rounded for people only in the table.
+        origin: "measured on ...", "computed ..."; sizes: what it was taken at.
+        goal: in words, "" where there is none; ok: whether it is met, None where it cannot be said here.
+    """
+
+    section: str
+    what: str
+    value: float | str
+    unit: str
+    origin: str
+    sizes: str
+    goal: str = ""
+    ok: bool | None = None
+
+
+@dataclass
+class Bench:
+    """What a section is given.
+
+    Attributes:
+        device: where it runs; sizes: how large; folder: for its data, which sections share.
+        until: `time.monotonic()` when the time is over.
+        section: its name; figures: what all sections found.
+    """
+
+    device: torch.device
+    sizes: Sizes
+    folder: Path
+    until: float = float("inf")
+    section: str = ""
+    figures: list[Figure] = field(default_factory=list)
+    _data: dict[tuple[int, int], tuple[XMCDataset, TokenCache, TokenCache]] = field(default_factory=dict)
+
+    @property
+    def on_card(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.until - time.monotonic()
+
+    def add(
+        self, what: str, value: float | str, unit: str, sizes: str, *, most: float | None = None,
+        judged: bool = True, origin: str = "",
+    ) -> None:  # fmt: skip
+        """Take down a figure of this section.
+
+        Args:
+            most: its goal, at most so much; `judged`: whether being above it counts here.
+            origin: where it is not measured on the device.
+        """
+        goal = "" if most is None else f"at most {most:g}"
+        ok = float(value) <= most if most is not None and judged else None  # NaN is not
+        origin = origin or f"measured on {device_name(self.device)}"
+        self.figures.append(Figure(self.section, what, value, unit, origin, sizes, goal, ok))
+
+    # -- trainers ---------------------------------------------------------------------------------------------------
+
+    def encoder(self, hidden: int, layers: int, *, to_compare: bool = False) -> Path:
+        """A DistilBERT of random weights. What is compared between devices has no dropout, since they draw other
+        numbers, and weights five times as wide, so that its attention attends."""
+        folder = self.folder / f"encoder-{hidden}-{layers}{'-to-compare' * to_compare}"
+        if folder.is_dir():
+            return folder
+        write_encoder(folder, hidden=hidden, layers=layers, tokenizer_from=resolve_encoder(MINILM), kind="distilbert")
+        if to_compare:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            config |= {"dropout": 0.0, "attention_dropout": 0.0}
+            (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            weights = load_file(folder / "model.safetensors")
+            wider = {name: 5 * weight if weight.ndim == 2 else weight for name, weight in weights.items()}
+            save_file(wider, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    def params(self, recipe: str, **overrides: Any) -> Params:
+        """A recipe at this bench's sizes, on its device."""
+        sizes, file = self.sizes, self.folder / f"{recipe}.yaml"
+        file.write_text(f"recipe: {recipe}\n", encoding="utf-8")
+        return load_params(file, {
+            "device": self.device.type, "encoder.name": str(self.encoder(sizes.hidden, sizes.layers)),
+            "tokens.max_length": 32, "pool.batch_size": sizes.batch, "pool.size": sizes.pool, "model.dim": sizes.dim,
+        } | overrides)  # fmt: skip
+
+    def data(self, train: int, labels: int) -> tuple[XMCDataset, TokenCache, TokenCache]:
+        """Synthetic data and their tokens, made once."""
+        if (train, labels) not in self._data:
+            size = {"train": train, "labels": labels, "max_length": 32, "virtual": False}
+            folder = self.folder / f"data-{train}-{labels}"
+            folder.mkdir(exist_ok=True)
+            self._data[train, labels] = open_data(size, folder, resolve_encoder(MINILM))
+        return self._data[train, labels]
+
+    def trainer(self, params: Params, train: int = 0, labels: int = 0) -> Trainer:
+        """A new run; before batches are drawn it needs a refresh (`uniform`, or its own)."""
+        run = Path(tempfile.mkdtemp(prefix="run-", dir=self.folder))
+        data = TrainingData(*self.data(train or self.sizes.train, labels or self.sizes.labels))
+        trainer = Trainer(params.training, data, run, run / "cache")
+        trainer.model.train()
+        return trainer
+
+
+def uniform(trainer: Trainer) -> Refresh:
+    """Random batches and uniform hard negatives, in place of a refresh: two thirds of a pool lie anywhere."""
+    pool, data = trainer.settings.pool, trainer.dataset
+    shape = (data.num_queries, max(1, pool.eta * pool.refresh))
+    return Refresh(negatives=np.random.default_rng(0).integers(0, data.num_labels, shape, dtype=np.int32))
+
+
+def some_batches(trainer: Trainer, count: int) -> list[Prepared]:
+    """The first batches of the round, on the device."""
+    rows = trainer.made.batches(trainer.rows, trainer.batch_size, trainer.settings.seed, 0)
+    return [trainer.prepare(rows[number % len(rows)], number) for number in range(count)]
+
+
+def train(trainer: Trainer, batches: Iterable[Prepared]) -> None:
+    """The trainer's own steps."""
+    for batch in batches:
+        trainer.train_step(batch)
+        trainer.step += 1
+
+
+def of_step(trainer: Trainer, batch: Prepared) -> str:
+    """A step's sizes in words."""
+    return (
+        f"{len(batch.pool.rows_B)} queries, {len(batch.pool.pool_S)} pool labels, {batch.num_tokens} tokens, "
+        f"{trainer.dataset.num_labels} labels, {trainer.settings.optim.precision}"
+    )

