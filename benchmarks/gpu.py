@@ -50,13 +50,13 @@ class Section:
 
 
 SECTIONS = {
-    "correctness": Section(gpu_training.correctness, (40, 40), check=True),
-    "synchronisations": Section(gpu_training.synchronisations, (60, 30), check=True),
-    "step": Section(gpu_training.step, (60, 30)),
+    "correctness": Section(gpu_training.correctness, (60, 30), check=True),
+    "synchronisations": Section(gpu_training.synchronisations, (30, 20), check=True),
+    "step": Section(gpu_training.step, (90, 50)),
     "refresh": Section(gpu_training.refresh, (90, 20)),
     "search": Section(gpu_products.search, (40, 30)),
     "bf16": Section(gpu_products.bf16, (10, 10)),
-    "compile": Section(gpu_training.compile_encoder, (90, 60)),
+    "compile": Section(gpu_training.compile_encoder, (120, 90)),
     "memory": Section(gpu_products.memory, (90, 20)),
 }
 

@@ -56,8 +56,8 @@ def start_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most bytes that tensors held on a GPU since `start_peak`."""
-    return torch.cuda.max_memory_allocated(device)
+    """Most bytes that tensors held on a GPU since `start_peak`; 0 without one."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def free_bytes(device: torch.device) -> int:

@@ -140,3 +140,20 @@ def test_a_card_that_is_too_small_or_too_late_for_a_setting(gpu, bench, monkeypa
     assert [figure.value for figure in card.figures] == ["not measured"] * 2
     assert card.figures[0].origin == "the card is too small"
     assert "s are left of" in card.figures[1].origin
+
+
+def test_a_cell_is_trained_without_data_on_disk(gpu, bench, monkeypatch):
+    """What the card runs for its peak, with the longest texts and without; a processor has no peak."""
+    products, seen = gpu.gpu_products, []
+    right = products.scale_step.Steps.run
+    monkeypatch.setattr(
+        products.scale_step.Steps, "run",
+        lambda steps, count: seen.append([cache.lengths().min() for cache in steps.trainer.tokens.values()])
+        or right(steps, min(count, 2)),
+    )  # fmt: skip
+    size = products.scale_step.SIZE | products.GPU["papers-1.3M-recompute"]
+    size |= {"labels": 60, "train": 90, "batch": 16, "pool": 40, "dim": 16, "hidden": 64, "layers": 1}
+    assert products.peak_of_steps(bench, size) == 0
+    monkeypatch.setattr(products, "MOST_TEXTS", 50)
+    products.peak_of_steps(bench, size)
+    assert seen[0] == [32, 32] and max(seen[1]) < 32
