@@ -148,7 +148,12 @@ class BagEncoder(nn.Module):
         """Rows of the table that some texts use, and how many each: their tokens, and whole words where wanted."""
         if not self.num_words:
             return flat_F, lengths_B
-        return with_words(flat_F, lengths_B, self.continues.cpu().numpy(), self.num_words)
+        return with_words(flat_F, lengths_B, self._host_continues, self.num_words)
+
+    @functools.cached_property
+    def _host_continues(self) -> np.ndarray:
+        """`continues` on the host: kept, since a copy from the device for each batch would make the host wait."""
+        return self.continues.cpu().numpy()
 
     @torch.no_grad()
     def start_weights(self, document_frequency_V: np.ndarray, num_documents: int) -> None:

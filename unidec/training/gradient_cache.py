@@ -54,8 +54,13 @@ def cut_texts(parts: TextParts, build: InputBuilder, size: int, device: torch.de
         cut = length_chunks(tokens.lengths(rows), size)
         chunks += [(to_device(places + first, device), build([(name, tokens, rows[places])])) for places in cut]
         first += len(rows)
-    ids = [given.unique_U for _, given in chunks if given.unique_U is not None]
-    return TextChunks(first, tuple(chunks), torch.cat(ids).unique() if ids else None)
+    if all(given.unique_U is None for _, given in chunks):
+        return TextChunks(first, tuple(chunks))
+    # found on the host once more: on the device the host would have to wait for how many there are
+    bag, ragged = build.encoder.bag, [tokens.ragged(rows) for _, tokens, rows in parts]
+    assert bag is not None
+    used = [np.unique(bag.features(flat, np.diff(offsets))[0]) for flat, offsets in ragged]
+    return TextChunks(first, tuple(chunks), to_device(np.unique(np.concatenate(used)), device))
 
 
 def encode_texts(
