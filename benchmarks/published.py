@@ -174,6 +174,7 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--steps", type=int, default=20, help="training steps")
             one.add_argument("--batch", type=int, default=64, help="queries a batch at most (64)")
             one.add_argument("--encoder", help="a transformer in place of a small random one")
+            one.add_argument("--until", default="evaluate", metavar="STAGE", help="the last stage: ingest, tokens, ...")
             one.add_argument("--folder", type=Path, help="where to work, kept; default: a temporary one")
             one.add_argument("--output", type=Path, help="also write the table here")
     return top

@@ -44,9 +44,9 @@ def run(given: argparse.Namespace) -> int:
     """`published.py stand-in`: one data set or all; prints a table, and gives the exit code: 1 if a stage failed."""
     chosen = published.names() if given.data_set == "all" else [given.data_set]
     rows = []
+    options = {key: getattr(given, key) for key in ("method", "share", "steps", "batch", "encoder", "until")}
     for name in chosen:
-        folder = given.folder / name if given.folder else None
-        row = stand_in(name, given.method, given.share, given.steps, given.batch, given.encoder, folder)
+        row = stand_in(name, **options, folder=given.folder / name if given.folder else None)
         rows.append(row)
         print(f"{name}: {row['result']}", flush=True)
     lines = table(rows)
@@ -58,7 +58,7 @@ def run(given: argparse.Namespace) -> int:
 
 def stand_in(
     name: str, method: str | None = None, share: float = 0.01, steps: int = 20, batch: int = 64,
-    encoder: str | None = None, folder: Path | None = None,
+    encoder: str | None = None, folder: Path | None = None, until: str = STAGES[-1],
 ) -> Row:  # fmt: skip
     """Run every stage once, each timed.
 
@@ -67,18 +67,21 @@ def stand_in(
         batch: queries a batch at most; the pool shrinks alike.
         encoder: as `encoder.name`; None: a small one of random weights.
         folder: where raw files, data and outputs are kept; None: a temporary one.
+        until: the last stage to run.
 
     Returns:
         a row of `table`: a stage's seconds, or nothing where it did not run; `result` is "ok" or the first error.
 
     Raises:
-        ConfigError: no such data set, method or share.
+        ConfigError: no such data set, method, share or stage.
     """
     facts = published.data_set(name)["facts"]
     method = method or _usual(name)
     published.resolve(name, method)
     if not 0 < share <= 1:
         raise ConfigError("not a share", where="--share", got=share, expected="above 0, at most 1")
+    if until not in STAGES:
+        raise ConfigError("no such stage", where="--until", got=until, expected=", ".join(STAGES))
     num_train, num_labels = (max(256, round(share * facts[key])) for key in ("train_queries", "labels"))
     row: Row = {"data set": name, "method": method, "N": num_train, "L": num_labels, "result": "ok"}
     with contextlib.ExitStack() as stack:
@@ -96,6 +99,8 @@ def stand_in(
                 row["result"] = f"{stage} failed: {error}"
                 break
             row[f"{stage}, s"] = time.perf_counter() - begin
+            if stage == until:
+                break
     return row
 
 

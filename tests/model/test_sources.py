@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from unidec.data.storage import file_sha256
-from unidec.errors import ArtifactError
+from unidec.errors import ArtifactError, ConfigError
 from unidec.model import sources
-from unidec.model.sources import Packaged, resolve_encoder
+from unidec.model.sources import Packaged, check_positions, resolve_encoder
 
 
 @pytest.fixture
@@ -99,3 +99,16 @@ def test_what_the_hub_gives_is_checked(tiny_bert, tmp_path, monkeypatch):
     (tmp_path / "snapshot" / "model.safetensors").unlink()
     with pytest.raises(ArtifactError, match=r"model\.safetensors missing"):
         resolve_encoder("some/model")
+
+
+def test_texts_longer_than_the_transformer_reads(tiny_bert, tmp_path):
+    check_positions(tiny_bert, 64)
+    with pytest.raises(ConfigError, match=r"(?s)tokens.max_length: .*reads at most 64 tokens.*got: 65"):
+        check_positions(tiny_bert, 65)
+    for text in ("{}", '{"max_position_embeddings": null}'):  # no limit that is known
+        (tmp_path / "config.json").write_text(text)
+        check_positions(tmp_path, 512)
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ArtifactError, match=r"not a transformer's config.json"):
+            check_positions(tmp_path, 512)

@@ -21,6 +21,7 @@ from unidec import pipeline
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import folder_sha256, read_manifest
+from unidec.errors import ConfigError
 from unidec.evaluation.metrics import by_query
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import indexing, paths
@@ -458,3 +459,14 @@ def test_votes_that_do_not_help_are_left_out(done: SimpleNamespace, monkeypatch:
     bundle = Bundle.load(paths.BUNDLE)
     assert said["knn_weight"] == 0 and said["clf_weight"] == done.said["index"]["clf_weight"]
     assert bundle.neighbours is None and bundle.info.card["tuning"]
+
+
+def test_a_bag_reads_longer_texts_than_its_transformer(tiny_dataset, tiny_bert, tmp_path, monkeypatch, helper):
+    """It has the transformer's tokens only; the transformer itself, with 64 positions, is refused before tokenising."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_dataset.path, paths.DATASET)
+    params = helper("tiny_training").tiny_params(tiny_bert, **{"encoder.kind": "bag", "tokens.max_length": 65})
+    assert pipeline.tokens(params)["queries_texts"] == tiny_dataset.num_queries
+    transformer = params.model_copy(update={"encoder": params.encoder.model_copy(update={"kind": "both"})})
+    with pytest.raises(ConfigError, match="reads at most 64 tokens"):
+        pipeline.tokens(transformer)

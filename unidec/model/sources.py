@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 from unidec.data.storage import file_sha256
-from unidec.errors import ArtifactError
+from unidec.errors import ArtifactError, ConfigError
 
 
 class Packaged(NamedTuple):
@@ -56,6 +57,19 @@ def resolve_encoder(name: str) -> Path:
                 )  # fmt: skip
             return _checked(folder)
     return _from_hub(f"sentence-transformers/{alias}" if packaged else name, packaged)
+
+
+def check_positions(folder: Path, max_length: int) -> None:
+    """Refuse texts longer than a transformer can read. Raises ConfigError; ArtifactError: a damaged config.json."""
+    try:
+        most = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings") or max_length
+    except (ValueError, AttributeError) as error:
+        raise ArtifactError("not a transformer's config.json", where=str(folder), got=str(error)) from error
+    if max_length > most:
+        raise ConfigError(
+            f"the transformer reads at most {most} tokens", where="tokens.max_length", got=max_length,
+            expected=f"at most {most}", fix=f"tokens.max_length: {most}, or another encoder.name",
+        )  # fmt: skip
 
 
 def _from_hub(name: str, packaged: Packaged | None) -> Path:

@@ -17,7 +17,7 @@ from unidec.data.storage import file_sha256, files_sha256, swap_folder
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ConfigError, DataError
 from unidec.metric_names import GROUPS
-from unidec.model.sources import resolve_encoder
+from unidec.model.sources import check_positions, resolve_encoder
 from unidec.pipeline import paths
 from unidec.pipeline.lock import replaces_inputs
 from unidec.sections import Source
@@ -67,6 +67,8 @@ def tokens(params: Params) -> dict[str, Any]:
     dataset, section, summary = paths.open_dataset(), params.tokens, {}
     sizes: dict[Literal["queries", "labels"], int] = {"queries": dataset.num_queries, "labels": dataset.num_labels}
     folder = resolve_encoder(params.encoder.name)
+    if params.encoder.kind != "bag":
+        check_positions(folder, section.max_length)
     for which, num_texts in sizes.items():
         batches = dataset.text_batches(which, section.text, TEXTS_A_BATCH)
         path = paths.TOKENS / which
