@@ -26,6 +26,7 @@ from unidec.retrieval.index import LabelIndex, faiss_module, recall
 from unidec.training.refresh import mine_hard_negatives
 
 SCALE = 18.0  # 1 / temperature of the recipes
+TOKENS, LAYERS = 16, 6  # of a title, with padding; of DistilBERT
 TEST_QUERIES, ALL_LABELS = 970_237, 1_305_265  # of LF-AmazonTitles-1.3M
 LARGEST_SECONDS = 240  # that 450M rows take, most of it to make them
 MOST_TEXTS = 10**7  # whose tokens are made at their greatest length: more would not fit into the host's memory
@@ -185,7 +186,8 @@ def bf16(bench: Bench) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(num_queries + num_labels, width), (dim, width), (dim, width), (num_labels, dim)]
     leaves = [torch.randn(shape, generator=generator).to(bench.device) for shape in shapes]
-    leaves[1:3] = [weight / width**0.5 for weight in leaves[1:3]]
+    leaves[1] /= width**0.5
+    leaves[2] /= (width * dim) ** 0.5  # the classifier's queries have about unit length, as its rows have
     leaves[3] = F.normalize(leaves[3], dim=1)
     exact = _products(leaves, num_queries)
     times = {"float32": _time(bench, leaves, num_queries)}
@@ -202,6 +204,11 @@ def bf16(bench: Bench) -> None:
         bench.add(f"{name}: largest difference of a gradient", gradients, "of the largest", sizes)
     for name, taken in times.items():
         bench.add(f"products of heads and similarities in {name}", 1000 * taken, "ms", sizes)
+    texts = num_queries + num_labels
+    of_heads = 6 * dim * (width * (texts + num_queries) + 2 * num_queries * num_labels)
+    of_encoder = 6 * 12 * width**2 * LAYERS * TOKENS * texts  # 12 W^2 parameters a layer
+    bench.add("their share of a step's operations", of_heads / (of_heads + of_encoder), "", sizes,
+              origin=f"computed: an encoder of {LAYERS} layers, {TOKENS} tokens a text")  # fmt: skip
     for name in forms:
         bench.add(f"{name} would save of a step", 1000 * (times["float32"] - times[name]), "ms", sizes,
                   origin="computed from the times above")  # fmt: skip
@@ -232,9 +239,10 @@ def _products(leaves: list[Tensor], num_queries: int) -> list[Tensor]:
 
 def _time(bench: Bench, leaves: list[Tensor], num_queries: int) -> float:
     """Median seconds of `_products`."""
-    run = lambda: [_products(leaves, num_queries) for _ in range(10)]  # noqa: E731
+    times = 10 if bench.on_card else 1
+    run = lambda: [_products(leaves, num_queries) for _ in range(times)]  # noqa: E731
     run()
-    return float(np.median([seconds(bench.device, run) for _ in range(5)])) / 10
+    return float(np.median([seconds(bench.device, run) for _ in range(5)])) / times
 
 
 def _difference(ours: Tensor, exact: Tensor) -> float:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,17 +130,70 @@ def test_only_some_sections_and_no_time_left(gpu, tmp_path, monkeypatch):
     assert skipped[0]["value"] == "30 s left, about 50 s needed"
 
 
-def test_a_card_that_is_too_small_or_too_late_for_a_setting(gpu, bench, monkeypatch):
-    products = gpu.gpu_products
-    card = gpu.Bench(torch.device("cuda", 0), gpu.SIZES["tiny"], bench.folder, time.monotonic() + 100)
-    monkeypatch.setattr(products, "free_bytes", lambda device: 16 << 30)
-    monkeypatch.setattr("gpu_bench.device_name", lambda device: "a card")
+@pytest.fixture
+def card(gpu, bench, monkeypatch):
+    """A bench that takes the branches of a card, though its device is the processor; `modes`: the debug modes set."""
+
+    class Card(gpu.Bench):
+        on_card, modes = True, []
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", Card.modes.append)
+    monkeypatch.setattr(gpu.gpu_products, "free_bytes", lambda device: 141 << 30)
+    found = Card(CPU, bench.sizes, bench.folder)
+    found._data = bench._data
+    return found
+
+
+def test_the_branches_of_a_card(gpu, card, monkeypatch):
+    """Cells of the card, made small; faiss with a GPU and without; steps while torch refuses to wait."""
+    products, peaks = gpu.gpu_products, []
+    monkeypatch.setattr(products, "peak_of_steps", lambda bench, size: peaks.append(size) or 15 * 10**9)
+    for section in ("memory", "search", "bf16", "synchronisations"):
+        assert gpu.run_sections(card, [section]) == 0
+    assert [size["labels"] for size in peaks] == [1_305_265, 1_305_265, 450_000_000]
+    assert card.modes == ["error", "default"] * 9 * 3
+    by_name = {figure.what: figure for figure in card.figures}
+    assert by_name["faiss on the GPU"].origin == "the installed faiss has no GPU"
+    assert by_name["TF32: largest difference of a logit"].value < 1e-2
+    measured = [f for f in card.figures if f.section == "memory" and f.origin.startswith("measured") and f.unit == "GB"]
+    assert [(figure.value, figure.ok) for figure in measured] == [(15, True), (15, None), (15, True)]
+
+    faiss = SimpleNamespace(get_num_gpus=lambda: 1, StandardGpuResources=object, index_cpu_to_gpu=lambda _, at, x: x)
+    monkeypatch.setattr(products, "faiss_module", lambda: faiss)
+    assert gpu.run_sections(card, ["search"]) == 0
+    assert {f.what: f.value for f in card.figures}["faiss, flat, recall of the exact 100"] == 1
+
+
+def test_a_card_that_waits_is_told_once_a_step(gpu, card, monkeypatch):
+    def waiting(trainer, batch):
+        if card.modes and card.modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return right(trainer, batch)
+
+    right = gpu.gpu_training.Trainer.train_step
+    monkeypatch.setattr(gpu.gpu_training.Trainer, "train_step", waiting)
+    assert gpu.run_sections(card, ["synchronisations"]) == 1
+    assert [figure.value for figure in card.figures[:3]] == [9, 9, 9]
+    assert card.modes[-1] == "default"
+
+
+def test_another_error_of_a_step_is_no_synchronisation(gpu, card, monkeypatch):
+    def broken(trainer, batch):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(gpu.gpu_training.Trainer, "train_step", broken)
+    assert gpu.run_sections(card, ["synchronisations"]) == 1
+    assert card.figures[0].what == "failed" and "something else" in card.figures[0].value
+
+
+def test_a_card_that_is_too_small_or_too_late_for_a_setting(gpu, card, monkeypatch):
+    products, card.until = gpu.gpu_products, time.monotonic() + 100
     products._measure_cell(card, "rows-450M", 60 << 30, 141.0)
-    monkeypatch.setattr(products, "free_bytes", lambda device: 141 << 30)
+    monkeypatch.setattr(products, "free_bytes", lambda device: 16 << 30)
     products._measure_cell(card, "rows-450M", 60 << 30, 141.0)
     assert [figure.value for figure in card.figures] == ["not measured"] * 2
-    assert card.figures[0].origin == "the card is too small"
-    assert "s are left of" in card.figures[1].origin
+    assert "s are left of" in card.figures[0].origin
+    assert card.figures[1].origin == "the card is too small"
 
 
 def test_a_cell_is_trained_without_data_on_disk(gpu, bench, monkeypatch):
