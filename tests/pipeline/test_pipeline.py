@@ -133,9 +133,15 @@ def test_bundle_and_index(done: SimpleNamespace) -> None:
     assert said["clf_weight"] in CLF_WEIGHTS and bundle.info.clf_weight == said["clf_weight"]
     assert bundle.num_labels == said["labels"] == XMCDataset.open(paths.DATASET).num_labels
     assert not list(paths.BUNDLE.rglob("*.jsonl"))
-    # the tuned weight is the best on the validation split, by metrics computed one weight after the other
+    # the tuned weight is the best on the validation split, by metrics computed one weight after the other; of equal
+    # scores (the tiny tokenizer reads some titles alike) the smaller row comes first
     ranking = Ranking.of_model(bundle.model, XMCDataset.open(paths.DATASET), "validation", "fp32", bundle.vectors)
-    scored = {weight: ranking.metrics("both", weight, True)["nDCG@5"] for weight in CLF_WEIGHTS}
+    scored = {}
+    for weight in CLF_WEIGHTS:
+        score_NL = ranking.queries("both", weight, True) @ ranking.labels("both", True).T
+        score_NL[ranking.filter_pairs.nonzero()] = -np.inf
+        best_NL = np.argsort(-score_NL.round(6), axis=1, kind="stable")
+        scored[weight] = ranking.metrics_of(best_NL[:, :100])["nDCG@5"]
     assert scored[said["clf_weight"]] == max(scored.values())
     assert said["validation"]["nDCG@5"] == pytest.approx(max(scored.values()))
 

@@ -136,7 +136,7 @@ def test_all_labels_are_ranked_as_by_dense_scores(random_ranking) -> None:
     votes = ranking.votes(neighbours, 15)
     score_NL = dense(ranking, neighbours, params, 0.7, 0.4)
     for k in (1, 5, 40):
-        found = ranking.candidates("both", 0.7, False, votes, k).top(0.4, k)
+        found = ranking.candidates("both", (0.7,), False, votes, k)(0.7).top(0.4, k)
         best = np.argsort(-score_NL, axis=1, kind="stable")[:, :k]
         best = np.where(np.take_along_axis(score_NL, best, axis=1) > -np.inf, best, -1)
         np.testing.assert_array_equal(found.rows, best)

@@ -5,9 +5,9 @@ Legend: N queries, n queries of a split, M training queries, L labels, D width o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -148,16 +148,23 @@ class Ranking:
         return Neighbours(vectors, labels, uids, titles, neighbours.vote, neighbours.words, neighbours.label_words_LF)
 
     def candidates(
-        self, space: Space, clf_weight: float, clf_normalize: bool, votes: PairScores, k: int = K
-    ) -> Candidates:
-        """What can be among the k best labels of the heads' score and the votes, whatever the votes' weight."""
-        query = self.queries(space, clf_weight, clf_normalize)
-        found = self.top(space, clf_weight, clf_normalize, k)[1]
-        return Candidates.of(
-            candidate_keys(found, votes.key_N, votes.shape[1], pair_keys(self.filter_pairs)),
-            votes,
-            lambda query_P, label_P: pair_scores(query, query_P, label_P, self.vectors, space, clf_normalize),
-        )
+        self, space: Space, clf_weights: Sequence[float], clf_normalize: bool, votes: PairScores, k: int = K
+    ) -> Callable[[float], Candidates]:
+        """By the classifier's weight, what can be among the k best labels of the heads' score and the votes, whatever
+        the votes' weight: the k best by the first, the middle and the last of some ascending weights, the only ones
+        that are searched by, and all labels with votes. The heads' score is linear in the weight."""
+        searched = sorted({clf_weights[0], clf_weights[len(clf_weights) // 2], clf_weights[-1]})
+        found = np.concatenate([self.top(space, weight, clf_normalize, k)[1] for weight in searched], axis=1)
+        key_P = candidate_keys(found, votes.key_N, votes.shape[1], pair_keys(self.filter_pairs))
+
+        def scored(weight: float) -> Candidates:
+            query = self.queries(space, weight, clf_normalize)
+            heads = partial(pair_scores, query, vectors=self.vectors, space=space, clf_normalize=clf_normalize)
+            return Candidates.of(key_P, votes, heads)
+
+        at_0, at_1 = scored(0.0), scored(1.0)
+        slope_P = at_1.heads_P - at_0.heads_P
+        return lambda weight: replace(at_0, heads_P=at_0.heads_P + np.float32(weight) * slope_P)
 
     @cached_property
     def propensity(self) -> Propensity:
@@ -267,28 +274,21 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     The classifier's weight starts as the best without votes. Of equals the smaller weight is taken. Raw classifier
     scores are training logits times tau, of the order of cosines: one range of weights serves both forms.
     """
-    index, objective = params.index, params.index.objective
+    index, objective, found = params.index, params.index.objective, dict[tuple[float, float], dict[str, float]]()
     clf_weights = CLF_WEIGHTS if index.clf_weight == "auto" else (float(index.clf_weight),)
-    alone = {}
-    if neighbours is None or len(clf_weights) > 1:
-        alone = {w: ranking.metrics(index.space, w, index.clf_normalize) for w in clf_weights}
-    clf_weight = max(clf_weights, key=lambda w: alone[w][objective]) if alone else clf_weights[0]
-    if neighbours is None:
-        return Blend(clf_weight, 0.0, alone[clf_weight])
     knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (float(index.knn_weight),)
-    votes = ranking.votes(neighbours, index.knn_neighbours)
-    found: dict[tuple[float, float], dict[str, float]] = {}
-
-    @lru_cache(maxsize=1)  # they serve every weight of the votes
-    def candidates(clf_weight: float) -> Candidates:
-        return ranking.candidates(index.space, clf_weight, index.clf_normalize, votes)
+    shape = (len(ranking.rows), ranking.dataset.num_labels)
+    votes = PairScores.none(shape) if neighbours is None else ranking.votes(neighbours, index.knn_neighbours)
+    candidates = ranking.candidates(index.space, clf_weights, index.clf_normalize, votes, CANDIDATES)
 
     def quality(weights: tuple[float, float]) -> float:
         if weights not in found:
             found[weights] = ranking.metrics_of(candidates(weights[0]).top(weights[1], K).rows)
         return found[weights][objective]
 
-    at = (clf_weight, knn_weights[0])
+    at = max([(weight, 0.0) for weight in clf_weights], key=quality)
+    if neighbours is None:
+        return Blend(*at, found[at])
     for _ in range(MAX_TURNS):
         before = at
         at = max([(at[0], weight) for weight in knn_weights], key=quality)

@@ -328,7 +328,7 @@ class Bundle:
         heads = functools.partial(
             pair_scores, query_BD, vectors=self.vectors, space=info.space, clf_normalize=info.clf_normalize
         )
-        none = PairScores(np.zeros(0, np.int64), np.zeros(0, np.float32), (num_queries, self.num_labels))
+        none = PairScores.none((num_queries, self.num_labels))
         found = Candidates.of(key_P, votes or none, heads).top(0.0 if info.knn is None else info.knn.weight, k)
         return found if votes is not None else replace(found, votes=None)
 

@@ -6,6 +6,7 @@ units.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from unidec.model.losses import decoupled_softmax
 from unidec.model.pairs import Pairs
 from unidec.retrieval.fusion import LIMIT, Evidence, Floats, Fusion
+from unidec.retrieval.query_encoder import usable_cores
 
 FOLDS, HIDDEN = 8, 32  # hidden units of each fold's network; measured: benchmarks/results/fusion.md
 BATCH, RATE, DECAY = 128, 0.01, 0.1
@@ -42,17 +44,21 @@ def fit_fusion(evidence: Evidence, relevant_P: np.ndarray, propensity: tuple[flo
     mean_X = feature_PX.mean(axis=0)
     scale_X = np.maximum(feature_PX.std(axis=0), _LEAST_SCALE)
     x_PX = torch.from_numpy(np.clip((feature_PX - mean_X) / scale_X, -LIMIT, LIMIT))
-    generator = np.random.default_rng(seed)
-    fold_N = generator.permutation(evidence.num_queries) % FOLDS
+    fold_N = np.random.default_rng(seed).permutation(evidence.num_queries) % FOLDS
     held_out_P = np.zeros(len(x_PX), dtype=np.float32)
-    networks = []
-    for fold in range(FOLDS):
+
+    def fit(fold: int) -> _Network:
+        torch.set_num_threads(1)  # of this thread: several folds at once take less time than several threads for one
         network = _Network(x_PX.shape[1], torch.Generator().manual_seed(seed + fold))
-        _train(network, x_PX, evidence, relevant_P, np.flatnonzero(fold_N != fold), generator)
+        queries, generator = np.flatnonzero(fold_N != fold), np.random.default_rng([seed, fold])
+        _train(network, x_PX, evidence, relevant_P, queries, generator)
         with torch.no_grad():
             own_P = fold_N[evidence.query_P] == fold
             held_out_P[own_P] = network(x_PX[torch.from_numpy(own_P)]).numpy()
-        networks.append(network)
+        return network
+
+    with ThreadPoolExecutor(min(FOLDS, usable_cores())) as threads:
+        networks = list(threads.map(fit, range(FOLDS)))
 
     def joined(*parts: Tensor) -> list[float]:
         return torch.cat(parts).detach().tolist()

@@ -412,18 +412,19 @@ def best_of(query_P: Labels, label_P: Labels, score_P: Floats, votes_P: Floats, 
     """The k pairs of each query with the largest scores; among equals the smaller label row comes first.
 
     Args:
-        query_P, label_P: int64 [P], each pair once. score_P, votes_P: float32 [P].
+        query_P, label_P: int64 [P], each pair once, ascending by query and label. score_P, votes_P: float32 [P].
     """
-    order = np.lexsort((label_P, -score_P, query_P))
-    query = query_P[order]
-    begin_B = np.concatenate([[0], np.cumsum(np.bincount(query, minlength=num_queries))])
-    rank = np.arange(len(order)) - begin_B[query]
-    order, query, rank = (x[rank < k] for x in (order, query, rank))
+    count_B = np.bincount(query_P, minlength=num_queries)
+    begin_B = np.cumsum(count_B) - count_B
+    score_BC = np.full((num_queries, count_B.max(initial=0)), -np.inf, dtype=np.float32)
+    score_BC[query_P, np.arange(len(query_P)) - begin_B[query_P]] = score_P
+    order = np.argsort(-score_BC, axis=1, kind="stable")[:, :k]  # one long sort of all pairs takes three times as long
+    query, rank = np.nonzero(np.arange(order.shape[1]) < count_B[:, None])
+    best = begin_B[query] + order[query, rank]
     rows = np.full((num_queries, k), -1, dtype=np.int64)
     scores = np.full((num_queries, k), -np.inf, dtype=np.float32)
-    rows[query, rank], scores[query, rank] = label_P[order], score_P[order]
     votes = np.full((num_queries, k), np.nan, dtype=np.float32)
-    votes[query, rank] = votes_P[order]
+    rows[query, rank], scores[query, rank], votes[query, rank] = label_P[best], score_P[best], votes_P[best]
     return Ranked(rows, scores, votes)
 
 

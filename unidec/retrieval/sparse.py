@@ -31,6 +31,11 @@ class PairScores:
     shape: tuple[int, int]
 
     @classmethod
+    def none(cls, shape: tuple[int, int]) -> PairScores:
+        """No pair has a score."""
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.float32), shape)
+
+    @classmethod
     def of(cls, matrix_BL: csr_matrix) -> PairScores:
         """The entries of a matrix with sorted indices."""
         row_N = np.repeat(np.arange(matrix_BL.shape[0], dtype=np.int64), np.diff(matrix_BL.indptr))

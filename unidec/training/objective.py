@@ -1,10 +1,15 @@
 """What a step minimises: both heads' losses on the vectors of a batch and its labels (UniDEC, Algorithm 1, line 5).
 
+Heads and the products of queries and labels compute in autocast's type, which accumulates in float32; lengths,
+temperature and losses in float32.
+
 Legend: B queries of all ranks, S labels that a head sees, D width of a head, W width of the encoder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,10 +25,22 @@ from unidec.training.distributed import Ranks
 
 
 class Objective:
-    """The losses of a model; each rank computes the whole loss. `seed` is of what a loss draws at random."""
+    """The losses of a model; each rank computes the whole loss.
 
-    def __init__(self, settings: Loss, seed: int, model: UniDEC, ranks: Ranks):
-        self.settings, self.seed, self.model, self.ranks = settings, seed, model, ranks
+    Args:
+        seed: of what a loss draws at random.
+        autocast: gives the context of heads and products.
+    """
+
+    def __init__(
+        self,
+        settings: Loss,
+        seed: int,
+        model: UniDEC,
+        ranks: Ranks,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ):
+        self.settings, self.seed, self.model, self.ranks, self.autocast = settings, seed, model, ranks, autocast
 
     def losses(self, x_BW: Tensor, batch: Prepared, step: int) -> dict[str, Tensor]:
         """Weighted losses of the heads: balance * L_D, (1 - balance) * (L_C + clf_bce * BCE).
@@ -46,34 +63,45 @@ class Objective:
     def _de_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
         """L_D: queries against the texts of the labels."""
         ranks, own, pool, settings = self.ranks, batch.num_own_queries, batch.pool, self.settings
-        de_BD = self.model.de(x_BW)
+        with self.autocast():
+            de_BD = self.model.de(x_BW)
         query_BD = ranks.gather(de_BD[:own], ranks.sizes(len(pool.rows_B)))
         label_SD = ranks.gather(de_BD[own:], ranks.sizes(len(pool.pool_S)))
         scale = self.model.log_scale.exp()[0]
-        return self.loss(settings.de, query_BD @ label_SD.T, scale, batch.targets, settings.de_forward, step)
+        similarity_BS = self._products(query_BD, label_SD)
+        return self.loss(settings.de, similarity_BS, scale, batch.targets, settings.de_forward, step)
 
     def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
         """L_C + clf_bce * BCE: queries against the classifier's rows."""
         model, ranks, own, settings = self.model, self.ranks, batch.num_own_queries, self.settings
         scale, targets = model.log_scale.exp()[1], batch.clf_targets
-        query_BD = ranks.gather(model.clf(x_BW[:own]), ranks.sizes(len(batch.pool.rows_B)))
+        with self.autocast():
+            own_BD = model.clf(x_BW[:own])
+        query_BD = ranks.gather(own_BD, ranks.sizes(len(batch.pool.rows_B)))
         assert model.table is not None
         row_SD = ranks.gather(model.table.gather(batch.clf_labels), batch.clf_sizes)
         if model.settings.clf_residual:  # on one rank alone: it encodes all of the pool's texts
             text_SW = x_BW[own:] if batch.clf_places is None else x_BW[own:][batch.clf_places]
-            row_SD = row_SD + model.text_rows(text_SW)
+            with self.autocast():
+                row_SD = row_SD + model.text_rows(text_SW)
         bias_S1 = None
         if model.bias is not None:
             bias_S1 = ranks.gather(model.bias.gather(batch.clf_labels), batch.clf_sizes)
         if settings.clf == "bce" and batch.clf_labels is None:  # of all labels: no logits of all of them are held
-            return full_bce(query_BD, row_SD, bias_S1, scale, targets, normalise=settings.bce_normalise)
-        logit_BS = query_BD @ row_SD.T
+            with self.autocast():
+                return full_bce(query_BD, row_SD, bias_S1, scale, targets, normalise=settings.bce_normalise)
+        logit_BS = self._products(query_BD, row_SD)
         if bias_S1 is not None:
             logit_BS = logit_BS + bias_S1.T
         loss = self.loss(settings.clf, logit_BS, scale, targets, settings.clf_forward, step)
         if settings.clf_bce > 0:
             loss = loss + settings.clf_bce * self.loss("bce", logit_BS, scale, targets, 1.0, step)
         return loss
+
+    def _products(self, query_BD: Tensor, row_SD: Tensor) -> Tensor:
+        """Inner products of queries and labels, [B, S] of their dtype."""
+        with self.autocast():
+            return (query_BD @ row_SD.T).to(query_BD.dtype)
 
     def loss(
         self, kind: str, similarity_BS: Tensor, scale: Tensor, targets: PoolTargets, forward: float, step: int

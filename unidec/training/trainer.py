@@ -115,7 +115,7 @@ class Trainer:
             placement=Placement(settings.run.table_place, scratch, begin, end - begin, self.device),
         ).to(self.device)  # fmt: skip
         self.model.encoder.recompute = settings.run.recompute
-        self.objective = Objective(settings.loss, settings.seed, self.model, ranks)
+        self.objective = Objective(settings.loss, settings.seed, self.model, ranks, self._autocast)
         not_cached = InputBuilder(self.model.encoder, self.device)
         self.batches = Batches(
             settings, self.dataset, self.tokens, not_cached, self.device, ranks, data.label_graph
