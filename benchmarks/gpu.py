@@ -15,6 +15,7 @@ of a step do not depend on the weights' values; quality is not measured here.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -102,10 +103,11 @@ def _shown(value: float | str) -> str:
 def write(out: Path, bench: Bench, form: str) -> str:
     """`<out>.json` and `<out>.md`; the table."""
     found = as_table(bench.figures)
-    facts = {"form": form, "machine": machine(), "figures": [asdict(figure) for figure in bench.figures]}
+    about = {**machine(), "load of the last minutes": " ".join(f"{load:.1f}" for load in os.getloadavg())}
+    facts = {"form": form, "machine": about, "figures": [asdict(figure) for figure in bench.figures]}
     write_json(out.with_name(f"{out.name}.json"), facts)
-    about = ", ".join(f"{key}: {value}" for key, value in facts["machine"].items())  # type: ignore[attr-defined]
-    text = f"# `benchmarks/gpu.py`, form `{form}`\n\n{about}\n\n{found}\n"
+    where = ", ".join(f"{key}: {value}" for key, value in about.items())
+    text = f"# `benchmarks/gpu.py`, form `{form}`\n\n{where}\n\n{found}\n"
     write_bytes_atomic(out.with_name(f"{out.name}.md"), text.encode())
     return found
 
