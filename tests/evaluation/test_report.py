@@ -32,6 +32,12 @@ ROUNDS = [{"round": r, "epoch": 5 * r, "seconds": 60.0, "refresh": REFRESH, "tra
            "steps_per_s": 2.0, "memory": {"host_used_gib": 1.25}, "validation": {"P@1": 30.0 + r, "R@100": 60.0}}
           for r in (1, 2, 3)]  # fmt: skip
 
+FUSION = {
+    "objective": "nDCG@5",
+    "by_tail": [{"tail": tail, "P@1": 50 - tail, "PSP@5": 30 + tail} for tail in (0.0, 0.5)],
+    "lost_without": {"votes": 0.125, "classifier": 2.375},
+}
+
 
 def _example(text: str) -> dict:
     rows = [{"label": text, "title": text, "score": 1.0, "correct": c}
@@ -44,7 +50,7 @@ def _full(text: str = "some text") -> ReportInput:
         title=text, date=text, dataset=text, model=text, metrics={"both": METRICS, "de": METRICS, text: METRICS},
         baselines={text: {"P@1": 50.0}}, baseline_note=text, history=[*HISTORY, {"step": 901, f"lr_{text}": 1.0}],
         rounds=[{**r, "refresh": {**REFRESH, f"{text}_seconds": 1.0}} for r in ROUNDS], bins=BINS,
-        index={"recall@10": 99.5, text: text},
+        index={"recall@10": 99.5, text: text}, fusion=FUSION | {"objective": text},
         calibration={"score": np.linspace(0, 1, 200).reshape(40, 5), "correct": np.arange(200).reshape(40, 5) > 100},
         right=[_example(text)], wrong=[_example(text)], card={text: {text: text}}, params={text: [text, 1]},
         lineage={text: text, "dirty": True}, verdict=text, warnings=[text], comparison=[BETTER],
@@ -78,7 +84,7 @@ def test_the_page_loads_nothing():
 def test_all_parts_are_there():
     page = Page(_plain())
     content, *anchors = [value for name, value in page.attributes if name == "id"]
-    assert anchors == ["metrics", "groups", "training", "rounds", "index", "calibration",
+    assert anchors == ["metrics", "groups", "training", "rounds", "index", "fusion", "calibration",
                        "examples", "data", "parameters", "lineage"]  # fmt: skip
     links = [value for name, value in page.attributes if name == "href"]
     assert links == [f"#{content}", "gate.html", *(f"#{anchor}" for anchor in anchors)]
@@ -93,10 +99,11 @@ def test_all_parts_are_there():
         "7 to 8",
         "peak memory, GiB",
         "1.25",
+        "classifier2.38",
     ):
         assert text in page.words, text
-    # groups, bins; validation, loss, learning rates, gradient norm, two of pools; rounds; calibration
-    assert page.tags.count("img") == 2 + 6 + 1 + 1
+    # groups, bins; validation, loss, learning rates, gradient norm, two of pools; rounds; tail; calibration
+    assert page.tags.count("img") == 2 + 6 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize("missing", [f.name for f in dataclasses.fields(ReportInput)])
@@ -106,7 +113,7 @@ def test_a_missing_part_is_left_out(missing, undrawn):
     report = dataclasses.replace(_full(), **{missing: getattr(default, missing)})
     html = render(report)
     assert Page(html).open == []
-    section = {"rounds": "rounds", "index": "index",
+    section = {"rounds": "rounds", "index": "index", "fusion": "fusion",
                "calibration": "calibration", "params": "parameters", "lineage": "lineage"}.get(missing)  # fmt: skip
     if section:
         assert f'id="{section}"' not in html
@@ -117,7 +124,7 @@ def test_a_keyboard_reaches_all():
     assert ("class", "skip") in page.attributes and ("href", "#content") in page.attributes
     wide = [value for name, value in page.attributes if name == "class" and value == "wide"]
     assert len(wide) == page.attributes.count(("tabindex", "0")) == page.attributes.count(("role", "region"))
-    assert page.tags.count("summary") == page.tags.count("details") == 1  # parameters
+    assert page.tags.count("summary") == page.tags.count("details") == 2  # features, parameters
     assert page.attributes.count(("scope", "row")) > 20 and ("lang", "en") in page.attributes
     words = [value for name, value in page.attributes if name in ("aria-label", "alt")]
     assert {"right", "wrong", "sections", "loss by step: loss, dual encoder"} <= set(words) and all(words)
@@ -149,6 +156,8 @@ def test_the_best_of_a_column_is_bold():
     ],
 )
 def test_examples_say_how_a_score_comes_about(index, shown):
+    fused = Page(render(ReportInput(index=index, fusion=FUSION, wrong=[_example("text")]))).words
+    assert "score = logit of the learnt fusion" in fused and "DE +" not in fused
     words = Page(render(ReportInput(index=index, wrong=[_example("text")]))).words
     assert shown in words and ("votes;" in words) == ("votes" in shown) and ("score = " in words) == bool(shown)
 

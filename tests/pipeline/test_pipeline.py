@@ -28,7 +28,7 @@ from unidec.pipeline import indexing, paths
 from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Ranking, headline, training_neighbours, tuned_blend
 from unidec.pipeline.training import Run
 from unidec.retrieval.bundle import Bundle
-from unidec.retrieval.fusion import LabelEvidence
+from unidec.retrieval.fusion import FEATURES, LabelEvidence
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.query_encoder import Encoded
 from unidec.retrieval.sparse import PairScores
@@ -406,6 +406,10 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     assert said["fusion"] and bundle.info.fusion is not None
     gain = said["validation"]["nDCG@5"] - blend["validation"]["nDCG@5"]
     assert gain == pytest.approx(bundle.info.fusion.gain["nDCG@5"], abs=1e-3) and gain > 0
+    told = bundle.info.card["fusion"]
+    (chosen,) = (row for row in told["by_tail"] if row["tail"] == bundle.info.fusion.tail)
+    assert chosen["nDCG@5"] == said["validation"]["nDCG@5"] >= max(row["nDCG@5"] for row in told["by_tail"]) - 0.1
+    assert set(told["lost_without"]) == set(FEATURES) and max(told["lost_without"].values()) > 0
     before = folder_sha256(paths.BUNDLE)
     assert pipeline.index(params) == said and folder_sha256(paths.BUNDLE) == before
     # the bundle ranks the test split by it, and the profile has the scores that it gives to queries that do not vote
@@ -421,6 +425,8 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     pipeline.evaluate(params)
     result = json.loads(paths.METRICS.read_text())
     assert result["test"]["nDCG@5"] != result["heads"]["nDCG@5"] and result["index"]["recall@10"] > 90
+    page = paths.REPORT.read_text()
+    assert "Frequent against rare labels" in page and "log rank by votes" in page and "score = logit" in page
 
 
 @pytest.mark.usefixtures("other_bundle")

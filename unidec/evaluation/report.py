@@ -30,6 +30,7 @@ GROUPS = {"tail": "tail (< 10)", "torso": "torso (10 to 100)", "head": "head (> 
 BINS = {"labels": "labels", "mean_frequency": "training queries, mean", "test_pairs": "test pairs",
         "P@5": "adds to P@5", "PSP@5": "adds to PSP@5", "recall@5": "its pairs found in the first 5, percent",
         "coverage@5": "coverage@5"}  # fmt: skip
+TRADED = ("P@1", "nDCG@5", "PSP@1", "PSP@5")  # for each other, by the weight of rare labels
 VALIDATION = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
 TRAINING = (
     "step", "epoch", "seconds", "loss", "loss_de", "loss_clf", "lr_heads", "lr_clf", "lr_encoder", "lr_bag",
@@ -50,6 +51,7 @@ class ReportInput:
             "tail/R@10". baselines: the same; baseline_note: where they come from.
         history, rounds: lines of history.jsonl and rounds.jsonl. bins: of `frequency_bins`.
         index: facts about the index, such as {"recall@10": 99.8}.
+        fusion: "by_tail": metrics by the "tail" weight; "lost_without": {feature: points}; "objective": of what.
         calibration: {"score": [any shape], "correct": [same shape]} of predictions.
         right, wrong: examples {"query", "truth": [title], "predictions": [{"label", "title", "score", "correct"}],
             "missed": [title]}.
@@ -69,6 +71,7 @@ class ReportInput:
     rounds: Records = ()
     bins: Records = ()
     index: Mapping[str, Any] = field(default_factory=dict)
+    fusion: Mapping[str, Any] = field(default_factory=dict)
     calibration: Mapping[str, Any] | None = None
     right: Records = ()
     wrong: Records = ()
@@ -102,7 +105,10 @@ def render(report: ReportInput) -> str:
         curves=_curves(report.history, report.rounds),
         **_rounds(report.rounds),
         calibration=_calibration(report.calibration),
-    )
+        tail_chart=_by_tail(report.fusion.get("by_tail", ())),
+        lost_without={name: f"{lost:.2f}" for name, lost in
+                      sorted(report.fusion.get("lost_without", {}).items(), key=lambda part: -part[1])},
+    )  # fmt: skip
 
 
 def interval_and_p(one: Comparison) -> list[str]:
@@ -139,6 +145,13 @@ def _bins(bins: Records) -> tuple[Chart | None, Table]:
                       x_label="training queries of a label; bins of equal volume, head to tail")  # fmt: skip
     rows = dict(zip(names, bins, strict=True))
     return chart, Table.of("training queries", rows, BINS, caption="by bin, most frequent labels first")
+
+
+def _by_tail(measured: Records) -> Chart | None:
+    """What is gained and lost by ranking rare labels higher."""
+    lines = _lines(measured, "tail", {name: name for name in TRADED}, dots=True)
+    about = ("weight of the log inverse propensity", "percent, validation split")
+    return line_chart("Frequent against rare labels", lines, *about)
 
 
 def _calibration(calibration: Mapping[str, Any] | None) -> Chart | None:

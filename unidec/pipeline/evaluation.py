@@ -81,6 +81,7 @@ def evaluate(params: Params) -> dict[str, Any]:
         dataset=f"{dataset.name}, {text}",
         model=f"{params.encoder.kind} encoder ({params.encoder.name})",
         index={"kind": bundle.info.index_kind, "space": bundle.info.space, **result["index"]},
+        fusion={"objective": params.index.objective, **bundle.info.card.get("fusion", {})},
         card=data_card(params), params=flatten(params), lineage=_lineage(bundle, dataset, tracker.run_id),
         history=history, rounds=rounds, bins=result["frequency_bins"], metrics=_metrics(result, bundle.model.heads),
         baselines={BASELINES[name]: headline(dict(own)) for name, own in tfidf.metrics.items()},

@@ -54,7 +54,11 @@ def index(params: Params) -> dict[str, Any]:
     rows = LabelRows(vectors, settings.space, settings.clf_normalize)
     options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
     label_index = LabelIndex.build(rows, settings.kind, show=True, **options)
-    card = {PROFILE_KEY: training_profile(params, model, ranking, label_index, blend, neighbours)}
+    card: dict[str, Any] = {PROFILE_KEY: training_profile(params, model, ranking, label_index, blend, neighbours)}
+    if blend.tried:
+        card["tuning"] = blend.tried
+    if blend.fusion:
+        card["fusion"] = {"by_tail": blend.by_tail, "lost_without": blend.lost_without}
     knn = voters = None
     if neighbours is not None and (blend.knn_weight or blend.fusion):
         head: Literal["de", "clf"] = "de" if "de" in vectors else "clf"
@@ -66,7 +70,7 @@ def index(params: Params) -> dict[str, Any]:
         Scoring(settings.space, blend.clf_weight, settings.clf_normalize, knn, blend.fusion),
         Facts(
             params.tokens.text, {"name": dataset.name, "sha256": dataset.sha256}, {"validation": metrics},
-            params.model_dump(exclude=set(OPERATIONS)), card | ({"tuning": blend.tried} if blend.tried else {}),
+            params.model_dump(exclude=set(OPERATIONS)), card,
         ),
         voters,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from unidec.data.propensity import Propensity
 from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
 from unidec.pipeline import paths
-from unidec.retrieval.fusion import CANDIDATES, Fusion, LabelEvidence
+from unidec.retrieval.fusion import CANDIDATES, FEATURES, Fusion, LabelEvidence
 from unidec.retrieval.neighbours import Candidates, Neighbours, Vote, candidate_keys, votes_alone
 from unidec.retrieval.scoring_space import LabelRows, Space, pair_scores, query_vectors, unit_rows
 from unidec.retrieval.sparse import PairScores
@@ -257,6 +257,8 @@ class Blend:
         metrics: of the ranking's split under it.
         tried: what was tried to find the weights, {clf_weight, knn_weight, the objective}, in order; [] without votes.
         fusion: what ranks in the blend's place; then `metrics` are of queries that each network had not seen.
+        by_tail: headline metrics under each weight of rare labels, which is there as "tail".
+        lost_without: points of the objective that are lost where a feature of the fusion is at its mean.
         reader: what the fusion reads of the labels.
     """
 
@@ -265,6 +267,8 @@ class Blend:
     metrics: dict[str, float]
     tried: list[dict[str, float]] = field(default_factory=list)
     fusion: Fusion | None = None
+    by_tail: list[dict[str, float]] = field(default_factory=list)
+    lost_without: dict[str, float] = field(default_factory=dict)
     reader: LabelEvidence | None = None
 
 
@@ -321,10 +325,11 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     key_P = evidence.query_P * ranking.dataset.num_labels + evidence.label_P
     fitted = fit_fusion(evidence, PairScores.of(ranking.truth).at(key_P) > 0, propensity, params.seed)
     log_inverse_P = reader.log_inverse_L[evidence.label_P]
-    by_tail = {
-        tail: ranking.metrics_of(evidence.top(fitted.held_out_P + np.float32(tail) * log_inverse_P, K).rows)
-        for tail in TAILS
-    }
+
+    def measured(score_P: np.ndarray, tail: float) -> dict[str, float]:
+        return ranking.metrics_of(evidence.top(score_P + np.float32(tail) * log_inverse_P, K).rows)
+
+    by_tail = {tail: measured(fitted.held_out_P, tail) for tail in TAILS}
     best = max(metrics[index.objective] for metrics in by_tail.values())
     tail = max(tail for tail, metrics in by_tail.items() if metrics[index.objective] >= best - TAIL_TOLERANCE)
     metrics = by_tail[tail]
@@ -333,8 +338,12 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
         print(f"no fusion: {index.objective} {metrics[index.objective]:.2f}, by the blend {by_blend:.2f}")
         return blend
     gain = {name: round(value - blend.metrics[name], 4) for name, value in headline(metrics).items()}
-    fusion = fitted.fusion.model_copy(update={"tail": tail, "gain": gain})
-    return replace(blend, metrics=metrics, fusion=fusion, reader=reader)
+    without = (measured(without_P, tail)[index.objective] for without_P in fitted.without_XP)
+    return replace(
+        blend, metrics=metrics, reader=reader, fusion=fitted.fusion.model_copy(update={"tail": tail, "gain": gain}),
+        by_tail=[{"tail": weight, **headline(own)} for weight, own in by_tail.items()],
+        lost_without={name: metrics[index.objective] - value for name, value in zip(FEATURES, without, strict=True)},
+    )  # fmt: skip
 
 
 def validation_metrics(ranking: Ranking, params: Params) -> dict[str, float]:

@@ -26,11 +26,17 @@ _LEAST_SCALE = 1e-6
 
 @dataclass(frozen=True)
 class Fitted:
-    """A fusion, the mean of the folds' networks, and float32 [P], each pair's score by the network of the fold that
-    has not seen its query."""
+    """A fusion, and what it gives queries that it has not seen.
+
+    Attributes:
+        fusion: the mean of the folds' networks.
+        held_out_P: float32 [P], each pair's score by the network of the fold that has not seen its query.
+        without_XP: float32 [X, P], the same with one feature after the other at its mean.
+    """
 
     fusion: Fusion
     held_out_P: Floats
+    without_XP: Floats
 
 
 def fit_fusion(evidence: Evidence, relevant_P: np.ndarray, propensity: tuple[float, float], seed: int = 0) -> Fitted:
@@ -46,6 +52,7 @@ def fit_fusion(evidence: Evidence, relevant_P: np.ndarray, propensity: tuple[flo
     x_PX = torch.from_numpy(np.clip((feature_PX - mean_X) / scale_X, -LIMIT, LIMIT))
     fold_N = np.random.default_rng(seed).permutation(evidence.num_queries) % FOLDS
     held_out_P = np.zeros(len(x_PX), dtype=np.float32)
+    without_XP = np.zeros(x_PX.shape[::-1], dtype=np.float32)
 
     def fit(fold: int) -> _Network:
         torch.set_num_threads(1)  # of this thread: several folds at once take less time than several threads for one
@@ -54,7 +61,12 @@ def fit_fusion(evidence: Evidence, relevant_P: np.ndarray, propensity: tuple[flo
         _train(network, x_PX, evidence, relevant_P, queries, generator)
         with torch.no_grad():
             own_P = fold_N[evidence.query_P] == fold
-            held_out_P[own_P] = network(x_PX[torch.from_numpy(own_P)]).numpy()
+            own_PX = x_PX[torch.from_numpy(own_P)]
+            held_out_P[own_P] = network(own_PX).numpy()
+            for feature, without_P in enumerate(without_XP):
+                kept_X = torch.ones(len(without_XP))
+                kept_X[feature] = 0
+                without_P[own_P] = network(own_PX * kept_X).numpy()
         return network
 
     with ThreadPoolExecutor(min(FOLDS, usable_cores())) as threads:
@@ -70,7 +82,7 @@ def fit_fusion(evidence: Evidence, relevant_P: np.ndarray, propensity: tuple[flo
         hidden_bias=joined(*(network.bias_H for network in networks)),
         out=joined(*(network.out_H / FOLDS for network in networks)), propensity=propensity,
     )  # fmt: skip
-    return Fitted(fusion, held_out_P)
+    return Fitted(fusion, held_out_P, without_XP)
 
 
 class _Network(nn.Module):
