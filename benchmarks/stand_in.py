@@ -20,18 +20,19 @@ from typing import Any
 
 import numpy as np
 import published
+from measure import Memory
 from synthetic import Synthetic, Words, texts, write_encoder
 
 from unidec.config import Params
-from unidec.data.dataset import BATCH_ROWS
 from unidec.errors import ConfigError, UnidecError
 from unidec.model.sources import resolve_encoder
 
 LIKE = {"LF-Wikipedia-500K": "LF-WikiTitles-500K"}  # what is not published of the one is taken from the other
 STAGES = ("raw", "ingest", "validate", "tokens", "propensity", "label graph", "refresh", "steps", "index", "evaluate")
 SIZES = ("N", "L", "positives a query", "words a query", "tokens a query", "queries a batch", "labels a pool", "loss")
-COLUMNS = ("data set", "method", *SIZES, *(f"{stage}, s" for stage in STAGES), "result")
+COLUMNS = ("data set", "method", *SIZES, *(f"{stage}, s" for stage in STAGES), "memory, GiB", "result")
 MOST_TEST, FEWEST_TEST = 2000, 50  # test queries: a slice, and their number is not published
+BLOCK = 4096  # texts made at once
 FILTERED = 20  # of so many queries one has a filter pair
 Row = dict[str, Any]
 
@@ -70,7 +71,8 @@ def stand_in(
         until: the last stage to run.
 
     Returns:
-        a row of `table`: a stage's seconds, or nothing where it did not run; `result` is "ok" or the first error.
+        a row of `table`: a stage's seconds, or nothing where it did not run; the most memory on top of what the process
+        held before; `result` is "ok" or the first error.
 
     Raises:
         ConfigError: no such data set, method, share or stage.
@@ -91,6 +93,7 @@ def stand_in(
         changed = {"data.path": "raw", "encoder.name": encoder or _small_encoder(Path("encoder"))}
         params = published.resolve(name, method, changed | _smaller(published.resolve(name, method), num_train, batch))
         row |= {"queries a batch": params.pool.batch_size, "labels a pool": params.pool.size or "no limit"}
+        memory = stack.enter_context(Memory())
         for stage, work in _stages(params, name, num_train, num_labels, steps):
             begin = time.perf_counter()
             try:
@@ -101,7 +104,7 @@ def stand_in(
             row[f"{stage}, s"] = time.perf_counter() - begin
             if stage == until:
                 break
-    return row
+    return row | {"memory, GiB": memory.facts()["peak_mib"] / 1024}
 
 
 def table(rows: list[Row]) -> list[str]:
@@ -204,12 +207,11 @@ def write_raw(params: Params, name: str, num_train: int, num_labels: int, folder
         facts = published.data_set(LIKE[name])["facts"]
     num_test = min(MOST_TEST, max(FEWEST_TEST, num_train // 20))
     sizes, words = (num_train, num_test, num_labels), Words()
-    mean = max(3.0, facts["words_a_query"])
-    data = Synthetic(words, *sizes, mean_positives=facts["positives_a_query"], query_mean=mean, label_mean=mean)
+    mean, drawn = max(3.0, facts["words_a_query"]), _draws(words, sizes, facts["positives_a_query"])
+    data = Synthetic(words, *sizes, mean_positives=drawn, query_mean=mean, label_mean=mean)
     contents = None
     if params.tokens.text == "title+content":
-        contents = Synthetic(words, *sizes, mean_positives=facts["positives_a_query"],
-                             query_mean=params.tokens.max_length)  # fmt: skip
+        contents = Synthetic(words, *sizes, mean_positives=drawn, query_mean=params.tokens.max_length)
     folder.mkdir(parents=True)
     with gzip.open(folder / "lbl.json.gz", "wt", compresslevel=1, encoding="utf-8") as file:
         for rows_B in _blocks(0, num_labels):
@@ -217,10 +219,19 @@ def write_raw(params: Params, name: str, num_train: int, num_labels: int, folder
                 file.write(json.dumps({"uid": f"l{row}", "title": title}) + "\n")
     _write_queries(data, contents, folder, "trn", "train", 0, num_train)
     _write_queries(data, contents, folder, "tst", "test", num_train, num_train + num_test)
-    sample_B = np.arange(min(num_train, BATCH_ROWS))
+    sample_B = np.arange(min(num_train, BLOCK))
     of_text = contents or data
     positives, written = (len(part(sample_B)[0]) / len(sample_B) for part in (data.positives, of_text.query_words))
     return {"positives a query": positives, "words a query": written + (mean if contents else 0)}
+
+
+def _draws(words: Words, sizes: tuple[int, int, int], positives: float) -> float:
+    """How many labels to draw for a query on average, so that so many differ: some are drawn twice."""
+    drawn, sample_B = positives, np.arange(min(sizes[0], BLOCK))
+    for _ in range(4):
+        found = len(Synthetic(words, *sizes, mean_positives=drawn).positives(sample_B)[0]) / len(sample_B)
+        drawn = max(1.0, drawn * positives / found)
+    return drawn
 
 
 def _write_queries(
@@ -250,5 +261,5 @@ def _texts(data: Synthetic, ragged: tuple[np.ndarray, np.ndarray]) -> list[str]:
 
 
 def _blocks(begin: int, end: int) -> Iterator[np.ndarray]:
-    for start in range(begin, end, BATCH_ROWS):
-        yield np.arange(start, min(start + BATCH_ROWS, end))
+    for start in range(begin, end, BLOCK):
+        yield np.arange(start, min(start + BLOCK, end))
