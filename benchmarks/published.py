@@ -95,6 +95,7 @@ def params_yaml(name: str, method: str, others: Mapping[str, Any] | None = None)
     for source in dict.fromkeys(source_of.values()):
         keys = ", ".join(key for key, own in source_of.items() if own == source)
         lines.append(f"  {source}: {keys}")
+    lines.append(f"Other keys have the values of recipe {about['recipe']} (unidec/recipes), or their defaults.")
     lines += [f"The sources are silent on: {text}" for text in data_set(name)["silent"]]
     return "".join(f"# {line}\n" for line in lines) + f"recipe: {about['recipe']}\n" + to_yaml(params)
 
