@@ -69,8 +69,10 @@ def fit_fusion(evidence: Evidence, relevant_P: np.ndarray, propensity: tuple[flo
                 without_P[own_P] = network(own_PX * kept_X).numpy()
         return network
 
+    num_threads = torch.get_num_threads()
     with ThreadPoolExecutor(min(FOLDS, usable_cores())) as threads:
         networks = list(threads.map(fit, range(FOLDS)))
+    torch.set_num_threads(num_threads)  # of threads that are started from here on
 
     def joined(*parts: Tensor) -> list[float]:
         return torch.cat(parts).detach().tolist()
