@@ -4,8 +4,8 @@ VENV      ?= .venv
 EXTRAS    ?= cpu,minilm,serve,dev
 # pip needs nothing else; `make train INSTALLER=uv` installs in a quarter of the time
 INSTALLER ?= pip
-# processes that run the tests
-JOBS      ?= 2
+# processes that run the tests: one more than the two cores, since tests wait for the processes that they start
+JOBS      ?= 3
 PORT_MLFLOW  ?= 5000
 PORT_PREFECT ?= 4200
 BIN       := $(VENV)/bin

@@ -12,7 +12,7 @@ TINY: dict[str, Any] = {
     "seed": 3, "device": "cpu", "tokens.max_length": 16,
     "encoder.kind": "bag", "encoder.trainable_layers": 0, "encoder.bag_dropout": 0.0, "encoder.dropout": 0.0,
     "encoder.residual": False, "encoder.start": "", "encoder.frozen": False, "encoder.bag_words": 0,
-    "encoder.bag_head": 0,
+    "encoder.bag_head": 0, "encoder.transformer_tokens": 0,
     "model.heads": "both", "model.dim": 16, "model.dropout": 0.1, "model.clf_init": "label_embedding",
     "model.clf_residual": False, "model.clf_bias": False, "model.temperature": 0.1, "model.learn_temperature": False,
     "pool.batches": "clustered", "pool.batch_size": 12, "pool.beta": 2, "pool.eta": 2, "pool.size": 0,

@@ -141,6 +141,7 @@ class Encoder(Section):
     bag_dropout: Share = key(0.0, "share of a text's tokens dropped from the bag in training")
     bag_words: Annotated[int, Field(ge=0, le=2**24)] = key(0, "rows of the bag for hashed words; 0: none")
     bag_head: CountOrZero = key(0, "tokens at a text's start (a title) with a bag of their own; 0: none")
+    transformer_tokens: CountOrZero = key(0, "tokens at a text's start that the transformer reads; 0: all")
     dropout: BelowOne = key(0.0, "dropout of the encoder's output")
     residual: bool = key(False, "a residual network over a bag or a frozen transformer")
     start: str = key("", "exported model folder whose encoder and heads are the start; empty: none")
@@ -157,6 +158,9 @@ class Encoder(Section):
             what, fix = "a bag of tokens has no layers to train and is always a mean", "encoder.kind: both"
             keys = "encoder.trainable_layers encoder.pooling encoder.kind"
             yield Conflict(keys, what, f"{fix}, or encoder.trainable_layers: 0 and encoder.pooling: mean")
+        if self.kind != "both" and self.transformer_tokens:
+            fix = "tokens.max_length, which is of all parts, or encoder.kind: both"
+            yield Conflict("encoder.transformer_tokens encoder.kind", "only one part reads the texts", fix)
         if self.kind == "transformer" and max(self.bag_dropout, self.bag_words, self.bag_head) > 0:
             keys = "encoder.kind encoder.bag_dropout encoder.bag_words encoder.bag_head"
             yield Conflict(keys, "there is no bag of tokens", "encoder.bag_...: 0, or encoder.kind: bag or both")

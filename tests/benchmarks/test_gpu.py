@@ -196,6 +196,7 @@ def test_a_card_that_is_too_small_or_too_late_for_a_setting(gpu, card, monkeypat
     assert card.figures[1].origin == "the card is too small"
 
 
+@pytest.mark.slow
 def test_a_cell_is_trained_without_data_on_disk(gpu, bench, monkeypatch):
     """What the card runs for its peak, with the longest texts and without; a processor has no peak."""
     products, seen = gpu.gpu_products, []

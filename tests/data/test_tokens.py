@@ -141,6 +141,10 @@ def test_batch_and_ragged_equal_a_slow_loop(cache, case):
         assert ids_BT[i].tolist() == row + [cache.pad_id] * (longest - len(row))
         assert mask_BT[i].tolist() == [True] * len(row) + [False] * (longest - len(row))
         assert flat[offsets[i] : offsets[i + 1]].tolist() == row
+    for most in (1, 3):
+        ids_BT, mask_BT = cache.batch(rows, most)
+        assert [ids[mask].tolist() for ids, mask in zip(ids_BT, mask_BT)] == [row[:most] for row in expected]
+        assert ids_BT.shape == mask_BT.shape == (len(rows), min(longest, most))
     assert offsets[0] == 0
     assert offsets[-1] == len(flat) == sum(map(len, expected))
 

@@ -160,7 +160,10 @@ def kill_and_compare(lives: Lives, chance: random.Random, num_kills: int, interv
 
 @pytest.mark.parametrize(("overrides", "num_kills"), [
     ({"encoder.bag_dropout": 0.2}, 4),
-    ({"pool.gandalf": True, "pool.clf_labels": "all", "optim.clf_state": "adagrad", "model.clf_bias": True}, 2),
+    pytest.param(
+        {"pool.gandalf": True, "pool.clf_labels": "all", "optim.clf_state": "adagrad", "model.clf_bias": True}, 2,
+        marks=pytest.mark.slow,
+    ),
 ], ids=["bag", "gandalf"])  # fmt: skip
 def test_killed_at_random_steps(
     tiny_dataset: Any, tiny_tokens: Any, tiny_params: Any, memory_folder: Path, chance: random.Random,

@@ -40,7 +40,7 @@ def spoil_gradient(trainer: Any, value: float) -> None:
 
 @pytest.mark.parametrize("late", [{}, {"optim.clf_state": "adagrad"}, {"optim.clf_state": "sgd"},
                                   {"model.clf_dtype": "bf16", "optim.clip_norm": 0.0}, None], ids=str)  # fmt: skip
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), pytest.param(-float("inf"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spoil", [spoil_loss, spoil_gradient])
 def test_the_step_changes_nothing_and_the_run_goes_on(
     open_trainer: Callable[..., Any], spoil: Callable[..., None], value: float, late: dict[str, Any] | None

@@ -138,6 +138,7 @@ def test_processes_of_this_machine(ask, tmp_path):
     ask("threads:1")  # the same command, in whatever way; with processes to the end: test_what_the_flow_starts_itself
 
 
+@pytest.mark.slow
 def test_a_dask_cluster_that_loses_a_worker(ask, tmp_path, cluster):
     killed, left = cluster.workers.values()
     killed.auto_restart = False

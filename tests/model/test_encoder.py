@@ -132,11 +132,11 @@ def texts(rng):
     return make_tokens(rng, rng.integers(2, 13, 40))
 
 
-def one_by_one(transformer, tokens, rows, pooling):
+def one_by_one(transformer, tokens, rows, pooling, most=None):
     """Each text alone, through the transformer as its authors wrote it."""
     vectors = []
     for row in rows:
-        ids = torch.from_numpy(tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64))[None]
+        ids = torch.from_numpy(tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]][:most].astype(np.int64))[None]
         hidden = transformer(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
         vectors.append(hidden[0] if pooling == "cls" else hidden.mean(0))
     return torch.stack(vectors)
@@ -221,11 +221,14 @@ def test_a_frozen_transformer_has_no_dropout_in_training(tiny_bert, texts):
     assert not torch.equal(moving(batch), moving(batch))
 
 
-def test_both_are_two_unit_halves(tiny_bert, texts):
-    encoder = make_encoder(tiny_bert, kind="both", trainable_layers=0).eval()
+@pytest.mark.parametrize("most", [0, 1, 5])
+def test_both_are_two_unit_halves(tiny_bert, texts, most):
+    """The transformer reads the first tokens alone where it shall; the bag reads all of them."""
+    encoder = make_encoder(tiny_bert, kind="both", trainable_layers=0, transformer_tokens=most).eval()
     with torch.no_grad():
         x_BW = encoder(InputBuilder(encoder, CPU)([("queries", texts, np.arange(40))]))
-        vector = F.normalize(one_by_one(encoder.transformer.transformer, texts, range(40), "mean"), dim=-1)
+        alone = one_by_one(encoder.transformer.transformer, texts, range(40), "mean", most or None)
+        vector = F.normalize(alone, dim=-1)
     bag = dense_bag(texts, range(40), encoder.bag.embedding.weight, encoder.bag.log_weight.weight[:, 0])
     torch.testing.assert_close(x_BW, torch.cat([vector, bag], -1), rtol=1e-4, atol=1e-5)
     assert encoder.width == 64

@@ -17,8 +17,8 @@ def folder(request):
     return request.getfixturevalue(f"tiny_{request.param}")
 
 
-def make_encoder(folder):
-    return TextEncoder(Encoder(kind="transformer"), load_transformer(folder), 0, 32)
+def make_encoder(folder, **settings):
+    return TextEncoder(Encoder(kind="transformer", **settings), load_transformer(folder), 0, 32)
 
 
 def cached(encoder, tokens, folder, amp=None):
@@ -57,7 +57,8 @@ def test_whatever_decides_the_values_decides_the_name(tiny_bert, tiny_tokens, tm
     cached(make_encoder(tiny_bert).eval(), labels, tmp_path, amp=torch.bfloat16)
     cached(make_encoder(tiny_bert).eval(), tiny_tokens["queries"], tmp_path)
     cached(cls, labels, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 5
+    cached(make_encoder(tiny_bert, transformer_tokens=3).eval(), labels, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 6
 
 
 def test_a_damaged_cache_is_refused(tiny_bert, tiny_tokens, tmp_path):

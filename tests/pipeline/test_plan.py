@@ -434,7 +434,7 @@ def test_the_shipped_recipes_fit_the_papers_card(recipe, tokens):
     assert not found.shortages
 
 
-@pytest.mark.parametrize("device", [0.1, 3, 5, 8, 12, 16])
+@pytest.mark.parametrize("device", [3, 8, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (0.1, 5, 12, 16))])
 @pytest.mark.parametrize("sizes", [PAPER, Sizes.given(20_000_000, 100_000, 16)], ids=["1.3M", "20M"])
 def test_taking_the_advice_makes_it_fit(device, sizes):
     """The mildest single setting that is enough, else several."""

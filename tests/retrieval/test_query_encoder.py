@@ -60,6 +60,7 @@ CASES = [
     {"kind": "transformer", "trainable_layers": 0, "residual": True, "heads": "de"},
     {"kind": "bag", "heads": "clf"},
     {"kind": "bag", "bag_words": 32, "bag_head": 3, "residual": True},
+    {"kind": "both", "trainable_layers": 0, "transformer_tokens": 3},
 ]  # fmt: skip
 
 

@@ -45,6 +45,7 @@ def small(recipe: str, transformer: Path, folder: Path, **overrides: Any) -> Par
         "seed": 0, "device": "cpu", "encoder.name": str(transformer), "tokens.max_length": 16, "model.dim": 16,
         "encoder.trainable_layers": min(of_recipe.encoder.trainable_layers, 1),
         "encoder.bag_head": min(of_recipe.encoder.bag_head, 4),
+        "encoder.transformer_tokens": min(of_recipe.encoder.transformer_tokens, 8),
         "pool.batch_size": 12, "pool.batch_fit": "most",
         "pool.size": min(of_recipe.pool.size, 30), "pool.refresh": REFRESH,
         "optim.epochs": EPOCHS, "optim.warmup_epochs": 1.0, "optim.precision": "fp32",

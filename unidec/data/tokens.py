@@ -76,10 +76,14 @@ class Tokens:
         offsets = _offsets([self.lengths(rows_B)])
         return self.ids[self.places(rows_B)].astype(np.int64), offsets
 
-    def batch(self, rows: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Ids int64 [B, T], padded on the right to the longest text, and the mask bool [B, T] of real tokens."""
+    def batch(self, rows: Sequence[int] | NDArray[Any], most: int = 0) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Ids int64 [B, T], padded on the right to the longest text, and the mask bool [B, T] of real tokens; of each
+        text the first `most` tokens, or all with 0."""
         flat_F, offsets = self.ragged(rows)
         length_B = np.diff(offsets)
+        if most:
+            flat_F = flat_F[np.arange(len(flat_F)) - np.repeat(offsets[:-1], length_B) < most]
+            length_B = np.minimum(length_B, most)
         mask_BT = np.arange(length_B.max(initial=0)) < length_B[:, None]
         ids_BT = np.full(mask_BT.shape, self.pad_id, dtype=np.int64)
         ids_BT[mask_BT] = flat_F

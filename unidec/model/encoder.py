@@ -332,7 +332,7 @@ class InputBuilder:
         first = 0
         for _, tokens, rows in parts:
             for places in length_chunks(tokens.lengths(rows)):
-                ids_BT, mask_BT = tokens.batch(rows[places])
+                ids_BT, mask_BT = tokens.batch(rows[places], self.encoder.settings.transformer_tokens)
                 yield self._to(places + first), self._to(ids_BT), self._to(mask_BT)
             first += len(rows)
 

@@ -85,6 +85,7 @@ class FrozenCaches:
         elif encoder.transformer is not None:
             part = encoder.transformer
             facts |= {"pooling": part.pooling, "frozen_layers": part.num_frozen_layers}
+            facts |= {"tokens_read": encoder.settings.transformer_tokens}
         facts |= {"weights": frozen_sha256(part), "amp": str(self.amp), "version": VERSION}
         return {name: self._kept(facts, part.width, name, cache) for name, cache in tokens.items()}
 

@@ -42,12 +42,13 @@ class TransformerGraph(nn.Module):
         super().__init__()
         assert encoder.transformer is not None
         self.transformer, self.pooling = encoder.transformer.transformer, encoder.transformer.pooling
-        self.unit_vectors = encoder.unit_vectors
+        self.unit_vectors, self.most = encoder.unit_vectors, encoder.settings.transformer_tokens or None
         self.transformer.set_attn_implementation("eager")
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        hidden = self.transformer(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        vectors_BD = pool_tokens(hidden, attention_mask, self.pooling)
+        ids_BT, mask_BT = input_ids[:, : self.most], attention_mask[:, : self.most]
+        hidden = self.transformer(input_ids=ids_BT, attention_mask=mask_BT).last_hidden_state
+        vectors_BD = pool_tokens(hidden, mask_BT, self.pooling)
         return F.normalize(vectors_BD, dim=-1) if self.unit_vectors else vectors_BD
 
 

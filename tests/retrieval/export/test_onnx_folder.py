@@ -17,6 +17,7 @@ KINDS = {
     "bag": {"kind": "bag", "trainable_layers": 0},
     "bag, first tokens": {"kind": "bag", "trainable_layers": 0, "bag_head": 3, "residual": True},
     "both": {"kind": "both", "trainable_layers": 0},
+    "both, first tokens": {"kind": "both", "trainable_layers": 0, "transformer_tokens": 3},
     "bert": {"kind": "transformer", "trainable_layers": -1},
     "bert, cls, unit length": {"kind": "transformer", "trainable_layers": 0, "pooling": "cls"},
     "distilbert": {"kind": "transformer", "trainable_layers": -1, "source": "distilbert"},
