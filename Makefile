@@ -23,6 +23,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 export OMP_WAIT_POLICY ?= PASSIVE
+export OPENBLAS_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # another encoder than all-MiniLM-L6-v2 comes from the hub: HF_HUB_OFFLINE=0 make train
 export HF_HUB_OFFLINE ?= 1

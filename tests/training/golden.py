@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from label_targets import soft_targets
 from scipy.sparse import csr_matrix
 
 from unidec.config import Params, load_params, recipe_names
@@ -55,6 +54,8 @@ def small(recipe: str, transformer: Path, folder: Path, **overrides: Any) -> Par
 
 def label_graph(params: Params, dataset: XMCDataset) -> csr_matrix:
     """What stage `label_graph` makes of the training queries."""
+    from label_targets import soft_targets
+
     graph = params.label_graph
     relevance = dataset.relevance[dataset.rows("train")]
     return soft_targets(relevance, graph.threshold, kind=graph.kind, share=graph.share, tail_first=graph.tail_first)
@@ -125,5 +126,6 @@ def main(recipes: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(FOLDER.parents[1]))  # helpers of the tests, which pytest finds by itself
     FOLDER.mkdir(exist_ok=True)
     main(sys.argv[1:])

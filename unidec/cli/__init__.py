@@ -45,6 +45,10 @@ def _options(
     debug: Annotated[bool, Option("--debug", help="show the traceback of an error (anywhere on the line)")] = False,
 ) -> None:
     """Options before the command."""
+    # numpy's products are of one query each and small: more threads for one cost more than they bring, and take the
+    # cores from torch, the encoder and the search. Read once, when numpy is imported
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 # -- training and evaluation ------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -110,10 +109,6 @@ def serve(
     from unidec.serving.memory import share_one_heap
 
     share_one_heap()  # before anything starts a thread
-    # numpy's products for one query are small: threads of its own would cost more than they bring, and take the cores
-    # from the encoder and the search, which have `serve.threads`. Read once, when numpy is imported
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = {"serve.host": host, "serve.port": port}
     extra = [f"{key}={value}" for key, value in given.items() if value is not None]
     settings = load_if_there(params, [*(assignments or []), *extra]).serve

@@ -44,6 +44,7 @@ _PROFILE_WORDS = 256  # words of a label's queries that are kept, the heaviest: 
 _LIKELY = 10  # labels of the best blend that others may come with
 _LIKELY_TEMPERATURE = 0.3  # of the softmax that weights them
 _QUERIES_AT_ONCE = 256
+_PAIRS_AT_ONCE = 1 << 11  # through the network: the hidden units of so many stay in the cache
 _BLOCK_SCORES = 1 << 22  # of queries read at once with all labels
 
 Floats = npt.NDArray[np.float32]
@@ -88,8 +89,12 @@ class Fusion(BaseModel):
     def scores(self, feature_PX: Floats) -> Floats:
         """Scores of some pairs without the tail's part, float32 [P]."""
         mean_X, scale_X, linear_X, hidden_XH, bias_H, out_H = self._arrays
-        x_PX = np.clip((feature_PX - mean_X) / scale_X, -LIMIT, LIMIT)
-        return x_PX @ linear_X + np.maximum(x_PX @ hidden_XH + bias_H, 0) @ out_H
+        out_P = np.empty(len(feature_PX), dtype=np.float32)
+        for start in range(0, len(out_P), _PAIRS_AT_ONCE):
+            some = slice(start, start + _PAIRS_AT_ONCE)
+            x_PX = np.clip((feature_PX[some] - mean_X) / scale_X, -LIMIT, LIMIT)
+            out_P[some] = x_PX @ linear_X + np.maximum(x_PX @ hidden_XH + bias_H, 0) @ out_H
+        return out_P
 
 
 @dataclass(frozen=True)
