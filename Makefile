@@ -66,8 +66,9 @@ test: $(STAMP)  ## every quick check: lint, import rules, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
+	$(BIN)/mypy & types=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS); \
+	tests=$$?; wait $$types && exit $$tests
 
 test-faults: $(STAMP)  ## the slow tests: kills, interrupts, real servers
 	$(BIN)/python -m pytest -m slow $(ARGS)

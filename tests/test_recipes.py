@@ -206,7 +206,7 @@ def golden(helper, monkeypatch):
     return helper("training/golden")
 
 
-@pytest.mark.parametrize("gandalf", [False, True], ids=["plain", "gandalf"])
+@pytest.mark.parametrize("gandalf", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "gandalf"])
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_trains(name, gandalf, golden, tiny_dataset, tiny_tokens, tiny_bert, tmp_path):
     """An epoch: finite losses, weights that move, vectors for the index; with Gandalf label texts among the queries."""

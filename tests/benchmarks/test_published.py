@@ -266,6 +266,7 @@ def test_a_stage_that_fails_ends_with_1(tmp_path, command, capsys):
     assert text.splitlines()[-1].count("| - ") >= 5, "nothing after it ran"
 
 
+@pytest.mark.slow
 def test_texts_longer_than_the_encoder_reads_end_before_they_are_tokenised(encoder_at_hand, tmp_path, command, capsys):
     work = tmp_path / "work"
     assert command("stand-in", "LF-Amazon-131K", "--share", 0.001, "--folder", work) == 1

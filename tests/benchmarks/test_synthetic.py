@@ -48,7 +48,7 @@ def test_the_stored_folder_is_what_ingest_makes_of_the_raw_files(synthetic, data
     assert [stored.manifest["meta"][k] for k in counts] == [ingested.manifest["meta"][k] for k in counts]
 
 
-@pytest.mark.parametrize("max_length", [5, 32])
+@pytest.mark.parametrize("max_length", [5, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("which", ["queries", "labels"])
 def test_tokens_are_the_tokenizers(synthetic, data, ingested, tokenizer, tmp_path, which, max_length):
     mine = TokenCache.open(synthetic.write_tokens(data, tmp_path / "mine", which, tokenizer, max_length))

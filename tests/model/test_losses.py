@@ -343,7 +343,7 @@ def direction(kind, forward):
     return 1.0 if kind == "softtopk" else forward
 
 
-@pytest.mark.parametrize("forward", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("forward", [pytest.param(0.0, marks=pytest.mark.slow), 0.3, 1.0])
 @pytest.mark.parametrize("reduction", list(REDUCTIONS))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_symmetric_equals_both_directions_looped(variant, reduction, forward, rng):

@@ -307,7 +307,7 @@ def test_a_frozen_transformer_is_computed_once_for_all_stages(done: SimpleNamesp
 
 
 @pytest.mark.usefixtures("other_outputs")
-@pytest.mark.parametrize("heads", ["de", "clf"])
+@pytest.mark.parametrize("heads", ["de", pytest.param("clf", marks=pytest.mark.slow)])
 def test_a_head_alone_goes_through(done: SimpleNamespace, heads: str) -> None:
     params = done.params(**{
         "model.heads": heads, "optim.epochs": 1, "index.clf_weight": 1.0, "index.clf_normalize": False,

@@ -174,8 +174,13 @@ PEAKS = {
     "hardest": {"model.heads": "de", "loss.de": "triplet", "loss.triplet_negatives": "hardest"},
 }
 
+SLOW_PEAKS = {"bert", "bert, one layer", "all labels' texts", "bert, cached", "residual", "hinge", "triplet", "hardest",
+              "bag, dual encoder", "residual rows", "frozen bag"}  # fmt: skip
 
-@pytest.mark.parametrize("name", PEAKS)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_PEAKS else name for name in PEAKS]
+)
 def test_the_peak_of_training_steps(name, data, live, tiny_params, tiny_distilbert, tmp_path, monkeypatch):
     """All tensors of two steps on a processor: estimated at most 5% too low, and at most three times too high."""
     monkeypatch.setattr(trainer_module, "LOG_EVERY", 1)

@@ -39,7 +39,7 @@ def run(folder, texts: list[str]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(("normalize", "bias"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("normalize", "bias"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)])
 def test_every_encoder_in_onnxruntime(world, tmp_path, name, normalize, bias) -> None:
     bundle = world(**KINDS[name], clf_normalize=normalize, clf_bias=bias)
     told = export_onnx(bundle, tmp_path / "out")
