@@ -180,7 +180,7 @@ def _faiss(bench: Bench, label_LD: np.ndarray, query_ND: np.ndarray, exact_NK: n
 
 
 def bf16(bench: Bench) -> None:
-    """Heads and similarities of a step, forward and backward: float32 as trained, and in fewer bits."""
+    """Heads and similarities of a step, forward and backward: in float32, and in bf16, as trained where it pays."""
     num_queries, num_labels, width, dim = bench.sizes.product
     sizes = f"{num_queries} queries, {num_labels} labels, {width} to {dim} wide, both heads"
     generator = torch.Generator().manual_seed(0)
@@ -210,7 +210,7 @@ def bf16(bench: Bench) -> None:
     bench.add("their share of a step's operations", of_heads / (of_heads + of_encoder), "", sizes,
               origin=f"computed: an encoder of {LAYERS} layers, {TOKENS} tokens a text")  # fmt: skip
     for name in forms:
-        bench.add(f"{name} would save of a step", 1000 * (times["float32"] - times[name]), "ms", sizes,
+        bench.add(f"{name} saves of a step", 1000 * (times["float32"] - times[name]), "ms", sizes,
                   origin="computed from the times above")  # fmt: skip
 
 

@@ -17,7 +17,7 @@ class NoWaiting(TorchDispatchMode):
     """Refuses, with an AssertionError, what would make a GPU's host wait.
 
     On a processor all tensors are on one device, so copies between host and device are seen only of tensors on torch's
-    device "meta", which stands for the GPU: refused unless they are `non_blocking`, and to the host into a tensor that
+    device "meta", in place of a GPU: refused unless they are `non_blocking`, and to the host into a tensor that
     is there (`copy_`; it stays as it was, there are no values). So is `torch.where` of a number on the host beside
     tensors that are not: torch copies such a number to the device and waits.
     """
@@ -40,8 +40,8 @@ def _copied(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if to is not None:
         places.add(to.type)
     if len(places) > 1:
-        goes_on = kwargs.get("non_blocking") or (name.startswith("copy_") and args[2:3] == (True,))
-        assert goes_on, f"{func} between host and device waits"
+        asynchronous = kwargs.get("non_blocking") or (name.startswith("copy_") and args[2:3] == (True,))
+        assert asynchronous, f"{func} between host and device waits"
         if to.type == "cpu":
             assert name.startswith("copy_"), f"{func} to the host: its values are read before they have arrived"
             return args[0]

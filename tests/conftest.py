@@ -192,7 +192,7 @@ def helper() -> Callable[[str], ModuleType]:
 
 @pytest.fixture(scope="session")
 def benchmark_module() -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a benchmark by name: they are programs, not a package, so their folder goes on the path."""
+    """Imports a benchmark by name: they are programs, not a package, so their folder is put on sys.path."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     yield importlib.import_module
     sys.path.remove(str(ROOT / "benchmarks"))

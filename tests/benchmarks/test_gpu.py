@@ -69,7 +69,7 @@ def test_what_is_computed_wrongly_is_seen(gpu, bench, monkeypatch):
     def off(*given):
         x_BW, backward = right(*given)
         calls.append(1)
-        # the reference is asked first, then the device
+        # the first call of each pair is the reference's
         return (x_BW if len(calls) % 2 else x_BW + 0.01 * x_BW.flip(0)), backward
 
     monkeypatch.setattr(training, "encode_texts", off)

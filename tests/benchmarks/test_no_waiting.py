@@ -21,7 +21,7 @@ def test_what_waits_is_refused(no_waiting):
 
 
 def test_copies_between_host_and_device(no_waiting):
-    """On "meta", which stands for the GPU."""
+    """On "meta", in place of a GPU."""
     host, far = torch.arange(3.0), torch.empty(3, device="meta")
     waits = [far.cpu, lambda: host.copy_(far), lambda: far.to("cpu", non_blocking=True), lambda: far.copy_(host),
              lambda: host.to("meta"), lambda: torch.where(far > 0, 0.0, torch.tensor(1.0))]  # fmt: skip

@@ -159,7 +159,7 @@ def kill_and_compare(lives: Lives, chance: random.Random, num_kills: int, interv
 
 
 @pytest.mark.parametrize(("overrides", "num_kills"), [
-    ({"encoder.bag_dropout": 0.2}, 3),
+    ({"encoder.bag_dropout": 0.2}, 4),
     pytest.param(
         {"pool.gandalf": True, "pool.clf_labels": "all", "optim.clf_state": "adagrad", "model.clf_bias": True}, 2,
         marks=pytest.mark.slow,

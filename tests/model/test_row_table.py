@@ -232,7 +232,7 @@ def test_copies_have_arrived_before_they_are_read(table):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", sorted(ROW_OPTIMISERS))
 def test_no_step_of_fetched_rows_waits_for_the_device(rng, benchmark_module, kind, dtype, monkeypatch):
-    """The model on "meta", which stands for a GPU, the rows on the host."""
+    """The model on "meta", in place of a GPU, the rows on the host."""
     monkeypatch.setattr(row_table, "to_device", lambda x, device: x.to(device, non_blocking=True))  # as to a GPU
     table = make_table(torch.from_numpy(rng.normal(size=(ROWS, WIDTH))), dtype, Placement("host")).to("meta")
     optimiser = ROW_OPTIMISERS[kind](table, 0.05)

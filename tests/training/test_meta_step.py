@@ -1,4 +1,4 @@
-"""Preparing a batch and a step on torch's device "meta", which stands for a GPU: nothing waits for a copy."""
+"""Preparing a batch and a step on torch's device "meta", in place of a GPU: nothing waits for a copy."""
 
 import contextlib
 
@@ -52,7 +52,7 @@ def test_no_step_waits_for_a_copy(
     params = golden.small(name, tiny_bert, tmp_path, **values)
     if place == "host":
         if params.pool.clf_labels == "all" or params.model.heads == "de":
-            pytest.skip("such a table is on the device")
+            pytest.skip("this recipe requires run.table_place: device")
         params = golden.small(name, tiny_bert, tmp_path, **values, **{"run.table_place": "host"})
     graph = golden.label_graph(params, tiny_dataset) if params.pool.gandalf else None
     data = TrainingData(tiny_dataset, *tiny_tokens.values(), graph)
