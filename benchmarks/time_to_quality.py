@@ -49,6 +49,7 @@ ROOT = HERE.parent
 RECIPES = ("unidec", "depsl")
 QUICK = {"minutes": 0.5, "every": 2.0, "queries": 600, "set": {"optim.epochs": 2}}
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+RATES = (2e-5, 5e-5, 1e-4, 2e-4)
 TRIAL_SHARE = 0.1  # of the rival's minutes, for each learning rate that is tried
 
 
@@ -105,9 +106,9 @@ def train_rival(data: Path, settings: Mapping[str, Any], options: argparse.Names
             reads, but for "task".
 
     Returns:
-        {"curve", "test": metrics at the end, "trained", "pairs", "version"}.
+        {"curve", "test": metrics at the end or None, "trained", "pairs", "version"}.
     """
-    asked = {**settings, "task": str(data / "task"), "every": options.every, "threads": options.threads}
+    asked = {**settings, "task": str(data / "task"), "threads": options.threads}
     rate, minutes = settings["learning_rate"], settings["seconds"] / 60
     folder = data.parent / f"rival-{rate:g}-{minutes:g}-minutes"
     print(f"{RIVAL}, learning rate {rate:g}: {minutes:g} minutes", flush=True)
@@ -115,7 +116,7 @@ def train_rival(data: Path, settings: Mapping[str, Any], options: argparse.Names
         found = run(folder, asked, start_command(HERE / "time_to_quality_peer.py"), options.threads)
         with contextlib.chdir(data):
             curve = [point | measured(folder, n, "validation") for n, point in enumerate(found["curve"])]
-            test = measured(folder, len(curve) - 1, "test")
+            test = measured(folder, len(curve) - 1, "test") if settings["with_test"] else None
         result = {"asked": asked, **found, "curve": curve, "test": test}
         write_json(folder / "result.json", result)
         for vectors in folder.glob("*.npy"):
@@ -158,13 +159,16 @@ def train_all(params: Mapping[str, Params], options: argparse.Namespace) -> dict
         "pooling": ours.encoder.pooling, "batch_size": options.batch_size, "seed": ours.seed, "precision": precision,
         "dataset": recipes[RECIPES[0]]["dataset"],
     }  # fmt: skip
-    rate, short, trials = options.rates[0], settings | {"seconds": 60 * options.minutes * TRIAL_SHARE}, []
+    rate, trials = options.rates[0], []
     if len(options.rates) > 1:
+        seconds = 60 * options.minutes * TRIAL_SHARE
+        short = settings | {"seconds": seconds, "every": seconds, "with_test": False}  # measured at their ends alone
         trials = [train_rival(data, short | {"learning_rate": tried}, options) for tried in options.rates]
         best = max(trials, key=lambda trial: trial["curve"][-1][TARGET])
         rate = best["asked"]["learning_rate"]
-    whole = settings | {"seconds": 60 * options.minutes, "learning_rate": rate}
-    return {"recipes": recipes, "trials": trials, "rival": train_rival(data, whole, options)}
+    whole = settings | {"seconds": 60 * options.minutes, "every": options.every, "with_test": True}
+    rival = train_rival(data, whole | {"learning_rate": rate}, options)
+    return {"recipes": recipes, "trials": trials, "rival": rival}
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -183,9 +187,16 @@ def recipe_params(recipe: str, overrides: Mapping[str, Any]) -> Params:
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shown = " ".join(f"{rate:g}" for rate in RATES)
     parser.add_argument("--minutes", type=float, help="of the rival's training (20)")
-    rates = f"learning rates that the rival tries, {TRIAL_SHARE:g} of the minutes each (2e-5 5e-5 1e-4); one: no trial"
-    parser.add_argument("--rates", type=float, nargs="+", default=[2e-5, 5e-5, 1e-4], metavar="RATE", help=rates)
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=RATES,
+        metavar="RATE",
+        help=f"learning rates of the rival's short trainings ({shown}); one: without short trainings",
+    )
     parser.add_argument("--batch-size", type=int, default=128, help="of the rival (128)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every training (all cores)")
     parser.add_argument("--queries", type=int, help="training and test queries of a slice; 0: all")

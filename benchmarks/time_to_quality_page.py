@@ -200,9 +200,10 @@ def chart(found: Found) -> Chart:
     orange, *ours = COLOURS[1], COLOURS[0], COLOURS[2]
 
     def draw(axes: Any) -> None:
-        for number, trial in enumerate(found["trials"]):
-            label = None if number else f"{RIVAL}: to choose its learning rate"
-            axes.plot(*_minutes(trial["curve"]), color=orange, alpha=0.45, linewidth=1.0, label=label)
+        ends = [trial["curve"][-1] for trial in found["trials"]]
+        if ends:
+            label = f"{RIVAL}: by learning rate"
+            axes.plot(*_minutes(ends), linestyle="", marker="o", fillstyle="none", color=orange, label=label)
         axes.plot(*_minutes(found["rival"]["curve"]), marker="o", color=orange, label=RIVAL)
         for colour, (name, result) in zip(ours, found["recipes"].items()):
             served = result["served"]

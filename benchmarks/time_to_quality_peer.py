@@ -8,7 +8,7 @@ FOLDER/asked.json holds the settings. All layers of a transformer are trained by
 of a query's and a label's text, as their guide has it: AdamW, a linear schedule with 10 % warm-up, no text twice in a
 batch, gradients clipped at 1. The schedule runs over a time in place of steps, so it ends where the time does on any
 machine. On the way the vectors of all labels and of the validation queries are written; at the end the test queries'
-too. Seconds include loading the model and tokenising, not the writing of vectors.
+too, where the settings ask for them. Seconds include loading the model and tokenising, not the writing of vectors.
 
 Legend: E pairs.
 """
@@ -109,7 +109,7 @@ class Training:
                     f"    {self.clock.seconds:7.0f} of {budget:.0f} s, step {self.steps}, loss {loss:.3f}", flush=True
                 )
                 self.add_point()
-        self.add_point(with_test=True)
+        self.add_point(with_test=asked["with_test"])
 
     def step(self, batch: list[Pair], rate: float) -> float:
         for group in self.optimiser.param_groups:
@@ -125,6 +125,7 @@ class Training:
         return float(loss.detach())
 
     def add_point(self, with_test: bool = False) -> None:
+        """Write the vectors of labels and of a split or two, under the point's number."""
         with self.clock.paused() as seconds:
             epochs = self.steps * self.asked["batch_size"] / len(self.pairs)
             for name in ("labels", "validation", *(["test"] if with_test else [])):

@@ -11,6 +11,7 @@ from raw_files import write_raw
 
 from unidec.data.dataset import write_dataset
 from unidec.data.propensity import build_propensity
+from unidec.errors import DataError
 from unidec.pipeline import paths
 
 
@@ -27,6 +28,10 @@ def page(benchmark_module):
 @pytest.fixture(scope="session")
 def peer(benchmark_module):
     return benchmark_module("time_to_quality_peer")
+
+
+def points(*pairs):
+    return [{"seconds": float(seconds), "nDCG@5": float(figure)} for seconds, figure in pairs]
 
 
 # -- seconds ----------------------------------------------------------------------------------------------------------
@@ -93,11 +98,33 @@ def test_the_rivals_vectors_are_measured_with_filters(program, raw_factory, tmp_
     assert program.measured(tmp_path, 0, "validation")["nDCG@5"] < 50
 
 
+def test_the_rate_that_is_best_in_a_tenth_of_the_time_is_trained_whole(program, monkeypatch, tmp_path):
+    ends, asked = {1e-5: 10.0, 3e-5: 12.0, 9e-5: 11.0}, []
+
+    def train(data, settings, options):
+        asked.append(settings)
+        return {"asked": settings, "curve": points((0, 13), (settings["seconds"], ends[settings["learning_rate"]]))}
+
+    monkeypatch.setattr(program, "train_rival", train)
+    monkeypatch.setattr(program, "train_ours", lambda folder, params, options: {"dataset": "one"})
+    monkeypatch.setattr(program, "write_texts", lambda data, params: None)
+    monkeypatch.setattr(program, "resolve_encoder", lambda name: tmp_path)
+    options = program.parse(["--minutes", "20", "--folder", str(tmp_path), "--rates", *map(str, ends)])
+    params = {recipe: program.recipe_params(recipe, {}) for recipe in program.RECIPES}
+    found = program.train_all(params, options)
+    assert [run["asked"]["learning_rate"] for run in found["trials"]] == list(ends)
+    assert found["rival"]["asked"]["learning_rate"] == 3e-5
+    assert [(each["seconds"], each["with_test"]) for each in asked] == [(120, False)] * 3 + [(1200, True)]
+    options.rates = [9e-5]
+    found = program.train_all(params, options)
+    assert not found["trials"] and found["rival"]["asked"]["learning_rate"] == 9e-5
+    different = iter(["one data set", "another"])
+    monkeypatch.setattr(program, "train_ours", lambda *_: {"dataset": next(different)})
+    with pytest.raises(DataError, match="did not train on the same data"):
+        program.train_all(params, options)
+
+
 # -- times ------------------------------------------------------------------------------------------------------------
-
-
-def points(*pairs):
-    return [{"seconds": float(seconds), "nDCG@5": float(figure)} for seconds, figure in pairs]
 
 
 @pytest.fixture
