@@ -34,25 +34,25 @@ def decide(params: Params, version: Any, promote: bool | None, always: bool = Tr
     if not always and not pipeline.needs_gate(params, version):
         return {}
     verdict = lifecycle.run(f"gate of version {version}", pipeline.gate, params, version, retry=True)
-    done: dict[str, Any] = {"gate": verdict}
-    failed = {reason["check"]: reason["words"] for reason in verdict["reasons"] if not reason["passed"]}
-    if not verdict["passed"]:
+    done = {"gate": pipeline.plain(verdict)}
+    failed = {check.check: check.words for check in verdict.reasons if not check.passed}
+    if not verdict.passed:
         done["refused"] = "; ".join(f"{check}: {why}" for check, why in failed.items())
-    elif not verdict.get("already") and (params.retrain.promote if promote is None else promote):
-        task, options = f"promote version {version}", {"retry": True, "reason": "retraining"}
+    elif not verdict.already and (params.retrain.promote if promote is None else promote):
+        task = f"promote version {version}"
         try:
-            done["promoted"] = lifecycle.run(task, pipeline.promote, params, version, **options)
+            promoted = lifecycle.run(task, pipeline.promote, params, version, retry=True, reason="retraining")
+            done["promoted"] = pipeline.plain(promoted)
         except Refused as error:
             done["refused"] = str(error)
     lifecycle.say(outcome({"version": version, "model": name, **done}))
     if "promoted" in done:
-        figures = verdict.get("metrics", {}).get("challenger", {})
-        before = done["promoted"].get("previous")
+        figures, before = verdict.metrics.get("challenger", {}), done["promoted"]["previous"]
         publish.emit(name, "promoted", {"version": version, "previous": before, "metrics": figures})
     if "refused" in done:
-        champion = verdict.get("champion")
-        publish.emit(name, "refused", {"version": version, "champion": champion, "reasons": verdict["reasons"]})
-        if champion is None:
+        refusal = {"version": version, "champion": verdict.champion, "reasons": done["gate"]["reasons"]}
+        publish.emit(name, "refused", refusal)
+        if verdict.champion is None:
             # a bundle that is damaged or cannot answer is trained again; a limit can be overruled
             command = f"{_program()} models promote {version}{' --force' if failed else ''}"
             if failed.keys() & {"hash", "loads"}:
@@ -76,9 +76,6 @@ def share(params: Params, done: dict[str, Any]) -> dict[str, Any]:
             extra = [str(reproduce.dvc_file(params.source))] if params.source.kind == "dvc" else []
             shared |= lifecycle.run("commit", publish.commit, params, done["version"], verdict, extra)
     return {"shared": shared} if shared else {}
-
-
-# -- what is printed ---------------------------------------------------------------------------------------------------
 
 
 def outcome(done: Mapping[str, Any]) -> str:

@@ -24,11 +24,7 @@ from unidec.errors import DataError
 
 
 @flow(name="unidec-monitor", description=__doc__, persist_result=False)
-def monitor(
-    queries: str,
-    column: str | None = None,
-    bundle: str | None = None,
-) -> Any:
+def monitor(queries: str, column: str | None = None, bundle: str | None = None) -> Any:
     """Compares a file of queries with the training data of the champion.
 
     Args:
@@ -46,7 +42,7 @@ def monitor(
     with lifecycle.at_work():
         params = load_params("params.yaml")
         options = {"column": column, "bundle": bundle}
-        result = lifecycle.run("monitor", pipeline.monitor, params, newest(queries), **options)
+        result = pipeline.plain(lifecycle.run("monitor", pipeline.monitor, params, newest(queries), **options))
         lifecycle.say(in_words(result))
         if result["drifted"]:
             found = [str(finding["words"]) for finding in result["findings"] if finding["drifted"]]

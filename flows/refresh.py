@@ -42,14 +42,15 @@ def refresh(promote: bool | None = None) -> Any:
 
 def _refresh(params: Params, promote: bool | None) -> dict[str, Any]:
     reproduce.prepare_data(params, DATA_STEPS)
-    done = lifecycle.run("refresh labels", pipeline.refresh_labels, params)
-    if not done["changed"]:
-        publish.emit(params.tracking.model_name, "skipped", {"reason": done["reason"]})
-        return {**done, "skipped": done["reason"]}
-    lifecycle.say(done["reason"])
-    registered = lifecycle.run("register", pipeline.register, params, done["bundle"], retry=True)
-    done |= {"model": params.tracking.model_name, "version": registered["version"], "run_url": registered.get("run")}
-    done |= decide.decide(params, done["version"], promote)
+    refreshed = lifecycle.run("refresh labels", pipeline.refresh_labels, params)
+    done = pipeline.plain(refreshed)
+    if refreshed.bundle is None:
+        publish.emit(params.tracking.model_name, "skipped", {"reason": refreshed.reason})
+        return {**done, "skipped": refreshed.reason}
+    lifecycle.say(refreshed.reason)
+    registered = lifecycle.run("register", pipeline.register, params, refreshed.bundle, retry=True)
+    done |= {"model": registered.model, "version": registered.version, "run_url": registered.run}
+    done |= decide.decide(params, registered.version, promote)
     return done | decide.share(params, done)
 
 

@@ -157,15 +157,12 @@ def run(words: Sequence[str], say: Say = None, secrets: Mapping[str, str] | None
         raise
 
 
-# -- new data --------------------------------------------------------------------------------------------------------
-
-
 def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
     """Fetches raw data, brings the data stages up to date; returns the model's stages that are out of date then."""
     if params.source.kind == "dvc":
         lifecycle.say(f"fetch: {lifecycle.run('fetch', fetch, params.source, retry=True)}")
     elif params.source.kind != "none":
-        lifecycle.say(f"fetch: {lifecycle.run('fetch', pipeline.fetch, params, retry=True)['reason']}")
+        lifecycle.say(f"fetch: {lifecycle.run('fetch', pipeline.fetch, params, retry=True).reason}")
     changed, work = stale(stages)
     if not changed:
         lifecycle.say("the data is up to date")

@@ -40,7 +40,7 @@ from unidec.pipeline.runs import tracked
 from unidec.tracking.provenance import git
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import import_mlflow, prepare_store, tracking_uri
-from unidec.training.fit import fit
+from unidec.training.fit import Report, fit
 
 Start = Literal["auto", "warm", "cold"]
 DATA_STEPS = ("ingest", "validate", "tokens", "propensity", "label_graph")
@@ -114,7 +114,7 @@ def _through_dvc(params: Params, force: bool, start: Start | None, promote: bool
     done: dict[str, Any] = {}
     if "train" in work:
         run("data change", pipeline.data_change, params, retry=True)
-        done["start"] = run("choose start", pipeline.choose_start, params, start, retry=True)
+        done["start"] = pipeline.plain(run("choose start", pipeline.choose_start, params, start, retry=True))
         lifecycle.say(f"start: {done['start']['kind']}, {done['start']['reason']}")
     before = reproduce.inputs_state()
 
@@ -141,10 +141,10 @@ def _skip(params: Params, promote: bool | None) -> dict[str, Any]:
     return {**done, **judged, "skipped": reason}
 
 
-def _phase(num_rounds: int, name: str, number: int, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _phase(num_rounds: int, name: str, number: int, work: Callable[[], Report]) -> Report:
     """A task, not retried: what ended a phase would end it again, and the next run resumes from its checkpoint."""
     report = run(f"{name} {number} of {num_rounds}", work)
-    publish.show_phase(name, number, report)
+    publish.show_phase(name, number, pipeline.plain(report))
     return report
 
 
@@ -167,7 +167,7 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
         if "index" in wanted:
             run("index", pipeline.index, params)
         if "evaluate" in wanted:
-            done |= run("evaluate", pipeline.evaluate, params)
+            done |= pipeline.plain(run("evaluate", pipeline.evaluate, params))
             done["report"] = str(Path(done["report"]).resolve())
         if recorded is not None:
             recorded()
@@ -175,8 +175,8 @@ def _in_process(params: Params, wanted: list[str], recorded: Callable[[], None] 
             done["run_url"] = Tracker.resume(training.folder).url
         if "register" in wanted:
             registered = run("register", pipeline.register, params, retry=True)
-            done |= {key: registered.get(key) for key in ("model", "version")}
-            done["run_url"] = done["run_url"] or registered.get("run")
+            done |= {"model": registered.model, "version": registered.version}
+            done["run_url"] = done["run_url"] or registered.run
     return done
 
 

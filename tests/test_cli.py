@@ -13,9 +13,10 @@ import yaml
 
 import unidec
 from unidec import cli
-from unidec.cli import commands
+from unidec.cli import commands, data, labels, models
 from unidec.config import Params, known_keys, load_params
 from unidec.errors import ArtifactError, ConfigError, DataError, Stopped
+from unidec.pipeline import plain
 from unidec.retrieval import predict_file as predict_files  # before a fake takes the bundle's place
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +38,7 @@ class Stages(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("unidec.pipeline")
+        self.plain = plain
         self.calls: list[str] = []
         self.params: Params | None = None
         self.error: Exception | None = None
@@ -64,8 +66,8 @@ class Stages(types.ModuleType):
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
     fake = Stages()
-    monkeypatch.setitem(sys.modules, "unidec.pipeline", fake)
-    monkeypatch.setattr(unidec, "pipeline", fake, raising=False)
+    for module in (cli, commands, data, labels, models):
+        monkeypatch.setattr(module, "pipeline", fake)
     return fake
 
 

@@ -243,9 +243,6 @@ def fit(
     return Model(place / paths.BUNDLE, runtime)
 
 
-# -- data in memory ---------------------------------------------------------------------------------------------------
-
-
 def _raw_data(queries: Any, labels: Any, pairs: Any) -> RawData:
     from unidec.data.raw import RawData, text_table
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from unidec import cli
+from unidec import cli, pipeline
+from unidec.evaluation.significance import Check
+from unidec.pipeline.gating import Verdict
 from unidec.tracking.promotion import aliases
 from unidec.tracking.store import open_client, prepare_store
 
@@ -112,13 +114,10 @@ def test_the_gates_exit_code_says_what_it_said(world, monkeypatch, passed, code)
 
     def gate(params, version):
         asked.append(version)
-        reason = {"check": "nDCG@5", "passed": passed, "got": 1.0, "limit": 0.0, "words": "31 against 30"}
-        return {"passed": passed, "challenger": "7", "champion": None, "reasons": [reason], "page": "outputs/gate.html"}
+        reason = Check("nDCG@5", passed, 1.0, 0.0, "31 against 30")
+        return Verdict(passed, False, "unidec", [reason], "7", None, {}, "outputs/gate.html", None)
 
-    fake = types.ModuleType("unidec.pipeline")
-    fake.gate = gate
-    monkeypatch.setitem(sys.modules, "unidec.pipeline", fake)
-    monkeypatch.setattr("unidec.pipeline", fake, raising=False)
+    monkeypatch.setattr(pipeline, "gate", gate)
     got, shown, _ = world.run("models", "gate", "7")
     assert got == code and asked == ["7"]
     assert f"nDCG@5\t{'pass' if passed else 'FAIL'}\t31 against 30" in shown

@@ -99,4 +99,4 @@ def test_a_real_one(tiny_dataset: Any, tiny_tokens: Any, tiny_params: Callable[.
         torch.cuda.set_per_process_memory_fraction(1.0)
     resumed = open_run()
     assert resumed.step == 2
-    assert resumed.train_round()["epoch"] == 2
+    assert resumed.train_round().epoch == 2

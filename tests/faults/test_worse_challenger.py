@@ -46,7 +46,7 @@ def world(helper, tmp_path_factory):
         m.setenv("MLFLOW_TRACKING_URI", world.uri)
         world.data()
         world.champion = world.version(world.bundle("champion", wrong=range(18)))
-        assert pipeline.gate(world.params())["passed"]
+        assert pipeline.gate(world.params()).passed
         pipeline.promote(world.params())
         yield world
 
@@ -70,15 +70,15 @@ def test_a_worse_challenger_is_not_promoted(world, worse_in, monkeypatch):
     params = world.params(**rules)
     version = world.version(world.bundle(worse_in, **how))
     result = pipeline.gate(params)
-    failed = {reason["check"] for reason in result["reasons"] if not reason["passed"]}
-    assert not result["passed"] and failed == expected
+    failed = {reason.check for reason in result.reasons if not reason.passed}
+    assert not result.passed and failed == expected
     with pytest.raises(Refused) as caught:
         pipeline.promote(params)
-    page, tags = Path(result["page"]).read_text(), world.tags(version)
-    for reason in (reason for reason in result["reasons"] if not reason["passed"]):
-        assert reason["check"] in str(caught.value)
-        assert str(escape(reason["words"])) in page
-        assert f"FAIL {reason['check']}: {reason['words']}" in tags["gate.reasons"]
+    page, tags = Path(result.page).read_text(), world.tags(version)
+    for reason in (reason for reason in result.reasons if not reason.passed):
+        assert reason.check in str(caught.value)
+        assert str(escape(reason.words)) in page
+        assert f"FAIL {reason.check}: {reason.words}" in tags["gate.reasons"]
     assert world.aliases()["champion"] == world.champion
     assert not [key for key in tags if key.startswith("promoted")]
 
@@ -86,7 +86,7 @@ def test_a_worse_challenger_is_not_promoted(world, worse_in, monkeypatch):
 def test_a_better_one_is_promoted_and_a_rollback_answers_as_before_within_ten_seconds(world):
     before = answers(world)
     version = world.version(world.bundle("better"))
-    assert pipeline.gate(world.params(**UNSEEN))["passed"]
+    assert pipeline.gate(world.params(**UNSEEN)).passed
     pipeline.promote(world.params())
     assert world.aliases() == {"champion": version, "previous": world.champion, "challenger": version}
     assert answers(world) != before

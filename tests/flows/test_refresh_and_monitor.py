@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import os
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flows.command import main
 from unidec.errors import DataError
+from unidec.evaluation.significance import Check
+from unidec.pipeline import plain
+from unidec.pipeline.drift_check import WindowDrift
+from unidec.pipeline.gating import Verdict
+from unidec.pipeline.labels import ChangedLabels
+from unidec.pipeline.registration import Registration
+from unidec.tracking.promotion import Promotion
 
 
 @pytest.fixture
@@ -30,24 +38,21 @@ def world(place, monkeypatch):
     def stage(name, answer):
         return lambda _params, *words, **_options: calls.append(" ".join([name, *map(str, words)])) or answer
 
-    reason = {"check": "nDCG@5", "passed": True, "got": 0.1, "limit": -0.5, "words": "nDCG@5 is 0.1 ahead"}
-    verdict = {"passed": True, "challenger": "8", "champion": "7", "reasons": [reason], "metrics": {}, "page": "p"}
-    labels = {
-        "changed": True,
-        "bundle": "outputs/refreshed",
-        "added": 2,
-        "removed": 1,
-        "kept": 40,
-        "reason": "2 labels are new",
-    }
+    reason = Check("nDCG@5", True, 0.1, -0.5, "nDCG@5 is 0.1 ahead")
+    verdict = Verdict(True, False, "unidec", [reason], "8", "7", {}, "p", None)
+    labels = ChangedLabels(
+        changed=True, bundle="outputs/refreshed", added=2, removed=1, kept=40, reason="2 labels are new"
+    )  # fmt: skip
     finding = {"name": "length", "drifted": True, "words": "queries are shorter"}
     quiet = {"name": "tokens", "drifted": False, "words": "tokens are as they were"}
-    window = {"drifted": True, "judged": True, "findings": [finding, quiet], "queries": 500, "page": "runs/index.html"}
+    model = {"source": "models:/unidec@champion", "bundle_sha256": "0"}
+    window = WindowDrift(True, [finding, quiet], True, "", 500, None, model, "runs/index.html", "drift.json", None)
     stages = types.SimpleNamespace(
+        plain=plain,
         refresh_labels=stage("refresh_labels", labels),
-        register=stage("register", {"version": "8", "run": None}),
+        register=stage("register", Registration("unidec", 8, "challenger", None)),
         gate=stage("gate", verdict),
-        promote=stage("promote", {"version": "8", "previous": "7"}),
+        promote=stage("promote", Promotion(model="unidec", version="8", previous="7")),
         monitor=stage("monitor", window),
     )
     for module in (decide, monitor, refresh):
@@ -72,7 +77,9 @@ def test_refreshed_labels_are_judged_and_promoted(world):
 
 
 def test_labels_that_are_the_same_are_skipped(world):
-    world.stages.refresh_labels = world.stage("refresh_labels", {"changed": False, "reason": "it has these labels"})
+    world.stages.refresh_labels = world.stage(
+        "refresh_labels", ChangedLabels(changed=False, bundle=None, reason="it has these labels")
+    )
     assert world.refresh.refresh.fn()["skipped"] == "it has these labels"
     assert world.calls == ["dvc ingest validate propensity", "refresh_labels"]
     assert world.events == [("skipped", {"reason": "it has these labels"})]
@@ -84,7 +91,7 @@ def test_drift_is_published(world, place):
     ((event, given),) = world.events
     assert event == "drift" and given["findings"] == ["queries are shorter"] and given["queries"] == 500
     world.events.clear()
-    world.stages.monitor = world.stage("monitor", {**world.window, "drifted": False})
+    world.stages.monitor = world.stage("monitor", replace(world.window, drifted=False))
     world.monitor.monitor.fn("live.jsonl")
     assert world.events == []
 
@@ -102,13 +109,13 @@ def test_of_several_windows_the_newest_is_looked_at(world, place):
 def test_command_lines(world, place, stand_in, capsys):
     skipped = {"skipped": "version 7 has these labels"}
     refreshed = stand_in(world.refresh, "refresh", skipped)
-    monitored = stand_in(world.monitor, "monitor", world.window)
+    monitored = stand_in(world.monitor, "monitor", plain(world.window))
     assert main("refresh", ["--no-promote"]) == 0 and main("monitor", ["a.csv", "--column", "text"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "labels: no change, version 7 has these labels",
         "500 queries: drifted", "  queries are shorter", "report: runs/index.html",
     ]  # fmt: skip
     assert main("refresh", ["--json"]) == 0 and json.loads(capsys.readouterr().out) == skipped
-    assert main("monitor", ["a.csv", "--json"]) == 0 and json.loads(capsys.readouterr().out) == world.window
+    assert main("monitor", ["a.csv", "--json"]) == 0 and json.loads(capsys.readouterr().out) == plain(world.window)
     assert refreshed[0] == {"promote": False}
     assert monitored[0] == {"queries": "a.csv", "column": "text", "bundle": None}

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,16 @@ import pytest
 from flows import command
 from unidec.config import Params, load_params
 from unidec.errors import ConfigError, DataError, Refused, TrainingError
-from unidec.pipeline import runs
+from unidec.evaluation.significance import Check
+from unidec.pipeline import plain, runs
+from unidec.pipeline.data import Fetched
+from unidec.pipeline.drift_check import DataChange
+from unidec.pipeline.evaluation import Evaluation
+from unidec.pipeline.gating import Verdict
+from unidec.pipeline.registration import Registration
+from unidec.pipeline.start import ChosenStart
+from unidec.tracking.promotion import Promotion
+from unidec.training.fit import RoundReport
 
 EPOCHS, A_ROUND = 5, 2
 ROUND = ["cluster", "mine", "train_round", "validate_round"]
@@ -44,7 +54,7 @@ class Stages(types.SimpleNamespace):
     """Every stage notes its name; training counts epochs, and remembers them in the run's folder as checkpoints do."""
 
     def __init__(self) -> None:
-        super().__init__(calls=[], fail={})
+        super().__init__(calls=[], fail={}, plain=plain)
         self.passed = True
         for name in ("ingest", "validate", "tokens", "propensity", "label_graph", "index"):
             setattr(self, name, lambda *_args, name=name: self._call(name))
@@ -59,46 +69,44 @@ class Stages(types.SimpleNamespace):
         self._call("start_run")
         return FakeRun(self, params)
 
-    def evaluate(self, _params: Params) -> dict:
+    def evaluate(self, _params: Params) -> Evaluation:
         self._call("evaluate")
-        return {"metrics": {"P@1": 45.0}, "report": "outputs/report.html"}
+        return Evaluation({"P@1": 45.0}, {}, "", [], "outputs/report.html")
 
-    def register(self, _params: Params) -> dict:
+    def register(self, _params: Params) -> Registration:
         self._call("register")
-        return {"model": "unidec", "version": 3}
+        return Registration("unidec", 3, "challenger", None)
 
     def import_training(self) -> None: ...
 
-    def fetch(self, _params: Params) -> dict:
+    def fetch(self, _params: Params) -> Fetched:
         self._call("fetch")
-        return {"changed": True, "reason": "3 files are new"}
+        return Fetched(True, "export", "0", "3 files are new")
 
-    def data_change(self, _params: Params) -> dict:
+    def data_change(self, _params: Params) -> DataChange:
         self._call("data_change")
         accepted = {"model": "unidec", "version": "2", "dataset_sha256": "0"}
-        return {"accepted": accepted, "stops": [], "warnings": ["fewer queries"], "page": "data/change/index.html"}
+        return DataChange(accepted, "", [], ["fewer queries"], "data/change/index.html", "")
 
-    def choose_start(self, _params: Params, kind: str | None) -> dict:
+    def choose_start(self, _params: Params, kind: str | None) -> ChosenStart:
         self._call(f"choose_start {kind}")
         Path("data").mkdir(exist_ok=True)
         Path("data/start.json").write_text('{"kind": "warm", "version": "2"}')
-        return {"kind": "warm", "reason": "from version 2", "version": "2"}
+        return ChosenStart(kind="warm", version="2", reason="from version 2")
 
     def needs_gate(self, _params: Params, _version: str) -> bool:
         return False
 
-    def gate(self, _params: Params, version: str) -> dict:
+    def gate(self, _params: Params, version: str) -> Verdict:
         self._call(f"gate {version}")
         words = "nDCG@5 is 0.4 ahead" if self.passed else "2.1 behind"
-        reason = {"check": "nDCG@5", "passed": self.passed, "got": 0.4, "limit": 0.0, "words": words}
-        size = {"check": "size", "passed": True, "got": None, "limit": None, "words": "3 MB"}
+        reasons = [Check("nDCG@5", self.passed, 0.4, 0.0, words), Check("size", True, None, None, "3 MB")]
         figures = {"challenger": {"nDCG@5": 40.1}}
-        return {"passed": self.passed, "challenger": version, "champion": "2", "reasons": [reason, size],
-                "metrics": figures, "page": "outputs/gate.html", "already": False}  # fmt: skip
+        return Verdict(self.passed, False, "unidec", reasons, version, "2", figures, "outputs/gate.html", None)
 
-    def promote(self, _params: Params, version: str, **_options: object) -> dict:
+    def promote(self, _params: Params, version: str, **_options: object) -> Promotion:
         self._call(f"promote {version}")
-        return {"version": version, "previous": "2"}
+        return Promotion(model="unidec", version=version, previous="2")
 
 
 class FakeRun:
@@ -129,13 +137,14 @@ class FakeRun:
     def mine(self) -> dict:
         return self.stages._call("mine") | {"mine_negative_score": 0.31, "mine_positives_found": 0.93}
 
-    def train_round(self) -> dict:
+    def train_round(self) -> RoundReport:
         self.stages._call("train_round")
         (self.folder / "epoch").write_text(str(min(self.epoch + self.a_round, self.epochs)))
-        return {"epoch": self.epoch}
+        return RoundReport(self.epoch)
 
-    def validate(self) -> dict:
-        return self.stages._call("validate_round") | {"validation": {"P@1": 1.0}}
+    def validate(self) -> RoundReport:
+        self.stages._call("validate_round")
+        return RoundReport(self.epoch, validation={"P@1": 1.0})
 
     def export(self) -> dict:
         return self.stages._call("export")
@@ -332,12 +341,12 @@ def test_a_run_that_the_gate_leaves_without_a_champion(run, stages, flow_module,
     stages.passed = False
     assert "no_champion" not in run()
     gate = stages.gate
-    stages.gate = lambda *given: gate(*given) | {"champion": None}
+    stages.gate = lambda *given: replace(gate(*given), champion=None)
     missing = run()["no_champion"]
     assert missing["version"] == "3" and "2.1 behind" in missing["reason"]
     assert missing["command"].endswith("bin/unidec models promote 3 --force")
-    loads = {"check": "loads", "passed": False, "got": None, "limit": None, "words": "damaged"}
-    stages.gate = lambda *given: gate(*given) | {"champion": None, "reasons": [loads]}
+    loads = Check("loads", False, None, None, "damaged")
+    stages.gate = lambda *given: replace(gate(*given), champion=None, reasons=[loads])
     assert run()["no_champion"]["command"] == "make train ARGS=--force"
     assert command.guarded(lambda: {"refused": "x", "no_champion": missing}, str) == 6
     last = capsys.readouterr().err.splitlines()[-1]
@@ -564,7 +573,7 @@ def test_what_is_retried(prefect_server, stages, flow_module, place, monkeypatch
         attempts.append(1)
         if len(attempts) < 3:
             raise ConnectionError("the registry is away")
-        return {"version": 1}
+        return Registration("unidec", 1, "challenger", None)
 
     stages.register = register
     assert flow_module.train(steps=["register"])["version"] == 1 and len(attempts) == 3

@@ -61,7 +61,7 @@ def made(helper: Callable[[str], Any], raw: RawData, tmp_path_factory: pytest.Te
         params = params_of(helper)
         for name in ("ingest", "tokens", "propensity"):
             getattr(pipeline, name)(params)
-        assert pipeline.data_change(params)["accepted"] is None
+        assert pipeline.data_change(params).accepted is None
         training.train(params)
         pipeline.index(params)
         version = register(paths.BUNDLE, None, "unidec")
@@ -99,7 +99,7 @@ def window(path: Path, texts: list[str], labels: list[list[str]] | None = None) 
 
 
 def states(result: dict) -> dict[str, str]:
-    return {finding["check"]: finding["state"] for finding in result["findings"]}
+    return {finding["check"]: finding["state"] for finding in result.findings}
 
 
 def test_the_bundle_carries_the_profile_of_what_it_serves(work: SimpleNamespace) -> None:
@@ -131,9 +131,9 @@ def test_a_profile_of_another_version_is_none(work: SimpleNamespace, tmp_path: P
 
 def test_the_very_same_data_and_a_model_without_champion(work: SimpleNamespace) -> None:
     same = pipeline.data_change(work.params())
-    assert same["accepted"]["version"] == "1" and "very data" in same["reason"] and not same["stops"]
+    assert same.accepted["version"] == "1" and "very data" in same.reason and not same.stops
     other = pipeline.data_change(work.params(**{"tracking.model_name": "other"}))
-    assert other["accepted"] is None and "no champion" in other["reason"] and Path(other["page"]).is_file()
+    assert other.accepted is None and "no champion" in other.reason and Path(other.page).is_file()
 
 
 def test_data_that_changed_a_little_goes_on(
@@ -141,23 +141,23 @@ def test_data_that_changed_a_little_goes_on(
 ) -> None:
     params = ingested(work, monkeypatch, make_slice(raw, 1230, 310), "little")
     result = pipeline.data_change(params)
-    assert result["reason"] == "" and result["stops"] == [] and result["warnings"] == []
+    assert result.reason == "" and result.stops == [] and result.warnings == []
     stored = json.loads((paths.CHANGE / "drift.json").read_text())
     assert len(stored["findings"]) >= 24 and all(r["success"] for r in stored["expectations"])
     assert len(stored["expectations"]) >= 40
     again = (paths.CHANGE / "drift.json").read_bytes()
     pipeline.data_change(params)
     assert (paths.CHANGE / "drift.json").read_bytes() == again
-    page = Path(result["page"]).read_text()
+    page = Path(result.page).read_text()
     assert "nothing changed more than it may" in page and "docs/index.html" in page and "<script" not in page
-    assert Path(result["docs"]).is_file()
+    assert Path(result.docs).is_file()
 
 
 def test_data_that_grew_warns_and_data_that_shrank_stops(
     work: SimpleNamespace, raw: RawData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = pipeline.data_change(ingested(work, monkeypatch, make_slice(raw, 1500, 300), "grown"))
-    assert result["stops"] == [] and any(line.startswith("training queries:") for line in result["warnings"])
+    assert result.stops == [] and any(line.startswith("training queries:") for line in result.warnings)
     params = ingested(work, monkeypatch, make_slice(raw, 400, 300), "shrunk")
     with pytest.raises(DataError, match=r"training queries: 9.. before, 3.. now") as caught:
         pipeline.data_change(params)
@@ -167,7 +167,7 @@ def test_data_that_grew_warns_and_data_that_shrank_stops(
     allowed = pipeline.data_change(
         params.model_copy(update={"drift": params.drift.model_copy(update={"stop_change": 5.0})})
     )
-    assert allowed["stops"] == []
+    assert allowed.stops == []
 
 
 def test_labels_under_other_names_stop(work: SimpleNamespace, raw: RawData, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,19 +189,19 @@ def test_windows_like_the_training_data_are_quiet_and_others_are_found(
     for number in range(5):
         texts = [titles[row] for row in rng.choice(np.arange(2000, len(titles)), 400, replace=False)]
         result = pipeline.monitor(work.params(), window(tmp_path / f"same{number}.parquet", texts))
-        assert not result["drifted"] and result["judged"], states(result)
-    assert len(result["findings"]) == 8 and result["metrics"] is None
+        assert not result.drifted and result.judged, states(result)
+    assert len(result.findings) == 8 and result.metrics is None
     python = [title for title in titles[2000:] if title.startswith("python3-")][:300]
     result = pipeline.monitor(work.params(), window(tmp_path / "python.parquet", python))
     found = states(result)
-    assert result["drifted"] and found["tokens_distance"] == found["shift"] == "warning"
-    assert result["findings"][0]["drifted"] and result["page"].startswith("runs/monitor/python-")
-    stored = json.loads(Path(result["result"]).read_text())
-    assert stored["findings"] == result["findings"]
-    assert re.search(r"<t[hd][^>]*>(<\w+>)?python3<", Path(result["page"]).read_text())
+    assert result.drifted and found["tokens_distance"] == found["shift"] == "warning"
+    assert result.findings[0]["drifted"] and result.page.startswith("runs/monitor/python-")
+    stored = json.loads(Path(result.result).read_text())
+    assert stored["findings"] == result.findings
+    assert re.search(r"<t[hd][^>]*>(<\w+>)?python3<", Path(result.page).read_text())
     few = pipeline.monitor(work.params(), window(tmp_path / "few.parquet", python[:50]))
-    assert not few["drifted"] and not few["judged"] and not any(f["drifted"] for f in few["findings"])
-    assert "not judged" in Path(few["page"]).read_text()
+    assert not few.drifted and not few.judged and not any(f["drifted"] for f in few.findings)
+    assert "not judged" in Path(few.page).read_text()
 
 
 def test_a_labelled_window_is_measured(work: SimpleNamespace, tmp_path: Path) -> None:
@@ -212,12 +212,12 @@ def test_a_labelled_window_is_measured(work: SimpleNamespace, tmp_path: Path) ->
     result = pipeline.monitor(work.params(), window(tmp_path / "w.parquet", texts, right))
     best = [prediction.labels[0] for prediction in bundle.predict(texts, 1)]
     hits = [100 * (top in known) for top, known in zip(best, right, strict=True)]
-    assert result["metrics"]["P@1"] == pytest.approx(np.mean(hits))
+    assert result.metrics["P@1"] == pytest.approx(np.mean(hits))
     assert states(result)["unknown_labels"] == "ok"
     strange = [["nobody"] if number % 2 else known for number, known in enumerate(right)]
     result = pipeline.monitor(work.params(), window(tmp_path / "w2.parquet", texts, strange))
     assert states(result)["unknown_labels"] == "warning"
-    assert result["metrics"]["P@1"] == pytest.approx(np.mean([0 if n % 2 else hit for n, hit in enumerate(hits)]))
+    assert result.metrics["P@1"] == pytest.approx(np.mean([0 if n % 2 else hit for n, hit in enumerate(hits)]))
 
 
 def test_the_run_of_a_window(
@@ -229,10 +229,10 @@ def test_the_run_of_a_window(
     client = open_client(f"sqlite:///{work.folder}/mlflow.db")
     experiment = client.get_experiment_by_name("unidec-monitor")
     run = client.search_runs([experiment.experiment_id], "attributes.run_name LIKE 'week-%'")[0]
-    assert result["run_url"].endswith(run.info.run_id)
-    shift = next(finding["value"] for finding in result["findings"] if finding["check"] == "shift")
+    assert result.run_url.endswith(run.info.run_id)
+    shift = next(finding["value"] for finding in result.findings if finding["check"] == "shift")
     assert run.data.metrics["drift/shift"] == pytest.approx(shift)
-    assert run.data.tags["drifted"] == str(result["drifted"]).lower()
+    assert run.data.tags["drifted"] == str(result.drifted).lower()
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"index.html", "drift.json"}
 
 
@@ -249,9 +249,9 @@ def test_drift_of_two_versions_and_of_a_file(work: SimpleNamespace, raw: RawData
     first = str(paths.DATASET)
     ingested(work, monkeypatch, make_slice(raw, 400, 300), "shrunk")
     params = work.params()
-    assert not pipeline.drift(params, first, first)["drifted"]
+    assert not pipeline.drift(params, first, first).drifted
     result = pipeline.drift(params, first, str(paths.DATASET))
-    assert states(result)["train"] == "stop" and Path(result["page"]).is_file()
+    assert states(result)["train"] == "stop" and Path(result.page).is_file()
     through = pipeline.drift(params, CHAMPION, str(paths.DATASET))
     assert states(through)["train"] == "stop"
     odd = window(tmp_path / "odd.parquet", [f"hello how are you {number}" for number in range(300)])

@@ -45,19 +45,19 @@ def test_a_folder_is_mirrored_and_its_content_decides(place):
     (place / "export/inner/more.txt").write_text("more")
     (place / "export/.hidden").write_text("no data")
     done = pipeline.fetch(params)
-    assert done["changed"] and "4 files" in done["reason"]
+    assert done.changed and "4 files" in done.reason
     wanted = {name: data for name, data in content(place / "export").items() if name != ".hidden"}
     assert content(place / "data/incoming") == wanted
     before = (place / "data/incoming").stat().st_ino
     for name in TABLES:
         os.utime(place / "export" / name)  # a new time is no new content
     again = pipeline.fetch(params)
-    assert not again["changed"] and again["sha256"] == done["sha256"]
+    assert not again.changed and again.sha256 == done.sha256
     assert (place / "data/incoming").stat().st_ino == before
     (place / "export/labels.csv").write_text(TABLES["labels.csv"] + "c,third\n")
     (place / "export/inner/more.txt").unlink()
     third = pipeline.fetch(params)
-    assert third["changed"] and third["sha256"] != done["sha256"]
+    assert third.changed and third.sha256 != done.sha256
     assert set(content(place / "data/incoming")) == set(TABLES)  # what left the source leaves here
     assert os.listdir(place / "data") == ["incoming"]
 
@@ -72,10 +72,10 @@ def test_three_tables_become_a_data_set(place, ending):
         data = TABLES[f"{stem}.csv"].encode()
         path.write_bytes(gzip.compress(data) if ending.endswith("gz") else data)
         paths[stem] = str(path)
-    assert pipeline.fetch(params_of(kind="files", **paths))["changed"]
+    assert pipeline.fetch(params_of(kind="files", **paths)).changed
     raw = read_raw("data/incoming", "tables")
     assert raw.labels.num_rows == 2 and raw.queries["train"].num_rows == 2
-    assert not pipeline.fetch(params_of(kind="files", **paths))["changed"]
+    assert not pipeline.fetch(params_of(kind="files", **paths)).changed
     with pytest.raises(ConfigError, match=r"source\.labels"):
         pipeline.fetch(params_of(kind="files", **paths | {"labels": "labels.xlsx"}))
     with pytest.raises(DataError, match=r"gone\.csv: cannot be read"):
@@ -118,9 +118,9 @@ def test_files_of_git_are_never_replaced(place):
     with pytest.raises(ConfigError, match=r"data\.path: git tracks this folder"):
         pipeline.fetch(params_of(kind="folder", path="export"))
     subprocess.run(["git", "rm", "-q", "--cached", "-r", "data"], check=True)
-    assert pipeline.fetch(params_of(kind="folder", path="export"))["changed"]
+    assert pipeline.fetch(params_of(kind="folder", path="export")).changed
 
 
 def test_kinds_that_are_not_fetched_here(place):
-    assert not pipeline.fetch(Params())["changed"]
-    assert not pipeline.fetch(params_of(kind="dvc", path="data/raw/mine"))["changed"]
+    assert not pipeline.fetch(Params()).changed
+    assert not pipeline.fetch(params_of(kind="dvc", path="data/raw/mine")).changed

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def played(monkeypatch):
 
 
 def failed(result) -> list[str]:
-    return [reason["check"] for reason in result["reasons"] if not reason["passed"]]
+    return [reason.check for reason in result.reasons if not reason.passed]
 
 
 def test_from_the_first_model_to_one_that_takes_its_place(world):
@@ -65,21 +66,21 @@ def test_from_the_first_model_to_one_that_takes_its_place(world):
     first = world.version(world.bundle("first", wrong=range(0, 60, 4)))
     assert pipeline.needs_gate(params, first)
     result = pipeline.gate(params)
-    assert result["passed"] and result["challenger"] == first and result["champion"] is None
-    assert [r["check"] for r in result["reasons"]] == ["code", "hash", "loads"]
-    assert result["metrics"] == {}  # nobody to be compared with
+    assert result.passed and result.challenger == first and result.champion is None
+    assert [r.check for r in result.reasons] == ["code", "hash", "loads"]
+    assert result.metrics == {}  # nobody to be compared with
     pipeline.promote(params, first)
     assert world.aliases() == {"champion": first, "challenger": first}
     assert not pipeline.needs_gate(params, first)
     again = pipeline.gate(params)
-    assert again["already"] and again["passed"] and failed(again) == []
+    assert again.already and again.passed and failed(again) == []
 
     better = world.version(world.bundle("better", wrong=range(0, 60, 30)))
     result = pipeline.gate(params)
-    assert result["passed"], result["reasons"]
-    assert result["champion"] == first and result["metrics"]["challenger"]["P@1"] == pytest.approx(100 * 58 / 60)
-    assert result["metrics"]["champion"]["P@1"] == pytest.approx(75)
-    assert pipeline.promote(params)["previous"] == first
+    assert result.passed, result.reasons
+    assert result.champion == first and result.metrics["challenger"]["P@1"] == pytest.approx(100 * 58 / 60)
+    assert result.metrics["champion"]["P@1"] == pytest.approx(75)
+    assert pipeline.promote(params).previous == first
     assert world.aliases() == {"champion": better, "previous": first, "challenger": better}
 
 
@@ -88,7 +89,7 @@ def test_a_worse_one_is_refused_and_every_reason_is_kept(world):
     champion = world.version(world.bundle("champion"), alias="champion")
     worse = world.version(world.bundle("worse", wrong=range(0, 60, 5)))
     result = pipeline.gate(params)
-    assert not result["passed"]
+    assert not result.passed
     assert set(failed(result)) == {"nDCG@5", "confidence", "P@1", "PSP@5", "tail/R@10", "coverage@5"} & set(
         failed(result)
     )
@@ -96,14 +97,16 @@ def test_a_worse_one_is_refused_and_every_reason_is_kept(world):
     tags = world.tags(worse)
     assert tags["gate.passed"] == "false" and tags["gate.champion"] == champion
     assert tags["gate.failed"] == ", ".join(failed(result))
-    assert len(tags["gate.reasons"].splitlines()) == len(result["reasons"])
+    assert len(tags["gate.reasons"].splitlines()) == len(result.reasons)
     assert "FAIL nDCG@5: " in tags["gate.reasons"] and "pass loads: " in tags["gate.reasons"]
     assert json.loads(tags["gate.metrics"])["P@1"] == pytest.approx(80)
     kept = json.loads(Path("outputs/gate.json").read_text())
     assert (
-        kept["reasons"] == result["reasons"] and kept["comparison"]["worse"] == 48 and kept["comparison"]["better"] == 0
+        kept["reasons"] == [asdict(one) for one in result.reasons]
+        and kept["comparison"]["worse"] == 48
+        and kept["comparison"]["better"] == 0
     )
-    page = Path(result["page"]).read_text()
+    page = Path(result.page).read_text()
     assert f"version {worse} refused" in page and "FAIL" in page and "report.html" in page and "<script" not in page
     with pytest.raises(Refused, match="did not pass the gate"):
         pipeline.promote(params)
@@ -133,12 +136,12 @@ def test_labels_meet_by_uid_a_new_one_is_a_miss_a_removed_one_leaves_the_answer(
     world.version(world.bundle("old", labels=range(60)), alias="champion")
     world.version(world.bundle("new", labels=reversed(range(6, 66))))  # in another order
     result = pipeline.gate(world.params())
-    assert result["passed"]
-    assert result["metrics"]["challenger"]["P@1"] == 100.0
-    assert result["metrics"]["champion"]["P@1"] == pytest.approx(90.0)  # right about 54 of 60 labels
+    assert result.passed
+    assert result.metrics["challenger"]["P@1"] == 100.0
+    assert result.metrics["champion"]["P@1"] == pytest.approx(90.0)  # right about 54 of 60 labels
     kept = json.loads(Path("outputs/gate.json").read_text())
     assert kept["labels"] == {"challenger": {"unknown": 0, "removed": 0}, "champion": {"unknown": 6, "removed": 6}}
-    assert "does not know 6 labels" in Path(result["page"]).read_text()
+    assert "does not know 6 labels" in Path(result.page).read_text()
 
 
 def test_rankings_beside_a_slow_reference_filter_pairs_left_out(world, monkeypatch):
@@ -165,7 +168,7 @@ def test_a_damaged_challenger_does_not_pass_a_damaged_champion_is_an_error(world
     version = world.version(damaged)
     (damaged / "artifacts" / "bundle" / "labels.arrow").write_bytes(b"x")
     result = pipeline.gate(params)
-    assert failed(result) == ["hash"] and "labels.arrow" in result["reasons"][-1]["words"]
+    assert failed(result) == ["hash"] and "labels.arrow" in result.reasons[-1].words
     assert world.tags(version)["gate.failed"] == "hash"
 
     other = world.version(world.bundle("other", wrong=[1, 2]), alias=None, bundle__sha256="0" * 64)
@@ -189,7 +192,7 @@ def test_hashes_that_agree_do_not_help_what_cannot_be_loaded(world):
     write_manifest(bundle, about["kind"], about["version"], about["meta"])
     world.version(place)
     result = pipeline.gate(world.params())
-    assert failed(result) == ["loads"] and "index.faiss" in result["reasons"][-1]["words"]
+    assert failed(result) == ["loads"] and "index.faiss" in result.reasons[-1].words
 
 
 def test_a_refusal_for_uncommitted_changes_ends_with_their_commit(world, monkeypatch):
@@ -209,27 +212,27 @@ def test_a_refusal_for_uncommitted_changes_ends_with_their_commit(world, monkeyp
     assert pipeline.needs_gate(world.params(), version)
     result = pipeline.gate(world.params())
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    assert result["passed"] and result["reasons"][0]["words"] == f"commit {head[:12]}"
+    assert result.passed and result.reasons[0].words == f"commit {head[:12]}"
     assert world.tags(version)["git.dirty"] == "false" and "git.changed" not in world.tags(version)
     assert world.tags(version)["mlflow.source.git.commit"] == head
-    assert pipeline.promote(world.params())["dirty"] is False
+    assert pipeline.promote(world.params()).dirty is False
 
 
 def test_a_dirty_tree_and_what_was_rolled_back(world, caplog):
     dirty = world.version(world.bundle("dirty", wrong=range(0, 60, 4)), git__dirty="true")
     result = pipeline.gate(world.params())  # a first champion replaces nothing: a warning is enough
-    assert result["passed"] and "accepted for a first champion" in result["reasons"][0]["words"]
+    assert result.passed and "accepted for a first champion" in result.reasons[0].words
     assert "uncommitted changes" in caplog.text
-    assert pipeline.promote(world.params())["dirty"] and world.aliases()["champion"] == dirty
+    assert pipeline.promote(world.params()).dirty and world.aliases()["champion"] == dirty
     later = world.version(world.bundle("later", wrong=range(0, 60, 30)), git__dirty="true")
     result = pipeline.gate(world.params())
-    assert failed(result) == ["code"] and "--force" in result["reasons"][0]["words"]
+    assert failed(result) == ["code"] and "--force" in result.reasons[0].words
     assert not pipeline.needs_gate(world.params(), later)
     with pytest.raises(Refused, match=f"unidec models promote {later} --force"):
         pipeline.promote(world.params())
     result = pipeline.gate(world.params(allow_dirty=True))
-    assert result["passed"] and "gate.allow_dirty accepts" in result["reasons"][0]["words"]
-    assert pipeline.promote(world.params())["dirty"] and world.aliases()["champion"] == later
+    assert result.passed and "gate.allow_dirty accepts" in result.reasons[0].words
+    assert pipeline.promote(world.params()).dirty and world.aliases()["champion"] == later
     better = world.version(
         world.bundle("better", labels=range(60)), rolled_back__at="2026-11-01", rolled_back__by="ann"
     )
@@ -244,8 +247,8 @@ def test_a_champion_whose_labels_alone_were_refreshed_need_not_be_better(world):
     refreshed = world.version(place, alias=None, start__kind="refresh", start__version=champion)
     rules = {"tolerance": 8.0, "confidence": 0.9}
     assert "nDCG@5" in failed(pipeline.gate(world.params(**rules), plain))
-    assert pipeline.gate(world.params(**rules), refreshed)["passed"]
-    assert not pipeline.gate(world.params(tolerance=0.5), refreshed)["passed"]
+    assert pipeline.gate(world.params(**rules), refreshed).passed
+    assert not pipeline.gate(world.params(tolerance=0.5), refreshed).passed
 
 
 def test_slower_or_larger(world, played):
@@ -258,7 +261,7 @@ def test_slower_or_larger(world, played):
     assert failed(result) == ["load time", "latency", "size", "load ratio", "latency ratio", "size ratio"]
     assert "2.50 times the champion's" in world.tags(version)["gate.reasons"]
     off = {"max_load_ratio": 0.0, "max_latency_ratio": 0.0, "max_size_ratio": 0.0}
-    assert pipeline.gate(world.params(**off))["passed"] and world.tags(version)["gate.champion"] == champion
+    assert pipeline.gate(world.params(**off)).passed and world.tags(version)["gate.champion"] == champion
 
 
 def test_a_busy_machine_decides_nothing(world, played):
@@ -267,7 +270,7 @@ def test_a_busy_machine_decides_nothing(world, played):
     sha256 = world.tags(version)["bundle.sha256"]
     played |= {"load_seconds": {sha256: 300.0}, "p95_ms": {sha256: 90.0}}  # as much work, on cores that others use
     result = pipeline.gate(world.params())
-    assert result["passed"] and {"load ratio", "latency ratio"} <= {reason["check"] for reason in result["reasons"]}
+    assert result.passed and {"load ratio", "latency ratio"} <= {reason.check for reason in result.reasons}
 
 
 def test_a_clock_that_was_disturbed_once_is_asked_again(world, played, monkeypatch):
@@ -282,17 +285,17 @@ def test_a_clock_that_was_disturbed_once_is_asked_again(world, played, monkeypat
 
     monkeypatch.setattr(gating, "probe_bundle", disturbed)
     result = pipeline.gate(world.params())
-    assert result["passed"] and len(calls) == 4
+    assert result.passed and len(calls) == 4
 
 
 def test_no_test_queries_no_comparison(world, helper):
     world.data(helper("pipeline/gate_world").make_raw(num_test=0))
     first = world.version(world.bundle("first"))
-    assert pipeline.gate(world.params())["passed"]  # servable: asked with training queries
+    assert pipeline.gate(world.params()).passed  # servable: asked with training queries
     pipeline.promote(world.params(), first)
     world.version(world.bundle("second", wrong=[1, 2]))
     result = pipeline.gate(world.params())
-    assert failed(result) == ["nDCG@5"] and "no test queries" in result["reasons"][-1]["words"]
+    assert failed(result) == ["nDCG@5"] and "no test queries" in result.reasons[-1].words
 
 
 def test_no_challenger_says_what_to_do(world):

@@ -41,7 +41,7 @@ def world(work: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Si
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
         for name in ("ingest", "tokens", "propensity", "label_graph", "train", "index"):
             getattr(pipeline, name)(params)
-        version = pipeline.register(params)["version"]
+        version = pipeline.register(params).version
         MlflowClient(tracking_uri()).set_registered_model_alias(NAME, "champion", str(version))
         Path("params.yaml").write_text(to_yaml(params), encoding="utf-8")
     return SimpleNamespace(folder=folder, params=params)
@@ -74,8 +74,8 @@ def test_added_removed_and_updated_then_registered(params: Params) -> None:
     assert result["changed"] and result["bundle"] is None and not paths.REFRESHED.exists()
     result = change_labels(params, f"models:/{NAME}@champion", **edit, register=True)
     counts = {"added": 2, "removed": 30, "renamed": 1, "kept": len(uids) - 30}
-    assert {key: result[key] for key in counts} == counts
-    assert (result["labels"], result["estimated"], result["version"]) == (len(uids) - 28, 2, 2)
+    assert {key: getattr(result, key) for key in counts} == counts
+    assert (result.labels, result.estimated, result.registered.version) == (len(uids) - 28, 2, 2)
     assert folder_sha256(paths.BUNDLE) == sha256
 
     after = Bundle.load(paths.REFRESHED)
@@ -93,9 +93,12 @@ def test_added_removed_and_updated_then_registered(params: Params) -> None:
     }  # fmt: skip
     assert {key: tags.get(key) for key in wanted} == wanted
     assert not any(key.startswith("dvc.data/") for key in tags)
-    assert lineage(f"models:/{NAME}@challenger", model_name=NAME)["parent"]["version"] == "1"
+    assert lineage(f"models:/{NAME}@challenger", model_name=NAME)[1].version == "1"
     again = change_labels(params, "outputs/bundle", **edit, out="elsewhere", register=True)
-    assert (again["version"], folder_sha256("elsewhere")) == (2, after.sha256)  # no second version of the same bytes
+    assert (again.registered.version, folder_sha256("elsewhere")) == (
+        2,
+        after.sha256,
+    )  # no second version of the same bytes
 
     run("add", "--file", "new.csv", "--out", "one")
     run("update", uids[40], "something else altogether", "--bundle", "one", "--out", "two")
@@ -147,7 +150,7 @@ def test_mistakes_write_nothing(params: Params) -> None:
         change_labels(params, paths.BUNDLE, remove=[f"{uid}x"], out="never")
     with pytest.raises(ConfigError, match="not changed in place"):
         change_labels(params, paths.BUNDLE, remove=[uid], out=paths.BUNDLE)
-    assert not change_labels(params, paths.BUNDLE, out="never")["changed"]
+    assert not change_labels(params, paths.BUNDLE, out="never").changed
     change_labels(params, paths.BUNDLE, remove=[uid], out="mine")
     with pytest.raises(ConfigError, match="not registered"):
         change_labels(params, "mine", add=[LabelText("n", "x")], out="never", register=True)

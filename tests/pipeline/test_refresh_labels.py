@@ -21,6 +21,7 @@ from unidec.data.raw import RawData
 from unidec.data.storage import folder_sha256
 from unidec.errors import ConfigError
 from unidec.pipeline import paths
+from unidec.pipeline.labels import ChangedLabels
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import read_info
 from unidec.tracking.lineage import lineage
@@ -56,7 +57,7 @@ def world(work: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Si
         for name in ("ingest", "tokens", "propensity", "label_graph", "train", "index", "evaluate"):
             getattr(pipeline, name)(params)
         champion = pipeline.register(params)
-        MlflowClient(tracking_uri()).set_registered_model_alias("labels", "champion", str(champion["version"]))
+        MlflowClient(tracking_uri()).set_registered_model_alias("labels", "champion", str(champion.version))
     return SimpleNamespace(folder=folder, params=params, champion=champion)
 
 
@@ -69,7 +70,7 @@ def params(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Params:
 
 def test_unchanged_data_changes_nothing(params: Params) -> None:
     result = pipeline.refresh_labels(params)
-    assert result == {"changed": False, "bundle": None, "parent": "1", "reason": "version 1 has this data set"}
+    assert result == ChangedLabels(changed=False, bundle=None, parent="1", reason="version 1 has this data set")
     assert not paths.REFRESHED.exists()
     with pytest.raises(ConfigError, match="not in the registry: no such alias"):
         pipeline.refresh_labels(params, "nobody")
@@ -88,8 +89,8 @@ def test_the_labels_of_today(params: Params, world: SimpleNamespace) -> None:
     result = world.result = pipeline.refresh_labels(params)
     dataset, after = XMCDataset.open(paths.DATASET), Bundle.load(paths.REFRESHED)
     uids = dataset.label_uids()
-    assert result["changed"] and result["bundle"] == str(paths.REFRESHED) and result["parent"] == "1"
-    counts = {name: result[name] for name in ("added", "removed", "renamed", "kept")}
+    assert result.changed and result.bundle == str(paths.REFRESHED) and result.parent == "1"
+    counts = {name: getattr(result, name) for name in ("added", "removed", "renamed", "kept")}
     assert counts == {"added": NEW, "removed": GONE + NEW, "renamed": RENAMED, "kept": len(uids) - NEW}
     assert after.uids.to_pylist() == uids and after.info.dataset == {"name": dataset.name, "sha256": dataset.sha256}
     assert folder_sha256(paths.BUNDLE) == bundle_sha256  # DVC's output stays
@@ -104,7 +105,7 @@ def test_the_labels_of_today(params: Params, world: SimpleNamespace) -> None:
 def test_registered_again(params: Params, world: SimpleNamespace) -> None:
     sha256 = folder_sha256(paths.REFRESHED)
     registered = pipeline.register(params, paths.REFRESHED)
-    assert registered["version"] == 2
+    assert registered.version == 2
     client = MlflowClient(tracking_uri())
     version = client.get_model_version("labels", "2")
     assert version.run_id != client.get_model_version("labels", "1").run_id
@@ -118,14 +119,14 @@ def test_registered_again(params: Params, world: SimpleNamespace) -> None:
     assert run.info.status == "FINISHED" and run.data.metrics["labels/added"] == NEW
     assert pipeline.register(params, paths.REFRESHED) == registered  # once more is no second version
     found = lineage("models:/labels@challenger", model_name="labels")
-    assert (found["version"], found["parent"]["version"], found["parent"]["parent"]) == ("2", "1", None)
+    assert [version.version for version in found] == ["2", "1"]
 
 
 def test_refreshed_again_it_is_the_same_and_then_no_change(params: Params) -> None:
     sha256 = folder_sha256(paths.REFRESHED)
-    assert pipeline.refresh_labels(params)["changed"] and folder_sha256(paths.REFRESHED) == sha256
+    assert pipeline.refresh_labels(params).changed and folder_sha256(paths.REFRESHED) == sha256
     result = pipeline.refresh_labels(params, 2)
-    assert not result["changed"] and read_info(paths.REFRESHED).card["refreshed"]["version"] == "1"
+    assert not result.changed and read_info(paths.REFRESHED).card["refreshed"]["version"] == "1"
 
 
 def test_without_votes_another_data_set_with_the_same_labels_is_no_change(
@@ -139,7 +140,7 @@ def test_without_votes_another_data_set_with_the_same_labels_is_no_change(
         return bundle
 
     monkeypatch.setattr(Bundle, "load", classmethod(silent))
-    assert pipeline.refresh_labels(params, 2)["reason"] == "version 2 has these labels"
+    assert pipeline.refresh_labels(params, 2).reason == "version 2 has these labels"
 
 
 def test_new_labels_rank_by_their_text(params: Params) -> None:

@@ -127,14 +127,14 @@ def test_killed_between_any_two_files(
 ) -> None:
     cut_training(monkeypatch, work.params(), owner, name, after)
     result, said = train(work.params())
-    assert result["finished"] and any("resumes" in line or "is trained" in line for line in said)
+    assert result.finished and any("resumes" in line or "is trained" in line for line in said)
     found = outcome()
     if name == "write_json":  # the report of a refresh is the one thing that is not made again
         for part in (found, uncut):
             part["rounds"] = [line | {"refresh": line["refresh"]["epoch"]} for line in part["rounds"]]
     assert found == uncut
     client = open_client(f"sqlite:///{work.folder}/mlflow.db")
-    run_id = Tracker.resume(result["run_dir"]).run_id
+    run_id = Tracker.resume(result.run_dir).run_id
     steps = [point.step for point in client.get_metric_history(run_id, "training/loss")]
     assert steps == [line["step"] for line in uncut["history"]]  # nothing lost, nothing doubled
     assert len(client.get_metric_history(run_id, "validation/P_at_1")) == EPOCHS // ROUND
@@ -151,7 +151,7 @@ def test_inside_a_round_the_refresh_does_nothing(work: SimpleNamespace, monkeypa
     assert begun.cluster() == {}
     report = begun.mine()
     assert report["epoch"] == 0 and report["mine_queries"] > 0  # the report of the refresh that was made
-    assert begun.train_round()["epoch"] == ROUND
+    assert begun.train_round().epoch == ROUND
 
 
 def test_the_model_of_one_process_is_that_of_a_process_for_each_stage(
@@ -208,9 +208,7 @@ def test_other_parameters_are_refused_with_every_key_and_accepted_by_name(
     assert "optim.lr_heads" not in str(refused.value)
     accept = ["optim.lr_heads", "loss.balance"]
     result, said = train(other, resume=run.name, accept=accept)
-    assert (
-        result["run_dir"] == str(run) and result["epoch"] == EPOCHS and sum("accepted: " in line for line in said) == 2
-    )
+    assert result.run_dir == str(run) and result.epoch == EPOCHS and sum("accepted: " in line for line in said) == 2
     tags = open_client(f"sqlite:///{work.folder}/mlflow.db").get_run(Tracker.resume(run).run_id).data.tags
     assert "loss.balance: 0.5 when the run began" in tags["accepted"]
     assert "is trained" in train(other, resume=run.name)[1][-1]  # accepted once is enough
@@ -228,7 +226,7 @@ def test_data_and_tokenizer_and_code_are_refused(work: SimpleNamespace, monkeypa
         patch.setattr("unidec.training.identity.code_sha256", lambda: "0" * 64)
         with pytest.raises(ConfigError, match="--accept code"):
             train(work.params(), resume="")
-        assert train(work.params(), resume="", accept=["code"])[0]["finished"]
+        assert train(work.params(), resume="", accept=["code"])[0].finished
 
 
 def test_runs_by_name(work: SimpleNamespace) -> None:
@@ -265,10 +263,10 @@ def test_the_list_of_runs(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     result, _ = train(work.params(seed=5))
     running = pipeline.start_run(work.params(seed=6))
     infos = {info.name: info for info in runs.list_runs()}
-    finished = infos.pop(Path(result["run_dir"]).name)
+    finished = infos.pop(Path(result.run_dir).name)
     assert (finished.state, finished.epoch, finished.epochs, finished.unfinished) == ("finished", EPOCHS, EPOCHS, False)
     assert finished.checkpoint_age is not None and finished.checkpoint_age < 600
-    assert finished.mlflow_run == Tracker.resume(result["run_dir"]).run_id
+    assert finished.mlflow_run == Tracker.resume(result.run_dir).run_id
     at_work = infos.pop(running.folder.name)
     assert (at_work.state, at_work.checkpoint) == ("running", None)
     (cut_off,) = infos.values()

@@ -21,7 +21,7 @@ from unidec.data.raw import RawData
 from unidec.data.storage import read_json_lines, read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import launch, paths, start, training
-from unidec.pipeline.start import START, WarmStart, effective, open_start, read_start, start_tags
+from unidec.pipeline.start import START, ChosenStart, WarmStart, effective, open_start, read_start, start_tags
 from unidec.retrieval.bundle import Bundle
 from unidec.tracking.fetch import fetch_bundle, fetch_by_hash, find_alias
 from unidec.tracking.registry import checked_sha256, register
@@ -117,7 +117,7 @@ def test_from_the_champion(work):
     found = pipeline.choose_start(work.params())
     sha256 = checked_sha256(work.bundle)
     note = {"kind": "warm", "model": "unidec", "version": "1", "bundle_sha256": sha256, "generation": 1}
-    assert found == note | {"reason": "the champion, version 1"}
+    assert found == ChosenStart(**note, reason="the champion, version 1")
     assert json.loads(START.read_bytes()) == note
     assert checked_sha256(paths.BUNDLES / sha256[:16]) == sha256
     before = START.read_bytes()
@@ -128,21 +128,19 @@ def test_from_the_champion(work):
 
 def test_without_a_champion(work):
     move("champion", None)
-    assert pipeline.choose_start(work.params()) == {
-        "kind": "cold", "reason": "unidec has no champion yet",
-    }  # fmt: skip
+    assert pipeline.choose_start(work.params()) == ChosenStart(kind="cold", reason="unidec has no champion yet")
     assert START.read_bytes() == COLD and start_tags() == {"start.kind": "cold"}
     named = work.params(**{"tracking.model_name": "another"})
-    assert pipeline.choose_start(named)["reason"] == "another has no champion yet"
+    assert pipeline.choose_start(named).reason == "another has no champion yet"
     with pytest.raises(ConfigError, match=r"another has no champion yet(.|\n)*fix: retrain.start: cold"):
         pipeline.choose_start(named, "warm")
 
 
 def test_as_asked_for(work):
-    assert pipeline.choose_start(work.params(), "cold")["reason"] == "asked for"
-    assert pipeline.choose_start(work.params(**{"retrain.start": "cold"}))["kind"] == "cold"
-    assert pipeline.choose_start(work.params(**{"retrain.start": "cold"}), "auto")["kind"] == "warm"
-    assert pipeline.choose_start(work.params(), "cold")["kind"] == "cold" and START.read_bytes() == COLD
+    assert pipeline.choose_start(work.params(), "cold").reason == "asked for"
+    assert pipeline.choose_start(work.params(**{"retrain.start": "cold"})).kind == "cold"
+    assert pipeline.choose_start(work.params(**{"retrain.start": "cold"}), "auto").kind == "warm"
+    assert pipeline.choose_start(work.params(), "cold").kind == "cold" and START.read_bytes() == COLD
 
 
 UNFIT = {"encoder.bag_words": 8, "model.dim": 8}
@@ -152,7 +150,7 @@ UNFIT = {"encoder.bag_words": 8, "model.dim": 8}
 def test_a_champion_that_does_not_fit(work, key):
     params = work.params(**{key: UNFIT[key]})
     found = pipeline.choose_start(params)
-    assert found["kind"] == "cold" and found["reason"] == f"the champion, version 1, has another {key}"
+    assert found.kind == "cold" and found.reason == f"the champion, version 1, has another {key}"
     with pytest.raises(ConfigError, match=rf"another {key}(.|\n)*retrain.start: cold"):
         pipeline.choose_start(params, "warm")
 
@@ -165,25 +163,25 @@ def test_another_tokenizer(work, helper, raw_factory):
     changed["model"]["unk_token"] = "[MASK]"
     file.write_text(json.dumps(changed))
     found = pipeline.choose_start(work.params(**{"encoder.name": str(work.folder / "other")}))
-    assert found["kind"] == "cold" and "another tokenizer" in found["reason"]
+    assert found.kind == "cold" and "another tokenizer" in found.reason
 
 
 @pytest.mark.parametrize("change", [{"pool.beta": 1}, {"optim.epochs": 3}, {"encoder.residual": True}], ids=str)
 def test_other_parameters_than_the_champions(work, change):
     found = pipeline.choose_start(work.params(**change))
-    assert found["kind"] == "cold"
-    assert found["reason"] == f"other parameters than the champion's, version 1: {next(iter(change))}"
-    assert pipeline.choose_start(work.params(**change), "warm")["kind"] == "warm"
+    assert found.kind == "cold"
+    assert found.reason == f"other parameters than the champion's, version 1: {next(iter(change))}"
+    assert pipeline.choose_start(work.params(**change), "warm").kind == "warm"
 
 
 def test_what_is_not_learnt_may_differ(work):
     change = {"seed": 9, "index.clf_weight": 0.5, "run.checkpoint_minutes": 1.0, "warm.epochs": 2, "gate.margin": 1.0}
-    assert pipeline.choose_start(work.params(**change))["kind"] == "warm"
+    assert pipeline.choose_start(work.params(**change)).kind == "warm"
 
 
 def test_two_starts(work):
     given = work.params(**{"encoder.start": str(work.folder)})
-    assert pipeline.choose_start(given)["reason"].startswith("encoder.start names")
+    assert pipeline.choose_start(given).reason.startswith("encoder.start names")
     pipeline.choose_start(work.params())
     with pytest.raises(ConfigError, match=r"two models to start from(.|\n)*retrain.start: cold, or encoder.start"):
         effective(given)
@@ -229,14 +227,14 @@ def test_a_warm_training_from_choice_to_bundle(work):
     assert (begun.epochs, begun.num_rounds, begun.a_round) == (1, 1, 2) and read_start().version == "1"
     assert begun.lines[0] == "starts from unidec version 1, its warm start 1"
     done, said = training.train(params), []
-    assert done["epoch"] == 1
-    assert training.train(params, say=said.append)["epoch"] == 1 and "is trained" in said[1], "the same run"
+    assert done.epoch == 1
+    assert training.train(params, say=said.append).epoch == 1 and "is trained" in said[1], "the same run"
     champion = Bundle.load(work.bundle)
     assert json.loads((paths.MODEL / "config.json").read_text())["start"] == read_start().model_dump()
     pipeline.index(params)
     ours = Bundle.load(paths.BUNDLE)
     assert set(ours.uids.to_pylist()) - set(champion.uids.to_pylist()) == {"new"}
-    assert Tracker.resume(done["run_dir"]).run_id
+    assert Tracker.resume(done.run_dir).run_id
     # a model that was started has gone on: its first losses are below those of the cold one
     losses = [json.loads(line)["loss"] for line in (paths.MODEL / "history.jsonl").read_text().splitlines()]
     first = read_json_lines(work.bundle.parent / "model" / "history.jsonl")[0]["loss"]
@@ -260,12 +258,12 @@ def test_generations_are_counted_by_the_bundles_themselves(work):
     pipeline.index(params)
     version = register_champion()
     found = pipeline.choose_start(params)
-    assert (found["version"], found["generation"]) == (str(version), 2)
+    assert (found.version, found.generation) == (str(version), 2)
     every = {"retrain.cold_every": 1}
     found = pipeline.choose_start(work.params(**every))
-    assert found["kind"] == "cold" and found["reason"] == "1 warm starts in a row (retrain.cold_every)"
-    assert pipeline.choose_start(work.params(**every), "warm")["generation"] == 2
-    assert pipeline.choose_start(work.params(**{"retrain.cold_every": 0}))["generation"] == 2
+    assert found.kind == "cold" and found.reason == "1 warm starts in a row (retrain.cold_every)"
+    assert pipeline.choose_start(work.params(**every), "warm").generation == 2
+    assert pipeline.choose_start(work.params(**{"retrain.cold_every": 0})).generation == 2
 
 
 def test_a_start_is_fetched_again_and_the_same_model_comes_out(work):

@@ -33,8 +33,8 @@ def validate(folder: Path, overrides: dict[str, object]) -> dict:
 
 def test_one_empty_text_of_600_is_a_warning_with_its_row(one_empty_text: Path) -> None:
     done = validate(one_empty_text, {})
-    assert done["success"]
-    [line] = [line for line in done["warnings"].values() if "empty texts" in line]
+    assert done.success
+    [line] = [line for line in done.warnings.values() if "empty texts" in line]
     assert "found 1 of 600" in line and "(q41)" in line and "validation.empty_texts" in line
     assert "q41" in (paths.VALIDATION / "index.html").read_text()
     # training depends on this file: it is the same whatever layout the data came in

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from unidec.cli import app
 from unidec.errors import ConfigError
-from unidec.tracking.lineage import as_lines, lineage, models_of_data
+from unidec.pipeline import plain
+from unidec.tracking.lineage import Version, as_lines, lineage, models_of_data
 from unidec.tracking.store import open_client
 
 RAW = ["a1" * 16 + ".dir", "b2" * 16 + ".dir"]
@@ -53,21 +54,21 @@ def _default_store(store: tuple[MlflowClient, str], monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store[1])
 
 
-def ask(store: tuple[MlflowClient, str], source: Any) -> dict[str, Any]:
+def ask(store: tuple[MlflowClient, str], source: Any) -> list[Version]:
     return lineage(source, model_name="tiny")
 
 
 def test_back_to_the_model_that_started_from_nothing(store: tuple[MlflowClient, str]) -> None:
-    third = ask(store, "models:/tiny@champion")
-    second, first = third["parent"], third["parent"]["parent"]
-    assert [item["version"] for item in (third, second, first)] == ["3", "2", "1"] and first["parent"] is None
-    assert (third["aliases"], second["aliases"]) == (["champion"], [])
-    assert third["start"] == {"kind": "refresh", "version": "2", "bundle.sha256": BUNDLES[1]}
-    assert second["gate"] == {"passed": "true", "champion": "1"} and second["dataset"]["sha256"] == "d4" * 32
-    assert first["code"] == {"commit": "f" * 40, "dirty": True, "lock_commit": None}
-    assert first["artifacts"] == {"data/dataset": MADE[0]["dvc.data/dataset"], "data/raw": RAW[0]}
-    assert first["run"] and third["run"] is None
-    lines = as_lines(third)
+    found = ask(store, "models:/tiny@champion")
+    third, second, first = found
+    assert [item.version for item in found] == ["3", "2", "1"] and first.start == {"kind": "cold"}
+    assert (third.aliases, second.aliases) == (["champion"], [])
+    assert third.start == {"kind": "refresh", "version": "2", "bundle.sha256": BUNDLES[1]}
+    assert second.gate == {"passed": "true", "champion": "1"} and second.dataset["sha256"] == "d4" * 32
+    assert first.code == {"commit": "f" * 40, "dirty": True, "lock_commit": None}
+    assert first.artifacts == {"data/dataset": MADE[0]["dvc.data/dataset"], "data/raw": RAW[0]}
+    assert first.run and third.run is None
+    lines = as_lines(found)
     assert lines[0].startswith("tiny version 3 (champion)")
     assert [line.strip() for line in lines if "└─" in line] == [
         "└─ the labels are new, the model is that of", "└─ started from",
@@ -80,7 +81,7 @@ def test_back_to_the_model_that_started_from_nothing(store: tuple[MlflowClient, 
 def test_every_address_of_a_model(store: tuple[MlflowClient, str], tmp_path: Path) -> None:
     one = ask(store, "models:/tiny/2")
     assert one == ask(store, f"bundle:{BUNDLES[1][:6]}") == ask(store, f"bundle:{BUNDLES[1]}")
-    assert ask(store, "models:/tiny/4")["differs"] == ["outputs/bundle", "data/dataset"]
+    assert ask(store, "models:/tiny/4")[0].differs == ["outputs/bundle", "data/dataset"]
     for source, words in (
         ("models:/tiny/9", "no such"), ("models:/tiny@nobody", "no such"), ("models:/other/1", "no such"),
         ("bundle:123456", "no version of"), ("bundle:xyz", "not a hash"), ("tiny", "not an address"), ("", "not an"),
@@ -91,7 +92,7 @@ def test_every_address_of_a_model(store: tuple[MlflowClient, str], tmp_path: Pat
 
 def test_a_parent_that_is_gone_is_said_to_be(store: tuple[MlflowClient, str]) -> None:
     fifth = ask(store, "models:/tiny/5")
-    assert fifth["parent"] == {"version": "6", "bundle_sha256": BUNDLES[5], "missing": True}
+    assert [item.version for item in fifth] == ["5"] and fifth[0].start["bundle.sha256"] == BUNDLES[5]
     assert as_lines(fifth)[-1].strip() == "version 6 (bundle 666666666666): deleted from the registry"
 
 
@@ -102,12 +103,12 @@ def test_versions_that_name_each_other_end(store: tuple[MlflowClient, str]) -> N
         tags = {"bundle.sha256": BUNDLES[own], "start.bundle.sha256": BUNDLES[other], "start.version": str(other + 1)}
         client.create_model_version("round", "file:///nowhere", None, tags)
     found = lineage("models:/round/1", model_name="round")
-    assert found["parent"]["version"] == "2" and found["parent"]["parent"]["missing"]
+    assert [item.version for item in found] == ["1", "2"] and found[1].start["version"] == "1"
 
 
 def test_the_models_that_data_went_into(store: tuple[MlflowClient, str]) -> None:
     def ask_data(prefix: str) -> list[tuple[str, list[str], str | None]]:
-        return [(v["version"], v["what"], v["through"]) for v in models_of_data(prefix, model_name="tiny")]
+        return [(one.version, one.what, one.through) for one in models_of_data(prefix, model_name="tiny")]
 
     assert ask_data(RAW[0]) == [("3", [], "2"), ("2", [], "1"), ("1", ["data/raw"], None)]
     # a hash of the lock file is none of data; what a version started from counts too
@@ -126,7 +127,7 @@ def test_a_hash_that_two_bundles_begin_with(store: tuple[MlflowClient, str]) -> 
         client.create_model_version("alike", "file:///nowhere", None, {"bundle.sha256": "a" * 63 + end})
     with pytest.raises(ConfigError, match="several versions"):
         lineage("bundle:aaaaaa", model_name="alike")
-    assert lineage("bundle:" + "a" * 63 + "2", model_name="alike")["version"] == "2"
+    assert lineage("bundle:" + "a" * 63 + "2", model_name="alike")[0].version == "2"
 
 
 def test_the_command(store: tuple[MlflowClient, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +139,10 @@ def test_the_command(store: tuple[MlflowClient, str], monkeypatch: pytest.Monkey
         return CliRunner().invoke(app, given, catch_exceptions=False).stdout
 
     assert say().startswith("tiny version 3 (champion)")
-    assert json.loads(say("models:/tiny/2", "--json")) == ask(store, "models:/tiny/2")
+    second, first = map(plain, ask(store, "models:/tiny/2"))
+    assert json.loads(say("models:/tiny/2", "--json")) == second | {"parent": first | {"parent": None}}
+    gone = {"version": "6", "bundle_sha256": BUNDLES[5], "missing": True}
+    assert json.loads(say("models:/tiny/5", "--json"))["parent"] == gone
     assert say("--data", RAW[0][:9]).splitlines()[1:] == ["3\tchampion\t\t2", "2\t\t\t1", "1\t\tdata/raw\t"]
     assert say("--data", "999999") == "no version of tiny was made of it\n"
     with pytest.raises(ConfigError, match="either a model or --data"):

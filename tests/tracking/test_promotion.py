@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from unidec.errors import ArtifactError, ConfigError, Refused
 from unidec.tracking import promotion
-from unidec.tracking.promotion import CHAMPION, PENDING_TAG, PREVIOUS, aliases, promote, recover, rollback
+from unidec.tracking.promotion import CHAMPION, PENDING_TAG, PREVIOUS, Promotion, aliases, promote, recover, rollback
 from unidec.tracking.store import open_client, prepare_store
 
 
@@ -65,7 +66,7 @@ def three_champions(stored, uri) -> list[str]:
 def test_the_first_has_no_previous_and_each_next_one_leaves_it(stored, client, uri):
     a = stored("a", **stored.passed())
     done = promote(stored.name, a, reason="the first")
-    assert done == {
+    assert asdict(done) == {
         "model": stored.name,
         "version": a,
         "previous": None,
@@ -76,10 +77,10 @@ def test_the_first_has_no_previous_and_each_next_one_leaves_it(stored, client, u
     assert aliases(client, stored.name) == {CHAMPION: a}
     b = stored("b", **stored.passed(a))
     client.set_registered_model_alias(stored.name, "challenger", b)
-    assert promote(stored.name)["previous"] == a
+    assert promote(stored.name).previous == a
     assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: a, "challenger": b}
     again = promote(stored.name, b)
-    assert again["previous"] == a and not again["changed"]
+    assert again.previous == a and not again.changed
     kept = tags_of(client, stored.name, a)
     assert kept["promoted.reason"] == "the first" and kept["promoted.by"]
     assert abs((datetime.now(UTC) - datetime.fromisoformat(kept["promoted.at"])).total_seconds()) < 600
@@ -103,7 +104,7 @@ def test_what_speaks_against_it_is_listed_at_once_and_force_says_so(stored, clie
         assert words in str(caught.value)
     assert aliases(client, stored.name) == {CHAMPION: a}
     done = promote(stored.name, b, force=True, reason="we need it")
-    assert done["forced"] and done["dirty"]
+    assert done.forced and done.dirty
     kept = tags_of(client, stored.name, b)
     assert kept["promoted.forced"] == kept["promoted.dirty"] == "true" and kept["promoted.reason"] == "we need it"
     assert not [key for key in kept if key.startswith("rolled_back")]
@@ -123,7 +124,7 @@ def test_a_dirty_tree_only_when_told(stored, client, uri):
     with pytest.raises(Refused, match=rf"pass the gate: code\n.*commit the changes.*unidec models promote {a} --force"):
         promote(stored.name, a)
     done = promote(stored.name, a, force=True)
-    assert done["dirty"] and done["forced"]
+    assert done.dirty and done.forced
     assert tags_of(client, stored.name, a)["promoted.dirty"] == "true"
 
 
@@ -149,9 +150,7 @@ def test_no_such_version_names_those_there_are(stored, uri):
 
 def test_rollback_swaps_and_what_was_left_stays_out(stored, client, uri):
     _, b, c = three_champions(stored, uri)
-    assert rollback(stored.name, reason="answers are odd") == {
-        "model": stored.name, "version": b, "previous": c,
-    }  # fmt: skip
+    assert rollback(stored.name, reason="answers are odd") == Promotion(model=stored.name, version=b, previous=c)
     assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: c}
     left, back = tags_of(client, stored.name, c), tags_of(client, stored.name, b)
     assert left["rolled_back.reason"] == "answers are odd" and left["rolled_back.by"]
@@ -226,7 +225,7 @@ def test_killed_between_two_writes(cut_short, stored, client, uri, writes):
         assert aliases(client, stored.name) == {CHAMPION: d, PREVIOUS: c}
         assert {"promoted.at", "promoted.forced"} <= tags_of(client, stored.name, d).keys()
     assert recover(client, stored.name) is False
-    assert promote(stored.name, d)["changed"] == (writes < 2)
+    assert promote(stored.name, d).changed == (writes < 2)
     assert aliases(client, stored.name) == {CHAMPION: d, PREVIOUS: c}
     assert PENDING_TAG not in tags_of(client, stored.name, d) and a not in aliases(client, stored.name).values()
 
@@ -237,7 +236,7 @@ def test_a_rollback_killed_half_way_is_undone_or_completed_by_the_next(cut_short
     assert aliases(client, stored.name) == {CHAMPION: c, PREVIOUS: b}  # nothing moved
     cut_short("rollback", 2)
     assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: b}  # half: champion moved, previous not
-    assert rollback(stored.name) == {"model": stored.name, "version": b, "previous": c}
+    assert rollback(stored.name) == Promotion(model=stored.name, version=b, previous=c)
     assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: c}
     assert "rolled_back.at" in tags_of(client, stored.name, c)
 
@@ -286,7 +285,7 @@ def test_the_lock_is_released_after_a_refusal(stored, uri, monkeypatch):
     a = stored("a", **stored.passed())
     with promotion._one_at_a_time(stored.name), pytest.raises(Refused, match="under way"):
         promote(stored.name, a)
-    assert promote(stored.name, a)["changed"]
+    assert promote(stored.name, a).changed
 
 
 @pytest.mark.slow
@@ -309,8 +308,8 @@ def test_all_of_it_over_http(helper, children, tmp_path, monkeypatch):
         children.stdout.readline()
         assert children.stdout.readline() == f"gone {-signal.SIGKILL}\n"
         assert aliases(client, name) == {CHAMPION: c, PREVIOUS: a}
-        assert promote(name, c)["previous"] == b
-        assert rollback(name)["version"] == b
+        assert promote(name, c).previous == b
+        assert rollback(name).version == b
         assert aliases(client, name) == {CHAMPION: b, PREVIOUS: c}
         (stored,) = [f for f in (tmp_path / "artifacts").rglob("labels.json") if f.read_text() == '["c"]']
         stored.write_text('["C"]')

@@ -170,7 +170,7 @@ def test_every_system_learns(open_trainer, tiny_dataset, system):
     trainer = open_trainer(**SYSTEMS[system])
     epochs = trainer.settings.optim.epochs
     reports = train(trainer, epochs // 2)
-    assert [report["finished"] for report in reports] == [False] * (epochs // 2 - 1) + [True]
+    assert [report.finished for report in reports] == [False] * (epochs // 2 - 1) + [True]
     lines = history(trainer)
     assert trainer.steps_per_epoch == (8 if trainer.settings.pool.gandalf else 4)  # 43 queries, 40 label texts
     assert [line["step"] for line in lines] == list(range(trainer.steps_per_epoch * epochs))

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from unidec import pipeline
 from unidec.cli import bundles, data, init, labels, models  # noqa: F401  init adds its command
 from unidec.cli.commands import (
     DEFAULT_PARAMS,
@@ -51,9 +52,6 @@ def _options(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-# -- training and evaluation ------------------------------------------------------------------------------------------
-
-
 @command(app, "--set optim.epochs=3", "--resume", "--resume 3f2a --accept optim.lr_clf --accept code")
 def train(
     params: Params,
@@ -65,12 +63,10 @@ def train(
         list[str] | None,
         Option(metavar="KEY", help="resume although this differs from how the run began; repeatable"),
     ] = None,
-) -> dict[str, Any]:
+) -> Any:
     """Train in this process, without Prefect; re-run the command to resume a training that was stopped or killed."""
     if run is not None and not resume:
         raise ConfigError("a run to resume needs --resume", where="unidec train", fix=f"unidec train --resume {run}")
-    from unidec import pipeline
-
     return pipeline.train(params, (run or "") if resume else None, tuple(accept or ()))
 
 
@@ -129,9 +125,6 @@ def plan(
     return Shown(planned.as_dict(), planned.lines(), 1 if planned.short else 0)
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
-
-
 @command(runs_app, "", "--json", name="list")
 def list_runs() -> Shown:
     """List the training runs of this folder: how far each came, its newest checkpoint, its MLflow run."""
@@ -139,7 +132,7 @@ def list_runs() -> Shown:
 
     found = list_runs()
     lines = table(*rows_of(found)) if found else ["no runs yet: unidec train begins one"]
-    return Shown([vars(run) for run in found], lines)
+    return Shown(found, lines)
 
 
 @command(runs_app, "", "--fix", "--deep --json")
@@ -151,10 +144,7 @@ def doctor(
     from unidec.pipeline.doctor import examine, exit_code, rows_of
 
     found = examine(deep=deep, fix=fix)
-    return Shown([vars(one) for one in found], table(*rows_of(found)) if found else ["healthy"], exit_code(found))
-
-
-# -- parameters -------------------------------------------------------------------------------------------------------
+    return Shown(found, table(*rows_of(found)) if found else ["healthy"], exit_code(found))
 
 
 @command(config_app, "--set recipe=depsl", name="show")
@@ -193,9 +183,6 @@ for _group in (
     data.data_app, models.models_app, labels.labels_app, bundles.index_app, bundles.export_app, runs_app, config_app,
 ):  # fmt: skip
     app.add_typer(_group)
-
-
-# -- the program ---------------------------------------------------------------------------------------------------
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

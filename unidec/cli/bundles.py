@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
@@ -26,6 +26,9 @@ from unidec.cli.commands import (
     table,
 )
 from unidec.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from unidec.pipeline.indexing import Tuned
 
 Runtime = Annotated[
     Literal["torch", "auto", "onnx", "onnx-int8"] | None,
@@ -117,8 +120,6 @@ def serve(
     run(source, settings)
 
 
-# -- the search index --------------------------------------------------------------------------------------------------
-
 add_stage(
     index_app, "build", "index", "Encode the labels and build the search index: outputs/bundle.",
     "--set index.kind=pq",
@@ -140,21 +141,18 @@ def tune(
 
     named = [name.strip() for name in kinds.split(",") if name.strip()]
     found = index_tune(bundle_folder(bundle), recall, k, queries, named, threads)
-    return Shown(found, _tuned(found), 1 if found["chosen"] is None else 0)
+    return Shown(found, _tuned(found), 1 if found.chosen is None else 0)
 
 
-def _tuned(found: dict[str, Any]) -> list[str]:
+def _tuned(found: Tuned) -> list[str]:
     names = ["kind", "options", "recall", "p50_ms", "p99_ms", "index_bytes", "build_seconds"]
-    cells = [[one[name] for name in names] for one in found["measured"]]
+    cells = [[getattr(one, name) for name in names] for one in found.measured]
     lines = table(names, [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in cells])
-    lines.append(f"asked: {found['queries']}, {found['labels']} labels; recall of the first {found['k']}")
-    if found["chosen"] is None:
-        return [*lines, f"nothing that was measured finds {found['wanted']:.2%}: try --kinds flat"]
-    keys = ", ".join(f"{key.removeprefix('index.')}: {value}" for key, value in found["params"].items())
+    lines.append(f"asked: {found.queries}, {found.labels} labels; recall of the first {found.k}")
+    if found.chosen is None:
+        return [*lines, f"nothing that was measured finds {found.wanted:.2%}: try --kinds flat"]
+    keys = ", ".join(f"{key.removeprefix('index.')}: {value}" for key, value in found.params.items())
     return [*lines, f"for params.yaml: index: {{{keys}}}; `unidec index build` makes the bundle with them"]
-
-
-# -- exports -----------------------------------------------------------------------------------------------------------
 
 
 @command(export_app, "--output labels.parquet", "--head de --bundle models:/unidec@champion")
@@ -162,7 +160,7 @@ def vectors(
     target: Annotated[Path, Option("--output", metavar="FILE", help=".parquet")] = Path("labels.parquet"),
     head: Head = None,
     bundle: BundleAddress = DEFAULT_BUNDLE,
-) -> dict[str, Any]:
+) -> Any:
     """Write uid, title and vector of every label, for a vector database with inner product."""
     from unidec.retrieval.export.heads import export_vectors
 
@@ -170,7 +168,7 @@ def vectors(
 
 
 @command(export_app, "--output onnx", "--head de --bundle models:/unidec/7")
-def onnx(target: Target = Path("onnx"), head: Head = None, bundle: BundleAddress = DEFAULT_BUNDLE) -> dict[str, Any]:
+def onnx(target: Target = Path("onnx"), head: Head = None, bundle: BundleAddress = DEFAULT_BUNDLE) -> Any:
     """Write encoder and heads as an ONNX file, with tokenizer and README beside it."""
     from unidec.retrieval.bundle import Bundle
     from unidec.retrieval.export.encoder import export_onnx
@@ -181,7 +179,7 @@ def onnx(target: Target = Path("onnx"), head: Head = None, bundle: BundleAddress
 @command(export_app, "--head de", "--head clf --output encoder", title="export")
 def sentence_transformers(
     target: Target = Path("sentence-transformers"), head: Head = None, bundle: BundleAddress = DEFAULT_BUNDLE
-) -> dict[str, Any]:
+) -> Any:
     """Write the query encoder as a folder that SentenceTransformer(folder) loads."""
     from unidec.retrieval.bundle import Bundle
     from unidec.retrieval.export.encoder import export_sentence_transformers

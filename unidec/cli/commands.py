@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option, Typer
 
+from unidec import pipeline
 from unidec.config import Params, load_params, parse_overrides
 
 if TYPE_CHECKING:
@@ -128,30 +129,22 @@ def _option(name: str, annotation: Any, default: Any) -> Parameter:
 def add_stage(group: Typer, name: str, stage: str, about: str, example: str = "") -> None:
     """Add a command that runs `unidec.pipeline.<stage>`, which takes nothing but the parameters."""
 
-    def run(params: Params) -> dict[str, Any]:
-        from unidec import pipeline
-
-        result: dict[str, Any] = getattr(pipeline, stage)(params)
-        return result
+    def run(params: Params) -> Any:
+        return getattr(pipeline, stage)(params)
 
     run.__doc__ = about
     command(group, example, name=name, title=stage.replace("_", "-"))(run)
 
 
-# -- what is printed ---------------------------------------------------------------------------------------------------
+def show(title: str, result: Any, as_json: bool) -> None:
+    """A result (`plain`) as JSON, or as lines: one for each value, nested ones too; long lists as length."""
+    shown = result if isinstance(result, Shown) else Shown(result, _lines(title, pipeline.plain(result)))
+    print(json.dumps(pipeline.plain(shown.found), indent=2, default=str) if as_json else "\n".join(shown.lines))
+    if shown.exit_code:
+        sys.exit(shown.exit_code)
 
 
-def show(title: str, result: dict[str, Any] | Shown, as_json: bool) -> None:
-    """The result as JSON, or its lines: of a dictionary one for each value, nested ones too; long lists as length."""
-    if as_json:
-        print(json.dumps(result.found if isinstance(result, Shown) else result, indent=2, default=str))
-    else:
-        print("\n".join(result.lines if isinstance(result, Shown) else _lines(title, result)))
-    if isinstance(result, Shown) and result.exit_code:
-        sys.exit(result.exit_code)
-
-
-def _lines(title: str, result: dict[str, Any]) -> list[str]:
+def _lines(title: str, result: Mapping[str, Any]) -> list[str]:
     lines = []
     for key, value in result.items():
         if isinstance(value, dict):

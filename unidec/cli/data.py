@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from unidec import pipeline
 from unidec.cli.commands import Shown, add_stage, command, group, table
 from unidec.config import Params
+
+if TYPE_CHECKING:
+    from unidec.pipeline.drift_check import DataDrift, WindowDrift
 
 Column = Annotated[str | None, Option(metavar="NAME", help="of the texts, if not query or text")]
 
@@ -34,14 +38,12 @@ def drift(
     column: Column = None,
 ) -> Shown:
     """Compare two versions of the data, or data with a file of queries; exit code 1: something drifted."""
-    from unidec import pipeline
-
     return findings(pipeline.drift(params, first, second, column))
 
 
-def findings(result: dict[str, Any]) -> Shown:
+def findings(result: DataDrift | WindowDrift) -> Shown:
     """What drifted, with exit code 1 if anything did."""
-    lines = table(["state", "finding"], [[finding["state"], finding["words"]] for finding in result["findings"]])
-    if not result.get("judged", True):
+    lines = table(["state", "finding"], [[str(one["state"]), str(one["words"])] for one in result.findings])
+    if not getattr(result, "judged", True):
         lines.append("not judged: fewer queries than drift.min_window")
-    return Shown(result, [*lines, f"report: {result['page']}"], 1 if result["drifted"] else 0)
+    return Shown(result, [*lines, f"report: {result.page}"], 1 if result.drifted else 0)

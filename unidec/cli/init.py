@@ -104,9 +104,6 @@ def _changed(text: str, values: dict[str, str], path: Path) -> str:
     return text
 
 
-# -- a project ---------------------------------------------------------------------------------------------------------
-
-
 def write_project(folder: Path) -> list[str]:
     """Write what is missing of a project's files; those that exist are left as they are.
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from unidec import pipeline
 from unidec.cli.commands import DEFAULT_BUNDLE, BundleAddress, command, group, load_if_there
 from unidec.config import Params
 from unidec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from unidec.pipeline.labels import ChangedLabels
     from unidec.retrieval.label_change import LabelText
 
 labels_app = group(
@@ -39,15 +42,15 @@ def _add_texts_command(name: str, about: str, *examples: str) -> None:
         out: Out = None,
         register: Register = False,
         dry_run: DryRun = False,
-    ) -> dict[str, Any]:
+    ) -> Any:
         if (uid is None or text is None) == (file is None) or (file and (uid or title)):
             fix = 'unidec labels add UID "TEXT", or unidec labels add --file labels.csv; update likewise'
             raise ConfigError("either a uid and a text, or --file are needed", where="unidec labels", fix=fix)
         from unidec.pipeline.labels import change_labels
         from unidec.retrieval.label_change import LabelText
 
-        texts: dict[str, Any] = {name: _read(file) or [LabelText(str(uid), str(text), title or "")]}
-        return change_labels(params, bundle, **texts, out=out, register=register, dry_run=dry_run)
+        texts: Any = {name: _read(file) or [LabelText(str(uid), str(text), title or "")]}
+        return _flat(change_labels(params, bundle, **texts, out=out, register=register, dry_run=dry_run))
 
     run.__doc__ = about
     command(labels_app, *examples, name=name, loads=load_if_there)(run)
@@ -72,7 +75,7 @@ def remove(
     out: Out = None,
     register: Register = False,
     dry_run: DryRun = False,
-) -> dict[str, Any]:
+) -> Any:
     """Remove labels: they are never answered again, and get no votes."""
     if bool(uids) == (file is not None):
         fix = "unidec labels remove UID, or unidec labels remove --file gone.csv"
@@ -80,7 +83,7 @@ def remove(
     from unidec.pipeline.labels import change_labels
 
     uids = uids or [label.uid for label in _read(file)]
-    return change_labels(params, bundle, remove=uids, out=out, register=register, dry_run=dry_run)
+    return _flat(change_labels(params, bundle, remove=uids, out=out, register=register, dry_run=dry_run))
 
 
 @command(labels_app, "", "--version 7 --register")
@@ -88,14 +91,18 @@ def refresh(
     params: Params,
     version: Annotated[str, Option(metavar="VERSION", help="number or alias")] = "champion",
     register: Register = False,
-) -> dict[str, Any]:
+) -> Any:
     """Give a registered model the labels of data/dataset, without training: outputs/refreshed."""
-    from unidec import pipeline
-
     result = pipeline.refresh_labels(params, version)
-    if register and result["changed"]:
-        result |= pipeline.register(params, result["bundle"])
-    return result
+    registered = pipeline.register(params, result.bundle) if register and result.bundle else None
+    return _flat(replace(result, registered=registered))
+
+
+def _flat(result: ChangedLabels) -> dict[str, Any]:
+    """The fields of the change, then those of its registration."""
+    found = pipeline.plain(result)
+    registered = found.pop("registered", {})
+    return found | registered
 
 
 def _read(file: Path | None) -> list[LabelText]:

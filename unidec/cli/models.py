@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from unidec import pipeline
 from unidec.cli.commands import Shown, add_stage, command, group, table
 from unidec.cli.data import Column, findings
 from unidec.config import Params
@@ -31,14 +32,12 @@ def list_models(params: Params) -> Shown:
 @command(models_app, "", "7 --set gate.margin=0.2 --json")
 def gate(params: Params, version: Which = "challenger") -> Shown:
     """Compare a version with the champion and see whether it can be served: outputs/gate.html; exit code 6: refused."""
-    from unidec import pipeline
-
     result = pipeline.gate(params, version)
-    against = f"against version {result['champion']}" if result["champion"] else "(no champion to compare with)"
-    outcome = "passed" if result["passed"] else "refused"
-    checks = [[r["check"], "pass" if r["passed"] else "FAIL", r["words"]] for r in result["reasons"]]
-    last = f"version {result['challenger']} {against}: {outcome}; page: {result['page']}"
-    code = 0 if result["passed"] else Refused.exit_code
+    against = f"against version {result.champion}" if result.champion else "(no champion to compare with)"
+    outcome = "passed" if result.passed else "refused"
+    checks = [[one.check, "pass" if one.passed else "FAIL", one.words] for one in result.reasons]
+    last = f"version {result.challenger} {against}: {outcome}; page: {result.page}"
+    code = 0 if result.passed else Refused.exit_code
     return Shown(result, [*table(["check", "", "why"], checks), last], code)
 
 
@@ -48,15 +47,13 @@ def promote(
     version: Which = "challenger",
     force: Annotated[bool, Option("--force", help="whatever the gate decided; recorded in a tag")] = False,
     reason: Reason = "",
-) -> dict[str, Any]:
+) -> Any:
     """Make a version that passed the gate the champion, and the champion the previous one."""
-    from unidec import pipeline
-
     return pipeline.promote(params, version, force=force, reason=reason)
 
 
 @command(models_app, '--reason "answers to short queries are odd"')
-def rollback(params: Params, reason: Reason = "") -> dict[str, Any]:
+def rollback(params: Params, reason: Reason = "") -> Any:
     """Swap champion and previous; the version that is left is refused until somebody forces it."""
     from unidec.tracking import promotion
 
@@ -79,10 +76,15 @@ def lineage(
 
     name = params.tracking.model_name
     if data is None:
-        about = registry.lineage(model or f"models:/{name}@champion", model_name=name)
-        return Shown(about, registry.as_lines(about))
+        versions = registry.lineage(model or f"models:/{name}@champion", model_name=name)
+        start, about = versions[-1].start, None
+        if sha256 := start.get("bundle.sha256"):  # of a version that was deleted
+            about = {"version": start.get("version"), "bundle_sha256": sha256, "missing": True}
+        for version in reversed(versions):
+            about = pipeline.plain(version) | {"parent": about}
+        return Shown(about, registry.as_lines(versions))
     found = registry.models_of_data(data, model_name=name)
-    rows = [[v["version"], ", ".join(v["aliases"]), ", ".join(v["what"]), v["through"] or ""] for v in found]
+    rows = [[one.version, ", ".join(one.aliases), ", ".join(one.what), one.through or ""] for one in found]
     lines = table(["version", "aliases", "made of it", "through version"], rows)
     return Shown(found, lines if found else [f"no version of {name} was made of it"])
 
@@ -91,10 +93,8 @@ def lineage(
 def register(
     params: Params,
     bundle: Annotated[Path | None, Option(metavar="FOLDER", help="outputs/bundle, or outputs/refreshed")] = None,
-) -> dict[str, Any]:
+) -> Any:
     """Register a bundle in MLflow under the alias `challenger`: outputs/bundle if no other is named."""
-    from unidec import pipeline
-
     return pipeline.register(params) if bundle is None else pipeline.register(params, bundle)
 
 
@@ -108,8 +108,6 @@ def monitor(
     ] = None,
 ) -> Shown:
     """Compare a window of live queries with what a model was trained on; exit code 1: it drifted."""
-    from unidec import pipeline
-
     return findings(pipeline.monitor(params, queries, column=column, bundle=bundle))
 
 

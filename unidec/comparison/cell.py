@@ -76,9 +76,6 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
     raise TrainingError(reason, where=str(step.folder / LOG))
 
 
-# -- the child --------------------------------------------------------------------------------------------------------
-
-
 def main(folder: str) -> int:
     """Make the step of a folder; returns the exit code."""
     from filelock import FileLock
@@ -157,7 +154,9 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     if spec["kind"] == "recipe":
         if params.pool.gandalf and not (paths.LABEL_GRAPH / MANIFEST).is_file():
             pipeline.label_graph(params)
-        run_dir = Path(pipeline.train(params)["run_dir"])
+        trained = pipeline.train(params)
+        assert trained is not None  # one process trains it
+        run_dir = Path(trained.run_dir)
         curve, run_id = read_json_lines(run_dir / "rounds.jsonl"), tracking_state(run_dir).get("run_id")
         costs = {
             "peak_memory_bytes": float(host_peak()), "train_seconds": sum(line["train_seconds"] for line in curve),

@@ -39,9 +39,6 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=60, pattern=r"^
 Overrides = dict[str, Any]
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
-
-
 class DataEntry(Section):
     """A data set with a choice of text: one table of the comparison."""
 
@@ -135,9 +132,6 @@ def flat(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# -- its jobs ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Job:
     """One run: a cell on a data set with a seed; data, cell and seed as in the file.
@@ -214,8 +208,6 @@ class Planner:
             raise ParamsError(list(dict.fromkeys(self.problems)), str(path), "comparison file")
         return {job.key: job for job in jobs}
 
-    # -- checks -------------------------------------------------------------------------------------------------------
-
     def _add(self, key: str, what: str, got: Any, expected: str | None = None, near: str | None = None) -> None:
         self.problems.append(problem(key, what, short(got), expected, self.origin, near))
 
@@ -255,8 +247,6 @@ class Planner:
                 self._add(place, "is the same for all cells", cell.set, "data and texts are set in `data`")
             elif cell.model_of is not None and section != "index":
                 self._add(place, "would need another training", cell.set, "keys of index, or like: instead")
-
-    # -- jobs ---------------------------------------------------------------------------------------------------------
 
     def _system(self, name: str, cell: CellEntry) -> _System | None:
         """A cell over the one that it is like, or whose model it serves."""

@@ -110,9 +110,6 @@ def contrasts(comparison: Comparison, found: Results) -> dict[str, list[PairedTe
     return done
 
 
-# -- parts ------------------------------------------------------------------------------------------------------------
-
-
 def _cells(comparison: Comparison, found: Results) -> list[Cell]:
     seeds: dict[tuple[str, str], list[Job]] = {}
     for job in comparison.jobs.values():

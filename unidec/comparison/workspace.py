@@ -85,9 +85,7 @@ class Comparison:
 
 
 def load_comparison(
-    path: str | Path,
-    overrides: Mapping[str, Any] | None = None,
-    folder: str | Path | None = None,
+    path: str | Path, overrides: Mapping[str, Any] | None = None, folder: str | Path | None = None
 ) -> Comparison:
     """Read a comparison file and make its jobs and steps.
 
@@ -134,9 +132,6 @@ def _matches(job: Job, pattern: str) -> bool:
         if any(fnmatch.fnmatchcase(name, pattern) for name in (cell, f"{data}/{cell}", f"{data}/{cell}/{seed}")):
             return True
     return False
-
-
-# -- steps ------------------------------------------------------------------------------------------------------------
 
 
 def _steps(jobs: Mapping[str, Job], root: Path) -> dict[str, Step]:

@@ -176,9 +176,6 @@ def _is_trivial(metric: str, num_labels: int) -> bool:
     return name.kind in ("R", "coverage") and name.k >= num_labels
 
 
-# -- TF-IDF scores -----------------------------------------------------------------------------------------------------
-
-
 def fit_words(texts: Iterable[str], where: str) -> tuple[Any, csr_matrix]:
     """scikit-learn's `TfidfVectorizer` of these texts (sublinear, without English stop words), and their unit vectors.
 

@@ -95,11 +95,11 @@ class Check:
             return "" if high is None else f"at most {self.shown(high)}"
         return f"at least {self.shown(low)}" if high is None else f"{self.shown(low)} to {self.shown(high)}"
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON-able; "check" is the key, "value" the new figure, "drifted" whether it warns or stops."""
+    def to_json(self, judged: bool = True) -> dict[str, object]:
+        """JSON-able; "check" is the key, "value" the new figure, "drifted": it warns or stops, and it is `judged`."""
         fields = asdict(self) | {"warn": list(self.warn), "stop": list(self.stop)}
         named = {"check": fields.pop("key"), "value": fields.pop("new")}
-        return {**named, **fields, "state": self.state, "drifted": self.state != "ok", "words": self.words}
+        return {**named, **fields, "state": self.state, "drifted": judged and self.state != "ok", "words": self.words}
 
 
 def served_facts(vectors_ND: Any, scores_N: Any, edges: Sequence[float] | None = None) -> dict[str, Any] | None:

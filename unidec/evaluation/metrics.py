@@ -253,9 +253,6 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
     return csr_matrix((np.ones(len(key_E), dtype=bool), (row_E, label_E)), shape=_shape(relevance))
 
 
-# -- by bins of label frequency ---------------------------------------------------------------------------------------
-
-
 def frequency_bins(
     predicted_NK: Any, truth: csr_matrix, count_L: Any, inverse_propensity_L: Any, num_bins: int = 5
 ) -> list[dict[str, float]]:

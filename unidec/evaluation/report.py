@@ -30,7 +30,7 @@ GROUPS = {"tail": "tail (< 10)", "torso": "torso (10 to 100)", "head": "head (> 
 BINS = {"labels": "labels", "mean_frequency": "training queries, mean", "test_pairs": "test pairs",
         "P@5": "adds to P@5", "PSP@5": "adds to PSP@5", "recall@5": "its pairs found in the first 5, percent",
         "coverage@5": "coverage@5"}  # fmt: skip
-TRADED = ("P@1", "nDCG@5", "PSP@1", "PSP@5")  # for each other, by the weight of rare labels
+TRADED = ("P@1", "nDCG@5", "PSP@1", "PSP@5")  # more weight on rare labels raises PSP and lowers the others
 VALIDATION = ("P@1", "P@5", "nDCG@5", "PSP@5", "R@100")
 TRAINING = (
     "step", "epoch", "seconds", "loss", "loss_de", "loss_clf", "lr_heads", "lr_clf", "lr_encoder", "lr_bag",
@@ -174,9 +174,6 @@ def calibration_bins(score: Any, correct: Any, num_bins: int = 10) -> list[tuple
     return [(float(score_n[part[-1]]), float(correct_n[part].mean())) for part in parts]
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
 def _curves(history: Records, rounds: Records) -> list[Chart | None]:
     """Loss, validation by time, learning rates, gradient norm, pools."""
     rates = sorted({key for record in history for key in record if key.startswith("lr_")})
@@ -216,9 +213,6 @@ def _rounds(rounds: Records) -> dict[str, Any]:
         ),
         "cost_totals": {name: round(value, 2) for name, value in total.items() if value is not None},
     }
-
-
-# -- tables for `dvc plots`, and what is counted from the records of training -----------------------------------------
 
 
 def plots_csv(

@@ -171,9 +171,6 @@ def _randomisation(gap_NC: Floats, num_samples: int, seed: int) -> Floats:
     return (extreme_C + 1) / (num_samples + 1)
 
 
-# -- challenger and champion -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Check:
     """One requirement on a challenger: its name, whether it is met, figures (None: there are none), and a sentence."""

@@ -32,11 +32,7 @@ What = Literal["vectors", "outputs"]
 
 
 def cached_inputs(
-    encoder: TextEncoder,
-    tokens: Mapping[str, TokenCache],
-    folder: Path,
-    device: torch.device,
-    amp: torch.dtype | None,
+    encoder: TextEncoder, tokens: Mapping[str, TokenCache], folder: Path, device: torch.device, amp: torch.dtype | None
 ) -> InputBuilder:
     """An input builder that reads what is frozen from the caches; what is not there yet is computed.
 

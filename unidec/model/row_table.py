@@ -83,8 +83,6 @@ class RowTable(nn.Module):
         self._landing: tuple[Tensor, dict[str, Tensor], torch.Event | None] | None = None
         self.register_state_dict_pre_hook(lambda table, *_: table.flush())
 
-    # -- where the rows are -------------------------------------------------------------------------------------------
-
     @property
     def device(self) -> torch.device:
         """Where gathered rows are."""
@@ -125,8 +123,6 @@ class RowTable(nn.Module):
             arrived.synchronize()
         for name, column in self.rows().items():
             column.index_copy_(0, local_U, values[name])
-
-    # -- a step -------------------------------------------------------------------------------------------------------
 
     def gather(self, rows_U: Tensor | None) -> Tensor:
         """Rows as float [U, D] on the model's device; in training a leaf that collects their gradient.
@@ -233,8 +229,6 @@ class RowTable(nn.Module):
 
     def _local(self, rows_U: Tensor) -> Tensor:
         return rows_U - self.first_row if self.first_row else rows_U
-
-    # -- all rows -----------------------------------------------------------------------------------------------------
 
     def numpy(self) -> np.ndarray:
         """The rows held here, float32 [n, D]; a view where they are float32 in host memory or a file."""

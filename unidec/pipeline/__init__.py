@@ -1,4 +1,4 @@
-"""One function a pipeline stage: parameters in, folders written, a small JSON-able summary out.
+"""One function a pipeline stage: parameters in, folders written, a small result out, which `plain` makes JSON-able.
 
 The command line and the flow call these; neither they nor DVC see a tensor. Paths are relative to the working folder.
 A function's module is imported when the function is first used: ingesting data requires no torch. So no module here may
@@ -7,6 +7,8 @@ have the name of a function: importing it would replace the function.
 
 import contextlib
 import importlib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,6 +45,16 @@ def import_training() -> None:
     for name in [f"{__name__}.{module}" for module in _MODULES] + list(_SLOW):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+
+
+def plain(result: Any) -> Any:
+    """A result as dictionaries and lists. A field of a dataclass whose default is None is left out where it is None."""
+    if is_dataclass(result):
+        values = [(field, getattr(result, field.name)) for field in fields(result)]
+        result = {field.name: value for field, value in values if value is not None or field.default is not None}
+    if isinstance(result, Mapping):
+        return {key: plain(value) for key, value in result.items()}
+    return [plain(value) for value in result] if isinstance(result, list | tuple) else result
 
 
 def __getattr__(name: str) -> Any:

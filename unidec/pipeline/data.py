@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from unidec.config import Params
 from unidec.data.dataset import write_dataset
@@ -27,9 +28,29 @@ TEXTS_A_BATCH = 4096
 _TABLE = re.compile(r"\.(csv|tsv|parquet|jsonl)(\.gz)?$")
 
 
+@dataclass(frozen=True)
+class Validated:
+    """A data set that training may read; warnings are numbered sentences, `page` is the report."""
+
+    success: bool
+    expectations: int
+    warnings: dict[int, str]
+    page: str
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What was fetched, and why or why not; `source` in words, `sha256` of all its files."""
+
+    changed: bool
+    source: str
+    sha256: str
+    reason: str
+
+
 @replaces_inputs()
-def ingest(params: Params) -> dict[str, Any]:
-    """Raw files of any known layout -> data/dataset; the validation split is cut here."""
+def ingest(params: Params) -> dict[str, str | int]:
+    """Raw files of any known layout -> data/dataset; its name, sizes and hash. The validation split is cut here."""
     data, raw = params.data, read_section(params.data, params.raw)
     dataset = write_dataset(paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed)
     meta = dataset.manifest["meta"]
@@ -37,7 +58,7 @@ def ingest(params: Params) -> dict[str, Any]:
     return {**facts, **meta["splits"], "sha256": dataset.sha256}
 
 
-def validate(params: Params) -> dict[str, Any]:
+def validate(params: Params) -> Validated:
     """Great Expectations over the data set -> data/validation; the gate before training.
 
     Raises:
@@ -57,13 +78,12 @@ def validate(params: Params) -> dict[str, Any]:
             fix="correct the rows; or raise the bound that is named, or set its ..._severity to warn, in section "
             "validation of the parameters. Nothing was trained",
         )  # fmt: skip
-    counted = {"expectations": len(result["expectations"]), "warnings": dict(enumerate(result["warnings"], 1))}
-    return {"success": True, **counted, "page": page}
+    return Validated(True, len(result["expectations"]), dict(enumerate(result["warnings"], 1)), page)
 
 
 @replaces_inputs()
-def tokens(params: Params) -> dict[str, Any]:
-    """Texts -> data/tokens/{queries,labels}."""
+def tokens(params: Params) -> dict[str, int]:
+    """Texts -> data/tokens/{queries,labels}; numbers of texts and tokens of each."""
     dataset, section, summary = paths.open_dataset(), params.tokens, {}
     sizes: dict[Literal["queries", "labels"], int] = {"queries": dataset.num_queries, "labels": dataset.num_labels}
     folder = resolve_encoder(params.encoder.name)
@@ -79,8 +99,8 @@ def tokens(params: Params) -> dict[str, Any]:
 
 
 @replaces_inputs()
-def propensity(params: Params) -> dict[str, Any]:
-    """Inverse propensities and frequency groups -> data/propensity."""
+def propensity(params: Params) -> dict[str, float]:
+    """Inverse propensities and frequency groups -> data/propensity; A and B, and the labels of each group."""
     build_propensity(paths.open_dataset(), params.data.propensity_a, params.data.propensity_b, paths.PROPENSITY)
     made = load_propensity(paths.PROPENSITY, verify=False)
     groups = {f"{name}_labels": int((made.group_L == number).sum()) for number, name in enumerate(GROUPS)}
@@ -88,22 +108,19 @@ def propensity(params: Params) -> dict[str, Any]:
 
 
 @replaces_inputs()
-def label_graph(params: Params) -> dict[str, Any]:
-    """Soft targets of label texts -> data/label_graph."""
+def label_graph(params: Params) -> dict[str, int]:
+    """Soft targets of label texts -> data/label_graph; numbers of labels, of texts with targets, of targets."""
     build_label_graph(paths.open_dataset(), params.label_graph, paths.LABEL_GRAPH)
     graph = load_label_graph(paths.LABEL_GRAPH)
     texts = int((graph.indptr[1:] > graph.indptr[:-1]).sum())
     return {"labels": graph.shape[0], "texts": texts, "edges": int(graph.nnz)}
 
 
-def fetch(params: Params) -> dict[str, Any]:
+def fetch(params: Params) -> Fetched:
     """Copy `source.path`, or the three files, to `data.path` if their content differs from what is there.
 
     The new folder is written beside, checked against the source's hashes and swapped in: who reads `data.path` sees
     the old content or the new, also when this is killed. Of kind `dvc` flows/reproduce.py fetches: nothing is done.
-
-    Returns:
-        {"changed", "source" (in words), "sha256" (of all files), "reason"}.
 
     Raises:
         DataError: the source is missing, empty, unreadable, or changed while it was copied.
@@ -111,15 +128,15 @@ def fetch(params: Params) -> dict[str, Any]:
     """
     source, target = params.source, Path(params.data.path)
     if source.kind in ("none", "dvc"):
-        return {"changed": False, "source": source.kind, "sha256": "", "reason": "nothing is fetched by this stage"}
+        return Fetched(False, source.kind, "", "nothing is fetched by this stage")
     files = _listed(Path(source.path)) if source.kind == "folder" else _tables(source)
     words = source.path if source.kind == "folder" else ", ".join(map(str, files.values()))
     if not files:
         raise DataError("no files there", where=words, fix="mount it, wait for the export, or correct source.path")
     hashes = _hashes(files)
-    done = {"changed": False, "source": words, "sha256": files_sha256(hashes)}
+    sha256 = files_sha256(hashes)
     if _hashes(_listed(target)) == hashes:
-        return done | {"reason": f"{target} has these {len(files)} files already"}
+        return Fetched(False, words, sha256, f"{target} has these {len(files)} files already")
     if git(".", "ls-files", "--", str(target)):
         raise ConfigError(
             "git tracks this folder, and a fetch would replace it", where="data.path", got=str(target),
@@ -134,7 +151,7 @@ def fetch(params: Params) -> dict[str, Any]:
                     "the source changed while it was copied", where=str(path),
                     fix=f"run again when the export is complete; {target} is as it was",
                 )  # fmt: skip
-    return done | {"changed": True, "reason": f"{len(files)} files are new in {target}"}
+    return Fetched(True, words, sha256, f"{len(files)} files are new in {target}")
 
 
 def _listed(root: Path) -> dict[str, Path]:

@@ -47,7 +47,7 @@ class Finding:
     where: str
     fix: str
     fixable: bool
-    done: str | None = None
+    done: str | None
 
 
 def examine(deep: bool = False, fix: bool = False) -> list[Finding]:

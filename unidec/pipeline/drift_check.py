@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +43,56 @@ _TOKENIZER = Path("model", "tokenizer")  # in a bundle
 Side = Mapping[str, Any]  # of a comparison, as `compare` takes it; empty: nothing was compared
 
 
-def read_profile(bundle: Path) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class DataChange:
+    """The data beside the champion's: `accepted` has its "model", "version" and "dataset_sha256", None without one;
+    `reason`: why nothing was compared, or ""; stops and warnings are sentences."""
+
+    accepted: dict[str, str] | None
+    reason: str
+    stops: list[str]
+    warnings: list[str]
+    page: str
+    docs: str
+
+
+@dataclass(frozen=True)
+class DataDrift:
+    """Two versions of the data: findings as `Check.to_json`, what drifted first; the report and its JSON file."""
+
+    drifted: bool
+    findings: list[dict[str, object]]
+    page: str
+    result: str
+
+
+@dataclass(frozen=True)
+class WindowDrift:
+    """Queries beside a bundle's training data (`model`: "source" and "bundle_sha256"), as `DataDrift`; metrics in
+    percent, None without labels. Fewer than drift.min_window are not `judged`: nothing drifts, `reason` says so."""
+
+    drifted: bool
+    findings: list[dict[str, object]]
+    judged: bool
+    reason: str
+    queries: int
+    metrics: dict[str, float] | None
+    model: dict[str, str]
+    page: str
+    result: str
+    run_url: str | None
+
+
+def read_profile(bundle: Path) -> Side | None:
     """The profile in a bundle; None in one of before there were any, or of a version that this code does not know."""
     profile = read_info(bundle).card.get(PROFILE_KEY)
     return profile if isinstance(profile, dict) and profile.get("version") == VERSION else None
 
 
-def data_change(params: Params) -> dict[str, Any]:
+def data_change(params: Params) -> DataChange:
     """The data set beside the profile of the data that the champion was trained on -> data/change.
 
     Great Expectations judges the figures.
-
-    Returns:
-        {"accepted": {"model", "version", "dataset_sha256"} or None, "reason": why nothing was compared, or "", "stops",
-        "warnings": sentences, "page", "docs"}.
 
     Raises:
         DataError: something changed more than section `drift` allows.
@@ -89,27 +126,24 @@ def data_change(params: Params) -> dict[str, Any]:
         critical = {one["key"] for one in expectations if one["severity"] == "critical" and not one["success"]}
         stops = [check.words for check in checks if check.key in critical]
         warnings = [check.words for check in checks if check.state == "warning" and check.key not in critical]
-        result = {"accepted": accepted, "reason": reason, "stops": stops, "warnings": warnings}
-        more = result | {"dataset_sha256": dataset.sha256, "expectations": expectations}
+        more: Side = {"accepted": accepted, "reason": reason, "stops": stops, "warnings": warnings,
+                      "dataset_sha256": dataset.sha256, "expectations": expectations}  # fmt: skip
         _write(folder, f"Change of {dataset.name}", ("accepted", "now"), (old, new), checks, facts, more, docs)
     page = str(paths.CHANGE / _PAGE)
     if stops:
         fix = "correct the source; or, if this is what the data is now, raise drift.stop_change or drift.stop_distance"
         raise DataError("the data changed more than it may", where=page, got="; ".join(stops), fix=fix)
-    return result | {"page": page, "docs": docs and str(paths.CHANGE / docs)}
+    return DataChange(accepted, reason, stops, warnings, page, docs and str(paths.CHANGE / docs))
 
 
 def drift(
     params: Params, first: str | os.PathLike[str], second: str | os.PathLike[str], column: str | None = None
-) -> dict[str, Any]:
+) -> DataDrift:
     """A later version of the data, or a file of queries, beside an earlier version.
 
     Args:
         first: a data set's folder, or a bundle (folder or models:/ address): the data that it was trained on.
         second: a data set's folder, or a file of queries; their text is in `column`, or "query" or "text".
-
-    Returns:
-        {"drifted", "findings" (as `Check.to_json`, what drifted first), "page", "result"}.
 
     Raises:
         DataError, ArtifactError: something that is neither, or that cannot be read.
@@ -126,23 +160,16 @@ def drift(
     checks = compare(old, new, params.drift)
     out = paths.DRIFT / _digest(first, second)
     with swap_folder(out) as folder:
-        result = _write(folder, f"Drift from {old['name']}", ("earlier", "later"), (old, new), checks, facts, {})
-    return result | {"page": str(out / _PAGE), "result": str(out / _FINDINGS)}
+        found = _write(folder, f"Drift from {old['name']}", ("earlier", "later"), (old, new), checks, facts, {})
+    return DataDrift(*found, str(out / _PAGE), str(out / _FINDINGS))
 
 
-def monitor(
-    params: Params, queries_path: str, *, column: str | None = None, bundle: str | None = None
-) -> dict[str, Any]:
+def monitor(params: Params, queries_path: str, *, column: str | None = None, bundle: str | None = None) -> WindowDrift:
     """Compare a file of queries with the training profile in a bundle, and measure it where it has labels.
 
     Args:
         queries_path, column: see `read_window`.
         bundle: folder or models:/ address; default: the champion.
-
-    Returns:
-        {"drifted", "judged" (there were at least drift.min_window queries; else nothing drifts), "findings" (as
-        `Check.to_json`, what drifted first), "queries", "model" {"source", "bundle_sha256"}, "metrics" (percent; None
-        without labels), "page", "result", "run_url" (None where the tracking server is away)}.
 
     Raises:
         ConfigError: no such model. DataError: a file that cannot be read. ArtifactError: a bundle without a profile.
@@ -167,16 +194,15 @@ def monitor(
     reason = "" if judged else f"not judged: fewer queries than drift.min_window ({params.drift.min_window})"
     facts = {"queries": total, "looked at": len(window.texts), "bundle": loaded.sha256, "data set": old["name"],
              "data set sha256": old["sha256"], "metrics": metrics or {}}  # fmt: skip
-    more = {
-        "judged": judged, "reason": reason, "queries": total, "metrics": metrics,
-        "model": {"source": source, "bundle_sha256": loaded.sha256},
-    }  # fmt: skip
+    model = {"source": source, "bundle_sha256": loaded.sha256}
+    more = {"judged": judged, "reason": reason, "queries": total, "metrics": metrics, "model": model}
     name = f"{Path(queries_path).name.partition('.')[0]}-{_digest(file_sha256(queries_path), loaded.sha256)}"
     out, title = paths.MONITOR / name, f"Window of {total:,} queries"
     with swap_folder(out) as folder:
-        result = _write(folder, title, ("trained on", "window"), (old, new), checks, facts, more)
-    result |= {"page": str(out / _PAGE), "result": str(out / _FINDINGS)}
-    return result | {"run_url": _track(params, result, name)}
+        found = _write(folder, title, ("trained on", "window"), (old, new), checks, facts, more)
+    files = str(out / _PAGE), str(out / _FINDINGS)
+    result = WindowDrift(*found, judged, reason, total, metrics, model, *files, run_url=None)
+    return replace(result, run_url=_track(params, result, checks, name))
 
 
 def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
@@ -223,13 +249,12 @@ def _quality(bundle: Bundle, window: Window) -> tuple[dict[str, tuple[float, flo
 def _write(
     folder: Path, title: str, names: tuple[str, str], sides: tuple[Side, Side], checks: Sequence[Check],
     facts: Mapping[str, Any], more: Mapping[str, Any], docs: str = "",
-) -> dict[str, Any]:  # fmt: skip
-    """drift.json, the result: whether something drifted, the findings and `more`, whose "reason" tells why nothing was
-    judged; and index.html, where the sides have these names, and Data Docs this address."""
+) -> tuple[bool, list[dict[str, object]]]:  # fmt: skip
+    """drift.json: whether something drifted and the findings, which are returned, and `more`, whose "reason" tells why
+    nothing was judged; and index.html, where the sides have these names, and Data Docs this address."""
     old, new = sides
     reason = more.get("reason", "")
-    findings = [check.to_json() | {"drifted": not reason and check.state != "ok"} for check in checks]
-    result = {"drifted": any(finding["drifted"] for finding in findings), "findings": findings, **more}
+    findings = [check.to_json(judged=not reason) for check in checks]
     charts = [_lengths(which, names, old[which], new[which]) for which in ("queries", "labels")
               if which in old and which in new]  # fmt: skip
     if old.get("served") and new.get("served"):
@@ -242,9 +267,10 @@ def _write(
         distributions=charts,
         words=Table(["word", *names], words, caption="Words that moved most, by share of all words"),
     )  # fmt: skip
-    write_json(folder / _FINDINGS, result)
+    drifted = any(finding["drifted"] for finding in findings)
+    write_json(folder / _FINDINGS, {"drifted": drifted, "findings": findings, **more})
     (folder / _PAGE).write_text(html, encoding="utf-8")
-    return result
+    return drifted, findings
 
 
 def _lengths(which: str, names: Sequence[str], old: Side, new: Side) -> Chart | None:
@@ -270,14 +296,14 @@ def _digest(*parts: object) -> str:
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
-def _track(params: Params, result: dict[str, Any], name: str) -> str | None:
+def _track(params: Params, result: WindowDrift, checks: Sequence[Check], name: str) -> str | None:
     """The report as a run of its own experiment; a server that is away gets it later."""
     tracker = Tracker(f"{params.tracking.experiment}-monitor")
-    tags = {"drifted": str(result["drifted"]).lower(), "bundle.sha256": result["model"]["bundle_sha256"]}
-    facts = {"queries": result["queries"], "bundle": result["model"]["source"]}
-    tracker.start(Path(result["page"]).parent, facts, tags, run_name=name)
-    figures = {f"drift/{finding['check']}": float(finding["value"]) for finding in result["findings"]}
-    tracker.log_final(figures | {"drift/drifted": float(result["drifted"])})
-    tracker.log_files([result["page"], result["result"]])
+    tags = {"drifted": str(result.drifted).lower(), "bundle.sha256": result.model["bundle_sha256"]}
+    facts = {"queries": result.queries, "bundle": result.model["source"]}
+    tracker.start(Path(result.page).parent, facts, tags, run_name=name)
+    figures = {f"drift/{check.key}": float(check.new) for check in checks}
+    tracker.log_final(figures | {"drift/drifted": float(result.drifted)})
+    tracker.log_files([result.page, result.result])
     tracker.finish()
     return tracker.url

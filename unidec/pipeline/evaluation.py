@@ -6,7 +6,7 @@ Legend: n queries of the split, K places.
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -46,13 +46,23 @@ CALIBRATED = 5  # predictions a query that the calibration plot counts
 WITH_VOTES = {"both": "both heads", "de": "dual encoder", "clf": "classifier"}
 
 
-def evaluate(params: Params) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Evaluation:
+    """Headline metrics of the test split in percent, those of each baseline, and how they compare in a sentence."""
+
+    metrics: dict[str, float]
+    baselines: dict[str, dict[str, float]]
+    against_baselines: str
+    warnings: list[str]
+    report: str
+
+
+def evaluate(params: Params) -> Evaluation:
     """Rank labels for every test query as the bundle does, by exact search in its index's place, and measure; also each
     head alone, where training queries vote also both heads without them and the votes alone, what the index loses,
     and TF-IDF baselines made from the same training split. Models and searches run on the device of the training.
 
-    Writes outputs/metrics.json, outputs/plots/, outputs/predictions.parquet and outputs/report.html.
-    """
+    Writes outputs/metrics.json, outputs/plots/, outputs/predictions.parquet and outputs/report.html."""
     dataset = paths.open_dataset()
     bundle = Bundle.load(paths.BUNDLE, device=str(choose_device(params.device)))
     ranking = Ranking.of_model(bundle.model, dataset, "test", params.optim.precision, bundle.vectors)
@@ -97,10 +107,8 @@ def evaluate(params: Params) -> dict[str, Any]:
     tracker.log_files([paths.REPORT, paths.METRICS])
     tracker.log_files([paths.PLOTS], "plots")
     tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results and Data Docs
-    return {
-        "metrics": headline(result["test"]), "baselines": result["baselines"],
-        "against_baselines": baselines.verdict(compared), "warnings": result["warnings"], "report": str(paths.REPORT),
-    }  # fmt: skip
+    metrics, verdict = headline(result["test"]), baselines.verdict(compared)
+    return Evaluation(metrics, result["baselines"], verdict, result["warnings"], str(paths.REPORT))
 
 
 def _measured(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> dict[str, Any]:
@@ -171,9 +179,6 @@ def split_figures(result: dict[str, Any]) -> dict[str, float]:
     return figures | {f"index/{name}": value for name, value in result["index"].items()}
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
-
-
 def _metrics(result: dict[str, Any], heads: str) -> dict[str, dict[str, float]]:
     """Metrics by what was searched: what is served, then without the votes, each head alone, the votes alone."""
     shown = {f"{WITH_VOTES[heads]} and votes" if "knn" in result else heads: result["test"]}
@@ -182,7 +187,7 @@ def _metrics(result: dict[str, Any], heads: str) -> dict[str, dict[str, float]]:
     return shown | {name: result[name] for name in ("de", "clf", "knn") if name in result}
 
 
-def data_card(params: Params) -> dict[str, Any]:
+def data_card(params: Params) -> dict[str, str | int]:
     """Facts about the data set, for people."""
     dataset, propensity = paths.open_dataset(), paths.open_propensity()
     meta = dataset.manifest["meta"]

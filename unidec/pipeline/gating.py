@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,17 +58,29 @@ _TIMES = ("load_seconds", "load_cpu_seconds", "p50_ms", "p95_ms", "p95_cpu_ms")
 log = logging.getLogger(__name__)
 
 
-def gate(params: Params, version: str | int = CHALLENGER) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Verdict:
+    """May the challenger take the champion's place? (`already`: it has it.) Versions; metrics of "challenger" and
+    "champion" in percent, empty where they were not compared; the challenger's MLflow run."""
+
+    passed: bool
+    already: bool
+    model: str
+    reasons: list[Check]
+    challenger: str
+    champion: str | None
+    metrics: dict[str, dict[str, float]]
+    page: str
+    run: str | None
+
+
+def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
     """Compare a version with the champion, see whether it can be served, and say so in files and tags.
 
     A first model has no champion to be compared with: it must be servable. One that is champion already passes unseen.
 
     Args:
         version: number or alias.
-
-    Returns:
-        {"passed", "already" (it is the champion), "model", "challenger", "champion" (versions), "reasons": [{"check",
-        "passed", "got", "limit", "words"}], "metrics": {"challenger", "champion"}, "page", "run"}.
 
     Raises:
         ConfigError: no such version. DataError, ArtifactError: no data set, or the champion's bundle is damaged. A
@@ -83,10 +95,10 @@ def gate(params: Params, version: str | int = CHALLENGER) -> dict[str, Any]:
     if not already:
         dataset = paths.open_dataset()
         checks, about = _judged(params, challenger, champion, dataset)
-    reasons, passed = [asdict(check) for check in checks], all(check.passed for check in checks)
+    passed = all(check.passed for check in checks)
     if not already:
         about |= {
-            "model": name, "passed": passed, "reasons": reasons, "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "model": name, "passed": passed, "reasons": checks, "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "challenger": _about(challenger), "champion": champion and _about(champion),
             "data": {"name": dataset.name, "sha256": dataset.sha256, "test queries": len(dataset.rows("test"))},
             "settings": params.gate.model_dump(),
@@ -98,20 +110,18 @@ def gate(params: Params, version: str | int = CHALLENGER) -> dict[str, Any]:
         _purge({version.tags.get(HASH_TAG, "")[:16] for version in (challenger, champion) if version is not None})
     for check in checks:
         log.log(logging.INFO if check.passed else logging.WARNING, "gate: %s: %s", check.check, check.words)
-    return {
-        "passed": passed, "already": already, "model": name, "reasons": reasons,
-        "challenger": str(challenger.version), "champion": str(champion.version) if champion else None,
-        "metrics": {who: headline(values) for who, values in about.get("metrics", {}).items()},
-        "page": str(GATE_PAGE), "run": challenger.run_id or None,
-    }  # fmt: skip
+    return Verdict(
+        passed, already, name, checks, str(challenger.version), str(champion.version) if champion else None,
+        {who: headline(values) for who, values in about.get("metrics", {}).items()},
+        str(GATE_PAGE), challenger.run_id or None,
+    )  # fmt: skip
 
 
 def needs_gate(params: Params, version: str | int) -> bool:
     """Whether the gate has something to decide: not for the champion, nor while the reasons of a refusal hold.
 
     Without a champion a version is always judged. A refusal depends on the champion, the data set, the settings and
-    what is committed; one that was rolled back stays refused.
-    """
+    what is committed; one that was rolled back stays refused."""
     name, client = params.tracking.model_name, open_client(tracking_uri())
     challenger, champion = known_version(client, name, version), version_of(client, name, CHAMPION)
     if champion is None:
@@ -124,7 +134,7 @@ def needs_gate(params: Params, version: str | int) -> bool:
 
 def promote(
     params: Params, version: str | int = CHALLENGER, *, force: bool = False, reason: str = ""
-) -> dict[str, Any]:  # fmt: skip
+) -> promotion.Promotion:  # fmt: skip
     """A version becomes champion, the champion previous: `unidec.tracking.promotion.promote`."""
     return promotion.promote(params.tracking.model_name, version, force=force, reason=reason)
 
@@ -146,8 +156,7 @@ def _about(version: ModelVersion) -> dict[str, Any]:
 def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gate) -> list[Check]:
     """Whether the code and parameters that made it are in git, and whether it was rolled back.
 
-    A first champion replaces nothing, so it has no such requirements.
-    """
+    A first champion replaces nothing, so it has no such requirements."""
     tags = version.tags
     commit = tags.get(COMMIT_TAG, "")[:12]
     checks = [Check("code", True, commit or None, None, f"commit {commit or 'unknown'}")]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -23,7 +23,7 @@ from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleLabels, Facts, KnnInfo, Scoring, write_bundle
 from unidec.retrieval.fusion import FEWEST_CANDIDATES, RESCORE
 from unidec.retrieval.index import KINDS, Kind, LabelIndex
-from unidec.retrieval.index_tune import default_kinds, tune
+from unidec.retrieval.index_tune import Measured, default_kinds, tune
 from unidec.retrieval.neighbours import Candidates, Neighbours, candidate_keys
 from unidec.retrieval.scoring_space import LabelRows, pair_scores
 from unidec.training.precision import choose_device
@@ -35,7 +35,35 @@ OPTION_KEYS = {
 """Fields of `IndexOptions`, and their keys in the section `index`."""
 
 
-def index(params: Params) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Indexed:
+    """The bundle that was written: weights of the classifier and the votes in its scores, whether a fusion ranks in
+    their place, headline metrics in percent (empty without a validation split)."""
+
+    bundle: str
+    labels: int
+    clf_weight: float
+    knn_weight: float
+    fusion: bool
+    validation: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Kinds of index as measured on a bundle: `queries` in words, k results each; `chosen` is the fastest that has the
+    recall that was `wanted` (None: none has), `params` its keys for params.yaml."""
+
+    bundle: str
+    labels: int
+    k: int
+    wanted: float
+    queries: str
+    measured: list[Measured]
+    chosen: Measured | None
+    params: dict[str, str | int]
+
+
+def index(params: Params) -> Indexed:
     """Build the bundle of outputs/model; the classifier's and the votes' weights are tuned on the validation split
     where they are "auto", and its queries then vote with those of training. Queries whose votes get no weight are left
     out of the bundle."""
@@ -54,7 +82,7 @@ def index(params: Params) -> dict[str, Any]:
     rows = LabelRows(vectors, settings.space, settings.clf_normalize)
     options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
     label_index = LabelIndex.build(rows, settings.kind, show=True, **options)
-    card: dict[str, Any] = {PROFILE_KEY: training_profile(params, model, ranking, label_index, blend, neighbours)}
+    card: dict[str, Any] = {PROFILE_KEY: _training_profile(params, model, ranking, label_index, blend, neighbours)}
     if blend.tried:
         card["tuning"] = blend.tried
     if blend.fusion:
@@ -74,16 +102,11 @@ def index(params: Params) -> dict[str, Any]:
         ),
         voters,
     )  # fmt: skip
-    return {
-        "bundle": str(paths.BUNDLE), "labels": dataset.num_labels, "clf_weight": blend.clf_weight,
-        "knn_weight": blend.knn_weight, "fusion": blend.fusion is not None, "validation": metrics,
-    }  # fmt: skip
+    weights, fuses = (blend.clf_weight, blend.knn_weight), blend.fusion is not None
+    return Indexed(str(paths.BUNDLE), dataset.num_labels, *weights, fuses, metrics)
 
 
-# -- the training profile: what its data looked like, and what it answered held-out queries ----------------------------
-
-
-def training_profile(
+def _training_profile(
     params: Params, model: UniDEC, ranking: Ranking, index: LabelIndex, blend: Blend, neighbours: Neighbours | None
 ) -> dict[str, Any]:
     """`profile_dataset` of the data set; "served": vectors in the searched space and the best label's score, as
@@ -117,12 +140,9 @@ def training_profile(
     return profile | {"served": served_facts(query, scores[:, 0])}
 
 
-# -- unidec index tune -------------------------------------------------------------------------------------------------
-
-
 def index_tune(
     source: Path, wanted: float, k: int, num_queries: int, kinds: Sequence[str] = (), threads: int = 1
-) -> dict[str, Any]:
+) -> Tuned:
     """Measure kinds of index on a bundle, which is not touched.
 
     Args:
@@ -131,10 +151,6 @@ def index_tune(
         num_queries: of the validation split of data/dataset (training queries where there is none).
         kinds: to be measured; empty: those that suit the number of labels.
         threads: of builds and searches.
-
-    Returns:
-        {"bundle", "labels", "k", "wanted", "queries": what was asked, "measured": list, "chosen": one of them or None,
-        "params": its keys for params.yaml}.
 
     Raises:
         ConfigError: an unknown kind.
@@ -147,15 +163,12 @@ def index_tune(
     queries, what = _queries(bundle, num_queries)
     some = cast(Sequence[Kind], kinds) or default_kinds(bundle.num_labels)
     measured = tune(rows, queries, k, some, threads)
-    found: dict[str, Any] = {
-        "bundle": str(source), "labels": bundle.num_labels, "k": k, "wanted": wanted, "queries": what,
-        "measured": [asdict(one) for one in measured], "chosen": None, "params": {},
-    }  # fmt: skip
+    chosen, keys = None, dict[str, str | int]()
     if enough := [one for one in measured if one.recall >= wanted]:
         chosen = min(enough, key=lambda one: one.p50_ms)
-        keys = {f"index.{OPTION_KEYS[name]}": value for name, value in chosen.options.items()}
-        found |= {"chosen": asdict(chosen), "params": {"index.kind": chosen.kind} | keys}
-    return found
+        keys = {"index.kind": chosen.kind}
+        keys |= {f"index.{OPTION_KEYS[name]}": value for name, value in chosen.options.items()}
+    return Tuned(str(source), bundle.num_labels, k, wanted, what, measured, chosen, keys)
 
 
 def _queries(bundle: Bundle, num: int) -> tuple[npt.NDArray[np.float32], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from unidec.data.tokens import encode_texts
 from unidec.pipeline import paths
 from unidec.pipeline.gating import own_texts
 from unidec.pipeline.ranking import NeighboursBy, training_neighbours
-from unidec.pipeline.registration import parent_version
+from unidec.pipeline.registration import Registration, parent_version
 from unidec.pipeline.registration import register as register_bundle
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import read_info
@@ -25,11 +26,31 @@ from unidec.tracking.store import open_client, tracking_uri
 from unidec.training.precision import choose_device
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChangedLabels:
+    """A bundle with other labels, which are counted; its folder is None where nothing was written.
+
+    Of `refresh_labels`: the parent's version, and the reason. Of `change_labels`: the number of labels, of those whose
+    classifier rows are estimates, and the new version if it was registered."""
+
+    changed: bool
+    bundle: str | None
+    parent: str | None = None
+    labels: int | None = None
+    added: int | None = None
+    removed: int | None = None
+    renamed: int | None = None
+    kept: int | None = None
+    estimated: int | None = None
+    reason: str | None = None
+    registered: Registration | None = None
+
+
 def change_labels(
     params: Params, source: str | os.PathLike[str], *, add: Sequence[LabelText] = (), remove: Sequence[str] = (),
     update: Sequence[LabelText] = (), out: str | os.PathLike[str] | None = None, register: bool = False,
     dry_run: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+) -> ChangedLabels:  # fmt: skip
     """Write a bundle with some labels more, fewer or with another text; everything else answers as it did.
 
     Args:
@@ -39,10 +60,6 @@ def change_labels(
         out: folder of the new bundle; None: outputs/refreshed.
         register: register it as challenger; the bundle that it comes from must be registered.
         dry_run: only report what would change; nothing is written.
-
-    Returns:
-        {"changed", "bundle": folder or None, "labels", "added", "removed", "renamed", "kept", "estimated": labels whose
-        classifier rows are estimates}, and with `register` {"model", "version", "alias", "run"} too.
 
     Raises:
         DataError: labels that do not fit the bundle's; nothing was written.
@@ -55,28 +72,27 @@ def change_labels(
     if register and not dry_run:
         parent_version(params, bundle.sha256, str(bundle.path))  # fails before the work, not after it
     change = LabelChange.edit(bundle, add, remove, update)
-    result: dict[str, Any] = {"changed": bool(change), "bundle": None, "labels": len(change.uids), **change.counts}
-    if change and not dry_run:
-        card = bundle.info.card | {"refreshed": {"parent": bundle.sha256, **change.counts}}
-        info = read_info(with_labels(bundle, out, change, card=card))
-        result |= {"bundle": str(out), "estimated": sum(end - start for start, end in info.estimated)}
-    return result | register_bundle(params, out) if register and result["bundle"] else result
+    counts: Any = change.counts
+    result = ChangedLabels(changed=bool(change), bundle=None, labels=len(change.uids), **counts)
+    if dry_run or not change:
+        return result
+    card = bundle.info.card | {"refreshed": {"parent": bundle.sha256, **counts}}
+    info = read_info(with_labels(bundle, out, change, card=card))
+    estimated = sum(end - start for start, end in info.estimated)
+    registered = register_bundle(params, out) if register else None
+    return replace(result, bundle=str(out), estimated=estimated, registered=registered)
 
 
 def _open(address: str, params: Params, verify: bool = True) -> Bundle:
     return Bundle.load(fetch_bundle(address, paths.BUNDLES), verify=verify, device=str(choose_device(params.device)))
 
 
-def refresh_labels(params: Params, version: str | int = "champion") -> dict[str, Any]:
+def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLabels:
     """Give a registered bundle the label set of data/dataset; where training queries vote, today's do.
 
     Args:
         params: all parameters.
         version: number or alias of the version that is refreshed.
-
-    Returns:
-        {"changed", "bundle", "parent": version, "added", "removed", "renamed", "kept", "reason"}; without a
-        change only the first three, "bundle" None, and the reason.
 
     Raises:
         ConfigError: no such version. ArtifactError: its bundle is damaged. DataError: no labels.
@@ -87,17 +103,17 @@ def refresh_labels(params: Params, version: str | int = "champion") -> dict[str,
     texts = dataset.label_texts(text=cast(Text, bundle.info.text))
     change = LabelChange.of(bundle, dataset.label_uids(), texts, dataset.label_texts())
     same_data = bundle.info.dataset.get("sha256") == dataset.sha256
-    result: dict[str, Any] = {"changed": False, "bundle": None, "parent": str(parent.version)}
+    number, counts = str(parent.version), cast(Any, change.counts)
     if same_data or not (change or bundle.neighbours is not None):
-        return result | {"reason": f"version {parent.version} has {'this data set' if same_data else 'these labels'}"}
-    counts = change.counts
-    refreshed = {"parent": bundle.sha256, "version": str(parent.version), **counts}
+        reason = f"version {number} has {'this data set' if same_data else 'these labels'}"
+        return ChangedLabels(changed=False, bundle=None, parent=number, reason=reason)
+    refreshed = {"parent": bundle.sha256, "version": number, **counts}
     with_labels(
         bundle, paths.REFRESHED, change, neighbours=_voters(bundle, dataset),
         dataset={"name": dataset.name, "sha256": dataset.sha256}, card=bundle.info.card | {"refreshed": refreshed},
     )  # fmt: skip
     reason = f"{counts['added']} labels are new, {counts['removed']} gone, {counts['renamed']} renamed"
-    return result | counts | {"changed": True, "bundle": str(paths.REFRESHED), "reason": reason}
+    return ChangedLabels(changed=True, bundle=str(paths.REFRESHED), parent=number, **counts, reason=reason)
 
 
 def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:

@@ -30,28 +30,25 @@ from unidec.errors import ConfigError, TrainingError, UnidecError
 from unidec.pipeline.parent_watch import GRACE_S, LAUNCHER, watch
 from unidec.progress import silence
 from unidec.training.distributed import LostRank, Ranks
+from unidec.training.fit import Report, RoundReport
 from unidec.training.precision import choose_device
 
 Job = dict[str, Any]
-Work = Callable[[Ranks, Job], dict[str, Any]]
+Work = Callable[[Ranks, Job], Report]
 # name of the phase ("refresh" or "train_round"), parameters, the run's folder, keys of its identity that may differ ->
 # report of the first rank
-Launcher = Callable[[str, Params, Path, Collection[str]], dict[str, Any]]
+Launcher = Callable[[str, Params, Path, Collection[str]], Report]
 
 
 def _job(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> Job:
     return {"name": name, "params": params.model_dump(), "run_dir": str(run_dir), "accept": list(accept)}
 
 
-# -- under the user's torchrun ----------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def torchrun_ranks(params: Params, work: Work) -> Iterator[tuple[bool, Launcher | None]]:
     """`with torchrun_ranks(params, work) as (leads, launcher):` the first rank leads, the others do its phases.
 
-    Without torchrun this process leads, and the launcher is None.
-    """
+    Without torchrun this process leads, and the launcher is None."""
     ranks = Ranks.from_environment(params.device)
     if ranks.alone:
         yield True, None
@@ -68,7 +65,7 @@ def torchrun_ranks(params: Params, work: Work) -> Iterator[tuple[bool, Launcher 
         return
     at_work = False  # an error in a phase reaches the others by itself
 
-    def launcher(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> dict[str, Any]:
+    def launcher(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> Report:
         nonlocal at_work
         at_work = True
         report = work(ranks, ranks.share(_job(name, params, run_dir, accept)))
@@ -85,10 +82,7 @@ def torchrun_ranks(params: Params, work: Work) -> Iterator[tuple[bool, Launcher 
     ranks.close()
 
 
-# -- under a torchrun of our own --------------------------------------------------------------------------------------
-
-
-def torchrun(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> dict[str, Any]:
+def torchrun(name: str, params: Params, run_dir: Path, accept: Collection[str]) -> Report:
     """A `Launcher`; `run.restarts` times, torchrun starts all processes again after one died.
 
     Raises:
@@ -111,7 +105,8 @@ def torchrun(name: str, params: Params, run_dir: Path, accept: Collection[str]) 
                 process.wait(GRACE_S + 10)  # torchrun itself kills workers that do not end
             process.kill()
             raise
-        return _result(Path(folder), code)
+        report = _result(Path(folder), code)
+    return RoundReport(**report) if name == "train_round" else report
 
 
 def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
@@ -156,8 +151,7 @@ def worker(folder: Path, work: Work) -> int:
 
     The first rank writes its report into rank-0.json. An error with a fix is written as rank-<rank>.json and ends in
     0, so that torchrun does not retry it; the launcher raises it. Whatever else ends a rank (a signal, a lost peer, a
-    bug) has another code.
-    """
+    bug) has another code."""
     watch(os.getppid())
     job, rank = json.loads((folder / "job.json").read_text(encoding="utf-8")), int(os.environ["RANK"])
     outcome = folder / f"rank-{rank}.json"

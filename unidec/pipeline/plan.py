@@ -38,6 +38,7 @@ from unidec.training.sampler import draws_pools, encoded_labels, head_labels, qu
 Place = Literal["device", "host", "disk"]
 Phase = Literal["always", "step", "refresh", "index"]
 Free = Mapping[Place, int | None]
+Settings = dict[str, bool | int | str]  # by key path
 PLACES: dict[Place, str] = {"device": "GPU memory", "host": "host memory", "disk": "disk"}
 PHASES: dict[Phase, str] = {"always": "all the time", "step": "a training step", "refresh": "clustering and mining",
                             "index": "validation and indexing"}  # fmt: skip
@@ -54,7 +55,7 @@ _TABLES = ("table.weight", "bias.weight", "bag.embedding.weight", "bag.log_weigh
 KNOWN = {"distilbert-base-uncased": "distilbert", "msmarco-distilbert-base-v4": "distilbert",
          "bert-base-uncased": "bert"}  # fmt: skip  # plans for them need no files
 # tried in this order, mildest first: those that change nothing that is learnt, then precision, then data
-REMEDIES: tuple[dict[str, Any], ...] = (
+REMEDIES: tuple[Settings, ...] = (
     {"run.recompute": True}, {"optim.encode_chunk": 256}, {"run.table_place": "host"}, {"run.table_place": "disk"},
     {"model.clf_dtype": "bf16"}, {"optim.clf_state": "adagrad"}, {"optim.clf_state": "sgd"},
     {"pool.clf_labels": "pool"}, {"pool.de_labels": "pool"}, {"tokens.max_length": 32},
@@ -116,9 +117,6 @@ def empty_encoder(name: str) -> Any:
         raise ConfigError("not a transformer's config.json", where=file, got=str(error)[:200]) from error
 
 
-# -- what is needed ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Amount:
     """An amount of memory, and when it is held."""
@@ -143,7 +141,7 @@ class Plan:
     device: str
     step: str
     free: Free
-    advice: dict[str, Any] | None = None
+    advice: Settings | None = None
 
     def needed(self, place: Place) -> dict[Phase, int]:
         """Bytes at a place in each phase, what is always held included."""
@@ -179,7 +177,7 @@ class Plan:
             return "a larger machine: no known setting fits"
         return " ".join(f"--set {key}={str(v).lower() if v is True else v}" for key, v in self.advice.items())
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """For JSON; a place's peak is its phase and bytes."""
         found = {"fits": not self.short, "state_bytes": self.state_bytes, "peaks": {p: self.peak(p) for p in PLACES}}
         estimate = {"amounts": [asdict(amount) for amount in self.amounts], "device": self.device, "step": self.step}
@@ -354,21 +352,18 @@ class Formulas:
         ]
 
 
-# -- what fits ---------------------------------------------------------------------------------------------------------
-
-
-def advise(params: Params, plan_of: Callable[[Params], Plan]) -> dict[str, Any] | None:
+def advise(params: Params, plan_of: Callable[[Params], Plan]) -> Settings | None:
     """The first of `REMEDIES`, then of smaller batches, with which a training fits; else the first of those that help,
     one after another together; None: not even all of them do."""
 
-    def missing(settings: dict[str, Any]) -> float:
+    def missing(settings: Settings) -> float:
         changed = with_settings(params, settings)
         return math.inf if changed is None else sum(plan_of(changed).shortages.values())
 
     pool, now = params.pool, missing({})
     batch, size = pool.batch_size, pool.size or pool.batch_size * (pool.beta + pool.eta)
     halves = range(1, batch.bit_length() - 4)
-    smaller = [{"pool.batch_size": batch >> half, "pool.size": size >> half} for half in halves]
+    smaller: list[Settings] = [{"pool.batch_size": batch >> half, "pool.size": size >> half} for half in halves]
     single = [(remedy, missing(remedy)) for remedy in (*REMEDIES, *smaller)]
     together = itertools.accumulate((remedy for remedy, left in single if left < now), operator.or_)
     tried = itertools.chain(single, ((remedy, missing(remedy)) for remedy in together))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from unidec.config import Params
 from unidec.data.storage import folder_sha256
@@ -22,7 +22,17 @@ from unidec.tracking.run import Tracker, run_tags
 from unidec.tracking.store import open_client, tracking_uri
 
 
-def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Registration:
+    """A version of the registered model; `run`: its page's address, None while no server shows it."""
+
+    model: str
+    version: int
+    alias: str
+    run: str | None
+
+
+def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> Registration:
     """Register a bundle under the alias `challenger`; the same bundle again keeps its version.
 
     What the version's tags say of DVC's artifacts is read now: so after `dvc commit`.
@@ -31,9 +41,6 @@ def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> d
         params: all parameters.
         bundle: outputs/bundle, in the run that trained it; or a folder of `refresh_labels` or `change_labels`, in a run
             of its own.
-
-    Returns:
-        {"model", "version", "alias", "run": its page's address, None while no server shows it}.
 
     Raises:
         ConfigError: a folder that is neither, or whose origin is not registered.
@@ -71,7 +78,7 @@ def register(params: Params, bundle: str | os.PathLike[str] = paths.BUNDLE) -> d
             tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)
             tags |= made_of
     version = register_bundle(path, tracker.run_id, name, card=facts, tags=tags)
-    return {"model": name, "version": version, "alias": "challenger", "run": tracker.url}
+    return Registration(name, version, "challenger", tracker.url)
 
 
 def parent_version(params: Params, sha256: str, where: str) -> str:
@@ -99,8 +106,7 @@ def _relabelled(params: Params, path: Path, info: BundleInfo, tags: dict[str, st
     """Of a bundle whose labels alone are new: a run of its own, and tags of what it was made of.
 
     Labels of the data as it is now: the data set is all that is new of DVC's artifacts. Labels by hand
-    (`change_labels`): none of them is.
-    """
+    (`change_labels`): none of them is."""
     refreshed, name = info.card["refreshed"], info.dataset.get("name")
     by_hand = "version" not in refreshed
     version = parent_version(params, refreshed["parent"], str(path)) if by_hand else refreshed["version"]

@@ -7,6 +7,7 @@ the model. Who runs that stage again, also years later, starts from the same mod
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -43,6 +44,18 @@ class WarmStart(BaseModel):
     version: Annotated[str, Field(pattern=r"^\d+$")]
     bundle_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     generation: Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenStart:
+    """What the next training starts from and why; for a warm start also the fields of `WarmStart`."""
+
+    kind: Literal["warm", "cold"]
+    model: str | None = None
+    version: str | None = None
+    bundle_sha256: str | None = None
+    generation: int | None = None
+    reason: str
 
 
 def read_start() -> WarmStart | None:
@@ -101,8 +114,7 @@ def _note(start: WarmStart | None) -> dict[str, Any]:
 def run_identity(params: Params) -> dict[str, str]:
     """What decides the training that these parameters, this data, this code and this start make.
 
-    What only decides where it runs or is shown (`device`, `run`, `tracking`, `index`) is no part of it.
-    """
+    What only decides where it runs or is shown (`device`, `run`, `tracking`, `index`) is no part of it."""
     start = read_start()
     return identity.run_identity(
         effective(params).model_dump(), paths.open_dataset(), paths.open_tokens("queries"),
@@ -111,15 +123,12 @@ def run_identity(params: Params) -> dict[str, str]:
 
 
 @replaces_inputs()
-def choose_start(params: Params, kind: Kind | None = None) -> dict[str, Any]:
+def choose_start(params: Params, kind: Kind | None = None) -> ChosenStart:
     """Choose what the next training starts from, and write it to data/start.json.
 
     Args:
         params: as params.yaml has them.
         kind: "auto": from the champion where that is sensible, else from nothing; None: `retrain.start` decides.
-
-    Returns:
-        {"kind", "reason"}, and for a warm start {"model", "version", "bundle_sha256", "generation"}.
 
     Raises:
         ConfigError: a warm start was asked for, and there is no champion, or it does not fit.
@@ -132,7 +141,7 @@ def choose_start(params: Params, kind: Kind | None = None) -> dict[str, Any]:
         fix = f'{FIX}, or auto; or encoder.start: ""' if params.encoder.start else f"{FIX}, or auto"
         raise ConfigError("no warm start", where="retrain.start", got=reason, fix=fix)
     write_bytes_atomic(START, json.dumps(_note(start), indent=2).encode() + b"\n")
-    return _note(start) | {"reason": reason}
+    return ChosenStart(**_note(start), reason=reason)
 
 
 def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:

@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from unidec.interrupt import signals_raise
 from unidec.machine import memory_used
 from unidec.model.unidec import KIND, VERSION
 from unidec.pipeline import launch, paths, runs
-from unidec.pipeline.launch import LAUNCHER, Launcher
+from unidec.pipeline.launch import LAUNCHER, Job, Launcher
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.plan import check_fits
 from unidec.pipeline.ranking import Ranking, headline, validation_metrics
@@ -30,7 +31,7 @@ from unidec.tracking.provenance import DVC_TAG, code_tags, dvc_hash
 from unidec.tracking.run import Tracker, reconcile_runs
 from unidec.training.checkpoint import newest_state
 from unidec.training.distributed import ALONE, Ranks
-from unidec.training.fit import fit
+from unidec.training.fit import Figures, Report, RoundReport, fit
 from unidec.training.identity import check_same, differences
 from unidec.training.trainer import Trainer, TrainingData
 
@@ -47,8 +48,7 @@ _NOT_THE_MODELS = ("raw", "validation", "run", "source", "retrain", "gate", "dri
 def open_trainer(params: Params, run_dir: str | Path, accept: Collection[str] = (), ranks: Ranks = ALONE) -> Trainer:
     """The run's trainer, at its newest checkpoint; on each machine one process verifies what it reads.
 
-    Where `launch` started this process, the one that called it did.
-    """
+    Where `launch` started this process, the one that called it did."""
     verify = ranks.is_first_here and LAUNCHER not in os.environ
     data = TrainingData(
         paths.open_dataset(verify),
@@ -82,7 +82,7 @@ class Run:
         self.num_rounds = -(-self.epochs // self.a_round)
         self.lines: list[str] = []
         self._trainer: Trainer | None = None
-        self._trained: dict[str, Any] = {}
+        self._trained = RoundReport()
 
     @property
     def finished(self) -> bool:
@@ -101,27 +101,22 @@ class Run:
             self._trainer = open_trainer(self.params, self.folder, self.accept)
         return self._trainer
 
-    def cluster(self) -> dict[str, Any]:
+    def cluster(self) -> Figures:
         """Cluster the training queries for the coming round; {} inside a round, or where its refresh is made.
 
-        Several processes make the whole refresh in one launch: the queries are encoded once.
-        """
+        Several processes make the whole refresh in one launch: the queries are encoded once."""
         return self._work("refresh" if self.launcher else "cluster")
 
-    def mine(self) -> dict[str, Any]:
+    def mine(self) -> Figures:
         """Mine hard negatives for the coming round; where that is done, its report is read from the run's folder."""
         if self.launcher is not None:  # `cluster` made the whole refresh
             return _refresh_report(self.folder, self.epoch - self.epoch % self.a_round)
         return self._work("refresh")
 
-    def train_round(self) -> dict[str, Any]:
-        """Train until the next refresh is due, from wherever in the round the run is.
-
-        Returns:
-            {"epoch", "finished", "steps", "train_seconds", ...}.
-        """
+    def train_round(self) -> RoundReport:
+        """Train until the next refresh is due, from wherever in the round the run is."""
         self._trained = self._work("train_round")
-        self.epoch, self.epoch_step, self.step = int(self._trained["epoch"]), 0, int(self._trained["step"])
+        self.epoch, self.epoch_step, self.step = self._trained.epoch, 0, self._trained.step
         return self._trained
 
     @property
@@ -130,14 +125,10 @@ class Run:
         ended = self.step > 0 and self.epoch_step == 0 and (self.finished or self.epoch % self.a_round == 0)
         return ended and not any(line["epoch"] == self.epoch for line in read_json_lines(self.folder / ROUNDS))
 
-    def validate(self) -> dict[str, Any]:
+    def validate(self) -> RoundReport:
         """Measure the validation split, and add the round's line to rounds.jsonl.
 
-        A round that was cut off counts as a whole: its steps since the round before, the seconds of those steps.
-
-        Returns:
-            {"epoch", "finished", "round", "validation", "refresh", ...}.
-        """
+        A round that was cut off counts as a whole: its steps since the round before, the seconds of those steps."""
         begin, trainer = time.perf_counter(), self.trainer
         ranking = Ranking.of_model(trainer.model, trainer.dataset, "validation", self.params.optim.precision)
         metrics = validation_metrics(ranking, self.params)
@@ -145,23 +136,24 @@ class Run:
         before = [line for line in read_json_lines(self.folder / ROUNDS) if line["epoch"] < self.epoch]
         last = before[-1] if before else {}
         steps = self.step - int(last.get("step", 0))
-        seconds = max(self._trained.get("train_seconds", 0.0), trainer.seconds - last.get("trained_seconds", 0.0))
-        report = self._trained | {
-            "epoch": self.epoch, "finished": self.finished, "step": self.step, "steps": steps,
-            "train_seconds": seconds, "trained_seconds": trainer.seconds, "steps_per_s": steps / max(seconds, 1e-9),
-            "round": -(-self.epoch // self.a_round), "validation": metrics, "validation_seconds": validation_seconds,
+        seconds = max(self._trained.train_seconds, trainer.seconds - last.get("trained_seconds", 0.0))
+        report = replace(
+            self._trained, epoch=self.epoch, finished=self.finished, step=self.step, steps=steps,
+            train_seconds=seconds, trained_seconds=trainer.seconds, steps_per_s=steps / max(seconds, 1e-9),
+            round=-(-self.epoch // self.a_round), validation=metrics, validation_seconds=validation_seconds,
             # the refresh after as many epochs as were done when the round began
-            "refresh": _refresh_report(self.folder, (self.epoch - 1) // self.a_round * self.a_round),
-            "seconds": seconds + validation_seconds,
-        }  # fmt: skip
+            refresh=_refresh_report(self.folder, (self.epoch - 1) // self.a_round * self.a_round),
+            seconds=seconds + validation_seconds,
+        )  # fmt: skip
         tracker = Tracker.resume(self.folder)
         tracker.log(self.step, {f"validation/{name}": value for name, value in headline(metrics).items()})
         tracker.flush()
-        lines = [json.dumps(line) for line in [*before, report]]
+        record = {name: value for name, value in asdict(report).items() if value is not None}
+        lines = [json.dumps(line) for line in [*before, record]]
         write_bytes_atomic(self.folder / ROUNDS, "".join(f"{line}\n" for line in lines).encode())
         return report
 
-    def export(self) -> dict[str, Any]:
+    def export(self) -> str:
         """Write the model to outputs/model, with the records of its training, and release the trainer's memory."""
         start, trainer = read_start(), self.trainer
         with write_folder(paths.MODEL, KIND, VERSION, {"run": self.folder.name}) as out:
@@ -170,13 +162,13 @@ class Run:
                 if (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, out.path / name)
         self.close()
-        return {"model": str(paths.MODEL), "epoch": self.epoch, "steps": self.step}
+        return str(paths.MODEL)
 
     def close(self) -> None:
         """Release the trainer's memory."""
         self._trainer = None
 
-    def _work(self, name: str) -> dict[str, Any]:
+    def _work(self, name: str) -> Any:
         if self.launcher is not None:
             self.close()  # the ranks write newer checkpoints
             return self.launcher(name, self.params, self.folder, self.accept)
@@ -231,13 +223,25 @@ def start_run(
     return run
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A training that came to its end: the run's folder, the model's, epochs, and steps in all."""
+
+    run_dir: str
+    finished: bool
+    step: int
+    model: str
+    epoch: int
+    steps: int
+
+
 def train(
     params: Params,
     resume: str | None = None,
     accept: Collection[str] = (),
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     track: bool = True,
-) -> dict[str, Any]:
+) -> Trained | None:
     """Train to the last epoch and export the model; killed or stopped, the same call resumes from the checkpoint.
 
     Args:
@@ -245,7 +249,7 @@ def train(
         say: receives lines for people: where training resumes.
 
     Returns:
-        {"run_dir", "epoch", "step", "model", ...}; {} on ranks that only follow (under torchrun).
+        None on ranks that only follow (under torchrun).
 
     Raises:
         Stopped: by SIGINT or SIGTERM; a checkpoint is written and the MLflow run has ended as KILLED.
@@ -253,24 +257,23 @@ def train(
     """
     with signals_raise(_AGAIN, _FAREWELL), launch.torchrun_ranks(params, work_on_rank) as (leads, launcher):
         if not leads:
-            return {}
+            return None
         with one_at_a_time():
             run = start_run(params, resume, accept, launcher, track)
             for line in run.lines:
                 say(line)
             with runs.tracked(run.folder):
                 fit(run)
-                done = {"run_dir": str(run.folder), "finished": run.finished, "step": run.step}
-                return done | run.export()
+                return Trained(str(run.folder), run.finished, run.step, run.export(), run.epoch, run.step)
 
 
-def work_on_rank(ranks: Ranks, job: dict[str, Any]) -> dict[str, Any]:
+def work_on_rank(ranks: Ranks, job: Job) -> Report:
     """One phase, on one of several ranks: each opens its trainer at the newest checkpoint; the first one reports."""
     params = Params.model_validate(job["params"])
     return work(job["name"], open_trainer(params, job["run_dir"], tuple(job["accept"]), ranks))
 
 
-def work(name: str, trainer: Trainer) -> dict[str, Any]:
+def work(name: str, trainer: Trainer) -> Report:
     """A phase of training: "cluster", "refresh" or "train_round". Only the first rank writes records."""
     if name == "train_round":
         return _train(trainer)
@@ -287,7 +290,7 @@ def work(name: str, trainer: Trainer) -> dict[str, Any]:
     return report
 
 
-def _train(trainer: Trainer) -> dict[str, Any]:
+def _train(trainer: Trainer) -> RoundReport:
     """The rest of the round; its figures are sent to MLflow meanwhile."""
     if not trainer.ranks.is_first:
         return trainer.train_round()
@@ -298,10 +301,10 @@ def _train(trainer: Trainer) -> dict[str, Any]:
     memory = memory_used()
     tracker.log(trainer.step, {f"memory/{name}": value for name, value in memory.items()})
     tracker.flush()
-    return report | {"step": trainer.step, "memory": memory}
+    return replace(report, memory=memory)
 
 
-def _refresh_report(run_dir: Path, epoch: int) -> dict[str, Any]:
+def _refresh_report(run_dir: Path, epoch: int) -> Figures:
     """The report of the refresh after so many epochs; only {"epoch"} where a kill came before it was written."""
     with contextlib.suppress(OSError, ValueError):
         report = json.loads((run_dir / REFRESH).read_text(encoding="utf-8"))
@@ -310,12 +313,12 @@ def _refresh_report(run_dir: Path, epoch: int) -> dict[str, Any]:
     return {"epoch": epoch}
 
 
-def step_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
+def step_figures(figures: Mapping[str, float]) -> Figures:
     """A step's figures: "loss" -> "training/loss"; what it is the step of is no figure."""
     return {f"training/{name}": value for name, value in figures.items() if name != "step"}
 
 
-def model_params(flat: Mapping[str, Any], is_warm: bool) -> dict[str, Any]:
+def model_params(flat: Mapping[str, str | int | float], is_warm: bool) -> dict[str, str | int | float]:
     """Of all parameters (dotted keys), those that decide the model; `warm.` where it starts from another."""
     left_out = _NOT_THE_MODELS if is_warm else (*_NOT_THE_MODELS, "warm")
     return {key: value for key, value in flat.items() if key.partition(".")[0] not in left_out and key != "data.path"}

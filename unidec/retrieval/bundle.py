@@ -209,11 +209,7 @@ class Bundle:
         return out
 
     def predict(
-        self,
-        texts: Sequence[str],
-        k: int = 5,
-        exclude: Sequence[Sequence[str]] | None = None,
-        batch_size: int = 256,
+        self, texts: Sequence[str], k: int = 5, exclude: Sequence[Sequence[str]] | None = None, batch_size: int = 256
     ) -> list[Prediction]:
         """The k best labels of each text, best first.
 
@@ -242,11 +238,7 @@ class Bundle:
         return out
 
     def predict_arrays(
-        self,
-        texts: Sequence[str],
-        k: int = 5,
-        exclude: Sequence[Sequence[str]] | None = None,
-        batch_size: int = 256,
+        self, texts: Sequence[str], k: int = 5, exclude: Sequence[Sequence[str]] | None = None, batch_size: int = 256
     ) -> Predictions:
         """As `predict`, in arrays of label rows (`uids`, `titles` name them)."""
         if isinstance(texts, str):

@@ -192,13 +192,7 @@ class LabelEvidence:
         return len(self.log_frequency_L)
 
     def _read(
-        self,
-        de_BD: Floats,
-        clf_BD: Floats,
-        words_BF: csr_matrix,
-        found_BC: Rows,
-        excluded: Rows,
-        allowed: Rows | None,
+        self, de_BD: Floats, clf_BD: Floats, words_BF: csr_matrix, found_BC: Rows, excluded: Rows, allowed: Rows | None
     ) -> Evidence:
         num_queries, num_labels = len(found_BC), self.num_labels
         votes = self.neighbours.votes(words_BF, self.num_votes)

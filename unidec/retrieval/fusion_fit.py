@@ -63,9 +63,7 @@ def fit_fusion(evidence: Evidence, relevant_P: np.ndarray, propensity: tuple[flo
             own_P = fold_N[evidence.query_P] == fold
             own_PX = x_PX[torch.from_numpy(own_P)]
             held_out_P[own_P] = network(own_PX).numpy()
-            for feature, without_P in enumerate(without_XP):
-                kept_X = torch.ones(len(without_XP))
-                kept_X[feature] = 0
+            for without_P, kept_X in zip(without_XP, 1 - torch.eye(len(without_XP)), strict=True):
                 without_P[own_P] = network(own_PX * kept_X).numpy()
         return network
 

@@ -114,9 +114,6 @@ def known_texts(bundle: Bundle) -> list[str]:
     return [title for title in titles if title.strip()] + list(_ODD_TEXTS)
 
 
-# -- the fresh process -------------------------------------------------------------------------------------------------
-
-
 def main() -> None:
     """Reads a job from standard input and prints the answer; an error is one message and exit code 1."""
     job = json.load(sys.stdin)

@@ -197,8 +197,6 @@ class Follower:
         age = time.monotonic() - self._looked
         return self._state | {"looked_seconds_ago": round(age, 1) if math.isfinite(age) else None}
 
-    # -- the thread ------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             engine = self._first_engine()

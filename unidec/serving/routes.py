@@ -73,8 +73,6 @@ class Routes:
             await self.batcher.stop()
             self.side_thread.shutdown(wait=False, cancel_futures=True)
 
-    # -- predictions -----------------------------------------------------------------------------------------------
-
     async def predict(self, request: Request) -> Response:
         """Labels for up to `serve.max_queries` texts, best first, answered wholly by the model that is named."""
         engine, asked = self._engine(), _read_request(request, self.models.predict)
@@ -132,8 +130,6 @@ class Routes:
                 if answer.best is not None:
                     figures.best_score.observe(answer.best)
 
-    # -- labels ----------------------------------------------------------------------------------------------------
-
     async def labels(
         self,
         prefix: Annotated[str, Query(max_length=200, description="beginning of uid, title or a word of it")] = "",
@@ -162,8 +158,6 @@ class Routes:
             return await asyncio.wait_for(running, self.settings.timeout_seconds)
         except TimeoutError:
             raise self.batcher.too_late() from None
-
-    # -- facts -----------------------------------------------------------------------------------------------------
 
     async def healthz(self) -> Response:
         """503 where the model has hung for a minute."""

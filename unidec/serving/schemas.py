@@ -108,9 +108,6 @@ def _broken(what: str, where: str, got: str) -> RequestError:
     return RequestError(400, "broken_json", what, where=where, got=got, expected=expected, fix=fix)
 
 
-# -- answers -------------------------------------------------------------------------------------------------------
-
-
 class _Answer(BaseModel):
     """Documentation of an answer; a key more than these would be a mistake."""
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
@@ -35,20 +36,54 @@ LOCK_COMMIT_TAG = "git.lock_commit"  # set by the flow: the commit that has this
 _HASH = re.compile(rf"[0-9a-f]{{{SHORTEST},64}}(\.dir)?")
 
 
-def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> dict[str, Any]:
-    """What a model was made of, back to the model that started from nothing.
+@dataclass(frozen=True)
+class Version:
+    """A registered version and what it was made of. What no tag has is None or empty.
+
+    Attributes:
+        registered: ISO time. dataset: "name", "sha256". code: "commit", "dirty", "lock_commit". run: MLflow's id.
+        artifacts: DVC's hashes by path; differs: paths that are not as in dvc.lock. restore: commands that check out
+            its project. prefect to start: tags of these parts. metrics: only of `list_versions`: the gate's, else the
+            MLflow run's.
+    """
+
+    model: str
+    version: str
+    aliases: list[str]
+    registered: str
+    bundle_sha256: str | None
+    dataset: dict[str, str | None]
+    code: dict[str, str | bool | None]
+    lock_sha256: str | None
+    artifacts: dict[str, str]
+    differs: list[str]
+    run: str | None
+    restore: list[str]
+    prefect: dict[str, str]
+    gate: dict[str, str]
+    promoted: dict[str, str]
+    rolled_back: dict[str, str]
+    start: dict[str, str]
+    metrics: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class DataUse:
+    """A version that data went into: under these names, or `through` the version that it started from."""
+
+    version: str
+    aliases: list[str]
+    what: list[str]
+    through: str | None
+
+
+def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> list[Version]:
+    """A model, the version it started from, and so on, back to one that started from nothing or from a deleted one.
 
     Args:
         source: models:/name@alias, models:/name/version, "bundle:" and the first digits of a bundle's hash (a served
             answer names it), or a bundle's folder.
         model_name: where a hash or a folder is looked for.
-
-    Returns:
-        {"model", "version", "aliases", "registered" (ISO), "bundle_sha256", "dataset": {"name", "sha256"},
-        "code": {"commit", "dirty", "lock_commit"}, "lock_sha256", "artifacts": {path: DVC's hash}, "differs": [path],
-        "run" (its id), "prefect": {...}, "gate", "promoted", "rolled_back": {...}, "start": {"kind", ...},
-        "restore": [commands that check out its project], "parent": the same of the version it started from, or None}.
-        A parent that was deleted is {"version", "bundle_sha256", "missing": True}. What no tag has is None or empty.
 
     Raises:
         ConfigError: no such address, model, version or bundle; or a hash that several versions begin with.
@@ -59,27 +94,19 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> di
     versions.pop(version.tags.get(HASH_TAG, ""), None)
     named = aliases(client, version.name)
 
-    found = last = _about(version, named) | {"parent": None}
-    while sha256 := version.tags.get("start.bundle.sha256"):
-        origin = versions.pop(sha256, None)  # each once, so that versions that name each other end
-        if origin is None:
-            last["parent"] = {"version": version.tags.get("start.version"), "bundle_sha256": sha256, "missing": True}
-            break
-        version, last["parent"] = origin, _about(origin, named) | {"parent": None}
-        last = last["parent"]
+    found = [_about(version, named)]
+    # each once, so that versions that name each other end
+    while (sha256 := found[-1].start.get("bundle.sha256")) and sha256 in versions:
+        found.append(_about(versions.pop(sha256), named))
     return found
 
 
-def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[dict[str, Any]]:
+def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
     """The versions that data went into, newest first.
 
     Args:
         prefix: of DVC's hash of an artifact or of raw data, of a data set's sha256, or of a bundle's: at least
             `SHORTEST` digits.
-
-    Returns:
-        {"version", "aliases", "what": [names of what has this hash], "through": the version that it started from,
-        None where it was made of the data itself} each.
 
     Raises:
         ConfigError: no hash.
@@ -87,7 +114,7 @@ def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[dict[str,
     _check_hash(prefix, "data")
     client = open_client(tracking_uri())
     named = aliases(client, model_name)
-    rows: list[dict[str, Any]] = []
+    rows: list[DataUse] = []
     made_by: dict[str, str] = {}  # bundle hash -> version, of those that have it in them
     for item in all_versions(client, model_name)[::-1]:
         number, tags = str(item.version), item.tags
@@ -96,52 +123,44 @@ def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[dict[str,
         through = None if what else made_by.get(tags.get("start.bundle.sha256", ""))
         if what or through:
             made_by[tags.get(HASH_TAG, "")] = number
-            rows.append({"version": number, "aliases": _named(named, number), "what": what, "through": through})
+            rows.append(DataUse(number, _named(named, number), what, through))
     return rows[::-1]
 
 
-def list_versions(model_name: str) -> list[dict[str, Any]]:
-    """Every version, newest first; [] where there is no such model.
-
-    Returns:
-        as `lineage`, without parents, and "metrics": {"nDCG@5", "PSP@5"} each: the gate's where it measured them, else
-        those of the MLflow run.
-    """
+def list_versions(model_name: str) -> list[Version]:
+    """Every version, newest first; [] where there is no such model."""
     client = open_client(tracking_uri())
     named = aliases(client, model_name)
     versions = all_versions(client, model_name)
-    return [_about(version, named) | {"metrics": _metrics(client, version)} for version in versions]
+    return [replace(_about(version, named), metrics=_metrics(client, version)) for version in versions]
 
 
-def _about(version: ModelVersion, named: Mapping[str, str]) -> dict[str, Any]:
+def _about(version: ModelVersion, named: Mapping[str, str]) -> Version:
     tags = version.tags
     commit = tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG)
     folder = f"../{version.name}-{version.version}"
     registered = datetime.fromtimestamp(version.creation_timestamp / 1000, UTC)
-    parts = {
-        part: {name.removeprefix(f"{part}."): tags[name] for name in sorted(tags) if name.startswith(f"{part}.")}
-        for part in ("prefect", "gate", "promoted", "rolled_back", "start")
-    }
-    return {
-        "model": version.name,
-        "version": str(version.version),
-        "aliases": _named(named, str(version.version)),
-        "registered": registered.isoformat(timespec="seconds"),
-        "bundle_sha256": tags.get(HASH_TAG),
-        "dataset": {"name": tags.get("dataset.name"), "sha256": tags.get(DATASET_TAG)},
-        "code": {
-            "commit": tags.get(COMMIT_TAG),
-            "dirty": tags.get(DIRTY_TAG) == "true",
-            "lock_commit": tags.get(LOCK_COMMIT_TAG),
-        },
-        "lock_sha256": tags.get(LOCK_TAG),
-        "artifacts": _artifacts(tags),
-        "differs": [path for path in tags.get(DIFFERS_TAG, "").split(", ") if path],
-        "run": version.run_id or None,
-        "restore": [f"git worktree add {folder} {commit}", f"cd {folder} && dvc pull"] if commit else [],
-        **parts,
-        "start": {"kind": "cold"} | parts["start"],
-    }
+    dirty = tags.get(DIRTY_TAG) == "true"
+
+    def part(of: str) -> dict[str, str]:
+        return {name.removeprefix(f"{of}."): tags[name] for name in sorted(tags) if name.startswith(f"{of}.")}
+
+    return Version(
+        model=version.name,
+        version=str(version.version),
+        aliases=_named(named, str(version.version)),
+        registered=registered.isoformat(timespec="seconds"),
+        bundle_sha256=tags.get(HASH_TAG),
+        dataset={"name": tags.get("dataset.name"), "sha256": tags.get(DATASET_TAG)},
+        code={"commit": tags.get(COMMIT_TAG), "dirty": dirty, "lock_commit": tags.get(LOCK_COMMIT_TAG)},
+        lock_sha256=tags.get(LOCK_TAG),
+        artifacts=_artifacts(tags),
+        differs=[path for path in tags.get(DIFFERS_TAG, "").split(", ") if path],
+        run=version.run_id or None,
+        restore=[f"git worktree add {folder} {commit}", f"cd {folder} && dvc pull"] if commit else [],
+        prefect=part("prefect"), gate=part("gate"), promoted=part("promoted"), rolled_back=part("rolled_back"),
+        start={"kind": "cold"} | part("start"),
+    )  # fmt: skip
 
 
 def _artifacts(tags: Mapping[str, str]) -> dict[str, str]:
@@ -187,53 +206,51 @@ def _metrics(client: MlflowClient, version: ModelVersion) -> dict[str, float]:
     return {name: found[name] for name in METRICS if found.get(name) is not None}
 
 
-# -- for people -------------------------------------------------------------------------------------------------------
-
-
-def as_lines(found: Mapping[str, Any]) -> list[str]:
+def as_lines(found: Sequence[Version]) -> list[str]:
     """A lineage as a tree of lines, each parent below what started from it."""
-    if found.get("missing"):
-        return [f"version {found['version']} (bundle {found['bundle_sha256'][:12]}): deleted from the registry"]
-    code, data, prefect, parent = found["code"], found["dataset"], found["prefect"], found["parent"]
+    own, *parents = found
+    origin, code, data = own.start.get("bundle.sha256"), own.code, own.dataset
     changes = " + uncommitted changes" if code["dirty"] else ""
     committed = f", in commit {code['lock_commit']}" if code["lock_commit"] else ""
     facts = {
-        "bundle": found["bundle_sha256"],
-        "code": code["commit"] and code["commit"] + changes,
-        "dvc.lock": found["lock_sha256"] and found["lock_sha256"] + committed,
+        "bundle": own.bundle_sha256,
+        "code": code["commit"] and f"{code['commit']}{changes}",
+        "dvc.lock": own.lock_sha256 and own.lock_sha256 + committed,
         "data set": data["sha256"] and f"{data['name'] or ''} {data['sha256']}".strip(),
-        **found["artifacts"],
-        "not as in dvc.lock": ", ".join(found["differs"]),
-        "MLflow run": found["run"],
-        "Prefect run": prefect.get("flow_run_url") or prefect.get("flow_run_id"),
-        "start": found["start"]["kind"],
-        "gate": _verdict(found["gate"], f"against version {found['gate'].get('champion') or 'none'}"),
-        "promoted": _words(found["promoted"]),
-        "rolled back": _words(found["rolled_back"]),
-        "restore with": "; ".join(found["restore"]),
+        **own.artifacts,
+        "not as in dvc.lock": ", ".join(own.differs),
+        "MLflow run": own.run,
+        "Prefect run": own.prefect.get("flow_run_url") or own.prefect.get("flow_run_id"),
+        "start": own.start["kind"],
+        "gate": _verdict(own.gate, f"against version {own.gate.get('champion') or 'none'}"),
+        "promoted": _words(own.promoted),
+        "rolled back": _words(own.rolled_back),
+        "restore with": "; ".join(own.restore),
     }
-    named = f" ({', '.join(found['aliases'])})" if found["aliases"] else ""
+    named = f" ({', '.join(own.aliases)})" if own.aliases else ""
     width = max(len(name) for name, value in facts.items() if value)
-    lines = [f"{found['model']} version {found['version']}{named}, registered {found['registered']}"]
+    lines = [f"{own.model} version {own.version}{named}, registered {own.registered}"]
     lines += [f"   {name:<{width}}  {value}" for name, value in facts.items() if value]
-    if parent:
-        how = "the labels are new, the model is that of" if found["start"]["kind"] == "refresh" else "started from"
-        lines += [f"└─ {how}", *(f"   {line}" for line in as_lines(parent))]
+    if origin:
+        how = "the labels are new, the model is that of" if own.start["kind"] == "refresh" else "started from"
+        gone = f"version {own.start.get('version')} (bundle {origin[:12]}): deleted from the registry"
+        lines += [f"└─ {how}", *(f"   {line}" for line in (as_lines(parents) if parents else [gone]))]
     return lines
 
 
-def rows_of(versions: list[dict[str, Any]]) -> list[list[str]]:
+def rows_of(versions: Sequence[Version]) -> list[list[str]]:
     """Rows of `COLUMNS`, of what `list_versions` returns."""
     rows = []
     for found in versions:
-        metrics = [f"{found['metrics'][name]:.2f}" if name in found["metrics"] else "" for name in METRICS]
-        data, code, start = found["dataset"], found["code"], found["start"]
+        measured = found.metrics or {}
+        metrics = [f"{measured[name]:.2f}" if name in measured else "" for name in METRICS]
+        data, code, start = found.dataset, found.code, found.start
         rows.append([
-            found["version"], " ".join(found["aliases"]), *metrics,
+            found.version, " ".join(found.aliases), *metrics,
             f"{data['name'] or ''} {(data['sha256'] or '')[:8]}".strip(),
             f"{start['kind']} {start.get('version', '')}".strip(),
-            (code["commit"] or "")[:8] + (" + changes" if code["dirty"] else ""),
-            "rolled back" if found["rolled_back"] else _verdict(found["gate"]), found["registered"][:16],
+            str(code["commit"] or "")[:8] + (" + changes" if code["dirty"] else ""),
+            "rolled back" if found.rolled_back else _verdict(found.gate), found.registered[:16],
         ])  # fmt: skip
     return rows
 

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,19 @@ ROLLED_BACK = ("rolled_back.at", "rolled_back.by", "rolled_back.reason")
 LOCK_SECONDS = 60.0
 _LISTED = 10  # versions or models in an error
 _TAGGED = ("P@1", "nDCG@5", "PSP@5", "R@10", "tail/R@10", "coverage@5")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """The champion (`version`) and the one before it. Of a promotion, not of a rollback: it was made with uncommitted
+    changes (`dirty`), something spoke against it (`forced`), it was not champion already (`changed`)."""
+
+    model: str
+    version: str
+    dirty: bool | None = None
+    previous: str | None
+    forced: bool | None = None
+    changed: bool | None = None
 
 
 def aliases(client: MlflowClient, model_name: str) -> dict[str, str]:
@@ -80,10 +94,10 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
 def record_verdict(client: MlflowClient, version: ModelVersion, verdict: Mapping[str, Any], settings: str) -> None:
     """Writes the verdict to the version. The tag `gate.passed` comes last: where it is set, all others are."""
     reasons = verdict["reasons"]
-    lines = [f"{'pass' if r['passed'] else 'FAIL'} {r['check']}: {r['words']}" for r in reasons]
+    lines = [f"{'pass' if r.passed else 'FAIL'} {r.check}: {r.words}" for r in reasons]
     own = verdict.get("metrics", {}).get("challenger", {})
     tags = {
-        "gate.failed": ", ".join(r["check"] for r in reasons if not r["passed"]),
+        "gate.failed": ", ".join(r.check for r in reasons if not r.passed),
         "gate.champion": verdict["champion"]["version"] if verdict["champion"] else "",
         "gate.reasons": "\n".join(lines),
         "gate.at": verdict["at"],
@@ -120,18 +134,13 @@ def rolled_back_words(tags: Mapping[str, str]) -> str:
     return f"it was rolled back at {at} by {by or 'an unknown user'}: {reason or 'no reason given'}"
 
 
-def promote(
-    model_name: str, which: str | int = CHALLENGER, *, force: bool = False, reason: str = ""
-) -> dict[str, Any]:  # fmt: skip
+def promote(model_name: str, which: str | int = CHALLENGER, *, force: bool = False, reason: str = "") -> Promotion:
     """Make a version champion and the champion previous; a version that is champion already stays it.
 
     Args:
         which: version number or alias.
         force: accept any refusal but a wrong hash; sets the tag `promoted.forced`.
         reason: kept in the tag `promoted.reason`.
-
-    Returns:
-        {"model", "version", "previous", "changed", "dirty", "forced"}.
 
     Raises:
         ConfigError: no such version. Refused: something speaks against it, or another promotion is under way.
@@ -141,27 +150,25 @@ def promote(
         version = known_version(client, model_name, which)
         now = aliases(client, model_name)
         number, champion = str(version.version), now.get(CHAMPION)
-        done = {"model": model_name, "version": number, "dirty": version.tags.get("git.dirty") == "true"}
+        dirty, before = version.tags.get("git.dirty") == "true", now.get(PREVIOUS)
+        done = Promotion(model=model_name, version=number, dirty=dirty, previous=before, forced=False, changed=False)
         if number == champion:
-            return {**done, "previous": now.get(PREVIOUS), "forced": False, "changed": False}
+            return done
         against = hindrances(version, champion)
         if against and not force:
             fix = f"unidec models promote {number} --force --reason TEXT"
             if version.tags.get("gate.failed") == "code":
                 fix = f"commit the changes and run `make train`, or: {fix}"
             raise Refused(f"version {number} is not promoted", where=model_name, got="; ".join(against), fix=fix)
-        flags = {"promoted.dirty": str(done["dirty"]).lower(), "promoted.forced": str(bool(against)).lower()}
+        flags = {"promoted.dirty": str(done.dirty).lower(), "promoted.forced": str(bool(against)).lower()}
         _move(client, version, champion, {number: _record("promoted", reason) | flags})
-        return {**done, "previous": champion, "forced": bool(against), "changed": True}
+        return replace(done, previous=champion, forced=bool(against), changed=True)
 
 
-def rollback(model_name: str, *, reason: str = "") -> dict[str, Any]:
+def rollback(model_name: str, *, reason: str = "") -> Promotion:
     """Swap champion and previous. The version that leaves is refused by gate and promotion from now on.
 
     Called again after a kill it completes the rollback that was cut short.
-
-    Returns:
-        {"model", "version" (champion now), "previous" (the one that was rolled back)}.
 
     Raises:
         Refused: there is no previous version, or another promotion is under way.
@@ -171,17 +178,15 @@ def rollback(model_name: str, *, reason: str = "") -> dict[str, Any]:
         now = aliases(client, model_name)
         champion, previous = now.get(CHAMPION), now.get(PREVIOUS)
         if is_completed and champion and ROLLED_BACK[0] in known_version(client, model_name, previous or "").tags:
-            return {"model": model_name, "version": champion, "previous": previous}
+            return Promotion(model=model_name, version=champion, previous=previous)
         if champion is None or previous is None or champion == previous:
-            got, fix = (
-                f"champion {champion}, previous {previous}",
-                "unidec models promote VERSION --force takes any version",
-            )
+            got = f"champion {champion}, previous {previous}"
+            fix = "unidec models promote VERSION --force takes any version"
             raise Refused("there is no earlier champion to go back to", where=model_name, got=got, fix=fix)
         back = _record("promoted", f"rollback from version {champion}" + (f": {reason}" if reason else ""))
         tags = {previous: back, champion: _record("rolled_back", reason)}
         _move(client, known_version(client, model_name, previous), champion, tags)
-        return {"model": model_name, "version": previous, "previous": champion}
+        return Promotion(model=model_name, version=previous, previous=champion)
 
 
 def recover(client: MlflowClient, model_name: str) -> bool:

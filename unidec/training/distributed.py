@@ -104,8 +104,6 @@ class Ranks:
         """Whether this process is its machine's first: the one that verifies what all of them read there."""
         return self.rank % self.local_world == 0
 
-    # -- who has what -------------------------------------------------------------------------------------------------
-
     def part(self, count: int) -> tuple[int, int]:
         """Begin and end of this rank's contiguous part of `count` things; parts differ by at most one."""
         return count * self.rank // self.world, count * (self.rank + 1) // self.world
@@ -120,8 +118,6 @@ class Ranks:
 
     def _bounds(self, count: int) -> list[int]:
         return [count * rank // self.world for rank in range(self.world + 1)]
-
-    # -- in a step ----------------------------------------------------------------------------------------------------
 
     def gather(self, x_RD: Tensor, sizes: Sequence[int]) -> Tensor:
         """Rows of all ranks [G, D], `sizes` of each; backward takes this rank's slice of the gradient."""
@@ -215,8 +211,6 @@ class Ranks:
         with _translated():
             dist.all_gather(parts, padded, group=self._steps)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-    # -- between rounds -----------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         """Wait for all, however long their work between rounds takes."""

@@ -231,9 +231,6 @@ class Optimisers:
                 tensor.copy_(tensors[name][key].view(tensor.shape))
 
 
-# -- stochastic rounding -----------------------------------------------------------------------------------------------
-
-
 def row_noise(rows_U: Tensor, width: int, seed: str) -> Tensor:
     """Random int16 [U, D], uniform over all values: a hash of (seed, row, column).
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -27,6 +26,7 @@ from unidec.progress import progress
 from unidec.sections import Pool
 from unidec.training.clustering import balanced_clusters
 from unidec.training.distributed import ALONE, Ranks
+from unidec.training.fit import Figures
 from unidec.training.sampler import (
     PoolSampler,
     clustered_batches,
@@ -96,8 +96,7 @@ class Refresh:
 def cluster_size(pool: Pool, epoch: int, num_rows: int) -> int:
     """Largest number of queries in a cluster of the round that begins after `epoch` epochs, of `num_rows` in all.
 
-    A batch's, or NGAME's curriculum: it starts at `pool.cluster_start` and doubles at each refresh up to a batch's.
-    """
+    A batch's, or NGAME's curriculum: it starts at `pool.cluster_start` and doubles at each refresh up to a batch's."""
     batch = queries_a_batch(pool, num_rows)
     if pool.cluster_start == 0:
         return batch
@@ -106,7 +105,7 @@ def cluster_size(pool: Pool, epoch: int, num_rows: int) -> int:
 
 
 # the first half of a refresh; float32 [n, D] of the training queries, None where nothing compares them; figures
-Clusters = tuple[Refresh, np.ndarray | None, dict[str, Any]]
+Clusters = tuple[Refresh, np.ndarray | None, Figures]
 
 
 def make_clusters(
@@ -121,7 +120,7 @@ def make_clusters(
     float32 [n, D] of them, and is called only where clusters or negatives need them."""
     begin, refresh, query_ND = time.perf_counter(), Refresh(), None
     size = cluster_size(settings.pool, epoch, len(rows))
-    report: dict[str, Any] = {}
+    report: Figures = {}
     clustered = settings.pool.batches == "clustered"
     if (clustered and size > 1) or (settings.pool.eta > 0 and draws_pools(settings.model, settings.pool)):
         query_ND = query_vectors()
@@ -145,7 +144,7 @@ def make_refresh(
     label_vectors: Callable[[], np.ndarray],
     device: torch.device,
     ranks: Ranks = ALONE,
-) -> tuple[Refresh, dict[str, Any]]:
+) -> tuple[Refresh, Figures]:
     """Mine hard negatives where a loss runs over pools; with the clusters that is the refresh, and figures of both.
     `label_vectors` gives float32 [L, D], with several ranks this rank's part of it; called only when needed."""
     begin, pool, (refresh, query_ND, report) = time.perf_counter(), settings.pool, clusters
@@ -168,7 +167,7 @@ def mine_hard_negatives(
     num_negatives: int,
     device: str | torch.device | None = None,
     ranks: Ranks = ALONE,
-) -> tuple[np.ndarray, dict[str, float]]:
+) -> tuple[np.ndarray, Figures]:
     """Mines `num_negatives` (eta x T) labels for each query; of equal scores the lower label comes first.
 
     Args:

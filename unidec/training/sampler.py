@@ -235,8 +235,6 @@ def clustered_batches(
     return [batch for batch in batches if len(batch)]
 
 
-# -- what a step needs under its parameters ----------------------------------------------------------------------------
-
 Labels = Literal["none", "pool", "all"]
 
 

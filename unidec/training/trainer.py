@@ -36,6 +36,7 @@ from unidec.progress import progress
 from unidec.training.batches import Batches, Prepared
 from unidec.training.checkpoint import Checkpoint, CheckpointWriter, RowPart, load_checkpoint
 from unidec.training.distributed import ALONE, Ranks
+from unidec.training.fit import Figures, RoundReport
 from unidec.training.gradient_cache import encode_texts
 from unidec.training.identity import check_same, run_identity
 from unidec.training.objective import Objective
@@ -155,8 +156,6 @@ class Trainer:
         """int64 [n]: training rows."""
         return self.batches.rows
 
-    # -- start and resume ---------------------------------------------------------------------------------------------
-
     def _encode_labels(self, rows: np.ndarray) -> Tensor:
         with self._autocast():
             output_LW = self.model.encode("labels", self.tokens["labels"], rows, self.build)
@@ -240,8 +239,6 @@ class Trainer:
         """All epochs are done."""
         return self.epoch >= self.settings.optim.epochs
 
-    # -- refresh ------------------------------------------------------------------------------------------------------
-
     @property
     def refresh_due(self) -> bool:
         """A round begins here, and its clusters and hard negatives are not made yet."""
@@ -252,17 +249,16 @@ class Trainer:
     def _refresh_folder(self, epoch: int) -> Path:
         return self.run_dir / "refresh" / f"epoch-{epoch:05d}"
 
-    def cluster(self) -> dict[str, Any]:
+    def cluster(self) -> Figures:
         """Cluster the training queries for the coming round, by the model as it is; gives figures of the clusters.
 
-        Queries and labels are compared in the dual encoder's space; a classifier alone compares in its own.
-        """
+        Queries and labels are compared in the dual encoder's space; a classifier alone compares in its own."""
         self._clusters = make_clusters(
             self.settings, self.rows, self._query_vectors, self.device, self.ranks, self.epoch
         )  # fmt: skip
         return self._clusters[2]
 
-    def refresh(self) -> dict[str, Any]:
+    def refresh(self) -> Figures:
         """Write the coming round's hard negatives, and its clusters (`cluster` if need be), to the run's folder; gives
         figures of both."""
         if self._clusters is None:
@@ -297,14 +293,11 @@ class Trainer:
         table = self.model.classifier_table()[0] if self.model.heads == "clf" else None
         return self._vectors("labels", np.arange(*self.ranks.part(self.dataset.num_labels))) if table is None else table
 
-    # -- training -----------------------------------------------------------------------------------------------------
-
-    def train_round(self, on_log: Callable[[int, dict[str, float]], None] | None = None) -> dict[str, Any]:
+    def train_round(self, on_log: Callable[[int, dict[str, float]], None] | None = None) -> RoundReport:
         """Train until the next refresh is due (or the end), and give figures of that; checkpoints on the way and at the
         end. SIGINT and SIGTERM finish the step and save a checkpoint before they take effect.
 
-        `on_log` is called with the step and its figures at logging steps.
-        """
+        `on_log` is called with the step and its figures at logging steps."""
         pool, begin, first_step, first = self.settings.pool, time.perf_counter(), self.step, self.ranks.is_first
         self.made = Refresh.load(self._refresh_folder(self._round_begin), self._round_begin)
         until = min(self.settings.optim.epochs, self._round_begin + pool.refresh)
@@ -334,8 +327,7 @@ class Trainer:
                     stop.asked = stop.asked or signal.SIGTERM  # all ranks leave, also those without a signal
                     break
         seconds, steps = time.perf_counter() - begin, self.step - first_step
-        return {"epoch": self.epoch, "steps": steps, "train_seconds": seconds, "steps_per_s": steps / seconds,
-                "checkpoint_seconds": self.writer.seconds, "finished": self.finished}  # fmt: skip
+        return RoundReport(self.epoch, steps, seconds, steps / seconds, self.writer.seconds, self.finished, self.step)
 
     def _steps(self, until: int) -> Iterator[dict[str, float] | None]:
         """Steps up to an epoch's end, from wherever the run is; after each the counters, then the figures to log."""
@@ -406,8 +398,6 @@ class Trainer:
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None)
-
-    # -- figures and errors -------------------------------------------------------------------------------------------
 
     def _figures(self, batch: Prepared, losses: dict[str, Tensor], norm: Tensor) -> dict[str, float]:
         optimisers, optim = self.optimisers, self.settings.optim

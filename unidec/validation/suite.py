@@ -306,9 +306,6 @@ def run_checkpoint(
     return [(table, item) for table in tables for item in by_table[table].results]
 
 
-# -- a later data set beside the accepted one -------------------------------------------------------------------------
-
-
 def run_change_suite(checks: Sequence[DriftCheck], docs: Path | None = None) -> list[dict[str, Any]]:
     """Every check of drift, whose bounds are learnt from the data that the accepted model was trained on, as one or two
     expectations over a table of the later data set's figures (a row, a column each).

@@ -28,13 +28,13 @@ from unidec.model.onnx_export import MAX_BYTES, OPSET, TransformerGraph, export_
 from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleInfo
-from unidec.retrieval.export.heads import facts, refuse_foreign, scored_by, write_readme
+from unidec.retrieval.export.heads import ExportFacts, facts, refuse_foreign, scored_by, write_readme
 
 ONNX, SENTENCE_TRANSFORMERS = "onnx-export", "sentence-transformers"  # kinds of folder
 VERSION = 1
 
 
-def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | None = None) -> dict[str, Any]:
+def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | None = None) -> ExportFacts:
     """Write model.onnx, tokenizer.json and README.md into a folder.
 
     Inputs: `input_ids`, `attention_mask` int64 [B, T], padded on the right. Outputs float32: `de` and `clf` [B, D],
@@ -78,7 +78,7 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
         tokenizer.save(str(out.path / "tokenizer.json"))
         write_json(out.path / "config.json", meta | {"max_length": model.max_length, "opset": OPSET})
         write_readme(out.path, bundle, score, graph.outputs, OPSET)
-    told = {"head": score.space, "width": score.width, "outputs": graph.outputs, "opset": OPSET}
+    told: ExportFacts = {"head": score.space, "width": score.width, "outputs": graph.outputs, "opset": OPSET}
     return told | {"bytes": size, "output": str(folder)}
 
 
@@ -126,12 +126,9 @@ def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor
     return [F.normalize((weight_BT[:, None] @ rows_BTD)[:, 0], dim=-1) for weight_BT in weights]
 
 
-# -- sentence-transformers ---------------------------------------------------------------------------------------------
-
-
 def export_sentence_transformers(
     bundle: Bundle, folder: str | os.PathLike[str], *, head: str | None = None
-) -> dict[str, Any]:
+) -> ExportFacts:
     """Write the query side of a score as a sentence-transformers folder.
 
     The inner product of its vectors with those of `export_vectors` of the same head is the score that the bundle gives

@@ -24,6 +24,7 @@ from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleInfo
 from unidec.retrieval.scoring_space import LabelRows, width
 
+ExportFacts = dict[str, str | int | list[str]]  # of what was written, by name
 BLOCK_BYTES = 32 << 20  # of one block of rows, and of a Parquet row group: what is held at once
 
 
@@ -49,7 +50,7 @@ def scored_by(info: BundleInfo, head: str | None = None) -> BundleInfo:
     return info.model_copy(update=changes)
 
 
-def facts(score: BundleInfo) -> dict[str, Any]:
+def facts(score: BundleInfo) -> dict[str, str | float]:
     """Of a score, for a file's metadata."""
     return {
         "head": score.space, "clf_weight": score.clf_weight, "clf_normalize": score.clf_normalize, "width": score.width,
@@ -86,7 +87,7 @@ def refuse_foreign(folder: Path) -> None:
 
 def export_vectors(
     bundle: str | os.PathLike[str], target: str | os.PathLike[str], *, head: str | None = None
-) -> dict[str, Any]:
+) -> ExportFacts:
     """Write the label side of a score; the query side comes from the other exports with the same head.
 
     Memory does not grow with the number of labels (but for uids and titles). The same bundle gives the same bytes.
@@ -129,5 +130,5 @@ def export_vectors(
             values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), type=kind)
             writer.write_table(pa.table([*some.columns, values], schema=schema), row_group_size=len(block))
             bar.update(len(block))
-    told = {"labels": info.num_labels, "width": score.width, "head": score.space}
+    told: ExportFacts = {"labels": info.num_labels, "width": score.width, "head": score.space}
     return told | {"bytes": path.stat().st_size, "output": str(path)}
