@@ -79,7 +79,7 @@ def train(params: Params, every: float) -> dict[str, Any]:
     ends["training"] = clock.seconds
     with write_folder(paths.MODEL, KIND, VERSION, {"run": run_dir.name}) as out:
         trainer.model.save_into(out)
-    validation = pipeline.index(params)["validation"]
+    validation = pipeline.index(params).validation
     ends["index and fusion"] = clock.seconds
     pipeline.evaluate(params)
     measured = json.loads(paths.METRICS.read_text(encoding="utf-8"))
