@@ -104,7 +104,7 @@ class Training:
                 break
             loss = self.step(batch, asked["learning_rate"] * rate_factor(share))
             self.steps += 1
-            if self.clock.is_due:
+            if self.clock.is_due and self.clock.seconds < budget:  # else the last point follows at once
                 print(
                     f"    {self.clock.seconds:7.0f} of {budget:.0f} s, step {self.steps}, loss {loss:.3f}", flush=True
                 )
