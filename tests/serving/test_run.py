@@ -111,7 +111,8 @@ class Load:
             if closed:
                 try:
                     reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-                except ConnectionRefusedError:
+                except (ConnectionRefusedError, ConnectionResetError):
+                    # reset: the system had completed the handshake when the listener closed; no request was sent yet
                     self.seen["refused"] += 1
                     return
             writer.write(self.HEAD % len(self.BODY) + self.BODY)
