@@ -25,7 +25,7 @@ from unidec.model.arrays import GRAPH, INT8_GRAPH
 from unidec.model.encoder import TextEncoder, pool_tokens
 from unidec.model.unidec import UniDEC
 
-OPSET = 17
+OPSET = 18
 MAX_BYTES = (1 << 31) - (1 << 20)  # protobuf's bound on one file
 SMOOTHING = 0.9  # share of the differences between a layer's inputs that goes into its weights
 TOLERANCE = 1e-3  # between a graph and the model: rounding stays far below, a wrong trace far above

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from unidec.errors import ConfigError
 
+PLACES = 1 << 20  # a piece's place in its word is below
 _STARTS = ("▁", "Ġ")  # how SentencePiece and byte-level BPE mark the first piece of a word; WordPiece marks the rest
-_ODD = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and multipliers
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+ODD = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and multipliers
+MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> NDArray[np.bool_]:
@@ -104,13 +105,13 @@ def _cut(
 def _keys(flat_F: NDArray[np.int64], start_W: NDArray[np.int64], pieces_W: NDArray[np.int64]) -> NDArray[np.uint64]:
     """A sum of mixed (piece, place in the word) for each word: order matters, and any length takes one pass."""
     place_F = np.arange(len(flat_F)) - np.repeat(start_W, pieces_W)
-    key_F = mixed(flat_F.astype(np.uint64) * np.uint64(1 << 20) + place_F.astype(np.uint64))
+    key_F = mixed(flat_F.astype(np.uint64) * np.uint64(PLACES) + place_F.astype(np.uint64))
     return np.add.reduceat(key_F, start_W)
 
 
 def mixed(key: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """splitmix64's finaliser: every bit of the key moves every bit of the result. Overflow is meant."""
-    key = key + _ODD
-    key = (key ^ (key >> np.uint64(30))) * _MIX[0]
-    key = (key ^ (key >> np.uint64(27))) * _MIX[1]
+    key = key + ODD
+    key = (key ^ (key >> np.uint64(30))) * MIX[0]
+    key = (key ^ (key >> np.uint64(27))) * MIX[1]
     return key ^ (key >> np.uint64(31))

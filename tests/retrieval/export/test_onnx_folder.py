@@ -6,16 +6,20 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
-from unidec.errors import ConfigError, DataError
+from unidec.errors import DataError
+from unidec.model.words import with_words
 from unidec.retrieval.export.encoder import export_onnx
 from unidec.retrieval.export.heads import scored_by
+from unidec.retrieval.export.words import padded_words
 from unidec.retrieval.scoring_space import LabelRows
 
 onnxruntime = pytest.importorskip("onnxruntime")
 KINDS = {
     "bag": {"kind": "bag", "trainable_layers": 0},
     "bag, first tokens": {"kind": "bag", "trainable_layers": 0, "bag_head": 3, "residual": True},
+    "bag, words": {"kind": "bag", "trainable_layers": 0, "bag_words": 64, "bag_head": 3},
     "both": {"kind": "both", "trainable_layers": 0},
     "both, first tokens": {"kind": "both", "trainable_layers": 0, "transformer_tokens": 3},
     "bert": {"kind": "transformer", "trainable_layers": -1},
@@ -88,8 +92,24 @@ def test_the_folder(world, tmp_path) -> None:
     assert names == {"model.onnx", "tokenizer.json", "config.json", "README.md", "manifest.json"}
 
 
-def test_words_by_hash_are_refused_with_the_reason(world, tmp_path) -> None:
-    bundle = world(kind="bag", trainable_layers=0, bag_words=8)
-    with pytest.raises(ConfigError, match="bag_words"):
-        export_onnx(bundle, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("num_words", [1, 7, 8, 65536])
+def test_words_of_padded_texts_are_those_of_texts_one_after_another(num_words) -> None:
+    draw = np.random.default_rng()
+    for _ in range(20):
+        vocabulary, num_texts = int(draw.integers(2, 60)), int(draw.integers(1, 6))
+        continues_V = draw.random(vocabulary) < draw.random()
+        lengths_B = draw.integers(0, 20, num_texts)
+        flat_F = draw.integers(0, vocabulary, lengths_B.sum())
+        mask_BT = np.arange(max(int(lengths_B.max()), 1)) < lengths_B[:, None]
+        ids_BT = np.zeros(mask_BT.shape, dtype=np.int64)
+        ids_BT[mask_BT] = flat_F
+        given = (ids_BT, mask_BT.astype(np.int64), continues_V)
+        row_BT, ends_BT, place_BT = (x.numpy() for x in padded_words(*map(torch.from_numpy, given), num_words))
+        expected, counts_B = with_words(flat_F, lengths_B, continues_V, num_words)
+        got: list[int] = []
+        for place, ids, real, ends, row in zip(place_BT, ids_BT, mask_BT, ends_BT, row_BT, strict=True):
+            at = np.concatenate([place[real], place[ends] + 1])
+            got += np.concatenate([ids[real], row[ends]])[np.argsort(at)].tolist()
+            assert sorted(at) == list(range(len(at)))
+        assert got == expected.tolist()
+        assert (mask_BT.sum(1) + ends_BT.sum(1)).tolist() == counts_B.tolist()

@@ -29,6 +29,7 @@ from unidec.model.unidec import UniDEC
 from unidec.retrieval.bundle import Bundle
 from unidec.retrieval.bundle_folder import BundleInfo
 from unidec.retrieval.export.heads import ExportFacts, facts, refuse_foreign, scored_by, write_readme
+from unidec.retrieval.export.words import padded_words
 
 ONNX, SENTENCE_TRANSFORMERS = "onnx-export", "sentence-transformers"  # kinds of folder
 VERSION = 1
@@ -51,16 +52,12 @@ def export_onnx(bundle: Bundle, folder: str | os.PathLike[str], *, head: str | N
 
     Raises:
         DataError: no such head.
-        ConfigError: onnx is missing, an encoder that a graph cannot express, a folder that is something else.
+        ConfigError: onnx is missing, an encoder too large for one file, a folder that is something else.
     """
     if importlib.util.find_spec("onnx") is None:
         raise ConfigError("onnx is not installed", where="export onnx", fix="pip install 'unidec-xmc[serve]'")
     score, model = scored_by(bundle.info, head), bundle.model
     refuse_foreign(Path(folder))
-    num_words = 0 if model.encoder.bag is None else model.encoder.bag.num_words
-    if num_words:  # their rows are found by 64-bit hashes, for which ONNX has no operators
-        what = "a bag of whole words cannot be written as a graph"
-        raise ConfigError(what, where="encoder.bag_words", got=num_words, expected=0)
     size = sum(4 * parameter.numel() for parameter in model.encoder.parameters())
     if size > MAX_BYTES:
         raise ConfigError("one ONNX file cannot hold this", where=str(bundle.path), got=size, expected=MAX_BYTES)
@@ -119,11 +116,16 @@ class QueryGraph(nn.Module):
 
 def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor]:
     """`BagEncoder` of padded texts: of all tokens, and of the first ones where it has a bag of them."""
-    rows_BTD = F.embedding(ids_BT, bag.embedding.weight)
-    weights = [F.embedding(ids_BT, bag.log_weight.weight)[..., 0].exp() * mask_BT]
+    rows, counts, places = ids_BT, mask_BT, mask_BT.cumsum(1) - 1
+    if bag.num_words:  # each behind its last piece; those that do not end there count 0 times
+        word_BT, ends_BT, place_BT = padded_words(ids_BT, mask_BT, bag.continues, bag.num_words)
+        rows, counts = torch.cat([ids_BT, word_BT], 1), torch.cat([mask_BT, ends_BT.float()], 1)
+        places = torch.cat([place_BT, place_BT + 1], 1)
+    rows_BFD = F.embedding(rows, bag.embedding.weight)
+    weights = [F.embedding(rows, bag.log_weight.weight)[..., 0].exp() * counts]
     if bag.head:  # padding has no weight whatever its place
-        weights.append(weights[0] * (mask_BT.cumsum(1) <= bag.head))
-    return [F.normalize((weight_BT[:, None] @ rows_BTD)[:, 0], dim=-1) for weight_BT in weights]
+        weights.append(weights[0] * (places < bag.head))
+    return [F.normalize((weight_BF[:, None] @ rows_BFD)[:, 0], dim=-1) for weight_BF in weights]
 
 
 def export_sentence_transformers(
