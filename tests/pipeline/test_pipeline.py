@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 
 from unidec import pipeline
@@ -340,7 +341,7 @@ def dense_ndcg(bundle: Bundle, split: Any, clf_weight: float, knn_weight: float)
     query = ranking.queries(info.space, clf_weight, info.clf_normalize).astype(float)
     score_NL = query @ ranking.labels(info.space, info.clf_normalize).astype(float).T
     if knn_weight:
-        score_NL += knn_weight * bundle.neighbours.votes(ranking.query_de, info.knn.neighbours).toarray()
+        score_NL += knn_weight * dense_votes(bundle.neighbours.votes(ranking.query_de, info.knn.neighbours))
     score_NL[ranking.filter_pairs.nonzero()] = -np.inf
     best = np.argsort(-score_NL, axis=1, kind="stable")[:, :5]
     found, _ = by_query(best, ranking.truth, ["nDCG@5"], np.ones(ranking.truth.shape[1]))["nDCG@5"]

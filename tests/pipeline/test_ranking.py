@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 
 from unidec.config import Params
@@ -74,7 +75,7 @@ def dense(ranking: Ranking, neighbours: Neighbours | None, params: Params, clf: 
         weight = clf if ranking.query_de is not None else 1.0
         score_NL += weight * (ranking.query_clf.astype(float) @ ranking.vectors["clf"].astype(float).T)
     if neighbours is not None:
-        score_NL += knn * ranking.votes(neighbours, params.index.knn_neighbours).toarray()
+        score_NL += knn * dense_votes(ranking.votes(neighbours, params.index.knn_neighbours))
     score_NL[ranking.filter_pairs.toarray()] = -np.inf
     return score_NL
 
@@ -140,7 +141,7 @@ def test_all_labels_are_ranked_as_by_dense_scores(random_ranking) -> None:
         best = np.argsort(-score_NL, axis=1, kind="stable")[:, :k]
         best = np.where(np.take_along_axis(score_NL, best, axis=1) > -np.inf, best, -1)
         np.testing.assert_array_equal(found.rows, best)
-    alone = np.where(score_NL > -np.inf, votes.toarray(), 0)
+    alone = np.where(score_NL > -np.inf, dense_votes(votes), 0)
     best = np.argsort(-alone, axis=1, kind="stable")
     best = np.where(np.take_along_axis(alone, best, axis=1) > 0, best, -1)
     assert ranking.metrics_of_votes(neighbours, 15) == ranking.metrics_of(best)

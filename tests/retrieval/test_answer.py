@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from dense_votes import dense_votes
 from tiny_bundle import TITLES, UIDS, write_tiny_bundle
 
 from unidec.errors import DataError
@@ -32,7 +33,7 @@ def _slow(answerer: Answerer, request: Request) -> list[tuple[float, str, float,
         compared = (
             asked.words_BF if bundle.words is not None else asked.de_BD if info.knn.space == "de" else asked.clf_BD
         )
-        votes_L = bundle.neighbours.votes(compared, info.knn.neighbours).toarray()[0].astype(float)
+        votes_L = dense_votes(bundle.neighbours.votes(compared, info.knn.neighbours))[0].astype(float)
     rows = []
     for label, uid in enumerate(UIDS):
         de = clf = 0.0

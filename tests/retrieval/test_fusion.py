@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dense_votes import dense_votes
 from tiny_bundle import TITLES, UIDS, random_fusion, write_tiny_bundle
 
 from unidec.data.propensity import inverse_propensity
@@ -38,7 +39,7 @@ def slow_features(bundle: Bundle, text: str, excluded: set[int]) -> dict[int, li
     de = bundle.vectors["de"].astype(float) @ asked.de_BD[0]
     clf = bundle.vectors["clf"].astype(float) @ asked.clf_BD[0] + bundle.vectors["bias"]
     blend = de + bundle.info.clf_weight * clf
-    votes = voters.votes(asked.words_BF, bundle.info.knn.neighbours).toarray()[0]
+    votes = dense_votes(voters.votes(asked.words_BF, bundle.info.knn.neighbours))[0]
     own = voters.label_words_LF.toarray() @ words_F
     sums = labels_ML.T @ voters.vectors_MD.toarray()
     profiles = np.array([row / np.sqrt(row @ row) if row.any() else row for row in sums]) @ words_F

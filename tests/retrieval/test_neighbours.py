@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 from tiny_bundle import TITLES, UIDS, predict_file, write_tiny_bundle
 
@@ -78,7 +79,7 @@ def test_votes_are_those_of_a_loop(rng, vote, num_train, num_labels, share, num)
     votes = neighbours.votes(query_BD, num)
     assert votes.shape == (11, num_labels) and votes.score_N.dtype == np.float32
     assert (votes.score_N > 0).all() and (np.diff(votes.key_N) > 0).all()
-    for i, row in enumerate(votes.toarray()):
+    for i, row in enumerate(dense_votes(votes)):
         expected = slow_votes(query_BD[i], neighbours.vectors_MD, labels, num_labels, num, vote)
         np.testing.assert_allclose(row, expected, rtol=2e-3 if vote == "softmax" else 1e-4, atol=1e-5)
         assert vote == "ridge" or row.max() == (1 if any(expected) else 0)
@@ -92,7 +93,7 @@ def test_no_queries_and_only_opposite_neighbours():
     assert neighbours.votes(np.zeros((0, 3), dtype=np.float32), 2).shape == (0, 3)
     assert neighbours.votes(-np.ones((2, 3), dtype=np.float32), 2).score_N.size == 0
     assert (votes_alone(neighbours.votes(-np.ones((2, 3), dtype=np.float32), 2), 4).rows == -1).all()
-    many = neighbours.votes(np.array([[3, 2, 1]], dtype=np.float32), 2).toarray()
+    many = dense_votes(neighbours.votes(np.array([[3, 2, 1]], dtype=np.float32), 2))
     np.testing.assert_allclose(many, [[1, 4 / 9, 0]], rtol=1e-5)
 
 
@@ -102,7 +103,8 @@ def test_a_label_of_a_neighbour_is_one_vote_however_relevant(rng):
     doubled = csr_matrix(([1.0, 1.0, 1.0, 1.0], [0, 0, 1, 1], [0, 3, 4]), shape=(2, 3))
     for labels in (graded, stored_zero, doubled):
         neighbours = Neighbours(np.ones((2, 2), dtype=np.float32), labels, "ab", "ab")
-        np.testing.assert_allclose(neighbours.votes(np.ones((1, 2), dtype=np.float32), 2).toarray(), [[0.5, 1, 0]])
+        votes = dense_votes(neighbours.votes(np.ones((1, 2), dtype=np.float32), 2))
+        np.testing.assert_allclose(votes, [[0.5, 1, 0]])
 
 
 def test_parts_that_do_not_fit_are_refused():
@@ -139,7 +141,7 @@ def test_candidates_are_enough_for_the_best_of_all_labels(rng, weight, excluding
         candidates = candidate_keys(found_BK, votes.key_N, num_labels, keys)
         pairs = Candidates.of(candidates, votes, lambda b, j, heads=heads_BL: heads[b, j])
         ranked = pairs.top(weight, k)
-        assert ranked.rows.shape == ranked.scores.shape == ranked.votes.shape == (num_queries, k)
+        assert ranked.rows.shape == ranked.scores.shape == ranked.knn_scores.shape == (num_queries, k)
         for b in range(num_queries):
             total = {j: heads_BL[b, j] + np.float32(weight) * votes_BL[b, j] for j in np.flatnonzero(~out_BL[b])}
             best = sorted(total, key=lambda j: (-total[j], j))[:k]
@@ -150,8 +152,8 @@ def test_candidates_are_enough_for_the_best_of_all_labels(rng, weight, excluding
             assert ranked.rows[b, : len(best)][sure].tolist() == np.array(best, dtype=int)[sure].tolist()
             assert (ranked.rows[b, len(best) :] == -1).all() and (ranked.scores[b, len(best) :] == -np.inf).all()
             at = ranked.rows[b, : len(best)]
-            np.testing.assert_array_equal(ranked.votes[b, : len(best)], votes_BL[b, at])
-            assert np.isnan(ranked.votes[b, len(best) :]).all()
+            np.testing.assert_array_equal(ranked.knn_scores[b, : len(best)], votes_BL[b, at])
+            assert np.isnan(ranked.knn_scores[b, len(best) :]).all()
 
 
 def test_votes_alone_are_sorted_votes(rng):
@@ -238,7 +240,7 @@ def test_votes_can_lift_a_label_far_below_the_heads_best(rng, tmp_path):
     found = bundle.rank(Encoded(de, clf), 1)
     _, by_heads = bundle.index.search(np.concatenate([de, np.float32(0.5) * clf], axis=1), 1)
     votes = bundle.neighbours.votes(de, 7)
-    assert (found.votes[votes.toarray().any(axis=1)] == 1).all() and (found.rows != by_heads).any()
+    assert (found.knn_scores[dense_votes(votes).any(axis=1)] == 1).all() and (found.rows != by_heads).any()
 
 
 @pytest.mark.usefixtures("stub_model")

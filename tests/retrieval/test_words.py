@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 from tiny_bundle import TITLES, UIDS, WORDS, write_tiny_bundle
 
@@ -126,7 +127,7 @@ def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypa
     stored = own.copy()
     stored.data = own.data.astype(np.float16).astype(np.float32)
     monkeypatch.setattr(neighbours_module, "_BLOCK_SCORES", 120)  # several blocks
-    votes = near.votes(query, 7).toarray()
+    votes = dense_votes(near.votes(query, 7))
     dense = (query @ stored.T).toarray()
     for row, got in zip(dense, votes, strict=True):
         nearest = sorted(range(50), key=lambda m: (-row[m], m))[:7]
@@ -135,7 +136,7 @@ def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypa
     assert not votes[-1].any()  # no word, no vote
     ridge = Neighbours(own, csr_matrix(labels), range_of("q", 50), range_of("text", 50), "ridge", space)
     kernel = (stored @ stored.T).toarray()
-    for row, got in zip(dense, ridge.votes(query, 7).toarray(), strict=True):
+    for row, got in zip(dense, dense_votes(ridge.votes(query, 7)), strict=True):
         near = [m for m in sorted(range(50), key=lambda m: (-row[m], m))[:7] if row[m] > 0]
         expected = np.linalg.inv(kernel[np.ix_(near, near)] + np.eye(len(near))) @ row[near] @ labels[near]
         np.testing.assert_allclose(got, np.maximum(expected, 0), atol=1e-5)
@@ -147,7 +148,7 @@ def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypa
             share = (labels[:, label] & labels[:, other]).sum() / max(labels[:, label].sum(), 1)
             target[50 + label, other] = share / 2 if share >= 0.1 else 0.0
     dense, kernel = query @ every.T, every @ every.T
-    for row, got in zip(dense, more.votes(query, 20).toarray(), strict=True):
+    for row, got in zip(dense, dense_votes(more.votes(query, 20)), strict=True):
         near = [m for m in sorted(range(58), key=lambda m: (-row[m], m))[:20] if row[m] > 0]
         expected = np.linalg.inv(kernel[np.ix_(near, near)] + np.eye(len(near))) @ row[near] @ target[near]
         np.testing.assert_allclose(got, np.maximum(expected, 0), atol=1e-5)

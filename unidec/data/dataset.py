@@ -146,8 +146,8 @@ def write_dataset(
     }
     num_bytes = queries.nbytes + raw.labels.nbytes + 8 * relevance.nnz + 4 * filter_pairs.nnz + 17 * queries.num_rows
     with write_folder(path, KIND, VERSION, meta, num_bytes=num_bytes) as out:
-        _write_texts(out.path / "queries.arrow", queries)
-        _write_texts(out.path / "labels.arrow", raw.labels)
+        write_texts_table(out.path / "queries.arrow", queries)
+        write_texts_table(out.path / "labels.arrow", raw.labels)
         np.save(out.path / "split.npy", split_N, allow_pickle=False)
         for name, matrix in (("relevance", relevance), ("filter", filter_pairs)):
             np.save(out.path / f"{name}_indptr.npy", matrix.indptr.astype(np.int64), allow_pickle=False)
@@ -160,9 +160,9 @@ def _refuse(path: Path, what: str, got: object, expected: object) -> NoReturn:
     raise ArtifactError(what, where=str(path), got=got, expected=expected, fix="run `unidec data ingest` again")
 
 
-def _write_texts(path: Path, table: pa.Table) -> None:
-    """Arrow IPC, uncompressed, in batches of a fixed size: the bytes depend on the texts only."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, TEXT_SCHEMA) as writer:
+def write_texts_table(path: Path, table: pa.Table) -> None:
+    """Write Arrow IPC, uncompressed, in batches of a fixed size: the bytes depend on the texts only."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         for start in range(0, table.num_rows, BATCH_ROWS):
             writer.write_table(table.slice(start, BATCH_ROWS).combine_chunks())
 

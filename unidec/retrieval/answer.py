@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from unidec.data.tokens import Piece
 from unidec.errors import DataError
-from unidec.retrieval.bundle import Bundle, Prediction, Predictions
+from unidec.retrieval.bundle import Bundle, Prediction
 from unidec.retrieval.query_encoder import Encoded, QueryEncoder, Runtime, open_encoder
 from unidec.retrieval.scoring_space import SPACES, Space
 from unidec.retrieval.text_file import text_column
@@ -198,13 +198,12 @@ class Answerer:
         allowed, unknown_allowed = self._rows(first.allow or ())
         rows = None if first.allow is None else np.asarray(allowed, dtype=np.int64)
         found = bundle.rank(asked, k, excluded, first.head, first.tail, rows)
-        most = max(request.k for request in requests)
-        parts = bundle.parts(asked, found.rows[:, :most])
         count_B = []
         for request, row_K, score_K in zip(requests, found.rows, found.scores, strict=True):
             good_K = row_K >= 0 if request.min_score is None else (row_K >= 0) & (score_K >= request.min_score)
             count_B.append(min(int(good_K.sum()), request.k))
-        named = bundle.predictions(Predictions(found.rows, found.scores, *parts, found.votes), count_B)
+        found = bundle.with_parts(asked, found, max(request.k for request in requests))
+        named = bundle.predictions(found, count_B)
         counts = zip(asked.num_tokens_B.tolist(), asked.unknown_B.tolist(), denied, strict=True)
         return [
             replace(one, num_tokens=tokens, unknown_tokens=unknown, unknown_labels=unknown_denied + unknown_allowed)

@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from unidec.errors import ArtifactError
 
-_BATCH_ROWS = 65_536
 _MAGIC = b"ARROW1\0\0"
 _HEADER_FIELD = 2  # of the flatbuffer table Message: its header, here a RecordBatch
 _COMPRESSION_FIELD = 3  # of the table RecordBatch
@@ -58,13 +57,6 @@ def _read_plain_table(path: Path, schema: pa.Schema) -> pa.Table:
             raise ValueError("compressed: it could unpack to any size")
         batches.append(pa.ipc.read_record_batch(message, found))
     return pa.Table.from_batches(batches, schema=found).replace_schema_metadata(None)
-
-
-def write_texts_table(path: Path, table: pa.Table) -> None:
-    """Write texts, uncompressed and in batches of a fixed size: the bytes depend on the texts only."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        for start in range(0, table.num_rows, _BATCH_ROWS):
-            writer.write_table(table.slice(start, _BATCH_ROWS).combine_chunks())
 
 
 def text_array(values: Iterable[str] | pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array | pa.ChunkedArray:

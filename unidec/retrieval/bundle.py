@@ -80,24 +80,6 @@ class Prediction:
     unknown_labels: int = 0
 
 
-@dataclass(frozen=True)
-class Predictions:
-    """The labels of B queries as arrays, best first.
-
-    Attributes:
-        rows: int64 [B, K], row of each label; -1 where there are fewer than K.
-        scores: float32 [B, K]; -inf there.
-        de_scores, clf_scores: float32 [B, K], each head's own score; NaN there; None where the model has no such head.
-        knn_scores: float32 [B, K], votes of similar training queries; NaN there; None where none vote.
-    """
-
-    rows: Labels
-    scores: Floats
-    de_scores: Floats | None
-    clf_scores: Floats | None
-    knn_scores: Floats | None = None
-
-
 class Bundle:
     """A loaded bundle. Predicting is safe from several threads at once.
 
@@ -225,7 +207,7 @@ class Bundle:
         found = self.predict_arrays(texts, k, exclude, batch_size)
         return self.predictions(found, (found.rows >= 0).sum(axis=1).tolist())
 
-    def predictions(self, found: Predictions, count_B: Sequence[int]) -> list[Prediction]:
+    def predictions(self, found: Ranked, count_B: Sequence[int]) -> list[Prediction]:
         """The first `count_B` labels of each query with their names."""
         # all names at once: a look-up costs the same for one and for a thousand
         rows = [row[:n] for row, n in zip(found.rows, count_B, strict=True)]
@@ -239,7 +221,7 @@ class Bundle:
 
     def predict_arrays(
         self, texts: Sequence[str], k: int = 5, exclude: Sequence[Sequence[str]] | None = None, batch_size: int = 256
-    ) -> Predictions:
+    ) -> Ranked:
         """As `predict`, in arrays of label rows (`uids`, `titles` name them)."""
         if isinstance(texts, str):
             raise DataError("a list of texts is needed", got="one string", fix="pass [text]")
@@ -251,10 +233,10 @@ class Bundle:
         for start in range(0, max(1, len(texts)), batch_size):
             excluded = None if exclude is None else self._excluded_pairs(exclude[start : start + batch_size])
             asked = self.encode(texts[start : start + batch_size])
-            ranked = self.rank(asked, k, excluded)
-            parts.append((ranked.rows, ranked.scores, *self.parts(asked, ranked.rows), ranked.votes))
-        joined: list[Any] = [None if each[0] is None else np.concatenate(each) for each in zip(*parts, strict=True)]
-        return Predictions(*joined)
+            parts.append(vars(self.with_parts(asked, self.rank(asked, k, excluded))))
+        columns = {name: [part[name] for part in parts] for name in parts[0]}
+        joined: dict[str, Any] = {n: None if own[0] is None else np.concatenate(own) for n, own in columns.items()}
+        return Ranked(**joined)
 
     def predict_table(self, texts: Sequence[str], k: int = 5, *, first_row: int = 0, batch_size: int = 256) -> pa.Table:
         """Arrow table `query_row` (int64, counted from `first_row`), `query`, `rank` (int64, from 1), `label`, `title`,
@@ -322,7 +304,7 @@ class Bundle:
         )
         none = PairScores.none((num_queries, self.num_labels))
         found = Candidates.of(key_P, votes or none, heads).top(0.0 if info.knn is None else info.knn.weight, k)
-        return found if votes is not None else replace(found, votes=None)
+        return found if votes is not None else replace(found, knn_scores=None)
 
     def compared(self, asked: Encoded) -> Floats | csr_matrix:
         """Which part of queries training queries that vote are compared by: a head's vectors, or words."""
@@ -333,12 +315,12 @@ class Bundle:
         assert found is not None
         return found
 
-    def parts(self, encoded: Encoded, rows_BK: Labels) -> tuple[Floats | None, Floats | None]:
-        """Each head's own score of some labels, float32 [B, K] (NaN where the row is -1); None for a head that is not
-        there."""
-        vectors, normalize = self.vectors, self.info.clf_normalize
+    def with_parts(self, encoded: Encoded, found: Ranked, most: int | None = None) -> Ranked:
+        """The same labels with each head's own score, of all K or of the first `most` alone."""
+        rows_BK, vectors, normalize = found.rows[:, :most], self.vectors, self.info.clf_normalize
         de = head_scores(encoded.de_BD, rows_BK, vectors, "de", normalize)
-        return de, head_scores(encoded.clf_BD, rows_BK, vectors, "clf", normalize)
+        clf = head_scores(encoded.clf_BD, rows_BK, vectors, "clf", normalize)
+        return replace(found, de_scores=de, clf_scores=clf)
 
     def _search(
         self, search: Callable[[Floats, int], tuple[Floats, Labels]], query_BD: Floats, k: int, excluded: Labels

@@ -199,18 +199,16 @@ class LabelIndex:
         index = settings.empty(kind, vectors.shape[1], vectors.shape[0])
         if kind == "hnsw":
             index.hnsw.efConstruction, index.hnsw.efSearch = settings.build, settings.search
-        with faiss_threads(threads), contextlib.ExitStack() as stack:
+        with faiss_threads(threads):
             if not index.is_trained:
                 _train(index, kind, vectors)
-            bar = (
-                stack.enter_context(progress(total=vectors.shape[0], desc=f"index {kind}", unit="label"))
-                if show
-                else None
-            )
-            for rows in blocks(np.arange(vectors.shape[0]), _GRAPH_ROWS_AT_ONCE if kind == "hnsw" else ROWS_AT_ONCE):
-                index.add(_checked_rows(vectors, rows, index.d))
-                if bar is not None:
-                    bar.update(len(rows))
+            every, size = np.arange(vectors.shape[0]), _GRAPH_ROWS_AT_ONCE if kind == "hnsw" else ROWS_AT_ONCE
+            shown = progress(total=len(every), desc=f"index {kind}", unit="label") if show else contextlib.nullcontext()
+            with shown as bar:
+                for rows in blocks(every, size):
+                    index.add(_checked_rows(vectors, rows, index.d))
+                    if bar is not None:
+                        bar.update(len(rows))
         return cls(index, kind, settings, vectors)
 
     def search(self, queries_BD: Floats, k: int, rescore: int = 0) -> tuple[Floats, Labels]:

@@ -31,9 +31,10 @@ import numpy.typing as npt
 import pyarrow as pa
 from scipy.sparse import csr_matrix, diags, identity, vstack
 
+from unidec.data.dataset import write_texts_table
 from unidec.data.storage import load_array
 from unidec.errors import ArtifactError
-from unidec.retrieval.arrow_file import read_texts_table, text_array, write_texts_table
+from unidec.retrieval.arrow_file import read_texts_table, text_array
 from unidec.retrieval.index import LabelIndex
 from unidec.retrieval.scoring_space import unit_rows
 from unidec.retrieval.sparse import PairScores, SparseRows, heaviest
@@ -345,12 +346,17 @@ class Ranked:
     Attributes:
         rows: int64 [B, K], best first; -1 where there are fewer than K.
         scores: float32 [B, K]; -inf there.
-        votes: float32 [B, K], the votes' part before its weight; NaN there; None where nothing votes.
+        knn_scores: float32 [B, K], votes of similar training queries, before their weight; NaN there; None where none
+            vote.
+        de_scores, clf_scores: float32 [B, K], each head's own score; NaN there; None where the model has no such head,
+            and before `Bundle.with_parts`.
     """
 
     rows: Labels
     scores: Floats
-    votes: Floats | None = None
+    knn_scores: Floats | None = None
+    de_scores: Floats | None = None
+    clf_scores: Floats | None = None
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,6 @@ class PairScores:
         at_P = np.minimum(np.searchsorted(self.key_N, key_P), len(self.key_N) - 1)
         return np.where(self.key_N[at_P] == key_P, self.score_N[at_P], np.float32(0))
 
-    def toarray(self) -> Floats:
-        """All scores, float32 [B, L]."""
-        out = np.zeros(self.shape, dtype=np.float32)
-        out.ravel()[self.key_N] = self.score_N
-        return out
-
     def largest(self, count: int) -> Keys:
         """Keys of each query's `count` largest scores, ascending."""
         return self.key_N[largest_of_each(self.key_N // self.shape[1], self.score_N, count)]
